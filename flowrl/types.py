@@ -1,0 +1,212 @@
+"""The records that travel through one iteration. This module imports nothing of ours.
+
+Letters: P prompts, G samples per prompt, B = P*G samples, T steps, E edges of a plan, N stored transitions,
+M stored states, *L latent dims. Everything is a flow: x_s = (1-s) x0 + s eps, s = sigma in [0, 1], 1 = noise, v = eps - x0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+ODE, SDE = 0, 1
+
+
+def expand(value: Tensor, like: Tensor) -> Tensor:
+    """Append dims of length 1 to value, (B,) or (), until it broadcasts against like, (B, *L)."""
+    return value if value.ndim in (0, like.ndim) else value.reshape(value.shape + (1,) * (like.ndim - value.ndim))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transition:
+    """Gaussian p(y | x) of one sampling step: mean (B, *L) fp32, std () or (B, 1, ...) fp32, 0 for a deterministic step."""
+
+    mean: Tensor
+    std: Tensor
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """mean + std * noise; noise: (B, *L) fp32."""
+        return self.mean + self.std * noise
+
+    def log_prob(self, y: Tensor, *, reduction: Literal["mean", "sum"] = "mean", mask: Tensor | None = None) -> Tensor:
+        """Log-density of y (B, *L), detached, over latent dims where mask is true -> (B,).
+
+        "mean" divides by the number of dims D (the field's convention: ratios become r**(1/D)). std == 0 -> ValueError.
+        """
+        if not bool((self.std > 0).all()):
+            raise ValueError("log_prob of a deterministic transition (std = 0); only SDE steps have a density")
+        z = (y.detach().float() - self.mean) / self.std
+        lp = -0.5 * z.square() - torch.log(self.std) - 0.5 * math.log(2 * math.pi)
+        if mask is None:
+            flat = lp.flatten(1)
+            return flat.mean(1) if reduction == "mean" else flat.sum(1)
+        mask = mask.expand_as(lp)
+        total = torch.where(mask, lp, torch.zeros_like(lp)).flatten(1).sum(1)
+        return total / mask.flatten(1).sum(1) if reduction == "mean" else total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """An explicit forest of sampling edges for one prompt; the constructors live in flowrl.samplers.plan.
+
+    Edge e leads from the end of edge parent[e] (or from the noise x_T of root[e] when parent[e] == -1) at sigma[e] to sigma_next[e].
+    Edges are in topological order: parent[e] < e.
+    """
+
+    parent: Tensor  # (E,) int64, -1 at a root
+    root: Tensor  # (E,) int64, index of the x_T this edge descends from
+    sigma: Tensor  # (E,) fp64
+    sigma_next: Tensor  # (E,) fp64
+    kind: Tensor  # (E,) int64, ODE or SDE
+    eta: Tensor  # (E,) fp64, noise level of SDE edges, 0 on ODE edges
+    trained: Tensor  # (E,) bool, subset of SDE edges
+    sde: str = "flow_sde"  # module of flowrl.samplers that gives SDE transitions
+    solver: Literal["euler", "dpm2"] = "euler"  # of ODE edges
+    dpm_from: float = 1.0  # ODE edges that start at sigma <= dpm_from use dpm2 when solver == "dpm2"
+    init: Literal["sample", "group", "batch"] = "sample"  # which roots share x_T: none, those of one prompt, all
+    sigma_cap: float | None = None  # Flow-SDE: stands in for sigma == 1
+    correlation: float | None = None  # BranchGRPO's s of correlated siblings; None: independent
+
+    @property
+    def edges(self) -> int:
+        return self.parent.numel()
+
+    @cached_property
+    def leaf_edges(self) -> Tensor:
+        """Edges without children, in order of appearance -> (leaves,)."""
+        has_child = torch.zeros(self.edges, dtype=torch.bool)
+        has_child[self.parent[self.parent >= 0]] = True
+        return torch.nonzero(~has_child).flatten()
+
+    @property
+    def leaves(self) -> int:
+        """Media that one copy of the plan yields."""
+        return self.leaf_edges.numel()
+
+    @property
+    def roots(self) -> int:
+        return int(self.root.max()) + 1
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """(E,) number of edges between an edge and its root."""
+        out = [0] * self.edges
+        for e, p in enumerate(self.parent.tolist()):
+            out[e] = 0 if p < 0 else out[p] + 1
+        return torch.tensor(out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptBatch:
+    """Prompts of one iteration. ids are stable over the run (their place in the data), meta is what rewards may read."""
+
+    text: list[str]
+    ids: Tensor  # (P,) int64
+    meta: list[dict[str, Any]]
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """Denoising trajectories as a forest: states are stored once, transitions point to them by row."""
+
+    states: Tensor  # (M, *L) fp32, flow coordinates
+    prompt: Tensor  # (M,) int64, row of cond
+    state_sigma: Tensor  # (M,) fp64
+    src: Tensor  # (N,) int64 rows of states
+    dst: Tensor  # (N,) int64 rows of states
+    parent: Tensor  # (N,) int64 previous stored transition on the path, or -1
+    edge: Tensor  # (N,) int64 edge of the plan
+    sigma: Tensor  # (N,) fp64
+    sigma_next: Tensor  # (N,) fp64
+    eta: Tensor  # (N,) fp64
+    noise_key: Tensor  # (N,) int64
+    log_prob: Tensor | None  # (N,) fp32 under the behaviour policy; None: nothing stochastic was stored
+    trained: Tensor  # (N,) bool
+    leaf: Tensor  # (B,) int64 rows of states
+    leaf_edge: Tensor  # (B,) int64 last stored transition on the leaf's path, or -1
+    group: Tensor  # (B,) int64 row of cond: leaves of one prompt are one group
+    tree: Tensor  # (B,) int64 which root (copy, root) the leaf grew from
+    plan: Plan
+    nfe: int  # rows that went through the network (x branches of guidance not counted)
+    cond: Any = None
+    guidance: float | str = "none"
+
+    @property
+    def leaves(self) -> Tensor:
+        """(B, *L) final states."""
+        return self.states[self.leaf]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaContext:
+    """Optional columns a reward may declare in `needs`; absent ones are None."""
+
+    meta: list[dict[str, Any]] | None = None
+    group: Tensor | None = None  # (B,)
+    source: Tensor | None = None  # (B, 3, H, W)
+    actions: Tensor | None = None
+    reference: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """Scores of B samples. raw keeps every part as the reward gave it; total is the weighted sum."""
+
+    raw: dict[str, Tensor]  # name -> (B,) fp32
+    weights: dict[str, float]
+    total: Tensor  # (B,) fp32, NaN where invalid
+    valid: Tensor  # (B,) bool
+    errors: list[str] = field(default_factory=list)  # first message of each failed chunk or sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantages:
+    """Credit: leaf (B,) and, for methods that train transitions, transition (N,). fp32."""
+
+    leaf: Tensor
+    transition: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """loss (): sum over the rows given, divided by weight by the caller; metrics: detached scalars, summed likewise."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Named tensors of equal length n: the rows that one optimizer step trains. Index it to take a micro-batch."""
+
+    data: dict[str, Tensor]
+
+    def __post_init__(self) -> None:
+        lengths = {k: v.shape[0] for k, v in self.data.items()}
+        assert len(set(lengths.values())) <= 1, f"columns differ in length: {lengths}"
+
+    def __len__(self) -> int:
+        return next(iter(self.data.values())).shape[0] if self.data else 0
+
+    def __getitem__(self, rows: Tensor) -> Columns:
+        return Columns({k: v[rows] for k, v in self.data.items()})
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self.data[name]
+        except KeyError as error:
+            raise AttributeError(f"no column {name!r}; there are {sorted(self.data)}") from error
+
+
+def replace(record: Any, **changes: Any) -> Any:
+    """dataclasses.replace under a name that reads well in the loop."""
+    return dataclasses.replace(record, **changes)
