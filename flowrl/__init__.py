@@ -1,0 +1,46 @@
+"""flowrl: align image and video diffusion and flow models with reinforcement learning.
+
+    policy = flowrl.load_policy("shapes-sd3")
+    media = flowrl.generate(policy, ["a red circle"], steps=16, guidance=3.0)
+    run = flowrl.train(flowrl.load_config("quickstart"))
+
+Names load when first used, so importing flowrl is cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "load_policy": "flowrl.policy",
+    "Policy": "flowrl.policy",
+    "load_config": "flowrl.config",
+    "Config": "flowrl.config",
+    "Trainer": "flowrl.loop",
+    "Run": "flowrl.loop",
+    "train": "flowrl.loop",
+    "generate": "flowrl.generation",
+    "evaluate": "flowrl.evaluation",
+    "score": "flowrl.rewards",
+}
+__all__ = [
+    "Config", "Policy", "Run", "Trainer", "__version__",
+    "evaluate", "generate", "load_config", "load_policy", "score", "train",
+]  # fmt: skip
+
+if TYPE_CHECKING:
+    from flowrl.config import Config, load_config
+    from flowrl.evaluation import evaluate
+    from flowrl.generation import generate
+    from flowrl.loop import Run, Trainer, train
+    from flowrl.policy import Policy, load_policy
+    from flowrl.rewards import score
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flowrl' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -133,6 +133,7 @@ class Rollout:
     trained: Tensor  # (N,) bool
     leaf: Tensor  # (B,) int64 rows of states
     leaf_edge: Tensor  # (B,) int64 last stored transition on the leaf's path, or -1
+    leaf_key: Tensor  # (B,) int64 hash of (prompt key, copy, path): names a sample wherever it lies in the batch
     group: Tensor  # (B,) int64 row of cond: leaves of one prompt are one group
     tree: Tensor  # (B,) int64 which root (copy, root) the leaf grew from
     plan: Plan

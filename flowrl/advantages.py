@@ -1,0 +1,175 @@
+"""Credit: from leaf rewards to one advantage per leaf and per stored transition.
+
+group_relative is GRPO's z-score; spread gives each transition the mean advantage of its leaves (itself, on a path); branch and tree_backup
+are the credit rules of BranchGRPO and TreeGRPO. All statistics are in fp64 and depend on (reward, group) alone: give them the whole
+iteration, gathered over processes, and the result does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.types import Advantages, Rewards, Rollout
+
+Std = Literal["group", "global"] | None
+
+
+def group_relative(
+    rewards: Tensor,
+    group: Tensor,
+    *,
+    valid: Tensor | None = None,
+    std: Std = "group",
+    ddof: int = 0,
+    eps: float = 1e-4,
+    clip: float | None = 5.0,
+) -> Tensor:
+    """A = (r - mean of its group) / (std + eps), clipped to +-clip: rewards (B,), group (B,) int -> (B,) fp32.
+
+    std: "group" its own, "global" that of all rewards given (Flow-GRPO), None no division (Dr. GRPO). ddof: 0 or 1.
+    A group with std < 1e-6 and invalid samples (valid False, or a NaN reward) get 0; invalid ones enter no statistic.
+    """
+    ok = ~torch.isnan(rewards) if valid is None else valid & ~torch.isnan(rewards)
+    r = torch.where(ok, rewards.double(), 0.0)
+    _, g = torch.unique(group, return_inverse=True)
+    centred, spread = _standard(r, g, ok, ddof)
+    if std == "global":
+        scale = _standard(r, torch.zeros_like(g), ok, ddof)[1]
+    elif std in ("group", None):
+        scale = spread
+    else:
+        raise ValueError(f'std="{std}" is unknown; choose "group", "global" or None')
+    adv = centred if std is None else centred / (scale + eps)
+    adv = torch.where(ok & (spread >= 1e-6), adv, 0.0)
+    return (adv if clip is None else adv.clamp(-clip, clip)).float()
+
+
+def _standard(r: Tensor, g: Tensor, ok: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
+    """(r - mean, std) of each value's group, over ok values: r (n,) fp64, g (n,) 0.. -> (n,), (n,)."""
+    size = int(g.max()) + 1 if len(g) else 0
+    zeros = torch.zeros(size, dtype=torch.float64, device=r.device)
+    count = zeros.index_add(0, g, ok.double())
+    mean = zeros.index_add(0, g, torch.where(ok, r, 0.0)) / count.clamp(min=1)
+    centred = torch.where(ok, r - mean[g], 0.0)
+    var = zeros.index_add(0, g, centred.square()) / (count - ddof).clamp(min=1)
+    return centred, var.sqrt()[g]
+
+
+def combine(
+    rewards: Rewards,
+    group: Tensor,
+    *,
+    how: Literal["rewards", "advantages"] = "rewards",
+    std: Std = "group",
+    ddof: int = 0,
+    eps: float = 1e-4,
+    clip: float | None = 5.0,
+) -> Tensor:
+    """Advantage of several rewards -> (B,) fp32.
+
+    "rewards": z-score of the weighted sum (Flow-GRPO). "advantages": weighted sum of one z-score per reward (DanceGRPO, MixGRPO),
+    which no reward's scale can dominate; clipped after the sum.
+    """
+    if how == "rewards":
+        return group_relative(rewards.total, group, valid=rewards.valid, std=std, ddof=ddof, eps=eps, clip=clip)
+    parts = [
+        weight * group_relative(rewards.raw[name], group, valid=rewards.valid, std=std, ddof=ddof, eps=eps, clip=None)
+        for name, weight in rewards.weights.items()
+        if weight != 0
+    ]
+    total = torch.stack(parts).sum(0) if parts else torch.zeros_like(rewards.total)
+    return total if clip is None else total.clamp(-clip, clip)
+
+
+def _pairs(rollout: Rollout) -> tuple[Tensor, Tensor, Tensor]:
+    """Every (leaf, transition above it) with the log-prob of the path between them -> (K,), (K,), (K,) fp64."""
+    log_prob = None if rollout.log_prob is None else rollout.log_prob.double()
+    at, leaf = rollout.leaf_edge, torch.arange(len(rollout.leaf_edge), device=rollout.leaf_edge.device)
+    path = torch.zeros(len(at), dtype=torch.float64, device=at.device)
+    leaves, transitions, paths = [leaf[:0]], [at[:0]], [path[:0]]
+    while bool((alive := at >= 0).any()):
+        at, leaf, path = at[alive], leaf[alive], path[alive]
+        leaves, transitions, paths = [*leaves, leaf], [*transitions, at], [*paths, path]
+        path = path if log_prob is None else path + log_prob[at]
+        at = rollout.parent[at]
+    return torch.cat(leaves), torch.cat(transitions), torch.cat(paths)
+
+
+def _softmax_mean(values: Tensor, logits: Tensor, to: Tensor, ok: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Mean of values (K,) that go to the same place, weighted by softmax(logits) over the ok ones -> (size,), (size,) any ok."""
+    values, logits, to = values[ok], logits[ok], to[ok]
+    top = torch.full((size,), -torch.inf, dtype=torch.float64, device=values.device).scatter_reduce(0, to, logits, "amax")
+    weight = (logits - top[to]).exp()
+    zeros = torch.zeros(size, dtype=torch.float64, device=values.device)
+    total = zeros.index_add(0, to, weight)
+    return zeros.index_add(0, to, weight * values) / total.clamp(min=1e-300), total > 0
+
+
+def spread(rollout: Rollout, leaf: Tensor) -> Tensor:
+    """Mean of the leaves below each transition: leaf (B,) -> (N,) fp32. On a path: the leaf's own value."""
+    leaves, transitions, paths = _pairs(rollout)
+    ok = torch.ones_like(leaves, dtype=torch.bool)
+    return _softmax_mean(leaf.double()[leaves], torch.zeros_like(paths), transitions, ok, len(rollout.src))[0].float()
+
+
+def _recursive(rollout: Rollout, leaf: Tensor, ok: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Value of each transition: mean of its leaves, or of its children by softmax(log-prob / temperature) -> (N,) fp64, (N,) known."""
+    size, last, leaf = len(rollout.src), rollout.leaf_edge, leaf.double()
+    value, known = _softmax_mean(leaf, torch.zeros_like(leaf), last.clamp(min=0), ok & (last >= 0), size)
+    if rollout.log_prob is None:
+        return value, known
+    logits, depth = rollout.log_prob.double() / temperature, rollout.plan.depth.to(leaf.device)[rollout.edge]
+    for d in sorted(set(depth.tolist()), reverse=True):
+        rows = torch.nonzero((depth == d) & (rollout.parent >= 0)).flatten()
+        mean, any_known = _softmax_mean(value[rows], logits[rows], rollout.parent[rows], known[rows], size)
+        value, known = torch.where(any_known, mean, value), known | any_known
+    return value, known
+
+
+def branch(
+    rollout: Rollout,
+    rewards: Rewards,
+    *,
+    weighting: Literal["mean", "path", "recursive"] = "mean",
+    scope: Literal["prompt", "tree"] = "prompt",
+    beta: float = 1.0,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    clip: float | None = 5.0,
+) -> Advantages:
+    """BranchGRPO (arXiv:2509.06040): fuse leaf rewards upwards, then z-score at each depth over the transitions of a scope.
+
+    weighting: "mean" of the leaves below; "path" softmax over them of beta * log-prob of the way down (paper); "recursive" softmax over the
+    children at each node (reference code). scope: z-scores over all trees of a prompt, or each tree alone (reference code). An edge takes
+    the value of its child. std < 1e-6 -> 0. Leaf advantages are the same z-score over leaf rewards.
+    """
+    ok = rewards.valid & ~torch.isnan(rewards.total)
+    reward = torch.where(ok, rewards.total.double(), 0.0)
+    leaves, transitions, paths = _pairs(rollout)
+    if weighting == "recursive":
+        value, known = _recursive(rollout, reward, ok, 1.0)
+    elif weighting in ("mean", "path"):
+        logits = (beta if weighting == "path" else 0.0) * paths
+        value, known = _softmax_mean(reward[leaves], logits, transitions, ok[leaves], len(rollout.src))
+    else:
+        raise ValueError(f'weighting="{weighting}" is unknown; choose "mean", "path" or "recursive"')
+    of_leaf = rollout.group if scope == "prompt" else rollout.tree
+    of = torch.zeros(len(rollout.src), dtype=torch.int64, device=of_leaf.device).index_put((transitions,), of_leaf[leaves])
+    depth = rollout.plan.depth.to(of.device)[rollout.edge]
+    return Advantages(
+        leaf=group_relative(reward, of_leaf, valid=ok, ddof=ddof, eps=eps, clip=clip),
+        transition=group_relative(value, of * rollout.plan.edges + depth, valid=known, ddof=ddof, eps=eps, clip=clip),
+    )
+
+
+def tree_backup(rollout: Rollout, leaf_advantages: Tensor, *, temperature: float = 1.0) -> Tensor:
+    """TreeGRPO: A of an edge = mean over its child edges weighted by softmax(log-prob / temperature): leaf (B,) -> (N,) fp32.
+
+    log-prob is the mean-reduced one under the behaviour policy: a sum over 1e4 dims would let one child take all. An edge without stored
+    children takes the mean of its leaves.
+    """
+    ok = torch.ones_like(leaf_advantages, dtype=torch.bool)
+    return _recursive(rollout, leaf_advantages, ok, temperature)[0].float()

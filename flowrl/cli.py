@@ -1,0 +1,238 @@
+"""The command line: train, generate, evaluate, report, show, check, list.
+
+Exit codes: 0 done, 1 a failure while running, 2 the user's input was wrong and nothing was started.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="flowrl", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Align image and video generators with reinforcement learning.",
+)  # fmt: skip
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="A YAML file or experiment name first, then group=option or key.sub=value.")]
+Model = Annotated[str, typer.Argument(help="A name of configs/model, a folder in diffusers layout, or a hub id.")]
+
+
+def main() -> None:
+    """Entry point of the `flowrl` command."""
+    app()
+
+
+@contextmanager
+def _input() -> Iterator[None]:
+    """ValueError inside means that the user's input was wrong: one sentence, exit code 2."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, OSError) as error:
+        _stop(error, 2)
+
+
+def _stop(error: BaseException, code: int) -> None:
+    typer.secho(f"flowrl: {error}", fg="red", err=True)
+    raise typer.Exit(code) from None
+
+
+def _config(overrides: list[str] | None) -> Any:
+    from flowrl.config import load_config, options
+
+    words = list(overrides or [])
+    named = words and ("=" not in words[0]) and not words[0].startswith(("+", "~"))
+    if named and not words[0].endswith((".yaml", ".yml")) and words[0] not in options("experiment"):
+        from flowrl.registry import did_you_mean
+
+        raise ValueError(f'"{words[0]}" is no YAML file, experiment or key=value{did_you_mean(words[0], options("experiment"))}')
+    return load_config(words.pop(0) if named else None, words)
+
+
+@app.command()
+def train(
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue this run folder from its newest checkpoint.")] = None,
+) -> None:
+    """Train. Prints what an iteration will cost before it starts."""
+    from flowrl import log, loop, report
+    from flowrl.config import load_config
+
+    log.setup()
+    with _input():
+        if resume and not (resume / "config.yaml").is_file():
+            raise ValueError(f"{resume} is not a run folder: it has no config.yaml")
+        cfg = load_config(resume / "config.yaml", overrides or []) if resume else _config(overrides)
+        trainer = loop.Trainer(cfg, resume=resume)
+    _console().print(trainer.describe())
+    try:
+        run = trainer.run()
+    except (RuntimeError, ValueError) as error:
+        hint = f"\nflowrl: resume with: flowrl train --resume {trainer.path}" if trainer.saved else ""
+        _stop(type(error)(f"{error}{hint}"), 1)
+    if not trainer.world.main:
+        return
+    if run.evaluation:
+        _console().print(report.table(run.evaluation))
+    if run.stopped:
+        _console().print(f"Stopped: {run.stopped}. Resume with:\n  flowrl train --resume {run.path}", soft_wrap=True)
+    _console().print(f"Run folder: {run.path}\nReport:     {run.path / 'report.html'}", soft_wrap=True)
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompts: Annotated[list[str], typer.Argument(help="One or more prompts.")],
+    lora: Annotated[Path | None, typer.Option(help="A run folder, or a folder with LoRA weights.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 28,
+    guidance: Annotated[str, typer.Option(help="A scale, none, or pipeline (the pipeline's own setting).")] = "pipeline",
+    rlg: Annotated[float, typer.Option(help="Reinforcement Learning Guidance: extrapolates from the base model through the LoRA.")] = 1.0,
+    best_of: Annotated[int, typer.Option(min=1, help="Candidates a prompt; the one with the highest reward is kept.")] = 1,
+    reward: Annotated[str | None, typer.Option(help="Which reward chooses.")] = None,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal pictures.")] = 0,
+    output: Annotated[Path, typer.Option("-o", "--output", help="out.png, out.mp4 ...; several prompts get numbers.")] = Path("out.png"),
+) -> None:
+    """Make images or videos."""
+    from flowrl import generation, media
+    from flowrl.policy import load_policy
+    from flowrl.setup import lora_of
+
+    with _input():
+        scale: float | str = guidance if guidance in ("none", "pipeline") else _number("--guidance", guidance)
+        if rlg != 1 and lora is None:
+            raise ValueError("--rlg compares the LoRA with the base model; give --lora too")
+        weights, settings = lora_of(lora) if lora else (None, None)
+        policy = load_policy(model, lora=settings)
+        if weights:
+            policy.load_lora(weights)
+        made = generation.generate(
+            policy, prompts, steps=steps, guidance=scale, seed=seed, rlg=rlg, best_of=best_of, reward=reward, meta=_meta(reward, prompts)
+        )
+        for i, item in enumerate(made):
+            name = output if len(prompts) == 1 else output.with_stem(f"{output.stem}-{i}")
+            _console().print(f"{media.save(item, name)}", soft_wrap=True)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    images: Annotated[int | None, typer.Option(min=1, help="Images; default: as the run did.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="ODE steps; default: as the run did.")] = None,
+    guidance: Annotated[str | None, typer.Option(help="A scale or none; default: as the run did.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the noise; default: as the run did.")] = None,
+) -> None:
+    """Evaluate a run's newest checkpoint on held-out prompts and add the row to its report."""
+    from flowrl import evaluation, report
+    from flowrl.setup import load_run
+
+    with _input():
+        cfg, policy, rewards, prompts = load_run(run)
+        e = cfg.eval
+        scale: Any = e.guidance if guidance is None else guidance if guidance in ("none", "pipeline") else _number("--guidance", guidance)
+        setting = {"guidance": scale, "steps": steps or e.steps, "solver": e.solver, "seed": e.seed if seed is None else seed}
+        policy.branches(scale)
+        result = evaluation.evaluate(
+            policy, prompts, rewards, images=images or e.images, micro=cfg.batch.micro, decode=cfg.batch.decode, **setting
+        )
+        name = f"evaluate, {setting['steps']} steps, guidance {scale}, seed {setting['seed']}"
+        _console().print(report.table(evaluation.add_row(run, name, result, prompts, **setting)))
+        report.build(run)
+
+
+@app.command("report")
+def report_(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
+    """Write report.html of a run: one file that holds everything it shows."""
+    from flowrl import report
+
+    with _input():
+        _console().print(f"{report.build(run)}", soft_wrap=True)
+
+
+@app.command()
+def show(overrides: Overrides = None) -> None:
+    """Print the resolved config."""
+    from flowrl.config import dump
+
+    with _input():
+        typer.echo(dump(_config(overrides)), nl=False)
+
+
+@app.command()
+def check(
+    model: Annotated[str | None, typer.Argument(help="A name of configs/model, a folder, or a hub id.")] = None,
+    reward: Annotated[str | None, typer.Option(help="Check this reward instead.")] = None,
+) -> None:
+    """Show what was inferred about a model and how exactly it replays, or try a reward on noise."""
+    with _input():
+        if (model is None) == (reward is None):
+            raise ValueError("give a model, or --reward NAME")
+        if reward:
+            _check_reward(reward)
+            return
+        from flowrl.policy import load_policy
+
+        policy = load_policy(model)
+        typer.echo(policy.describe())
+        typer.echo(str(policy.self_check()))
+
+
+@app.command("list")
+def list_(what: Annotated[str | None, typer.Argument(help="models, algorithms, rewards, data or experiments.")] = None) -> None:
+    """List what a config can name."""
+    from flowrl.config import GROUPS, options
+    from flowrl.registry import choices, did_you_mean
+
+    groups: dict[str, Callable[[], list[str]]] = {("data" if g == "data" else f"{g}s"): lambda g=g: options(g) for g in GROUPS}
+    groups["rewards"] = lambda: choices("flowrl.rewards")
+    with _input():
+        if what is not None and what not in groups:
+            raise ValueError(f'unknown list "{what}"{did_you_mean(what, groups)}')
+    for name in [what] if what else groups:
+        typer.echo(f"{name}: " + ", ".join(groups[name]()))
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f'{option}={text} should be a number, "none" or "pipeline"') from None
+
+
+def _meta(reward: str | None, prompts: list[str]) -> list[dict[str, Any]] | None:
+    """What the shapes reward reads about prompts of its world."""
+    if reward != "shapes":
+        return None
+    from flowrl.shapes.prompts import find
+
+    return [find(prompt) for prompt in prompts]
+
+
+def _check_reward(name: str) -> None:
+    import torch
+
+    from flowrl.rewards import load, score
+    from flowrl.shapes.prompts import all_prompts
+    from flowrl.types import MediaContext
+
+    reward = load(name)
+    prompts = list(all_prompts()[:4])
+    context = MediaContext(meta=prompts, group=torch.arange(4))
+    result = score(torch.rand(4, 3, 64, 64), [p["prompt"] for p in prompts], {name: {"reward": reward}}, context)
+    typer.echo(f"{name}: {reward.scale}\nneeds: {', '.join(sorted(reward.needs)) or 'nothing'}")
+    typer.echo(f"on four noise images: {result.raw[name].tolist()}")
+    if result.errors:
+        typer.echo("\n".join(result.errors))
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

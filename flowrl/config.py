@@ -1,0 +1,389 @@
+"""What a run is made of: the pydantic schema holds every default once, Hydra composes YAML files and overrides on top of it.
+
+`load_config` returns a validated, frozen Config or raises ConfigError with every problem found, one a line. Model, algorithm, reward and
+data are independent groups in configs/; a YAML there states only what differs from the schema. The section `algorithm` is checked by the
+chosen algorithm's own Config, and a reward's settings by the reward itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from flowrl import registry
+
+GROUPS = ("model", "data", "reward", "algorithm", "experiment")
+Guidance = float | Literal["none", "pipeline"]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ConfigError(ValueError):
+    """The user's settings are wrong; the message lists every problem found."""
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values cannot change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    source: str = Field("shapes-sd3", description="An embedded model, a folder in diffusers layout, or a hub id.")
+    dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="Type of the frozen weights; trained weights are always fp32.")
+    pipeline: dict[str, Any] = Field({}, description="Arguments of the pipeline's call, such as height, width, num_frames.")
+
+
+class SamplerConfig(Section):
+    steps: PositiveInt = Field(10, description="Denoising steps of a rollout.")
+    eta: NonNegativeFloat = Field(0.7, description="Noise level of SDE steps, in the unit of the transition that the algorithm names.")
+    init_noise: Literal["sample", "group", "batch"] = Field(
+        "sample", description="Which samples share the initial noise: none, those of one prompt, all."
+    )
+    schedule: Literal["pipeline", "linear"] = Field(
+        "pipeline", description="Where sigmas come from: the pipeline's own scheduler, or evenly spaced."
+    )
+    guidance: Guidance = Field("none", description="Guidance in rollouts: a scale, none (one branch), or the pipeline's setting.")
+
+
+class BatchConfig(Section):
+    prompts: PositiveInt = Field(8, description="Prompts an iteration, over all processes; divides by processes x updates.")
+    group: PositiveInt = Field(16, description="Samples a prompt; a multiple of the plan's leaves.")
+    updates: PositiveInt = Field(1, description="Optimizer steps an iteration.")
+    micro: PositiveInt = Field(64, description="Most network rows (states x guidance branches) in one forward; a cap, never an error.")
+    decode: PositiveInt = Field(32, description="Most samples decoded and scored at once.")
+
+
+class LoraConfig(Section):
+    rank: PositiveInt = Field(32, description="Rank of the update.")
+    alpha: PositiveFloat = Field(64, description="The update is scaled by alpha / rank.")
+    targets: list[str] | None = Field(None, description="Endings of the names of adapted layers; none given: the attention projections.")
+    init: Literal["gaussian", "kaiming"] = Field("gaussian", description="Distribution of A; B starts at 0: training starts at the base.")
+
+
+class TrainConfig(Section):
+    parts: list[Literal["denoiser"]] = Field(["denoiser"], min_length=1, description="What is trained.")
+    mode: Literal["lora", "full"] = Field("lora", description="Low-rank adapters, or every weight.")
+    lora: LoraConfig = Field(LoraConfig(), description="The adapters, when mode is lora.")
+    init_lora: str | None = Field(None, description="Folder of an existing LoRA to start from.")
+    # YAML 1.1 reads a bare `no` as false
+    precision: Annotated[Literal["no", "bf16", "fp16"], BeforeValidator(lambda v: "no" if v is False else v)] = Field(
+        "no", description="Mixed precision of the forward: none, bf16 or fp16 with a gradient scaler."
+    )
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward: less memory, a quarter more time.")
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = Field(3e-4, description="Peak learning rate of AdamW.")
+    warmup: NonNegativeInt = Field(0, description="Optimizer steps over which the rate rises linearly from 0.")
+    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="Course after warm-up; cosine and linear end at 0.")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="Decay of the moments.")
+    weight_decay: NonNegativeFloat = Field(1e-4, description="Decoupled weight decay.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment.")
+    max_grad_norm: PositiveFloat = Field(1.0, description="Gradients are scaled down to this global norm.")
+
+
+class EmaConfig(Section):
+    decay: float = Field(0.9, ge=0, lt=1, description="Highest decay of the averaged weights, used in evaluation; 0: no averaging.")
+    every: PositiveInt = Field(8, description="Optimizer steps between two averagings.")
+
+
+class EvalConfig(Section):
+    every: NonNegativeInt = Field(20, description="Iterations between evaluations on held-out prompts; 0: only before and after training.")
+    steps: PositiveInt = Field(40, description="ODE steps of an evaluation sample.")
+    solver: Literal["euler", "dpm2"] = Field("euler", description="ODE solver of an evaluation sample.")
+    guidance: Guidance = Field("none", description="Guidance of the rows before and after.")
+    baseline_guidance: PositiveFloat | None = Field(None, description="Adds the row 'before with its best guidance' at this scale.")
+    images: PositiveInt = Field(512, description="Samples an evaluation, spread evenly over the held-out prompts.")
+    at_start: bool = Field(True, description="Evaluate before the first iteration, so that the report can compare.")
+    seed: NonNegativeInt = Field(0, description="Seed of evaluation noise; the same before and after, and independent of the run's seed.")
+
+
+class CheckpointConfig(Section):
+    every: PositiveInt = Field(50, description="Iterations between checkpoints; one is always written at the end and when stopped.")
+    keep: PositiveInt = Field(2, description="Newest checkpoints kept.")
+
+
+class StopConfig(Section):
+    kl: PositiveFloat | None = Field(None, description="Stop when policy/kl exceeds this.")
+    reward: float | None = Field(None, description="Stop when reward/total reaches this.")
+    hours: PositiveFloat | None = Field(None, description="Stop, with a checkpoint, after this time.")
+
+
+class GuardConfig(Section):
+    nonfinite: PositiveInt = Field(5, description="Non-finite updates in a row (skipped, batch written out) before the run aborts.")
+    invalid_fraction: float = Field(0.05, ge=0, le=1, description="Stop when more than this share of samples has no valid reward.")
+
+
+class DataConfig(Section):
+    train: str = Field("shapes:train", description="Prompts: a .txt (one a line) or .jsonl file, or shapes:train.")
+    eval: str | None = Field("shapes:eval", description="Held-out prompts, as train; none: no evaluation.")
+
+    @pydantic.field_validator("train")
+    @classmethod
+    def check_train(cls, value: str) -> str:
+        if not value:
+            raise ValueError("no prompts are named; add data.train=prompts.txt (one a line), a .jsonl file, or data=shapes")
+        return value
+
+
+class Config(Section):
+    """One run. `algorithm` is {name, **options} with the algorithm's defaults filled in; `reward` is name -> {weight, **settings}."""
+
+    model: ModelConfig = Field(ModelConfig(), description="The pretrained model.")
+    algorithm: dict[str, Any] = Field({}, description="name, and the options of that algorithm.")
+    reward: dict[str, dict[str, Any]] = Field({}, description="Name -> weight, or name -> {weight, settings}.")
+    data: DataConfig = Field(DataConfig(), description="Prompts.")
+    sampler: SamplerConfig = Field(SamplerConfig(), description="How rollouts are sampled.")
+    batch: BatchConfig = Field(BatchConfig(), description="How many of everything.")
+    train: TrainConfig = Field(TrainConfig(), description="What is trained, and in which precision.")
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW.")
+    ema: EmaConfig = Field(EmaConfig(), description="Averaged weights.")
+    eval: EvalConfig = Field(EvalConfig(), description="Held-out evaluation.")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save.")
+    stop: StopConfig = Field(StopConfig(), description="When to stop before the last iteration.")
+    guard: GuardConfig = Field(GuardConfig(), description="When to give up.")
+    iterations: PositiveInt = Field(100, description="Iterations: a rollout, its rewards, its updates.")
+    seed: NonNegativeInt = Field(0, description="Every random choice of a run is a function of this and of ids.")
+    output: str | None = Field(None, description="Run folder; none: runs/ and the time of day.")
+    trackers: list[str] = Field(["tensorboard"], description="Trackers of accelerate: tensorboard, wandb, trackio ...")
+
+    @pydantic.field_validator("algorithm", mode="before")
+    @classmethod
+    def check_algorithm(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            raise ValueError(f'no algorithm is named; choose algorithm={"|".join(options("algorithm"))}')
+        schema = algorithm_schema(value["name"])
+        return {"name": value["name"]} | schema.model_validate({k: v for k, v in value.items() if k != "name"}).model_dump()
+
+    @pydantic.field_validator("reward", mode="before")
+    @classmethod
+    def check_reward(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not value:
+            raise ValueError(f'no reward is named; choose reward={"|".join(options("reward"))}')
+        out, problems = {}, []
+        for label, entry in value.items():
+            out[label] = entry = {"weight": 1.0} | entry if isinstance(entry, dict) else {"weight": entry}
+            try:
+                check_reward_entry(label, entry)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return out
+
+
+def check_reward_entry(label: str, entry: dict[str, Any]) -> None:
+    """Judge {weight, name (when the label is not the reward's name), **settings} without loading the reward; wrong -> ValueError."""
+    from flowrl.rewards import _base
+
+    weight, settings = entry["weight"], {k: v for k, v in entry.items() if k not in ("weight", "name")}
+    schema = _base.reward_class(str(entry.get("name", label))).Settings
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ValueError(f"reward.{label}={weight!r} should be its weight, a finite number")
+    _base.parse(schema, settings, what=f"reward.{label}")
+
+
+def algorithm_schema(name: str) -> type[BaseModel]:
+    """The pydantic schema of an algorithm's options."""
+    return registry.find("flowrl.algorithms", name, what="algorithm").ALGORITHM.Config
+
+
+def config_folder() -> Path:
+    """configs/ of the checkout, or of the installed wheel."""
+    import flowrl.configs
+
+    return Path(next(iter(flowrl.configs.__path__)))
+
+
+def options(group: str) -> list[str]:
+    """Names that `group=` accepts, sorted."""
+    return sorted(p.stem for p in (config_folder() / group).glob("*.yaml"))
+
+
+def load_config(name: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+    """Compose and validate a config.
+
+    name: an experiment of configs/experiment, a YAML file (a run's config.yaml, or one that states what differs), or None.
+    overrides: `group=option` or `key.sub=value`, as on the command line. Every problem found -> one ConfigError.
+    """
+    problems: list[str] = []
+    overrides = list(overrides)
+    extra: dict[str, Any] = {}
+    if name is not None and (str(name).endswith((".yaml", ".yml")) or Path(name).is_file()):
+        extra = _read_yaml(Path(name))
+    elif name is not None:
+        overrides.insert(0, f"experiment={name}")
+    known, chosen = _split(overrides, problems)
+    values = _compose(known, chosen, extra, problems)
+    return _validate(values, problems)
+
+
+def read_config(path: str | Path) -> Config:
+    """The resolved config.yaml of a run, with nothing composed below it."""
+    return _validate(_read_yaml(Path(path)), [])
+
+
+def dump(cfg: Config) -> str:
+    """The resolved config as YAML, in the order of the schema; `read_config` gives an equal Config."""
+    return yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def diff(old: Config, new: Config) -> list[str]:
+    """Dotted keys whose values differ, sorted."""
+    a, b = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
+    missing = object()
+    return sorted(key for key in a.keys() | b.keys() if a.get(key, missing) != b.get(key, missing))
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            out |= flatten(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
+    return out
+
+
+def check_batch(cfg: Config, *, processes: int, leaves: int) -> None:
+    """The only two divisibility rules. leaves: media that one copy of the plan yields. Violations -> one ConfigError."""
+    batch, problems = cfg.batch, []
+    unit = processes * batch.updates
+    if batch.prompts % unit:
+        what = f"{processes} process{'es' * (processes > 1)} x {batch.updates} update{'s' * (batch.updates > 1)}"
+        problems.append(f"batch.prompts={batch.prompts} does not divide by {what}; try {_nearest(batch.prompts, unit)}")
+    if batch.group % leaves:
+        problems.append(f"batch.group={batch.group} is not a multiple of the plan's {leaves} leaves; try {_nearest(batch.group, leaves)}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _nearest(value: int, unit: int) -> str:
+    """Multiples of unit on both sides of value."""
+    below = value // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a config is a mapping of keys to values, this is a {type(tree).__name__}")
+    return tree
+
+
+def _split(overrides: Sequence[str], problems: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Overrides for Hydra, with known keys forced in (pydantic judges them), and the options chosen for groups."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser, known, chosen = OverridesParser.create(), [], {}
+    for text in overrides:
+        try:
+            parsed = parser.parse_override(text)
+        except HydraException as error:
+            problems.append(f'"{text}" is not key=value: {str(error).splitlines()[0]}')
+            continue
+        key, value = parsed.key_or_group, parsed.value()
+        if key not in GROUPS or text.startswith(("~", "+")):
+            known.append(text if text.startswith(("~", "+")) else f"++{text}")
+        elif value in options(key):
+            chosen[key] = str(value)
+        elif key == "model" and "/" in str(value):  # a hub id or a folder needs no file in configs/model
+            known += ["~model", f"++model.source={text.partition('=')[2]}"]
+            chosen[key] = ""
+        else:
+            problems.append(f'unknown {key} "{value}"{registry.did_you_mean(str(value), options(key))}')
+            chosen[key] = ""
+    return known, chosen
+
+
+def _compose(known: list[str], chosen: dict[str, str], extra: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Schema defaults <- model <- data <- reward <- algorithm <- experiment <- file <- overrides."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    names = {"model": "source", "data": "train", "reward": None, "algorithm": "name"}
+    drop, listed = [], str(extra.get("defaults", ""))
+    for group, key in names.items():
+        if group in extra and chosen.get(group):  # the command line's choice replaces the file's section
+            extra.pop(group)
+        elif group in extra and (key is None or key in (extra[group] or {})) and group not in chosen and f"/{group}" not in listed:
+            drop.append(f"~{group}")  # the file makes its own choice, so the default option must not shine through
+    defaults = Config.model_construct().model_dump(mode="json")
+    ConfigStore.instance().store(name="schema", node=OmegaConf.create(defaults))
+    ConfigStore.instance().store(name="_file", node=OmegaConf.create(extra), group="file", package="_global_")
+    picks = [f"{g}={o}" for g, o in chosen.items() if o]
+    if extra:
+        picks.append("file=_file")
+    try:
+        with initialize_config_dir(str(config_folder().resolve()), version_base="1.3"):
+            composed = compose("config", [*picks, *drop, *known])
+        return OmegaConf.to_container(composed, resolve=True)  # type: ignore[return-value]
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError("\n".join([*problems, " ".join(str(error).split())])) from error
+
+
+def _validate(values: dict[str, Any], problems: list[str]) -> Config:
+    try:
+        cfg = Config.model_validate(values)
+    except pydantic.ValidationError as error:
+        sentences: dict[str, str] = {}
+        for e in error.errors():
+            key = ".".join(str(part) for part in e["loc"] if not str(part).startswith(("literal[", "float", "constrained")))
+            text = _sentence(key, e, values.get("algorithm"))
+            sentences[key] = f"{sentences[key]} or {text.partition(' should be ')[2]}" if key in sentences else text  # parts of a union
+        problems = [*problems, *sentences.values()]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return cfg
+
+
+def _sentence(key: str, error: Any, algorithm: Any) -> str:
+    """One pydantic error as a sentence with the dotted key, the value, and what is allowed."""
+    if error["type"] == "extra_forbidden":
+        return f'unknown key "{key}"{_nearest_keys(key, algorithm)}'
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    if error["type"] == "value_error":
+        text = str(error["ctx"]["error"])
+        return text if key in ("reward", "algorithm") else f"{key}: {text}"
+    hint = ""
+    if error["type"] == "literal_error":
+        near = registry.did_you_mean(str(error["input"]), error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
+        hint = near if "mean" in near else ""
+    return f"{key}={error['input']!r} should be {error['msg'].removeprefix('Input should be ')}{hint}"
+
+
+def _nearest_keys(key: str, algorithm: Any) -> str:
+    valid = list(_keys(Config))
+    if key.startswith("algorithm."):
+        valid += [f"algorithm.{k}" for k in _keys(algorithm_schema(algorithm["name"]))]
+    section, _, last = key.rpartition(".")
+    moved = [k for k in valid if k.rpartition(".")[2] == last]  # the right word in the wrong section
+    if moved:
+        return "; did you mean " + " or ".join(f'"{k}"' for k in moved) + "?"
+    siblings = [k for k in valid if k.rpartition(".")[0] == section]
+    return registry.did_you_mean(key, siblings if section else valid)
+
+
+def _keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields."""
+    for name, field in schema.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _keys(field.annotation, f"{prefix}{name}.")

@@ -1,0 +1,80 @@
+"""Prompts: a text file, JSONL, or the embedded shapes world; which ones an iteration sees is a function of (seed, iteration)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.registry import did_you_mean
+from flowrl.samplers import keys
+from flowrl.types import PromptBatch
+
+Prompts = list[dict[str, Any]]  # each {"prompt": text, **meta}
+
+
+def load_prompts(source: str) -> Prompts:
+    """Prompts of a .txt file (one a line; blank lines are skipped), a .jsonl file ({"prompt": ..., **meta} a line), or shapes:train|eval.
+
+    A missing, empty, non-UTF-8 or malformed file -> ValueError that names the file and the line or byte.
+    """
+    if source.startswith("shapes:"):
+        return _shapes(source)
+    path = Path(source)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError(f"prompt file {path} does not exist; give a .txt file with one prompt a line, or a .jsonl file") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"prompt file {path} is not UTF-8: byte {error.start}, in line {line}; save it as UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"prompt file {path} cannot be read: {error.strerror}") from None
+    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
+    if path.suffix in (".jsonl", ".json"):
+        return [_entry(line, f"prompt file {path}, line {number}") for number, line in lines]
+    return [{"prompt": line} for _, line in lines]
+
+
+def batch(prompts: Prompts, *, iteration: int, size: int, seed: int) -> PromptBatch:
+    """The `size` prompts of an iteration, counted from 0. An epoch is a shuffle by (seed, epoch) cut into whole batches.
+
+    A function of its arguments, so a resumed run continues with the prompts it would have seen. No prompt is twice in a batch; the
+    remainder of an epoch, another one each time, is left out. ids are places in `prompts`. More than there are -> ValueError.
+    """
+    if size > len(prompts):
+        raise ValueError(f"batch.prompts={size} is more than the {len(prompts)} prompts of data.train; try {len(prompts)} or add prompts")
+    epoch, place = divmod(iteration, len(prompts) // size)
+    order = keys.permutation(torch.tensor(keys.key(seed, "prompts", epoch)), len(prompts))
+    return select(prompts, order[place * size : (place + 1) * size])
+
+
+def select(prompts: Prompts, ids: Tensor) -> PromptBatch:
+    """The prompts at `ids` (P,), in that order."""
+    rows = [prompts[i] for i in ids.tolist()]
+    meta = [{key: value for key, value in row.items() if key != "prompt"} for row in rows]
+    return PromptBatch(text=[row["prompt"] for row in rows], ids=ids, meta=meta)
+
+
+def _entry(line: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(entry, dict) or not isinstance(entry.get("prompt"), str) or not entry["prompt"].strip():
+        raise ValueError(f'{where} needs a "prompt" that is a non-empty text, as in {{"prompt": "a red circle"}}')
+    return entry
+
+
+def _shapes(source: str) -> Prompts:
+    from flowrl.shapes.prompts import eval_prompts, train_prompts
+
+    worlds = {"shapes:train": train_prompts, "shapes:eval": eval_prompts}
+    if source not in worlds:
+        raise ValueError(f'unknown data "{source}"{did_you_mean(source, worlds)}')
+    return worlds[source]()

@@ -1,0 +1,75 @@
+"""What a run asks of accelerate: precision, trackers, and, over several processes, who am I, sum and gather.
+
+Prompts are dealt to processes whole (a group never spreads over two), and gradients are summed after the last micro-batch, so ranks
+may differ in their number of micro-batches. Statistics are made from gathered rewards, so they do not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
+from torch import Tensor
+
+from flowrl.types import Rewards, replace
+
+
+def start(precision: str, trackers: list[str], folder: Path) -> Accelerator:
+    """An Accelerator that writes nothing yet. An unknown or missing tracker, or fp16 without a GPU -> ValueError."""
+    AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process may have had another precision
+    project = ProjectConfiguration(str(folder), logging_dir=str(folder))
+    try:
+        return Accelerator(mixed_precision=precision, log_with=trackers or None, project_config=project)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"train.precision={precision}, trackers={trackers}: {error}") from error
+
+
+class World:
+    """The processes of a run. rank in [0, size); main is rank 0."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.rank, self.size = accelerator.process_index, accelerator.num_processes
+        self.main = accelerator.is_main_process
+
+    def share(self, count: int) -> slice:
+        """This process's part of `count` prompts; count divides by the number of processes."""
+        return self.part(count // self.size)
+
+    def part(self, each: int) -> slice:
+        """Where this process's `each` rows lie in what `gather` returns."""
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def gather(self, value: Tensor) -> Tensor:
+        """Concatenate (n, ...) over processes, in rank order."""
+        return value if self.size == 1 else self.accelerator.gather(value.contiguous())
+
+    def gather_rewards(self, rewards: Rewards) -> Rewards:
+        """Rewards of all processes; errors stay local."""
+        raw = {name: self.gather(value) for name, value in rewards.raw.items()}
+        return replace(rewards, raw=raw, total=self.gather(rewards.total), valid=self.gather(rewards.valid))
+
+    def gather_groups(self, group: Tensor) -> Tensor:
+        """Groups (B,) of all processes, numbered apart."""
+        return self.gather(group + self.rank * (1 << 32))
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum of equal shapes over processes."""
+        return value if self.size == 1 else self.accelerator.reduce(value, "sum")
+
+    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Add up gradients over processes, a missing one counting as zero."""
+        if self.size == 1:
+            return
+        for p in parameters:
+            p.grad = self.sum(torch.zeros_like(p) if p.grad is None else p.grad)
+
+
+def scaler_state(accelerator: Accelerator) -> dict[str, Any]:
+    """State of the fp16 gradient scaler; {} without one."""
+    return {} if accelerator.scaler is None else accelerator.scaler.state_dict()

@@ -1,0 +1,156 @@
+"""Held-out evaluation: the same prompts, seeds and solver every time, so that before and after are paired image by image.
+
+evaluation.json of a run holds one row a setting (before, before with guidance, after ...), each with per-image values, means with 95%
+bootstrap intervals that resample whole prompts, and the paired difference of "after" to "before".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl import media, stats
+from flowrl.generation import sample
+from flowrl.ledger import Ledger
+from flowrl.policy import Policy
+from flowrl.rewards import RewardSet, score
+from flowrl.rollout import media_of, meta_rows
+from flowrl.samplers import keys
+from flowrl.types import replace
+
+FILE = "evaluation.json"
+SHOWN = 16  # images kept for the before/after grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Values of one setting: name -> (n,) fp32 CPU tensors; prompt (n,) row of the held-out prompts; images: the first ones."""
+
+    values: dict[str, Tensor]
+    prompt: list[int]
+    images: Tensor
+    nfe: int  # network rows an image, guidance branches included
+
+    def mean(self, name: str) -> float:
+        return self.values[name].nanmean().item()
+
+    def metrics(self) -> dict[str, float]:
+        """eval/<name> of every value."""
+        return {f"eval/{name}": self.mean(name) for name in self.values}
+
+
+@torch.no_grad()
+def evaluate(
+    policy: Policy, prompts: list[dict[str, Any]], rewards: RewardSet, *, images: int, steps: int, guidance: float | str = "none",
+    seed: int = 0, solver: str = "euler", micro: int = 64, decode: int = 32, ledger: Ledger | None = None,
+) -> Evaluation:  # fmt: skip
+    """Sample and score `images` images, prompt i % P for image i; image i's noise is a function of (seed, i) only."""
+    ledger = ledger or Ledger(policy.device)
+    number = torch.arange(images)
+    which = (number % len(prompts)).tolist()
+    order = sorted(range(images), key=lambda i: which[i])  # equal prompts together: encoded once
+    noise = keys.key(seed, "evaluation", number)
+    assert isinstance(noise, Tensor)
+    calls, values, kept = policy.calls, {}, {}
+    for start in range(0, images, 256):
+        rows = order[start : start + 256]
+        texts, context = meta_rows(prompts, [which[i] for i in rows])
+        x, sigma = sample(policy, texts, noise[rows], steps=steps, guidance=guidance, solver=solver, micro=micro, ledger=ledger)
+        for chunk, pictures in media_of(policy, x, sigma, decode=decode, ledger=ledger):
+            members = rows[chunk]
+            with ledger.phase("reward"), ledger.work("reward"):
+                scored = _readings(pictures, *meta_rows(prompts, [which[i] for i in members]), rewards)
+            for name, value in scored.items():
+                values.setdefault(name, torch.full((images,), float("nan")))[members] = value.float().cpu()
+            kept |= {i: m.cpu() for i, m in zip(members, pictures, strict=True) if i in _shown(images, len(prompts))}
+    grid = torch.stack([kept[i] for i in sorted(kept)])
+    return Evaluation(values=values, prompt=which, images=grid, nfe=(policy.calls - calls) // images)
+
+
+def _shown(images: int, prompts: int) -> list[int]:
+    """Images of the grid: spread evenly over the first pass through the prompts; chosen by place, never by score."""
+    count = min(images, prompts)
+    return sorted({round(i * (count - 1) / max(1, SHOWN - 1)) for i in range(SHOWN)})
+
+
+def shown_prompts(prompts: list[dict[str, Any]], images: int) -> list[str]:
+    """Prompts of `Evaluation.images`, in its order."""
+    return [prompts[i % len(prompts)]["prompt"] for i in _shown(images, len(prompts))]
+
+
+def _readings(pictures: Tensor, texts: list[str], context: Any, rewards: RewardSet) -> dict[str, Tensor]:
+    """Every reward, its parts as <name>/<part>, and the weighted total."""
+    scored = score(pictures, texts, rewards, context)
+    out = {**scored.raw, "total": scored.total}
+    for label, reward in rewards.rewards.items():
+        parts = getattr(reward, "parts", None)
+        out |= {f"{label}/{part}": value for part, value in parts(pictures, texts, context).items()} if parts else {}
+    return out
+
+
+def add_row(run: Path, name: str, evaluation: Evaluation, prompts: list[dict[str, Any]], **setting: Any) -> dict[str, Any]:
+    """Write a row into evaluation.json (atomically; a row of the same name is replaced) and return the whole record."""
+    path = run / FILE
+    record = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    clusters = evaluation.prompt
+    metrics, tasks = {}, {}
+    for key, value in evaluation.values.items():
+        ok = torch.nonzero(~value.isnan()).flatten()
+        if len(ok):
+            interval = stats.mean_interval(value[ok], groups=[clusters[i] for i in ok.tolist()], resamples=2000)
+            metrics[key] = {"mean": interval.mean, "ci": list(interval.ci), "invalid": len(value) - len(ok)}
+        tasks[key] = _by_task(value, clusters, prompts)
+    row = {"name": name, **setting, "images": len(clusters), "nfe": evaluation.nfe, "metrics": metrics, "tasks": tasks}
+    row["values"] = {key: [None if math.isnan(v) else round(v, 6) for v in value.tolist()] for key, value in evaluation.values.items()}
+    record["rows"] = [r for r in record["rows"] if r["name"] != name] + [row]
+    by_name = {r["name"]: r for r in record["rows"]}
+    if {"before", "after"} <= by_name.keys():
+        record["paired"] = _paired(by_name["before"]["values"], by_name["after"]["values"], clusters)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record))
+    os.replace(temporary, path)
+    return record
+
+
+def save_images(run: Path, name: str, evaluation: Evaluation, prompts: list[dict[str, Any]]) -> None:
+    """samples/<name>.png, and samples/before_after.png as soon as both are there."""
+    captions = shown_prompts(prompts, len(evaluation.prompt))
+    if evaluation.images.ndim != 4:  # of a video, its middle frame
+        evaluation = replace(evaluation, images=evaluation.images[:, evaluation.images.shape[1] // 2])
+    stem = name.replace(", ", "_").replace(" ", "_")
+    media.grid(evaluation.images, captions).save(run / "samples" / f"{stem}.png")
+    np.save(run / "samples" / f"{stem}.npy", media.to_uint8(evaluation.images).numpy())
+    before = run / "samples" / "before.npy"
+    if name == "after" and before.exists():
+        old = torch.from_numpy(np.load(before)).float() / 255
+        media.before_after(old, evaluation.images, captions).save(run / "samples" / "before_after.png")
+
+
+def _by_task(value: Tensor, prompt: list[int], prompts: list[dict[str, Any]]) -> dict[str, float]:
+    """Mean a task, where prompts name one."""
+    tasks: dict[str, list[float]] = {}
+    for v, p in zip(value.tolist(), prompt, strict=True):
+        if "task" in prompts[p]:
+            tasks.setdefault(prompts[p]["task"], []).append(v)
+    return {task: sum(v) / len(v) for task, v in tasks.items()}
+
+
+def _paired(before: dict[str, list[Any]], after: dict[str, list[Any]], clusters: list[int]) -> dict[str, Any]:
+    """Difference of every value that both rows hold, over the images valid in both."""
+    out = {}
+    for key in sorted(before.keys() & after.keys()):
+        pairs = [(a, b, c) for a, b, c in zip(before[key], after[key], clusters, strict=True) if a is not None and b is not None]
+        if not pairs:
+            continue
+        x, y, groups = zip(*pairs, strict=True)
+        result = stats.paired_bootstrap(x, y, groups=groups)
+        out[key] = {"difference": result.difference, "ci": list(result.ci), "p": result.p, "n": result.n, "clusters": result.clusters}
+    return out

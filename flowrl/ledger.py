@@ -1,0 +1,127 @@
+"""The books of a run: time, network evaluations, FLOPs and memory of each phase, so that speed is a measurement.
+
+Phases (rollout, decode, reward, reference, update) divide the iteration; inside them `work` marks the three kinds that no bookkeeping can
+avoid: network, vae, reward. What is left over is ours: the overhead.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}  # dense bf16 FLOP/s, vendors' sheets
+
+
+class Ledger:
+    """Books one iteration at a time. device: what to synchronise with; peak: FLOP/s for the mfu, None: from PEAK by the device's name."""
+
+    def __init__(self, device: torch.device | str = "cpu", *, peak: float | None = None) -> None:
+        self.device = torch.device(device)
+        self.cuda = self.device.type == "cuda"
+        if peak is None and self.cuda:
+            peak = next((flops for name, flops in PEAK.items() if name in torch.cuda.get_device_name(self.device)), None)
+        self.peak = peak
+        self.flops_per_row: dict[tuple[str, str, str], float] = {}  # (phase, kind, call), measured at the first call
+        self.stack: list[str] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was booked and start an iteration's clock, as `iteration` does; not inside a phase."""
+        assert not self.stack, f"phase {self.stack} is open"
+        self.time: dict[str, float] = defaultdict(float)  # seconds a phase, without the phases inside it
+        self.kinds: dict[str, float] = defaultdict(float)  # seconds a kind of work
+        self.nfe: dict[str, int] = defaultdict(int)
+        self.memory: dict[str, int] = defaultdict(int)  # peak bytes a phase
+        self.flops = 0.0
+        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        self.began = self.mark = time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Book time and peak memory to a phase; nested phases are booked to themselves only."""
+        self._close_span()
+        self.stack.append(name)
+        try:
+            yield
+        finally:
+            self._close_span()
+            self.stack.pop()
+
+    @contextmanager
+    def work(self, kind: str, *, rows: int = 0, call: str = "forward") -> Iterator[None]:
+        """Book time to a kind: network, vae or reward. Not nested. rows: network rows, for the FLOPs: the first call of a (phase, kind,
+        call) is counted operator by operator, later ones are scaled by their rows."""
+        key = (self.stack[-1] if self.stack else "", kind, call)
+        counter = FlopCounterMode(display=False) if rows and key not in self.flops_per_row else None
+        if self.cuda:  # events, because a synchronisation at each call would stall the device
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(torch.cuda.current_stream(self.device))
+        began = time.perf_counter()
+        try:
+            if counter is None:
+                yield
+            else:
+                with counter:
+                    yield
+                self.flops_per_row[key] = counter.get_total_flops() / rows
+        finally:
+            if self.cuda:
+                end.record(torch.cuda.current_stream(self.device))
+                self.events.append((kind, start, end))
+            else:
+                self.kinds[kind] += time.perf_counter() - began
+        self.flops += rows * self.flops_per_row.get(key, 0.0)
+
+    def add_nfe(self, phase: str, rows: int) -> None:
+        """Count network evaluations: rows that went through the network."""
+        self.nfe[phase] += rows
+
+    def iteration(self) -> dict[str, float]:
+        """Close the books: time/<phase>, time/iteration, time/overhead_fraction, nfe/<phase>, flops, mfu, memory/... Then start anew.
+
+        overhead_fraction = 1 - (network + vae + reward) / iteration. mfu is there when the device's peak is known.
+        memory is of the device; on a CPU, memory/peak_gb is the process's highest resident size so far.
+        """
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+        for kind, start, end in self.events:
+            self.kinds[kind] += start.elapsed_time(end) / 1000
+        wall = time.perf_counter() - self.began
+        worked = sum(self.kinds[kind] for kind in ("network", "vae", "reward"))
+        out = {f"time/{name}": seconds for name, seconds in self.time.items()} | {"time/iteration": wall}
+        out |= {f"time/{kind}_work": seconds for kind, seconds in self.kinds.items()}
+        out["time/overhead_fraction"] = max(0.0, 1 - worked / wall)
+        out |= {f"nfe/{phase}": float(rows) for phase, rows in self.nfe.items()}
+        if self.flops:
+            out["flops"] = self.flops
+            if self.peak:
+                out["mfu"] = self.flops / (wall * self.peak)
+        if self.cuda:
+            out |= {f"memory/{name}_gb": size / 2**30 for name, size in self.memory.items()}
+            out["memory/peak_gb"] = max([torch.cuda.max_memory_allocated(self.device), *self.memory.values()]) / 2**30
+        else:
+            unit = 1 if sys.platform == "darwin" else 1024  # bytes in ru_maxrss
+            out["memory/peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+        self.reset()
+        return out
+
+    def _close_span(self) -> None:
+        """Book the time since the last change of phase to the innermost open phase."""
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+            if self.stack:
+                self.memory[self.stack[-1]] = max(self.memory[self.stack[-1]], torch.cuda.max_memory_allocated(self.device))
+            torch.cuda.reset_peak_memory_stats(self.device)
+        now = time.perf_counter()
+        if self.stack:
+            self.time[self.stack[-1]] += now - self.mark
+        self.mark = now

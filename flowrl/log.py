@@ -1,0 +1,107 @@
+"""What a run says: metrics.jsonl for machines, a live bar for terminals, plain lines for files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("flowrl")
+
+
+def setup(level: str = "INFO") -> None:
+    """Send flowrl's messages to stderr through rich; other libraries keep their own loggers."""
+    from rich.logging import RichHandler
+
+    if not logger.handlers:
+        logger.addHandler(RichHandler(console=_console(), show_path=False, show_time=False, markup=False))
+        logger.propagate = False
+    logger.setLevel(level)
+
+
+def plain(value: Any) -> Any:
+    """A number that JSON can hold: tensors become floats, NaN and infinities null, integers stay."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+class MetricsFile:
+    """metrics.jsonl: one object a line, one line an iteration, on disk as soon as it is written."""
+
+    def __init__(self, run: str | Path) -> None:
+        self.path = Path(run) / "metrics.jsonl"
+
+    def write(self, iteration: int, metrics: Mapping[str, Any]) -> None:
+        line = json.dumps({"iteration": iteration, **{k: plain(v) for k, v in metrics.items()}}, allow_nan=False)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """Lines of a run's metrics.jsonl, oldest first; [] before the first iteration."""
+    path = Path(run) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+class Progress:
+    """`with Progress(total) as bar: bar.update(iteration, reward=..., ...)`: a live bar on a terminal, a line each few seconds elsewhere.
+
+    show: False on all but the main process.
+    """
+
+    def __init__(self, total: int, *, done: int = 0, title: str = "train", show: bool = True, every: float = 10.0) -> None:
+        self.total, self.done, self.title, self.every = total, done, title, every
+        self.show = show
+        self.live = show and sys.stderr.isatty()
+        self.began, self.start, self.last = time.perf_counter(), done, -math.inf
+
+    def __enter__(self) -> Progress:
+        if self.live:
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
+            self.bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=_console())
+            self.task = self.bar.add_task(self.title, total=self.total, completed=self.done, numbers="")
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.live:
+            self.bar.stop()
+
+    def update(self, iteration: int, **numbers: float) -> None:
+        """Iterations finished so far, and the few numbers worth watching."""
+        self.done = iteration
+        if not self.show:
+            return
+        text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        if self.live:
+            self.bar.update(self.task, completed=iteration, numbers=text)
+            return
+        now = time.perf_counter()
+        if now - self.last >= self.every or iteration >= self.total:
+            self.last = now
+            left = (now - self.began) / max(1, iteration - self.start) * (self.total - iteration)
+            print(f"{self.title} {iteration}/{self.total}  {text}  {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+def _console() -> Any:
+    """One console on stderr, shared by the bar and by messages, so that they do not overwrite each other."""
+    global _shared
+    from rich.console import Console
+
+    if _shared is None:
+        _shared = Console(stderr=True)
+    return _shared
+
+
+_shared: Any = None

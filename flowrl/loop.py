@@ -1,0 +1,329 @@
+"""THE training loop. `for it in Trainer(cfg): it.rollout, it.rewards, it.metrics`, or `train(cfg)` to the end.
+
+One iteration: prompts -> rollout -> rewards -> advantages -> updates -> old policy -> log. Start-up (what a run is made of, and everything
+that can be wrong with it) is in flowrl/setup.py, so that nothing is written before all of it was checked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl import checkpoint, data, distributed, evaluation, log, media, objective, proof, report, setup
+from flowrl.config import Config, dump
+from flowrl.rewards import check_valid
+from flowrl.rollout import roll_out, rows_of, score_leaves
+from flowrl.samplers import plan as plans
+from flowrl.stop import Aborted, StopRequest
+from flowrl.types import Columns, PromptBatch, Rewards, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iteration:
+    """What one iteration did: number (from 1), rollout, rewards and the line that metrics.jsonl holds."""
+
+    number: int
+    rollout: Rollout
+    rewards: Rewards
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True)
+class Run:
+    """A finished or stopped run. stopped: why it ended before its last iteration, or None."""
+
+    path: Path
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    stopped: str | None = None
+
+
+class Failed(RuntimeError):
+    """The run cannot go on; its last checkpoint stands."""
+
+
+class Trainer:
+    """Iterating trains. Leaving the `for` early is safe: call `save` to keep the state."""
+
+    def __init__(self, cfg: Config, *, resume: Path | None = None) -> None:
+        self.cfg = cfg
+        parts = setup.build(cfg, resume)
+        self.parts, self.path, self.world, self.policy = parts, parts.path, parts.world, parts.policy
+        self.algorithm, self.rewards, self.prompts, self.ledger = parts.algorithm, parts.rewards, parts.prompts, parts.ledger
+        self.optimizer, self.ema, self.parameters = parts.optimizer, parts.ema, parts.parameters
+        self.sigmas = setup.schedule(cfg, self.policy)
+        self.micro = rows_of(cfg.batch.micro, self.policy, parts.guidance)
+        self.booked = setup.Booked(self.policy, self.ledger, parts.accelerator)
+        self.iteration = self.step = self.nonfinite = 0  # iterations and optimizer steps finished; non-finite updates in a row
+        self.hours = 0.0
+        self.mid_update = self.recompute = False  # recompute: low precision needs old log-probs from the training forward
+        self.stopped: str | None = None
+        if resume:
+            self._load(checkpoint.latest(resume))
+
+    # ------------------------------------------------------------------ the loop
+
+    def __iter__(self) -> Iterator[Iteration]:
+        self._start()
+        began, before = time.perf_counter(), self.hours
+        while self.iteration < self.cfg.iterations and self.stopped is None:
+            result = self._iterate(self.iteration)
+            self.iteration += 1
+            self.hours = before + (time.perf_counter() - began) / 3600
+            self._record(result)
+            yield result
+            self.stopped = self.stopped or self._stop_rule(result.metrics)
+            if self.iteration % self.cfg.checkpoint.every == 0 or self.iteration == self.cfg.iterations or self.stopped:
+                self.save()
+
+    def _iterate(self, i: int) -> Iteration:
+        cfg, algorithm, ledger = self.cfg, self.algorithm, self.ledger
+        ledger.reset()
+        whole = data.batch(self.prompts, iteration=i, size=cfg.batch.prompts, seed=cfg.seed)
+        batch = data.select(self.prompts, whole.ids[self.world.share(len(whole))])
+        plan = algorithm.plan(self.sigmas, sampler=cfg.sampler, iteration=i, seed=cfg.seed)
+        with ledger.phase("rollout"), self.parts.autocast(), self.policy.view(algorithm.rollout_view):
+            rollout = roll_out(
+                self.policy, batch, plan, group=cfg.batch.group, guidance=self.parts.guidance, seed=cfg.seed, iteration=i,
+                micro=cfg.batch.micro, ledger=ledger,
+            )  # fmt: skip
+        rewards, shown = score_leaves(self.policy, rollout, batch, self.rewards, decode=cfg.batch.decode, ledger=ledger)
+        everyone = self.world.gather_rewards(rewards)
+        metrics = reward_metrics(everyone)
+        check_valid(everyone, cfg.guard.invalid_fraction)
+        with ledger.phase("advantages"):
+            leaf = algorithm.leaf_advantages(everyone, self.world.gather_groups(rollout.group))
+            advantages = algorithm.advantages(rollout, leaf[self.world.part(len(rollout.leaf))])
+            columns = algorithm.columns(rollout, advantages, seed=cfg.seed, iteration=i)
+        if "log_prob" in algorithm.needs and (i == 0 or self.recompute):
+            columns, metrics["policy/ratio_error"] = self._proved(i, rollout, columns)
+        with ledger.phase("update"):
+            metrics |= self._update(rollout, columns, batch)
+        decay = algorithm.old_decay(self.step)
+        if decay is not None:
+            self.policy.copy_view("default", "old", decay=decay)
+        self.mid_update = False
+        self._samples(i + 1, shown, batch, rollout)
+        return Iteration(number=i + 1, rollout=rollout, rewards=rewards, metrics=metrics | ledger.iteration())
+
+    def _update(self, rollout: Rollout, columns: Columns, batch: PromptBatch) -> dict[str, float]:
+        """`batch.updates` optimizer steps, each on whole prompts -> policy/* averaged over the rows trained."""
+        updates = self.cfg.batch.updates
+        sums: dict[str, float] = {}
+        out = {"policy/grad_norm": 0.0, "policy/skipped": 0.0, "policy/rows": 0.0}
+        for u in range(updates):
+            rows = torch.nonzero(columns.prompt * updates // len(batch) == u).flatten()
+            part = columns[rows]
+            weight = float(self.world.sum(part.weight.sum()))
+            if weight == 0:  # no group has a signal
+                out["policy/skipped"] += 1
+                continue
+            metrics, norm = self._gradient(rollout, part, weight)
+            out["policy/rows"] += weight
+            if not math.isfinite(norm):
+                out["policy/skipped"] += 1
+                self._nonfinite(rollout, part)
+                continue
+            self._step()
+            out["policy/grad_norm"] += norm / updates
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + float(self.world.sum(value))
+        return out | {name: value / out["policy/rows"] for name, value in sums.items()}
+
+    def _proved(self, i: int, rollout: Rollout, columns: Columns) -> tuple[Columns, float]:
+        """The ratio's self-test at the first iteration; where it asks for it, old log-probs from the training forward."""
+        cfg = self.cfg
+        with self.ledger.phase("reference"):
+            recomputed = proof.log_probs(self.algorithm, self.booked, rollout, columns, self.micro)
+        if i == 0:
+            error, self.recompute = proof.prove(recomputed, columns, precision=cfg.train.precision, clip=min(self.algorithm.config.clip))
+        else:
+            error = float((recomputed - columns.log_prob).abs().max()) if len(columns) else 0.0
+        return (Columns({**columns.data, "log_prob": recomputed}) if self.recompute else columns), error
+
+    def _gradient(self, rollout: Rollout, part: Columns, weight: float) -> tuple[dict[str, Tensor], float]:
+        """Gradient of the update's mean loss -> (summed metrics, its norm before clipping)."""
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics: dict[str, Tensor] = {}
+        if len(part):
+            metrics = objective.accumulate(
+                self.algorithm, self.booked, rollout, part, micro=self.micro, total_weight=weight, backward=self.booked.backward
+            )
+        self.world.sum_gradients(self.parameters.values())
+        return metrics, self.parts.clip()
+
+    def _step(self) -> None:
+        self.nonfinite = 0
+        for group in self.optimizer.param_groups:
+            group["lr"] = setup.learning_rate(self.cfg, self.step)
+        self.mid_update = True
+        self.optimizer.step()
+        self.step += 1
+        self.ema.step()
+
+    def _nonfinite(self, rollout: Rollout, part: Columns) -> None:
+        """Skip the update, write its batch out, and give up after guard.nonfinite in a row."""
+        self.nonfinite += 1
+        if self.parts.accelerator.scaler is not None:
+            self.optimizer.step()  # the fp16 scaler skips it and lowers its scale
+        self.optimizer.zero_grad(set_to_none=True)
+        folder = self.path / "nonfinite"
+        folder.mkdir(exist_ok=True)
+        used = {f"columns.{k}": v.cpu() for k, v in part.data.items()} | {"states": rollout.states.cpu(), "prompt": rollout.prompt.cpu()}
+        checkpoint.write_tensors(folder / f"step-{self.step:06d}-rank-{self.world.rank}.safetensors", used)
+        log.logger.warning(f"update {self.step}: loss or gradient is not finite; skipped, its batch is in {folder}")
+        if self.nonfinite >= self.cfg.guard.nonfinite:
+            raise Failed(
+                f"{self.nonfinite} updates in a row had a non-finite loss or gradient; lower optimizer.lr or use "
+                f"train.precision=no, and look at {folder}; the last checkpoint stands"
+            )
+
+    # ------------------------------------------------------------------ around it
+
+    def _start(self) -> None:
+        """Write what the run is, open the trackers, and evaluate the untrained policy."""
+        if self.world.main:
+            (self.path / "samples").mkdir(parents=True, exist_ok=True)
+            (self.path / "config.yaml").write_text(dump(self.cfg))
+            checkpoint.truncate_metrics(self.path, self.iteration)
+        self.parts.start_trackers(self.iteration)
+        if self.iteration == 0 and self.parts.eval_prompts and self.cfg.eval.at_start:
+            self._evaluate("before", self.cfg.eval.guidance)
+            if self.cfg.eval.baseline_guidance:
+                self._evaluate("before, guided", self.cfg.eval.baseline_guidance)
+
+    def _evaluate(self, name: str, guidance: float | str) -> evaluation.Evaluation:
+        """Evaluate averaged weights on held-out prompts; a named row goes into evaluation.json and its images into samples/."""
+        cfg = self.cfg.eval
+        with self.ema.swapped(), self.policy.view("default"), self.parts.autocast():
+            result = evaluation.evaluate(
+                self.policy, self.parts.eval_prompts, self.rewards, images=cfg.images, steps=cfg.steps, guidance=guidance, seed=cfg.seed,
+                solver=cfg.solver, micro=self.cfg.batch.micro, decode=self.cfg.batch.decode,
+            )  # fmt: skip
+        if name and self.world.main:
+            setting = {"guidance": guidance, "steps": cfg.steps, "solver": cfg.solver, "seed": cfg.seed}
+            evaluation.add_row(self.path, name, result, self.parts.eval_prompts, **setting)
+            evaluation.save_images(self.path, name, result, self.parts.eval_prompts)
+        return result
+
+    def run(self) -> Run:
+        """Iterate to the end with a progress bar; see `train`."""
+        with StopRequest(self), log.Progress(self.cfg.iterations, done=self.iteration, show=self.world.main) as bar:
+            try:
+                for it in self:
+                    bar.update(it.number, reward=it.metrics["reward/total"], grad=it.metrics["policy/grad_norm"])
+            except Aborted:
+                pass  # self.stopped says why
+            if self.stopped:
+                self.save()
+        return self.finish()
+
+    def finish(self) -> Run:
+        """After the last iteration: evaluate, write the LoRA and the report."""
+        if self.parts.eval_prompts and self.stopped is None:
+            self._evaluate("after", self.cfg.eval.guidance)
+        if self.world.main:
+            with self.ema.swapped():
+                self.policy.save_lora(self.path / "lora")
+            report.build(self.path)
+        self.parts.end_trackers()
+        path = self.path / evaluation.FILE
+        record = json.loads(path.read_text()) if path.exists() else {}
+        return Run(path=self.path, metrics=log.read_metrics(self.path), evaluation=record, stopped=self.stopped)
+
+    def _record(self, result: Iteration) -> None:
+        """Held-out numbers when they are due, then one line in metrics.jsonl and in the trackers."""
+        cfg = self.cfg
+        if self.parts.eval_prompts and cfg.eval.every and result.number % cfg.eval.every == 0 and result.number < cfg.iterations:
+            result.metrics.update(self._evaluate("", cfg.eval.guidance).metrics())
+        result.metrics["optimizer/lr"] = self.optimizer.param_groups[0]["lr"]
+        result.metrics["optimizer/step"] = self.step
+        if self.world.main:
+            log.MetricsFile(self.path).write(result.number, result.metrics)
+        self.parts.track(result.metrics, result.number)
+
+    def _samples(self, number: int, shown: Tensor, batch: PromptBatch, rollout: Rollout) -> None:
+        if self.world.main and (number == 1 or number % self.cfg.checkpoint.every == 0) and shown.ndim == 4:
+            captions = [batch.text[g] for g in rollout.group[: len(shown)].tolist()]
+            media.grid(shown, captions).save(self.path / "samples" / f"iteration-{number:06d}.png")
+
+    def _stop_rule(self, metrics: dict[str, float]) -> str | None:
+        stop = self.cfg.stop
+        if stop.kl is not None and metrics.get("policy/kl", 0.0) > stop.kl:
+            return f"policy/kl {metrics['policy/kl']:.4g} exceeds stop.kl={stop.kl}"
+        if stop.reward is not None and metrics["reward/total"] >= stop.reward:
+            return f"reward/total {metrics['reward/total']:.4g} reached stop.reward={stop.reward}"
+        if stop.hours is not None and self.hours >= stop.hours:
+            return f"stop.hours={stop.hours} are over"
+        return None
+
+    def describe(self) -> str:
+        """What an iteration will do, before it does it."""
+        b, plan, p = self.cfg.batch, self.parts.plan, self.parts
+        samples, copies = b.prompts * b.group, b.prompts * b.group // plan.leaves
+        calls = plans.nfe(plan, b.group // plan.leaves) * b.prompts * self.policy.branches(p.guidance)
+        rows = self.algorithm.rows_per_copy(plan) * copies
+        weights = sum(w.numel() for w in self.parameters.values())
+        return "\n".join(
+            [
+                f"model      {self.cfg.model.source}, {weights:,} trained weights on {self.policy.device}",
+                f"algorithm  {self.cfg.algorithm['name']}, reward {', '.join(f'{w:g} x {n}' for n, w in self.rewards.weights.items())}",
+                f"iteration  {b.prompts} prompts x {b.group} = {samples} samples on {self.world.size} process(es); "
+                f"{len(self.sigmas) - 1} steps, guidance {p.guidance}: {calls:,} network calls",
+                f"update     at most {rows:,} trained rows in {b.updates} optimizer step(s), {b.micro} network rows a forward",
+                f"run        iterations {self.iteration + 1} to {self.cfg.iterations}, in {self.path}",
+            ]
+        )
+
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def saved(self) -> bool:
+        """Whether a checkpoint is there to resume from."""
+        return bool(checkpoint.steps(self.path))
+
+    def save(self) -> Path | None:
+        """Everything that a later `--resume` needs; taken between iterations."""
+        if not self.world.main:
+            return None
+        tensors = {"policy": self.policy.state("default"), "ema": self.ema.state_dict()}
+        if "old" in self.algorithm.needs:
+            tensors["old"] = self.policy.state("old")
+        tensors["optimizer"] = checkpoint.pack_optimizer(self.parts.raw_optimizer, self.parameters)
+        meta = {"step": self.step, "nonfinite": self.nonfinite, "hours": self.hours, "recompute": self.recompute}
+        meta["scaler"] = distributed.scaler_state(self.parts.accelerator)
+        return checkpoint.save(self.path, self.iteration, tensors, meta, keep=self.cfg.checkpoint.keep)
+
+    def _load(self, folder: Path) -> None:
+        tensors, meta = checkpoint.load(folder)
+        self.policy.load_state("default", tensors["policy"])
+        if "old" in tensors:
+            self.policy.load_state("old", tensors["old"])
+        self.ema.load_state_dict(tensors["ema"])
+        checkpoint.unpack_optimizer(self.parts.raw_optimizer, self.parameters, tensors.get("optimizer", {}))
+        if meta["scaler"]:
+            self.parts.accelerator.scaler.load_state_dict(meta["scaler"])
+        for name in ("iteration", "step", "nonfinite", "hours", "recompute"):
+            setattr(self, name, meta[name])
+
+
+def reward_metrics(rewards: Rewards) -> dict[str, float]:
+    """reward/<name>/mean|std, reward/total and reward/invalid of an iteration."""
+    out = {"reward/total": rewards.total.nanmean().item(), "reward/invalid": float((~rewards.valid).sum())}
+    for name, value in rewards.raw.items():
+        value = value[~value.isnan()]
+        out |= {f"reward/{name}/mean": value.mean().item(), f"reward/{name}/std": value.std(correction=0).item()} if len(value) else {}
+    return out
+
+
+def train(cfg: Config, *, resume: str | Path | None = None) -> Run:
+    """Train to the end, a stop rule, or SIGTERM / Ctrl-C (both checkpoint; `Run.stopped` says so)."""
+    return Trainer(cfg, resume=None if resume is None else Path(resume)).run()

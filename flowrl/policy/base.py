@@ -1,0 +1,146 @@
+"""What every policy offers, whether its network is a diffusers pipeline or a plain module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.policy.coords import Schedule
+from flowrl.policy.parts import Parts
+
+
+class Policy:
+    """A velocity field v(x, sigma | prompt) with trainable parts. Subclasses give encode, _velocity, decode, encode_media, schedule.
+
+    modules: component name -> network that is called; a trainer may put wrapped networks (sharded, compiled) in their place.
+    calls: network rows so far (states x guidance branches). latent_shape: (*L).
+    """
+
+    def __init__(self, modules: dict[str, nn.Module], lora: dict[str, Any] | None, shape: tuple[int, ...]) -> None:
+        self.modules: dict[str, nn.Module] = dict(modules)
+        self.latent_shape = tuple(shape)
+        self.trainable = Parts(dict(modules), lora)
+        self.calls = 0
+        self._last: Schedule | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(next(iter(self.trainable.modules.values())).parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the frozen weights (LoRA is always fp32)."""
+        return next(p for m in self.trainable.modules.values() for n, p in m.named_parameters() if "lora_" not in n).dtype
+
+    supports_guidance = False
+
+    def branches(self, guidance: float | str) -> int:
+        """Network rows that a state costs at this guidance (see velocity); a guidance that the model does not know -> ValueError."""
+        if not isinstance(guidance, str) and guidance != 1:
+            raise ValueError(f"guidance={guidance}: this policy has no unconditional branch; use 'none'")
+        return 1
+
+    def encode(self, prompts: list[str]) -> Any:
+        """P prompts -> Cond of P rows; encode once, gather any rows in velocity."""
+        raise NotImplementedError
+
+    def schedule(self, steps: int) -> Schedule:
+        """Sigmas (T+1,) fp64 and exact model times (T,) of a run with `steps` steps, from the pipeline's own scheduler."""
+        raise NotImplementedError
+
+    def velocity(
+        self, x: Tensor, sigma: Tensor | float, cond: Any, rows: Tensor, *, guidance: float | str = "pipeline", detach_uncond: bool = False
+    ) -> Tensor:
+        """v = eps_hat - x0_hat at x, differentiable.
+
+        x (n, *L) fp32 flow coordinates; sigma (n,) or (), in [0, 1], may differ by row; rows (n,) int64 into cond. guidance: "pipeline" as recorded,
+        "none" only the conditional branch, or a float g: u + g (c - u). detach_uncond: no gradient through u. Returns (n, *L) fp32.
+        """
+        if not isinstance(guidance, str):
+            guidance = "none" if guidance == 1 else float(guidance)
+        elif guidance not in ("pipeline", "none"):
+            raise ValueError(f"guidance={guidance!r}; allowed are 'pipeline', 'none' or a number")
+        n = x.shape[0]
+        if tuple(x.shape[1:]) != self.latent_shape or rows.shape != (n,):
+            raise ValueError(f"x {tuple(x.shape)} and rows {tuple(rows.shape)}; expected (n, {', '.join(map(str, self.latent_shape))}) and (n,)")
+        s = torch.as_tensor(sigma, dtype=torch.float64, device=x.device)
+        return self._velocity(x.float(), s.expand(n), cond, rows.to(x.device), guidance, detach_uncond)
+
+    def _velocity(self, x: Tensor, s: Tensor, cond: Any, rows: Tensor, guidance: float | str, detach_uncond: bool) -> Tensor:
+        raise NotImplementedError
+
+    def init(self, noise: Tensor, schedule: Schedule | None = None) -> Tensor:
+        """noise (n, *L) -> x at the schedule's first sigma, as the pipeline starts. schedule: default the one asked for last (or of 28 steps)."""
+        if schedule is None and self._last is None:
+            self.schedule(28)
+        return noise * (schedule or self._last).start
+
+    def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:
+        """x (n, *L) flow coordinates at sigma -> media fp32 in [0, 1]: (n, 3, H, W) or (n, F, 3, H, W). Differentiable."""
+        raise NotImplementedError
+
+    def encode_media(self, media: Tensor) -> Tensor:
+        """media -> x0 (n, *L) flow coordinates: the mode of the VAE's posterior."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------------ trained parts
+
+    @property
+    def parts(self) -> dict[str, dict[str, nn.Parameter]]:
+        """{"denoiser": {name: parameter}}: what is trained, and nothing else."""
+        return {"denoiser": self.trainable.named()}
+
+    def add_view(self, name: str) -> None:
+        """A copy of the trainable weights under another name ("old"; in full mode also "reference"), for use with view()."""
+        self.trainable.add_view(name)
+
+    def copy_view(self, src: str = "default", dst: str = "old", decay: float = 0.0) -> None:
+        """dst = decay * dst + (1 - decay) * src."""
+        self.trainable.copy(src, dst, decay)
+
+    @contextlib.contextmanager
+    def view(self, name: str) -> Iterator[None]:
+        """Compute with the weights of a view: "default", an added one, or "reference" (adapters off)."""
+        with self.trainable.view(name):
+            yield
+
+    def state(self, name: str = "default") -> dict[str, Tensor]:
+        """Values of a view by parameter name, copied to the CPU."""
+        return {k: v.cpu().clone() for k, v in self.trainable.tensors(name).items()}
+
+    def load_state(self, name: str, state: dict[str, Tensor]) -> None:
+        """Strict inverse of state."""
+        self.trainable.load(name, state)
+
+    def gradient_checkpointing(self, on: bool = True) -> None:
+        """Recompute activations in the backward pass, for networks that can (diffusers models)."""
+        for module in self.trainable.modules.values():
+            if hasattr(module, "enable_gradient_checkpointing"):
+                module.enable_gradient_checkpointing() if on else module.disable_gradient_checkpointing()
+
+    def save_lora(self, folder: str | Path) -> Path:
+        """Write the adapter to `folder`; diffusers' LoRA format where the pipeline has one."""
+        from safetensors.torch import save_file
+
+        self._needs_lora()
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        target = Path(folder) / "pytorch_lora_weights.safetensors"
+        save_file({k: v.contiguous() for k, v in self.state().items()}, str(target))
+        return target
+
+    def load_lora(self, path: str | Path) -> None:
+        """Load an adapter written by save_lora (a folder or file) into "default". Strict."""
+        from safetensors.torch import load_file
+
+        self._needs_lora()
+        path = Path(path)
+        self.load_state("default", load_file(str(path / "pytorch_lora_weights.safetensors" if path.is_dir() else path)))
+
+    def _needs_lora(self) -> None:
+        if self.trainable.lora is None:
+            raise ValueError("this policy has no LoRA adapter; load it with lora={'rank': ..., 'alpha': ...}")

@@ -1,0 +1,157 @@
+"""What is trained, and its views: the current weights, an older copy, the frozen reference. Optimizer, EMA and checkpoints read `named` and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+
+
+def targets(module: nn.Module, wanted: list[str] | None) -> list[str]:
+    """Full names of the Linear layers that get LoRA: those whose name ends in `wanted`; by default attention projections, else every Linear."""
+    linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
+    picked = [n for n in linear if any(n == w or n.endswith("." + w) for w in (wanted or ATTENTION))]
+    if not picked and wanted:
+        raise ValueError(f"lora targets {wanted} match no Linear layer of {type(module).__name__}; its layers end in {_endings(linear)}")
+    return picked or linear
+
+
+def _endings(names: list[str]) -> list[str]:
+    return sorted({".".join(p for p in n.split(".")[-2:] if not p.isdigit()) for n in names})[:20]
+
+
+class Parts:
+    """Trainable parameters of `modules`: LoRA adapter "default" (lora given) or all of them (full)."""
+
+    def __init__(self, modules: dict[str, nn.Module], lora: dict[str, Any] | None) -> None:
+        self.modules, self.lora = modules, None if lora is None else dict(lora)
+        self.copies: dict[str, dict[str, Tensor]] = {}  # full mode: other views' values
+        self.targets: dict[str, list[str]] = {}  # names of the layers with LoRA, by component
+        self.active = "default"
+        if lora is None:
+            for m in modules.values():
+                m.requires_grad_(True)
+        else:
+            self._add_adapter("default")
+
+    def _add_adapter(self, name: str) -> None:
+        import warnings
+
+        from peft import LoraConfig, inject_adapter_in_model
+
+        options = {"rank": 32, "alpha": 64, "targets": None, "init": "gaussian", **(self.lora or {})}
+        unknown = sorted(set(options) - {"rank", "alpha", "targets", "init"})
+        if unknown:
+            raise ValueError(f"lora={{...}} takes rank, alpha, targets and init, not {unknown[0]!r}")
+        for part, module in self.modules.items():
+            if name == "default":
+                module.requires_grad_(False)
+                self.targets[part] = targets(module, options["targets"])
+            config = LoraConfig(r=options["rank"], lora_alpha=options["alpha"], init_lora_weights=options["init"], target_modules=self.targets[part])
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are what we want
+                if hasattr(module, "add_adapter"):
+                    module.add_adapter(config, adapter_name=name)
+                else:
+                    inject_adapter_in_model(config, module, adapter_name=name)
+                    module.peft_config = {**getattr(module, "peft_config", {}), name: config}
+            for layer in _layers(module):
+                layer.set_adapter("default")  # also turns gradients of other adapters off
+            for key, p in module.named_parameters():
+                if f".{name}." in key:
+                    p.data = p.data.float()  # fp32 whatever the frozen dtype: small updates would round away
+        self.layers = [layer for m in self.modules.values() for layer in _layers(m)]
+
+    def named(self, view: str = "default") -> dict[str, nn.Parameter]:
+        """Parameters of a view by stable name, "<component>.<path>"; read live, so sharded replacements are seen."""
+        mark = f".{view}." if self.lora is not None else ""
+        return {
+            f"{part}.{key.replace(mark, '.') if mark else key}": p
+            for part, module in self.modules.items() for key, p in module.named_parameters() if mark in key
+        }  # fmt: skip
+
+    def add_view(self, name: str) -> None:
+        """A second set of the trainable weights, copied from the current ones."""
+        if name in ("default", *self._views()) or (name == "reference" and self.lora is not None):
+            raise ValueError(f"view {name!r} exists; there are {['default', *self._views()]}")
+        if self.lora is None:
+            self.copies[name] = {k: p.detach().clone() for k, p in self.named().items()}
+        else:
+            self._add_adapter(name)
+            self.copy("default", name, 0.0)
+
+    def _views(self) -> list[str]:
+        if self.lora is None:
+            return list(self.copies)
+        return [k for k in next(iter(self.modules.values())).peft_config if k != "default"]
+
+    def tensors(self, view: str) -> dict[str, Tensor]:
+        """Values of a view by name, sharing storage with it."""
+        if view != "default" and view not in self._views():
+            raise ValueError(f"no view {view!r}; there are {['default', *self._views()]}; make one with policy.add_view({view!r})")
+        if self.lora is None:
+            return {k: p.detach() for k, p in self.named().items()} if view == self.active else self.copies[self.active if view == "default" else view]
+        return {k: p.detach() for k, p in self.named(view).items()}
+
+    @torch.no_grad()
+    def copy(self, src: str, dst: str, decay: float) -> None:
+        """dst = decay * dst + (1 - decay) * src."""
+        source, target = self.tensors(src), self.tensors(dst)
+        for key, value in target.items():
+            value.copy_(source[key]) if decay == 0.0 else value.lerp_(source[key].to(value), 1 - decay)
+
+    @torch.no_grad()
+    def load(self, view: str, state: dict[str, Tensor]) -> None:
+        """Strict: the names and shapes must be those of tensors(view)."""
+        target = self.tensors(view)
+        missing, extra = sorted(set(target) - set(state)), sorted(set(state) - set(target))
+        if missing or extra:
+            raise ValueError(f"state of view {view!r} does not fit: {len(missing)} names missing {missing[:3]}, {len(extra)} unknown {extra[:3]}")
+        for key, value in target.items():
+            if value.shape != state[key].shape:
+                raise ValueError(f"state of view {view!r}: {key} has shape {tuple(state[key].shape)}, and {tuple(value.shape)} is expected (another rank?)")
+            value.copy_(state[key])
+
+    @contextlib.contextmanager
+    def view(self, name: str) -> Iterator[None]:
+        """Compute with another view's weights inside the block. Costs an attribute a layer; requires_grad is untouched."""
+        before = self.active
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def _switch(self, name: str) -> None:
+        if name == self.active:
+            return
+        if self.lora is not None:
+            if name not in ("default", "reference"):
+                self.tensors(name)
+            for layer in self.layers:
+                layer._disable_adapters = name == "reference"
+                layer._active_adapter = ["default" if name == "reference" else name]
+        else:
+            if name != "default" and name not in self.copies:
+                raise ValueError(f"view {name!r} needs a copy of all weights in full mode; call policy.add_view({name!r}) before training")
+            if self.active != "default":  # put the trained values back first
+                self._exchange(self.active)
+            if name != "default":
+                self._exchange(name)
+        self.active = name
+
+    def _exchange(self, name: str) -> None:
+        """Swap values between the parameters and a copy, by pointer."""
+        for key, p in self.named().items():
+            p.data, self.copies[name][key] = self.copies[name][key], p.data
+
+
+def _layers(module: nn.Module) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [m for m in module.modules() if isinstance(m, BaseTunerLayer)]

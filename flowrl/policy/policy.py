@@ -1,0 +1,130 @@
+"""A diffusers pipeline as a policy: the inferred Replay, its decoder and schedules behind one interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.policy import lora
+from flowrl.policy.base import Policy
+from flowrl.policy.check import SelfCheck, self_check
+from flowrl.policy.coords import Coords, Schedule
+from flowrl.policy.decode import infer_decoder
+from flowrl.policy.describe import describe
+from flowrl.policy.hints import hints_for
+from flowrl.policy.infer import bind, infer
+from flowrl.policy.probe import Prober
+from flowrl.policy.record import Runner
+from flowrl.policy.reentry import reenter
+from flowrl.policy.replay import Cond
+
+
+class PipelinePolicy(Policy):
+    """See Policy. `kwargs` are arguments of the pipeline's own call; they hold for recording and so for everything after it."""
+
+    def __init__(self, pipe: Any, adapter: dict[str, Any] | None, kwargs: dict[str, Any]) -> None:
+        self.pipe = pipe
+        for part in pipe.components.values():
+            if isinstance(part, torch.nn.Module):
+                part.eval().requires_grad_(False)
+        runner = Runner(pipe, kwargs, hints_for(pipe))
+        self.prober, self.coords = Prober(runner), Coords(pipe.scheduler)
+        self.replay, self.steps = infer(self.prober, self.coords)
+        decode = runner.hints.get("decode")
+        self.decoder = infer_decoder(self.prober, self.steps, self.replay.shape) if decode is None else (lambda x: decode(pipe, x))
+        self._schedules: dict[int, Schedule] = {}
+        super().__init__(runner.denoisers, adapter, self.replay.shape)
+
+    @property
+    def supports_guidance(self) -> bool:  # type: ignore[override]
+        """True when both branches were recorded and their rule takes a scale."""
+        return all(len(r.guidance.weights) == 2 and r.guidance.rule != "pipeline" for r in self.replay.regimes)
+
+    def branches(self, guidance: float | str) -> int:
+        rules = [regime.guidance for regime in self.replay.regimes]
+        if guidance == "none" or guidance == 1:
+            return 1
+        if not isinstance(guidance, str):
+            for rule in rules:
+                rule.check(guidance)
+        return max(len(rule.weights) for rule in rules)
+
+    def encode(self, prompts: list[str]) -> Cond:
+        return bind(self.prober, self.replay, self.steps, list(prompts))
+
+    def schedule(self, steps: int) -> Schedule:
+        if steps not in self._schedules:
+            found = self.prober.schedule(steps, self.coords)
+            self.coords.time.add(found.sigmas[:-1], found.times)
+            self._schedules[steps] = found
+        self._last = self._schedules[steps]
+        return self._last
+
+    def predict(self, x: Tensor, s: Tensor, cond: Cond, rows: Tensor, guidance: float | str = "pipeline", detach_uncond: bool = False) -> Tensor:
+        """The pipeline's own combined prediction (n, *L) fp32, at flow coordinates x, sigma s (n,) fp64; networks split by time where there are several."""
+        t = self.coords.time(s)
+        if not self.replay.boundaries:
+            return self._predict(0, x, s, t, cond, rows, guidance, detach_uncond)
+        which = sum((t < b).long() for b in self.replay.boundaries)
+        used = which.unique().tolist()
+        if len(used) == 1:
+            return self._predict(used[0], x, s, t, cond, rows, guidance, detach_uncond)
+        out = torch.zeros_like(x)
+        for k in used:
+            at = (which == k).nonzero().flatten()
+            out = out.index_copy(0, at, self._predict(k, x[at], s[at], t[at], cond, rows[at], guidance, detach_uncond))
+        return out
+
+    def _predict(self, which: int, x, s, t, cond, rows, guidance, detach_uncond) -> Tensor:
+        out, count = self.replay.predict(
+            self.modules, which, x, s, t, cond, rows, guidance=guidance, detach_uncond=detach_uncond, combine=self._combine
+        )
+        self.calls += count
+        return out
+
+    def _velocity(self, x: Tensor, s: Tensor, cond: Cond, rows: Tensor, guidance: float | str, detach_uncond: bool) -> Tensor:
+        return self.coords.velocity(self.predict(x, s, cond, rows, guidance, detach_uncond), x, s)
+
+    def _combine(self, which: int, outs: list[Tensor], x: Tensor, s: Tensor, cond: Cond, rows: Tensor) -> Tensor:
+        """Feed real outputs through the pipeline's own combination, all rows at the first row's sigma (rules of guidance do not read time)."""
+        regime, pad, answers, k = self.replay.regimes[which], len(self.prober.runner.pad), {}, 0
+        for plan in regime.calls:
+            blocks = [torch.cat([o, o[:1].expand(pad, *o.shape[1:])]) for o in outs[k : k + plan.blocks]]
+            k += plan.blocks
+            nth = sum(name == plan.module for name, _ in answers)
+            answers[(plan.module, nth)] = torch.cat(blocks).to(self.dtype)
+        return reenter(self.prober, self.coords, self.steps, x, s[0], [cond.prompts[i] for i in rows.tolist()], answers)
+
+    def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:
+        return self.decoder(x.float() * self.coords.scale(torch.tensor(float(sigma), dtype=torch.float64)).item())
+
+    def encode_media(self, media: Tensor) -> Tensor:
+        return self.decoder.encode(media)
+
+    def reentry(self, x: Tensor, sigma: float | Tensor, prompts: list[str]) -> Tensor:
+        """Slow referee: velocity (P, *L) from the pipeline's own loop body, row i of x with prompts[i], one sigma for all."""
+        s = torch.as_tensor(sigma, dtype=torch.float64).reshape(())
+        return self.coords.velocity(reenter(self.prober, self.coords, self.steps, x, s, list(prompts)), x, s)
+
+    def self_check(self) -> SelfCheck:
+        """Replay against the pipeline itself; raises UnreplayableError naming the first comparison that fails."""
+        return self_check(self)
+
+    def describe(self) -> str:
+        """The inferred call as Python source."""
+        return describe(self.replay)
+
+    def save_lora(self, folder: str | Path) -> Path:
+        if not hasattr(self.pipe, "save_lora_weights"):
+            return super().save_lora(folder)
+        self._needs_lora()
+        return lora.save(self.pipe, self.trainable.modules, folder)
+
+    def load_lora(self, path: str | Path) -> None:
+        if not hasattr(self.pipe, "lora_state_dict"):
+            return super().load_lora(path)
+        self._needs_lora()
+        self.load_state("default", lora.read(self.pipe, self.trainable.modules, path))

@@ -1,0 +1,199 @@
+"""Start-up: everything a run is made of, built and checked before anything is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl import checkpoint, config, data, distributed, registry
+from flowrl.algorithms._base import Algorithm
+from flowrl.config import Config
+from flowrl.ema import Ema
+from flowrl.ledger import Ledger
+from flowrl.policy import Policy, load_policy
+from flowrl.rewards import RewardSet, check_needs, load_set
+from flowrl.samplers import sigmas
+from flowrl.types import Plan
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+RESUMABLE = ("iterations", "output", "stop.", "checkpoint.", "guard.", "trackers")  # may differ in a resumed run: they change no number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the loop works with."""
+
+    cfg: Config
+    path: Path
+    accelerator: Any
+    world: distributed.World
+    policy: Policy
+    algorithm: Algorithm
+    rewards: RewardSet
+    prompts: data.Prompts
+    eval_prompts: data.Prompts
+    guidance: float | str  # of rollouts
+    parameters: dict[str, torch.nn.Parameter]
+    raw_optimizer: torch.optim.AdamW
+    optimizer: Any  # prepared by accelerate: knows the fp16 scaler
+    ema: Ema
+    ledger: Ledger
+    plan: Plan  # of the first iteration
+
+    def autocast(self) -> Any:
+        return self.accelerator.autocast()
+
+    def clip(self) -> float:
+        """Scale gradients to optimizer.max_grad_norm; their norm before."""
+        return float(self.accelerator.clip_grad_norm_(list(self.parameters.values()), self.cfg.optimizer.max_grad_norm))
+
+    def start_trackers(self, iteration: int) -> None:
+        """Open the trackers; events after `iteration` of an interrupted run are purged."""
+        flat = config.flatten(self.cfg.model_dump(mode="json"))
+        flat = {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in flat.items()}
+        extra = {"tensorboard": {"purge_step": iteration + 1}} if "tensorboard" in self.cfg.trackers else {}
+        self.accelerator.init_trackers("tracker", config=flat, init_kwargs=extra)
+
+    def track(self, metrics: dict[str, float], step: int) -> None:
+        self.accelerator.log(metrics, step=step)
+
+    def end_trackers(self) -> None:
+        self.accelerator.end_training()
+
+
+def build(cfg: Config, resume: Path | None = None) -> Parts:
+    """Load and check all parts; every mistake of the user -> ValueError, and nothing was written."""
+    path = resume or Path(cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.algorithm['name']}")
+    if resume:
+        check_resume(cfg, resume)
+    elif (path / "metrics.jsonl").exists():
+        raise ValueError(f"{path} already holds a run; resume it with `flowrl train --resume {path}`, or choose another output=")
+    rewards = load_set(cfg.reward)
+    check_needs(rewards, ("meta", "group"))
+    prompts = data.load_prompts(cfg.data.train)
+    eval_prompts = data.load_prompts(cfg.data.eval) if cfg.data.eval else []
+    algorithm = make_algorithm(cfg)
+    accelerator = distributed.start(cfg.train.precision, cfg.trackers, path)
+    world = distributed.World(accelerator)
+    policy = make_policy(cfg, device=accelerator.device)
+    plan = algorithm.plan(schedule(cfg, policy), sampler=cfg.sampler, iteration=0, seed=cfg.seed)
+    algorithm.check(plan)
+    config.check_batch(cfg, processes=world.size, leaves=plan.leaves)
+    data.batch(prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
+    guidance = algorithm.guidance if algorithm.guidance is not None else cfg.sampler.guidance
+    policy.branches(guidance)  # a guidance that the model does not know is refused here
+    if "old" in algorithm.needs:
+        policy.add_view("old")
+    if "reference" in algorithm.needs and cfg.train.mode == "full":
+        policy.add_view("reference")  # a frozen copy; with LoRA it is the adapters switched off
+    parameters = {name: p for part in policy.parts.values() for name, p in part.items()}
+    o = cfg.optimizer
+    raw = torch.optim.AdamW(parameters.values(), lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, eps=o.eps)
+    return Parts(
+        cfg=cfg, path=path, accelerator=accelerator, world=world, policy=policy, algorithm=algorithm, rewards=rewards.to(policy.device),
+        prompts=prompts, eval_prompts=eval_prompts, guidance=guidance, parameters=parameters, raw_optimizer=raw,
+        optimizer=accelerator.prepare(raw), ema=Ema(parameters, decay=cfg.ema.decay, every=cfg.ema.every),
+        ledger=Ledger(policy.device), plan=plan,
+    )  # fmt: skip
+
+
+def make_algorithm(cfg: Config) -> Algorithm:
+    cls = registry.find("flowrl.algorithms", cfg.algorithm["name"], what="algorithm").ALGORITHM
+    return cls(cls.Config.model_validate({k: v for k, v in cfg.algorithm.items() if k != "name"}))
+
+
+def make_policy(cfg: Config, *, device: torch.device | str | None = None) -> Policy:
+    """The policy that a config trains, with fresh adapters or those of train.init_lora."""
+    lora = cfg.train.lora.model_dump() if cfg.train.mode == "lora" else None
+    with torch.random.fork_rng():
+        torch.manual_seed(cfg.seed)  # of the adapters' first values
+        policy = load_policy(cfg.model.source, lora=lora, dtype=DTYPES[cfg.model.dtype], device=device, **cfg.model.pipeline)
+    if cfg.train.init_lora:
+        policy.load_lora(Path(cfg.train.init_lora))
+    if cfg.train.gradient_checkpointing:
+        policy.gradient_checkpointing(True)
+    return policy
+
+
+def schedule(cfg: Config, policy: Policy) -> Tensor:
+    """Sigmas (T+1,) fp64 of rollouts."""
+    return policy.schedule(cfg.sampler.steps).sigmas if cfg.sampler.schedule == "pipeline" else sigmas.linear(cfg.sampler.steps)
+
+
+def check_resume(cfg: Config, run: Path) -> None:
+    """A run resumes with the config it was started with, apart from keys that change no number; else ValueError naming the keys."""
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+    old = config.read_config(run / "config.yaml")
+    changed = [key for key in config.diff(old, cfg) if not key.startswith(RESUMABLE)]
+    if cfg.optimizer.schedule != "constant" and old.iterations != cfg.iterations:
+        changed.append("iterations (the learning rate's schedule depends on it)")
+    if changed:
+        raise ValueError(f"{run} was started with another config: {', '.join(changed)}; resume without overrides, or start a new run")
+    checkpoint.latest(run)
+
+
+def learning_rate(cfg: Config, step: int) -> float:
+    """Rate of optimizer step `step` (from 0): linear warm-up, then constant, or cosine or linear to 0 at the end of the run."""
+    o, total = cfg.optimizer, cfg.iterations * cfg.batch.updates
+    if step < o.warmup:
+        return o.lr * (step + 1) / (o.warmup + 1)
+    done = min(1.0, (step - o.warmup) / max(1, total - o.warmup))
+    return o.lr * {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[o.schedule]
+
+
+def load_run(run: Path) -> tuple[Config, Policy, RewardSet, data.Prompts]:
+    """Config, policy with the averaged weights of the newest checkpoint, rewards and held-out prompts of a run."""
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+    cfg = config.read_config(run / "config.yaml")
+    if not cfg.data.eval:
+        raise ValueError(f"{run} was trained without held-out prompts (data.eval); there is nothing to evaluate on")
+    tensors, _ = checkpoint.load(checkpoint.latest(run))
+    policy = make_policy(cfg)
+    averages = {name: value for name, value in tensors["ema"].items() if name != "step"}
+    policy.load_state("default", tensors["policy"] | averages)
+    return cfg, policy, load_set(cfg.reward).to(policy.device), data.load_prompts(cfg.data.eval)
+
+
+def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """LoRA weights and their settings: of a run folder, or of a folder that a run exported."""
+    weights = folder / "lora" if (folder / "lora").is_dir() else folder
+    settings = weights / "flowrl.json"
+    if not settings.is_file():
+        raise ValueError(f"{folder} holds no exported LoRA: {settings.name} is missing; give a finished run's folder")
+    return weights, json.loads(settings.read_text())
+
+
+class Booked:
+    """The policy as objectives see it: autocast, and every network call booked; other views are the phase "reference"."""
+
+    def __init__(self, policy: Policy, ledger: Ledger, accelerator: Any) -> None:
+        self.policy, self.ledger, self.accelerator = policy, ledger, accelerator
+        self.rows = 0
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Any, rows: Tensor, **options: Any) -> Tensor:
+        before = self.policy.calls
+        with self.ledger.work("network", rows=len(x)), self.accelerator.autocast():
+            v = self.policy.velocity(x, sigma, cond, rows, **options)
+        self.ledger.add_nfe("update", self.policy.calls - before)
+        self.rows = len(x)
+        return v
+
+    @contextmanager
+    def view(self, name: str) -> Iterator[None]:
+        with self.ledger.phase("reference"), self.policy.view(name):
+            yield
+
+    def backward(self, loss: Tensor) -> None:
+        with self.ledger.work("network", rows=self.rows, call="backward"):
+            self.accelerator.backward(loss)

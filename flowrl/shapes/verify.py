@@ -1,0 +1,143 @@
+"""A verifier for shapes: what is in the picture, and does it match the prompt's clauses (GenEval, arXiv:2310.11513).
+
+On white, a pixel that is covered to the fraction a by colour c is 1 - a (1 - c): its *direction* from white tells the colour whatever the
+coverage, its length the coverage. Objects are connected components of one colour; a shape is recognised by the overlap (intersection over
+union) with the ideal shape in its bounding box, so a blob of the right area is not taken for a circle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowrl.shapes.scenes import COLORS, PIXELS, RELATIONS, SHAPES, inside
+
+COVERED = 0.5  # a pixel belongs to an object from this coverage on
+SAME_COLOR = 0.92  # cosine with the colour's direction from white
+SPECK = 12  # px; smaller components are ignored
+OVERLAP = 0.78  # IoU with the ideal shape from which a shape is recognised
+SQUARENESS = 0.72  # shorter side over longer side of a bounding box
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One component: shape (None: not recognised), colour, centre and full size of its bounding box in px."""
+
+    shape: str | None
+    color: str
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+def components(mask: Tensor) -> Tensor:
+    """Label 8-connected components of (n, H, W) bool -> (n, H, W) int64, 0 outside, a component's label is its largest pixel number + 1."""
+    n, h, w = mask.shape
+    inside_mask = mask.float()
+    label = torch.arange(1, h * w + 1, dtype=torch.float32, device=mask.device).reshape(1, h, w) * inside_mask
+    while True:  # a label travels three pixels an iteration
+        new = label
+        for _ in range(3):
+            new = F.max_pool2d(new[:, None], 3, stride=1, padding=1)[:, 0] * inside_mask
+        if torch.equal(new, label):
+            return label.long()
+        label = new
+
+
+def detect(images: Tensor) -> list[list[Found]]:
+    """Objects in each of (B, 3, 64, 64) images in [0, 1]."""
+    names = list(COLORS)
+    toward = 1 - torch.tensor([COLORS[c] for c in names], device=images.device)  # (C, 3)
+    away = 1 - images.float().clamp(0, 1)
+    length = away.norm(dim=1).clamp_min(1e-6)
+    cosine = torch.einsum("bkhw,ck->bchw", away / length[:, None], F.normalize(toward, dim=1))
+    best, color = cosine.max(1)
+    coverage = length / toward.norm(dim=1)[color]
+    covered = (coverage >= COVERED) & (best >= SAME_COLOR)
+    planes = torch.stack([covered & (color == c) for c in range(len(names))], 1)  # (B, C, H, W)
+    busy = torch.nonzero(planes.flatten(2).sum(2) >= SPECK)  # planes that hold anything
+    out: list[list[Found]] = [[] for _ in range(len(images))]
+    if not len(busy):
+        return out
+    labels = components(planes[busy[:, 0], busy[:, 1]])
+    stride = PIXELS * PIXELS + 1  # one number for (plane, label)
+    values, counts = (labels + stride * torch.arange(len(labels), device=labels.device)[:, None, None]).unique(return_counts=True)
+    values = values[(values % stride > 0) & (counts >= SPECK)]
+    if not len(values):
+        return out
+    rows = values // stride
+    masks = labels[rows] == (values % stride)[:, None, None]
+    for (image, c), (shape, x, y, width, height) in zip(busy[rows].tolist(), _recognise(masks), strict=True):
+        out[image].append(Found(shape, names[c], x, y, width, height))
+    return out
+
+
+def _recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, float]]:
+    """Shape, centre and size of each component (K, H, W) bool."""
+    _, h, w = masks.shape
+    ys, xs = torch.arange(h, device=masks.device), torch.arange(w, device=masks.device)
+    rows, cols = masks.any(2), masks.any(1)
+    top, bottom = rows.float().argmax(1), h - rows.flip(1).float().argmax(1)
+    left, right = cols.float().argmax(1), w - cols.flip(1).float().argmax(1)
+    width, height = (right - left).float(), (bottom - top).float()
+    u = ((xs + 0.5 - left[:, None]) / width[:, None] * 2 - 1)[:, None, :].expand(masks.shape)
+    v = ((ys + 0.5 - top[:, None]) / height[:, None] * 2 - 1)[:, :, None].expand(masks.shape)
+    ideal = torch.stack([inside(s, u, v) & (u.abs() <= 1) & (v.abs() <= 1) for s in SHAPES], 1)  # (K, S, H, W)
+    both = (ideal & masks[:, None]).flatten(2).sum(2)
+    iou, shape = (both / (ideal | masks[:, None]).flatten(2).sum(2)).max(1)
+    known = (iou >= OVERLAP) & (torch.minimum(width, height) / torch.maximum(width, height) >= SQUARENESS)
+    return [
+        (SHAPES[s] if k else None, x, y, a, b)
+        for s, k, x, y, a, b in zip(
+            shape.tolist(), known.tolist(), ((left + right) / 2).tolist(), ((top + bottom) / 2).tolist(), width.tolist(), height.tolist(),
+            strict=True,
+        )
+    ]  # fmt: skip
+
+
+def strict(objects: list[Found], include: list[dict[str, Any]]) -> bool:
+    """GenEval's strict reading: every clause exactly right. Stricter in one point: nothing else may be in the picture."""
+    return len(objects) == sum(c["count"] for c in include) and partial(objects, include) == 1.0
+
+
+def partial(objects: list[Found], include: list[dict[str, Any]]) -> float:
+    """Flow-GRPO's partial credit: the mean of a clause's terms, in [0, 1].
+
+    Count term 1 - |n - found| / n (floored at 0); when the count is right, colour term 1 - |n - n_colour| / n and position term 1 or 0;
+    when it is not, those terms are 0. Departures from the reference server: the count term is not negative above 2n, and a wrong
+    position scores 0 rather than the mean of [0, 1].
+    """
+    terms: list[float] = []
+    chosen: list[list[Found]] = []
+    for clause in include:
+        same = [o for o in objects if o.shape == clause["shape"]]
+        if clause["color"] and sum(c["shape"] == clause["shape"] for c in include) > 1:
+            same = [o for o in same if o.color == clause["color"]]  # two clauses of one shape: the colour tells them apart
+        right = [o for o in same if clause["color"] in (None, o.color)]
+        n, matched = clause["count"], len(same) == clause["count"]
+        terms.append(max(0.0, 1 - abs(n - len(same)) / n))
+        if clause["color"]:
+            terms.append(max(0.0, 1 - abs(n - len(right)) / n) if matched else 0.0)
+        chosen.append(right)
+        if "position" in clause:
+            relation, target = clause["position"]
+            holds = matched and right and chosen[target] and all(_holds(relation, a, b) for a in right for b in chosen[target])
+            terms.append(1.0 if holds else 0.0)
+    return sum(terms) / len(terms)
+
+
+def _holds(relation: str, a: Found, b: Found) -> bool:
+    """GenEval's relation: the centre offset, shrunk by a tenth of both sizes, points within 60 degrees of the named direction."""
+    dx, dy = _shrink(a.x - b.x, 0.1 * (a.width + b.width)), _shrink(a.y - b.y, 0.1 * (a.height + b.height))
+    norm = (dx * dx + dy * dy) ** 0.5
+    ux, uy = RELATIONS[relation]
+    return norm > 0 and (dx * ux + dy * uy) / norm > 0.5
+
+
+def _shrink(offset: float, by: float) -> float:
+    return max(abs(offset) - by, 0.0) * (1 if offset > 0 else -1)

@@ -1,0 +1,44 @@
+"""SIGTERM and Ctrl-C end a run with a checkpoint: the iteration is finished, or given up after 30 seconds if no weight was touched yet."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from typing import Any
+
+GRACE = 30.0  # seconds
+
+
+class Aborted(Exception):
+    """The iteration was given up; weights are those of the last finished one."""
+
+
+class StopRequest:
+    """Inside `with`, a signal sets trainer.stopped, which the loop reads between iterations; a second one does not wait."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.installed: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self.installed = {s: signal.signal(s, self._stop) for s in self.SIGNALS}
+            self.installed[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._abort)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.installed:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self.installed.items():
+            signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: Any) -> None:
+        again = self.trainer.stopped is not None
+        self.trainer.stopped = f"{signal.Signals(number).name} received"
+        signal.setitimer(signal.ITIMER_REAL, 0.01 if again else GRACE)
+
+    def _abort(self, number: int, frame: Any) -> None:
+        if not self.trainer.mid_update:  # else the iteration ends soon, and only then weights are whole
+            raise Aborted

@@ -1,0 +1,186 @@
+"""Scoring media with several rewards at once: weighted sum, failed samples, and the errors worth keeping.
+
+A reward that fails for some samples must not end a run of days, and one that breaks its contract must not be trained on for another
+minute. So: NaN or inf marks a failed sample; an exception is retried sample by sample; a wrong shape, dtype or device is a RewardBug.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.rewards._base import FunctionReward, Reward, RewardBug, check_columns, load
+from flowrl.types import MediaContext, Rewards
+
+Spec = Mapping[str, "float | Mapping[str, Any] | Reward | Callable[..., Tensor]"]
+
+
+class TooManyInvalid(RuntimeError):
+    """So many samples could not be scored that training on the rest would mislead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSet:
+    """Loaded rewards and their weights, by label. A reward of weight 0 is measured and logged, and its failures invalidate nothing."""
+
+    rewards: dict[str, Reward]
+    weights: dict[str, float]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset().union(*(reward.needs for reward in self.rewards.values()))
+
+    def to(self, device: Any) -> RewardSet:
+        for reward in self.rewards.values():
+            reward.to(device)
+        return self
+
+
+def load_set(spec: Spec | RewardSet) -> RewardSet:
+    """Load what a config states.
+
+    {"clip": 1.0} gives a weight; {"clip": {"weight": 0.5, "model": "ViT-B-16"}} gives settings too; {"strict": {"name": "shapes",
+    "weight": 0, ...}} gives the reward another label; a Reward or a function counts with weight 1, or as {"reward": it, "weight": 0.5}.
+    """
+    if isinstance(spec, RewardSet):
+        return spec
+    if not isinstance(spec, Mapping) or not spec:
+        raise ValueError(f'rewards={spec!r}: give at least one reward and its weight, for example {{"jpeg": 1.0}}')
+    rewards, weights = {}, {}
+    for label, entry in spec.items():
+        rewards[label], weights[label] = _load_entry(label, entry)
+    return RewardSet(rewards=rewards, weights=weights)
+
+
+def _load_entry(label: str, entry: Any) -> tuple[Reward, float]:
+    options = dict(entry) if isinstance(entry, Mapping) else {"reward": entry} if callable(entry) else {"weight": entry}
+    weight = options.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ValueError(f'reward "{label}": weight={weight!r} is not a finite number; write {label}=1.0 or {label}.weight=1.0')
+    reward = options.pop("reward", None)
+    if reward is None:
+        return load(options.pop("name", label), **options), float(weight)
+    if options:
+        raise ValueError(f'reward "{label}" is already loaded, so {sorted(options)} cannot be set; only "weight" can')
+    return reward if isinstance(reward, Reward) else FunctionReward(reward, label), float(weight)
+
+
+def check_needs(rewards: Spec | RewardSet, columns: Iterable[str]) -> None:
+    """At start-up: every context column that a reward declares is among columns, else ValueError with reward and column."""
+    check_columns(load_set(rewards).rewards, columns)
+
+
+def score(media: Tensor, prompts: list[str], rewards: Spec | RewardSet, context: MediaContext | None = None) -> Rewards:
+    """Score B samples without gradient.
+
+    media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1]. rewards: see load_set; load once and pass the set when scoring often.
+    Returns Rewards on media's device: raw parts, total = sum of weight * part, NaN where a weighted part (or a pixel) is not finite.
+    """
+    media = check_media(media, prompts)
+    chosen = load_set(rewards).to(media.device)
+    context = MediaContext() if context is None else context
+    check_columns(chosen.rewards, [f.name for f in fields(context) if getattr(context, f.name) is not None])
+    visible = media.flatten(1).isfinite().all(1)
+    errors = [] if bool(visible.all()) else [f"media: {int((~visible).sum())} of {len(prompts)} samples hold NaN or inf pixels"]
+    media = media.nan_to_num(0.0, 0.0, 0.0) if errors else media
+    total, raw = torch.zeros(len(prompts), device=media.device), {}
+    for label, reward in chosen.rewards.items():
+        values, problem = _evaluate(label, reward, media, prompts, context)
+        raw[label] = values.masked_fill(~(visible & values.isfinite()), math.nan)
+        errors += [problem] if problem else []
+        if chosen.weights[label]:
+            total = total + chosen.weights[label] * raw[label]
+    total = total.masked_fill(~visible, math.nan)
+    return Rewards(raw=raw, weights=dict(chosen.weights), total=total, valid=total.isfinite(), errors=errors)
+
+
+def concat(parts: list[Rewards]) -> Rewards:
+    """Chunks of samples, scored with the same rewards, as one record."""
+    raw = {label: torch.cat([part.raw[label] for part in parts]) for label in parts[0].raw}
+    total, valid = torch.cat([part.total for part in parts]), torch.cat([part.valid for part in parts])
+    return Rewards(raw=raw, weights=parts[0].weights, total=total, valid=valid, errors=[e for part in parts for e in part.errors])
+
+
+def check_valid(rewards: Rewards, limit: float = 0.05) -> None:
+    """TooManyInvalid when more than the fraction `limit` of samples is invalid, or all are; the message holds the first error."""
+    bad, count = int((~rewards.valid).sum()), rewards.valid.numel()
+    if bad > limit * count or (bad and bad == count):
+        first = rewards.errors[0] if rewards.errors else "no message was kept"
+        raise TooManyInvalid(f"{bad} of {count} samples could not be scored (allowed: {limit:.0%}); first error: {first}")
+
+
+def check_media(media: Tensor, prompts: list[str]) -> Tensor:
+    """The media without gradient; ValueError unless they are what every reward may rely on."""
+    if not isinstance(media, Tensor) or media.dtype != torch.float32:
+        got = f"{media.dtype} tensor" if isinstance(media, Tensor) else type(media).__name__
+        raise ValueError(f"media is a {got}; rewards take an fp32 tensor in [0, 1] (flowrl.media.from_pil makes one)")
+    if media.ndim not in (4, 5) or media.shape[-3] != 3:
+        raise ValueError(f"media has shape {tuple(media.shape)}; rewards take (B, 3, H, W) images or (B, F, 3, H, W) videos")
+    if len(prompts) != len(media):
+        raise ValueError(f"{len(media)} media but {len(prompts)} prompts; give one prompt a sample")
+    media = media.detach()
+    finite = media[media.isfinite()]
+    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+    if low < -0.01 or high > 1.01:
+        span = f"[{low:.3g}, {high:.3g}]"
+        raise ValueError(f"media spans {span}; rewards take [0, 1]: (media + 1) / 2 maps from [-1, 1], media / 255 from bytes")
+    return media
+
+
+def _evaluate(label: str, reward: Reward, media: Tensor, prompts: list[str], context: MediaContext) -> tuple[Tensor, str | None]:
+    """(B,) values, NaN where failed, and a sentence if anything failed."""
+    everything = torch.arange(len(prompts))
+    try:
+        values = _checked(label, reward, media, prompts, context, everything)
+        failed = int((~values.isfinite()).sum())
+        return values, f"{label}: NaN or inf for {failed} of {len(prompts)} samples" if failed else None
+    except RewardBug:
+        raise
+    except Exception as error:  # a reward may fail in any way; the message is kept and the samples are counted as invalid
+        first = f"{label}: {type(error).__name__}: {error}"
+    values = torch.full((len(prompts),), math.nan, device=media.device)
+    for rows in _retry_units(reward, context, everything):
+        try:
+            values[rows.to(values.device)] = _checked(label, reward, media, prompts, context, rows)
+        except RewardBug:
+            raise
+        except Exception:  # these samples stay NaN and are counted; the chunk's message was kept
+            continue
+    failed = int((~values.isfinite()).sum())
+    return values, f"{first} (in a chunk of {len(prompts)}; tried one at a time, {failed} failed)"
+
+
+def _retry_units(reward: Reward, context: MediaContext, everything: Tensor) -> list[Tensor]:
+    """Samples one by one; whole groups for a reward that compares the members of a group."""
+    if "group" in reward.needs and context.group is not None:
+        group = context.group.cpu()
+        return [everything[group == g] for g in group.unique()]
+    return list(everything.split(1))
+
+
+def _checked(label: str, reward: Reward, media: Tensor, prompts: list[str], context: MediaContext, rows: Tensor) -> Tensor:
+    """Call the reward on some rows and hold it to its contract."""
+    part = media[rows.to(media.device)]
+    with torch.no_grad():
+        out = reward(part, [prompts[i] for i in rows], _take(context, rows))
+    expected = f"a float32 tensor of shape ({len(rows)},) on {media.device}"
+    if not isinstance(out, Tensor):
+        raise RewardBug(f'reward "{label}" returned a {type(out).__module__}.{type(out).__name__}; expected {expected}')
+    if out.shape != (len(rows),) or out.dtype != torch.float32 or out.device != media.device:
+        got = f"a {str(out.dtype).removeprefix('torch.')} tensor of shape {tuple(out.shape)} on {out.device}"
+        raise RewardBug(f'reward "{label}" returned {got}; expected {expected}')
+    return out
+
+
+def _take(context: MediaContext, rows: Tensor) -> MediaContext:
+    """The same columns for some samples."""
+    columns: dict[str, Any] = {field.name: getattr(context, field.name) for field in fields(context)}
+    for name, value in columns.items():
+        if value is not None:
+            columns[name] = value[rows.to(value.device)] if isinstance(value, Tensor) else [value[i] for i in rows]
+    return MediaContext(**columns)

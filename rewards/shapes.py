@@ -1,0 +1,50 @@
+"""Does a picture of the shapes world show what its prompt says? GenEval's two readings of a verifier (flowrl.shapes.verify)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from flowrl.rewards import _base
+from flowrl.shapes import verify
+from flowrl.types import MediaContext
+
+
+class Settings(_base.Settings):
+    reading: Literal["partial", "strict", "both"] = Field(
+        "both", description="partial: credit per clause term; strict: 1 if all is right and nothing else is there; both: their mean."
+    )
+
+
+class Shapes(_base.Reward):
+    """In [0, 1]; 1 when the picture shows exactly what the prompt's clauses ask for. Reads meta["include"] of the prompt."""
+
+    Settings = Settings
+    name = "shapes"
+    scale = "0 to 1: share of the prompt's clauses that hold (partial), 1 only when all hold and nothing else is in the picture (strict)"
+    needs = frozenset({"meta"})
+
+    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+        parts = self.parts(media, prompts, context)
+        if self.settings.reading == "both":
+            return (parts["partial"] + parts["strict"]) / 2
+        return parts[self.settings.reading]
+
+    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+        """{"partial": (B,), "strict": (B,)}."""
+        assert context is not None and context.meta is not None
+        missing = [prompt for prompt, meta in zip(prompts, context.meta, strict=True) if "include" not in meta]
+        if missing:
+            raise ValueError(f'the shapes reward reads "include" clauses, which the prompt "{missing[0]}" does not carry; use data=shapes')
+        readings = [
+            (verify.partial(objects, meta["include"]), float(verify.strict(objects, meta["include"])))
+            for objects, meta in zip(verify.detect(media), context.meta, strict=True)
+        ]
+        values = torch.tensor(readings, dtype=torch.float32, device=media.device)
+        return {"partial": values[:, 0], "strict": values[:, 1]}
+
+
+REWARD = Shapes

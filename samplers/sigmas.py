@@ -1,0 +1,28 @@
+"""Noise schedules: (T+1,) fp64, descending from 1 to 0. A policy gives its pipeline's own; these are the published ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def shift(u: Tensor, kappa: float) -> Tensor:
+    """s = kappa u / (1 + (kappa - 1) u): the time shift of SD3 (arXiv:2403.03206, eq. 23); kappa = 1 is the identity."""
+    return kappa * u / (1 + (kappa - 1) * u)
+
+
+def linear(steps: int) -> Tensor:
+    """1, 1 - 1/T, ..., 0."""
+    return torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+
+
+def shifted(steps: int, kappa: float) -> Tensor:
+    """The shifted linear grid (DanceGRPO, MixGRPO: kappa 3 for FLUX, 5 for HunyuanVideo)."""
+    return shift(linear(steps), kappa)
+
+
+def sd3(steps: int, kappa: float = 3.0, train_steps: int = 1000) -> Tensor:
+    """The grid diffusers' FlowMatchEulerDiscreteScheduler gives SD3: shifted twice, its last step nearly degenerate."""
+    low = shift(torch.tensor(1 / train_steps, dtype=torch.float64), kappa)
+    u = torch.linspace(1, float(low), steps, dtype=torch.float64)
+    return torch.cat([shift(u, kappa), torch.zeros(1, dtype=torch.float64)])

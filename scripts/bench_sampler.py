@@ -1,0 +1,89 @@
+"""What replaying costs: our ODE loop over policy.velocity against the pipeline's own __call__ (output_type="latent"), per network call.
+
+    python scripts/bench_sampler.py                                   # a small SD3 with random weights, on this machine
+    python scripts/bench_sampler.py --source stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --height 512 --width 512
+
+Both are timed at N and 2N steps and the difference is divided by N, so prompt encoding and set-up drop out of both. Runs are paired: each pair runs one
+after the other in alternating order, and the ratio reported is the median over pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+from flowrl.policy import Policy, load_policy
+
+PROMPTS = ["a red circle", "two blue squares", "a green triangle left of a red square", "three yellow circles"]
+
+
+def small_sd3():
+    """shapes-sd3 without its training: 2.3 M parameters, 64 image tokens."""
+    from flowrl.shapes import build
+
+    tok = build.tokenizer()
+    parts = {"vae": build.vae(), "transformer": build.transformer(), "text_encoder": build.text_encoder(tok), "text_encoder_2": build.text_encoder(tok)}
+    return build.pipeline(parts, tok)
+
+
+@torch.no_grad()
+def ours(policy: Policy, steps: int, prompts: list[str]) -> None:
+    """Encode, then Euler steps from noise to data."""
+    cond, rows, schedule = policy.encode(prompts), torch.arange(len(prompts), device=policy.device), policy.schedule(steps)
+    x = policy.init(torch.randn(len(prompts), *policy.latent_shape, device=policy.device), schedule)
+    sigmas = schedule.sigmas.tolist()
+    for k in range(steps):
+        x = x + policy.velocity(x, sigmas[k], cond, rows) * (sigmas[k + 1] - sigmas[k])
+
+
+def theirs(policy: Policy, steps: int, prompts: list[str]) -> None:
+    policy.pipe(**policy.prober.runner.arguments(prompts, steps, "latent"))
+
+
+def seconds(fn, *args) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    fn(*args)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", help="path, hub id or model name; default: a small SD3 with random weights")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--height", type=int)
+    parser.add_argument("--width", type=int)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=21)
+    parser.add_argument("--prompts", type=int, default=4)
+    args = parser.parse_args()
+    size = {k: v for k, v in (("height", args.height), ("width", args.width)) if v}
+    policy = load_policy(args.source or small_sd3(), dtype=args.dtype, **(size if args.source else {"max_sequence_length": 12, **size}))
+    policy.pipe.set_progress_bar_config(disable=True)
+    prompts = (PROMPTS * args.prompts)[: args.prompts]
+    pairs = []
+    for k in range(args.pairs + 1):
+        cost = {}
+        for fn in (ours, theirs) if k % 2 else (theirs, ours):
+            cost[fn] = (seconds(fn, policy, 2 * args.steps, prompts) - seconds(fn, policy, args.steps, prompts)) / args.steps
+        if k:  # the first pair warms up
+            pairs.append(cost)
+    ratio = statistics.median(c[ours] / c[theirs] for c in pairs)
+    result = {
+        "ratio": round(ratio, 4), "ours_ms": round(1e3 * statistics.median(c[ours] for c in pairs), 3),
+        "pipeline_ms": round(1e3 * statistics.median(c[theirs] for c in pairs), 3), "pairs": args.pairs, "steps": args.steps,
+        "pipeline": type(policy.pipe).__name__, "device": str(policy.device), "threads": torch.get_num_threads(), "torch": torch.__version__,
+    }  # fmt: skip
+    print(f"our sampler costs {ratio:.3f}x the pipeline's own loop per network call (median of {args.pairs} pairs; must be <= 1.05)")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

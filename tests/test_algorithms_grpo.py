@@ -1,0 +1,243 @@
+"""GRPO: at the behaviour policy, by hand, against closed forms, and learning."""
+
+import math
+from types import SimpleNamespace
+
+import pydantic
+import pytest
+import torch
+from toy import SAMPLER, ToyPolicy, advantages_of, gradient, rewards_of, roll_out, to_the_right
+
+from flowrl import advantages as credit
+from flowrl import objective
+from flowrl.algorithms.grpo import ALGORITHM
+from flowrl.samplers import plan, sigmas
+from flowrl.types import Columns, replace
+
+
+def make(**options):
+    return ALGORITHM(ALGORITHM.Config(**options))
+
+
+def prepared(algorithm, policy=None, **options):
+    policy = policy or ToyPolicy(0.1)
+    rollout = roll_out(policy, algorithm, **options)
+    advantages = advantages_of(algorithm, rollout, to_the_right(rollout))
+    return policy, rollout, advantages, algorithm.columns(rollout, advantages, seed=0, iteration=0)
+
+
+CONFIGS = {
+    "full": {},
+    "window": {"plan": "window", "window": {"size": 2}},
+    "dance": {"sde": "dance_sde", "timestep_fraction": 0.6},
+    "cps": {"sde": "cps", "plan": "window", "window": {"size": 3, "high": 4, "schedule": "random"}},
+    "ddim": {"sde": "ddim"},
+    "flash": {"plan": "window", "window": {"size": 2, "schedule": "frozen"}, "tail": 0.4},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_at_the_behaviour_policy_the_ratio_is_one_and_the_loss_minus_the_mean_advantage(name):
+    algorithm = make(**CONFIGS[name])
+    policy, rollout, _, rows = prepared(algorithm)
+    scores = algorithm.score(policy, rollout, rows)
+    assert (scores["log_prob"] - rows.log_prob).abs().max() < 2e-6  # not the rollout's batch: rounding only
+    exact = Columns({**rows.data, "log_prob": scores["log_prob"].detach()})
+    out = algorithm.loss(scores, exact)
+    assert float(out.metrics["policy/clip_fraction"]) == 0 and float(out.metrics["policy/log_ratio"]) == 0
+    assert out.loss.item() == pytest.approx(-float(rows.adv.sum()), abs=1e-4)
+    out.loss.backward()
+    got = gradient(policy.net)
+    policy.zero_grad()
+    (-(rows.adv * algorithm.score(policy, rollout, rows)["log_prob"]).sum()).backward()
+    assert torch.allclose(got, gradient(policy.net), rtol=1e-4, atol=1e-5) and float(got.abs().max()) > 1e-3
+
+
+def test_a_group_of_advantages_sums_to_zero_and_so_does_the_loss():
+    algorithm = make()
+    policy, rollout, advantages, rows = prepared(algorithm)
+    assert float(advantages.leaf.view(3, 8).sum(1).abs().max()) < 1e-5
+    assert abs(algorithm.loss(algorithm.score(policy, rollout, rows), rows).loss.item()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("adv", "log_ratio", "term", "clipped"),
+    [
+        (2.0, 0.0, -2.0, 0),
+        (2.0, 0.5, -2.0 * 1.2, 1),  # e^.5 = 1.65 > 1.2: clipped
+        (2.0, -0.5, -2.0 * math.exp(-0.5), 0),  # the pessimistic side is not clipped
+        (-1.0, -0.5, 0.9, 1),  # e^-.5 = .61 < .9: clipped
+        (-1.0, 0.5, math.exp(0.5), 0),
+    ],
+)
+def test_clipped_surrogate_by_hand(adv, log_ratio, term, clipped):
+    algorithm = make(clip=(0.1, 0.2))
+    one = torch.ones(1)
+    batch = Columns({"adv": adv * one, "log_prob": -3 * one, "weight": 2 * one})
+    scores = {"log_prob": (-3 + log_ratio) * one}
+    out = algorithm.loss(scores, batch)
+    assert float(out.loss) == pytest.approx(2 * term, rel=1e-6)
+    assert float(out.metrics["policy/clip_fraction"]) == 2 * clipped
+    assert float(out.metrics["policy/log_ratio"]) == pytest.approx(2 * abs(log_ratio), abs=1e-6)
+
+
+def test_kl_closed_forms():
+    """Spec 12.8: D x exact = (dt/2)(1/g + g(1-s)/2s)^2 |v - v_ref|^2; flow_grpo = exact x dt; velocity = mean square."""
+    policy = ToyPolicy(0.3)
+    _, rollout, _, rows = prepared(make(), policy)
+    kl = {kind: make(kl=kind, kl_weight=1.0).score(policy, rollout, rows)["kl"] for kind in ("exact", "flow_grpo", "velocity")}
+    x, s, dt = rollout.states[rows.src], rows.sigma, rows.sigma - rows.sigma_next
+    v = policy.velocity(x, s, None, rows.prompt)
+    with policy.view("reference"):
+        square = (v - policy.velocity(x, s, None, rows.prompt)).square().sum(1).double()
+    capped = torch.where(s == 1, rollout.plan.sigma_cap, s)
+    g = 0.7 * (s / (1 - capped)).sqrt()
+    expected = dt / 2 * (1 / g + g * (1 - s) / (2 * s)) ** 2 * square
+    assert torch.allclose(2 * kl["exact"].double(), expected, rtol=1e-4, atol=1e-8)
+    assert torch.allclose(kl["flow_grpo"].double(), kl["exact"].double() * dt, rtol=1e-5)
+    assert torch.allclose(2 * kl["velocity"].double(), square, rtol=1e-5)
+    assert all(value.requires_grad for value in kl.values())
+
+
+def test_closed_form_kl_is_the_expected_log_ratio():
+    """Spec 18.15: over the step's own noise, E[lp - lp_ref] = KL, and k3 = e^x - 1 - x >= 0."""
+    policy = ToyPolicy(0.5)
+    algorithm = make(kl="exact", kl_weight=1.0)
+    _, rollout, _, rows = prepared(algorithm, policy, copies=600, prompts=1)
+    with torch.no_grad():
+        scores = algorithm.score(policy, rollout, rows)
+        with policy.view("reference"):
+            x = scores["log_prob"] - algorithm.score(policy, rollout, rows)["log_prob"]
+    assert float(x.mean()) == pytest.approx(float(scores["kl"].mean()), abs=4 * float(x.std()) / len(x) ** 0.5)
+    assert bool((torch.expm1(-x) + x >= -1e-6).all())
+
+
+def test_kl_is_zero_at_the_reference_and_enters_the_loss_with_its_weight():
+    algorithm = make(kl_weight=0.5)
+    policy, rollout, _, rows = prepared(algorithm, ToyPolicy())
+    scores = algorithm.score(policy, rollout, rows)
+    assert scores["kl"].abs().max().item() == 0 and algorithm.needs == {"log_prob", "reference"}
+    shifted = {**scores, "kl": torch.ones_like(scores["kl"])}
+    gap = algorithm.loss(shifted, rows).loss.detach() - algorithm.loss(scores, rows).loss.detach()
+    assert float(gap) == pytest.approx(0.5 * len(rows), rel=1e-5)
+    assert float(algorithm.loss(shifted, rows).metrics["policy/kl"]) == len(rows)
+
+
+def test_each_distinct_state_is_evaluated_once():
+    algorithm = make()
+    policy = ToyPolicy(0.1)
+    grown = plan.tree(sigmas.shifted(8, 3), start=2, depth=2, children=3, eta=0.7)
+    algorithm.plan = lambda *args, **kwargs: grown
+    rollout = roll_out(policy, algorithm, copies=1, prompts=1)
+    reward = rewards_of(torch.randn(9))
+    rows = algorithm.columns(rollout, advantages_of(algorithm, rollout, reward), seed=0, iteration=0)
+    policy.rows = 0
+    algorithm.score(policy, rollout, rows)
+    assert len(rows) == 12 and policy.rows == 4  # 3 + 9 edges from 1 + 3 states
+
+
+def test_rollout_and_loss_use_the_same_guidance():
+    algorithm = make(detach_uncond=True)
+    policy, rollout, _, rows = prepared(algorithm)
+    policy.guidances.clear()
+    algorithm.score(policy, replace(rollout, guidance=4.5), rows)
+    assert policy.guidances == [4.5]
+
+
+def test_a_window_is_blind_to_its_ode_steps():
+    """Spec 12.14: perturbing every stored state outside the window changes no score."""
+    algorithm = make(**CONFIGS["window"])
+    policy, rollout, _, rows = prepared(algorithm)
+    inside = torch.zeros(len(rollout.states), dtype=torch.bool)
+    inside[torch.cat([rollout.src, rollout.dst])] = True
+    states = torch.where(inside[:, None], rollout.states, rollout.states + 100)
+    assert not torch.equal(states, rollout.states)
+    a, b = algorithm.score(policy, rollout, rows), algorithm.score(policy, replace(rollout, states=states), rows)
+    assert torch.equal(a["log_prob"], b["log_prob"])
+    assert len(rollout.states) == 24 * (2 + 1 + 1)  # window + 1 states and the leaf
+
+
+def test_groups_without_signal_give_no_rows():
+    algorithm = make()
+    rollout = roll_out(ToyPolicy(), algorithm)
+    total = torch.randn(24)
+    total[8:16] = 0.5
+    total[20] = torch.nan
+    rows = algorithm.columns(rollout, advantages_of(algorithm, rollout, rewards_of(total)), seed=0, iteration=0)
+    assert set(rows.prompt.tolist()) == {0, 2} and len(rows) == 7 * 8 + 7 * 7
+    none = algorithm.columns(rollout, advantages_of(algorithm, rollout, rewards_of(torch.zeros(24))), seed=0, iteration=0)
+    assert len(none) == 0
+
+
+def test_dance_trains_a_random_share_of_each_samples_steps():
+    algorithm = make(timestep_fraction=0.6)
+    policy = ToyPolicy()
+    rollout = roll_out(policy, algorithm, copies=200, prompts=1)
+    advantages = advantages_of(algorithm, rollout, to_the_right(rollout))
+    draw = algorithm._drawn(rollout, 0, 0).view(200, 7)
+    assert bool((draw.sum(1) == 4).all())  # floor(7 x .6)
+    assert bool(((draw.float().mean(0) - 4 / 7).abs() < 0.13).all())
+    again, next_iteration = (algorithm._drawn(rollout, 0, i).view(200, 7) for i in (0, 1))
+    assert torch.equal(draw, again) and not torch.equal(draw, next_iteration)
+    assert len(algorithm.columns(rollout, advantages, seed=0, iteration=0)) == 800 == 200 * algorithm.rows_per_copy(rollout.plan)
+    least = make(timestep_fraction=0.1)  # never none
+    assert int(least._drawn(rollout, 0, 0).sum()) == 200 * least.rows_per_copy(rollout.plan) == 200
+
+
+def test_plans_follow_the_config():
+    grid = sigmas.shifted(25, 3)
+
+    def planned(iteration=0, sampler=SAMPLER, **options):
+        return make(**options).plan(grid, sampler=sampler, iteration=iteration, seed=0)
+
+    mix = {"plan": "window", "window": {"size": 4, "every": 25}}
+    assert torch.nonzero(planned(30, **mix).trained).flatten().tolist() == [1, 2, 3, 4]
+    assert int(planned().trained.sum()) == 24 and planned(sde="cps").sde == "cps"
+    assert planned(sampler=SimpleNamespace(eta=0.3, init_noise="batch")).init == "batch"
+    assert planned(**mix, tail=0.4).edges == 4 + 9 and planned(**mix, tail=0.4, tail_count="code").edges == 4 + 7
+
+
+def test_a_plan_without_sde_steps_is_refused():
+    with pytest.raises(ValueError, match="set sampler.eta > 0"):
+        make().plan(sigmas.linear(8), sampler=SimpleNamespace(eta=0.0, init_noise="sample"), iteration=0, seed=0)
+    with pytest.raises(ValueError, match="sampler.steps >= 2"):
+        make().plan(sigmas.linear(1), sampler=SAMPLER, iteration=0, seed=0)
+    with pytest.raises(ValueError, match="algorithm=nft"):
+        make().check(plan.ode(sigmas.linear(8)))
+
+
+def test_unknown_options_are_refused():
+    for bad in ({"clip_range": 1e-4}, {"kl": "k3"}, {"clip": (0.1, -0.1)}, {"window": {"length": 3}}, {"timestep_fraction": 1.5}):
+        with pytest.raises(pydantic.ValidationError):
+            ALGORITHM.Config(**bad)
+    assert all(field.description for field in ALGORITHM.Config.model_fields.values())
+
+
+def train(algorithm, policy, iterations, lr):
+    optimizer = torch.optim.Adam(policy.net.parameters(), lr=lr)
+    history = []
+    for i in range(iterations):
+        rollout = roll_out(policy, algorithm, copies=16, iteration=i)
+        reward = to_the_right(rollout)
+        history.append(float(reward.total.mean()))
+        rows = algorithm.columns(rollout, advantages_of(algorithm, rollout, reward), seed=0, iteration=i)
+        optimizer.zero_grad()
+        weight = float(rows.weight.sum())
+        objective.accumulate(algorithm, policy, rollout, rows, micro=1000, total_weight=weight, backward=torch.Tensor.backward)
+        optimizer.step()
+    return history
+
+
+@pytest.mark.parametrize("name", ["full", "window", "dance", "cps"])
+def test_a_toy_flow_learns(name):
+    """The reward starts near -(2 + 2 x .25) and its best is -2 x .25 with the data's own spread."""
+    algorithm = make(**{**CONFIGS[name], "clip": (0.2, 0.2)})
+    history = train(algorithm, ToyPolicy(), 40, 1e-2)
+    assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.2
+
+
+def test_reward_independent_of_the_sample_gives_no_gradient():
+    algorithm = make()
+    rollout = roll_out(ToyPolicy(), algorithm)
+    advantages = advantages_of(algorithm, rollout, rewards_of(torch.full((24,), 3.0)))
+    assert bool((advantages.leaf == 0).all()) and torch.equal(advantages.transition, credit.spread(rollout, advantages.leaf))

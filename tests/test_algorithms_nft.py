@@ -1,0 +1,270 @@
+"""DiffusionNFT: the identities of its loss, its noise levels and decays, and learning."""
+
+import pydantic
+import pytest
+import torch
+from toy import SAMPLER, ToyPolicy, advantages_of, gradient, rewards_of, roll_out, to_the_right
+
+from flowrl import objective
+from flowrl.algorithms.nft import ALGORITHM, x0_error
+from flowrl.samplers import keys, sigmas
+from flowrl.types import Columns, expand, replace
+
+
+def make(**options):
+    return ALGORITHM(ALGORITHM.Config(**options))
+
+
+def prepared(algorithm, policy=None, reward=None, **options):
+    policy = policy or ToyPolicy(0.1)
+    rollout = roll_out(policy, algorithm, **options)
+    advantages = advantages_of(algorithm, rollout, to_the_right(rollout) if reward is None else rewards_of(reward))
+    return policy, rollout, advantages, algorithm.columns(rollout, advantages, seed=0, iteration=0)
+
+
+def backward(algorithm, policy, rollout, rows):
+    policy.zero_grad()
+    out = algorithm.loss(algorithm.score(policy, rollout, rows), rows)
+    out.loss.backward()
+    return out.loss.detach(), gradient(policy.net)
+
+
+def noised(rollout, rows):
+    """x0, x, sigma, target u = eps - x0 of each row."""
+    x0 = rollout.states[rows.state]
+    eps = keys.gaussian(rows.noise_key, (2,))
+    s = expand(rows.sigma, x0).float()
+    return x0, (1 - s) * x0 + s * eps, s, eps - x0
+
+
+def test_x0_error_is_the_velocity_error_times_sigma_squared():
+    """Spec 18.1: x0_hat - x0 = sigma (u - v)."""
+    x0, eps, v, s = torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3), torch.tensor([[0.1], [0.4], [0.7], [1.0]])
+    x = (1 - s) * x0 + s * eps
+    gap = s * (eps - x0 - v)
+    assert torch.allclose((x - s * v) - x0, gap, atol=1e-6)
+    assert torch.allclose(x0_error(x - s * v, x0), gap.square().mean(1) / gap.abs().mean(1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0, 2.0])
+def test_at_the_old_policy_the_gradient_is_advantage_times_that_of_the_weighted_error(beta):
+    """(a): sum A grad mean((x0_hat - x0)^2) / w, whatever beta is."""
+    algorithm = make(beta=beta, kl_weight=0.0)
+    policy, rollout, _, rows = prepared(algorithm)
+    policy.update_old(0.0)
+    _, got = backward(algorithm, policy, rollout, rows)
+    policy.zero_grad()
+    x0, x, s, _ = noised(rollout, rows)
+    (rows.adv * x0_error(x - s * policy.velocity(x, rows.sigma, None, rows.prompt), x0)).sum().backward()
+    assert torch.allclose(got, gradient(policy.net), rtol=1e-3, atol=2e-3 * float(got.abs().max())) and float(got.abs().max()) > 0.1
+
+
+def test_at_the_old_policy_the_value_does_not_depend_on_the_reward_but_the_gradient_does():
+    algorithm = make(kl_weight=0.0)
+    policy, rollout, _, rows = prepared(algorithm)
+    policy.update_old(0.0)
+    flipped = Columns({**rows.data, "adv": -rows.adv})
+    (a, up), (b, down) = backward(algorithm, policy, rollout, rows), backward(algorithm, policy, rollout, flipped)
+    assert float(a) == pytest.approx(float(b), rel=1e-5)
+    assert torch.allclose(up, -down, rtol=1e-3, atol=1e-3 * float(up.abs().max()))
+
+
+class Fixed:
+    """A policy whose default velocity is `v` and whose old one is `v_old`, whatever x is."""
+
+    def __init__(self, v, v_old):
+        self.v, self.v_old, self.active = v, v_old, "default"
+
+    def view(self, name):
+        from contextlib import contextmanager
+
+        @contextmanager
+        def scope():
+            before, self.active = self.active, name
+            yield
+            self.active = before
+
+        return scope()
+
+    def velocity(self, x, sigma, cond, rows, *, guidance="pipeline", detach_uncond=False):
+        assert guidance == "none"
+        return {"default": self.v, "old": self.v_old, "reference": 0 * self.v}[self.active]
+
+
+@pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_optimum_moves_from_the_old_velocity_by_one_over_beta(sign, beta):
+    """(b) r = 1: zero loss at v = v_old + (u - v_old) / beta, plain flow matching only for beta = 1. (c) r = 0: the other way.
+
+    (d) half the beta, twice the displacement."""
+    algorithm = make(beta=beta, kl_weight=0.0)
+    _, rollout, _, rows = prepared(algorithm)
+    rows = Columns({**rows.data, "adv": torch.full_like(rows.adv, 5.0 * sign)})  # r = 1 or 0
+    _, _, _, u = noised(rollout, rows)
+    v_old = torch.randn_like(u)
+    best = v_old + sign * (u - v_old) / beta
+    policy = Fixed(best, v_old)
+    assert float(algorithm.loss(algorithm.score(policy, rollout, rows), rows).loss) < 1e-3
+    elsewhere = Fixed(best + 0.1, v_old)
+    assert float(algorithm.loss(algorithm.score(elsewhere, rollout, rows), rows).loss) > 0.1
+
+
+def test_with_r_one_and_beta_one_the_gradient_is_flow_matchings_rescaled():
+    """Spec 18.3: per row 5 sigma^2 grad mean((v - u)^2) / w."""
+    algorithm = make(kl_weight=0.0)
+    _, rollout, _, rows = prepared(algorithm)
+    rows = Columns({**rows.data, "adv": torch.full_like(rows.adv, 5.0)})
+    x0, x, s, u = noised(rollout, rows)
+    v, v_old = torch.randn_like(u).requires_grad_(), torch.randn_like(u)
+    (nft,) = torch.autograd.grad(algorithm.loss(algorithm.score(Fixed(v, v_old), rollout, rows), rows).loss, v)
+    (sft,) = torch.autograd.grad((v - u).square().mean(1).sum(), v)
+    w = (s * (u - v)).abs().mean(1, keepdim=True).detach()
+    assert torch.allclose(nft, 5 * s**2 * sft / w, rtol=1e-3, atol=1e-5)
+
+
+def test_optimality_one_half_gives_no_gradient_at_the_old_policy_and_pulls_back_elsewhere():
+    """(f) with the weights w equal on both sides: at v = v_old the two branches cancel."""
+    algorithm = make(kl_weight=0.0)
+    _, rollout, _, rows = prepared(algorithm)
+    rows = Columns({**rows.data, "adv": torch.zeros_like(rows.adv)})
+    _, _, _, u = noised(rollout, rows)
+    v_old = torch.randn_like(u)
+
+    def slope(v):
+        v = v.clone().requires_grad_()
+        return torch.autograd.grad(algorithm.loss(algorithm.score(Fixed(v, v_old), rollout, rows), rows).loss, v)[0]
+
+    assert float(slope(v_old).abs().max()) < 1e-4
+    away = v_old + 3.0 * (u - v_old)
+    assert float((slope(away) * (away - v_old)).sum()) > 0
+
+
+def test_constant_rewards_train_nothing():
+    algorithm = make()
+    _, _, advantages, rows = prepared(algorithm, reward=torch.full((24,), 0.7))
+    assert bool((advantages.leaf == 0).all()) and len(rows) == 0
+
+
+def test_an_unsure_group_gives_no_update_at_the_old_policy():
+    """(f) in weights: rows with A = 0 kept by hand give a zero gradient when theta = old."""
+    algorithm = make(kl_weight=0.0)
+    policy, rollout, _, rows = prepared(algorithm)
+    policy.update_old(0.0)
+    _, got = backward(algorithm, policy, rollout, Columns({**rows.data, "adv": torch.zeros_like(rows.adv)}))
+    assert float(got.abs().max()) < 1e-4
+
+
+def test_decay_zero_copies_the_policy_bit_for_bit():
+    """(e)"""
+    algorithm, policy = make(decay=0), ToyPolicy(0.3)
+    torch.nn.init.normal_(policy.net[0].weight)
+    policy.update_old(algorithm.old_decay(1))
+    assert all(torch.equal(a, b) for a, b in zip(policy.old.parameters(), policy.net.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("decay", "table"),
+    [(0, [0, 0, 0, 0, 0, 0]), (1, [0, 0.001, 0.075, 0.076, 0.5, 0.5]), (2, [0, 0, 0, 0.0075, 0.999, 0.999])],
+)
+def test_decay_tables(decay, table):
+    assert [make(decay=decay).old_decay(n) for n in (0, 1, 75, 76, 500, 1000)] == pytest.approx(table)
+
+
+def test_each_sample_trains_its_own_random_noise_levels_one_dropped():
+    """T = 8: int(8 x .99) = 7 of 8 levels, a random one missing, never twice the same."""
+    algorithm = make()
+    _, rollout, _, rows = prepared(algorithm, copies=200)
+    level = rows.sigma.view(-1, 7)
+    grid = sigmas.shifted(8, 3)[:-1]
+    missing = [(~torch.isin(grid, row)).nonzero().item() for row in level]
+    assert len(missing) == 600 and all(len(set(row.tolist())) == 7 for row in level)
+    assert all(abs(missing.count(i) - 75) < 35 for i in range(8))
+    assert torch.unique(rows.noise_key).numel() == len(rows)
+    few = make(steps=2)
+    assert len(few.columns(rollout, advantages_of(few, rollout, to_the_right(rollout)), seed=0, iteration=0)) == 1200
+
+
+def test_draws_are_functions_of_seed_iteration_and_sample():
+    algorithm = make(steps=3)
+    _, rollout, advantages, rows = prepared(algorithm)
+    again = algorithm.columns(rollout, advantages, seed=0, iteration=0)
+    other = algorithm.columns(rollout, advantages, seed=0, iteration=1)
+    assert torch.equal(again.noise_key, rows.noise_key) and not torch.equal(other.noise_key, rows.noise_key)
+    order = torch.arange(len(rollout.leaf)).flip(0)
+    fields = {name: getattr(rollout, name)[order] for name in ("leaf", "leaf_edge", "leaf_key", "group", "tree")}
+    flipped = algorithm.columns(replace(rollout, **fields), type(advantages)(leaf=advantages.leaf[order]), seed=0, iteration=0)
+    assert torch.equal(flipped.noise_key.sort().values, rows.noise_key.sort().values)
+
+
+def test_too_many_draws_are_refused():
+    algorithm = make(steps=8)
+    with pytest.raises(ValueError, match="algorithm.steps=8 .* sampler.steps=8 offers 7"):
+        algorithm.check(algorithm.plan(sigmas.linear(8), sampler=SAMPLER, iteration=0, seed=0))
+    assert algorithm.rows_per_copy(algorithm.plan(sigmas.linear(9), sampler=SAMPLER, iteration=0, seed=0)) == 8
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("all", [-1.0, 0.0, 1.0]),
+        ("positive_only", [0.0, 0.0, 1.0]),
+        ("negative_only", [-1.0, 0.0, 0.0]),
+        ("one_only", [0.0, 0.0, 1.0]),
+        ("binary", [-1.0, 0.0, 1.0]),
+    ],
+)
+def test_advantage_modes(mode, expected):
+    rollout = roll_out(ToyPolicy(), make(), copies=3, prompts=1)
+    adv = advantages_of(make(adv_mode=mode, std=None), rollout, rewards_of([1.0, 2.0, 3.0])).leaf
+    assert adv.tolist() == expected
+    big = advantages_of(make(adv_mode=mode, std=None), rollout, rewards_of([1.0, 2.0, 33.0])).leaf
+    assert float(big[2]) == {"one_only": 1, "binary": 1, "negative_only": 0}.get(mode, 5)
+
+
+def test_the_rollout_is_the_old_policys_ode_without_guidance():
+    algorithm = make()
+    planned = algorithm.plan(sigmas.linear(6), sampler=SAMPLER, iteration=0, seed=0)
+    assert planned.solver == "dpm2" and not bool(planned.trained.any())
+    assert (algorithm.rollout_view, algorithm.guidance) == ("old", "none") and algorithm.needs == {"leaves", "old", "reference"}
+    assert make(kl_weight=0.0).needs == {"leaves", "old"}
+    policy, rollout, _, rows = prepared(algorithm)
+    policy.guidances.clear()
+    algorithm.score(policy, replace(rollout, guidance=4.5), rows)
+    assert policy.guidances == ["none"] * 3
+
+
+def test_kl_is_the_mean_square_of_velocities_to_the_reference():
+    algorithm = make(kl_weight=0.5)
+    policy, rollout, _, rows = prepared(algorithm, ToyPolicy(0.3))
+    scores = algorithm.score(policy, rollout, rows)
+    _, x, _, _ = noised(rollout, rows)
+    with policy.view("reference"):
+        base = policy.velocity(x, rows.sigma, None, rows.prompt)
+    assert torch.allclose(scores["kl"], (policy.velocity(x, rows.sigma, None, rows.prompt) - base).square().mean(1), atol=1e-6)
+    without = algorithm.loss({**scores, "kl": 0 * scores["kl"]}, rows).loss
+    assert (algorithm.loss(scores, rows).loss - without).item() == pytest.approx(0.5 * scores["kl"].sum().item(), rel=1e-3)
+
+
+def test_unknown_options_are_refused():
+    for bad in ({"beta": 0}, {"adv_mode": "some"}, {"decay": 3}, {"kl": 1e-4}, {"steps": 0}):
+        with pytest.raises(pydantic.ValidationError):
+            ALGORITHM.Config(**bad)
+    assert all(field.description for field in ALGORITHM.Config.model_fields.values())
+
+
+@pytest.mark.parametrize("options", [{"decay": 0}, {"beta": 0.5, "steps": 3}])
+def test_a_toy_flow_learns(options):
+    algorithm, policy = make(**options), ToyPolicy()
+    optimizer = torch.optim.Adam(policy.net.parameters(), lr=1e-2)
+    history = []
+    for i in range(40):
+        rollout = roll_out(policy, algorithm, copies=16, iteration=i)
+        reward = to_the_right(rollout)
+        history.append(float(reward.total.mean()))
+        rows = algorithm.columns(rollout, advantages_of(algorithm, rollout, reward), seed=0, iteration=i)
+        optimizer.zero_grad()
+        weight = float(rows.weight.sum())
+        objective.accumulate(algorithm, policy, rollout, rows, micro=1000, total_weight=weight, backward=torch.Tensor.backward)
+        optimizer.step()
+        policy.update_old(algorithm.old_decay(i + 1))
+    assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.2

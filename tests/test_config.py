@@ -1,0 +1,160 @@
+"""Configs compose, round-trip, and answer mistakes with sentences: what is wrong, and the nearest right thing."""
+
+import itertools
+
+import pytest
+import yaml
+
+from flowrl import config
+from flowrl.config import Config, ConfigError, check_batch, load_config, options, read_config
+
+
+def problems(*overrides, name=None):
+    with pytest.raises(ConfigError) as error:
+        load_config(name, overrides)
+    return str(error.value).splitlines()
+
+
+def test_the_default_run_is_nft_on_the_embedded_world():
+    cfg = load_config()
+    assert cfg.model.source == "shapes-sd3" and cfg.algorithm["name"] == "nft" and cfg.data.train == "shapes:train"
+    assert cfg.reward == {"shapes": {"weight": 1.0}} and cfg.trackers == ["tensorboard"]
+
+
+@pytest.mark.parametrize(("model", "algorithm"), itertools.product(options("model"), options("algorithm")))
+def test_every_model_goes_with_every_algorithm(model, algorithm):
+    cfg = load_config(overrides=[f"model={model}", f"algorithm={algorithm}"])
+    check_batch(cfg, processes=1, leaves=1)
+    schema = config.algorithm_schema(cfg.algorithm["name"])
+    assert cfg.algorithm == {"name": cfg.algorithm["name"]} | schema(**{k: v for k, v in cfg.algorithm.items() if k != "name"}).model_dump()
+
+
+@pytest.mark.parametrize(("group", "option"), [(g, o) for g in ("reward", "experiment") for o in options(g)])
+def test_every_reward_and_experiment_loads(group, option):
+    load_config(overrides=[f"{group}={option}"])
+
+
+def test_an_experiment_is_loaded_by_name_and_overrides_beat_it():
+    assert load_config("quickstart").output == "runs/quickstart"
+    cfg = load_config("quickstart", ["output=elsewhere", "reward=jpeg", "algorithm.beta=0.5"])
+    assert cfg.output == "elsewhere" and list(cfg.reward) == ["jpeg"] and cfg.algorithm["beta"] == 0.5
+
+
+def test_every_key_has_a_description_and_every_default_is_valid():
+    def walk(schema):
+        for name, field in schema.model_fields.items():
+            assert field.description and field.description.endswith("."), f"{schema.__name__}.{name}"
+            if isinstance(field.annotation, type) and issubclass(field.annotation, config.Section):
+                walk(field.annotation)
+                field.annotation.model_validate(field.annotation().model_dump())
+
+    walk(Config)
+
+
+def test_numbers_that_yaml_leaves_as_text_are_numbers():
+    assert isinstance(yaml.safe_load("lr: 1e-4")["lr"], str)  # the trap
+    assert config.OptimizerConfig(lr="1e-4").lr == 1e-4
+    assert load_config(overrides=["optimizer.lr=1e-5"]).optimizer.lr == 1e-5
+    assert load_config(overrides=["algorithm=flow_grpo_fast"]).algorithm["clip"] == (1e-5, 1e-5)
+
+
+def test_a_bare_no_in_yaml_means_no_mixed_precision(tmp_path):
+    (tmp_path / "mine.yaml").write_text("train: {precision: no}\n")
+    assert load_config(tmp_path / "mine.yaml", ["model=sd1.5"]).train.precision == "no"
+
+
+def test_a_dumped_config_reads_back_equal(tmp_path):
+    cfg = load_config(overrides=["model=sd3.5-medium", "algorithm=mix_grpo", "reward=jpeg", "reward.jpeg.quality=50"])
+    path = tmp_path / "config.yaml"
+    path.write_text(config.dump(cfg))
+    assert read_config(path) == cfg == load_config(path)
+    assert config.diff(cfg, read_config(path)) == []
+
+
+def test_a_file_states_what_differs_and_the_command_line_beats_it(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("defaults:\n  - override /algorithm: dance_grpo\nreward: {jpeg: 0.5}\niterations: 3\nbatch: {group: 4}\n")
+    cfg = load_config(path, ["batch.group=6"])
+    assert cfg.reward == {"jpeg": {"weight": 0.5}}  # the default reward does not shine through
+    assert cfg.algorithm["sde"] == "dance_sde" and cfg.iterations == 3 and cfg.batch.group == 6
+    assert load_config(path, ["reward=clip"]).reward == {"clip": {"weight": 1.0}}
+
+
+def test_a_hub_id_or_folder_needs_no_file():
+    cfg = load_config(overrides=["model=someone/some-model-1.5"])
+    assert cfg.model.source == "someone/some-model-1.5" and cfg.model.pipeline == {}
+
+
+def test_changed_keys_are_named():
+    old = load_config()
+    assert config.diff(old, load_config(overrides=["optimizer.lr=1e-5", "algorithm.beta=0.5"])) == ["algorithm.beta", "optimizer.lr"]
+    assert config.diff(old, load_config(overrides=["reward=jpeg"])) == ["reward.jpeg.weight", "reward.shapes.weight"]
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("batch.promts=4", 'unknown key "batch.promts"; did you mean "batch.prompts"'),
+        ("lr=1e-4", 'unknown key "lr"; did you mean "optimizer.lr"?'),
+        ("rewrad=jpeg", 'unknown key "rewrad"; did you mean "reward"'),
+        ("algorithm.bta=2", 'unknown key "algorithm.bta"; did you mean "algorithm.beta"'),
+        ("train.mode=lorra", "train.mode='lorra' should be 'lora' or 'full'; did you mean \"lora\"?"),
+        ("model=sd35-medium", 'unknown model "sd35-medium"; did you mean "sd3.5-medium"'),
+        ("algorithm=nfd", 'unknown algorithm "nfd"; did you mean "nft"'),
+        ("reward=shape", 'unknown reward "shape"; did you mean "shapes"'),
+        ("experiment=quikstart", 'unknown experiment "quikstart"; did you mean "quickstart"'),
+        ("reward.jpg=1", 'unknown reward "jpg"; did you mean "jpeg"'),
+        ("reward.shapes=high", "reward.shapes='high' should be its weight, a finite number"),
+        ("optimizer.lr=fast", "optimizer.lr='fast' should be a valid number"),
+        ("optimizer.lr=.nan", "optimizer.lr="),
+        ("seed=-1", "seed=-1 should be greater than or equal to 0"),
+        ("data=file", "data.train: no prompts are named; add data.train=prompts.txt"),
+        ("algorithm.beta=-1", "algorithm.beta=-1 should be greater than 0"),
+        ("algorithm.name=nfd", 'unknown algorithm "nfd"; did you mean "nft"?'),
+        ("nonsense", '"nonsense" is not key=value'),
+        ("optimizer.lr=${nowhere}", "nowhere"),
+        ("~reward", "no reward is named"),
+        ("~algorithm", "no algorithm is named"),
+    ],
+)
+def test_a_mistake_is_one_sentence_with_the_nearest_right_thing(override, sentence):
+    (problem,) = problems(override)
+    assert problem.startswith(sentence) or override == "optimizer.lr=${nowhere}" and sentence in problem
+
+
+def test_all_problems_are_reported_together():
+    wrong = ["model=sd35", "batch.promts=4", "train.mode=lorra", "seed=-1", "reward.jpeg.qualiti=3", "reward.shaps=1", "algorithm.bta=1"]
+    assert len(problems(*wrong)) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [("- a\n", "a config is a mapping"), ("a: [1\n", "mine.yaml"), ("batch: {promts: 3}\n", 'unknown key "batch.promts"')],
+)
+def test_a_bad_file_is_named(tmp_path, text, sentence):
+    (tmp_path / "mine.yaml").write_text(text)
+    (problem,) = problems(name=tmp_path / "mine.yaml")
+    assert sentence in problem
+
+
+def test_a_missing_file_or_experiment_is_named(tmp_path):
+    assert "gone.yaml" in problems(name=tmp_path / "gone.yaml")[0]
+    assert problems(name="quikstart") == ['unknown experiment "quikstart"; did you mean "quickstart"?']
+
+
+def test_a_batch_that_does_not_divide_offers_the_nearest_sizes():
+    cfg = load_config(overrides=["batch.prompts=50", "batch.updates=2", "batch.group=10"])
+    check_batch(cfg, processes=1, leaves=5)
+    with pytest.raises(ConfigError) as error:
+        check_batch(cfg, processes=8, leaves=4)
+    assert str(error.value).splitlines() == [
+        "batch.prompts=50 does not divide by 8 processes x 2 updates; try 48 or 64",
+        "batch.group=10 is not a multiple of the plan's 4 leaves; try 8 or 12",
+    ]
+    with pytest.raises(ConfigError, match=r"batch.prompts=50 does not divide by 64 processes x 2 updates; try 128$"):
+        check_batch(cfg, processes=64, leaves=1)
+
+
+def test_a_config_cannot_be_changed_after_validation():
+    with pytest.raises(ValueError, match="frozen"):
+        load_config().batch.group = 3

@@ -1,0 +1,151 @@
+"""What is trained, its views, and LoRA files."""
+
+import pytest
+import tiny
+import torch
+
+LORA = {"rank": 2, "alpha": 4}
+
+
+def stirred(name, **changes):
+    """A LoRA policy whose adapter already does something (gaussian init starts at zero effect)."""
+    policy = tiny.policy(name, lora=LORA, **changes)
+    generator = torch.Generator().manual_seed(0)
+    for p in policy.parts["denoiser"].values():
+        p.data = 0.3 * torch.randn(p.shape, generator=generator)
+    return policy
+
+
+def velocity(policy, sigma=0.6, **how):
+    x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
+    return policy.velocity(x, sigma, policy.encode(tiny.PROMPTS), torch.arange(2), **how)
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_gradient_reaches_the_lora_of_every_network_and_nothing_else(name):
+    """Rows at .95 and .3 go through both networks of Wan 2.2."""
+    policy = stirred(name)
+    parts = policy.parts["denoiser"]
+    assert {k.split(".")[0] for k in parts} == set(policy.modules)
+    velocity(policy, torch.tensor([0.95, 0.3])).square().mean().backward()
+    silent = [k for k, p in parts.items() if p.grad is None or p.grad.abs().max() == 0]
+    unread = ("add_q_proj", "to_add_out")  # the last block of SD3 and Qwen-Image computes a text stream that nothing reads
+    assert all(f"_blocks.1.attn.{u}." in k or f"_blocks.1.attn.{u}" in k for k in silent for u in unread if u in k), silent
+    assert all(any(u in k for u in unread) for k in silent), silent
+    others = [k for m in policy.pipe.components.values() if isinstance(m, torch.nn.Module) for k, p in m.named_parameters() if p.requires_grad]
+    assert len(others) == len(parts) and all("lora_" in k for k in others)
+
+
+def test_a_fresh_adapter_changes_nothing_and_its_gradient_is_on_lora_b():
+    policy, plain = tiny.policy("sd3", lora=LORA), tiny.policy("sd3")
+    assert torch.allclose(velocity(policy), velocity(plain), atol=1e-6)
+    velocity(policy).sum().backward()
+    reached = {k for k, p in policy.parts["denoiser"].items() if p.grad is not None and p.grad.abs().max() > 0}
+    assert reached and all("lora_B" in k for k in reached)
+
+
+@pytest.mark.parametrize("name", ["sd3", "wan22"])
+def test_reference_is_the_untrained_network_and_old_is_a_frozen_copy(name):
+    policy = stirred(name)
+    with torch.no_grad():
+        now = velocity(policy)
+        policy.add_view("old")
+        with policy.view("old"):
+            assert torch.equal(velocity(policy), now)
+        for p in policy.parts["denoiser"].values():
+            p.mul_(0.5)
+        with policy.view("old"):
+            assert torch.equal(velocity(policy), now)
+            with policy.view("reference"):
+                assert torch.allclose(velocity(policy), velocity(tiny.policy(name)), atol=1e-5)
+            assert torch.equal(velocity(policy), now), "leaving an inner view must restore the outer one"
+        assert not torch.allclose(velocity(policy), now, atol=1e-2)
+    assert all(p.requires_grad for p in policy.parts["denoiser"].values())
+    assert not any(p.requires_grad for p in policy.trainable.named("old").values())
+    velocity(policy).sum().backward()
+    assert all(p.grad is None for p in policy.trainable.named("old").values())
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "full"])
+def test_copy_view_moves_the_old_weights_by_one_minus_decay(lora):
+    """old = 0.9 old + 0.1 default, per parameter."""
+    policy = tiny.policy("flux", lora=lora)
+    policy.add_view("old")
+    before = policy.state("old")
+    with torch.no_grad():
+        for p in policy.parts["denoiser"].values():
+            p.add_(1.0)
+    policy.copy_view("default", "old", decay=0.9)
+    assert all(torch.allclose(v, before[k] + 0.1, atol=1e-5) for k, v in policy.state("old").items())
+    policy.copy_view()
+    assert all(torch.equal(v, policy.state("default")[k]) for k, v in policy.state("old").items())
+
+
+def test_full_mode_trains_all_weights_and_views_swap_copies():
+    policy = tiny.policy("sd3")
+    network = policy.modules["transformer"]
+    assert len(policy.parts["denoiser"]) == len(list(network.parameters()))
+    with pytest.raises(ValueError, match="add_view\\('reference'\\)"), policy.view("reference"):
+        pass
+    policy.add_view("reference")
+    with torch.no_grad():
+        start = velocity(policy)
+        for p in policy.parts["denoiser"].values():
+            p.mul_(1.1)
+        moved = velocity(policy)
+        with policy.view("reference"):
+            assert torch.equal(velocity(policy), start)
+            assert all(torch.equal(v, p.detach() * 0 + v) for v, p in zip(policy.state("default").values(), network.parameters(), strict=True))
+        assert torch.equal(velocity(policy), moved) and not torch.allclose(moved, start, atol=1e-2)
+
+
+def test_state_is_loaded_strictly():
+    policy, other = stirred("sd3"), tiny.policy("sd3", lora=LORA)
+    other.load_state("default", policy.state("default"))
+    assert torch.equal(velocity(policy), velocity(other))
+    state = policy.state("default")
+    name = next(iter(state))
+    with pytest.raises(ValueError, match="1 names missing"):
+        other.load_state("default", {k: v for k, v in state.items() if k != name})
+    with pytest.raises(ValueError, match="another rank"):
+        other.load_state("default", {**state, name: state[name].repeat(2, 1)})
+    with pytest.raises(ValueError, match="no view 'old'.*add_view"):
+        policy.state("old")
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_lora_files_are_read_back_by_us_and_by_diffusers(name, tmp_path):
+    policy = stirred(name)
+    expected = velocity(policy).detach()
+    path = policy.save_lora(tmp_path)
+    assert path.is_file()
+    other = tiny.policy(name, lora=LORA)
+    other.load_lora(tmp_path)
+    assert torch.equal(velocity(other).detach(), expected)
+    pipe = tiny.pipeline(name)
+    pipe.load_lora_weights(str(tmp_path))
+    if name == "wan22":
+        pipe.load_lora_weights(str(tmp_path), weight_name="transformer_2_lora_weights.safetensors", load_into_transformer_2=True)
+    from flowrl.policy import load_policy
+
+    plain = load_policy(pipe, **tiny.CALLS[name])
+    low = 0.3 if name == "wan22" else 0.6  # in Wan 2.2 both networks must have theirs
+    assert torch.allclose(velocity(plain, low).detach(), velocity(policy, low).detach(), atol=1e-4)
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    policy = stirred("sd3")
+    grads = []
+    for on in (False, True):
+        policy.gradient_checkpointing(on)
+        grads.append(torch.autograd.grad(velocity(policy).square().mean(), list(policy.parts["denoiser"].values())))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(*grads, strict=True))
+
+
+def test_lora_options_are_checked():
+    with pytest.raises(ValueError, match="rank, alpha, targets and init"):
+        tiny.policy("sd3", lora={"r": 4})
+    with pytest.raises(ValueError, match="match no Linear layer.*to_q"):
+        tiny.policy("sd3", lora={"rank": 2, "targets": ["query"]})
+    only = tiny.policy("sd3", lora={"rank": 2, "targets": ["to_q"]})
+    assert all(".to_q." in k for k in only.parts["denoiser"])

@@ -1,0 +1,441 @@
+"""Rewards: the contract, failed samples, bad settings, and the values of jpeg and clip."""
+
+import io
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowrl import rewards
+from flowrl.registry import choices, find
+from flowrl.types import MediaContext, Rewards
+
+PROMPTS = ["a cat", "a dog", "two red circles", "a blue square"]
+
+
+@pytest.fixture
+def media():
+    return torch.rand(4, 3, 16, 16)
+
+
+@pytest.fixture(scope="session")
+def tiny_clip(tmp_path_factory):
+    """Name of a two-layer open_clip architecture with 32 x 32 inputs."""
+    import open_clip
+
+    folder = tmp_path_factory.mktemp("clip")
+    vision = {"image_size": 32, "layers": 2, "width": 64, "patch_size": 8, "head_width": 32}
+    text = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
+    (folder / "flowrl-tiny.json").write_text(json.dumps({"embed_dim": 32, "vision_cfg": vision, "text_cfg": text}))
+    open_clip.add_model_config(folder)
+    return "flowrl-tiny"
+
+
+@pytest.fixture
+def clip(tiny_clip):
+    """Loads the tiny CLIP with the same random weights every time."""
+
+    def load(**settings):
+        torch.manual_seed(0)
+        return rewards.load("clip", model=tiny_clip, pretrained=None, **settings)
+
+    return load
+
+
+def brightness(media, prompts, context=None):
+    return media.mean((1, 2, 3))
+
+
+# --- weighted sums
+
+
+def test_total_is_the_weighted_sum_and_raw_scores_are_kept(media):
+    corner = {"reward": lambda m, p, c: m[:, 0, 0, 0], "weight": -1}
+    out = rewards.score(media, PROMPTS, {"a": {"reward": brightness, "weight": 2.0}, "b": corner})
+    a, b = media.mean((1, 2, 3)), media[:, 0, 0, 0]
+    assert torch.equal(out.raw["a"], a) and torch.equal(out.raw["b"], b)
+    assert torch.allclose(out.total, 2 * a - b) and out.weights == {"a": 2.0, "b": -1.0}
+    assert out.total.dtype == torch.float32 and bool(out.valid.all()) and out.errors == []
+
+
+def test_weight_zero_is_measured_but_neither_counts_nor_invalidates(media):
+    broken = {"reward": lambda m, p, c: torch.full((len(p),), math.nan), "weight": 0}
+    out = rewards.score(media, PROMPTS, {"a": brightness, "watched": broken})
+    assert torch.equal(out.total, out.raw["a"]) and bool(out.valid.all())
+    assert bool(out.raw["watched"].isnan().all()) and out.weights["watched"] == 0.0
+
+
+def test_a_label_may_differ_from_the_name_of_the_reward(media):
+    spec = {"small": {"name": "jpeg", "scale": "ddpo"}, "jpeg": 0.0}
+    out = rewards.score(media, PROMPTS, spec)
+    assert torch.allclose(out.raw["small"], 500 * out.raw["jpeg"]) and torch.equal(out.total, out.raw["small"])
+
+
+def test_chunks_scored_apart_and_joined_equal_one_chunk(media):
+    chosen = rewards.load_set({"jpeg": 1.0, "a": brightness})
+    whole = rewards.score(media, PROMPTS, chosen)
+    halves = rewards.concat([rewards.score(media[i : i + 2], PROMPTS[i : i + 2], chosen) for i in (0, 2)])
+    assert torch.equal(whole.total, halves.total) and torch.equal(whole.raw["jpeg"], halves.raw["jpeg"])
+
+
+def test_scoring_gives_no_gradient_even_to_media_that_ask_for_one(media):
+    weight = torch.ones((), requires_grad=True)
+    out = rewards.score(media.requires_grad_(), PROMPTS, {"a": lambda m, p, c: weight * m.mean((1, 2, 3))})
+    assert not out.total.requires_grad and not out.raw["a"].requires_grad
+
+
+# --- failed samples
+
+
+def test_nan_and_inf_mark_failed_samples(media):
+    def some(m, p, c):
+        return torch.tensor([1.0, math.nan, math.inf, 4.0])
+
+    out = rewards.score(media, PROMPTS, {"some": some, "a": brightness})
+    assert out.valid.tolist() == [True, False, False, True]
+    assert out.total.isnan().tolist() == [False, True, True, False] and not bool(out.raw["a"].isnan().any())
+    assert out.errors == ["some: NaN or inf for 2 of 4 samples"]
+
+
+def test_an_exception_is_retried_sample_by_sample_and_only_the_culprit_fails(media):
+    calls = []
+
+    def picky(m, p, c):
+        calls.append(len(p))
+        if "a dog" in p:
+            raise OSError("no dogs")
+        return m.mean((1, 2, 3))
+
+    out = rewards.score(media, PROMPTS, {"picky": picky})
+    assert calls == [4, 1, 1, 1, 1] and out.valid.tolist() == [True, False, True, True]
+    assert torch.allclose(out.total[out.valid], media.mean((1, 2, 3))[out.valid])
+    assert len(out.errors) == 1 and out.errors[0].startswith("picky: OSError: no dogs") and "1 failed" in out.errors[0]
+
+
+def test_a_reward_that_compares_a_group_is_retried_group_by_group(media):
+    def rank(m, p, c):
+        if len(p) == 4:
+            raise MemoryError("too many")
+        assert len(set(c.group.tolist())) == 1
+        return m.mean((1, 2, 3)).argsort().argsort().float() / len(p)
+
+    rank.needs = {"group"}
+    out = rewards.score(media, PROMPTS, {"rank": rank}, MediaContext(group=torch.tensor([0, 1, 0, 1])))
+    assert bool(out.valid.all()) and sorted(out.total.tolist()) == [0.0, 0.0, 0.5, 0.5]
+    assert out.total[0] != out.total[2]
+
+
+def test_a_retried_sample_sees_its_own_context(media):
+    def read(m, p, c):
+        if len(p) > 1:
+            raise ValueError("one at a time")
+        return torch.tensor([c.meta[0]["value"]]) + c.source.mean() * 0
+
+    read.needs = {"meta", "source"}
+    context = MediaContext(meta=[{"value": float(i)} for i in range(4)], source=media)
+    assert rewards.score(media, PROMPTS, {"read": read}, context).total.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_reward_that_always_raises_makes_every_sample_invalid_and_stops_the_run(media):
+    def broken(m, p, c):
+        raise KeyError("weights")
+
+    out = rewards.score(media, PROMPTS, {"broken": broken})
+    assert not bool(out.valid.any()) and bool(out.total.isnan().all())
+    with pytest.raises(rewards.TooManyInvalid, match="4 of 4 samples.*broken: KeyError: 'weights'"):
+        rewards.check_valid(out, limit=1.0)
+
+
+def test_pixels_that_are_nan_make_a_sample_invalid_and_reach_no_reward(media):
+    media[2, 0, 0, 0] = math.nan
+
+    def strict(m, p, c):
+        assert bool(m.isfinite().all())
+        return m.mean((1, 2, 3))
+
+    out = rewards.score(media, PROMPTS, {"strict": strict})
+    assert out.valid.tolist() == [True, True, False, True] and "1 of 4 samples hold NaN" in out.errors[0]
+    watched = rewards.score(media, PROMPTS, {"strict": {"reward": strict, "weight": 0}})
+    assert watched.valid.tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("bad", "limit", "stops"), [(0, 0.05, False), (1, 0.05, False), (2, 0.05, True), (19, 0.99, False), (20, 1.0, True)]
+)
+def test_more_than_the_limit_of_invalid_samples_stops(bad, limit, stops):
+    valid = torch.arange(20) >= bad
+    record = Rewards(raw={}, weights={}, total=torch.zeros(20), valid=valid, errors=["first", "second"])
+    if stops:
+        with pytest.raises(rewards.TooManyInvalid, match=f"{bad} of 20 samples.*first error: first"):
+            rewards.check_valid(record, limit)
+    else:
+        assert rewards.check_valid(record, limit) is None
+
+
+# --- a broken contract is a bug
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        (torch.zeros(3), r"float32 tensor of shape \(3,\)"),
+        (torch.zeros(4, 1), r"shape \(4, 1\)"),
+        (torch.zeros(()), r"shape \(\)"),
+        (torch.zeros(4, dtype=torch.float64), "a float64 tensor"),
+        (torch.zeros(4, dtype=torch.bfloat16), "a bfloat16 tensor"),
+        (torch.zeros(4, device="meta"), "on meta"),
+        (np.zeros(4, dtype=np.float32), "numpy.ndarray"),
+        ([0.0] * 4, "list"),
+        (None, "NoneType"),
+    ],
+)
+def test_a_wrong_shape_dtype_device_or_type_stops_with_reward_got_and_expected(media, out, said):
+    with pytest.raises(rewards.RewardBug, match=said) as error:
+        rewards.score(media, PROMPTS, {"mine": lambda m, p, c: out})
+    assert '"mine"' in str(error.value) and "expected a float32 tensor of shape (4,) on cpu" in str(error.value)
+
+
+def test_a_wrong_shape_in_a_retry_stops_too(media):
+    def liar(m, p, c):
+        if len(p) > 1:
+            raise ValueError("first")
+        return torch.zeros(7)
+
+    with pytest.raises(rewards.RewardBug, match=r"expected a float32 tensor of shape \(1,\)"):
+        rewards.score(media, PROMPTS, {"liar": liar})
+
+
+# --- start-up checks and bad input
+
+
+def test_a_needed_column_that_is_missing_is_named_at_start_up():
+    def edit(m, p, c):
+        return torch.zeros(len(p))
+
+    edit.needs = {"source"}
+    rewards.check_needs({"edit": edit}, ["meta", "source"])
+    with pytest.raises(ValueError, match=r'"edit" needs the context column "source".*provided: group, meta'):
+        rewards.check_needs({"edit": edit}, ["meta", "group"])
+    edit.needs = {"sauce"}
+    with pytest.raises(rewards.RewardBug, match='did you mean "source"'):
+        rewards.check_needs({"edit": edit}, ["source"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ({"jpg": 1.0}, 'unknown reward "jpg"; did you mean "jpeg"'),
+        ({"jpeg": {"qualty": 80}}, 'unknown setting "qualty"; did you mean "quality"'),
+        ({"jpeg": {"quality": 0}}, "quality=0: input should be greater than or equal to 1"),
+        ({"jpeg": {"scale": "ddpoo"}}, "'flow_grpo' or 'ddpo'"),
+        ({"jpeg": "much"}, "weight='much' is not a finite number"),
+        ({"jpeg": math.nan}, "weight=nan is not a finite number"),
+        ({"jpeg": True}, "weight=True is not a finite number"),
+        ({"mine": {"reward": brightness, "weigt": 2}}, "already loaded, so .'weigt'. cannot be set"),
+        ({}, "at least one reward"),
+        ("jpeg", "at least one reward"),
+    ],
+)
+def test_bad_specifications_are_one_sentence(spec, said):
+    with pytest.raises(ValueError, match=said):
+        rewards.load_set(spec)
+
+
+def test_all_problems_of_settings_are_reported_together():
+    with pytest.raises(ValueError, match="quality=200.*unknown setting"):
+        rewards.load("jpeg", quality=200, goaal="compressible")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m.double(), "torch.float64 tensor"),
+        (lambda m: m.numpy(), "ndarray"),
+        (lambda m: m[:, :1], r"shape \(4, 1, 16, 16\)"),
+        (lambda m: m * 2 - 1, r"media spans \[-1"),
+        (lambda m: m * 255, "media spans"),
+        (lambda m: m[:3], "3 media but 4 prompts"),
+    ],
+)
+def test_media_that_rewards_could_not_trust_are_refused(media, change, said):
+    with pytest.raises(ValueError, match=said):
+        rewards.score(change(media), PROMPTS, {"a": brightness})
+
+
+def test_every_reward_in_the_folder_states_its_scale_and_schema():
+    names = choices("flowrl.rewards")
+    assert {"jpeg", "clip"} <= set(names)
+    for name in names:
+        cls = rewards.reward_class(name)
+        assert issubclass(cls, rewards.Reward) and cls.name == name and len(cls.scale) > 10
+        assert cls.Settings.model_config["extra"] == "forbid"
+        assert all(field.description for field in cls.Settings.model_fields.values())
+
+
+# --- jpeg
+
+
+def test_jpeg_is_minus_the_kilobytes_that_pil_writes(media):
+    sizes = []
+    for image in media:
+        buffer = io.BytesIO()
+        Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy()).save(buffer, "JPEG", quality=95)
+        sizes.append(len(buffer.getvalue()) / 1000)
+    assert torch.allclose(rewards.load("jpeg", scale="ddpo")(media, PROMPTS), -torch.tensor(sizes))
+    assert torch.allclose(rewards.load("jpeg")(media, PROMPTS), -torch.tensor(sizes) / 500)
+    assert torch.allclose(rewards.load("jpeg", scale="ddpo", goal="incompressible")(media, PROMPTS), torch.tensor(sizes))
+
+
+def test_jpeg_of_grey_and_of_noise_at_512_has_the_published_size():
+    both = torch.stack([torch.full((3, 512, 512), 0.5), torch.rand(3, 512, 512)])
+    grey, noise = rewards.load("jpeg", scale="ddpo")(both, ["", ""]).tolist()
+    assert grey == pytest.approx(-4.7, abs=0.1) and noise == pytest.approx(-307.9, abs=1.0)
+
+
+def test_jpeg_of_a_video_is_the_mean_over_its_frames(media):
+    jpeg = rewards.load("jpeg")
+    frames = jpeg(media, PROMPTS)
+    assert torch.allclose(jpeg(media.view(2, 2, 3, 16, 16), PROMPTS[:2]), frames.view(2, 2).mean(1))
+
+
+def test_jpeg_states_the_scale_it_was_loaded_with():
+    assert rewards.load("jpeg", scale="ddpo", quality=80).scale == "minus kilobytes at JPEG quality 80"
+    assert rewards.load("jpeg").scale == rewards.reward_class("jpeg").scale
+
+
+# --- clip
+
+
+def test_clip_is_the_cosine_of_the_two_towers(clip, media):
+    import open_clip
+
+    reward = clip(transform="pil")
+    pictures = [Image.fromarray((m * 255).round().byte().permute(1, 2, 0).numpy()) for m in media]
+    with torch.no_grad():
+        image = reward.model.encode_image(torch.stack([reward.preprocess(p) for p in pictures]))
+        text = reward.model.encode_text(open_clip.tokenize(PROMPTS))
+    expected = torch.nn.functional.cosine_similarity(image, text)
+    out = reward(media, PROMPTS)
+    assert out.shape == (4,) and out.dtype == torch.float32
+    assert torch.allclose(out, expected, atol=1e-6)
+
+
+def test_clip_on_tensors_follows_the_models_own_preprocessing(clip):
+    smooth = torch.nn.functional.interpolate(torch.rand(4, 3, 6, 8), (48, 64), mode="bicubic").clamp(0, 1)
+    own, tensor = clip(transform="pil"), clip(transform="tensor")
+    pixels = [reward._pixels(smooth) for reward in (own, tensor)]
+    assert (pixels[0] - pixels[1]).abs().mean() < 1 / 255 / 0.26  # less than one byte
+    assert torch.allclose(own(smooth, PROMPTS), tensor(smooth, PROMPTS), atol=2e-3)
+
+
+def test_clip_bilinear_is_torchvisions_resize_and_crop(clip):
+    from torchvision.transforms import functional as F
+
+    reward, wide = clip(transform="tv_bilinear", rounding=False), torch.rand(2, 3, 48, 64)
+    expected = F.center_crop(F.resize(wide, 32, F.InterpolationMode.BILINEAR, antialias=True), 32)
+    expected = F.normalize(expected, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+    assert torch.equal(reward._pixels(wide), expected)
+    assert not torch.allclose(reward._pixels(wide), clip(rounding=False)._pixels(wide), atol=1e-2)
+
+
+@pytest.mark.parametrize("mode", ["shortest", "longest", "squash"])
+@pytest.mark.parametrize("size", [32, (24, 40)])
+def test_clip_tensor_geometry_equals_pil_geometry(mode, size):
+    from open_clip.transform import image_transform
+
+    ramp = torch.linspace(0, 1, 64).expand(3, 48, 64) * torch.linspace(0.2, 1, 48)[:, None]
+    preprocess = image_transform(size, is_train=False, resize_mode=mode, fill_color=128)
+    picture = Image.fromarray((ramp * 255).round().byte().permute(1, 2, 0).numpy())
+    out = find("flowrl.rewards", "clip", what="reward")._tensor_transform(preprocess, 0)((ramp * 255).round()[None] / 255)[0]
+    assert out.shape == preprocess(picture).shape
+    assert (out - preprocess(picture)).abs().max() < 2 / 255 / 0.26
+
+
+def test_clip_repeats_itself_and_does_not_depend_on_batch_mates(clip, media):
+    reward = clip()
+    whole = reward(media, PROMPTS)
+    assert torch.equal(whole, reward(media, PROMPTS))
+    alone = torch.cat([reward(media[i : i + 1], PROMPTS[i : i + 1]) for i in range(4)])
+    assert torch.allclose(whole, alone, atol=1e-6)
+    assert torch.allclose(whole, clip(chunk=3)(media, PROMPTS), atol=1e-6)
+
+
+def test_clip_pairs_each_image_with_its_own_prompt(clip, media):
+    reward = clip()
+    assert torch.allclose(reward(media, PROMPTS).flip(0), reward(media.flip(0), PROMPTS[::-1]), atol=1e-6)
+    assert not torch.allclose(reward(media, PROMPTS), reward(media, PROMPTS[::-1]), atol=1e-3)
+    repeated = reward(media[[0, 0, 1]], ["a cat", "a dog", "a cat"])
+    assert torch.allclose(repeated[0], reward(media[:1], ["a cat"])[0], atol=1e-6) and repeated[0] != repeated[1]
+
+
+def test_clip_of_a_video_is_the_mean_over_its_frames(clip, media):
+    reward = clip()
+    frames = reward(media, ["a cat", "a cat", "a dog", "a dog"])
+    assert torch.allclose(reward(media.view(2, 2, 3, 16, 16), ["a cat", "a dog"]), frames.view(2, 2).mean(1), atol=1e-6)
+
+
+@pytest.mark.parametrize("transform", ["tensor", "tv_bilinear"])
+def test_clip_without_rounding_has_the_gradient_of_finite_differences(clip, media, transform):
+    reward = clip(transform=transform, rounding=False)
+    reward.model.double()
+    x = media[:2].double().requires_grad_()
+    direction = torch.randn_like(x)
+    assert reward.differentiable
+    slope = (torch.autograd.grad(_double(reward, x).sum(), x)[0] * direction).sum()
+    h = 1e-4
+    with torch.no_grad():
+        numeric = (_double(reward, x + h * direction) - _double(reward, x - h * direction)).sum() / (2 * h)
+    assert slope.abs() > 1e-4 and torch.allclose(slope, numeric, rtol=1e-4)
+
+
+def _double(reward, x):
+    image = reward.model.encode_image(reward._pixels(x), normalize=True)
+    text = reward.model.encode_text(reward.tokenizer(PROMPTS[:2]), normalize=True)
+    return (image * text).sum(-1)
+
+
+def test_clip_gradient_reaches_every_image_and_no_weight(clip, media):
+    reward, x = clip(rounding=False), media.requires_grad_()
+    reward(x, PROMPTS).sum().backward()
+    assert bool((x.grad.abs().amax((1, 2, 3)) > 0).all())
+    assert all(p.grad is None for p in reward.model.parameters())
+
+
+@pytest.mark.parametrize("settings", [{}, {"transform": "pil", "rounding": False}])
+def test_clip_that_rounds_refuses_to_pretend_it_has_a_gradient(clip, media, settings):
+    reward = clip(**settings)
+    assert not reward.differentiable
+    with pytest.raises(ValueError, match="gives no gradient.*transform=tensor, rounding=False"):
+        reward(media.requires_grad_(), PROMPTS)
+
+
+def test_rounding_scores_what_a_saved_png_would_show(clip, media):
+    as_saved = (media * 255).round() / 255
+    assert torch.equal(clip(rounding=True)(media, PROMPTS), clip(rounding=False)(as_saved, PROMPTS))
+    assert not torch.equal(clip(rounding=True)(media, PROMPTS), clip(rounding=False)(media, PROMPTS))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"model": "ViT-B32"}, 'unknown CLIP model "ViT-B32"; did you mean "ViT-B-32"'),
+        ({"pretrained": "laion2b_s34b_b79"}, 'did you mean "laion2b_s34b_b79k"'),
+        ({"pretrained": "openai"}, "use model=ViT-B-32-quickgelu"),
+        ({"modeel": "ViT-B-32"}, 'unknown setting "modeel"; did you mean "model"'),
+        ({"transform": "hf"}, "transform='hf'"),
+    ],
+)
+def test_clip_settings_are_checked_before_anything_is_downloaded(settings, said):
+    with pytest.raises(ValueError, match=said):
+        rewards.load("clip", **settings)
+
+
+def test_clip_weights_load_from_a_file(clip, tiny_clip, media, tmp_path):
+    first = clip()
+    torch.save(first.model.state_dict(), tmp_path / "weights.pt")
+    torch.manual_seed(1)
+    again = rewards.load("clip", model=tiny_clip, pretrained=str(tmp_path / "weights.pt"))
+    assert torch.equal(first(media, PROMPTS), again(media, PROMPTS))
