@@ -3,7 +3,8 @@
     python scripts/bench_sampler.py                                   # a small SD3 with random weights, on this machine
     python scripts/bench_sampler.py --source stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --height 512 --width 512
 
-Both are timed at N and 2N steps and the difference is divided by N, so prompt encoding and set-up drop out of both. Runs are paired: each pair runs one
+Both are timed at N and 2N steps and the difference is divided by N, so prompt encoding and set-up drop out of both. Runs are paired: each
+pair runs one
 after the other in alternating order, and the ratio reported is the median over pairs.
 """
 
@@ -26,7 +27,12 @@ def small_sd3():
     from flowrl.shapes import build
 
     tok = build.tokenizer()
-    parts = {"vae": build.vae(), "transformer": build.transformer(), "text_encoder": build.text_encoder(tok), "text_encoder_2": build.text_encoder(tok)}
+    parts = {
+        "vae": build.vae(),
+        "transformer": build.transformer(),
+        "text_encoder": build.text_encoder(tok),
+        "text_encoder_2": build.text_encoder(tok),
+    }
     return build.pipeline(parts, tok)
 
 
@@ -77,10 +83,16 @@ def main() -> None:
             pairs.append(cost)
     ratio = statistics.median(c[ours] / c[theirs] for c in pairs)
     result = {
-        "ratio": round(ratio, 4), "ours_ms": round(1e3 * statistics.median(c[ours] for c in pairs), 3),
-        "pipeline_ms": round(1e3 * statistics.median(c[theirs] for c in pairs), 3), "pairs": args.pairs, "steps": args.steps,
-        "pipeline": type(policy.pipe).__name__, "device": str(policy.device), "threads": torch.get_num_threads(), "torch": torch.__version__,
-    }  # fmt: skip
+        "ratio": round(ratio, 4),
+        "ours_ms": round(1e3 * statistics.median(c[ours] for c in pairs), 3),
+        "pipeline_ms": round(1e3 * statistics.median(c[theirs] for c in pairs), 3),
+        "pairs": args.pairs,
+        "steps": args.steps,
+        "pipeline": type(policy.pipe).__name__,
+        "device": str(policy.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
     print(f"our sampler costs {ratio:.3f}x the pipeline's own loop per network call (median of {args.pairs} pairs; must be <= 1.05)")
     print(json.dumps(result))
 

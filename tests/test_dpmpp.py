@@ -92,6 +92,17 @@ def test_the_engine_with_an_ode_plan_is_sample():
         assert torch.allclose(grown.leaves, dpmpp.sample(lambda x, s: wavy(x, s.float()), x, grid, order), atol=1e-6)
 
 
+def test_the_last_step_is_first_order_on_a_schedule_that_stops_early():
+    """SD1.5's grid runs from .929 to .028 in flow coordinates."""
+    grid, x = torch.linspace(0.929, 0.028, 7, dtype=torch.float64), torch.randn(3, 4)
+    grown = tree.grow(lambda x, s, r: wavy(x, s[:, None].float()), lambda k: x, plan.ode(grid), shape=(4,), rows=torch.arange(3))
+    assert torch.allclose(grown.leaves, dpmpp.sample(lambda x, s: wavy(x, s.float()), x, grid), atol=1e-6)
+    before = []
+    dpmpp.sample(lambda x, s: before.append(x) or wavy(x, s.float()), x, grid)
+    last = before[-1] + (grid[-1] - grid[-2]).float() * wavy(before[-1], grid[-2].float())
+    assert torch.allclose(grown.leaves, last, atol=1e-6)
+
+
 def test_an_order_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="choose 1 or 2"):
         dpmpp.sample(wavy, torch.zeros(1), sigmas.linear(3), order=3)

@@ -80,6 +80,9 @@ def test_other_schedulers_of_the_same_network_replay_too(scheduler):
     with torch.no_grad():
         mine, reference = policy.velocity(x, 0.5, cond, rows), ddim.velocity(x, 0.5, ddim.encode(tiny.PROMPTS), rows)
     assert (mine - reference).abs().max() <= 1e-4 * reference.abs().max(), "one network, one flow, whatever scheduler came with it"
+    check = policy.self_check()
+    stochastic = "Ancestral" in type(scheduler).__name__
+    assert ("draws noise" in str(check)) == stochastic and ("euler" in check.errors) != stochastic
 
 
 def test_the_final_sigma_of_flow_matching_is_zero_and_time_is_a_thousand_sigma():

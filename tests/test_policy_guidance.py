@@ -6,7 +6,12 @@ import torch
 
 from flowrl.policy.guidance import Guidance, fit
 
-OFF = {"sd15": {"guidance_scale": 1.0}, "sdxl": {"guidance_scale": 1.0}, "sd3": {"guidance_scale": 1.0}, "qwenimage": {"true_cfg_scale": 1.0}}
+OFF = {
+    "sd15": {"guidance_scale": 1.0},
+    "sdxl": {"guidance_scale": 1.0},
+    "sd3": {"guidance_scale": 1.0},
+    "qwenimage": {"true_cfg_scale": 1.0},
+}
 OFF |= {"wan21": {"guidance_scale": 1.0}, "wan22": {"guidance_scale": 1.0}}
 OTHER = {k: {next(iter(v)): 3.0} for k, v in OFF.items()}
 

@@ -31,7 +31,8 @@ def test_a_module_becomes_a_velocity_whatever_it_predicts(kind):
 
 
 def test_the_exact_flow_of_a_gaussian_carries_noise_to_it():
-    """x0 ~ N(cond, 0.5^2): after 100 Euler steps the sample has that mean and spread (4,000 samples, 4 standard errors, Euler bias 0.01)."""
+    """x0 ~ N(cond, 0.5^2): after 100 Euler steps the sample has that mean and spread (4,000 samples, 4 standard errors, Euler bias
+    0.01)."""
     policy = load_policy(tiny.GaussianFlow(2, 0.5), shape=(2,), cond=tiny.toy_cond)
     cond, rows, n = policy.encode(tiny.PROMPTS), torch.ones(4000, dtype=torch.long), 100
     schedule = policy.schedule(n)

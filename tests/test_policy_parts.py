@@ -32,7 +32,9 @@ def test_gradient_reaches_the_lora_of_every_network_and_nothing_else(name):
     unread = ("add_q_proj", "to_add_out")  # the last block of SD3 and Qwen-Image computes a text stream that nothing reads
     assert all(f"_blocks.1.attn.{u}." in k or f"_blocks.1.attn.{u}" in k for k in silent for u in unread if u in k), silent
     assert all(any(u in k for u in unread) for k in silent), silent
-    others = [k for m in policy.pipe.components.values() if isinstance(m, torch.nn.Module) for k, p in m.named_parameters() if p.requires_grad]
+    others = [
+        k for m in policy.pipe.components.values() if isinstance(m, torch.nn.Module) for k, p in m.named_parameters() if p.requires_grad
+    ]
     assert len(others) == len(parts) and all("lora_" in k for k in others)
 
 
@@ -95,7 +97,9 @@ def test_full_mode_trains_all_weights_and_views_swap_copies():
         moved = velocity(policy)
         with policy.view("reference"):
             assert torch.equal(velocity(policy), start)
-            assert all(torch.equal(v, p.detach() * 0 + v) for v, p in zip(policy.state("default").values(), network.parameters(), strict=True))
+            assert all(
+                torch.equal(v, p.detach() * 0 + v) for v, p in zip(policy.state("default").values(), network.parameters(), strict=True)
+            )
         assert torch.equal(velocity(policy), moved) and not torch.allclose(moved, start, atol=1e-2)
 
 

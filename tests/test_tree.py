@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowrl.samplers import dpmpp, flow_sde, keys, plan, sde, sigmas, tree
-from flowrl.types import Transition, expand
+from flowrl.types import Transition, expand, replace
 
 T = 8
 GRID = sigmas.shifted(T, 3)
@@ -93,6 +93,18 @@ def test_x_T_is_shared_as_asked():
     assert torch.equal(a[0], a[1]) and not torch.equal(a[0], a[2])
     a = starts("batch")
     assert torch.equal(a[0], a[1]) and torch.equal(a[0], a[2])
+
+
+@pytest.mark.parametrize(("init", "distinct"), [("sample", 6), ("group", 3)])
+def test_roots_with_equal_noise_and_equal_ode_edges_are_one_node(init, distinct):
+    """Two roots of three ODE steps each: 2 x 3 states, or 3 when the roots share x_T."""
+    one = plan.ode(sigmas.linear(3), init=init)
+    columns = {name: getattr(one, name).repeat(2) for name in ("sigma", "sigma_next", "kind", "eta", "trained")}
+    two = replace(one, parent=torch.tensor([-1, 0, 1, -1, 3, 4]), root=torch.tensor([0, 0, 0, 1, 1, 1]), **columns)
+    field = Field()
+    grown = tree.grow(field, noise, two, shape=SHAPE, rows=torch.tensor([0]))
+    assert field.rows == plan.nfe(two) == distinct and grown.leaf.tolist() == ([0, 1] if init == "sample" else [0, 0])
+    assert grown.tree.tolist() == [0, 1]
 
 
 def test_init_maps_noise_to_the_first_state():

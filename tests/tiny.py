@@ -1,7 +1,8 @@
 """Tiny random diffusers pipelines, built in memory, and a toy flow with a known answer.
 
-One factory an architecture part (denoiser, VAE, text encoder, tokenizer), then ten to twenty-five lines a pipeline. Every weight is redrawn from a
-seed: diffusers starts gates, modulations and output layers at zero, and with those two prompts or two times give equal outputs, so every check passes.
+One factory an architecture part (denoiser, VAE, text encoder, tokenizer), then ten to twenty-five lines a pipeline. Every weight is
+redrawn from a seed: diffusers starts gates, modulations and output layers at zero, and with those two prompts or two times give equal
+outputs, so every check passes.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ CALLS: dict[str, dict] = {
     "wan22": {"height": 16, "width": 16, "num_frames": 5, "max_sequence_length": 12},
 }
 NAMES = list(CALLS)
+WORDS = (
+    "one two three four a red blue green yellow purple circle square triangle circles squares triangles left right of above below and "
+    "the photo image system user assistant describe by detailing color shape size texture quantity text spatial relationships objects"
+)
 
 
 def randomise(module: nn.Module, seed: int = 0, gain: float = 1.0) -> nn.Module:
@@ -32,7 +37,11 @@ def randomise(module: nn.Module, seed: int = 0, gain: float = 1.0) -> nn.Module:
     for name, p in module.named_parameters():
         noise = torch.randn(p.shape, generator=generator)
         if p.ndim >= 2:
-            p.data = gain * noise if "embed" in name and "proj" not in name and p.ndim == 2 and p.shape[0] > 64 else gain * noise / math.sqrt(p[0].numel())
+            p.data = (
+                gain * noise
+                if "embed" in name and "proj" not in name and p.ndim == 2 and p.shape[0] > 64
+                else gain * noise / math.sqrt(p[0].numel())
+            )
         else:
             p.data = 0.1 * noise + (1.0 if name.endswith("weight") else 0.0)
     return module.eval().requires_grad_(False)
@@ -51,8 +60,7 @@ def tokenizer(kind: str = "clip", length: int = 12):
         "t5": (None, "</s>", "<pad>", "<unk>"),
         "qwen": ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<unk>"),
     }[kind]
-    words = ["one", "two", "three", "four", "a", "red", "blue", "green", "yellow", "purple", "circle", "square", "triangle", "circles", "squares", "triangles", "left", "right", "of", "above", "below", "and"]
-    words += ["the", "photo", "image", "system", "user", "assistant", "describe", "by", "detailing", "color", "shape", "size", "texture", "quantity", "text", "spatial", "relationships", "objects"]
+    words = WORDS.split()
     specials = [s for s in dict.fromkeys((pad, eos, bos, unk)) if s]
     vocab = {w: i for i, w in enumerate([*specials, *words, "background", "Describe", ",", ":", ".", "\n", "word"])}
     tok = Tokenizer(models.WordLevel(vocab, unk_token=unk))
@@ -108,11 +116,14 @@ def unet(cross: int, *, xl: bool = False, seed: int = 4) -> nn.Module:
     from diffusers import UNet2DConditionModel
 
     extra = {
-        "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 16 + 6 * 8, "use_linear_projection": True,
+        "addition_embed_type": "text_time", "addition_time_embed_dim": 8, "projection_class_embeddings_input_dim": 16 + 6 * 8,
+        "use_linear_projection": True,
     } if xl else {}  # fmt: skip
     net = UNet2DConditionModel(
-        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(16, 32), norm_num_groups=8, attention_head_dim=8,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), cross_attention_dim=cross, **extra,
+        sample_size=8, in_channels=4, out_channels=4, layers_per_block=1, block_out_channels=(16, 32), norm_num_groups=8,
+        attention_head_dim=8,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=cross, **extra,
     )  # fmt: skip
     return randomise(net, seed)
 
@@ -131,7 +142,8 @@ def flux_transformer(seed: int = 6) -> nn.Module:
     from diffusers import FluxTransformer2DModel
 
     net = FluxTransformer2DModel(
-        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16,
+        patch_size=1, in_channels=16, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=16,
         pooled_projection_dim=16, axes_dims_rope=(4, 4, 8), guidance_embeds=True,
     )  # fmt: skip
     return randomise(net, seed)
@@ -141,7 +153,8 @@ def qwen_transformer(seed: int = 7) -> nn.Module:
     from diffusers import QwenImageTransformer2DModel
 
     net = QwenImageTransformer2DModel(
-        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16, axes_dims_rope=(8, 4, 4)
+        patch_size=2, in_channels=16, out_channels=4, num_layers=2, attention_head_dim=16, num_attention_heads=2, joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4)
     )  # fmt: skip
     return randomise(net, seed)
 
@@ -150,7 +163,8 @@ def wan_transformer(seed: int = 8) -> nn.Module:
     from diffusers import WanTransformer3DModel
 
     net = WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=64, ffn_dim=32,
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=64,
+        ffn_dim=32,
         num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
     )  # fmt: skip
     return randomise(net, seed)
@@ -163,7 +177,8 @@ def image_vae(scaling: float = 0.5, shift: float | None = None, seed: int = 9) -
     from diffusers import AutoencoderKL
 
     net = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, block_out_channels=(8, 16), layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2, block_out_channels=(8, 16),
+        layers_per_block=1,
         latent_channels=4, norm_num_groups=4, sample_size=16, scaling_factor=scaling, shift_factor=shift, force_upcast=False,
     )  # fmt: skip
     return randomise(net, seed, 0.5)
@@ -185,7 +200,13 @@ def wan_vae(seed: int = 11) -> nn.Module:
     from diffusers import AutoencoderKLWan
 
     net = AutoencoderKLWan(
-        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True], latents_mean=MEAN, latents_std=STD
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=MEAN,
+        latents_std=STD,
     )
     return randomise(net, seed, 0.7)
 
@@ -197,7 +218,9 @@ def sd15(scheduler=None):
     from diffusers import DDIMScheduler, StableDiffusionPipeline
 
     tok = tokenizer()
-    ddim = DDIMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False, steps_offset=1)
+    ddim = DDIMScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", clip_sample=False, set_alpha_to_one=False, steps_offset=1
+    )
     return StableDiffusionPipeline(
         vae=image_vae(), text_encoder=clip_text(tok), tokenizer=tok, unet=unet(16), scheduler=scheduler or ddim,
         safety_checker=None, feature_extractor=None, requires_safety_checker=False,
@@ -208,7 +231,9 @@ def sdxl(scheduler=None):
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
 
     tok = tokenizer()
-    euler = EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", timestep_spacing="leading", steps_offset=1)
+    euler = EulerDiscreteScheduler(
+        beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", timestep_spacing="leading", steps_offset=1
+    )
     return StableDiffusionXLPipeline(
         vae=image_vae(), text_encoder=clip_text(tok), text_encoder_2=clip_text(tok, True, seed=12), tokenizer=tok, tokenizer_2=tok,
         unet=unet(32, xl=True), scheduler=scheduler or euler, add_watermarker=False,
@@ -231,7 +256,8 @@ def flux(scheduler=None):
 
     tok, t5 = tokenizer(), tokenizer("t5")
     return FluxPipeline(
-        scheduler=scheduler or FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True), vae=image_vae(0.4, 0.1), text_encoder=clip_text(tok),
+        scheduler=scheduler or FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True), vae=image_vae(0.4, 0.1),
+        text_encoder=clip_text(tok),
         tokenizer=tok, text_encoder_2=t5_text(t5), tokenizer_2=t5, transformer=flux_transformer(),
     )  # fmt: skip
 
@@ -240,7 +266,9 @@ def qwenimage(scheduler=None):
     from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 
     tok = tokenizer("qwen", 2048)
-    shift = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, shift_terminal=0.02, time_shift_type="exponential")
+    shift = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, shift_terminal=0.02, time_shift_type="exponential"
+    )
     return QwenImagePipeline(
         scheduler=scheduler or shift, vae=qwen_vae(), text_encoder=qwen_text(tok), tokenizer=tok, transformer=qwen_transformer(),
     )  # fmt: skip
@@ -251,7 +279,9 @@ def wan21(scheduler=None):
 
     tok = tokenizer("t5", 64)
     unipc = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    return WanPipeline(tokenizer=tok, text_encoder=t5_text(tok, umt5=True), vae=wan_vae(), scheduler=scheduler or unipc, transformer=wan_transformer())
+    return WanPipeline(
+        tokenizer=tok, text_encoder=t5_text(tok, umt5=True), vae=wan_vae(), scheduler=scheduler or unipc, transformer=wan_transformer()
+    )
 
 
 def wan22(scheduler=None):
@@ -311,7 +341,9 @@ def toy_cond(prompts: list[str], dim: int = 2) -> Tensor:
     return torch.tensor([[math.sin(code * (k + 1)) for k in range(dim)] for code in codes])
 
 
-def pretrain_toy(flow: ToyFlow, mean: float = 0.0, std: float = 1.0, steps: int = 300, batch: int = 256, seed: int = 0, cond_dim: int = 2) -> ToyFlow:
+def pretrain_toy(
+    flow: ToyFlow, mean: float = 0.0, std: float = 1.0, steps: int = 300, batch: int = 256, seed: int = 0, cond_dim: int = 2
+) -> ToyFlow:
     """Fit flow to N(mean, std^2) whatever the condition, by flow matching; well under two seconds."""
     generator, optimizer = torch.Generator().manual_seed(seed), torch.optim.Adam(flow.parameters(), lr=3e-3)
     for _ in range(steps):

@@ -1,7 +1,8 @@
 """Read an affine map off chosen inputs: out[row] = const[row] + scale * in[row].flatten()[index].
 
-The inputs are zeros, ones, the row number, the flat index in base-64 digits and noise. Digits are exact in bf16, whose significand holds integers to 256.
-One map covers guidance doubling, packing, permutation, channel and token concatenation, masks and per-channel normalisation without a special case.
+The inputs are zeros, ones, twos, the row number, the flat index in base-64 digits and noise. Digits are exact in bf16, whose significand
+holds integers to 256. One map covers guidance doubling, packing, permutation, channel and token concatenation, masks and per-channel
+normalisation without a special case.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def patterns(rows: int, shape: tuple[int, ...], unit: float = 1.0) -> dict[str, 
     numel = torch.Size(shape).numel()
     index = torch.arange(numel).reshape(1, *shape).expand(rows, *shape)
     row = torch.arange(rows).reshape(-1, *[1] * len(shape)).expand(rows, *shape)
-    out = {"zero": torch.zeros(rows, *shape), "one": torch.ones(rows, *shape), "row": row + 1.0}
+    out = {"zero": torch.zeros(rows, *shape), "one": torch.ones(rows, *shape), "two": 2 * torch.ones(rows, *shape), "row": row + 1.0}
     digits = 1
     while BASE**digits < numel:
         digits += 1
@@ -43,7 +44,8 @@ class Affine:
     const: Tensor | None  # (blocks, rows, D) of the recorded run; None: zero
 
     def __call__(self, x: Tensor, const: Tensor | None = None, factor: Tensor | None = None) -> Tensor:
-        """One block: x (n, *L) -> (n * repeats, *shape). const (n, D) replaces the recorded one; factor (n, 1) or () multiplies the scale."""
+        """One block: x (n, *L) -> (n * repeats, *shape). const (n, D) replaces the recorded one; factor (n, 1) or () multiplies the
+        scale."""
         y = x.reshape(x.shape[0], -1)
         if self.index is not None:
             y = y.index_select(1, self._at(self.index, x))
@@ -82,6 +84,8 @@ def solve(out: dict[str, Tensor], rows: int, shape: tuple[int, ...], what: str) 
     slope, numel = out["one"] - out["zero"], torch.Size(shape).numel()
     on = slope.abs() > 1e-6 * slope.abs().max().clamp(min=1e-30)
     read = {k: torch.where(on, (v - out["zero"]) / torch.where(on, slope, 1.0), 0.0) for k, v in out.items()}
+    if (read["two"][on] - 2).abs().max() > 0.1:
+        raise UnreplayableError(f"{what}: it is not linear in the latents")
     row = read["row"].round().long() - 1
     index = sum(read[k].round().long() * BASE ** int(k[5:]) for k in read if k.startswith("digit"))
     blocks, repeats = layout(row, on, rows, what)
@@ -98,9 +102,13 @@ def solve(out: dict[str, Tensor], rows: int, shape: tuple[int, ...], what: str) 
     identity = index.numel() == numel and bool((index == torch.arange(numel)).all())
     flat = torch.allclose(scale, scale[0].expand_as(scale), rtol=1e-5, atol=0)
     return Affine(
-        blocks=blocks, repeats=repeats, shape=tuple(out["zero"].shape[1:]), index=None if identity else index,
-        scale=scale[0] if flat else scale, const=const if bool(const.any()) else None,
-    )  # fmt: skip
+        blocks=blocks,
+        repeats=repeats,
+        shape=tuple(out["zero"].shape[1:]),
+        index=None if identity else index,
+        scale=scale[0] if flat else scale,
+        const=const if bool(const.any()) else None,
+    )
 
 
 def layout(row: Tensor, on: Tensor, rows: int, what: str) -> tuple[int, int]:

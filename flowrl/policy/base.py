@@ -17,8 +17,8 @@ from flowrl.policy.parts import Parts
 class Policy:
     """A velocity field v(x, sigma | prompt) with trainable parts. Subclasses give encode, _velocity, decode, encode_media, schedule.
 
-    modules: component name -> network that is called; a trainer may put wrapped networks (sharded, compiled) in their place.
-    calls: network rows so far (states x guidance branches). latent_shape: (*L).
+    modules: component name -> network that is called; a trainer may put wrapped networks (sharded, compiled) in their place. calls:
+    network rows so far (states x guidance branches). latent_shape: (*L).
     """
 
     def __init__(self, modules: dict[str, nn.Module], lora: dict[str, Any] | None, shape: tuple[int, ...]) -> None:
@@ -27,6 +27,7 @@ class Policy:
         self.trainable = Parts(dict(modules), lora)
         self.calls = 0
         self._last: Schedule | None = None
+        self._rows: tuple[Tensor, Tensor] | None = None  # the last CPU rows, and where they were put
 
     @property
     def device(self) -> torch.device:
@@ -58,8 +59,9 @@ class Policy:
     ) -> Tensor:
         """v = eps_hat - x0_hat at x, differentiable.
 
-        x (n, *L) fp32 flow coordinates; sigma (n,) or (), in [0, 1], may differ by row; rows (n,) int64 into cond. guidance: "pipeline" as recorded,
-        "none" only the conditional branch, or a float g: u + g (c - u). detach_uncond: no gradient through u. Returns (n, *L) fp32.
+        x (n, *L) fp32 flow coordinates; sigma (n,) or (), in [0, 1], may differ by row; rows (n,) int64 into cond. guidance: "pipeline"
+        as recorded, "none" only the conditional branch, or a float g: u + g (c - u). detach_uncond: no gradient through u. Returns (n,
+        *L) fp32.
         """
         if not isinstance(guidance, str):
             guidance = "none" if guidance == 1 else float(guidance)
@@ -67,15 +69,29 @@ class Policy:
             raise ValueError(f"guidance={guidance!r}; allowed are 'pipeline', 'none' or a number")
         n = x.shape[0]
         if tuple(x.shape[1:]) != self.latent_shape or rows.shape != (n,):
-            raise ValueError(f"x {tuple(x.shape)} and rows {tuple(rows.shape)}; expected (n, {', '.join(map(str, self.latent_shape))}) and (n,)")
-        s = torch.as_tensor(sigma, dtype=torch.float64, device=x.device)
-        return self._velocity(x.float(), s.expand(n), cond, rows.to(x.device), guidance, detach_uncond)
+            raise ValueError(
+                f"x {tuple(x.shape)} and rows {tuple(rows.shape)}; expected (n, {', '.join(map(str, self.latent_shape))}) and (n,)"
+            )
+        one = not isinstance(sigma, Tensor) or (
+            sigma.ndim == 0 and sigma.device.type == "cpu"
+        )  # one number: no device work to find its time
+        s = torch.tensor(float(sigma), dtype=torch.float64) if one else sigma.to(x.device, torch.float64).expand(n)
+        return self._velocity(x.float(), s, cond, self._placed(rows, x.device), guidance, detach_uncond)
+
+    def _placed(self, rows: Tensor, device: torch.device) -> Tensor:
+        """rows on the device; the same tensor again for equal CPU rows, so that what is gathered by them is gathered once."""
+        if rows.device.type != "cpu":
+            return rows
+        if self._rows is None or self._rows[1].device != device or not torch.equal(self._rows[0], rows):
+            self._rows = (rows.clone(), rows.to(device, copy=True))
+        return self._rows[1]
 
     def _velocity(self, x: Tensor, s: Tensor, cond: Any, rows: Tensor, guidance: float | str, detach_uncond: bool) -> Tensor:
         raise NotImplementedError
 
     def init(self, noise: Tensor, schedule: Schedule | None = None) -> Tensor:
-        """noise (n, *L) -> x at the schedule's first sigma, as the pipeline starts. schedule: default the one asked for last (or of 28 steps)."""
+        """noise (n, *L) -> x at the schedule's first sigma, as the pipeline starts. schedule: default the one asked for last (or of 28
+        steps)."""
         if schedule is None and self._last is None:
             self.schedule(28)
         return noise * (schedule or self._last).start

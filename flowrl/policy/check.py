@@ -54,7 +54,9 @@ def relative(a: Tensor, b: Tensor) -> float:
 @torch.no_grad()
 def self_check(policy: PipelinePolicy) -> SelfCheck:
     """Run the pipeline for real and compare. Costs about four short runs of the pipeline."""
-    tolerance = 1e-4 if policy.dtype == torch.float32 else torch.finfo(policy.dtype).eps * max(4.0, _weight(policy))  # rounding times guidance
+    tolerance = (
+        1e-4 if policy.dtype == torch.float32 else torch.finfo(policy.dtype).eps * max(4.0, _weight(policy))
+    )  # rounding times guidance
     cond, pad = policy.encode(RECORD), len(policy.prober.runner.pad)
     real, final, scheduler = _record(policy, RECORD)
     sigmas = policy.coords.sigmas_of(scheduler, torch.stack([i.time for i in real]))
@@ -63,9 +65,11 @@ def self_check(policy: PipelinePolicy) -> SelfCheck:
     keep = slice(0, len(RECORD))
     replayed = [_predict(policy, it.sample[keep], sigmas[j], cond, [0, 1]) for j, it in enumerate(real)]
     errors["prediction"] = max(relative(p, it.prediction[keep].float()) for p, it in zip(replayed, real, strict=True))
-    errors["loop"] = relative(_loop(policy, real, sigmas, scheduler, cond), final[: len(RECORD)].float())
     again, _, _ = _record(policy, [RECORD[1], RECORD[0], RECORD[1]])
-    rows = [[_predict(policy, it.sample[: len(it.sample) - pad], sigmas[j], cond, order) for j, it in enumerate(again)] for order in ([1, 0, 1], [0, 1, 0])]
+    rows = [
+        [_predict(policy, it.sample[: len(it.sample) - pad], sigmas[j], cond, order) for j, it in enumerate(again)]
+        for order in ([1, 0, 1], [0, 1, 0])
+    ]
     truth = [it.prediction[: len(it.prediction) - pad].float() for it in again]
     errors["rows"] = max(map(relative, rows[0], truth))
     wrong = max(map(relative, rows[1], truth))
@@ -73,14 +77,21 @@ def self_check(policy: PipelinePolicy) -> SelfCheck:
     notes: list[str] = []
     euler = _euler(policy, sigmas, scheduler, real[0])
     if euler is None:
-        notes.append(f"{type(scheduler).__name__} draws noise in its step: its coordinates were not compared with an Euler step")
+        notes.append(f"{type(scheduler).__name__} draws noise in its step: neither its loop nor its step was compared")
     else:
         errors["euler"] = euler
+        errors["loop"] = relative(_loop(policy, real, sigmas, scheduler, cond), final[keep].float())
     if "decode" not in policy.prober.runner.hints:
         x = final[keep].float()
         errors["decode"] = relative(policy.decoder(x), tail(policy.prober, policy.steps, x))
     result = SelfCheck(
-        pipeline=policy.replay.pipeline, source=policy.describe(), errors=errors, wrong_rows=wrong, tolerance=tolerance, steps=policy.steps, notes=notes
+        pipeline=policy.replay.pipeline,
+        source=policy.describe(),
+        errors=errors,
+        wrong_rows=wrong,
+        tolerance=tolerance,
+        steps=policy.steps,
+        notes=notes,
     )
     return _judge(result)
 
@@ -89,12 +100,14 @@ def _judge(result: SelfCheck) -> SelfCheck:
     for key, value in result.errors.items():
         if not value <= result.tolerance:  # also NaN
             raise UnreplayableError(
-                f"{result.pipeline}: the replay differs in {MEANING[key]} by {value:.1e} (allowed {result.tolerance:.0e}); see policy.describe() and "
+                f"{result.pipeline}: the replay differs in {MEANING[key]} by {value:.1e} (allowed {result.tolerance:.0e}); see "
+                f"policy.describe() and "
                 "flowrl.policy.hints.register for what can be declared"
             )
     if not result.wrong_rows > max(1e-3, 10 * result.errors["rows"]):
         raise UnreplayableError(
-            f"{result.pipeline}: swapping the two prompts changes predictions by only {result.wrong_rows:.1e}, so the check of prompt rows says nothing"
+            f"{result.pipeline}: swapping the two prompts changes predictions by only {result.wrong_rows:.1e}, so the check of prompt "
+            f"rows says nothing"
         )
     return result
 
@@ -105,8 +118,8 @@ def _weight(policy: PipelinePolicy) -> float:
 
 def _predict(policy: PipelinePolicy, sample: Tensor, sigma: Tensor, cond: Any, rows: list[int]) -> Tensor:
     """The replay's prediction at the pipeline's own latents."""
-    x, s = sample.float() / policy.coords.scale(sigma).item(), sigma.to(sample.device).expand(len(rows))
-    return policy.predict(x, s, cond, torch.tensor(rows, device=x.device))
+    x = sample.float() / policy.coords.scale(sigma).item()
+    return policy.predict(x, sigma.cpu(), cond, torch.tensor(rows, device=x.device))
 
 
 def _record(policy: PipelinePolicy, prompts: list[str]) -> tuple[list[Iteration], Tensor, Any]:
@@ -169,4 +182,3 @@ def _euler(policy: PipelinePolicy, sigmas: Tensor, scheduler: Any, first: Iterat
     x = first.sample.float() / policy.coords.scale(sigmas[0]).item()
     v = policy.coords.velocity(first.prediction.float(), x, sigmas[0])
     return relative((x + v * (sigmas[1] - sigmas[0]).item()) * policy.coords.scale(sigmas[1]).item(), steps[0].float())
-

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.policy.arguments import RULES, Path, Time
 from flowrl.policy.record import UnreplayableError
-from flowrl.policy.replay import RULES, Path, Time
 
 
 @dataclass
@@ -39,7 +39,9 @@ def leaves(a: Any, b: Any, rows_a: int, rows_b: int, path: Path = ()) -> Iterato
             yield from leaves(a[key], b[key], rows_a, rows_b, (*path, key))
     elif isinstance(a, list | tuple) and len(a) != len(b):
         if len(a) * rows_b != len(b) * rows_a:
-            raise UnreplayableError(f"argument {name(path)}: {len(a)} entries for {rows_a} prompts and {len(b)} for {rows_b}; no batch axis found")
+            raise UnreplayableError(
+                f"argument {name(path)}: {len(a)} entries for {rows_a} prompts and {len(b)} for {rows_b}; no batch axis found"
+            )
         yield Leaf(path, 0, True)
     elif isinstance(a, list | tuple) and any(isinstance(v, Tensor) for v in a):
         for k, (u, v) in enumerate(zip(a, b, strict=True)):
@@ -67,9 +69,12 @@ def differs(a: Any, b: Any) -> bool:
 
 
 def fit_time(path: Path, values: list[Any], t: Tensor, s: Tensor, batched: bool) -> Time:
-    """The rule by which an argument follows t (J,) or sigma (J,); values: what it was at these times. Elementwise affine in t or s at worst."""
+    """The rule by which an argument follows t (J,) or sigma (J,); values: what it was at these times. Elementwise affine in t or s at
+    worst."""
     if not all(isinstance(v, Tensor | int | float) and not isinstance(v, bool) for v in values):
-        raise UnreplayableError(f"argument {name(path)} changes from step to step and is not a number; it cannot be replayed at other times")
+        raise UnreplayableError(
+            f"argument {name(path)} changes from step to step and is not a number; it cannot be replayed at other times"
+        )
     stack = torch.stack([torch.as_tensor(v).detach().cpu() for v in values])
     dtype = stack.dtype if stack.is_floating_point() else torch.float32  # integer times: networks embed floats alike
     exact = torch.finfo(dtype).eps * 8

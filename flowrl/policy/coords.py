@@ -1,12 +1,14 @@
 """Every scheduler as a flow: x' = x / (a+b), s = b / (a+b), v = eps - x0, where x = a x0 + b eps are the pipeline's own latents.
 
-Three kinds cover diffusers: "flow" (a = 1-s, b = s), "vp" (a^2 + b^2 = 1: DDIM, PNDM, DPM++...), "ve" (a = 1: Euler, Heun, LMS...). In flow coordinates
-a variance-preserving network reads x' / r with r = sqrt((1-s)^2 + s^2), in all of them. Nothing is approximated at either end of a schedule.
+Three kinds cover diffusers: "flow" (a = 1-s, b = s), "vp" (a^2 + b^2 = 1: DDIM, PNDM, DPM++...), "ve" (a = 1: Euler, Heun, LMS...). In
+flow coordinates a variance-preserving network reads x' / r with r = sqrt((1-s)^2 + s^2), in all of them. Nothing is approximated at
+either end of a schedule.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import bisect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from flowrl.types import expand
 class Schedule:
     """Noise levels of one sampling run, from the pipeline's own scheduler.
 
-    sigmas (T+1,) fp64, descending, in [0, 1]; times (T,) fp64: the exact model time of sigmas[:-1]; start: noise * start is x at sigmas[0].
+    sigmas (T+1,) fp64, descending, in [0, 1]; times (T,) fp64: the exact model time of sigmas[:-1]; start: noise * start is x at
+    sigmas[0].
     """
 
     sigmas: Tensor
@@ -39,11 +42,12 @@ def radius(s: Tensor) -> Tensor:
 
 @dataclass
 class TimeMap:
-    """sigma -> model time through sorted knots. A sigma within 2e-7 of a knot (fp32 rounding) gets the knot's exact time, others a float in between."""
+    """sigma -> model time through sorted knots. A sigma within 2e-7 of a knot (fp32 rounding) gets the knot's exact time, others a
+    float in between."""
 
     sigma: Tensor  # (K,) fp64, ascending
     time: Tensor  # (K,) fp64
-    exact: dict[float, float] = field(default_factory=dict)
+    _lists: tuple[list[float], list[float]] | None = None
 
     def add(self, sigma: Tensor, time: Tensor) -> None:
         """Register grid members; they replace knots that are equal within 2e-7."""
@@ -51,7 +55,17 @@ class TimeMap:
         far = (self.sigma[:, None] - sigma).abs().amin(1) > 2e-7
         merged = torch.cat([self.sigma[far], sigma]), torch.cat([self.time[far], time])
         order = merged[0].argsort()
-        self.sigma, self.time = merged[0][order], merged[1][order]
+        self.sigma, self.time, self._lists = merged[0][order], merged[1][order], None
+
+    def at(self, sigma: float) -> float:
+        """Model time of one number, without touching a device."""
+        if self._lists is None:
+            self._lists = (self.sigma.tolist(), self.time.tolist())
+        knots, times = self._lists
+        right = min(max(bisect.bisect_left(knots, sigma), 1), len(knots) - 1)
+        s0, s1, t0, t1 = knots[right - 1], knots[right], times[right - 1], times[right]
+        weight = 1.0 if abs(sigma - s1) < 2e-7 else 0.0 if abs(sigma - s0) < 2e-7 else min(max((sigma - s0) / (s1 - s0), 0.0), 1.0)
+        return t1 if weight == 1.0 else t0 + weight * (t1 - t0)
 
     def __call__(self, sigma: Tensor) -> Tensor:
         """Model time fp64 of sigma, any shape, on sigma's device."""
@@ -63,7 +77,7 @@ class TimeMap:
         weight = (sigma - s0) / (s1 - s0)
         weight = torch.where((sigma - s1).abs() < 2e-7, torch.ones_like(weight), weight)
         weight = torch.where((sigma - s0).abs() < 2e-7, torch.zeros_like(weight), weight)
-        return t0 + weight.clamp(0, 1) * (t1 - t0)
+        return torch.where(weight == 1, t1, t0 + weight.clamp(0, 1) * (t1 - t0))
 
 
 class Coords:
@@ -79,7 +93,9 @@ class Coords:
         self.train_times = int(cfg.get("num_train_timesteps", 1000))
         self.kind = "flow" if flow else self._diffusion_kind(scheduler)
         if flow:
-            self.time = TimeMap(torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0.0, float(self.train_times)], dtype=torch.float64))
+            self.time = TimeMap(
+                torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0.0, float(self.train_times)], dtype=torch.float64)
+            )
         else:
             s = self._from_alphas(scheduler.alphas_cumprod)
             self.time = TimeMap(s, torch.arange(s.numel(), dtype=torch.float64))
@@ -146,11 +162,11 @@ class Coords:
         if self.prediction == "flow":
             return prediction
         p, q = self.coefficients(s)
-        return expand(p.to(x.dtype), x) * prediction + expand(q.to(x.dtype), x) * x
+        return expand(p.to(x), x) * prediction + expand(q.to(x), x) * x
 
     def to_prediction(self, v: Tensor, x: Tensor, s: Tensor) -> Tensor:
         """Inverse of velocity."""
         if self.prediction == "flow":
             return v
         p, q = self.coefficients(s)
-        return (v - expand(q.to(x.dtype), x) * x) / expand(p.to(x.dtype), x)
+        return (v - expand(q.to(x), x) * x) / expand(p.to(x), x)

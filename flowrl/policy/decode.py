@@ -50,7 +50,9 @@ def infer_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder
     """Probe the tail of the pipeline: what vae.decode receives for chosen latents, and what becomes of chosen VAE outputs."""
     vae = getattr(prober.runner.pipe, "vae", None)
     if vae is None or not hasattr(vae, "decode"):
-        raise UnreplayableError(f"decode: {type(prober.runner.pipe).__name__} has no VAE with a decode method; give hints decode=fn(pipe, latents)")
+        raise UnreplayableError(
+            f"decode: {type(prober.runner.pipe).__name__} has no VAE with a decode method; give hints decode=fn(pipe, latents)"
+        )
     rows = len(RECORD) + len(prober.runner.pad)
     real, seen, sizes = type(vae).decode, {}, {}
 

@@ -6,14 +6,18 @@ from typing import Any
 
 from torch import Tensor
 
+from flowrl.policy.arguments import Path, nest
 from flowrl.policy.classify import name
-from flowrl.policy.replay import CallPlan, Path, Regime, Replay, nest
+from flowrl.policy.replay import CallPlan, Regime, Replay
 
 
 def describe(replay: Replay) -> str:
     """Source of the inferred call: one branch a regime, one call a network call, then how outputs combine and become a velocity."""
     c = replay.coords
-    lines = [f"# {replay.pipeline}: latents {replay.shape}, {c.kind} scheduler that predicts {c.prediction}", "def velocity(x, sigma, cond, rows):"]
+    lines = [
+        f"# {replay.pipeline}: latents {replay.shape}, {c.kind} scheduler that predicts {c.prediction}",
+        "def velocity(x, sigma, cond, rows):",
+    ]
     lines.append("    t = model_time(sigma)  # of the pipeline's own schedule, interpolated between its steps")
     if any(s.rule == "1/r" for reg in replay.regimes for call in reg.calls for s in call.slots):
         lines.append("    r = sqrt((1 - sigma)**2 + sigma**2)")

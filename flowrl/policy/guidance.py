@@ -1,4 +1,5 @@
-"""How a loop combines the outputs of its branches: fitted on random outputs, never on the network's own (equal branches would hide the weights)."""
+"""How a loop combines the outputs of its branches: fitted on random outputs, never on the network's own (equal branches would hide the
+weights)."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from flowrl.policy.record import UnreplayableError
 
 @dataclass
 class Guidance:
-    """rule "linear": sum of weights * outputs; "norm": the same, rescaled to the conditional output's norm over the last axis (true CFG of
-    Qwen-Image); "pipeline": the pipeline combines (slow). total: what equal outputs are multiplied by, +1 or -1. cond: index of the
+    """rule "linear": sum of weights * outputs; "norm": the same, rescaled to the conditional output's norm over the last axis (true CFG
+    of Qwen-Image); "pipeline": the pipeline combines (slow). total: what equal outputs are multiplied by, +1 or -1. cond: index of the
     conditional branch."""
 
     rule: str
@@ -34,7 +35,9 @@ class Guidance:
         if guidance == "pipeline" and self.rule == "pipeline":
             return combine(outs)
         weights = self.weights if guidance == "pipeline" else self._reweighted(float(guidance))
-        mixed = sum(w * o for w, o in zip(weights[1:], outs[1:], strict=True)) + weights[0] * outs[0] if len(outs) > 1 else weights[0] * outs[0]
+        mixed = (
+            sum(w * o for w, o in zip(weights[1:], outs[1:], strict=True)) + weights[0] * outs[0] if len(outs) > 1 else weights[0] * outs[0]
+        )
         if self.rule != "norm":
             return mixed
         return mixed * (outs[self.cond].norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True))
@@ -47,7 +50,9 @@ class Guidance:
                 "(guidance_scale > 1, or true_cfg_scale > 1 and negative_prompt), or use guidance='pipeline' or 'none'"
             )
         if self.rule == "pipeline" or len(self.weights) > 2:
-            raise ValueError(f"guidance={g}: this pipeline's guidance is not u + g (c - u), so g cannot be changed; use 'pipeline' or 'none'")
+            raise ValueError(
+                f"guidance={g}: this pipeline's guidance is not u + g (c - u), so g cannot be changed; use 'pipeline' or 'none'"
+            )
 
     def _reweighted(self, g: float) -> tuple[float, ...]:
         """Weights at guidance scale g; a norm-rescaled rule rescales after them."""

@@ -1,21 +1,36 @@
-"""From probing runs to a Replay: regimes, where latents and time go in, what belongs to a prompt, how outputs combine. Also binds new prompts."""
+"""From probing runs to a Replay: regimes, where latents and time go in, what belongs to a prompt, how outputs combine."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.policy.affine import Affine, patterns, solve
+from flowrl.policy.arguments import Rows, Slot
 from flowrl.policy.classify import Leaf, differs, fit_time, get, leaves, name
 from flowrl.policy.coords import Coords, radius
-from flowrl.policy.guidance import Guidance, fit
+from flowrl.policy.guidance import fit
 from flowrl.policy.probe import RECORD, Prober
 from flowrl.policy.record import Iteration, Runner, UnreplayableError
-from flowrl.policy.replay import CallPlan, Cond, Path, Regime, Replay, Rows, Slot
+from flowrl.policy.replay import CallPlan, Regime, Replay
 
 MORE = [*RECORD, RECORD[0]]  # one row more, no longer text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What the probing runs showed. runs[pattern]: iterations with these latents; more: zeros with one row more; times, sigmas (J,) fp64."""
+
+    runs: dict[str, list[Iteration]]
+    more: list[Iteration]
+    times: Tensor
+    sigmas: Tensor
+    coords: Coords
+    rows: int
+    shape: tuple[int, ...]
 
 
 def infer(prober: Prober, coords: Coords) -> tuple[Replay, int]:
@@ -29,16 +44,18 @@ def infer(prober: Prober, coords: Coords) -> tuple[Replay, int]:
             break
         steps *= 2
         if steps > 64:
-            raise UnreplayableError("regimes: a set of networks is used at fewer than two steps of 64; its time and constants cannot be told apart")
+            raise UnreplayableError(
+                "regimes: a set of networks is used at fewer than two steps of 64; its time and constants cannot be told apart"
+            )
     times = torch.stack([i.time for i in zero])
-    sigmas = coords.sigmas_of(runner.pipe.scheduler, times)[:-1]
-    shape = tuple(zero[0].sample.shape[1:])
-    rows = len(RECORD) + len(runner.pad)
+    shape, rows = tuple(zero[0].sample.shape[1:]), len(RECORD) + len(runner.pad)
     if zero[0].sample.shape[0] != rows:
         raise UnreplayableError(f"the loop holds {zero[0].sample.shape[0]} latents for {rows} prompts; leave num_images_per_prompt at 1")
-    runs = {key: _run(prober, RECORD, steps, key) for key in patterns(1, shape)}
-    more = _run(prober, MORE, steps, "zero")
-    calls = [[_call(i, seg, runs, more, times, sigmas, coords, rows, shape) for i in range(len(zero[seg[0]].calls))] for seg in segments]
+    seen = Evidence(
+        runs={key: _run(prober, RECORD, steps, key) for key in patterns(1, shape)}, more=_run(prober, MORE, steps, "zero"),
+        times=times, sigmas=coords.sigmas_of(runner.pipe.scheduler, times)[:-1], coords=coords, rows=rows, shape=shape,
+    )  # fmt: skip
+    calls = [[_call(i, seg, seen) for i in range(len(zero[seg[0]].calls))] for seg in segments]
     regimes = [_regime(prober, plans, seg, steps, shape, rows) for plans, seg in zip(calls, segments, strict=True)]
     return Replay(regimes, _boundaries(runner, segments, times), coords, shape, type(runner.pipe).__name__), steps
 
@@ -60,7 +77,8 @@ def _run(prober: Prober, prompts: list[str], steps: int, key: str) -> list[Itera
 
 
 def _fix_text_length(prober: Prober, steps: int) -> None:
-    """Where the text length follows the longest prompt of the batch, add one overlong and one empty prompt to every run: one length, always masked."""
+    """Where the text length follows the longest prompt of the batch, add one overlong and one empty prompt to every run: one length,
+    always masked."""
     runner = prober.runner
     default = runner.parameters.get("max_sequence_length")
     tokens = runner.kwargs.get("max_sequence_length") or (default.default if default else 512)
@@ -88,25 +106,21 @@ def _segments(run: list[Iteration]) -> list[list[int]]:
     return out
 
 
-def _call(
-    i: int, seg: list[int], runs: dict[str, list[Iteration]], more: list[Iteration], times: Tensor, sigmas: Tensor, coords: Coords, rows: int,
-    shape: tuple[int, ...],
-) -> CallPlan:  # fmt: skip
-    """Classify every argument of call i of a regime."""
-    j0, zero = seg[0], runs["zero"]
-    args = {key: run[j0].calls[i].args for key, run in runs.items()}
+def _call(i: int, seg: list[int], seen: Evidence) -> CallPlan:
+    """Classify every argument of call i of a regime, whose iterations are seg."""
+    j0, zero = seg[0], seen.runs["zero"]
+    args = {key: run[j0].calls[i].args for key, run in seen.runs.items()}
     slots, found, shared, time = [], [], {}, []
-    for leaf in leaves(args["zero"], more[j0].calls[i].args, rows, rows + 1):
+    for leaf in leaves(args["zero"], seen.more[j0].calls[i].args, seen.rows, seen.rows + 1):
         over_time = [get(zero[j].calls[i].args, leaf.path) for j in seg]
         varying = any(differs(over_time[0], v) for v in over_time[1:])
         holds_x = differs(over_time[0], get(args["one"], leaf.path))
         if varying and holds_x:
             raise UnreplayableError(f"argument {name(leaf.path)} mixes latents and time")
         if holds_x:
-            ones = [get(runs["one"][j].calls[i].args, leaf.path) for j in seg]
-            slots.append(_slot(leaf, {k: get(a, leaf.path) for k, a in args.items()}, over_time, ones, sigmas[seg], coords, rows, shape))
+            slots.append(_slot(leaf, i, seg, seen))
         elif varying:
-            time.append(fit_time(leaf.path, over_time, times[seg], sigmas[seg], leaf.axis is not None))
+            time.append(fit_time(leaf.path, over_time, seen.times[seg], seen.sigmas[seg], leaf.axis is not None))
         elif leaf.axis is not None:
             found.append(leaf)
         else:
@@ -117,21 +131,21 @@ def _call(
     if len(layouts) > 1:
         raise UnreplayableError(f"arguments {[name(s.path) for s in slots]} order the rows of the batch differently: {sorted(layouts)}")
     blocks, repeats = layouts.pop()
-    per_row = [_rows(leaf, get(args["zero"], leaf.path), rows, blocks, repeats) for leaf in found]
-    identity = Affine(1, 1, shape, None, torch.tensor(1.0, dtype=torch.float64), None)
+    per_row = [_rows(leaf, get(args["zero"], leaf.path), seen.rows, blocks, repeats) for leaf in found]
+    identity = Affine(1, 1, seen.shape, None, torch.tensor(1.0, dtype=torch.float64), None)
     return CallPlan(zero[j0].calls[i].module, blocks, slots, time, per_row, shared, identity)
 
 
-def _slot(
-    leaf: Leaf, values: dict[str, Tensor], zeros: list[Tensor], ones: list[Tensor], sigmas: Tensor, coords: Coords, rows: int, shape: tuple[int, ...]
-) -> Slot:
+def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
     """Layout of the latents in an argument, and how their scale follows sigma (in flow coordinates it is constant, or 1/r)."""
-    what = f"argument {name(leaf.path)}"
+    what, sigmas = f"argument {name(leaf.path)}", seen.sigmas[seg]
     if leaf.axis != 0 or leaf.is_list:
         raise UnreplayableError(f"{what} holds the latents, but not with the batch on its first axis")
-    found = solve(values, rows, shape, what)
-    slope = torch.stack([(o.double() - z.double()).abs().max().cpu() for o, z in zip(ones, zeros, strict=True)])
-    level = slope * coords.scale(sigmas)
+    values = {key: get(run[seg[0]].calls[i].args, leaf.path) for key, run in seen.runs.items()}
+    found = solve(values, seen.rows, seen.shape, what)
+    ends = [[get(seen.runs[key][j].calls[i].args, leaf.path).double() for j in seg] for key in ("zero", "one")]
+    slope = torch.stack([(b - a).abs().max().cpu() for a, b in zip(*ends, strict=True)])
+    level = slope * seen.coords.scale(sigmas)
     close = 1e-4 if values["zero"].dtype == torch.float32 else 2e-2
     for rule, factor in (("1", torch.ones_like(sigmas)), ("1/r", 1 / radius(sigmas))):
         ratio = level / factor
@@ -204,7 +218,13 @@ def _out_map(run, plan: CallPlan, shape: tuple[int, ...], rows: int) -> Affine:
     size = tuple(next(iter(noise)))
     named = {k: run(equal(lambda _, k=k: patterns(rows, (repeats, *size))[k]))[1][0] for k in patterns(1, (repeats, *size))}
     found = solve(named, rows, (repeats, *size), f"output of {plan.module}")
-    if found.scale.ndim or found.const is not None or found.blocks * found.repeats != 1 or found.scale.abs().item() - 1 > 1e-3 or len(found.shape) < 1:
+    if (
+        found.scale.ndim
+        or found.const is not None
+        or found.blocks * found.repeats != 1
+        or found.scale.abs().item() - 1 > 1e-3
+        or len(found.shape) < 1
+    ):
         raise UnreplayableError(f"output of {plan.module}: it is not a selection of entries, so it cannot be mapped to {numel} latents")
     return found
 
@@ -220,46 +240,8 @@ def _boundaries(runner: Runner, segments: list[list[int]], times: Tensor) -> lis
             value = config * runner.pipe.scheduler.config.num_train_timesteps
         if value is None or not low < value <= high:
             raise UnreplayableError(
-                f"regimes: the networks change between times {high:g} and {low:g}, and the boundary is {value}; name it with hints boundary=<time>"
+                f"regimes: the networks change between times {high:g} and {low:g}, and the boundary is {value}; name it with hints "
+                f"boundary=<time>"
             )
         out.append(float(value))
-    return out
-
-
-def bind(prober: Prober, replay: Replay, steps: int, prompts: list[str], chunk: int = 64) -> Cond:
-    """Encode prompts by a stubbed run with zero latents, `chunk` prompts at a time, keeping what belongs to a prompt."""
-    parts = [_bind(prober, replay, steps, prompts[k : k + chunk]) for k in range(0, len(prompts), chunk)]
-    if len(parts) == 1:
-        return Cond(tuple(prompts), parts[0])
-    return Cond(tuple(prompts), [[{p: _cat([part[r][c][p] for part in parts]) for p in call} for c, call in enumerate(reg)] for r, reg in enumerate(parts[0])])
-
-
-def _cat(values: list[Any]) -> Any:
-    if values[0] is None:
-        return None
-    return torch.cat(values, 1) if isinstance(values[0], Tensor) else [v for part in values for v in part]
-
-
-def _bind(prober: Prober, replay: Replay, steps: int, prompts: list[str]) -> list[list[dict[Path, Any]]]:
-    rows, drop = len(prompts) + len(prober.runner.pad), len(prober.runner.pad)
-    lows = [*replay.boundaries, -1.0]
-    seen: dict[int, Iteration] = {}
-
-    def keep(j: int, it: Iteration) -> bool:
-        which = next(k for k, low in enumerate(lows) if it.time >= low)
-        if j > 0:
-            seen.setdefault(which, it)
-        return len(seen) == len(lows)
-
-    prober.run(prompts, steps, latents=lambda j: torch.zeros(rows, *replay.shape), stop=keep)
-    out = []
-    for which, regime in enumerate(replay.regimes):
-        kept: list[dict[Path, Any]] = []
-        for plan, call in zip(regime.calls, seen[which].calls, strict=True):
-            values = {r.path: r.keep(get(call.args, r.path), rows, drop) for r in plan.rows}
-            for slot in plan.slots:
-                if slot.map.const is not None:
-                    values[slot.path] = get(call.args, slot.path).detach().float().reshape(plan.blocks, rows, -1)[:, : rows - drop]
-            kept.append(values)
-        out.append(kept)
     return out

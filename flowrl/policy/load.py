@@ -17,13 +17,21 @@ from flowrl.registry import did_you_mean
 
 
 def load_policy(
-    source: Any, *, lora: dict[str, Any] | None = None, dtype: torch.dtype | str | None = None, device: torch.device | str | None = None,
-    shape: tuple[int, ...] | None = None, kind: str | None = None, cond: Callable[[list[str]], Tensor] | None = None, **pipeline_kwargs: Any,
-) -> Policy:  # fmt: skip
+    source: Any,
+    *,
+    lora: dict[str, Any] | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    shape: tuple[int, ...] | None = None,
+    kind: str | None = None,
+    cond: Callable[[list[str]], Tensor] | None = None,
+    **pipeline_kwargs: Any,
+) -> Policy:
     """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in configs/model, or an nn.Module f(x, t, cond).
 
     lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on every denoiser, fp32 whatever dtype is; None trains all weights.
-    dtype: of the networks (default: fp32; of a live pipeline, as it is). shape, kind, cond: for an nn.Module, see ModulePolicy. pipeline_kwargs: arguments of the pipeline's
+    dtype: of the networks (default: fp32; of a live pipeline, as it is). shape, kind, cond: for an nn.Module, see ModulePolicy.
+    pipeline_kwargs: arguments of the pipeline's
     own call (height, width, num_frames, guidance_scale, negative_prompt, max_sequence_length ...); they hold for the policy's life.
     A pipeline whose loop cannot be inferred raises UnreplayableError (a ValueError).
     """

@@ -44,7 +44,10 @@ def read(pipe: Any, modules: dict[str, nn.Module], path: str | Path) -> dict[str
     for file in dict.fromkeys(file_of(name, known) for name in modules):
         actual = first if file == FILE else file
         if not (folder / actual).is_file():
-            raise ValueError(f"no LoRA file {folder / actual}; a folder written by save_lora holds {', '.join(sorted({file_of(n, known) for n in modules}))}")
+            raise ValueError(
+                f"no LoRA file {folder / actual}; a folder written by save_lora holds "
+                f"{', '.join(sorted({file_of(n, known) for n in modules}))}"
+            )
         weights = type(pipe).lora_state_dict(str(folder), weight_name=actual, local_files_only=True)
         weights = weights[0] if isinstance(weights, tuple) else weights
         name = next(n for n in modules if file_of(n, known) == file)

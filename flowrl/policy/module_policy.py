@@ -22,9 +22,13 @@ class ModulePolicy(Policy):
     """
 
     def __init__(
-        self, module: nn.Module, shape: tuple[int, ...], kind: str = "flow", cond: Callable[[list[str]], Tensor] | None = None,
+        self,
+        module: nn.Module,
+        shape: tuple[int, ...],
+        kind: str = "flow",
+        cond: Callable[[list[str]], Tensor] | None = None,
         lora: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}; allowed are {', '.join(KINDS)}")
         super().__init__({"module": module}, lora, shape)
@@ -48,7 +52,7 @@ class ModulePolicy(Policy):
             raise ValueError(f"guidance={guidance}: a module policy has no unconditional branch; use 'none', or mix inside the module")
         value = cond.kept[0][0][("cond",)]
         self.calls += x.shape[0]
-        prediction = self.modules["module"](x, s.to(x.dtype), None if value is None else value.index_select(0, rows))
+        prediction = self.modules["module"](x, s.to(x).expand(x.shape[0]), None if value is None else value.index_select(0, rows))
         return self.coords.velocity(prediction.float(), x, s)
 
     def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:

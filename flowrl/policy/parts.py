@@ -1,4 +1,5 @@
-"""What is trained, and its views: the current weights, an older copy, the frozen reference. Optimizer, EMA and checkpoints read `named` and nothing else."""
+"""What is trained, and its views: the current weights, an older copy, the frozen reference. Optimizer, EMA and checkpoints read `named`
+and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "ad
 
 
 def targets(module: nn.Module, wanted: list[str] | None) -> list[str]:
-    """Full names of the Linear layers that get LoRA: those whose name ends in `wanted`; by default attention projections, else every Linear."""
+    """Full names of the Linear layers that get LoRA: those whose name ends in `wanted`; by default attention projections, else every
+    Linear."""
     linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
     picked = [n for n in linear if any(n == w or n.endswith("." + w) for w in (wanted or ATTENTION))]
     if not picked and wanted:
@@ -52,7 +54,9 @@ class Parts:
             if name == "default":
                 module.requires_grad_(False)
                 self.targets[part] = targets(module, options["targets"])
-            config = LoraConfig(r=options["rank"], lora_alpha=options["alpha"], init_lora_weights=options["init"], target_modules=self.targets[part])
+            config = LoraConfig(
+                r=options["rank"], lora_alpha=options["alpha"], init_lora_weights=options["init"], target_modules=self.targets[part]
+            )
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are what we want
                 if hasattr(module, "add_adapter"):
@@ -72,8 +76,10 @@ class Parts:
         mark = f".{view}." if self.lora is not None else ""
         return {
             f"{part}.{key.replace(mark, '.') if mark else key}": p
-            for part, module in self.modules.items() for key, p in module.named_parameters() if mark in key
-        }  # fmt: skip
+            for part, module in self.modules.items()
+            for key, p in module.named_parameters()
+            if mark in key
+        }
 
     def add_view(self, name: str) -> None:
         """A second set of the trainable weights, copied from the current ones."""
@@ -95,7 +101,11 @@ class Parts:
         if view != "default" and view not in self._views():
             raise ValueError(f"no view {view!r}; there are {['default', *self._views()]}; make one with policy.add_view({view!r})")
         if self.lora is None:
-            return {k: p.detach() for k, p in self.named().items()} if view == self.active else self.copies[self.active if view == "default" else view]
+            return (
+                {k: p.detach() for k, p in self.named().items()}
+                if view == self.active
+                else self.copies[self.active if view == "default" else view]
+            )
         return {k: p.detach() for k, p in self.named(view).items()}
 
     @torch.no_grad()
@@ -111,10 +121,15 @@ class Parts:
         target = self.tensors(view)
         missing, extra = sorted(set(target) - set(state)), sorted(set(state) - set(target))
         if missing or extra:
-            raise ValueError(f"state of view {view!r} does not fit: {len(missing)} names missing {missing[:3]}, {len(extra)} unknown {extra[:3]}")
+            raise ValueError(
+                f"state of view {view!r} does not fit: {len(missing)} names missing {missing[:3]}, {len(extra)} unknown {extra[:3]}"
+            )
         for key, value in target.items():
             if value.shape != state[key].shape:
-                raise ValueError(f"state of view {view!r}: {key} has shape {tuple(state[key].shape)}, and {tuple(value.shape)} is expected (another rank?)")
+                raise ValueError(
+                    f"state of view {view!r}: {key} has shape {tuple(state[key].shape)}, and {tuple(value.shape)} is expected (another "
+                    f"rank?)"
+                )
             value.copy_(state[key])
 
     @contextlib.contextmanager

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from flowrl.policy import lora
 from flowrl.policy.base import Policy
+from flowrl.policy.bind import bind
 from flowrl.policy.check import SelfCheck, self_check
 from flowrl.policy.coords import Coords, Schedule
 from flowrl.policy.decode import infer_decoder
 from flowrl.policy.describe import describe
 from flowrl.policy.hints import hints_for
-from flowrl.policy.infer import bind, infer
+from flowrl.policy.infer import infer
 from flowrl.policy.probe import Prober
 from flowrl.policy.record import Runner
 from flowrl.policy.reentry import reenter
@@ -63,12 +64,21 @@ class PipelinePolicy(Policy):
         self._last = self._schedules[steps]
         return self._last
 
-    def predict(self, x: Tensor, s: Tensor, cond: Cond, rows: Tensor, guidance: float | str = "pipeline", detach_uncond: bool = False) -> Tensor:
-        """The pipeline's own combined prediction (n, *L) fp32, at flow coordinates x, sigma s (n,) fp64; networks split by time where there are several."""
+    def predict(
+        self, x: Tensor, s: Tensor, cond: Cond, rows: Tensor, guidance: float | str = "pipeline", detach_uncond: bool = False
+    ) -> Tensor:
+        """The pipeline's own combined prediction (n, *L) fp32, at flow coordinates x, sigma s (n,) fp64 or () on the CPU; networks
+        split by time where there are several."""
+        boundaries = self.replay.boundaries
+        if s.ndim == 0:
+            t = self.coords.time.at(s.item())
+            return self._predict(
+                sum(t < b for b in boundaries), x, s, torch.tensor(t, dtype=torch.float64), cond, rows, guidance, detach_uncond
+            )
         t = self.coords.time(s)
-        if not self.replay.boundaries:
+        if not boundaries:
             return self._predict(0, x, s, t, cond, rows, guidance, detach_uncond)
-        which = sum((t < b).long() for b in self.replay.boundaries)
+        which = sum((t < b).long() for b in boundaries)
         used = which.unique().tolist()
         if len(used) == 1:
             return self._predict(used[0], x, s, t, cond, rows, guidance, detach_uncond)
@@ -89,14 +99,15 @@ class PipelinePolicy(Policy):
         return self.coords.velocity(self.predict(x, s, cond, rows, guidance, detach_uncond), x, s)
 
     def _combine(self, which: int, outs: list[Tensor], x: Tensor, s: Tensor, cond: Cond, rows: Tensor) -> Tensor:
-        """Feed real outputs through the pipeline's own combination, all rows at the first row's sigma (rules of guidance do not read time)."""
+        """Feed real outputs through the pipeline's own combination, all rows at the first row's sigma (rules of guidance do not read
+        time)."""
         regime, pad, answers, k = self.replay.regimes[which], len(self.prober.runner.pad), {}, 0
         for plan in regime.calls:
             blocks = [torch.cat([o, o[:1].expand(pad, *o.shape[1:])]) for o in outs[k : k + plan.blocks]]
             k += plan.blocks
             nth = sum(name == plan.module for name, _ in answers)
             answers[(plan.module, nth)] = torch.cat(blocks).to(self.dtype)
-        return reenter(self.prober, self.coords, self.steps, x, s[0], [cond.prompts[i] for i in rows.tolist()], answers)
+        return reenter(self.prober, self.coords, self.steps, x, s.reshape(-1)[0], [cond.prompts[i] for i in rows.tolist()], answers)
 
     def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:
         return self.decoder(x.float() * self.coords.scale(torch.tensor(float(sigma), dtype=torch.float64)).item())

@@ -24,12 +24,19 @@ class Prober:
         self.result: Any = None
 
     def run(
-        self, prompts: list[str], steps: int, *, latents: Callable[[int], Tensor] | None = None,
-        outputs: Callable[[Key, tuple[int, ...]], Tensor] | None = None, stop: Callable[[int, Iteration], bool] | None = None,
-        start: Tensor | None = None, output_type: str = "latent",
-    ) -> list[Iteration]:  # fmt: skip
-        """Iterations of one run. After iteration j the loop goes on with latents(j); outputs(key, shape) answers a network (default: ones);
-        stop(j, iteration) ends the run early; start: initial latents (P, *L), for pipelines that take them. self.result is what the call returned."""
+        self,
+        prompts: list[str],
+        steps: int,
+        *,
+        latents: Callable[[int], Tensor] | None = None,
+        outputs: Callable[[Key, tuple[int, ...]], Tensor] | None = None,
+        stop: Callable[[int, Iteration], bool] | None = None,
+        start: Tensor | None = None,
+        output_type: str = "latent",
+    ) -> list[Iteration]:
+        """Iterations of one run. After iteration j the loop goes on with latents(j); outputs(key, shape) answers a network (default:
+        ones); stop(j, iteration) ends the run early; start: initial latents (P, *L), for pipelines that take them. self.result is what
+        the call returned."""
         prompts = [*prompts, *self.runner.pad]
         done: list[Iteration] = []
         calls: list[Call] = []
@@ -48,7 +55,8 @@ class Prober:
         def on_step(prediction: Tensor, time: Any, sample: Tensor) -> Tensor | None:
             if not calls:
                 raise UnreplayableError(
-                    "scheduler.step is called twice between two denoiser calls (parallel streams or a conversion step), which cannot be replayed"
+                    "scheduler.step is called twice between two denoiser calls (parallel streams or a conversion step), which cannot be "
+                    "replayed"
                 )
             done.append(Iteration(list(calls), torch.as_tensor(time).detach().cpu().double().reshape(()), sample, prediction))
             calls.clear()
@@ -59,7 +67,9 @@ class Prober:
         given = {} if start is None else {"latents": start}
         self.result = self.runner.run(prompts, steps, on_call=on_call, on_step=on_step, output_type=output_type, **given)
         if not done:
-            raise UnreplayableError(f"{type(self.runner.pipe).__name__} never called scheduler.step after a denoiser: there is no loop to replay")
+            raise UnreplayableError(
+                f"{type(self.runner.pipe).__name__} never called scheduler.step after a denoiser: there is no loop to replay"
+            )
         return done
 
     def schedule(self, steps: int, coords: Coords) -> Schedule:

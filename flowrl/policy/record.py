@@ -1,7 +1,8 @@
 """Run a pipeline with its denoisers and its scheduler's step under our control.
 
-Nothing here infers anything. `Runner.run` calls the pipeline's own `__call__`; every denoiser call goes through `on_call` and every scheduler step
-through `on_step`, which may look, answer in place of the network, replace the latents, or leave the loop by raising `Halt`.
+Nothing here infers anything. `Runner.run` calls the pipeline's own `__call__`; every denoiser call goes through `on_call` and every
+scheduler step through `on_step`, which may look, answer in place of the network, replace the latents, or leave the loop by raising
+`Halt`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def first_tensor(output: Any) -> Tensor:
     """The prediction in what a denoiser returns: a tensor, a tuple or a ModelOutput."""
     out = output if isinstance(output, Tensor) else output[0]
     if not isinstance(out, Tensor):
-        raise UnreplayableError(f"a denoiser returned {type(out).__name__} where a tensor was expected; only tensor predictions can be replayed")
+        raise UnreplayableError(
+            f"a denoiser returned {type(out).__name__} where a tensor was expected; only tensor predictions can be replayed"
+        )
     return out
 
 
@@ -85,7 +88,9 @@ class Runner:
         parts = {k: v for k, v in pipe.components.items() if isinstance(v, nn.Module)}
         names = hints.get("denoisers") or [k for k in parts if k.startswith(("transformer", "unet"))]
         if not names:
-            raise UnreplayableError(f"{type(pipe).__name__} has no component named transformer* or unet*; name them with hints denoisers=[...]")
+            raise UnreplayableError(
+                f"{type(pipe).__name__} has no component named transformer* or unet*; name them with hints denoisers=[...]"
+            )
         self.denoisers: dict[str, nn.Module] = {k: parts[k] for k in names}
         self.pad: tuple[str, ...] = ()  # extra prompts that fix the text length; their rows are dropped
 
@@ -93,7 +98,9 @@ class Runner:
         """Reject arguments the pipeline does not take; switch true CFG on where the pipeline's default scale asks for it."""
         unknown = sorted(set(kwargs) - set(self.parameters))
         if unknown:
-            allowed = ", ".join(k for k in self.parameters if k not in ("self", "prompt", "num_inference_steps", "output_type", "return_dict"))
+            allowed = ", ".join(
+                k for k in self.parameters if k not in ("self", "prompt", "num_inference_steps", "output_type", "return_dict")
+            )
             raise ValueError(f"{type(self.pipe).__name__} takes no argument {unknown[0]!r}; it takes {allowed}")
         scale = self.parameters.get("true_cfg_scale")
         wanted = kwargs.get("true_cfg_scale", scale.default if scale else 1.0)
@@ -104,7 +111,13 @@ class Runner:
     def arguments(self, prompts: list[str], steps: int, output_type: str, **extra: Any) -> dict[str, Any]:
         """Keyword arguments of one call; text arguments become one entry a prompt."""
         rows = len(prompts)
-        out: dict[str, Any] = {"prompt": list(prompts), "num_inference_steps": steps, "output_type": output_type, "return_dict": False, **extra}
+        out: dict[str, Any] = {
+            "prompt": list(prompts),
+            "num_inference_steps": steps,
+            "output_type": output_type,
+            "return_dict": False,
+            **extra,
+        }
         for key, value in self.kwargs.items():
             out[key] = [value] * rows if key.startswith("negative_prompt") and isinstance(value, str) else value
         if "generator" in self.parameters:
@@ -116,13 +129,23 @@ class Runner:
         return next(next(iter(self.denoisers.values())).parameters()).device
 
     def run(
-        self, prompts: list[str], steps: int, *, on_call: Callable | None = None, on_step: Callable | None = None, on_times: Callable | None = None,
-        output_type: str = "latent", grad: bool = False, skip_step: bool = False, **extra: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        prompts: list[str],
+        steps: int,
+        *,
+        on_call: Callable | None = None,
+        on_step: Callable | None = None,
+        on_times: Callable | None = None,
+        output_type: str = "latent",
+        grad: bool = False,
+        skip_step: bool = False,
+        **extra: Any,
+    ) -> Any:
         """The pipeline's first output, or None after Halt.
 
-        on_call(name, args, real) -> output; on_step(prediction, time, sample) -> latents to go on with, or None to keep the scheduler's.
-        on_times(scheduler) runs after each set_timesteps. grad: keep the autograd graph. skip_step: on_step replaces the scheduler's own step.
+        on_call(name, args, real) -> output; on_step(prediction, time, sample) -> latents to go on with, or None to keep the
+        scheduler's. on_times(scheduler) runs after each set_timesteps. grad: keep the autograd graph. skip_step: on_step replaces the
+        scheduler's own step.
         """
         with _LOCK, self._quiet(), contextlib.ExitStack() as stack:
             for name, module in self.denoisers.items():
@@ -136,7 +159,8 @@ class Runner:
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """No progress bar, no safety checker or watermark (they are no part of the policy and are not differentiable), no truncation warnings."""
+        """No progress bar, no safety checker or watermark (they are no part of the policy and are not differentiable), no truncation
+        warnings."""
         from diffusers.utils import logging
 
         pipe, level = self.pipe, logging.get_verbosity()

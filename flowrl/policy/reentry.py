@@ -1,5 +1,5 @@
-"""Re-entry: run the pipeline's own loop body for one step. It infers nothing but output shapes, so it referees the Replay, and combines guidance
-that has no closed form."""
+"""Re-entry: run the pipeline's own loop body for one step. It infers nothing but output shapes, so it referees the Replay, and combines
+guidance that has no closed form."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from flowrl.policy.record import Halt, first_tensor, like_output
 
 
 def reenter(
-    prober: Prober, coords: Coords, steps: int, x: Tensor, s: Tensor, prompts: list[str], outputs: dict[tuple[str, int], Tensor] | None = None
+    prober: Prober,
+    coords: Coords,
+    steps: int,
+    x: Tensor,
+    s: Tensor,
+    prompts: list[str],
+    outputs: dict[tuple[str, int], Tensor] | None = None,
 ) -> Tensor:
     """The pipeline's combined prediction at flow coordinates x (P, *L), one sigma s () fp64 for all rows, row i with prompts[i].
 
-    The second iteration of a run is ours: its time is set after set_timesteps, its latents are returned by the first step. outputs[(component,
-    n-th call)]: answers of the networks, in place of the real ones (differentiable either way).
+    The second iteration of a run is ours: its time is set after set_timesteps, its latents are returned by the first step.
+    outputs[(component, n-th call)]: answers of the networks, in place of the real ones (differentiable either way).
     """
     runner, pad = prober.runner, len(prober.runner.pad)
     t = coords.time(s.reshape(1)).item()
@@ -62,7 +68,12 @@ def reenter(
         return latents.to(sample.dtype)
 
     runner.run(
-        [*prompts, *runner.pad], steps, on_call=on_call, on_step=on_step, on_times=on_times, grad=torch.is_grad_enabled(),
+        [*prompts, *runner.pad],
+        steps,
+        on_call=on_call,
+        on_step=on_step,
+        on_times=on_times,
+        grad=torch.is_grad_enabled(),
         skip_step=coords.kind == "vp",  # its step looks integer times up in a table, and ours may be a float
-    )  # fmt: skip
+    )
     return state["prediction"][: len(prompts)].float()

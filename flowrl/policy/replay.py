@@ -1,7 +1,8 @@
 """The inferred call of a pipeline's denoisers, as a plain differentiable function of (x, sigma, rows).
 
-A `Replay` holds, for each regime (set of networks used at some noise levels), the denoiser calls of one loop iteration: where the latents go in, how
-time enters, which arguments belong to a prompt, and how guidance combines the outputs. Nothing is patched and no Python loop runs over rows.
+A `Replay` holds, for each regime (set of networks used at some noise levels), the denoiser calls of one loop iteration: where the
+latents go in, how time enters, which arguments belong to a prompt, and how guidance combines the outputs. Nothing is patched and no
+Python loop runs over rows.
 """
 
 from __future__ import annotations
@@ -14,94 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.affine import Affine
-from flowrl.policy.coords import Coords, radius
+from flowrl.policy.arguments import Path, Rows, Slot, Time, assign, nest
+from flowrl.policy.coords import Coords
 from flowrl.policy.guidance import Guidance
 from flowrl.policy.record import first_tensor
-from flowrl.types import expand
-
-Path = tuple[Any, ...]  # keys and positions that lead to an argument
-
-
-@dataclass
-class Slot:
-    """An argument that holds latents: affine(x') * factor(sigma), factor "1" or "1/r" (a network that reads variance-preserving input)."""
-
-    path: Path
-    map: Affine
-    rule: str
-    dtype: torch.dtype
-
-    def __call__(self, x: Tensor, s: Tensor, const: Tensor | None) -> Tensor:
-        factor = expand((1 / radius(s)).to(x.dtype), x.flatten(1)) if self.rule == "1/r" else None
-        return self.map(x, const, factor).to(self.dtype)
-
-
-@dataclass
-class Time:
-    """An argument that follows the model time t or sigma: a named rule, or elementwise a * t + c with a, c shaped as one row of it."""
-
-    path: Path
-    rule: str
-    dtype: torch.dtype
-    a: Tensor | None = None
-    c: Tensor | None = None
-
-    def __call__(self, t: Tensor, s: Tensor, like: Tensor) -> Tensor:
-        """t, s (n,) fp64 -> (n, ...)."""
-        if self.a is not None:
-            return (expand(t, self.a[None]) * self.a.to(t.device) + self.c.to(t.device)).to(like.device, self.dtype)
-        return RULES[self.rule](t.to(like.device, self.dtype), s.to(like.device, self.dtype))
-
-
-RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "t": lambda t, s: t,
-    "t / 1000": lambda t, s: t / 1000,
-    "1 - t / 1000": lambda t, s: 1 - t / 1000,
-    "(1000 - t) / 1000": lambda t, s: (1000 - t) / 1000,
-    "1000 - t": lambda t, s: 1000 - t,
-    "-t": lambda t, s: -t,
-    "sigma": lambda t, s: s,
-    "1 - sigma": lambda t, s: 1 - s,
-}
-
-
-@dataclass
-class Rows:
-    """An argument with one entry a prompt along `axis`, ordered blocks x rows x repeats; kept as (blocks, P, repeats, ...). lists: a Python list."""
-
-    path: Path
-    axis: int
-    blocks: int
-    repeats: int
-    is_list: bool = False
-
-    def keep(self, value: Any, rows: int, drop: int) -> Any:
-        """Bring a recorded value into the kept form, without the last `drop` rows."""
-        if value is None:
-            return None
-        if self.is_list:
-            return list(value)[: rows - drop]
-        v = value.detach().movedim(self.axis, 0)
-        return v.reshape(self.blocks, rows, self.repeats, *v.shape[1:])[:, : rows - drop]
-
-    def gather(self, kept: Any, rows: Tensor, blocks: list[int]) -> Any:
-        if kept is None:
-            return None
-        if self.is_list:
-            one = kept[0] if all(k is kept[0] or _equal(k, kept[0]) for k in kept[1:]) else None
-            return ([one] * len(rows) if one is not None else [kept[i] for i in rows.tolist()]) * len(blocks)
-        picked = blocks if self.blocks > 1 else [0]
-        v = torch.cat([kept[b].index_select(0, rows) for b in picked]) if len(picked) > 1 else kept[picked[0]].index_select(0, rows)
-        return v.flatten(0, 1).movedim(0, self.axis)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
 
 
 @dataclass
 class CallPlan:
-    """One denoiser call: component name, latents, times, per-prompt and shared arguments; `out` maps one output row to one row of latents."""
+    """One denoiser call: component name, latents, times, per-prompt and shared arguments; `out` maps one output row to one row of
+    latents."""
 
     module: str
     blocks: int
@@ -116,11 +39,15 @@ class CallPlan:
         flat = {**self.shared, **{r.path: r.gather(kept[r.path], rows, blocks) for r in self.rows}}
         return nest({**flat, **{p.path: None for p in (*self.slots, *self.times)}})
 
-    def arguments(self, constants: dict[str, Any], kept: dict[Path, Any], x: Tensor, s: Tensor, t: Tensor, rows: Tensor, blocks: list[int]) -> dict[str, Any]:
+    def arguments(
+        self, constants: dict[str, Any], kept: dict[Path, Any], x: Tensor, s: Tensor, t: Tensor, rows: Tensor, blocks: list[int]
+    ) -> dict[str, Any]:
         args = dict(constants)
         for slot in self.slots:
             const = kept.get(slot.path)
-            parts = [slot(x, s, None if const is None else const[b].index_select(0, rows)) for b in (blocks if const is not None else blocks[:1])]
+            parts = [
+                slot(x, s, None if const is None else const[b].index_select(0, rows)) for b in (blocks if const is not None else blocks[:1])
+            ]
             assign(args, slot.path, torch.cat(parts * (len(blocks) // len(parts))) if len(blocks) > 1 else parts[0])
         for time in self.times:
             value = time(t, s, x)
@@ -135,34 +62,6 @@ class CallPlan:
         if self.out.index is not None:
             blocks = blocks.index_select(2, self.out.index.to(output.device))
         return list(blocks.reshape(count, n, *shape))
-
-
-def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
-    """{("a", "b"): 1} -> {"a": {"b": 1}}; integer keys make lists."""
-    out: dict[str, Any] = {}
-    for path, value in flat.items():
-        here = out
-        for key in path[:-1]:
-            here = here.setdefault(key, {})
-        here[path[-1]] = value
-    return {k: _lists(v) if any(len(p) > 1 and p[0] == k for p in flat) else v for k, v in out.items()}
-
-
-def _lists(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if value and all(isinstance(k, int) for k in value):
-        return [_lists(value[k]) for k in sorted(value)]
-    return {k: _lists(v) for k, v in value.items()}
-
-
-def assign(args: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a nested argument, copying the containers on the way (constants are shared between calls)."""
-    here: Any = args
-    for key in path[:-1]:
-        here[key] = here[key].copy()
-        here = here[key]
-    here[path[-1]] = value
 
 
 @dataclass
@@ -212,9 +111,19 @@ class Replay:
     pipeline: str
 
     def predict(
-        self, modules: Mapping[str, nn.Module], which: int, x: Tensor, s: Tensor, t: Tensor, cond: Cond, rows: Tensor, *,
-        guidance: float | str, detach_uncond: bool, combine: Callable[..., Tensor],
-    ) -> tuple[Tensor, int]:  # fmt: skip
+        self,
+        modules: Mapping[str, nn.Module],
+        which: int,
+        x: Tensor,
+        s: Tensor,
+        t: Tensor,
+        cond: Cond,
+        rows: Tensor,
+        *,
+        guidance: float | str,
+        detach_uncond: bool,
+        combine: Callable[..., Tensor],
+    ) -> tuple[Tensor, int]:
         """Prediction (n, *L) fp32 of regime `which` at x (n, *L), s and t (n,) fp64, and the number of network rows it took."""
         regime, n = self.regimes[which], x.shape[0]
         wanted = [regime.guidance.cond] if guidance == "none" else list(range(len(regime.branches)))
@@ -222,7 +131,11 @@ class Replay:
         for i, plan in enumerate(regime.calls):
             members = [k for k in wanted if regime.branches[k][0] == i]
             split = detach_uncond and torch.is_grad_enabled()
-            for group in ([[k for k in members if k != regime.guidance.cond], [k for k in members if k == regime.guidance.cond]] if split else [members]):
+            for group in (
+                [[k for k in members if k != regime.guidance.cond], [k for k in members if k == regime.guidance.cond]]
+                if split
+                else [members]
+            ):
                 if not group:
                     continue
                 blocks = [regime.branches[k][1] for k in group]

@@ -1,0 +1,192 @@
+"""Loops written for these tests: an ordinary one replays with no code of its own, odd ones are refused with a sentence."""
+
+import copy
+
+import pytest
+import tiny
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+
+from flowrl.policy import UnreplayableError, load_policy
+from flowrl.policy.hints import _HINTS, register
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = torch.nn.Linear(8, 4)
+
+    def forward(self, sample, step, text, scale=1.0):
+        step = step.reshape(-1, 1).expand(len(sample), 1)
+        return (self.mix(torch.cat([sample, step / 1000, text], -1)) * scale,)
+
+
+class Vae(torch.nn.Module):
+    dtype = torch.float32
+
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(4, 12)
+
+    def decode(self, z, return_dict=True):
+        return (torch.tanh(self.up(z)).reshape(-1, 3, 2, 2),)
+
+
+class Loop(DiffusionPipeline):
+    """The smallest diffusers pipeline; `odd` names what is unusual about it."""
+
+    def __init__(self, transformer, scheduler, vae):
+        super().__init__()
+        self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
+
+    @torch.no_grad()
+    def __call__(self, prompt, num_inference_steps=4, output_type="pt", return_dict=True, generator=None, guidance=3.0, odd=""):
+        text = torch.cat([tiny.toy_cond(prompt, 3), torch.zeros(len(prompt), 3)])
+        x = torch.randn(len(prompt), 4, generator=generator)
+        self.scheduler.set_timesteps(num_inference_steps)
+        for i, t in enumerate(self.scheduler.timesteps):
+            inputs = {"square": x**2, "flip": x.flip(0), "add": x + torch.randn(4)}.get(odd, x)
+            text = text * 1.3 if odd == "drift" else text
+            scale = 1.0 + i if odd == "number" else 1.0
+            if odd == "switch" and i > 5:
+                out = self.transformer(torch.cat([inputs] * 2), t, text)[0]
+            else:
+                out = self.transformer(torch.cat([inputs] * 2), t, text, scale=scale)[0]
+            c, u = out.chunk(2)
+            mixed = u + guidance * (c - u)
+            if odd == "twice":
+                self.scheduler.step(mixed, t, x, return_dict=False)
+                self.scheduler._step_index -= 1
+            x = self.scheduler.step(mixed, t, x, return_dict=False)[0]
+            if odd == "edit":
+                x = x * 0.5 + torch.randn(4)
+        if output_type == "latent":
+            return (x,)
+        return (self.vae.decode(2 * x[:, [3, 1, 0, 2]] + 0.5, return_dict=False)[0] * 0.5 + 0.5,)
+
+
+def loop():
+    return Loop(tiny.randomise(Net()), FlowMatchEulerDiscreteScheduler(shift=2.0), tiny.randomise(Vae(), 1))
+
+
+def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
+    policy = load_policy(loop(), lora={"rank": 2, "targets": ["mix"]})
+    check = policy.self_check()
+    assert max(check.errors.values()) <= 1e-4 and check.wrong_rows > 0.05
+    assert policy.latent_shape == (4,) and policy.replay.regimes[0].guidance.weights == (3.0, -2.0)
+    x = torch.randn(3, 4)
+    assert policy.decode(x).shape == (3, 3, 2, 2)
+    expected = torch.tanh(policy.pipe.vae.up(2 * x[:, [3, 1, 0, 2]] + 0.5)).reshape(3, 3, 2, 2) * 0.5 + 0.5
+    assert torch.allclose(policy.decode(x), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("odd", "sentence"),
+    [
+        ("square", "argument sample: it is not linear in the latents"),
+        ("flip", "argument sample: rows are ordered"),
+        ("add", "argument sample"),
+        ("drift", "argument text changes from step to step"),
+        ("number", "argument scale changes from step to step|argument scale"),
+        ("twice", "scheduler.step is called twice"),
+        ("edit", "argument sample"),
+        ("switch", "regimes: the networks change between times .* hints boundary="),
+    ],
+)
+def test_an_unreplayable_loop_is_refused_with_a_sentence_that_names_the_argument(odd, sentence):
+    with pytest.raises(UnreplayableError, match=sentence):
+        policy = load_policy(loop(), odd=odd)
+        policy.self_check()  # what inference cannot see, the check must
+        pytest.fail(f"{odd} was accepted: {policy.describe()}")
+    assert issubclass(UnreplayableError, ValueError)
+
+
+def test_arguments_the_pipeline_does_not_take_are_named():
+    with pytest.raises(ValueError, match="takes no argument 'heigth'; it takes .*odd"):
+        load_policy(loop(), heigth=8)
+
+
+def test_recording_leaves_the_pipeline_as_it_was():
+    pipe = loop()
+    before = (type(pipe.scheduler), dict(pipe.transformer.__dict__), dict(pipe.vae.__dict__))
+    load_policy(pipe).self_check()
+    assert type(pipe.scheduler) is before[0]
+    assert set(pipe.transformer.__dict__) == set(before[1]) and set(pipe.vae.__dict__) == set(before[2])
+    with pytest.raises(UnreplayableError):  # a failing run restores too
+        load_policy(pipe, odd="twice")
+    assert type(pipe.scheduler) is before[0] and "forward" not in pipe.transformer.__dict__
+
+
+def test_self_check_notices_wrong_guidance_wrong_rows_and_prompts_that_say_nothing():
+    policy = load_policy(loop())
+    good = copy.copy(policy.replay.regimes[0].guidance)
+    policy.replay.regimes[0].guidance.weights = (3.01, -2.01)
+    with pytest.raises(UnreplayableError, match="predictions at the recorded latents.*by 1|by [0-9]"):
+        policy.self_check()
+    policy.replay.regimes[0].guidance = good
+    rows = policy.replay.regimes[0].calls[0].rows[0]
+    rows.gather, real = (lambda kept, r, blocks: type(rows).gather(rows, kept, r.flip(0), blocks)), rows.gather
+    with pytest.raises(UnreplayableError, match="differs in"):
+        policy.self_check()
+    rows.gather = real
+    policy.self_check()
+    deaf = loop()
+    deaf.transformer.mix.weight.data[:, 5:] = 0  # the text has no effect
+    with pytest.raises(UnreplayableError, match="swapping the two prompts .* says nothing"):
+        load_policy(deaf).self_check()
+
+
+def test_hints_override_one_inference_each():
+    try:
+        register("Loop", guidance="norm")
+        with pytest.raises(UnreplayableError, match="hint says 'norm'"):
+            load_policy(loop())
+        register("Loop", guidance="pipeline", denoisers=["transformer"], decode=lambda pipe, x: pipe.vae.decode(x)[0])
+        policy = load_policy(loop())
+        assert policy.replay.regimes[0].guidance.rule == "pipeline"
+        assert max(policy.self_check().errors.values()) <= 1e-4
+        x = torch.randn(2, 4)
+        assert torch.equal(policy.decode(x), policy.pipe.vae.decode(x)[0])
+        register("Loop", boundary=500.0)
+        with pytest.raises(UnreplayableError, match="the boundary is 500"):
+            load_policy(loop(), odd="switch")
+        with pytest.raises(ValueError, match="'linear', 'norm' and 'pipeline'"):
+            register("Loop", guidance="std")
+    finally:
+        _HINTS.clear()
+
+
+def test_a_folder_loads_like_the_live_pipeline_and_networks_can_be_wrapped(tmp_path):
+    """policy.modules is what runs: a trainer may replace it (sharded, compiled), and call counting must see every call."""
+    pipe = tiny.pipeline("sd3")
+    pipe.save_pretrained(tmp_path)
+    live, policy = load_policy(pipe, **tiny.CALLS["sd3"]), load_policy(tmp_path, **tiny.CALLS["sd3"])
+    x, rows, seen = torch.randn(2, 4, 8, 8), torch.arange(2), []
+
+    class Wrapped(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, **kwargs):
+            seen.append(kwargs["hidden_states"].shape[0])
+            return self.inner(**kwargs)
+
+    policy.modules["transformer"] = Wrapped(policy.modules["transformer"])
+    with torch.no_grad():
+        a = live.velocity(x, 0.5, live.encode(tiny.PROMPTS), rows)
+        b = policy.velocity(x, 0.5, policy.encode(tiny.PROMPTS), rows)
+    assert torch.allclose(a, b, atol=1e-5) and seen == [4]
+
+
+@pytest.mark.parametrize("name", ["sd3", "qwenimage"])
+def test_prompts_encoded_in_chunks_are_the_same(name):
+    from flowrl.policy.bind import bind
+
+    policy = tiny.policy(name)
+    prompts = [*tiny.PROMPTS, "one green circle", "a purple square", "a red triangle"]
+    x, rows = torch.randn(5, *policy.latent_shape), torch.arange(5)
+    with torch.no_grad():
+        whole = policy.velocity(x, 0.5, policy.encode(prompts), rows)
+        parts = policy.velocity(x, 0.5, bind(policy.prober, policy.replay, policy.steps, prompts, chunk=2), rows)
+    assert torch.allclose(whole, parts, atol=1e-4)
