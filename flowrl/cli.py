@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -175,7 +176,7 @@ def check(
             return
         from flowrl.policy import load_policy
 
-        policy = load_policy(model)
+        policy: Any = load_policy(model)  # of a name or folder: a pipeline's
         typer.echo(policy.describe())
         typer.echo(str(policy.self_check()))
 
@@ -186,7 +187,7 @@ def list_(what: Annotated[str | None, typer.Argument(help="models, algorithms, r
     from flowrl.config import GROUPS, options
     from flowrl.registry import choices, did_you_mean
 
-    groups: dict[str, Callable[[], list[str]]] = {("data" if g == "data" else f"{g}s"): lambda g=g: options(g) for g in GROUPS}
+    groups: dict[str, Callable[[], list[str]]] = {("data" if g == "data" else f"{g}s"): partial(options, g) for g in GROUPS}
     groups["rewards"] = lambda: choices("flowrl.rewards")
     with _input():
         if what is not None and what not in groups:

@@ -64,7 +64,6 @@ def generate(
     number = torch.arange(len(prompts) * best_of)
     texts = [prompts[i // best_of] for i in number.tolist()]
     noise = keys.key(seed, "generate", number // best_of, number % best_of)
-    assert isinstance(noise, Tensor)
     x, sigma = sample(policy, texts, noise, steps=steps, guidance=guidance, solver=solver, rlg=rlg, micro=micro)
     ledger = Ledger(policy.device)
     media = torch.cat([m for _, m in media_of(policy, x, sigma, decode=decode, ledger=ledger)])

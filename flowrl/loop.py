@@ -298,7 +298,7 @@ class Trainer:
         if "old" in self.algorithm.needs:
             tensors["old"] = self.policy.state("old")
         tensors["optimizer"] = checkpoint.pack_optimizer(self.parts.raw_optimizer, self.parameters)
-        meta = {"step": self.step, "nonfinite": self.nonfinite, "hours": self.hours, "recompute": self.recompute}
+        meta: dict[str, Any] = {"step": self.step, "nonfinite": self.nonfinite, "hours": self.hours, "recompute": self.recompute}
         meta["scaler"] = distributed.scaler_state(self.parts.accelerator)
         return checkpoint.save(self.path, self.iteration, tensors, meta, keep=self.cfg.checkpoint.keep)
 

@@ -46,10 +46,9 @@ def roll_out(
     cond = policy.encode(batch.text)
     rows = torch.arange(len(batch)).repeat_interleave(group // plan.leaves)
     prompt_keys = keys.key(seed, "rollout", iteration, batch.ids)
-    assert isinstance(prompt_keys, Tensor)
     grown = tree.grow(
         velocity_of(policy, cond, guidance=guidance, ledger=ledger), noise_of(policy), plan, shape=policy.latent_shape, rows=rows,
-        prompt_keys=prompt_keys[rows], shared_key=int(keys.key(seed, "shared", iteration)), init=policy.init,
+        prompt_keys=prompt_keys[rows], shared_key=keys.key(seed, "shared", iteration), init=policy.init,
         micro=rows_of(micro, policy, guidance),
     )  # fmt: skip
     return types.replace(grown, cond=cond, guidance=guidance)

@@ -194,6 +194,9 @@ class Booked:
         with self.ledger.phase("reference"), self.policy.view(name):
             yield
 
+    def same(self, a: str, b: str) -> bool:
+        return self.policy.same(a, b)
+
     def backward(self, loss: Tensor) -> None:
         with self.ledger.work("network", rows=self.rows, call="backward"):
             self.accelerator.backward(loss)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -40,7 +40,11 @@ def _mix(z: Any) -> Any:
     return z ^ _shift(z, 31)
 
 
-def key(*parts: int | str | Tensor) -> Any:
+@overload
+def key(*parts: int | str) -> int: ...
+@overload
+def key(*parts: int | str | Tensor) -> Tensor: ...
+def key(*parts: int | str | Tensor) -> int | Tensor:
     """Hash of the parts in order; int64 tensors broadcast. Only ints and strings -> int, else an int64 tensor."""
     state: Any = 0
     for part in parts:

@@ -69,7 +69,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
     size = {k: v for k, v in (("height", args.height), ("width", args.width)) if v}
     policy = load_policy(args.source or small_sd3(), dtype=args.dtype, **(size if args.source else {"max_sequence_length": 12, **size}))
     policy.pipe.set_progress_bar_config(disable=True)

@@ -86,6 +86,9 @@ class Fixed:
 
         return scope()
 
+    def same(self, a, b):
+        return self.v is self.v_old
+
     def velocity(self, x, sigma, cond, rows, *, guidance="pipeline", detach_uncond=False):
         assert guidance == "none"
         return {"default": self.v, "old": self.v_old, "reference": 0 * self.v}[self.active]
@@ -230,7 +233,23 @@ def test_the_rollout_is_the_old_policys_ode_without_guidance():
     policy, rollout, _, rows = prepared(algorithm)
     policy.guidances.clear()
     algorithm.score(policy, replace(rollout, guidance=4.5), rows)
+    assert policy.guidances == ["none"] * 2  # trained and reference; old equals trained here, and one forward serves both
+    with torch.no_grad():
+        policy.net[2].bias += 0.1
+    policy.guidances.clear()
+    algorithm.score(policy, replace(rollout, guidance=4.5), rows)
     assert policy.guidances == ["none"] * 3
+
+
+def test_one_forward_serves_trained_and_old_policy_while_they_are_equal():
+    """Skipping the old policy's forward changes no score and no gradient."""
+    algorithm = make()
+    policy, rollout, _, rows = prepared(algorithm)
+    assert policy.same("default", "old")
+    one, gradient = backward(algorithm, policy, rollout, rows)
+    policy.same = lambda a, b: False
+    two, expected = backward(algorithm, policy, rollout, rows)
+    assert torch.equal(one, two) and torch.equal(gradient, expected)
 
 
 def test_kl_is_the_mean_square_of_velocities_to_the_reference():

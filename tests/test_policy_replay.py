@@ -100,7 +100,7 @@ def test_decode_equals_the_pipeline_and_is_differentiable(name):
 
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_encode_media_inverts_both_maps_around_the_vae(name):
-    """With the VAE replaced by the identity on its latent layout, encode(decode) would be exact; here: against vae.encode done by hand."""
+    """Against vae.encode done by hand: pixels in [-1, 1] in, the posterior's mode out, then the normalisation that decode undoes."""
     policy = load(name)
     media = policy.decode(0.5 * noise(policy, 2))
     with torch.no_grad():

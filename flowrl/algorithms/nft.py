@@ -109,9 +109,12 @@ class NFT(_base.Algorithm):
         def velocity() -> Tensor:
             return policy.velocity(x, batch.sigma, rollout.cond, batch.prompt, guidance="none").float()
 
-        with torch.no_grad(), policy.view("old"):
-            v_old = velocity()
         v, beta = velocity(), self.config.beta
+        if policy.same("default", "old"):  # on-policy: the first update of an iteration, when decay is 0
+            v_old = v.detach()
+        else:
+            with torch.no_grad(), policy.view("old"):
+                v_old = velocity()
         scores = {
             "positive": x0_error(x - sigma * ((1 - beta) * v_old + beta * v), x0),
             "negative": x0_error(x - sigma * ((1 + beta) * v_old - beta * v), x0),

@@ -42,7 +42,7 @@ class Time:
 
     def __call__(self, t: Tensor, s: Tensor, like: Tensor) -> Tensor:
         """t, s (n,) or () fp64 -> (n, ...) for like (n, *L)."""
-        if self.a is not None:
+        if self.a is not None and self.c is not None:
             u = (s if "sigma" in self.rule else t).expand(like.shape[0])
             return (expand(u, self.a[None]) * self.a.to(u.device) + self.c.to(u.device)).to(like.device, self.dtype)
         return RULES[self.rule](t.to(like.device, self.dtype), s.to(like.device, self.dtype)).expand(like.shape[0])

@@ -72,10 +72,10 @@ class Policy:
             raise ValueError(
                 f"x {tuple(x.shape)} and rows {tuple(rows.shape)}; expected (n, {', '.join(map(str, self.latent_shape))}) and (n,)"
             )
-        one = not isinstance(sigma, Tensor) or (
-            sigma.ndim == 0 and sigma.device.type == "cpu"
-        )  # one number: no device work to find its time
-        s = torch.tensor(float(sigma), dtype=torch.float64) if one else sigma.to(x.device, torch.float64).expand(n)
+        if isinstance(sigma, Tensor) and (sigma.ndim or sigma.device.type != "cpu"):
+            s = sigma.to(x.device, torch.float64).expand(n)
+        else:  # one number: its time is found without work on the device
+            s = torch.tensor(float(sigma), dtype=torch.float64)
         return self._velocity(x.float(), s, cond, self._placed(rows, x.device), guidance, detach_uncond)
 
     def _placed(self, rows: Tensor, device: torch.device) -> Tensor:
@@ -92,9 +92,7 @@ class Policy:
     def init(self, noise: Tensor, schedule: Schedule | None = None) -> Tensor:
         """noise (n, *L) -> x at the schedule's first sigma, as the pipeline starts. schedule: default the one asked for last (or of 28
         steps)."""
-        if schedule is None and self._last is None:
-            self.schedule(28)
-        return noise * (schedule or self._last).start
+        return noise * (schedule or self._last or self.schedule(28)).start
 
     def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:
         """x (n, *L) flow coordinates at sigma -> media fp32 in [0, 1]: (n, 3, H, W) or (n, F, 3, H, W). Differentiable."""
@@ -118,6 +116,10 @@ class Policy:
     def copy_view(self, src: str = "default", dst: str = "old", decay: float = 0.0) -> None:
         """dst = decay * dst + (1 - decay) * src."""
         self.trainable.copy(src, dst, decay)
+
+    def same(self, a: str, b: str) -> bool:
+        """Whether two views of LoRA weights are equal bit for bit, so that one forward serves both (in full mode: not compared, False)."""
+        return self.trainable.lora is not None and self.trainable.equal(a, b)
 
     @contextlib.contextmanager
     def view(self, name: str) -> Iterator[None]:

@@ -124,7 +124,9 @@ def _predict(policy: PipelinePolicy, sample: Tensor, sigma: Tensor, cond: Any, r
 
 def _record(policy: PipelinePolicy, prompts: list[str]) -> tuple[list[Iteration], Tensor, Any]:
     """A real run: iterations without calls, final latents, and the scheduler as it was before the loop."""
-    runner, done, fresh = policy.prober.runner, [], []
+    runner = policy.prober.runner
+    done: list[Iteration] = []
+    fresh: list[Any] = []
 
     def on_times(scheduler) -> None:
         clean = copy.copy(scheduler)

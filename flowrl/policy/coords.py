@@ -136,7 +136,7 @@ class Coords:
 
     def sigmas_of(self, scheduler: Any, times: Tensor) -> Tensor:
         """(T+1,) fp64 flow sigmas of the run's model times (T,), in the pipeline's order, with the level after the last step."""
-        sigmas = getattr(scheduler, "sigmas", None)
+        sigmas: Any = getattr(scheduler, "sigmas", None)
         if self.kind == "flow" or (isinstance(sigmas, Tensor) and sigmas.numel() == scheduler.timesteps.numel() + 1):
             level = sigmas.double().cpu()
             first = int((scheduler.timesteps.double().cpu() - times[0]).abs().argmin())  # img2img runs start late

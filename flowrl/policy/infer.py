@@ -22,7 +22,7 @@ MORE = [*RECORD, RECORD[0]]  # one row more, no longer text
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What the probing runs showed. runs[pattern]: iterations with these latents; more: zeros with one row more; times, sigmas (J,) fp64."""
+    """What the probing runs showed. runs[pattern]: iterations with these latents; more: zeros with one row more; times, sigmas (J,)."""
 
     runs: dict[str, list[Iteration]]
     more: list[Iteration]
@@ -158,10 +158,11 @@ def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
 
 
 def _rows(leaf: Leaf, value: Any, rows: int, blocks: int, repeats: int) -> Rows:
-    count = (len(value) if leaf.is_list else value.shape[leaf.axis]) // rows
+    count = (len(value) if leaf.is_list else value.shape[leaf.axis or 0]) // rows
+    axis = leaf.axis or 0
     if count == blocks * repeats:
-        return Rows(leaf.path, leaf.axis, blocks, repeats, leaf.is_list)
-    return Rows(leaf.path, leaf.axis, *((blocks, count // blocks) if count % blocks == 0 else (1, count)), leaf.is_list)
+        return Rows(leaf.path, axis, blocks, repeats, leaf.is_list)
+    return Rows(leaf.path, axis, *((blocks, count // blocks) if count % blocks == 0 else (1, count)), leaf.is_list)
 
 
 def _regime(prober: Prober, plans: list[CallPlan], seg: list[int], steps: int, shape: tuple[int, ...], rows: int) -> Regime:

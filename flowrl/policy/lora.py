@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 FILE = "pytorch_lora_weights.safetensors"
 
@@ -16,7 +16,7 @@ def file_of(name: str, known: Any) -> str:
     return FILE if f"{name}_lora_layers" in known else f"{name}_lora_weights.safetensors"
 
 
-def save(pipe: Any, modules: dict[str, nn.Module], folder: str | Path) -> Path:
+def save(pipe: Any, modules: dict[str, Any], folder: str | Path) -> Path:
     """Write adapter "default" of every network through pipe.save_lora_weights; rank and alpha travel as metadata."""
     from diffusers.utils import convert_state_dict_to_diffusers
     from peft import get_peft_model_state_dict
@@ -37,7 +37,7 @@ def save(pipe: Any, modules: dict[str, nn.Module], folder: str | Path) -> Path:
     return Path(folder) / FILE
 
 
-def read(pipe: Any, modules: dict[str, nn.Module], path: str | Path) -> dict[str, Tensor]:
+def read(pipe: Any, modules: dict[str, Any], path: str | Path) -> dict[str, Tensor]:
     """State of view "default" from a folder or file in diffusers' format."""
     path, known, state = Path(path), inspect.signature(pipe.save_lora_weights).parameters, {}
     folder, first = (path, FILE) if path.is_dir() else (path.parent, path.name)

@@ -30,8 +30,8 @@ def _endings(names: list[str]) -> list[str]:
 class Parts:
     """Trainable parameters of `modules`: LoRA adapter "default" (lora given) or all of them (full)."""
 
-    def __init__(self, modules: dict[str, nn.Module], lora: dict[str, Any] | None) -> None:
-        self.modules, self.lora = modules, None if lora is None else dict(lora)
+    def __init__(self, modules: dict[str, Any], lora: dict[str, Any] | None) -> None:
+        self.modules, self.lora = modules, None if lora is None else dict(lora)  # networks as loaded, never wrapped
         self.copies: dict[str, dict[str, Tensor]] = {}  # full mode: other views' values
         self.targets: dict[str, list[str]] = {}  # names of the layers with LoRA, by component
         self.active = "default"
@@ -107,6 +107,11 @@ class Parts:
                 else self.copies[self.active if view == "default" else view]
             )
         return {k: p.detach() for k, p in self.named(view).items()}
+
+    def equal(self, a: str, b: str) -> bool:
+        """Whether two views hold the same values."""
+        other = self.tensors(b)
+        return all(torch.equal(value, other[key]) for key, value in self.tensors(a).items())
 
     @torch.no_grad()
     def copy(self, src: str, dst: str, decay: float) -> None:

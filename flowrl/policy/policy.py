@@ -13,7 +13,7 @@ from flowrl.policy.base import Policy
 from flowrl.policy.bind import bind
 from flowrl.policy.check import SelfCheck, self_check
 from flowrl.policy.coords import Coords, Schedule
-from flowrl.policy.decode import infer_decoder
+from flowrl.policy.decode import Decoder, infer_decoder
 from flowrl.policy.describe import describe
 from flowrl.policy.hints import hints_for
 from flowrl.policy.infer import infer
@@ -75,17 +75,17 @@ class PipelinePolicy(Policy):
             return self._predict(
                 sum(t < b for b in boundaries), x, s, torch.tensor(t, dtype=torch.float64), cond, rows, guidance, detach_uncond
             )
-        t = self.coords.time(s)
+        times = self.coords.time(s)
         if not boundaries:
-            return self._predict(0, x, s, t, cond, rows, guidance, detach_uncond)
-        which = sum((t < b).long() for b in boundaries)
+            return self._predict(0, x, s, times, cond, rows, guidance, detach_uncond)
+        which = torch.stack([times < b for b in boundaries]).sum(0)
         used = which.unique().tolist()
         if len(used) == 1:
-            return self._predict(used[0], x, s, t, cond, rows, guidance, detach_uncond)
+            return self._predict(used[0], x, s, times, cond, rows, guidance, detach_uncond)
         out = torch.zeros_like(x)
         for k in used:
             at = (which == k).nonzero().flatten()
-            out = out.index_copy(0, at, self._predict(k, x[at], s[at], t[at], cond, rows[at], guidance, detach_uncond))
+            out = out.index_copy(0, at, self._predict(k, x[at], s[at], times[at], cond, rows[at], guidance, detach_uncond))
         return out
 
     def _predict(self, which: int, x, s, t, cond, rows, guidance, detach_uncond) -> Tensor:
@@ -99,9 +99,9 @@ class PipelinePolicy(Policy):
         return self.coords.velocity(self.predict(x, s, cond, rows, guidance, detach_uncond), x, s)
 
     def _combine(self, which: int, outs: list[Tensor], x: Tensor, s: Tensor, cond: Cond, rows: Tensor) -> Tensor:
-        """Feed real outputs through the pipeline's own combination, all rows at the first row's sigma (rules of guidance do not read
-        time)."""
-        regime, pad, answers, k = self.replay.regimes[which], len(self.prober.runner.pad), {}, 0
+        """Feed real outputs through the pipeline's own combination, all rows at the first row's sigma (guidance does not read time)."""
+        regime, pad, k = self.replay.regimes[which], len(self.prober.runner.pad), 0
+        answers: dict[tuple[str, int], Tensor] = {}
         for plan in regime.calls:
             blocks = [torch.cat([o, o[:1].expand(pad, *o.shape[1:])]) for o in outs[k : k + plan.blocks]]
             k += plan.blocks
@@ -113,6 +113,8 @@ class PipelinePolicy(Policy):
         return self.decoder(x.float() * self.coords.scale(torch.tensor(float(sigma), dtype=torch.float64)).item())
 
     def encode_media(self, media: Tensor) -> Tensor:
+        if not isinstance(self.decoder, Decoder):
+            raise ValueError("encode_media: this pipeline is decoded by a hint, which has no inverse")
         return self.decoder.encode(media)
 
     def reentry(self, x: Tensor, sigma: float | Tensor, prompts: list[str]) -> Tensor:

@@ -64,7 +64,7 @@ class Prober:
                 raise Halt
             return None if latents is None else latents(len(done) - 1).to(sample.device, sample.dtype)
 
-        given = {} if start is None else {"latents": start}
+        given: dict[str, Any] = {} if start is None else {"latents": start}
         self.result = self.runner.run(prompts, steps, on_call=on_call, on_step=on_step, output_type=output_type, **given)
         if not done:
             raise UnreplayableError(

@@ -12,7 +12,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,10 +42,10 @@ class Call:
 class Iteration:
     """The denoiser calls up to one scheduler step, the model time and latents of that step, and the prediction given to it."""
 
-    calls: list[Call] = field(default_factory=list)
-    time: Tensor | None = None
-    sample: Tensor | None = None
-    prediction: Tensor | None = None
+    calls: list[Call]
+    time: Tensor  # () fp64, on the CPU
+    sample: Tensor  # (P, *L)
+    prediction: Tensor  # (P, *L)
 
 
 def first_tensor(output: Any) -> Tensor:

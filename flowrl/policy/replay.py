@@ -37,7 +37,7 @@ class CallPlan:
     def constants(self, kept: dict[Path, Any], rows: Tensor, blocks: list[int]) -> dict[str, Any]:
         """Arguments that depend on neither x nor time, nested as the network takes them."""
         flat = {**self.shared, **{r.path: r.gather(kept[r.path], rows, blocks) for r in self.rows}}
-        return nest({**flat, **{p.path: None for p in (*self.slots, *self.times)}})
+        return nest({**flat, **dict.fromkeys([s.path for s in self.slots] + [t.path for t in self.times])})
 
     def arguments(
         self, constants: dict[str, Any], kept: dict[Path, Any], x: Tensor, s: Tensor, t: Tensor, rows: Tensor, blocks: list[int]
