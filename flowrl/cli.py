@@ -74,7 +74,7 @@ def train(
         run = trainer.run()
     except (RuntimeError, ValueError) as error:
         hint = f"\nflowrl: resume with: flowrl train --resume {trainer.path}" if trainer.saved else ""
-        _stop(type(error)(f"{error}{hint}"), 1)
+        _stop(RuntimeError(f"{error}{hint}"), 1)
     if not trainer.world.main:
         return
     if run.evaluation:

@@ -36,6 +36,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     source: str = Field("shapes-sd3", description="An embedded model, a folder in diffusers layout, or a hub id.")
     dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="Type of the frozen weights; trained weights are always fp32.")
+    self_check: bool = Field(True, description="Compare the replayed network with the pipeline itself before training: three short runs.")
     pipeline: dict[str, Any] = Field({}, description="Arguments of the pipeline's call, such as height, width, num_frames.")
 
 

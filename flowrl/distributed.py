@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, gather_object
 from torch import Tensor
 
 from flowrl.types import Rewards, replace
@@ -61,6 +61,18 @@ class World:
     def sum(self, value: Tensor) -> Tensor:
         """Sum of equal shapes over processes."""
         return value if self.size == 1 else self.accelerator.reduce(value, "sum")
+
+    def sum_metrics(self, metrics: dict[str, Tensor]) -> dict[str, float]:
+        """Sum by name over processes; one that trained no row has no names."""
+        mine = {name: float(value) for name, value in metrics.items()}
+        if self.size == 1:
+            return mine
+        everyone = gather_object([mine])
+        return {name: sum(m.get(name, 0.0) for m in everyone) for name in sorted(set().union(*everyone))}
+
+    def agree(self, reason: str | None) -> str | None:
+        """The first process's reason to stop, if any has one: all leave the loop at the same iteration."""
+        return reason if self.size == 1 else next((r for r in gather_object([reason]) if r), None)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up gradients over processes, a missing one counting as zero."""

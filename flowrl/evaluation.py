@@ -42,6 +42,13 @@ class Evaluation:
     def mean(self, name: str) -> float:
         return self.values[name].nanmean().item()
 
+    def verdicts(self, rows: list[int]) -> list[bool] | None:
+        """Right or wrong for some images, if there is a value that is only ever 0 or 1."""
+        for value in self.values.values():
+            if bool(((value == 0) | (value == 1)).all()):
+                return (value[rows] == 1).tolist()
+        return None
+
     def metrics(self) -> dict[str, float]:
         """eval/<name> of every value."""
         return {f"eval/{name}": self.mean(name) for name in self.values}
@@ -126,11 +133,14 @@ def save_images(run: Path, name: str, evaluation: Evaluation, prompts: list[dict
         evaluation = replace(evaluation, images=evaluation.images[:, evaluation.images.shape[1] // 2])
     stem = name.replace(", ", "_").replace(" ", "_")
     media.grid(evaluation.images, captions).save(run / "samples" / f"{stem}.png")
-    np.save(run / "samples" / f"{stem}.npy", media.to_uint8(evaluation.images).numpy())
-    before = run / "samples" / "before.npy"
+    verdicts = evaluation.verdicts(_shown(len(evaluation.prompt), len(prompts)))
+    np.savez(run / "samples" / f"{stem}.npz", images=media.to_uint8(evaluation.images).numpy(), verdicts=verdicts or [])
+    before = run / "samples" / "before.npz"
     if name == "after" and before.exists():
-        old = torch.from_numpy(np.load(before)).float() / 255
-        media.before_after(old, evaluation.images, captions).save(run / "samples" / "before_after.png")
+        old = np.load(before)
+        both = (old["verdicts"].tolist(), verdicts) if verdicts else None
+        first = torch.from_numpy(old["images"]).float() / 255
+        media.before_after(first, evaluation.images, captions, verdicts=both).save(run / "samples" / "before_after.png")
 
 
 def _by_task(value: Tensor, prompt: list[int], prompts: list[dict[str, Any]]) -> dict[str, float]:

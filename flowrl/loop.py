@@ -79,8 +79,9 @@ class Trainer:
             self.iteration += 1
             self.hours = before + (time.perf_counter() - began) / 3600
             self._record(result)
+            self.mid_update = False
             yield result
-            self.stopped = self.stopped or self._stop_rule(result.metrics)
+            self.stopped = self.world.agree(self.stopped or self._stop_rule(result.metrics))
             if self.iteration % self.cfg.checkpoint.every == 0 or self.iteration == self.cfg.iterations or self.stopped:
                 self.save()
 
@@ -110,7 +111,6 @@ class Trainer:
         decay = algorithm.old_decay(self.step)
         if decay is not None:
             self.policy.copy_view("default", "old", decay=decay)
-        self.mid_update = False
         self._samples(i + 1, shown, batch, rollout)
         return Iteration(number=i + 1, rollout=rollout, rewards=rewards, metrics=metrics | ledger.iteration())
 
@@ -134,8 +134,8 @@ class Trainer:
                 continue
             self._step()
             out["policy/grad_norm"] += norm / updates
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + float(self.world.sum(value))
+            for name, value in self.world.sum_metrics(metrics).items():
+                sums[name] = sums.get(name, 0.0) + value
         return out | {name: value / out["policy/rows"] for name, value in sums.items()}
 
     def _proved(self, i: int, rollout: Rollout, columns: Columns) -> tuple[Columns, float]:
@@ -220,6 +220,8 @@ class Trainer:
             try:
                 for it in self:
                     bar.update(it.number, reward=it.metrics["reward/total"], grad=it.metrics["policy/grad_norm"])
+                if self.parts.eval_prompts and self.stopped is None:
+                    self._evaluate("after", self.cfg.eval.guidance)
             except Aborted:
                 pass  # self.stopped says why
             if self.stopped:
@@ -227,12 +229,12 @@ class Trainer:
         return self.finish()
 
     def finish(self) -> Run:
-        """After the last iteration: evaluate, write the LoRA and the report."""
-        if self.parts.eval_prompts and self.stopped is None:
-            self._evaluate("after", self.cfg.eval.guidance)
+        """Write the averaged LoRA, with the settings that load it, and the report."""
         if self.world.main:
-            with self.ema.swapped():
-                self.policy.save_lora(self.path / "lora")
+            if self.cfg.train.mode == "lora":
+                with self.ema.swapped():
+                    self.policy.save_lora(self.path / "lora")
+                (self.path / "lora" / setup.LORA_SETTINGS).write_text(json.dumps(self.cfg.train.lora.model_dump()))
             report.build(self.path)
         self.parts.end_trackers()
         path = self.path / evaluation.FILE
@@ -244,7 +246,7 @@ class Trainer:
         cfg = self.cfg
         if self.parts.eval_prompts and cfg.eval.every and result.number % cfg.eval.every == 0 and result.number < cfg.iterations:
             result.metrics.update(self._evaluate("", cfg.eval.guidance).metrics())
-        result.metrics["optimizer/lr"] = self.optimizer.param_groups[0]["lr"]
+        result.metrics["optimizer/lr"] = setup.learning_rate(cfg, max(0, self.step - 1))
         result.metrics["optimizer/step"] = self.step
         if self.world.main:
             log.MetricsFile(self.path).write(result.number, result.metrics)

@@ -27,6 +27,8 @@ from flowrl.types import Plan
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RESUMABLE = ("iterations", "output", "stop.", "checkpoint.", "guard.", "trackers")  # may differ in a resumed run: they change no number
 
+LORA_SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
@@ -81,6 +83,7 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     check_needs(rewards, ("meta", "group"))
     prompts = data.load_prompts(cfg.data.train)
     eval_prompts = data.load_prompts(cfg.data.eval) if cfg.data.eval else []
+    check_meta(rewards, {"data.train": prompts, "data.eval": eval_prompts})
     algorithm = make_algorithm(cfg)
     accelerator = distributed.start(cfg.train.precision, cfg.trackers, path)
     world = distributed.World(accelerator)
@@ -90,7 +93,8 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     config.check_batch(cfg, processes=world.size, leaves=plan.leaves)
     data.batch(prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
     guidance = algorithm.guidance if algorithm.guidance is not None else cfg.sampler.guidance
-    policy.branches(guidance)  # a guidance that the model does not know is refused here
+    for used in (guidance, cfg.eval.guidance, cfg.eval.baseline_guidance or "none"):
+        policy.branches(used)  # a guidance that the model does not know is refused here
     if "old" in algorithm.needs:
         policy.add_view("old")
     if "reference" in algorithm.needs and cfg.train.mode == "full":
@@ -106,6 +110,18 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     )  # fmt: skip
 
 
+def check_meta(rewards: RewardSet, sources: dict[str, data.Prompts]) -> None:
+    """Every prompt carries what the rewards read of it, else ValueError naming the first that does not."""
+    for label, reward in rewards.rewards.items():
+        for source, prompts in sources.items():
+            for prompt in prompts:
+                for key in sorted(reward.reads - prompt.keys()):
+                    raise ValueError(
+                        f'reward "{label}" reads "{key}" of each prompt, which "{prompt["prompt"]}" in {source} does not carry; '
+                        f'add it to that line of a .jsonl file, or choose another reward'
+                    )
+
+
 def make_algorithm(cfg: Config) -> Algorithm:
     cls = registry.find("flowrl.algorithms", cfg.algorithm["name"], what="algorithm").ALGORITHM
     return cls(cls.Config.model_validate({k: v for k, v in cfg.algorithm.items() if k != "name"}))
@@ -117,6 +133,8 @@ def make_policy(cfg: Config, *, device: torch.device | str | None = None) -> Pol
     with torch.random.fork_rng():
         torch.manual_seed(cfg.seed)  # of the adapters' first values
         policy = load_policy(cfg.model.source, lora=lora, dtype=DTYPES[cfg.model.dtype], device=device, **cfg.model.pipeline)
+    if cfg.model.self_check:
+        policy.self_check()
     if cfg.train.init_lora:
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
@@ -168,7 +186,7 @@ def load_run(run: Path) -> tuple[Config, Policy, RewardSet, data.Prompts]:
 def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
     """LoRA weights and their settings: of a run folder, or of a folder that a run exported."""
     weights = folder / "lora" if (folder / "lora").is_dir() else folder
-    settings = weights / "flowrl.json"
+    settings = weights / LORA_SETTINGS
     if not settings.is_file():
         raise ValueError(f"{folder} holds no exported LoRA: {settings.name} is missing; give a finished run's folder")
     return weights, json.loads(settings.read_text())

@@ -33,6 +33,7 @@ class Reward:
     """Scores media for their prompts; higher is always better.
 
     name: what the log calls it. scale: one sentence that says what a number means. needs: MediaContext columns that it reads.
+    reads: keys of each prompt's meta that it cannot do without; checked before a run.
     differentiable: whether a gradient reaches the media (as loaded: settings may decide).
     """
 
@@ -40,6 +41,7 @@ class Reward:
     name: str = ""
     scale: str = ""
     needs: frozenset[str] = frozenset()
+    reads: frozenset[str] = frozenset()
     differentiable: bool = False
 
     def __init__(self, settings: Any = None):

@@ -26,6 +26,7 @@ class Shapes(_base.Reward):
     name = "shapes"
     scale = "0 to 1: share of the prompt's clauses that hold (partial), 1 only when all hold and nothing else is in the picture (strict)"
     needs = frozenset({"meta"})
+    reads = frozenset({"include"})
 
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         parts = self.parts(media, prompts, context)
