@@ -21,6 +21,8 @@ from flowrl.types import Rewards, replace
 
 def start(precision: str, trackers: list[str], folder: Path) -> Accelerator:
     """An Accelerator that writes nothing yet. An unknown or missing tracker, or fp16 without a GPU -> ValueError."""
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise ValueError("train.precision=fp16 needs a GPU, and there is none; use bf16 or no")
     AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process may have had another precision
     project = ProjectConfiguration(str(folder), logging_dir=str(folder))
     try:

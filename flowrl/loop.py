@@ -108,6 +108,7 @@ class Trainer:
             columns, metrics["policy/ratio_error"] = self._proved(i, rollout, columns)
         with ledger.phase("update"):
             metrics |= self._update(rollout, columns, batch)
+        self.mid_update = True  # from here on the iteration is finished and recorded, whatever signal comes
         decay = algorithm.old_decay(self.step)
         if decay is not None:
             self.policy.copy_view("default", "old", decay=decay)
@@ -193,6 +194,7 @@ class Trainer:
         if self.world.main:
             (self.path / "samples").mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(dump(self.cfg))
+            (self.path / "environment.json").write_text(json.dumps(report.environment()))
             checkpoint.truncate_metrics(self.path, self.iteration)
         self.parts.start_trackers(self.iteration)
         if self.iteration == 0 and self.parts.eval_prompts and self.cfg.eval.at_start:

@@ -84,6 +84,7 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     prompts = data.load_prompts(cfg.data.train)
     eval_prompts = data.load_prompts(cfg.data.eval) if cfg.data.eval else []
     check_meta(rewards, {"data.train": prompts, "data.eval": eval_prompts})
+    data.batch(prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
     algorithm = make_algorithm(cfg)
     accelerator = distributed.start(cfg.train.precision, cfg.trackers, path)
     world = distributed.World(accelerator)
@@ -91,7 +92,6 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     plan = algorithm.plan(schedule(cfg, policy), sampler=cfg.sampler, iteration=0, seed=cfg.seed)
     algorithm.check(plan)
     config.check_batch(cfg, processes=world.size, leaves=plan.leaves)
-    data.batch(prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
     guidance = algorithm.guidance if algorithm.guidance is not None else cfg.sampler.guidance
     for used in (guidance, cfg.eval.guidance, cfg.eval.baseline_guidance or "none"):
         policy.branches(used)  # a guidance that the model does not know is refused here
@@ -132,7 +132,7 @@ def make_policy(cfg: Config, *, device: torch.device | str | None = None) -> Pol
     lora = cfg.train.lora.model_dump() if cfg.train.mode == "lora" else None
     with torch.random.fork_rng():
         torch.manual_seed(cfg.seed)  # of the adapters' first values
-        policy = load_policy(cfg.model.source, lora=lora, dtype=DTYPES[cfg.model.dtype], device=device, **cfg.model.pipeline)
+        policy: Any = load_policy(cfg.model.source, lora=lora, dtype=DTYPES[cfg.model.dtype], device=device, **cfg.model.pipeline)
     if cfg.model.self_check:
         policy.self_check()
     if cfg.train.init_lora:

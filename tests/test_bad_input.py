@@ -1,0 +1,202 @@
+"""Wrong input ends in one sentence and exit code 2 before anything is written; a reward that fails at run time is counted, or stops the run."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import small
+import tiny
+from flowrl import load_policy, loop
+from flowrl.cli import app  # noqa: F401  imported before a test changes folders
+from flowrl.rewards import RewardBug, TooManyInvalid, load_set
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def refused(tmp_path, *arguments):
+    """The sentence of a command that must end with exit code 2 and leave the folder as it was."""
+    before = sorted(tmp_path.rglob("*"))
+    result = small.invoke(*arguments)
+    assert result.exit_code == 2, (result.exit_code, result.output)
+    assert sorted(tmp_path.rglob("*")) == before
+    sentences = [line for line in result.output.splitlines() if line.startswith("flowrl: ")]
+    assert len(sentences) == 1 and "Traceback" not in result.output
+    return result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ("batch.promts=4", 'unknown key "batch.promts"; did you mean "batch.prompts"'),
+        ("learning_rate=1", 'unknown key "learning_rate"'),
+        ("train.mode=lorra", "train.mode='lorra' should be 'lora' or 'full'; did you mean \"lora\"?"),
+        ("model=sd35-medium", 'unknown model "sd35-medium"; did you mean "sd3.5-medium"'),
+        ("model.source=shapes-sd4", 'unknown model "shapes-sd4"; did you mean "shapes-sd3"'),
+        ("algorithm=nfd", 'unknown algorithm "nfd"; did you mean "nft"'),
+        ("reward=shape", 'unknown reward "shape"; did you mean "shapes"'),
+        ("experiment=quikstart", 'unknown experiment "quikstart"; did you mean "quickstart"'),
+        ("quikstart", '"quikstart" is no YAML file, experiment or key=value; did you mean "quickstart"'),
+        ("nowhere.yaml", "nowhere.yaml"),
+        ("data.train=shapes:trian", 'unknown data "shapes:trian"; did you mean "shapes:train"'),
+        ("data.train=nowhere.txt", "prompt file nowhere.txt does not exist"),
+        ("batch.prompts=1000", "batch.prompts=1000 is more than the"),
+        ("algorithm.steps=9", "algorithm.steps=9 noise levels per sample, but sampler.steps=8 offers 7"),
+        ("trackers=[tensorbord]", "trackers=['tensorbord']"),
+        ("train.precision=fp16", "train.precision=fp16 needs a GPU"),
+        ("train.lora.targets=[to_z]", "lora targets ['to_z'] match no Linear layer"),
+        ("train.init_lora=nowhere", "nowhere"),
+        ("model.pipeline.heigth=64", "heigth"),
+    ],
+)
+def test_a_mistake_is_named_and_nothing_is_written(tmp_path, wrong, sentence):
+    assert sentence in refused(tmp_path, "train", wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (["algorithm=flow_grpo", "batch.prompts=50", "batch.updates=4"], "batch.prompts=50 does not divide by 1 process x 4 updates; try 48 or 52"),
+        (["algorithm=flow_grpo", "sampler.eta=0"], "GRPO needs SDE steps and this plan has none: set sampler.eta > 0"),
+        (["algorithm=flow_grpo", "sampler.steps=1"], "GRPO needs SDE steps and this plan has none"),
+        (["algorithm=mix_grpo", "sampler.steps=4"], "a window of 4 steps does not fit into steps 0..2 of 4"),
+        (["algorithm=flow_grpo", "model.pipeline.guidance_scale=1.0", "sampler.guidance=3"], "guidance=3.0 needs an unconditional branch"),
+        (["model.pipeline.guidance_scale=1.0", "eval.baseline_guidance=4"], "guidance=4.0 needs an unconditional branch"),
+        (["data.train=words.txt", "data.eval=null"], 'reward "shapes" reads "include" of each prompt, which "a red circle" in data.train does not'),
+        (["data.eval=words.txt"], 'reads "include" of each prompt, which "a red circle" in data.eval does not carry'),
+        (["data.train=empty.txt", "reward=jpeg"], "prompt file empty.txt is empty"),
+        (["data.train=latin.txt", "reward=jpeg"], "prompt file latin.txt is not UTF-8: byte 4, in line 1"),
+        (["data.train=broken.jsonl", "reward=jpeg"], "prompt file broken.jsonl, line 1 is not JSON"),
+        (["output=old"], "old already holds a run; resume it with `flowrl train --resume old`, or choose another output="),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_go_together_are_named(tmp_path, wrong, sentence):
+    (tmp_path / "words.txt").write_text("a red circle\na blue square\n" * 8)
+    (tmp_path / "empty.txt").write_text("\n  \n")
+    (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1").replace(b"caf", b"cafe", 1))
+    (tmp_path / "broken.jsonl").write_text('{"prompt": \n')
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "metrics.jsonl").write_text("")
+    assert sentence in refused(tmp_path, "train", *wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "shapes-sd3", "a red circle", "--rlg", "1.5"], "--rlg compares the LoRA with the base model; give --lora too"),
+        (["generate", "shapes-sd3", "a red circle", "--guidance", "much"], '--guidance=much should be a number, "none" or "pipeline"'),
+        (["generate", "shapes-sd3", "a red circle", "--lora", "nowhere"], "nowhere holds no exported LoRA"),
+        (["generate", "shapes-sd3", "a red circle", "--best-of", "2"], "best_of=2 needs best_of >= 1 and, above 1, a reward"),
+        (["generate", "shapes-sd3", "a red circle", "--steps", "1", "-o", "out.mp3"], '"out.mp3": an image is saved as .png'),
+        (["generate", "shapes-sd3", "a read circle", "--best-of", "2", "--reward", "shapes"], 'did you mean "a red circle"'),
+        (["generate", "shapes-sd4", "a red circle"], 'unknown model "shapes-sd4"; did you mean "shapes-sd3"'),
+        (["evaluate", "nowhere"], "nowhere is not a run folder"),
+        (["report", "nowhere"], "nowhere"),
+        (["show", "batch.grup=3"], 'unknown key "batch.grup"; did you mean "batch.group"'),
+        (["check"], "give a model, or --reward NAME"),
+        (["check", "shapes-sd4"], 'unknown model "shapes-sd4"'),
+        (["check", "--reward", "shape"], 'unknown reward "shape"; did you mean "shapes"'),
+        (["list", "algoritms"], 'unknown list "algoritms"; did you mean "algorithms"'),
+    ],
+)
+def test_every_command_answers_mistakes(tmp_path, arguments, sentence):
+    assert sentence in refused(tmp_path, *arguments)
+
+
+def test_a_pipeline_that_cannot_be_replayed_is_refused_with_the_inference_that_failed():
+    pipe = tiny.pipeline("sd3")
+    pipe.scheduler.step = lambda out, t, x, **_: (x * out.mean() + out,)  # no update that a flow could make
+    with pytest.raises(ValueError, match=r"\w+: .+"):
+        load_policy(pipe, **tiny.CALLS["sd3"]).self_check()
+
+
+# ------------------------------------------------------------------------------------------------- rewards that fail while running
+
+
+def trainer(tmp_path, reward, **changes):
+    made = small.trainer(tmp_path / "run", data__eval="null", **changes)
+    made.rewards = load_set({"custom": reward})
+    return made
+
+
+def spread(media):
+    return media.flatten(1).std(1)
+
+
+def test_nan_for_one_sample_is_counted_and_training_goes_on(tmp_path):
+    def reward(media, prompts, context):
+        values = spread(media)
+        values[3] = math.nan
+        return values
+
+    made = trainer(tmp_path, reward, batch__prompts="4", batch__group="5", iterations="2")  # 1 of 20 is 5%: allowed
+    for it in made:
+        assert it.metrics["reward/invalid"] == 1 and it.rewards.valid.tolist().index(False) == 3
+        assert math.isfinite(it.metrics["reward/total"]) and it.metrics["policy/grad_norm"] > 0
+        assert it.metrics["policy/rows"] == 19 * 2  # two noise levels a valid sample
+    assert all(torch.isfinite(p).all() for p in made.parameters.values())
+
+
+def test_a_group_without_a_valid_sample_gives_no_gradient_rows(tmp_path):
+    def reward(media, prompts, context):
+        values = spread(media)
+        values[:4] = math.nan  # the whole first group
+        return values
+
+    made = trainer(tmp_path, reward, batch__group="4", iterations="1", guard__invalid_fraction="0.5")
+    update, seen = made._update, []
+    made._update = lambda rollout, columns, batch: seen.append(columns) or update(rollout, columns, batch)
+    (it,) = list(made)
+    assert set(seen[0].prompt.tolist()) == {1} and it.metrics["policy/rows"] == 8 and it.metrics["reward/invalid"] == 4
+
+
+def test_a_reward_that_raises_too_often_stops_the_run_and_the_run_resumes(tmp_path, monkeypatch):
+    calls = []
+
+    def reward(media, prompts, context):
+        calls.append(len(media))
+        if 3 < len(calls) < 6:  # from the second iteration on: the chunk, then a sample alone
+            raise OSError("the server is gone")
+        return spread(media)
+
+    spec = load_set({"custom": reward})
+    monkeypatch.setattr("flowrl.setup.load_set", lambda _: spec)
+    run = tmp_path / "run"
+    result = small.invoke("train", *small.words(run, iterations="4", eval__at_start="false"))
+    assert result.exit_code == 1
+    text = result.output.replace("\n", " ")
+    assert "1 of 4 samples could not be scored (allowed: 5%)" in text and "the server is gone" in text
+    assert f"flowrl train --resume {run}" in text
+    done = len(small.lines(run))
+    assert done == 3
+    result = small.invoke("train", "--resume", run)
+    assert result.exit_code == 0 and [line["iteration"] for line in small.lines(run)] == [1, 2, 3, 4]
+
+
+def test_a_reward_that_fails_before_the_first_checkpoint_offers_no_resume(tmp_path, monkeypatch):
+    def reward(media, prompts, context):
+        raise KeyError("colour")
+
+    monkeypatch.setattr("flowrl.setup.load_set", lambda _: load_set({"custom": reward}))
+    result = small.invoke("train", *small.words(tmp_path / "run", data__eval="null"))
+    assert result.exit_code == 1 and "4 of 4 samples" in result.output and "colour" in result.output and "--resume" not in result.output
+    with pytest.raises(TooManyInvalid):
+        next(iter(trainer(tmp_path / "again", reward)))
+
+
+@pytest.mark.parametrize("value", [lambda m: spread(m)[:, None], lambda m: spread(m).double(), lambda m: spread(m).tolist()])
+def test_a_reward_of_the_wrong_shape_stops_the_run_as_a_bug(tmp_path, value):
+    with pytest.raises(RewardBug, match=r'reward "custom" returned .*; expected a float32 tensor of shape \(4,\)'):
+        next(iter(trainer(tmp_path, lambda media, prompts, context: value(media))))
+    assert not small.lines(tmp_path / "run")
+
+
+def test_settings_of_an_old_run_folder_are_checked_again(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(json.dumps({"iteratoins": 3}))
+    assert 'unknown key "iteratoins"; did you mean "iterations"' in refused(tmp_path, "train", "--resume", tmp_path / "run")
+    assert loop.checkpoint.steps(tmp_path / "run") == []

@@ -1,0 +1,107 @@
+"""Two processes train what one trains: prompts are dealt out, statistics and gradients are global."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import small
+from flowrl import config, loop, setup
+from flowrl.rewards import load_set
+
+SCRIPT = """
+import json, sys, torch
+torch.set_num_threads(1)
+from flowrl import cli, config, loop, setup
+from flowrl.rewards import load_set
+load = setup.load_set
+for smooth, words in json.loads(sys.argv.pop()):
+    setup.load_set = (lambda _: load_set({"spread": lambda media, *_: media.flatten(1).std(1)})) if smooth else load
+    list(loop.Trainer(config.load_config(None, words)))
+cli.main()
+"""
+RUN = {"iterations": "2", "batch__group": "3", "algorithm__std": "global", "optimizer__eps": "1e-3"}  # eps: Adam blows rounding up
+
+
+def smooth(media, *_):
+    """A reward that never ties and, unlike a JPEG's size, moves by 1e-7 when pixels do."""
+    return media.flatten(1).std(1)
+
+
+def lonely(folder):
+    """A run of which one process often has no row to train: no picture shows a star, so its group's rewards tie."""
+    clauses = {name: [{"shape": name, "count": 1, "color": None}] for name in ("circle", "star")}
+    data = folder / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"a {name}", "include": clause}) + "\n" for name, clause in clauses.items()))
+    return small.words(
+        folder / "lonely", reward="shapes", reward__shapes__reading="partial", data__train=data, data__eval="null", batch__group="8",
+        iterations="3", sampler__steps="8",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Three runs on two CPU processes that talk by gloo -> their folder; the last one through the command line."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "train.py").write_text(SCRIPT)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    before = [(True, small.words(folder / "flow_grpo", "flow_grpo", data__eval="null", **RUN)), (False, lonely(folder))]
+    last = small.words(folder / "nft", reward="shapes", **RUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    result = subprocess.run(
+        [*command, folder / "train.py", "train", *last, json.dumps(before)], env=env, capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "on 2 process(es)" in result.stdout and result.stdout.count("Run folder:") == 1
+    return folder
+
+
+def step_by_step(run):
+    return [{k: v for k, v in line.items() if not k.startswith((*small.CHANGING, "nfe/"))} for line in small.lines(run)]
+
+
+@pytest.mark.parametrize("algorithm", ["nft", "flow_grpo"])
+def test_two_processes_equal_one(two, tmp_path, monkeypatch, algorithm):
+    if algorithm == "flow_grpo":
+        monkeypatch.setattr(setup, "load_set", lambda _: load_set({"spread": smooth}))
+    words = small.words(tmp_path / "one", algorithm, **RUN, **({"reward": "shapes"} if algorithm == "nft" else {"data__eval": "null"}))
+    one = loop.train(config.load_config(None, words))
+    a, b = step_by_step(one.path), step_by_step(two / algorithm)
+    assert [line["iteration"] for line in b] == [1, 2]
+    for mine, theirs in zip(a, b, strict=True):
+        assert mine.keys() == theirs.keys() and mine["policy/grad_norm"] > 0
+        for name in mine:
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-6), name
+        assert theirs["reward/total"] == pytest.approx(mine["reward/total"], abs=1e-6)
+    x, y = small.weights(one.path), small.weights(two / algorithm)
+    assert x.keys() == y.keys()
+    for name in (n for n in x if n.startswith(("policy/", "ema/", "old/"))):
+        torch.testing.assert_close(y[name], x[name], rtol=1e-4, atol=1e-6)
+    if algorithm == "nft":
+        assert small.values(one.path, "after") == small.values(two / algorithm, "after")
+
+
+def test_a_process_without_a_row_to_train_does_not_stall_the_others(two):
+    lines = small.lines(two / "lonely")
+    assert len(lines) == 3 and any(line["policy/rows"] for line in lines)
+    assert all(line["policy/rows"] <= 16 for line in lines)  # of the two groups of 8 x 2, only the circle's
+
+
+def test_the_first_reason_to_stop_is_every_process_s(monkeypatch):
+    from types import SimpleNamespace
+
+    from flowrl import distributed
+
+    world = distributed.World(SimpleNamespace(process_index=1, num_processes=3, is_main_process=False))
+    for heard, agreed in (([None, "SIGTERM received", None], "SIGTERM received"), ([None, None, None], None)):
+        monkeypatch.setattr(distributed, "gather_object", lambda _, heard=heard: heard)
+        assert world.agree(None) == agreed
+    monkeypatch.setattr(distributed, "gather_object", lambda mine: [{}, *mine, {"policy/kl": 2.0}])
+    assert world.sum_metrics({"policy/kl": torch.tensor(0.5)}) == {"policy/kl": 2.5}
