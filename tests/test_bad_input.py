@@ -1,13 +1,13 @@
-"""Wrong input ends in one sentence and exit code 2 before anything is written; a reward that fails at run time is counted, or stops the run."""
+"""Wrong input ends in one sentence and exit code 2 before anything is written; a failing reward is counted, or stops the run."""
 
 import json
 import math
 
 import pytest
-import torch
-
 import small
 import tiny
+import torch
+
 from flowrl import load_policy, loop
 from flowrl.cli import app  # noqa: F401  imported before a test changes folders
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
@@ -60,13 +60,19 @@ def test_a_mistake_is_named_and_nothing_is_written(tmp_path, wrong, sentence):
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (["algorithm=flow_grpo", "batch.prompts=50", "batch.updates=4"], "batch.prompts=50 does not divide by 1 process x 4 updates; try 48 or 52"),
+        (
+            ["algorithm=flow_grpo", "batch.prompts=50", "batch.updates=4"],
+            "batch.prompts=50 does not divide by 1 process x 4 updates; try 48 or 52",
+        ),
         (["algorithm=flow_grpo", "sampler.eta=0"], "GRPO needs SDE steps and this plan has none: set sampler.eta > 0"),
         (["algorithm=flow_grpo", "sampler.steps=1"], "GRPO needs SDE steps and this plan has none"),
         (["algorithm=mix_grpo", "sampler.steps=4"], "a window of 4 steps does not fit into steps 0..2 of 4"),
         (["algorithm=flow_grpo", "model.pipeline.guidance_scale=1.0", "sampler.guidance=3"], "guidance=3.0 needs an unconditional branch"),
         (["model.pipeline.guidance_scale=1.0", "eval.baseline_guidance=4"], "guidance=4.0 needs an unconditional branch"),
-        (["data.train=words.txt", "data.eval=null"], 'reward "shapes" reads "include" of each prompt, which "a red circle" in data.train does not'),
+        (
+            ["data.train=words.txt", "data.eval=null"],
+            'reward "shapes" reads "include" of each prompt, which "a red circle" in data.train does not',
+        ),
         (["data.eval=words.txt"], 'reads "include" of each prompt, which "a red circle" in data.eval does not carry'),
         (["data.train=empty.txt", "reward=jpeg"], "prompt file empty.txt is empty"),
         (["data.train=latin.txt", "reward=jpeg"], "prompt file latin.txt is not UTF-8: byte 4, in line 1"),

@@ -5,9 +5,9 @@ import math
 import statistics
 
 import pytest
+import small
 import torch
 
-import small
 from flowrl import loop, setup
 from flowrl.policy.load import load_policy
 
@@ -76,7 +76,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(tmp_path):
     gradients = []
     for on in ("false", "true"):
         made = small.trainer(tmp_path / on, data__eval="null", iterations="1", train__gradient_checkpointing=on)
-        made._step = lambda made=made: gradients.append(torch.cat([p.grad.flatten() for p in made.parameters.values() if p.grad is not None]))
+        trained = made.parameters.values()
+        made._step = lambda trained=trained: gradients.append(torch.cat([p.grad.flatten() for p in trained if p.grad is not None]))
         list(made)
     assert gradients[0].norm() > 0
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-8)

@@ -6,9 +6,9 @@ import signal
 import time
 
 import pytest
+import small
 import torch
 
-import small
 from flowrl import checkpoint, loop
 from flowrl.setup import check_resume
 

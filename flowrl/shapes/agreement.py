@@ -1,0 +1,89 @@
+"""How far the verifier can be trusted: it should accept what a prompt was drawn from, and reject the same scene with one planted error."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowrl.shapes import verify
+from flowrl.shapes.prompts import all_prompts, scene
+from flowrl.shapes.scenes import COLORS, SHAPES, Object, place, render
+
+ERRORS = ("colour", "count", "shape", "order")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """accepted: share of true scenes judged right; rejected: planted error -> share judged wrong; planted: error -> how many were drawn."""
+
+    scenes: int
+    accepted: float
+    rejected: dict[str, float]
+    planted: dict[str, int]
+
+    def __str__(self) -> str:
+        errors = ", ".join(f"{error} {self.rejected[error]:.2%} of {self.planted[error]}" for error in ERRORS)
+        return f"{self.scenes} scenes: {self.accepted:.2%} accepted; with one error, rejected: {errors}"
+
+
+def plant(prompt: dict[str, Any], objects: list[Object], error: str, generator: torch.Generator) -> list[Object] | None:
+    """A scene with one error that its prompt excludes; None where the prompt leaves that open (colour of "a circle", order of "and")."""
+    first, rest = objects[0], objects[1:]
+    if error == "order":
+        if prompt["task"] != "position":
+            return None
+        second = objects[1]
+        return [replace(first, x=second.x, y=second.y, size=second.size), replace(second, x=first.x, y=first.y, size=first.size)]
+    if error == "count":
+        if int(torch.randint(2, (), generator=generator)):
+            return rest
+        return place([(o.shape, o.color) for o in [*objects, first]], generator)
+    if error == "shape":
+        return [replace(first, shape=_other(SHAPES, {o.shape for o in objects}, generator)), *rest]
+    if prompt["include"][0]["color"] is None:
+        return None
+    return [replace(first, color=_other(COLORS, {o.color for o in objects}, generator)), *rest]
+
+
+def _other(names: Any, used: set[str], generator: torch.Generator) -> str:
+    free = [name for name in names if name not in used]
+    return free[int(torch.randint(len(free), (), generator=generator))]
+
+
+def measure(count: int, *, seed: int = 0, blur: bool = False) -> Agreement:
+    """Judge `count` scenes of random prompts, tasks in equal shares, each also with every error that applies.
+
+    blur: pictures go through a 3x3 box filter first, softer than a VAE makes them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for prompt in all_prompts():
+        tasks[prompt["task"]].append(prompt)
+    drawn: list[tuple[str, dict[str, Any], list[Object]]] = []
+    for number in range(count):
+        members = list(tasks.values())[number % len(tasks)]
+        prompt = members[int(torch.randint(len(members), (), generator=generator))]
+        truth = scene(prompt, generator)
+        drawn.append(("", prompt, truth))
+        for error in ERRORS:
+            wrong = plant(prompt, truth, error, generator)
+            drawn += [] if wrong is None else [(error, prompt, wrong)]
+    verdicts: dict[str, list[bool]] = defaultdict(list)
+    for start in range(0, len(drawn), 256):
+        part = drawn[start : start + 256]
+        pictures = torch.stack([render(objects) for _, _, objects in part])
+        for (error, prompt, _), found in zip(part, verify.detect(box(pictures) if blur else pictures), strict=True):
+            verdicts[error].append(verify.strict(found, prompt["include"]))
+    rejected = {error: 1 - sum(verdicts[error]) / len(verdicts[error]) for error in ERRORS}
+    planted = {error: len(verdicts[error]) for error in ERRORS}
+    return Agreement(scenes=count, accepted=sum(verdicts[""]) / count, rejected=rejected, planted=planted)
+
+
+def box(pictures: Tensor) -> Tensor:
+    """3x3 mean of (B, 3, H, W)."""
+    return F.avg_pool2d(pictures, 3, stride=1, padding=1, count_include_pad=False)

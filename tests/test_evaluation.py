@@ -1,0 +1,131 @@
+"""Before and after are compared image by image: same prompts, same noise, whole prompts resampled."""
+
+import json
+
+import numpy as np
+import pytest
+import small
+import torch
+
+from flowrl import evaluation, load_policy
+from flowrl.evaluation import Evaluation, add_row, evaluate, save_images
+from flowrl.rewards import load_set
+from flowrl.shapes.prompts import eval_prompts
+
+PROMPTS = eval_prompts()[40:45]
+REWARDS = load_set({"shapes": 1.0, "jpeg": 0.1})
+
+
+@pytest.fixture(scope="module")
+def policy():
+    torch.set_num_threads(1)
+    return load_policy("shapes-sd3")
+
+
+def run(policy, images=12, **options):
+    return evaluate(policy, PROMPTS, REWARDS, images=images, **{"steps": 3, **options})
+
+
+def result(before, prompt=None, images=None):
+    values = {name: torch.tensor(value) for name, value in before.items()}
+    count = len(next(iter(values.values())))
+    return Evaluation(values=values, prompt=prompt or [0] * count, images=torch.rand(2, 3, 8, 8) if images is None else images, nfe=3)
+
+
+def test_image_i_shows_prompt_i_modulo_p_and_every_part_is_reported(policy):
+    made = run(policy, guidance=2.0)
+    assert made.prompt == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1] and made.nfe == 6
+    assert made.values.keys() == {"shapes", "jpeg", "total", "shapes/partial", "shapes/strict"}
+    assert all(v.shape == (12,) and v.isfinite().all() for v in made.values.values())
+    both = (made.values["shapes/partial"] + made.values["shapes/strict"]) / 2
+    torch.testing.assert_close(made.values["shapes"], both)
+    torch.testing.assert_close(made.values["total"], both + 0.1 * made.values["jpeg"])
+    assert made.metrics().keys() == {f"eval/{name}" for name in made.values}
+    assert evaluation.shown_prompts(PROMPTS, 12) == [p["prompt"] for p in PROMPTS] and made.images.shape == (5, 3, 64, 64)
+
+
+def test_an_image_does_not_depend_on_chunks_or_on_how_many_there_are(policy):
+    whole = run(policy)
+    for other in (run(policy, micro=5, decode=3), run(policy, images=7)):
+        count = len(other.prompt)
+        torch.testing.assert_close(other.images, whole.images, rtol=0, atol=1e-4)
+        for name, value in other.values.items():
+            close = (value - whole.values[name][:count]).abs() < 1e-3
+            assert close.float().mean() >= 0.9, name  # a byte at the edge of a JPEG or of the verifier may turn over
+    assert (run(policy, seed=1).images - whole.images).abs().mean() > 0.01
+
+
+def test_two_policies_start_from_the_same_noise(policy):
+    seen, velocity = [], policy.velocity
+
+    def watched(x, sigma, cond, rows, **options):
+        seen.append(x.clone())
+        return velocity(x, sigma, cond, rows, **options) * len(seen)
+
+    policy.velocity = watched
+    try:
+        run(policy, steps=1)
+        run(policy, steps=1)
+    finally:
+        del policy.velocity
+    assert torch.equal(seen[0], seen[1]) and len(seen) == 2
+
+
+def test_a_row_is_written_atomically_and_replaces_its_namesake(tmp_path, monkeypatch):
+    prompts = [{"prompt": "a", "task": "x"}, {"prompt": "b", "task": "y"}]
+    add_row(tmp_path, "before", result({"r": [0.0, 1.0, 0.0, 1.0]}, [0, 1, 0, 1]), prompts, guidance="none")
+    add_row(tmp_path, "before, guided", result({"r": [1.0, 1.0, 0.0, 1.0]}, [0, 1, 0, 1]), prompts, guidance=3.0)
+    record = add_row(tmp_path, "before", result({"r": [0.0, 0.0, 0.0, 1.0]}, [0, 1, 0, 1]), prompts, guidance="none")
+    assert record == json.loads((tmp_path / "evaluation.json").read_text()) and "paired" not in record
+    assert [row["name"] for row in record["rows"]] == ["before, guided", "before"]
+    row = record["rows"][1]
+    assert row["metrics"]["r"]["mean"] == 0.25 and row["tasks"]["r"] == {"x": 0.0, "y": 0.5} and row["guidance"] == "none"
+    assert row["images"] == 4 and row["nfe"] == 3 and row["values"]["r"] == [0, 0, 0, 1]
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(evaluation.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        add_row(tmp_path, "after", result({"r": [1.0, 1.0, 1.0, 1.0]}, [0, 1, 0, 1]), prompts)
+    assert json.loads((tmp_path / "evaluation.json").read_text()) == record
+
+
+def test_the_paired_difference_leaves_pairs_with_an_invalid_side_out(tmp_path):
+    """Valid pairs: (0, 1), (0, 1), (1, 1): the mean difference is 2/3, whatever the invalid sides would have been."""
+    nan, prompts = float("nan"), [{"prompt": p} for p in "abcde"]
+    add_row(tmp_path, "before", result({"r": [0.0, nan, 0.0, 1.0, 0.5], "s": [nan] * 5}, [0, 1, 2, 3, 4]), prompts)
+    record = add_row(tmp_path, "after", result({"r": [1.0, 1.0, 1.0, 1.0, nan], "s": [1.0] * 5}, [0, 1, 2, 3, 4]), prompts)
+    paired = record["paired"]
+    assert paired.keys() == {"r"} and paired["r"]["n"] == paired["r"]["clusters"] == 3
+    assert paired["r"]["difference"] == pytest.approx(2 / 3) and paired["r"]["ci"][0] <= 2 / 3 <= paired["r"]["ci"][1]
+    before = record["rows"][0]
+    assert before["values"]["r"][1] is None and before["metrics"]["r"]["invalid"] == 1 and "s" not in before["metrics"]
+    json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
+
+
+def test_a_task_mean_leaves_invalid_images_out(tmp_path):
+    record = add_row(tmp_path, "before", result({"r": [1.0, float("nan"), 0.0]}, [0, 0, 0]), [{"prompt": "a", "task": "x"}])
+    assert record["rows"][0]["tasks"]["r"] == {"x": 0.5}
+
+
+def test_pictures_of_both_rows_are_put_side_by_side(tmp_path):
+    (tmp_path / "samples").mkdir()
+    prompts = [{"prompt": "a"}, {"prompt": "b"}]
+    for name in ("before", "before, guided", "after"):
+        save_images(tmp_path, name, result({"strict": [1.0, 0.0]}, [0, 1], torch.rand(2, 3, 64, 64)), prompts)
+    names = {p.name for p in (tmp_path / "samples").iterdir()}
+    assert names >= {"before.png", "before_guided.png", "after.png", "before_after.png"}
+
+
+def test_the_command_adds_a_row_of_the_averaged_weights(tmp_path):
+    made = small.trainer(tmp_path / "run", iterations="1", optimizer__lr="1e-2").run()
+    answer = small.invoke("evaluate", made.path)
+    assert answer.exit_code == 0, answer.output
+    again = next(r for r in json.loads((made.path / "evaluation.json").read_text())["rows"] if r["name"].startswith("evaluate"))
+    assert again["values"] == small.values(made.path, "after") and again["steps"] == 2
+    answer = small.invoke("evaluate", made.path, "--images", 3, "--steps", 1, "--guidance", 2, "--seed", 4)
+    assert answer.exit_code == 0, answer.output
+    rows = json.loads((made.path / "evaluation.json").read_text())["rows"]
+    assert [r["name"] for r in rows][2:] == [again["name"], "evaluate, 1 steps, guidance 2.0, seed 4"] and rows[-1]["images"] == 3
+    assert np.isfinite(rows[-1]["values"]["jpeg"]).all()
