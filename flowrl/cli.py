@@ -69,7 +69,7 @@ def train(
             raise ValueError(f"{resume} is not a run folder: it has no config.yaml")
         cfg = load_config(resume / "config.yaml", overrides or []) if resume else _config(overrides)
         trainer = loop.Trainer(cfg, resume=resume)
-    _console().print(trainer.describe())
+    _console().print(trainer.describe(), soft_wrap=True)
     try:
         run = trainer.run()
     except (RuntimeError, ValueError) as error:
@@ -98,10 +98,11 @@ def generate(
     output: Annotated[Path, typer.Option("-o", "--output", help="out.png, out.mp4 ...; several prompts get numbers.")] = Path("out.png"),
 ) -> None:
     """Make images or videos."""
-    from flowrl import generation, media
+    from flowrl import generation, log, media
     from flowrl.policy import load_policy
     from flowrl.setup import lora_of
 
+    log.setup()
     with _input():
         scale: float | str = guidance if guidance in ("none", "pipeline") else _number("--guidance", guidance)
         if rlg != 1 and lora is None:
@@ -127,9 +128,10 @@ def evaluate(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the noise; default: as the run did.")] = None,
 ) -> None:
     """Evaluate a run's newest checkpoint on held-out prompts and add the row to its report."""
-    from flowrl import evaluation, report
+    from flowrl import evaluation, log, report
     from flowrl.setup import load_run
 
+    log.setup()
     with _input():
         cfg, policy, rewards, prompts = load_run(run)
         e = cfg.eval
@@ -174,8 +176,10 @@ def check(
         if reward:
             _check_reward(reward)
             return
+        from flowrl import log
         from flowrl.policy import load_policy
 
+        log.setup()
         policy: Any = load_policy(model)  # of a name or folder: a pipeline's
         typer.echo(policy.describe())
         typer.echo(str(policy.self_check()))

@@ -118,7 +118,7 @@ def add_row(run: Path, name: str, evaluation: Evaluation, prompts: list[dict[str
     row["values"] = {key: [None if math.isnan(v) else round(v, 6) for v in value.tolist()] for key, value in evaluation.values.items()}
     record["rows"] = [r for r in record["rows"] if r["name"] != name] + [row]
     by_name = {r["name"]: r for r in record["rows"]}
-    if {"before", "after"} <= by_name.keys():
+    if name in ("before", "after") and {"before", "after"} <= by_name.keys():
         record["paired"] = _paired(by_name["before"]["values"], by_name["after"]["values"], clusters)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record))
@@ -144,10 +144,10 @@ def save_images(run: Path, name: str, evaluation: Evaluation, prompts: list[dict
 
 
 def _by_task(value: Tensor, prompt: list[int], prompts: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean a task, where prompts name one."""
+    """Mean over a task's valid images, where prompts name one."""
     tasks: dict[str, list[float]] = {}
     for v, p in zip(value.tolist(), prompt, strict=True):
-        if "task" in prompts[p]:
+        if "task" in prompts[p] and not math.isnan(v):
             tasks.setdefault(prompts[p]["task"], []).append(v)
     return {task: sum(v) / len(v) for task, v in tasks.items()}
 

@@ -15,8 +15,14 @@ logger = logging.getLogger("flowrl")
 
 
 def setup(level: str = "INFO") -> None:
-    """Send flowrl's messages to stderr through rich; other libraries keep their own loggers."""
+    """Send flowrl's messages to stderr through rich; of diffusers and transformers, errors only and no progress bars."""
+    import diffusers
+    import transformers
     from rich.logging import RichHandler
+
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
 
     if not logger.handlers:
         logger.addHandler(RichHandler(console=_console(), show_path=False, show_time=False, markup=False))

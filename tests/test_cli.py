@@ -60,10 +60,10 @@ def test_report_is_rebuilt(run):
 
 def test_generate_writes_a_picture_a_prompt(run, tmp_path):
     _, folder = run
-    plain = small.invoke("generate", "shapes-sd3", "a red circle", "--steps", 2, "--seed", 7, "-o", tmp_path / "a.png")
+    plain = small.invoke("generate", "shapes-sd3", "a red circle", "--steps", 8, "--seed", 7, "-o", tmp_path / "a.png")
     assert plain.exit_code == 0 and str(tmp_path / "a.png") in plain.output.replace("\n", ""), plain.output
     assert Image.open(tmp_path / "a.png").size == (64, 64)
-    options = ["--steps", 2, "--seed", 7, "--lora", folder, "-o"]
+    options = ["--steps", 8, "--seed", 7, "--lora", folder, "-o"]
     assert small.invoke("generate", "shapes-sd3", "a red circle", *options, tmp_path / "tuned.png").exit_code == 0
     assert small.invoke("generate", "shapes-sd3", "a red circle", *options, tmp_path / "none.png", "--rlg", 0).exit_code == 0
     a, tuned, none = (np.asarray(Image.open(tmp_path / f"{n}.png"), int) for n in ("a", "tuned", "none"))

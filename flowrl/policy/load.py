@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
@@ -88,7 +89,9 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        return DiffusionPipeline.from_pretrained(source, torch_dtype=dtype, **absent)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)  # 0.40 knows no other name
+            return DiffusionPipeline.from_pretrained(source, torch_dtype=dtype, **absent)
     finally:
         if bars:
             logging.enable_progress_bar()

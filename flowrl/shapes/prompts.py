@@ -88,11 +88,8 @@ def _shared_out(prompts: list[Prompt], count: int) -> list[Prompt]:
     return out
 
 
-def scene(prompt: Prompt, generator: torch.Generator, *, clutter: bool = False) -> list[Object]:
-    """A random scene that the prompt describes exactly; colours that it leaves open are drawn at random.
-
-    clutter adds one object that the prompt does not mention, of a shape that it does not name: true, but not all that is there.
-    """
+def scene(prompt: Prompt, generator: torch.Generator) -> list[Object]:
+    """A random scene that the prompt describes exactly; colours that it leaves open are drawn at random."""
     colors = list(COLORS)
     kinds: list[tuple[str, str]] = []
     relation = None
@@ -100,10 +97,6 @@ def scene(prompt: Prompt, generator: torch.Generator, *, clutter: bool = False) 
         open_color = colors[int(torch.randint(len(colors), (1,), generator=generator))]
         kinds += [(clause["shape"], clause["color"] or open_color)] * clause["count"]
         relation = relation or clause.get("position", [None])[0]
-    if clutter:
-        others = sorted(set(SHAPES) - {shape for shape, _ in kinds})
-        shape, color = (pool[int(torch.randint(len(pool), (1,), generator=generator))] for pool in (others, colors))
-        kinds.append((shape, color))
     return place(kinds, generator, relation)
 
 

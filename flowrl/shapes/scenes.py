@@ -1,6 +1,7 @@
 """The world of shapes-sd3: coloured shapes on white, 64x64 px, and the renderer that draws ground truth.
 
-A scene is at most four objects that do not touch. Coordinates are pixels, x to the right, y downwards; size is half of the bounding box.
+A scene is a few objects that do not touch, each in a cell of its own on a 3x3 grid, a little off its centre.
+Coordinates are pixels, x to the right, y downwards; size is half of the bounding box.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "black": (0.05, 0.05, 0.05),
 }
 RELATIONS: dict[str, tuple[int, int]] = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
-GAP = 4.0  # px between bounding boxes
+CELL = PIXELS / 3  # objects sit in the cells of a 3x3 grid
+JITTER = 1.5  # px, at most, off the centre of a cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +60,16 @@ def render(scene: list[Object], *, supersample: int = 4) -> Tensor:
 
 
 def place(kinds: list[tuple[str, str]], generator: torch.Generator, relation: str | None = None) -> list[Object]:
-    """Random non-touching positions and sizes for (shape, colour) pairs; `relation` holds between the first two, within 45 degrees."""
-    low, high = (7.0, 10.0) if len(kinds) <= 2 else (6.0, 8.0)
+    """Random cells, shifts and sizes for at most nine (shape, colour) pairs; `relation` holds between the first two, within 45 degrees."""
     while True:
-        r = torch.rand((len(kinds), 3), generator=generator).tolist()
-        sizes = [low + (high - low) * a for a, _, _ in r]
-        xs = [s + 1 + (PIXELS - 2 * s - 2) * b for s, (_, b, _) in zip(sizes, r, strict=True)]
-        ys = [s + 1 + (PIXELS - 2 * s - 2) * c for s, (_, _, c) in zip(sizes, r, strict=True)]
-        scene = [Object(shape, color, x, y, s) for (shape, color), x, y, s in zip(kinds, xs, ys, sizes, strict=True)]
-        if _apart(scene) and (relation is None or _holds(relation, scene[0], scene[1])):
+        cells = torch.randperm(9, generator=generator)[: len(kinds)].tolist()
+        scene = []
+        for (shape, color), cell in zip(kinds, cells, strict=True):
+            a, b, c = torch.rand(3, generator=generator).tolist()
+            x, y = CELL * (cell % 3 + 0.5) + JITTER * (2 * a - 1), CELL * (cell // 3 + 0.5) + JITTER * (2 * b - 1)
+            scene.append(Object(shape, color, x, y, 6.5 + 1.5 * c))
+        if relation is None or _holds(relation, scene[0], scene[1]):
             return scene
-
-
-def _apart(scene: list[Object]) -> bool:
-    return all(
-        max(abs(a.x - b.x), abs(a.y - b.y)) >= a.size + b.size + GAP for i, a in enumerate(scene) for b in scene[:i]
-    )
 
 
 def _holds(relation: str, a: Object, b: Object) -> bool:
