@@ -329,6 +329,11 @@ def _compose(known: list[str], chosen: dict[str, str], extra: dict[str, Any], pr
     ConfigStore.instance().store(name="schema", node=OmegaConf.create(defaults))
     ConfigStore.instance().store(name="_file", node=OmegaConf.create(extra), group="file", package="_global_")
     picks = [f"{g}={o}" for g, o in chosen.items() if o]
+    if chosen.get("experiment") and any(chosen.get(group) for group in names):  # likewise, of an experiment
+        tree = _read_yaml(config_folder() / "experiment" / f"{chosen['experiment']}.yaml")
+        tree = {key: value for key, value in tree.items() if not (key in names and chosen.get(key))}
+        ConfigStore.instance().store(name="_chosen", node=OmegaConf.create(tree), group="experiment", package="_global_")
+        picks = [p for p in picks if not p.startswith("experiment=")] + ["experiment=_chosen"]
     if extra:
         picks.append("file=_file")
     try:

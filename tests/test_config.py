@@ -17,7 +17,7 @@ def problems(*overrides, name=None):
 
 def test_the_default_run_is_nft_on_the_embedded_world():
     cfg = load_config()
-    assert cfg.model.source == "shapes-sd3" and cfg.algorithm["name"] == "nft" and cfg.data.train == "shapes:train"
+    assert cfg.model.source == "package:flowrl.shapes/weights" and cfg.algorithm["name"] == "nft" and cfg.data.train == "shapes:train"
     assert cfg.reward == {"shapes": {"weight": 1.0}} and cfg.trackers == ["tensorboard"]
 
 
@@ -35,9 +35,14 @@ def test_every_reward_and_experiment_loads(group, option):
 
 
 def test_an_experiment_is_loaded_by_name_and_overrides_beat_it():
-    assert load_config("quickstart").output == "runs/quickstart"
+    assert load_config("quickstart") == load_config(None, ["experiment=quickstart"]) != load_config()
     cfg = load_config("quickstart", ["output=elsewhere", "reward=jpeg", "algorithm.beta=0.5"])
     assert cfg.output == "elsewhere" and list(cfg.reward) == ["jpeg"] and cfg.algorithm["beta"] == 0.5
+
+
+def test_another_algorithm_replaces_an_experiments_options_for_its_own():
+    plain, chosen = load_config(None, ["algorithm=mix_grpo"]), load_config("quickstart", ["algorithm=mix_grpo"])
+    assert chosen.algorithm == plain.algorithm and chosen.iterations == load_config("quickstart").iterations
 
 
 def test_every_key_has_a_description_and_every_default_is_valid():
