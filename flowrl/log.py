@@ -67,7 +67,8 @@ class Progress:
         self.total, self.done, self.title, self.every = total, done, title, every
         self.show = show
         self.live = show and sys.stderr.isatty()
-        self.began, self.start, self.last = time.perf_counter(), done, -math.inf
+        self.last = -math.inf
+        self.first: tuple[float, int] | None = None  # when the first iteration of this process ended: what preceded it says nothing of the rest
 
     def __enter__(self) -> Progress:
         if self.live:
@@ -94,10 +95,12 @@ class Progress:
             self.bar.update(self.task, completed=iteration, numbers=text)
             return
         now = time.perf_counter()
+        self.first = self.first or (now, iteration)
         if now - self.last >= self.every or iteration >= self.total:
             self.last = now
-            left = (now - self.began) / max(1, iteration - self.start) * (self.total - iteration)
-            print(f"{self.title} {iteration}/{self.total}  {text}  {left:.0f} s left", file=sys.stderr, flush=True)
+            began, start = self.first
+            left = f"  {(now - began) / (iteration - start) * (self.total - iteration):.0f} s left" if iteration > start else ""
+            print(f"{self.title} {iteration}/{self.total}  {text}{left}", file=sys.stderr, flush=True)
 
 
 def _console() -> Any:

@@ -205,6 +205,8 @@ class Trainer:
     def _evaluate(self, name: str, guidance: float | str) -> evaluation.Evaluation:
         """Evaluate averaged weights on held-out prompts; a named row goes into evaluation.json and its images into samples/."""
         cfg = self.cfg.eval
+        if name and self.world.main:
+            log.logger.info(f"evaluating: {name}, {cfg.images} images")
         with self.ema.swapped(), self.policy.view("default"), self.parts.autocast():
             result = evaluation.evaluate(
                 self.policy, self.parts.eval_prompts, self.rewards, images=cfg.images, steps=cfg.steps, guidance=guidance, seed=cfg.seed,
