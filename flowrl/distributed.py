@@ -26,9 +26,13 @@ def start(precision: str, trackers: list[str], folder: Path) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process may have had another precision
     project = ProjectConfiguration(str(folder), logging_dir=str(folder))
     try:
-        return Accelerator(mixed_precision=precision, log_with=trackers or None, project_config=project)
+        accelerator = Accelerator(mixed_precision=precision, log_with=trackers or None, project_config=project)
     except (ValueError, ImportError) as error:
         raise ValueError(f"train.precision={precision}, trackers={trackers}: {error}") from error
+    missing = set(trackers) - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with} - {"all"}
+    if missing:
+        raise ValueError(f"trackers={trackers}: {sorted(missing)[0]} is not installed; install it, or leave it out")
+    return accelerator
 
 
 class World:

@@ -14,9 +14,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}  # dense bf16 FLOP/s, vendors' sheets
+
+
+class FlopCounter(TorchDispatchMode):
+    """Counts by torch's own formulas and lets every operator through as it is. (torch's FlopCounterMode decomposes some, silu_backward
+    among them; they round differently, and the first iteration of a resumed run would not be the one it repeats.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 class Ledger:
@@ -39,7 +56,7 @@ class Ledger:
         self.kinds: dict[str, float] = defaultdict(float)  # seconds a kind of work
         self.nfe: dict[str, int] = defaultdict(int)
         self.memory: dict[str, int] = defaultdict(int)  # peak bytes a phase
-        self.flops = 0.0
+        self.flops: dict[str, float] = defaultdict(float)  # a phase
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -61,7 +78,7 @@ class Ledger:
         """Book time to a kind: network, vae or reward. Not nested. rows: network rows, for the FLOPs: the first call of a (phase, kind,
         call) is counted operator by operator, later ones are scaled by their rows."""
         key = (self.stack[-1] if self.stack else "", kind, call)
-        counter = FlopCounterMode(display=False) if rows and key not in self.flops_per_row else None
+        counter = FlopCounter() if rows and key not in self.flops_per_row else None
         if self.cuda:  # events, because a synchronisation at each call would stall the device
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record(torch.cuda.current_stream(self.device))
@@ -72,21 +89,24 @@ class Ledger:
             else:
                 with counter:
                     yield
-                self.flops_per_row[key] = counter.get_total_flops() / rows
+                self.flops_per_row[key] = counter.total / rows
         finally:
             if self.cuda:
                 end.record(torch.cuda.current_stream(self.device))
                 self.events.append((kind, start, end))
             else:
                 self.kinds[kind] += time.perf_counter() - began
-        self.flops += rows * self.flops_per_row.get(key, 0.0)
+        if rows:
+            self.flops[key[0]] += rows * self.flops_per_row.get(key, 0.0)
 
     def add_nfe(self, phase: str, rows: int) -> None:
         """Count network evaluations: rows that went through the network."""
         self.nfe[phase] += rows
 
     def iteration(self) -> dict[str, float]:
-        """Close the books: time/<phase>, time/iteration, time/overhead_fraction, nfe/<phase>, flops, mfu, memory/... Then start anew.
+        """Close the books: time/<phase>, time/iteration, time/overhead_fraction, nfe/<phase>, flops/<phase>, flops, mfu, memory/...
+
+        Then start anew.
 
         overhead_fraction = 1 - (network + vae + reward) / iteration. mfu is there when the device's peak is known.
         memory is of the device; on a CPU, memory/peak_gb is the process's highest resident size so far.
@@ -101,10 +121,11 @@ class Ledger:
         out |= {f"time/{kind}_work": seconds for kind, seconds in self.kinds.items()}
         out["time/overhead_fraction"] = max(0.0, 1 - worked / wall)
         out |= {f"nfe/{phase}": float(rows) for phase, rows in self.nfe.items()}
-        if self.flops:
-            out["flops"] = self.flops
+        total = sum(self.flops.values())
+        if total:
+            out |= {f"flops/{phase}": flops for phase, flops in self.flops.items() if phase} | {"flops": total}
             if self.peak:
-                out["mfu"] = self.flops / (wall * self.peak)
+                out["mfu"] = total / (wall * self.peak)
         if self.cuda:
             out |= {f"memory/{name}_gb": size / 2**30 for name, size in self.memory.items()}
             out["memory/peak_gb"] = max([torch.cuda.max_memory_allocated(self.device), *self.memory.values()]) / 2**30

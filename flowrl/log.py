@@ -68,7 +68,7 @@ class Progress:
         self.show = show
         self.live = show and sys.stderr.isatty()
         self.last = -math.inf
-        self.first: tuple[float, int] | None = None  # when the first iteration of this process ended: what preceded it says nothing of the rest
+        self.first: tuple[float, int] | None = None  # when the first iteration here ended; what came before says nothing of the rest
 
     def __enter__(self) -> Progress:
         if self.live:

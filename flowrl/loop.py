@@ -19,11 +19,14 @@ from torch import Tensor
 
 from flowrl import checkpoint, data, distributed, evaluation, log, media, objective, proof, report, setup
 from flowrl.config import Config, dump
-from flowrl.rewards import check_valid
+from flowrl.rewards import TooManyInvalid, check_valid
 from flowrl.rollout import roll_out, rows_of, score_leaves
 from flowrl.samplers import plan as plans
-from flowrl.stop import Aborted, StopRequest
+from flowrl.stop import Aborted, StopRequest, by_signal
 from flowrl.types import Columns, PromptBatch, Rewards, Rollout
+
+
+COUNTERS = ("step", "nonfinite", "hours", "proved", "recompute")  # of a Trainer, kept in checkpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +67,11 @@ class Trainer:
         self.booked = setup.Booked(self.policy, self.ledger, parts.accelerator)
         self.iteration = self.step = self.nonfinite = 0  # iterations and optimizer steps finished; non-finite updates in a row
         self.hours = 0.0
-        self.mid_update = self.recompute = False  # recompute: low precision needs old log-probs from the training forward
+        self.proved = False  # the ratio's self-test was done
+        self.recompute = False  # low precision needs old log-probs from the training forward
+        self.mid_update = False
         self.stopped: str | None = None
+        self.saved_at: int | None = None  # iteration of the newest checkpoint
         if resume:
             self._load(checkpoint.latest(resume))
 
@@ -104,8 +110,9 @@ class Trainer:
             leaf = algorithm.leaf_advantages(everyone, self.world.gather_groups(rollout.group))
             advantages = algorithm.advantages(rollout, leaf[self.world.part(len(rollout.leaf))])
             columns = algorithm.columns(rollout, advantages, seed=cfg.seed, iteration=i)
-        if "log_prob" in algorithm.needs and (i == 0 or self.recompute):
-            columns, metrics["policy/ratio_error"] = self._proved(i, rollout, columns)
+        if "log_prob" in algorithm.needs and (self.recompute or not self.proved):
+            columns, error = self._proved(rollout, columns)
+            metrics |= {} if error is None else {"policy/ratio_error": error}
         with ledger.phase("update"):
             metrics |= self._update(rollout, columns, batch)
         self.mid_update = True  # from here on the iteration is finished and recorded, whatever signal comes
@@ -128,26 +135,29 @@ class Trainer:
                 out["policy/skipped"] += 1
                 continue
             metrics, norm = self._gradient(rollout, part, weight)
-            out["policy/rows"] += weight
             if not math.isfinite(norm):
                 out["policy/skipped"] += 1
                 self._nonfinite(rollout, part)
                 continue
             self._step()
+            out["policy/rows"] += weight
             out["policy/grad_norm"] += norm / updates
             for name, value in self.world.sum_metrics(metrics).items():
                 sums[name] = sums.get(name, 0.0) + value
         return out | {name: value / out["policy/rows"] for name, value in sums.items()}
 
-    def _proved(self, i: int, rollout: Rollout, columns: Columns) -> tuple[Columns, float]:
-        """The ratio's self-test at the first iteration; where it asks for it, old log-probs from the training forward."""
-        cfg = self.cfg
+    def _proved(self, rollout: Rollout, columns: Columns) -> tuple[Columns, float | None]:
+        """The ratio's self-test, at the first iteration with rows to train; where it asks for it, old log-probs from the training forward.
+
+        -> the columns, and max |log ratio| of this process's rows, None without any.
+        """
         with self.ledger.phase("reference"):
             recomputed = proof.log_probs(self.algorithm, self.booked, rollout, columns, self.micro)
-        if i == 0:
-            error, self.recompute = proof.prove(recomputed, columns, precision=cfg.train.precision, clip=min(self.algorithm.config.clip))
-        else:
-            error = float((recomputed - columns.log_prob).abs().max()) if len(columns) else 0.0
+        if not self.proved:
+            low = proof.prove(recomputed, columns, precision=setup.precision(self.cfg), clip=min(self.algorithm.config.clip))
+            rows, low = self.world.sum(torch.tensor([float(len(columns)), float(low)], device=self.policy.device)).tolist()
+            self.proved, self.recompute = rows > 0, low > 0
+        error = float((recomputed - columns.log_prob).abs().max()) if len(columns) else None
         return (Columns({**columns.data, "log_prob": recomputed}) if self.recompute else columns), error
 
     def _gradient(self, rollout: Rollout, part: Columns, weight: float) -> tuple[dict[str, Tensor], float]:
@@ -224,10 +234,13 @@ class Trainer:
             try:
                 for it in self:
                     bar.update(it.number, reward=it.metrics["reward/total"], grad=it.metrics["policy/grad_norm"])
-                if self.parts.eval_prompts and self.stopped is None:
+                if self.parts.eval_prompts and not by_signal(self.stopped):
                     self._evaluate("after", self.cfg.eval.guidance)
             except Aborted:
                 pass  # self.stopped says why
+            except TooManyInvalid:  # before the update: weights are those of the last finished iteration
+                self.save()
+                raise
             if self.stopped:
                 self.save()
         return self.finish()
@@ -276,6 +289,7 @@ class Trainer:
         b, plan, p = self.cfg.batch, self.parts.plan, self.parts
         samples, copies = b.prompts * b.group, b.prompts * b.group // plan.leaves
         calls = plans.nfe(plan, b.group // plan.leaves) * b.prompts * self.policy.branches(p.guidance)
+        own = "" if p.guidance == self.cfg.sampler.guidance else f" (the algorithm's own, not sampler.guidance={self.cfg.sampler.guidance})"
         rows = self.algorithm.rows_per_copy(plan) * copies
         weights = sum(w.numel() for w in self.parameters.values())
         return "\n".join(
@@ -283,7 +297,7 @@ class Trainer:
                 f"model      {self.cfg.model.source}, {weights:,} trained weights on {self.policy.device}",
                 f"algorithm  {self.cfg.algorithm['name']}, reward {', '.join(f'{w:g} x {n}' for n, w in self.rewards.weights.items())}",
                 f"iteration  {b.prompts} prompts x {b.group} = {samples} samples on {self.world.size} process(es); "
-                f"{len(self.sigmas) - 1} steps, guidance {p.guidance}: {calls:,} network calls",
+                f"{len(self.sigmas) - 1} steps, guidance {p.guidance}{own}: {calls:,} network calls",
                 f"update     at most {rows:,} trained rows in {b.updates} optimizer step(s), {b.micro} network rows a forward",
                 f"run        iterations {self.iteration + 1} to {self.cfg.iterations}, in {self.path}",
             ]
@@ -297,15 +311,18 @@ class Trainer:
         return bool(checkpoint.steps(self.path))
 
     def save(self) -> Path | None:
-        """Everything that a later `--resume` needs; taken between iterations."""
+        """Everything that a later `--resume` needs, once for each iteration; taken between iterations."""
         if not self.world.main:
             return None
+        if self.saved_at == self.iteration:
+            return checkpoint.folder_of(self.path, self.iteration)
         tensors = {"policy": self.policy.state("default"), "ema": self.ema.state_dict()}
         if "old" in self.algorithm.needs:
             tensors["old"] = self.policy.state("old")
         tensors["optimizer"] = checkpoint.pack_optimizer(self.parts.raw_optimizer, self.parameters)
-        meta: dict[str, Any] = {"step": self.step, "nonfinite": self.nonfinite, "hours": self.hours, "recompute": self.recompute}
+        meta: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         meta["scaler"] = distributed.scaler_state(self.parts.accelerator)
+        self.saved_at = self.iteration
         return checkpoint.save(self.path, self.iteration, tensors, meta, keep=self.cfg.checkpoint.keep)
 
     def _load(self, folder: Path) -> None:
@@ -317,7 +334,8 @@ class Trainer:
         checkpoint.unpack_optimizer(self.parts.raw_optimizer, self.parameters, tensors.get("optimizer", {}))
         if meta["scaler"]:
             self.parts.accelerator.scaler.load_state_dict(meta["scaler"])
-        for name in ("iteration", "step", "nonfinite", "hours", "recompute"):
+        self.iteration = self.saved_at = meta["iteration"]
+        for name in COUNTERS:
             setattr(self, name, meta[name])
 
 

@@ -29,13 +29,13 @@ def log_probs(algorithm: Algorithm, policy: Any, rollout: Rollout, columns: Colu
     return out
 
 
-def prove(recomputed: Tensor, columns: Columns, *, precision: str, clip: float) -> tuple[float, bool]:
-    """(max |log ratio|, whether old log-probs must be recomputed each iteration).
+def prove(recomputed: Tensor, columns: Columns, *, precision: str, clip: float) -> bool:
+    """Whether old log-probs must be recomputed each iteration. precision: the lowest at work, "no" is fp32.
 
     fp32 above 1e-5 -> RatioError. Low precision: recompute when the 99th percentile exceeds a tenth of clip.
     """
     if not len(columns):
-        return 0.0, False
+        return False
     gap = (recomputed - columns.log_prob).abs()
     worst = gap.max().item()
     if precision == "no":
@@ -44,7 +44,7 @@ def prove(recomputed: Tensor, columns: Columns, *, precision: str, clip: float) 
                 f"ratio self-test: |log ratio| is {worst:.3g} at the behaviour policy, at most {FP32_LIMIT:g} is right in fp32; "
                 "likely causes: dropout or batch norm in train mode, another guidance in the loss, or weights changed during the rollout"
             )
-        return worst, False
+        return False
     p99 = gap.quantile(0.99).item()
     recompute = not p99 <= CLIP_SHARE * clip
     if recompute:
@@ -52,4 +52,4 @@ def prove(recomputed: Tensor, columns: Columns, *, precision: str, clip: float) 
             f"ratio self-test: p99 |log ratio| is {p99:.3g} in {precision}, more than {CLIP_SHARE:g} x clip = {CLIP_SHARE * clip:.3g}; "
             f"old log-probs are recomputed by the training forward from now on ({len(columns)} more network rows an iteration)"
         )
-    return worst, recompute
+    return recompute

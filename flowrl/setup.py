@@ -19,13 +19,14 @@ from flowrl.algorithms._base import Algorithm
 from flowrl.config import Config
 from flowrl.ema import Ema
 from flowrl.ledger import Ledger
+from flowrl.log import logger
 from flowrl.policy import Policy, load_policy
 from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.samplers import sigmas
 from flowrl.types import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-RESUMABLE = ("iterations", "output", "stop.", "checkpoint.", "guard.", "trackers")  # may differ in a resumed run: they change no number
+RESUMABLE = ("iterations", "stop.", "checkpoint.", "guard.", "trackers")  # may differ in a resumed run: they change no number
 
 LORA_SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
 
@@ -95,6 +96,7 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     guidance = algorithm.guidance if algorithm.guidance is not None else cfg.sampler.guidance
     for used in (guidance, cfg.eval.guidance, cfg.eval.baseline_guidance or "none"):
         policy.branches(used)  # a guidance that the model does not know is refused here
+    check_signal(cfg, algorithm)
     if "old" in algorithm.needs:
         policy.add_view("old")
     if "reference" in algorithm.needs and cfg.train.mode == "full":
@@ -122,6 +124,25 @@ def check_meta(rewards: RewardSet, sources: dict[str, data.Prompts]) -> None:
                     )
 
 
+def check_signal(cfg: Config, algorithm: Algorithm) -> None:
+    """Settings with which a run would go on without doing what it says -> ValueError, or a warning where the run still trains."""
+    if cfg.batch.group == 1:
+        raise ValueError("batch.group=1: an advantage is a reward minus its group's mean, which is 0 for a single sample; use at least 2")
+    if cfg.stop.kl is not None and "reference" not in algorithm.needs:
+        raise ValueError(f"stop.kl={cfg.stop.kl} needs policy/kl, which is measured only with algorithm.kl_weight above 0")
+    steps = cfg.iterations * cfg.batch.updates
+    if cfg.ema.decay and cfg.ema.every > steps:
+        logger.warning(
+            f"ema.every={cfg.ema.every} exceeds the run's {steps} optimizer steps: the averaged weights, which are evaluated and "
+            "exported, will be those before training"
+        )
+
+
+def precision(cfg: Config) -> str:
+    """The lowest precision that network outputs went through: "no" (fp32), "bf16" or "fp16"."""
+    return cfg.train.precision if cfg.train.precision != "no" or cfg.model.dtype == "fp32" else cfg.model.dtype
+
+
 def make_algorithm(cfg: Config) -> Algorithm:
     cls = registry.find("flowrl.algorithms", cfg.algorithm["name"], what="algorithm").ALGORITHM
     return cls(cls.Config.model_validate({k: v for k, v in cfg.algorithm.items() if k != "name"}))
@@ -144,7 +165,14 @@ def make_policy(cfg: Config, *, device: torch.device | str | None = None) -> Pol
 
 def schedule(cfg: Config, policy: Policy) -> Tensor:
     """Sigmas (T+1,) fp64 of rollouts."""
-    return policy.schedule(cfg.sampler.steps).sigmas if cfg.sampler.schedule == "pipeline" else sigmas.linear(cfg.sampler.steps)
+    own = policy.schedule(cfg.sampler.steps).sigmas
+    if cfg.sampler.schedule == "pipeline":
+        return own
+    if own[0] < 0.999:
+        raise ValueError(
+            f"sampler.schedule=linear starts at sigma 1, but this model knows noise up to {own[0]:.4f} only; use sampler.schedule=pipeline"
+        )
+    return sigmas.linear(cfg.sampler.steps)
 
 
 def check_resume(cfg: Config, run: Path) -> None:
@@ -153,6 +181,8 @@ def check_resume(cfg: Config, run: Path) -> None:
         raise ValueError(f"{run} is not a run folder: it has no config.yaml")
     old = config.read_config(run / "config.yaml")
     changed = [key for key in config.diff(old, cfg) if not key.startswith(RESUMABLE)]
+    if "output" in changed and Path(cfg.output or "") == run:  # the folder was moved
+        changed.remove("output")
     if cfg.optimizer.schedule != "constant" and old.iterations != cfg.iterations:
         changed.append("iterations (the learning rate's schedule depends on it)")
     if changed:

@@ -7,6 +7,12 @@ import threading
 from typing import Any
 
 GRACE = 30.0  # seconds
+RECEIVED = " received"
+
+
+def by_signal(reason: str | None) -> bool:
+    """Whether a run's reason to stop is a signal, not one of its own rules."""
+    return reason is not None and reason.endswith(RECEIVED)
 
 
 class Aborted(Exception):
@@ -36,7 +42,7 @@ class StopRequest:
 
     def _stop(self, number: int, frame: Any) -> None:
         again = self.trainer.stopped is not None
-        self.trainer.stopped = f"{signal.Signals(number).name} received"
+        self.trainer.stopped = signal.Signals(number).name + RECEIVED
         signal.setitimer(signal.ITIMER_REAL, 0.01 if again else GRACE)
 
     def _abort(self, number: int, frame: Any) -> None:

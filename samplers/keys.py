@@ -8,36 +8,31 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_11, _27, _30, _31 = (np.uint64(bits) for bits in (11, 27, 30, 31))
 
 
-def _signed(value: int) -> int:
-    value &= 0xFFFFFFFFFFFFFFFF
-    return value - (1 << 64) if value >= 1 << 63 else value
+def _mix(z: np.ndarray) -> np.ndarray:
+    """splitmix64 (Steele, Lea, Flood 2014): a bijection of uint64 in which every input bit moves every output bit. At least 1-d: wraps."""
+    z = z + _GOLDEN
+    z = (z ^ (z >> _30)) * _MIX1
+    z = (z ^ (z >> _27)) * _MIX2
+    return z ^ (z >> _31)
 
 
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(z: Any) -> Any:
-    """splitmix64 (Steele, Lea, Flood 2014) of an int or int64 tensor: a bijection in which every input bit moves every output bit."""
-    if isinstance(z, int):
-        mask = 0xFFFFFFFFFFFFFFFF
-        z = (z + _GOLDEN) & mask
-        z = ((z ^ (z >> 30)) * _MIX1) & mask
-        z = ((z ^ (z >> 27)) * _MIX2) & mask
-        return _signed(z ^ (z >> 31))
-    z = z + _signed(_GOLDEN)
-    z = (z ^ _shift(z, 30)) * _signed(_MIX1)
-    z = (z ^ _shift(z, 27)) * _signed(_MIX2)
-    return z ^ _shift(z, 31)
+def _bits(part: int | str | Tensor) -> np.ndarray:
+    """The 64 bits of a part, uint64 of at least one dimension."""
+    if isinstance(part, Tensor):
+        return np.atleast_1d(part.long().cpu().numpy().view(np.uint64))
+    if isinstance(part, str):
+        part = int.from_bytes(hashlib.blake2b(part.encode(), digest_size=8).digest(), "little")
+    return np.array([int(part) & 0xFFFFFFFFFFFFFFFF], np.uint64)
 
 
 @overload
@@ -46,12 +41,14 @@ def key(*parts: int | str) -> int: ...
 def key(*parts: int | str | Tensor) -> Tensor: ...
 def key(*parts: int | str | Tensor) -> int | Tensor:
     """Hash of the parts in order; int64 tensors broadcast. Only ints and strings -> int, else an int64 tensor."""
-    state: Any = 0
+    state = np.zeros(1, np.uint64)
     for part in parts:
-        if isinstance(part, str):
-            part = int.from_bytes(hashlib.blake2b(part.encode(), digest_size=8).digest(), "little")
-        state = _mix(state ^ _mix(part.long() if isinstance(part, Tensor) else _signed(int(part))))
-    return state
+        state = _mix(state ^ _mix(_bits(part)))
+    tensors = [part for part in parts if isinstance(part, Tensor)]
+    if not tensors:
+        return int(state.view(np.int64)[0])
+    out = torch.from_numpy(state.view(np.int64)).to(tensors[0].device)
+    return out.reshape(torch.broadcast_shapes(*(part.shape for part in tensors)))
 
 
 def gaussian(keys: Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -68,7 +65,9 @@ def gaussian(keys: Tensor, shape: Sequence[int], device: torch.device | str = "c
 
 def uniform(keys: Tensor | int) -> Tensor:
     """Uniform on [0, 1) from the upper 53 bits of a further hash: keys int64 -> fp64, same shape."""
-    return _shift(_mix(torch.as_tensor(keys)), 11).double() / (1 << 53)
+    keys = torch.as_tensor(keys)
+    upper = (_mix(_bits(keys)) >> _11).astype(np.float64)
+    return torch.from_numpy(upper / (1 << 53)).to(keys.device).reshape(keys.shape)
 
 
 def permutation(keys: Tensor | int, n: int) -> Tensor:

@@ -38,7 +38,7 @@ def grow(
 ) -> Rollout:
     """Sample R copies of `plan` -> Rollout with cond None and guidance "none" (the caller fills them in).
 
-    velocity(x (n, *L) fp32, sigma (n,) fp64, rows (n,)) -> v; noise(keys (n,)) -> (n, *L) fp32. rows (R,): conditioning row of each copy.
+    velocity(x (n, *L) fp32, sigma (n,) fp64 on the CPU, rows (n,)) -> v; noise(keys (n,)) -> (n, *L) fp32. rows (R,): conditioning row of each copy.
     prompt_keys (R,): key of each copy's prompt, equal for copies of one prompt (default: from rows). copies (R,): number of the copy
     within its prompt (default: c-th occurrence of its row); give it when copies of one prompt are spread over calls or processes.
     shared_key: names the x_T that init="batch" shares. init(noise) -> x_T, default the identity. micro: most rows in one velocity call.
@@ -66,11 +66,10 @@ def grow(
 
 
 def _evaluate(velocity: Velocity, level: _Level, micro: int | None) -> Tensor:
-    device, n = level.x.device, len(level.row)
-    sigma, row = level.sigma.to(device), level.row.to(device)
+    n, row = len(level.row), level.row.to(level.x.device)
     most = micro or n
     chunks = [slice(i, i + most) for i in range(0, n, most)]
-    return torch.cat([velocity(level.x[c], sigma[c], row[c]).float() for c in chunks])
+    return torch.cat([velocity(level.x[c], level.sigma[c], row[c]).float() for c in chunks])
 
 
 def _checked(noise: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -109,6 +108,8 @@ def _occurrence(rows: Tensor) -> Tensor:
 def _distinct(values: Tensor) -> tuple[Tensor, Tensor]:
     """values (n,) -> (place of the first of each distinct value, in order of appearance; for each value its number among them)."""
     unique, inverse = torch.unique(values, return_inverse=True)
+    if len(unique) == len(values):
+        return torch.arange(len(values)), torch.arange(len(values))
     first = torch.full_like(unique, len(values)).scatter_reduce_(0, inverse, torch.arange(len(values)), "amin")
     order = first.argsort()
     number = torch.empty_like(order)

@@ -1,11 +1,10 @@
-"""What replaying costs: our ODE loop over policy.velocity against the pipeline's own __call__ (output_type="latent"), per network call.
+"""What replaying costs: our rollout engine on an ODE plan against the pipeline's own __call__ (output_type="latent"), per network call.
 
     python scripts/bench_sampler.py                                   # a small SD3 with random weights, on this machine
     python scripts/bench_sampler.py --source stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --height 512 --width 512
 
 Both are timed at N and 2N steps and the difference is divided by N, so prompt encoding and set-up drop out of both. Runs are paired: each
-pair runs one
-after the other in alternating order, and the ratio reported is the median over pairs.
+pair runs one after the other in alternating order, and the ratio reported is the median over pairs.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import time
 
 import torch
 
+from flowrl import generation
 from flowrl.policy import Policy, load_policy
 
 PROMPTS = ["a red circle", "two blue squares", "a green triangle left of a red square", "three yellow circles"]
@@ -36,14 +36,9 @@ def small_sd3():
     return build.pipeline(parts, tok)
 
 
-@torch.no_grad()
 def ours(policy: Policy, steps: int, prompts: list[str]) -> None:
-    """Encode, then Euler steps from noise to data."""
-    cond, rows, schedule = policy.encode(prompts), torch.arange(len(prompts), device=policy.device), policy.schedule(steps)
-    x = policy.init(torch.randn(len(prompts), *policy.latent_shape, device=policy.device), schedule)
-    sigmas = schedule.sigmas.tolist()
-    for k in range(steps):
-        x = x + policy.velocity(x, sigmas[k], cond, rows) * (sigmas[k + 1] - sigmas[k])
+    """What `flowrl generate` and evaluation run: encode, then the rollout engine on an ODE plan."""
+    generation.sample(policy, prompts, torch.arange(len(prompts)), steps=steps, guidance="pipeline")
 
 
 def theirs(policy: Policy, steps: int, prompts: list[str]) -> None:

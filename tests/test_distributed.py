@@ -24,7 +24,11 @@ for smooth, words in json.loads(sys.argv.pop()):
     list(loop.Trainer(config.load_config(None, words)))
 cli.main()
 """
-RUN = {"iterations": "2", "batch__group": "3", "algorithm__std": "global", "optimizer__eps": "1e-3"}  # eps: Adam blows rounding up
+RUN = {"iterations": "2", "batch__group": "3", "optimizer__eps": "1e-3"}  # eps: Adam blows rounding up
+RUNS = {
+    "nft": {**RUN, "algorithm__std": "global"},
+    "flow_grpo": {**RUN, "algorithm__std": "group", "data__eval": "null"},
+}
 
 
 def smooth(media, *_):
@@ -52,8 +56,8 @@ def two(tmp_path_factory):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-    before = [(False, lonely(folder)), (True, small.words(folder / "flow_grpo", "flow_grpo", data__eval="null", **RUN))]
-    last = small.words(folder / "nft", **RUN)
+    before = [(False, lonely(folder)), (True, small.words(folder / "flow_grpo", "flow_grpo", **RUNS["flow_grpo"]))]
+    last = small.words(folder / "nft", **RUNS["nft"])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
     result = subprocess.run(
         [*command, folder / "train.py", "train", *last, json.dumps(before)], env=env, capture_output=True, text=True, timeout=200
@@ -70,7 +74,7 @@ def step_by_step(run):
 @pytest.mark.parametrize("algorithm", ["nft", "flow_grpo"])
 def test_two_processes_equal_one(two, tmp_path, monkeypatch, algorithm):
     monkeypatch.setattr(setup, "load_set", lambda _: load_set({"spread": smooth}))
-    words = small.words(tmp_path / "one", algorithm, **RUN, **({} if algorithm == "nft" else {"data__eval": "null"}))
+    words = small.words(tmp_path / "one", algorithm, **RUNS[algorithm])
     one = loop.train(config.load_config(None, words))
     a, b = step_by_step(one.path), step_by_step(two / algorithm)
     assert [line["iteration"] for line in b] == [1, 2]

@@ -157,7 +157,7 @@ def test_resuming_with_another_config_names_the_keys(uninterrupted):
 
 def test_the_number_of_iterations_may_change_only_while_the_learning_rate_does_not_depend_on_it(uninterrupted, tmp_path):
     run = uninterrupted("nft")
-    check_resume(small.config(tmp_path, iterations="9", stop__reward="3", trackers="[tensorboard]"), run)
+    check_resume(small.config(run, iterations="9", stop__reward="3", trackers="[tensorboard]"), run)
     shutil.copytree(run, tmp_path / "run")
     text = (tmp_path / "run" / "config.yaml").read_text()
     (tmp_path / "run" / "config.yaml").write_text(text.replace("schedule: constant", "schedule: cosine"))

@@ -1,6 +1,7 @@
 """The engine: each distinct state once, noise by name, stored steps that reproduce their log-probs."""
 
 import pytest
+import numpy as np
 import torch
 
 from flowrl.samplers import dpmpp, flow_sde, keys, plan, sde, sigmas, tree
@@ -209,7 +210,7 @@ def test_solver_history_is_inherited_through_the_window():
 def test_keys_are_stable_and_ints_agree_with_tensors():
     assert keys.key(1, 2) != keys.key(2, 1) != keys.key(1, 2, 0)
     assert keys.key("x", torch.tensor([3, -4])).tolist() == [keys.key("x", 3), keys.key("x", -4)]
-    assert int(keys._mix(torch.tensor(0))) == 0xE220A8397B1DCDAF - (1 << 64)  # the published first output of splitmix64
+    assert keys._mix(np.zeros(1, np.uint64))[0] == 0xE220A8397B1DCDAF  # the published first output of splitmix64
     assert keys.key(0) == -6411193824288604561  # a change here changes every run
     assert len(set(keys.key(torch.arange(20000)).tolist())) == 20000
 
@@ -239,3 +240,11 @@ def test_copies_need_equal_lengths():
 def test_transition_samples_mean_plus_std_times_noise():
     step = Transition(mean=torch.ones(2, 2), std=torch.tensor(0.5))
     assert step.sample(torch.full((2, 2), 2.0)).tolist() == [[2, 2], [2, 2]]
+
+
+def test_independent_siblings_are_uncorrelated_and_the_limit_of_large_s():
+    """Spec 12.11: s -> inf and correlation=None give each child its own noise."""
+    free, far = siblings(None), siblings(1e6)
+    assert free.var(0).tolist() == pytest.approx([1, 1], abs=0.09)
+    assert float((free[:, 0] * free[:, 1]).mean()) == pytest.approx(0, abs=4 / 4000**0.5)
+    assert torch.allclose(free, far, atol=1e-4) and not torch.allclose(free, siblings(3.0), atol=0.1)
