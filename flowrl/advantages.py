@@ -32,7 +32,7 @@ def group_relative(
     std: "group" its own, "global" that of all rewards given (Flow-GRPO), None no division (Dr. GRPO). ddof: 0 or 1.
     A group with std < 1e-6 and invalid samples (valid False, or a NaN reward) get 0; invalid ones enter no statistic.
     """
-    ok = ~torch.isnan(rewards) if valid is None else valid & ~torch.isnan(rewards)
+    ok = _usable(rewards, valid)
     r = torch.where(ok, rewards.double(), 0.0)
     _, g = torch.unique(group, return_inverse=True)
     centred, spread = _standard(r, g, ok, ddof)
@@ -108,11 +108,19 @@ def _softmax_mean(values: Tensor, logits: Tensor, to: Tensor, ok: Tensor, size: 
     return zeros.index_add(0, to, weight * values) / total.clamp(min=1e-300), total > 0
 
 
-def spread(rollout: Rollout, leaf: Tensor) -> Tensor:
-    """Mean of the leaves below each transition: leaf (B,) -> (N,) fp32. On a path: the leaf's own value."""
+def spread(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    """Mean of the leaves below each transition: leaf (B,) -> (N,) fp32. On a path: the leaf's own value.
+
+    Leaves that are NaN or not in valid (B,) bool are left out of the mean; above such leaves alone it is 0.
+    """
     leaves, transitions, paths = _pairs(rollout)
-    ok = torch.ones_like(leaves, dtype=torch.bool)
+    ok = _usable(leaf, valid)[leaves]
     return _softmax_mean(leaf.double()[leaves], torch.zeros_like(paths), transitions, ok, len(rollout.src))[0].float()
+
+
+def _usable(values: Tensor, valid: Tensor | None) -> Tensor:
+    """(B,) bool: neither NaN nor marked invalid."""
+    return ~torch.isnan(values) if valid is None else valid & ~torch.isnan(values)
 
 
 def _recursive(rollout: Rollout, leaf: Tensor, ok: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -165,11 +173,11 @@ def branch(
     )
 
 
-def tree_backup(rollout: Rollout, leaf_advantages: Tensor, *, temperature: float = 1.0) -> Tensor:
+def tree_backup(rollout: Rollout, leaf_advantages: Tensor, *, temperature: float = 1.0, valid: Tensor | None = None) -> Tensor:
     """TreeGRPO: A of an edge = mean over its child edges weighted by softmax(log-prob / temperature): leaf (B,) -> (N,) fp32.
 
     log-prob is the mean-reduced one under the behaviour policy: a sum over 1e4 dims would let one child take all. An edge without stored
-    children takes the mean of its leaves.
+    children takes the mean of its leaves. Leaves that are NaN or not in valid (B,) bool are left out, and so are edges above such
+    leaves alone, which get 0: group_relative gives an invalid sample 0, which is no estimate of what its edges are worth.
     """
-    ok = torch.ones_like(leaf_advantages, dtype=torch.bool)
-    return _recursive(rollout, leaf_advantages, ok, temperature)[0].float()
+    return _recursive(rollout, leaf_advantages, _usable(leaf_advantages, valid), temperature)[0].float()

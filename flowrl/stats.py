@@ -1,4 +1,4 @@
-"""Is it better, and by how much: bootstrap intervals of means and of paired differences, and Wilson's interval of a proportion.
+"""Is it better, and by how much: bootstrap intervals of means and of paired differences.
 
 Images of one prompt are not independent: with `groups` whole prompts are resampled (the cluster bootstrap; Davison & Hinkley 1997,
 ch. 2-3), and the interval then speaks about new prompts, not only about new seeds. Percentile intervals are a little narrow when units
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
@@ -56,17 +55,6 @@ def mean_interval(values, *, groups: Sequence | None = None, level: float = 0.95
     values = _values("values", values)
     means, _ = _bootstrap_means(values, groups, resamples, seed)
     return Interval(mean=float(values.mean()), ci=_percentile(means, level), n=len(values))
-
-
-def proportion_interval(successes: int, n: int, *, level: float = 0.95) -> Interval:
-    """Wilson's score interval (1927) of successes / n; stays inside [0, 1] and is honest at 0 and 1."""
-    if not 0 <= successes <= n or n == 0:
-        raise ValueError(f"{successes} successes of {n}: give 0 <= successes <= n and n >= 1")
-    z = NormalDist().inv_cdf(0.5 + _checked_level(level) / 2)
-    share = successes / n
-    centre = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * (share * (1 - share) / n + z**2 / (4 * n**2)) ** 0.5
-    return Interval(mean=share, ci=(max(0.0, centre - half), min(1.0, centre + half)), n=n)
 
 
 def _values(name: str, values) -> np.ndarray:

@@ -37,18 +37,21 @@ class Transition:
     def log_prob(self, y: Tensor, *, reduction: Literal["mean", "sum"] = "mean", mask: Tensor | None = None) -> Tensor:
         """Log-density of y (B, *L), detached, over latent dims where mask is true -> (B,).
 
-        "mean" divides by the number of dims D (the field's convention: ratios become r**(1/D)). std == 0 -> ValueError.
+        "mean" divides by the number of dims D (the field's convention: ratios become r**(1/D)). std == 0 where mask is true ->
+        ValueError. What mask leaves out enters neither value nor gradient, even if it is NaN; a row without any dim has log-density 0.
         """
-        if not bool((self.std > 0).all()):
+        gap, std = y.detach().float() - self.mean, self.std
+        if mask is not None:  # select before arithmetic: 0 * NaN is NaN
+            mask = mask.expand_as(gap)
+            gap, std = torch.where(mask, gap, 0.0), torch.where(mask, std, 1.0)
+        if not bool((std > 0).all()):
             raise ValueError("log_prob of a deterministic transition (std = 0); only SDE steps have a density")
-        z = (y.detach().float() - self.mean) / self.std
-        lp = -0.5 * z.square() - torch.log(self.std) - 0.5 * math.log(2 * math.pi)
+        lp = -0.5 * (gap / std).square() - torch.log(std) - 0.5 * math.log(2 * math.pi)
         if mask is None:
             flat = lp.flatten(1)
             return flat.mean(1) if reduction == "mean" else flat.sum(1)
-        mask = mask.expand_as(lp)
-        total = torch.where(mask, lp, torch.zeros_like(lp)).flatten(1).sum(1)
-        return total / mask.flatten(1).sum(1) if reduction == "mean" else total
+        total = torch.where(mask, lp, 0.0).flatten(1).sum(1)
+        return total / mask.flatten(1).sum(1).clamp(min=1) if reduction == "mean" else total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +73,7 @@ class Plan:
     solver: Literal["euler", "dpm2"] = "euler"  # of ODE edges
     dpm_from: float = 1.0  # ODE edges that start at sigma <= dpm_from use dpm2 when solver == "dpm2"
     init: Literal["sample", "group", "batch"] = "sample"  # which roots share x_T: none, those of one prompt, all
-    sigma_cap: float | None = None  # Flow-SDE: stands in for sigma == 1
+    sigma_cap: float | None = None  # Flow-SDE: stands in for a first sigma of 1
     correlation: float | None = None  # BranchGRPO's s of correlated siblings; None: independent
 
     @property

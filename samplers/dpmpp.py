@@ -28,7 +28,7 @@ def step(
     weight = -(1 - sigma_next) * torch.expm1(-h) * 0.5 * h / h_prev  # alpha' (1 - e^-h) / (2 r0), r0 = h_prev / h
     weight = torch.where((sigma_next > 0) & (sigma_prev < 1), weight, 0.0)
     x0 = x - fp32(sigma, x) * v
-    return euler + fp32(weight, x) * (x0 - x0_prev)
+    return euler + fp32(weight, x) * (x0 - x0_prev.float())
 
 
 def sample(velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Tensor, order: int = 2) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.samplers import keys, sde
+from flowrl.samplers import flow_sde, keys, sde
 from flowrl.samplers.sigmas import shift as shift_sigmas
 from flowrl.types import ODE, SDE, Plan
 
@@ -56,7 +56,7 @@ class _Edges:
 
     def build(self, **options) -> Plan:
         parent, step, noisy = (torch.tensor(column) for column in zip(*self.rows, strict=True))
-        capped = self.sde == "flow_sde" and self.steps > 1 and float(self.sigmas[0]) == 1.0
+        capped = self.sde == "flow_sde" and self.steps > 1 and float(self.sigmas[0]) > flow_sde.AT_ONE
         return Plan(
             parent=parent,
             root=torch.zeros_like(parent),
@@ -254,7 +254,7 @@ def window_start(
 
     The window of `size` steps stays inside [low, high), high = steps - 1 by default (the last step is ODE).
     progressive: moves on by `stride` every `every` iterations and returns to `low` at the end. decay, exp_decay: the same, with a stay of
-    max(every_min, int(every (1 - l/high) + every_min l/high)), or ceil(every exp(-rate max(l - knee, 0))), at position l.
+    max(every_min, int(every (1 - l/M) + every_min l/M)), M = steps - 2, or ceil(every exp(-rate max(l - knee, 0))), at position l.
     random: uniform at each iteration (Flow-GRPO-Fast), equal on all processes. frozen: always `low`.
     """
     high = steps - 1 if high is None else high
@@ -272,7 +272,8 @@ def window_start(
     if schedule == "progressive":
         stays = [every for _ in positions]
     elif schedule == "decay":
-        stays = [max(every_min, int(every * (1 - l / high) + every_min * l / high)) for l in positions]
+        end = max(steps - 2, 1)  # M of the reference code, whatever range is chosen here
+        stays = [max(every_min, int(every * (1 - l / end) + every_min * l / end)) for l in positions]
     elif schedule == "exp_decay":
         stays = [math.ceil(every * math.exp(-rate * max(l - knee, 0))) for l in positions]
     else:

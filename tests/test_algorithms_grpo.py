@@ -99,6 +99,39 @@ def test_kl_closed_forms():
     assert all(value.requires_grad for value in kl.values())
 
 
+def dance_kl(s, t, eta=0.3):
+    """(dt/2) (1/eta + eta (1-s)/2s)^2: Flow-SDE's with g = eta."""
+    return (s - t) / 2 * (1 / eta + eta * (1 - s) / (2 * s)) ** 2
+
+
+def cps_kl(s, t, eta=0.8):
+    """|d mean|^2 / 2 std^2, mean = (1-t)(x - s v) + t cos(a) (x + (1-s) v), std = t sin(a)."""
+    a = eta * math.pi / 2
+    return (t * math.cos(a) * (1 - s) - (1 - t) * s) ** 2 / (2 * (t * math.sin(a)) ** 2)
+
+
+def ddim_kl(s, t, eta=0.6):
+    """DDIM in its own coordinates: d x0 = -s dv, d eps = (1-s) dv; a change of coordinates leaves a KL as it is."""
+    abar, after = ((1 - u) ** 2 / ((1 - u) ** 2 + u**2) for u in (s, t))
+    var = eta**2 * (1 - after) / (1 - abar) * (1 - abar / after)
+    return (-after.sqrt() * s + (1 - after - var).sqrt() * (1 - s)) ** 2 / (2 * var)
+
+
+@pytest.mark.parametrize(("name", "eta", "form"), [("dance_sde", 0.3, dance_kl), ("cps", 0.8, cps_kl), ("ddim", 0.6, ddim_kl)])
+def test_exact_kl_is_the_closed_form_of_every_sde(name, eta, form):
+    """Spec 12.8 beyond Flow-SDE: D x kl = coefficient(s, s') |v - v_ref|^2."""
+    policy, algorithm = ToyPolicy(0.3), make(sde=name, kl_weight=1.0)
+    _, rollout, _, rows = prepared(algorithm, policy, sampler=SimpleNamespace(eta=eta, init_noise="sample"))
+    kl = algorithm.score(policy, rollout, rows)["kl"]
+    x = rollout.states[rows.src]
+    v = policy.velocity(x, rows.sigma, None, rows.prompt)
+    with policy.view("reference"):
+        square = (v - policy.velocity(x, rows.sigma, None, rows.prompt)).square().sum(1).double().detach()
+    expected = form(rows.sigma, rows.sigma_next) * square
+    assert torch.allclose(2 * kl.double(), expected, rtol=1e-3, atol=1e-9) and float(expected.max()) > 1e-2
+    assert kl.requires_grad and torch.unique(rows.sigma).numel() == 7
+
+
 def test_closed_form_kl_is_the_expected_log_ratio():
     """Spec 18.15: over the step's own noise, E[lp - lp_ref] = KL, and k3 = e^x - 1 - x >= 0."""
     policy = ToyPolicy(0.5)
@@ -142,6 +175,46 @@ def test_rollout_and_loss_use_the_same_guidance():
     policy.guidances.clear()
     algorithm.score(policy, replace(rollout, guidance=4.5), rows)
     assert policy.guidances == [4.5]
+
+
+class Guided(ToyPolicy):
+    """v = u + w (c - u): the conditional branch is ToyPolicy's, the unconditional one has a weight of its own."""
+
+    def __init__(self):
+        super().__init__(0.1)
+        self.uncond = torch.nn.Parameter(torch.tensor([0.2, -0.1]))
+
+    def velocity(self, x, sigma, cond, rows, *, guidance="pipeline", detach_uncond=False):
+        c = super().velocity(x, sigma, cond, rows, guidance=guidance)
+        if guidance == "none":
+            return c
+        u = x * self.uncond
+        return (u.detach() if detach_uncond else u) + guidance * (c - (u.detach() if detach_uncond else u))
+
+
+def test_detach_uncond_stops_the_gradient_of_the_unconditional_branch_only():
+    """Both settings give the same loss; d v / d u = 1 - w reaches its weight only where it is not detached."""
+    losses, gradients = [], []
+    for detach in (False, True):
+        torch.manual_seed(1)
+        algorithm, policy = make(detach_uncond=detach), Guided()
+        _, rollout, _, rows = prepared(algorithm, policy)
+        scores = algorithm.score(policy, replace(rollout, guidance=4.5), rows)
+        loss = (rows.adv * scores["log_prob"]).sum()
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append((policy.uncond.grad, gradient(policy.net)))
+    (free, net), (stopped, same) = gradients
+    assert losses[0] == losses[1] and torch.equal(net, same) and float(net.abs().max()) > 0.1
+    assert float(free.abs().min()) > 0.1 and stopped is None
+
+
+def test_re_evaluated_ddpo_ratios_are_one():
+    """Spec 18.10: ancestral DDIM, eta = 1; every row at once, which is not how the rollout batched them."""
+    algorithm = make(sde="ddim")
+    policy, rollout, _, rows = prepared(algorithm, sampler=SimpleNamespace(eta=1.0, init_noise="sample"))
+    ratio = (algorithm.score(policy, rollout, rows)["log_prob"].detach().double() - rows.log_prob.double()).exp()
+    assert float((ratio - 1).abs().max()) < 1e-6 and len(ratio) > 100
 
 
 def test_a_window_is_blind_to_its_ode_steps():

@@ -59,6 +59,33 @@ def test_at_the_old_policy_the_gradient_is_advantage_times_that_of_the_weighted_
     assert torch.allclose(got, gradient(policy.net), rtol=1e-3, atol=2e-3 * float(got.abs().max())) and float(got.abs().max()) > 0.1
 
 
+@pytest.mark.parametrize("beta", [0.1, 1.0, 2.0])
+def test_identity_a_in_fp64(beta, monkeypatch):
+    """(a) to 1e-9: with v = v_old the gradient in v is A 2 s^2 (v - u) / (D w), w = s mean|v - u|; 0 at A = 0; no beta anywhere."""
+    algorithm = make(beta=beta, kl_weight=0.0)
+    _, rollout, _, rows = prepared(algorithm)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # the algorithm's casts: its whole score in fp64
+    adv = torch.where(torch.arange(len(rows)) % 4 == 0, 0.0, rows.adv.double())
+    rows, rollout = Columns({**rows.data, "adv": adv}), replace(rollout, states=rollout.states.double())
+    u = keys.gaussian(rows.noise_key, (2,)).double() - rollout.states[rows.state]
+    v = torch.randn_like(u).requires_grad_()
+    scores = algorithm.score(Fixed(v, v.detach()), rollout, rows)
+    assert scores["positive"].dtype == torch.float64
+    (got,) = torch.autograd.grad(algorithm.loss(scores, rows).loss, v)
+    s, gap = rows.sigma[:, None], v.detach() - u
+    expected = adv[:, None] * s**2 * gap / (s * gap.abs().mean(1, keepdim=True))  # 2 / D = 1
+    assert float((got - expected).abs().max()) < 1e-9 and float(expected.abs().max()) > 1
+    assert float(got[adv == 0].abs().max()) < 1e-12
+
+
+def test_the_weight_of_the_error_has_a_floor():
+    """w = max(mean|x0_hat - x0|, 1e-5): above it the error is mean square over mean size, below it the square over 1e-5."""
+    x0 = torch.zeros(3, 4)
+    size = torch.tensor([1e-2, 1e-5, 1e-7])
+    assert x0_error(x0 + size[:, None], x0).tolist() == pytest.approx([1e-2, 1e-5, 1e-14 / 1e-5], rel=1e-5)
+    assert x0_error(x0, x0).tolist() == [0, 0, 0]  # not 0 / 0
+
+
 def test_at_the_old_policy_the_value_does_not_depend_on_the_reward_but_the_gradient_does():
     algorithm = make(kl_weight=0.0)
     policy, rollout, _, rows = prepared(algorithm)
@@ -108,8 +135,11 @@ def test_the_optimum_moves_from_the_old_velocity_by_one_over_beta(sign, beta):
     best = v_old + sign * (u - v_old) / beta
     policy = Fixed(best, v_old)
     assert float(algorithm.loss(algorithm.score(policy, rollout, rows), rows).loss) < 1e-3
-    elsewhere = Fixed(best + 0.1, v_old)
-    assert float(algorithm.loss(algorithm.score(elsewhere, rollout, rows), rows).loss) > 0.1
+    s = rows.sigma[:, None].float()
+    for size in (0.1, 1.0, 10.0):  # the only optimum: best + d costs 5 s mean(d^2) / mean|d| a row, whatever d, beta and the old policy are
+        for d in (torch.full_like(u, size), -size * torch.rand_like(u) - 0.1 * size, size * torch.randn_like(u), size * (v_old - best)):
+            cost = float(algorithm.loss(algorithm.score(Fixed(best + d, v_old), rollout, rows), rows).loss)
+            assert cost == pytest.approx(float((5 * s * d.square().mean(1, keepdim=True) / d.abs().mean(1, keepdim=True)).sum()), rel=1e-3)
 
 
 def test_with_r_one_and_beta_one_the_gradient_is_flow_matchings_rescaled():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler
 
-from flowrl.samplers import dpmpp, plan, sigmas, tree
+from flowrl.samplers import dpmpp, keys, plan, sigmas, tree
 
 
 def velocity(x, s):
@@ -58,12 +58,39 @@ def test_first_order_and_the_first_step_are_euler():
     assert torch.allclose(dpmpp.sample(lambda x, s: wavy(x, s.float()), x, grid, order=1), y, atol=1e-6)
 
 
-def test_data_prediction_form_of_euler_is_exact():
-    """Spec 12.14: (s'/s) x - (1-s')(e^-h - 1) x0_hat = x - dt v."""
-    s, t = torch.tensor(0.8).double(), torch.tensor(0.55).double()
-    x, v = torch.randn(5).double(), torch.randn(5).double()
+def data_prediction_step(v, x, s, t):
+    """DPM++1S (spec 7): y = (t/s) x - (1-t) (e^-h - 1) x0, h = lambda_t - lambda_s, lambda = log((1-s)/s)."""
     h = ((1 - t) / t).log() - ((1 - s) / s).log()
-    assert torch.allclose((t / s) * x - (1 - t) * torch.expm1(-h) * (x - s * v), x - (s - t) * v, atol=1e-14)
+    return (t / s) * x - (1 - t) * torch.expm1(-h) * (x - s * v)
+
+
+def test_data_prediction_form_of_euler_is_exact():
+    """Spec 12.14: a step without history, or with one from pure noise, is DPM++1S = x - (s - t) v."""
+    x, v, prev = torch.randn(5), torch.randn(5), torch.randn(5)
+    for s, t in torch.tensor([[0.99, 0.9], [0.8, 0.55], [0.3, 0.299], [0.05, 0.001]], dtype=torch.float64):
+        expected = data_prediction_step(v.double(), x.double(), s, t)
+        assert torch.allclose(expected, x.double() - (s - t) * v.double(), atol=1e-14)
+        for got in (dpmpp.step(v, x, s, t), dpmpp.step(v, x, s, t, prev, 1.0)):
+            assert torch.allclose(got.double(), expected, atol=3e-7)
+
+
+def test_flash_without_compression_and_of_first_order_is_euler():
+    """Spec 12.14, grown: ratio 1 and first order give the window's own leaves, which DPM++1S steps reach from the window's end."""
+    grid, rows = sigmas.shifted(8, 3), torch.arange(3)
+    window = plan.window(grid, eta=0.7, start=1, size=2)
+    flash = plan.compress(window, tail=1.0, solver="euler")
+
+    def grow(p):
+        return tree.grow(lambda x, s, r: wavy(x, s[:, None].float()), lambda k: keys.gaussian(k, (4,)), p, shape=(4,), rows=rows)
+
+    a, b = grow(flash), grow(window)
+    assert torch.equal(a.leaves, b.leaves) and torch.equal(a.log_prob, b.log_prob)
+    x = a.states[a.dst[a.edge == 2]].double()  # at the end of the window, sigma_3
+    for s, t in zip(grid[3:-2], grid[4:-1], strict=True):
+        x = data_prediction_step(wavy(x, s), x, s, t)
+    assert torch.allclose(a.leaves.double(), x - grid[-2] * wavy(x, grid[-2]), atol=2e-6)
+    second = grow(plan.compress(window, tail=1.0, solver="dpm2"))
+    assert not torch.allclose(second.leaves, b.leaves, atol=1e-3)
 
 
 def test_last_step_returns_the_data_prediction():

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from diffusers import UniPCMultistepScheduler
 
-from flowrl.samplers import plan, sigmas
+from flowrl.samplers import flow_sde, plan, sde, sigmas
 from flowrl.types import ODE, SDE
 
 T = 10
@@ -115,10 +116,12 @@ def test_progressive_window_moves_every_so_often_and_returns():
 
 
 def test_decay_stays_shorter_and_shorter():
-    """tau(l) = max(1, int(10 (1 - l/9) + l/9)) = 10, 9, 8, 7, 6, 5 for l = 0..5."""
-    out = starts("decay", 46, every=10, every_min=1)
-    assert [out.count(l) for l in range(6)] == [10 + 1, 9, 8, 7, 6, 5]  # 45 iterations and one of the next round
-    assert sorted(out[:45]) == out[:45]
+    """Spec 7, T = 10, so M = 8: 10 - 9 l / 8 rounded down is 10, 8, 7, 6, 5, 4 for l = 0..5."""
+    out = starts("decay", 41, every=10, every_min=1)
+    assert out == [0] * 10 + [1] * 8 + [2] * 7 + [3] * 6 + [4] * 5 + [5] * 4 + [0]  # 40 iterations and one of the next round
+    narrow = starts("decay", 26, every=10, every_min=1, high=6)  # M belongs to the schedule, not to the range that is chosen
+    assert narrow == [0] * 10 + [1] * 8 + [2] * 7 + [0]
+    assert plan.window_start("decay", 5, steps=2, size=1) == 0
 
 
 def test_exp_decay_stays_constant_up_to_the_knee():
@@ -162,3 +165,36 @@ def test_bad_arguments_are_answered_with_a_sentence(make, message):
 def test_without_noise_nothing_is_trained():
     p = plan.full(GRID, eta=0.0)
     assert not bool(p.trained.any()) and not bool((p.kind == SDE).any())
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(10, 3.0), (20, 3.0), (20, 5.0), (50, 8.0)])
+def test_a_grid_that_begins_just_below_one_is_capped_like_one_that_begins_at_one(steps, shift):
+    """UniPC's flow sigmas begin at 1 - 1e-6 (Wan): g = eta sqrt(s / (1 - s_1)) at the first step and eta sqrt(s / (1 - s)) after it."""
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift)
+    scheduler.set_timesteps(steps)
+    grid = scheduler.sigmas.double()
+    assert 1 - 1e-5 < float(grid[0]) < 1
+    p = plan.full(grid, eta=0.7)
+    noisy = p.kind == SDE
+    s, t = p.sigma[noisy], p.sigma_next[noisy]
+    assert p.sigma_cap == float(grid[1]) and len(s) == steps - 1
+    one = torch.ones(steps - 1, 1)
+    on_x, on_v = (sde.transition(p, v, x, s, t, p.eta[noisy]) for v, x in ((0 * one, one), (one, 0 * one)))
+    g = 0.7 * (s / (1 - torch.cat([grid[1:2], s[1:]]))).sqrt()
+    assert torch.allclose(on_x.std.flatten().double(), g * (s - t).sqrt(), rtol=1e-6)
+    assert torch.allclose(on_x.mean.flatten().double(), 1 - g**2 * (s - t) / (2 * s), rtol=1e-6)
+    assert torch.allclose(on_v.mean.flatten().double(), -(1 + g**2 * (1 - s) / (2 * s)) * (s - t), rtol=1e-6)
+    assert float(on_x.std[0]) == pytest.approx(0.7, abs=1e-3) and float(on_x.std.min()) > 0.1 and float(on_x.std.max()) < 1
+
+
+def test_a_grid_that_begins_clearly_below_one_has_no_cap():
+    """SD1.5 begins at .929; a cap would change nothing there, and a sigma near 1 without one is refused."""
+    grid = torch.linspace(0.929, 0.028, 7, dtype=torch.float64)
+    assert plan.full(grid, eta=0.7).sigma_cap is None and plan.full(GRID, eta=0.7, sde="dance_sde").sigma_cap is None
+    x, s, t = torch.ones(1, 2), torch.tensor(0.9).double(), torch.tensor(0.8).double()
+    assert torch.equal(flow_sde.transition(x, x, s, t, eta=0.7).mean, flow_sde.transition(x, x, s, t, eta=0.7, sigma_cap=0.5).mean)
+    with pytest.raises(ValueError, match="sigma_cap"):
+        flow_sde.transition(x, x, torch.tensor(1 - 1e-6).double(), s, eta=0.7)
+    fine = sigmas.shifted(1000, 3)  # its second and third sigma are above .999 too: the cap stands in for neither
+    step = flow_sde.transition(x, x, fine[2], fine[3], eta=0.7, sigma_cap=fine[1])
+    assert float(step.std) == pytest.approx(0.7 * float((fine[2] / (1 - fine[2]) * (fine[2] - fine[3])).sqrt()), rel=1e-6)

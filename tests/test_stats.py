@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.stats import mean_interval, paired_bootstrap, proportion_interval
+from flowrl.stats import mean_interval, paired_bootstrap
 
 Z = NormalDist().inv_cdf(0.975)
 
@@ -108,21 +108,6 @@ def test_tensors_lists_and_bools_are_numbers():
     assert paired_bootstrap(torch.tensor(a).bool(), torch.tensor(b).float()) == paired_bootstrap(a, b) == expected
 
 
-def test_wilson_by_hand():
-    """8 of 10 at 95%: the textbook interval is (0.4902, 0.9433). 0 of n: upper end z^2 / (n + z^2)."""
-    assert proportion_interval(8, 10).ci == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert proportion_interval(0, 20).ci == pytest.approx((0.0, Z**2 / (20 + Z**2)), abs=1e-12)
-    low, high = proportion_interval(20, 20).ci
-    assert (1 - high, 1 - low) == pytest.approx(proportion_interval(0, 20).ci, abs=1e-12)
-
-
-def test_wilson_ends_solve_the_score_equation():
-    """An end p of the interval is where |share - p| = z sqrt(p (1-p) / n)."""
-    for end in proportion_interval(150, 512, level=0.9).ci:
-        z = NormalDist().inv_cdf(0.95)
-        assert abs(150 / 512 - end) == pytest.approx(z * (end * (1 - end) / 512) ** 0.5)
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -131,8 +116,6 @@ def test_wilson_ends_solve_the_score_equation():
         (lambda: mean_interval([]), "at least one"),
         (lambda: mean_interval([1.0, 2.0], groups=[0]), "groups has shape"),
         (lambda: mean_interval([1.0], level=95), "level=95"),
-        (lambda: proportion_interval(3, 2), "3 successes of 2"),
-        (lambda: proportion_interval(0, 0), "0 successes of 0"),
     ],
 )
 def test_bad_input_is_one_sentence(call, said):

@@ -1,7 +1,7 @@
 """The engine: each distinct state once, noise by name, stored steps that reproduce their log-probs."""
 
-import pytest
 import numpy as np
+import pytest
 import torch
 
 from flowrl.samplers import dpmpp, flow_sde, keys, plan, sde, sigmas, tree

@@ -12,8 +12,10 @@ Departures from papers and reference code:
 * kl="exact" is the Gaussian KL per latent dim (Flow-GRPO's paper and its Wan code); "flow_grpo" is that times the step (its SD3 and FLUX
   code); "velocity" the mean square of the velocities' difference.
 * DanceGRPO: samples are not trained one by one but share forwards.
-* MixGRPO: the window never shrinks at the end of the schedule, and never holds the last step (the code uses l + w clipped to T - 2);
-  the random schedule is seeded, hence the same on all processes; the training log-prob never resamples its transition.
+* Two places of a batch with equal prompt text are two groups (Flow-GRPO merges them by text).
+* MixGRPO: reward weights are not divided by their sum; the window never shrinks at the end of the schedule, and never holds the last
+  step (the code uses l + w clipped to T - 2); the random schedule is seeded, hence the same on all processes; the training log-prob
+  never resamples its transition.
 * Flow-GRPO-Fast: one window an iteration for all processes, so that the members of a group share it (the code draws one per pipeline call).
 """
 
