@@ -11,7 +11,7 @@ from torch import Tensor
 from flowrl.ledger import Ledger
 from flowrl.policy import Policy
 from flowrl.rewards import load_set, score
-from flowrl.rollout import media_of, noise_of, rows_of, velocity_of
+from flowrl.rollout import init_of, media_of, noise_of, rows_of, velocity_of
 from flowrl.samplers import keys, plan, tree
 from flowrl.types import MediaContext
 
@@ -38,9 +38,10 @@ def sample(
             reference = tuned(x, sigma, rows)
         return reference + rlg * (tuned(x, sigma, rows) - reference)
 
+    path = plan.ode(policy.schedule(steps).sigmas, solver=solver)
     grown = tree.grow(
-        tuned if rlg == 1 else guided, noise_of(policy), plan.ode(policy.schedule(steps).sigmas, solver=solver), shape=policy.latent_shape,
-        rows=rows, prompt_keys=noise_keys, copies=torch.zeros_like(rows), init=policy.init, micro=rows_of(micro, policy, guidance),
+        tuned if rlg == 1 else guided, noise_of(policy), path, shape=policy.latent_shape, rows=rows, prompt_keys=noise_keys,
+        copies=torch.zeros_like(rows), init=init_of(policy, path), micro=rows_of(micro, policy, guidance),
     )  # fmt: skip
     return grown.leaves, grown.state_sigma[grown.leaf]
 

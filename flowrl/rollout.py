@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,16 +43,38 @@ def roll_out(
     policy: Policy, batch: PromptBatch, plan: Plan, *, group: int, guidance: float | str, seed: int, iteration: int, micro: int,
     ledger: Ledger,
 ) -> Rollout:  # fmt: skip
-    """Grow group / plan.leaves copies of the plan for each prompt; noise is a function of (seed, iteration, prompt id, node path)."""
+    """Grow group / plan.leaves copies of the plan for each prompt; noise is a function of (seed, iteration, prompt id, node path).
+
+    Leaves are data at sigma 0, as decode takes them, even where the schedule ends above it.
+    """
     cond = policy.encode(batch.text)
     rows = torch.arange(len(batch)).repeat_interleave(group // plan.leaves)
     prompt_keys = keys.key(seed, "rollout", iteration, batch.ids)
     grown = tree.grow(
         velocity_of(policy, cond, guidance=guidance, ledger=ledger), noise_of(policy), plan, shape=policy.latent_shape, rows=rows,
-        prompt_keys=prompt_keys[rows], shared_key=keys.key(seed, "shared", iteration), init=policy.init,
+        prompt_keys=prompt_keys[rows], shared_key=keys.key(seed, "shared", iteration), init=init_of(policy, plan),
         micro=rows_of(micro, policy, guidance),
     )  # fmt: skip
-    return types.replace(grown, cond=cond, guidance=guidance)
+    return types.replace(_with_clean_leaves(policy, grown), cond=cond, guidance=guidance)
+
+
+def _with_clean_leaves(policy: Policy, grown: Rollout) -> Rollout:
+    """Where final states lie above sigma 0, what decode makes of them becomes states of its own; transitions keep theirs."""
+    end = grown.state_sigma[grown.leaf]
+    if not bool(end.any()):
+        return grown
+    return types.replace(
+        grown,
+        states=torch.cat([grown.states, policy.clean(grown.leaves, end)]),
+        state_sigma=torch.cat([grown.state_sigma, torch.zeros_like(end)]),
+        prompt=torch.cat([grown.prompt, grown.prompt[grown.leaf]]),
+        leaf=torch.arange(len(grown.leaf), device=grown.leaf.device) + len(grown.states),
+    )
+
+
+def init_of(policy: Policy, plan: Plan) -> Callable[[Tensor], Tensor]:
+    """Standard normal noise -> states at the plan's first sigma."""
+    return functools.partial(policy.init, sigma=plan.sigma.max().item())
 
 
 def noise_of(policy: Policy) -> Callable[[Tensor], Tensor]:

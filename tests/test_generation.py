@@ -14,6 +14,7 @@ PROMPTS = ["a red circle", "two blue squares", "a green triangle", "a black squa
 def policy():
     """With a LoRA away from zero, so that the policy differs from its reference."""
     torch.set_num_threads(1)
+    torch.manual_seed(1)  # of the adapter's first values: a fixture of the module comes before the seed of a test
     policy = load_policy("shapes-sd3", lora={"rank": 4, "alpha": 4.0})
     generator = torch.Generator().manual_seed(0)
     for p in policy.parts["denoiser"].values():
@@ -26,7 +27,8 @@ def latents(policy, prompts, noise, **options):
 
 
 def close(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    """Up to rounding (4e-5 here), which steps and guidance amplify; another prompt or noise is 0.1 and more off."""
+    torch.testing.assert_close(a, b, rtol=0, atol=5e-4)
 
 
 def test_a_seed_names_its_picture_and_another_seed_another(policy):

@@ -27,7 +27,7 @@ def test_a_module_becomes_a_velocity_whatever_it_predicts(kind):
     t = s.float()[:, None]
     expected = {"flow": out, "eps": (out - x) / (1 - t), "x0": (x - out) / t}[kind]
     assert torch.allclose(policy.velocity(x, s, policy.encode(tiny.PROMPTS), rows), expected, atol=1e-5)
-    assert policy.calls == 3 and policy.latent_shape == (2,) and not policy.supports_guidance
+    assert policy.calls == 3 and policy.latent_shape == (2,)
 
 
 def test_the_exact_flow_of_a_gaussian_carries_noise_to_it():
@@ -36,7 +36,7 @@ def test_the_exact_flow_of_a_gaussian_carries_noise_to_it():
     policy = load_policy(tiny.GaussianFlow(2, 0.5), shape=(2,), cond=tiny.toy_cond)
     cond, rows, n = policy.encode(tiny.PROMPTS), torch.ones(4000, dtype=torch.long), 100
     schedule = policy.schedule(n)
-    x = policy.init(torch.randn(4000, 2), schedule)
+    x = policy.init(torch.randn(4000, 2), 1.0)
     with torch.no_grad():
         for s0, s1 in zip(schedule.sigmas, schedule.sigmas[1:], strict=False):
             x = x + policy.velocity(x, s0, cond, rows) * (s1 - s0).item()
@@ -79,6 +79,8 @@ def test_views_state_and_files_work_for_modules(lora, tmp_path):
         another = fresh()
         another.load_lora(tmp_path)
         assert torch.allclose(another.velocity(x, 0.5, cond, rows), moved)
+        with pytest.raises(ValueError, match="was trained with alpha=2, and this policy's adapters have alpha=8"):
+            load_policy(tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond, lora={"rank": 2, "alpha": 8}).load_lora(tmp_path)
     else:
         with pytest.raises(ValueError, match="no LoRA adapter"):
             policy.save_lora(tmp_path)

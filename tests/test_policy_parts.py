@@ -1,8 +1,13 @@
 """What is trained, its views, and LoRA files."""
 
+import json
+
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
+
+from flowrl.policy import load_policy, lora
 
 LORA = {"rank": 2, "alpha": 4}
 
@@ -104,6 +109,29 @@ def test_full_mode_trains_all_weights_and_views_swap_copies():
         assert torch.equal(velocity(policy), moved) and not torch.allclose(moved, start, atol=1e-2)
 
 
+@pytest.mark.parametrize("name", ["sd3", "sd15"])
+def test_full_mode_trains_bf16_networks_in_fp32(name):
+    """A step of 1e-6 vanishes in bf16 weights of order 0.1, whose neighbours are 5e-4 apart."""
+    policy = tiny.policy(name, dtype=torch.bfloat16)
+    with torch.no_grad():
+        low = velocity(policy)
+    assert policy.dtype == torch.bfloat16, "a policy that only samples keeps the memory it was loaded with"
+    parameters = policy.parts["denoiser"]
+    assert all(p.dtype == torch.float32 for p in parameters.values())
+    before = policy.state()
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-6, weight_decay=0.0)
+    velocity(policy, torch.tensor([0.7, 0.3])).square().mean().backward()
+    optimizer.step()
+    moved = {k: (p.detach() - before[k]).abs().max().item() for k, p in parameters.items() if p.grad is not None and p.grad.abs().max() > 0}
+    assert len(moved) > 0.8 * len(parameters) and all(1e-8 < m < 2e-6 for m in moved.values())
+    with torch.no_grad():
+        assert (velocity(policy) - low).abs().max() < 0.1 * low.abs().max()  # bf16 rounding times guidance
+        with torch.autocast("cpu", torch.bfloat16):
+            assert velocity(policy).isfinite().all()
+    check = policy.self_check()
+    assert max(check.errors.values()) <= check.tolerance < 0.11
+
+
 def test_state_is_loaded_strictly():
     policy, other = stirred("sd3"), tiny.policy("sd3", lora=LORA)
     other.load_state("default", policy.state("default"))
@@ -131,11 +159,62 @@ def test_lora_files_are_read_back_by_us_and_by_diffusers(name, tmp_path):
     pipe.load_lora_weights(str(tmp_path))
     if name == "wan22":
         pipe.load_lora_weights(str(tmp_path), weight_name="transformer_2_lora_weights.safetensors", load_into_transformer_2=True)
-    from flowrl.policy import load_policy
-
     plain = load_policy(pipe, **tiny.CALLS[name])
     low = 0.3 if name == "wan22" else 0.6  # in Wan 2.2 both networks must have theirs
     assert torch.allclose(velocity(plain, low).detach(), velocity(policy, low).detach(), atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A policy with a LoRA of rank 2 and alpha 4, and the folder it was saved in."""
+    policy, folder = stirred("sd3"), tmp_path_factory.mktemp("saved")
+    policy.save_lora(folder)
+    return policy, folder
+
+
+def read(policy, path, **options):
+    return lora.read(policy.pipe, policy.trainable.modules, path, {**LORA, **options})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda raw: raw[:-100], lambda raw: raw[:5], lambda raw: b"", lambda raw: raw[:8] + b"}" + raw[9:], lambda raw: raw + b"more"],
+    ids=["cut off", "no header", "empty", "changed header", "longer"],
+)
+def test_a_damaged_lora_file_is_named(saved, tmp_path, damage):
+    policy, folder = saved
+    module = load_policy(tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond, lora=LORA)
+    file = tmp_path / lora.FILE
+    file.write_bytes(damage((folder / lora.FILE).read_bytes()))
+    for damaged in (policy, module):
+        for path in (tmp_path, file):
+            with pytest.raises(ValueError, match=f"^{file} cannot be read as safetensors"):
+                damaged.load_lora(path)
+
+
+@pytest.mark.parametrize("name", ["sd15", "sd3", "wan22"])
+def test_a_lora_trained_with_another_alpha_or_rank_is_refused_with_both_numbers(name, tmp_path):
+    """Alpha 16 in place of 4 would quadruple the update in silence."""
+    stirred(name).save_lora(tmp_path)
+    other = tiny.policy(name, lora={"rank": 2, "alpha": 16})
+    before = other.state()
+    with pytest.raises(ValueError, match=r"was trained with alpha=4, and this policy's adapters have alpha=16.*train\.lora\.alpha=4"):
+        other.load_lora(tmp_path)
+    assert all(torch.equal(v, before[k]) for k, v in other.state().items())
+    with pytest.raises(ValueError, match=r"was trained with rank=2, and this policy's adapters have rank=4.*train\.lora\.rank=2"):
+        read(other, tmp_path, rank=4)
+
+
+def test_alpha_is_read_beside_the_file_and_a_file_without_any_counts_as_diffusers_counts_it(saved, tmp_path):
+    policy, folder = saved
+    save_file(load_file(folder / lora.FILE), tmp_path / lora.FILE)  # no header
+    assert read(policy, tmp_path, alpha=2).keys() == policy.state().keys()
+    with pytest.raises(ValueError, match="does not say its alpha, which diffusers takes as 2, and this policy's adapters have alpha=4"):
+        policy.load_lora(tmp_path)
+    (tmp_path / "flowrl.json").write_text(json.dumps({"rank": 2, "alpha": 4.0, "targets": None, "init": "gaussian"}))
+    policy.load_lora(tmp_path)
+    with pytest.raises(ValueError, match="was trained with alpha=4, and this policy's adapters have alpha=2"):
+        read(policy, tmp_path, alpha=2)
 
 
 def test_gradient_checkpointing_changes_no_gradient():

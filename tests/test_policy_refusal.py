@@ -42,7 +42,7 @@ class Loop(DiffusionPipeline):
     @torch.no_grad()
     def __call__(self, prompt, num_inference_steps=4, output_type="pt", return_dict=True, generator=None, guidance=3.0, odd=""):
         text = torch.cat([tiny.toy_cond(prompt, 3), torch.zeros(len(prompt), 3)])
-        x = torch.randn(len(prompt), 4, generator=generator)
+        x, time = torch.randn(len(prompt), 4, generator=generator), torch.zeros(())
         self.scheduler.set_timesteps(num_inference_steps)
         for i, t in enumerate(self.scheduler.timesteps):
             inputs = {"square": x**2, "flip": x.flip(0), "add": x + torch.randn(4)}.get(odd, x)
@@ -51,15 +51,18 @@ class Loop(DiffusionPipeline):
             if odd == "switch" and i > 5:
                 out = self.transformer(torch.cat([inputs] * 2), t, text)[0]
             else:
-                out = self.transformer(torch.cat([inputs] * 2), t, text, scale=scale)[0]
+                out = self.transformer(torch.cat([inputs] * 2), time.copy_(t) if odd == "in place" else t, text, scale=scale)[0]
             c, u = out.chunk(2)
-            mixed = u + guidance * (c - u)
+            strength = guidance * t / 500 if odd == "dynamic" else guidance
+            mixed = u.add_(strength * (c - u)) if odd == "in place" else u + strength * (c - u)
             if odd == "twice":
                 self.scheduler.step(mixed, t, x, return_dict=False)
                 self.scheduler._step_index -= 1
-            x = self.scheduler.step(mixed, t, x, return_dict=False)[0]
+            stepped = self.scheduler.step(mixed, t, x, return_dict=False)[0]
+            x = x.copy_(stepped) if odd == "in place" else stepped
             if odd == "edit":
                 x = x * 0.5 + torch.randn(4)
+            x = x * 0.9 if odd == "shrink" else x
         if output_type == "latent":
             return (x,)
         return (self.vae.decode(2 * x[:, [3, 1, 0, 2]] + 0.5, return_dict=False)[0] * 0.5 + 0.5,)
@@ -84,21 +87,76 @@ def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
     ("odd", "sentence"),
     [
         ("square", "argument sample: it is not linear in the latents"),
-        ("flip", "argument sample: rows are ordered"),
-        ("add", "argument sample"),
-        ("drift", "argument text changes from step to step"),
-        ("number", "argument scale changes from step to step|argument scale"),
-        ("twice", "scheduler.step is called twice"),
-        ("edit", "argument sample"),
-        ("switch", "regimes: the networks change between times .* hints boundary="),
+        ("flip", "argument sample: rows are ordered [1, 0, 1, 0], which is not blocks x rows x repeats"),
+        ("add", "argument sample mixes latents and time"),
+        ("drift", "argument text changes from step to step, but not as a function of t or sigma that could be fitted"),
+        ("number", "argument scale changes from step to step, but not as a function of t or sigma that could be fitted"),
+        (
+            "twice",
+            "scheduler.step is called twice between two denoiser calls (parallel streams or a conversion step), which cannot be replayed",
+        ),
+        ("edit", "argument sample mixes latents and time"),
+        (
+            "switch",
+            "regimes: the networks change between times 446.169 and 252.618, and the boundary is None; name it with hints boundary=<time>",
+        ),
     ],
 )
 def test_an_unreplayable_loop_is_refused_with_a_sentence_that_names_the_argument(odd, sentence):
-    with pytest.raises(UnreplayableError, match=sentence):
-        policy = load_policy(loop(), odd=odd)
-        policy.self_check()  # what inference cannot see, the check must
-        pytest.fail(f"{odd} was accepted: {policy.describe()}")
-    assert issubclass(UnreplayableError, ValueError)
+    with pytest.raises(UnreplayableError) as refused:
+        load_policy(loop(), odd=odd)
+    assert str(refused.value) == sentence and issubclass(UnreplayableError, ValueError)
+
+
+def test_latents_changed_beside_the_scheduler_look_like_an_input_scale_and_are_refused_by_the_check():
+    """Inference reads x * 0.9 as the scale of an argument; the pipeline's own predictions show that the state itself was changed."""
+    policy = load_policy(loop(), odd="shrink")
+    with pytest.raises(UnreplayableError, match="^Loop: the replay differs in predictions at the recorded latents and times by "):
+        policy.self_check()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.9])
+def test_a_callback_that_changes_latents_is_refused_and_one_that_only_looks_is_not(factor):
+    """The same loop of Stable Diffusion 3, with and without the planted change."""
+
+    def callback(pipe, i, t, values):
+        return {"latents": values["latents"] * factor}
+
+    policy = tiny.policy("sd3", callback_on_step_end=callback)
+    if factor == 1.0:
+        assert max(policy.self_check().errors.values()) <= 1e-4
+        return
+    with pytest.raises(UnreplayableError, match="^StableDiffusion3Pipeline: the replay differs in predictions at the recorded latents and"):
+        policy.self_check()
+
+
+def test_a_loop_that_works_in_place_is_recorded_as_it_was():
+    """One buffer for all times, outputs and latents edited in place: what was recorded must not change later."""
+    policy, plain = load_policy(loop(), odd="in place"), load_policy(loop())
+    assert max(policy.self_check().errors.values()) <= 1e-4
+    assert policy.describe() == plain.describe()
+    x, rows = torch.randn(2, 4), torch.arange(2)
+    with torch.no_grad():
+        assert torch.equal(*(p.velocity(x, 0.7, p.encode(tiny.PROMPTS), rows) for p in (policy, plain)))
+
+
+def test_guidance_that_follows_time_is_combined_at_the_sigma_of_each_row():
+    """guidance = 3 t / 500: 3.24 at sigma .54, 1.2 at .2. Rows at both in one call, and each alone."""
+    policy, plain = load_policy(loop(), odd="dynamic"), load_policy(loop())
+    assert policy.replay.regimes[0].guidance.rule == "pipeline"
+    x, sigma, rows = torch.randn(3, 4), torch.tensor([0.54, 0.2, 0.54], dtype=torch.float64), torch.tensor([1, 0, 0])
+    cond = policy.encode(tiny.PROMPTS)
+    with torch.no_grad():
+        together = policy.velocity(x, sigma, cond, rows)
+        for k, s in enumerate(sigma.tolist()):
+            assert torch.allclose(together[k], policy.velocity(x[k : k + 1], s, cond, rows[k : k + 1])[0], atol=1e-5)
+            by_hand = plain.velocity(x[k : k + 1], s, plain.encode(tiny.PROMPTS), rows[k : k + 1], guidance=6 * s)
+            assert torch.allclose(together[k], by_hand[0], atol=1e-4)
+    assert policy.self_check().errors["mixed"] <= 1e-4
+    at_the_first = policy._combine
+    policy._combine = lambda which, outs, x, s, cond, rows: at_the_first(which, outs, x, s.reshape(-1)[0], cond, rows)
+    with pytest.raises(UnreplayableError, match="differs in rows at different sigmas in one call"):
+        policy.self_check()
 
 
 def test_arguments_the_pipeline_does_not_take_are_named():

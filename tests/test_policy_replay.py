@@ -41,7 +41,7 @@ def test_euler_steps_in_flow_coordinates_end_at_the_pipelines_own_latents(name):
     call = policy.prober.runner
     own = call.run([*tiny.PROMPTS, *call.pad], steps, latents=torch.cat([start, torch.zeros(len(call.pad), *start.shape[1:])]))[:2]
     cond, rows = policy.encode(tiny.PROMPTS), torch.arange(2)
-    x = policy.init(start, schedule)
+    x = policy.init(start, schedule.sigmas[0].item())
     with torch.no_grad():
         for s0, s1 in zip(schedule.sigmas, schedule.sigmas[1:], strict=False):
             x = x + policy.velocity(x, s0, cond, rows) * (s1 - s0).item()
@@ -79,6 +79,36 @@ def test_prompts_are_encoded_once_and_gathered_to_any_rows(name):
             assert relative(v[k : k + 1], alone) <= 1e-4
     assert torch.allclose(v[2], v[3], atol=1e-5) and torch.allclose(v[1], v[6], atol=1e-5)
     assert relative(v[0], v[1]) > 1e-2, "different prompts must give different velocities"
+
+
+@pytest.mark.parametrize("name", tiny.NAMES)
+def test_time_prompt_and_guidance_each_change_the_velocity(name):
+    """Else equality with anything says nothing of them."""
+    policy = load(name)
+    x, cond = noise(policy, 1).expand(2, *policy.latent_shape), policy.encode(tiny.PROMPTS)
+    with torch.no_grad():
+        v = policy.velocity(x, torch.tensor([0.9, 0.3], dtype=torch.float64), cond, torch.tensor([0, 0]))
+        assert relative(v[0], v[1]) > 0.05
+        assert relative(policy.velocity(x[:1], 0.3, cond, torch.tensor([1])), v[1:]) > 0.01
+        plain = policy.velocity(x[:1], 0.3, cond, torch.tensor([0]), guidance="none")
+    assert (relative(plain, v[1:]) > 0.05) == (policy.branches("pipeline") == 2) == (name != "flux")
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_decode_at_the_end_of_a_schedule_is_the_pipelines_own_image(name):
+    """DDIM ends at s = .0283, where the pipeline's latents are 1.028 times those in flow coordinates."""
+    policy = tiny.policy(name, scheduler=tiny.pipeline("sd15").scheduler)
+    schedule, start, call = policy.schedule(4), noise(policy, 2), policy.prober.runner
+    own = torch.as_tensor(call.run(tiny.PROMPTS, 4, latents=start, output_type="pt"))
+    x, cond, rows = policy.init(start, schedule.sigmas[0].item()), policy.encode(tiny.PROMPTS), torch.arange(2)
+    with torch.no_grad():
+        for s0, s1 in zip(schedule.sigmas, schedule.sigmas[1:], strict=False):
+            x = x + policy.velocity(x, s0, cond, rows) * (s1 - s0).item()
+        end = schedule.sigmas[-1].item()
+        assert end == pytest.approx(0.0283, abs=1e-4)
+        assert relative(policy.decode(x, end), own) <= 1e-4
+        assert relative(policy.decode(x, 0.0), own) > 1e-3, "the level at which the run ended must matter"
+        assert torch.equal(policy.decode(policy.clean(x, torch.tensor([end, end], dtype=torch.float64))), policy.decode(x, end))
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)
@@ -120,6 +150,37 @@ def test_describe_is_python_source(name):
     calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     assert set(load(name).modules) <= calls
     assert max(map(len, text.splitlines())) <= 140
+
+
+@pytest.mark.parametrize("name", ["sd3", "sd15"])
+def test_the_printed_source_runs_and_gives_the_same_arguments_and_velocity(name):
+    """With a dictionary for cond and constants, the network, torch's cat and sqrt, and the scheduler's time."""
+    policy, calls = load(name), []
+    plan, kept = policy.replay.regimes[0].calls[0], policy.encode(tiny.PROMPTS)
+    network = policy.modules[plan.module]
+
+    def spied(**kwargs):
+        calls.append(kwargs)
+        return network(**kwargs)
+
+    names = {
+        "cat": torch.cat, "sqrt": torch.sqrt, plan.module: spied, "model_time": lambda s: policy.coords.time(s.flatten()).float(),
+        "constants": [{k[0]: v for k, v in plan.shared.items()}],
+    }  # fmt: skip
+    cond = [{k[0]: v.squeeze(2) for k, v in kept.kept[0][0].items()}]  # (blocks, P, 1, ...) -> (blocks, P, ...)
+    x, sigma, rows = noise(policy, 3), torch.tensor([0.9, 0.3, 0.6], dtype=torch.float64), torch.tensor([1, 0, 1])
+    exec(policy.describe(), names)
+    with torch.no_grad():
+        printed = names["velocity"](x, sigma.float().reshape(-1, 1, 1, 1), cond, rows)
+        policy.modules[plan.module] = spied
+        try:
+            assert relative(printed, policy.velocity(x, sigma, kept, rows)) <= 1e-5
+        finally:
+            policy.modules[plan.module] = network
+    mine, theirs = calls
+    assert mine.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert torch.allclose(mine[key], value, rtol=1e-5, atol=1e-5) if isinstance(value, torch.Tensor) else mine[key] == value, key
 
 
 def test_noise_levels_follow_the_resolution_of_a_dynamic_shift():

@@ -87,6 +87,7 @@ class NFT(_base.Algorithm):
 
     def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
         """One row per (sample, noise level): a random subset of the schedule's levels for each sample, without replacement."""
+        assert not bool(rollout.state_sigma[rollout.leaf].any()), "what is trained on is data, at sigma 0"
         sigmas = torch.unique(rollout.plan.sigma).flip(0).to(rollout.state_sigma)  # where the network was called, (T,)
         draws = self._draws(rollout.plan)
         leaf = torch.nonzero(advantages.leaf != 0).flatten()

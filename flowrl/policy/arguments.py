@@ -62,7 +62,7 @@ RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass
 class Rows:
-    """An argument with one entry a prompt along `axis`, ordered blocks x rows x repeats; kept as (blocks, P, repeats, ...). lists: a
+    """An argument with one entry a prompt along `axis`, ordered blocks x rows x repeats; kept as (blocks, P, repeats, ...). is_list: a
     Python list."""
 
     path: Path
@@ -93,6 +93,15 @@ class Rows:
 
 def _equal(a: Any, b: Any) -> bool:
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+
+
+def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """value with fn applied to the tensors in its nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if type(value) is dict:
+        return {k: map_tensors(fn, v) for k, v in value.items()}
+    return type(value)(map_tensors(fn, v) for v in value) if type(value) in (list, tuple) else value
 
 
 def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:

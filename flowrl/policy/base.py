@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.policy import lora
 from flowrl.policy.coords import Schedule
 from flowrl.policy.parts import Parts
 
@@ -21,12 +22,11 @@ class Policy:
     network rows so far (states x guidance branches). latent_shape: (*L).
     """
 
-    def __init__(self, modules: dict[str, nn.Module], lora: dict[str, Any] | None, shape: tuple[int, ...]) -> None:
+    def __init__(self, modules: dict[str, nn.Module], adapter: dict[str, Any] | None, shape: tuple[int, ...]) -> None:
         self.modules: dict[str, nn.Module] = dict(modules)
         self.latent_shape = tuple(shape)
-        self.trainable = Parts(dict(modules), lora)
+        self.trainable = Parts(dict(modules), adapter)
         self.calls = 0
-        self._last: Schedule | None = None
         self._rows: tuple[Tensor, Tensor] | None = None  # the last CPU rows, and where they were put
 
     @property
@@ -35,10 +35,8 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the frozen weights (LoRA is always fp32)."""
+        """Of the weights as loaded (LoRA is always fp32; so are all weights once they are trained in full mode)."""
         return next(p for m in self.trainable.modules.values() for n, p in m.named_parameters() if "lora_" not in n).dtype
-
-    supports_guidance = False
 
     def branches(self, guidance: float | str) -> int:
         """Network rows that a state costs at this guidance (see velocity); a guidance that the model does not know -> ValueError."""
@@ -72,10 +70,11 @@ class Policy:
             raise ValueError(
                 f"x {tuple(x.shape)} and rows {tuple(rows.shape)}; expected (n, {', '.join(map(str, self.latent_shape))}) and (n,)"
             )
-        if isinstance(sigma, Tensor) and (sigma.ndim or sigma.device.type != "cpu"):
-            s = sigma.to(x.device, torch.float64).expand(n)
-        else:  # one number: its time is found without work on the device
-            s = torch.tensor(float(sigma), dtype=torch.float64)
+        s = torch.as_tensor(sigma, dtype=torch.float64)
+        if s.ndim and s.device.type == "cpu" and bool((s == s[0]).all()):
+            s = s[0]
+        if s.ndim or s.device.type != "cpu":
+            s = s.to(x.device).expand(n)  # else one number: its time is found without work on the device
         return self._velocity(x.float(), s, cond, self._placed(rows, x.device), guidance, detach_uncond)
 
     def _placed(self, rows: Tensor, device: torch.device) -> Tensor:
@@ -89,10 +88,13 @@ class Policy:
     def _velocity(self, x: Tensor, s: Tensor, cond: Any, rows: Tensor, guidance: float | str, detach_uncond: bool) -> Tensor:
         raise NotImplementedError
 
-    def init(self, noise: Tensor, schedule: Schedule | None = None) -> Tensor:
-        """noise (n, *L) -> x at the schedule's first sigma, as the pipeline starts. schedule: default the one asked for last (or of 28
-        steps)."""
-        return noise * (schedule or self._last or self.schedule(28)).start
+    def init(self, noise: Tensor, sigma: float) -> Tensor:
+        """noise (n, *L) -> x at sigma, the first of a run, as the pipeline starts (Stable Diffusion: below sigma 1, with less noise)."""
+        return noise
+
+    def clean(self, x: Tensor, sigma: Tensor | float) -> Tensor:
+        """x (n, *L) at sigma, () or (n,), where a run ends -> x0, as decode takes it (Stable Diffusion ends above sigma 0)."""
+        return x
 
     def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:
         """x (n, *L) flow coordinates at sigma -> media fp32 in [0, 1]: (n, 3, H, W) or (n, F, 3, H, W). Differentiable."""
@@ -106,7 +108,7 @@ class Policy:
 
     @property
     def parts(self) -> dict[str, dict[str, nn.Parameter]]:
-        """{"denoiser": {name: parameter}}: what is trained, and nothing else."""
+        """{"denoiser": {name: parameter}}: what is trained, and nothing else; fp32 (in full mode from the first time it is asked for)."""
         return {"denoiser": self.trainable.named()}
 
     def add_view(self, name: str) -> None:
@@ -147,17 +149,19 @@ class Policy:
 
         self._needs_lora()
         Path(folder).mkdir(parents=True, exist_ok=True)
-        target = Path(folder) / "pytorch_lora_weights.safetensors"
-        save_file({k: v.contiguous() for k, v in self.state().items()}, str(target))
+        target = Path(folder) / lora.FILE
+        save_file({k: v.contiguous() for k, v in self.state().items()}, str(target), lora.metadata(self.trainable.options))
         return target
 
     def load_lora(self, path: str | Path) -> None:
-        """Load an adapter written by save_lora (a folder or file) into "default". Strict."""
+        """Load an adapter written by save_lora (a folder or file) into "default". Strict, rank and alpha included."""
         from safetensors.torch import load_file
 
         self._needs_lora()
         path = Path(path)
-        self.load_state("default", load_file(str(path / "pytorch_lora_weights.safetensors" if path.is_dir() else path)))
+        path = path / lora.FILE if path.is_dir() else path
+        lora.check(path, self.trainable.options)
+        self.load_state("default", load_file(str(path)))
 
     def _needs_lora(self) -> None:
         if self.trainable.lora is None:

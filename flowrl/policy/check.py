@@ -54,9 +54,8 @@ def relative(a: Tensor, b: Tensor) -> float:
 @torch.no_grad()
 def self_check(policy: PipelinePolicy) -> SelfCheck:
     """Run the pipeline for real and compare. Costs about four short runs of the pipeline."""
-    tolerance = (
-        1e-4 if policy.dtype == torch.float32 else torch.finfo(policy.dtype).eps * max(4.0, _weight(policy))
-    )  # rounding times guidance
+    lowest = max(policy.dtype, policy.replay.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    tolerance = 1e-4 if lowest == torch.float32 else torch.finfo(lowest).eps * max(4.0, _weight(policy))  # rounding times guidance
     cond, pad = policy.encode(RECORD), len(policy.prober.runner.pad)
     real, final, scheduler = _record(policy, RECORD)
     sigmas = policy.coords.sigmas_of(scheduler, torch.stack([i.time for i in real]))
@@ -163,9 +162,7 @@ def _referee(policy: PipelinePolicy, sigmas: Tensor, cond: Any) -> tuple[float, 
     worst = max(relative(v, policy.reentry(x, s, RECORD)) for v, s in zip(alone, picks, strict=True))
     many = torch.tensor(picks, dtype=torch.float64).repeat_interleave(len(RECORD)).to(x.device)
     together = policy.velocity(x.repeat(len(picks), *[1] * (x.ndim - 1)), many, cond, rows.repeat(len(picks)))
-    if all(r.guidance.rule != "pipeline" for r in policy.replay.regimes):
-        return worst, relative(together, torch.cat(alone))
-    return worst, 0.0
+    return worst, relative(together, torch.cat(alone))
 
 
 def _euler(policy: PipelinePolicy, sigmas: Tensor, scheduler: Any, first: Iteration) -> float | None:

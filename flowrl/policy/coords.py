@@ -7,7 +7,6 @@ either end of a schedule.
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,44 +39,49 @@ def radius(s: Tensor) -> Tensor:
     return torch.sqrt((1 - s) ** 2 + s**2)
 
 
-@dataclass
 class TimeMap:
-    """sigma -> model time through sorted knots. A sigma within 2e-7 of a knot (fp32 rounding) gets the knot's exact time, others a
-    float in between."""
+    """sigma -> model time: linear between the knots of the scheduler's own curve, and the exact time at members of registered
+    schedules, which are found within 2e-7 (fp32 rounding). Registering one changes no other time."""
 
-    sigma: Tensor  # (K,) fp64, ascending
-    time: Tensor  # (K,) fp64
-    _lists: tuple[list[float], list[float]] | None = None
+    def __init__(self, sigma: Tensor, time: Tensor) -> None:
+        """The curve: sigma (K,) ascending, time (K,)."""
+        self.sigma, self.time = sigma.double().cpu(), time.double().cpu()
+        self.members = torch.empty(2, 0, dtype=torch.float64)  # sigma ascending, time
+        self._placed: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def add(self, sigma: Tensor, time: Tensor) -> None:
-        """Register grid members; they replace knots that are equal within 2e-7."""
-        sigma, time = sigma.to(self.sigma), time.to(self.time)
-        far = (self.sigma[:, None] - sigma).abs().amin(1) > 2e-7
-        merged = torch.cat([self.sigma[far], sigma]), torch.cat([self.time[far], time])
-        order = merged[0].argsort()
-        self.sigma, self.time, self._lists = merged[0][order], merged[1][order], None
+        """Register members of a schedule; those that are known stay as they are."""
+        new = torch.stack([sigma.double().cpu(), time.double().cpu()])
+        off = (self._between(new[0], self.sigma, self.time) - new[1]).abs().max().item()
+        if off > 2e-3 * (self.time.max() - self.time.min()).item():  # integer times are up to one of 1000 off
+            raise UnreplayableError(f"time: the scheduler's model times lie up to {off:g} beside its noise curve; others cannot be told")
+        fresh = (new[0][:, None] != self.members[0]).all(1)
+        merged = torch.cat([self.members, new[:, fresh]], 1)
+        self.members, self._placed = merged[:, merged[0].argsort()], {}
+
+    @staticmethod
+    def _between(sigma: Tensor, knots: Tensor, times: Tensor) -> Tensor:
+        right = torch.searchsorted(knots, sigma).clamp(1, knots.numel() - 1)
+        s0, s1, t0, t1 = knots[right - 1], knots[right], times[right - 1], times[right]
+        return t0 + ((sigma - s0) / (s1 - s0)).clamp(0, 1) * (t1 - t0)
 
     def at(self, sigma: float) -> float:
         """Model time of one number, without touching a device."""
-        if self._lists is None:
-            self._lists = (self.sigma.tolist(), self.time.tolist())
-        knots, times = self._lists
-        right = min(max(bisect.bisect_left(knots, sigma), 1), len(knots) - 1)
-        s0, s1, t0, t1 = knots[right - 1], knots[right], times[right - 1], times[right]
-        weight = 1.0 if abs(sigma - s1) < 2e-7 else 0.0 if abs(sigma - s0) < 2e-7 else min(max((sigma - s0) / (s1 - s0), 0.0), 1.0)
-        return t1 if weight == 1.0 else t0 + weight * (t1 - t0)
+        return self(torch.tensor(sigma, dtype=torch.float64)).item()
 
     def __call__(self, sigma: Tensor) -> Tensor:
         """Model time fp64 of sigma, any shape, on sigma's device."""
-        if self.sigma.device != sigma.device:
-            self.sigma, self.time = self.sigma.to(sigma.device), self.time.to(sigma.device)
+        if sigma.device not in self._placed:
+            self._placed[sigma.device] = tuple(v.contiguous().to(sigma.device) for v in (self.sigma, self.time, *self.members))
+        knots, times, members, exact = self._placed[sigma.device]
         sigma = sigma.double().contiguous()
-        right = torch.searchsorted(self.sigma, sigma).clamp(1, self.sigma.numel() - 1)
-        s0, s1, t0, t1 = self.sigma[right - 1], self.sigma[right], self.time[right - 1], self.time[right]
-        weight = (sigma - s0) / (s1 - s0)
-        weight = torch.where((sigma - s1).abs() < 2e-7, torch.ones_like(weight), weight)
-        weight = torch.where((sigma - s0).abs() < 2e-7, torch.zeros_like(weight), weight)
-        return torch.where(weight == 1, t1, t0 + weight.clamp(0, 1) * (t1 - t0))
+        between = self._between(sigma, knots, times)
+        if not members.numel():
+            return between
+        after = torch.searchsorted(members, sigma).clamp(max=members.numel() - 1)
+        before = (after - 1).clamp(min=0)
+        near = torch.where((members[after] - sigma).abs() < (members[before] - sigma).abs(), after, before)
+        return torch.where((members[near] - sigma).abs() < 2e-7, exact[near], between)
 
 
 class Coords:
@@ -90,23 +94,19 @@ class Coords:
         self.prediction = "flow" if flow else prediction
         if self.prediction not in ("flow", "epsilon", "v_prediction", "sample"):
             raise UnreplayableError(f"{type(scheduler).__name__} predicts {prediction!r}; known are flow, epsilon, v_prediction, sample")
-        self.train_times = int(cfg.get("num_train_timesteps", 1000))
         self.kind = "flow" if flow else self._diffusion_kind(scheduler)
         if flow:
-            self.time = TimeMap(
-                torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0.0, float(self.train_times)], dtype=torch.float64)
-            )
+            self.time = TimeMap(torch.tensor([0.0, 1.0]), torch.tensor([0.0, float(cfg.get("num_train_timesteps", 1000))]))
         else:
             s = self._from_alphas(scheduler.alphas_cumprod)
-            self.time = TimeMap(s, torch.arange(s.numel(), dtype=torch.float64))
+            self.time = TimeMap(s, torch.arange(s.numel()))
 
     @classmethod
     def plain(cls, prediction: str) -> Coords:
         """Flow coordinates without a scheduler: the model time is sigma."""
         new = cls.__new__(cls)
-        new.kind, new.prediction, new.train_times = "flow", prediction, 1
-        unit = torch.tensor([0.0, 1.0], dtype=torch.float64)
-        new.time = TimeMap(unit, unit)
+        new.kind, new.prediction = "flow", prediction
+        new.time = TimeMap(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
         return new
 
     @staticmethod
@@ -133,6 +133,15 @@ class Coords:
         if self.kind == "flow":
             return torch.ones_like(s)
         return 1 / radius(s) if self.kind == "vp" else 1 / (1 - s)
+
+    def start(self, sigma: float, seen: Schedule) -> float:
+        """Factor from standard normal noise to x at sigma, where a run starts. `seen`, any schedule of the pipeline, tells which of the
+        schedulers' rules is its own: in the pipeline's units sqrt(1 + sigma^2) or sigma ("ve"), else the same number for every sigma."""
+        s, s0 = torch.tensor(sigma, dtype=torch.float64), seen.sigmas[0]
+        for rule in (radius, torch.clone) if self.kind == "ve" else ():
+            if abs(seen.start / rule(s0).item() - 1) < 1e-5:
+                return rule(s).item()
+        return seen.start * (self.scale(s0) / self.scale(s)).item()
 
     def sigmas_of(self, scheduler: Any, times: Tensor) -> Tensor:
         """(T+1,) fp64 flow sigmas of the run's model times (T,), in the pipeline's order, with the level after the last step."""
@@ -163,10 +172,3 @@ class Coords:
             return prediction
         p, q = self.coefficients(s)
         return expand(p.to(x), x) * prediction + expand(q.to(x), x) * x
-
-    def to_prediction(self, v: Tensor, x: Tensor, s: Tensor) -> Tensor:
-        """Inverse of velocity."""
-        if self.prediction == "flow":
-            return v
-        p, q = self.coefficients(s)
-        return (v - expand(q.to(x), x) * x) / expand(p.to(x), x)

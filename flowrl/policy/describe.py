@@ -15,10 +15,10 @@ def describe(replay: Replay) -> str:
     """Source of the inferred call: one branch a regime, one call a network call, then how outputs combine and become a velocity."""
     c = replay.coords
     lines = [
-        f"# {replay.pipeline}: latents {replay.shape}, {c.kind} scheduler that predicts {c.prediction}",
+        f"# {replay.pipeline}: latents {replay.shape}, {c.kind} scheduler that predicts {c.prediction}; sigma (n, 1, ...), rows (n,)",
         "def velocity(x, sigma, cond, rows):",
     ]
-    lines.append("    t = model_time(sigma)  # of the pipeline's own schedule, interpolated between its steps")
+    lines.append("    t = model_time(sigma)  # (n,): exact at the steps of a schedule, on the scheduler's own curve elsewhere")
     if any(s.rule == "1/r" for reg in replay.regimes for call in reg.calls for s in call.slots):
         lines.append("    r = sqrt((1 - sigma)**2 + sigma**2)")
     for k, regime in enumerate(replay.regimes):
@@ -52,7 +52,7 @@ def _call(call: CallPlan, k: int) -> list[str]:
         if slot.map.const is not None:
             flat[slot.path] += f" + cond[{k}][{name(slot.path)!r}][rows]"
     for time in call.times:
-        flat[time.path] = time.rule
+        flat[time.path] = f"cat([{time.rule}] * {call.blocks})" if call.blocks > 1 else time.rule
     for leaf in call.rows:
         text = f"cond[{k}][{name(leaf.path)!r}]"
         flat[leaf.path] = f"cat([block[rows] for block in {text}])" if leaf.blocks > 1 else f"{text}[rows]"

@@ -23,11 +23,6 @@ class Guidance:
     total: float
     cond: int
 
-    @property
-    def scale(self) -> float:
-        """Guidance scale g of total * (u + g (c - u))."""
-        return self.weights[self.cond] / self.total
-
     def __call__(self, outs: list[Tensor], guidance: float | str, combine: Callable[[list[Tensor]], Tensor]) -> Tensor:
         """Predictions of the branches, each (n, *L) -> prediction (n, *L)."""
         if guidance == "none":

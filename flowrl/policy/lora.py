@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 FILE = "pytorch_lora_weights.safetensors"
+SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
+METADATA = "lora_adapter_metadata"  # where diffusers keeps the adapter's config, in the header of the file
 
 
 def file_of(name: str, known: Any) -> str:
@@ -37,8 +40,41 @@ def save(pipe: Any, modules: dict[str, Any], folder: str | Path) -> Path:
     return Path(folder) / FILE
 
 
-def read(pipe: Any, modules: dict[str, Any], path: str | Path) -> dict[str, Tensor]:
-    """State of view "default" from a folder or file in diffusers' format."""
+def metadata(options: dict[str, Any]) -> dict[str, str]:
+    """Header that tells rank and alpha, as diffusers writes it."""
+    return {METADATA: json.dumps({"module.r": options["rank"], "module.lora_alpha": options["alpha"]})}
+
+
+def check(file: Path, options: dict[str, Any]) -> bool:
+    """ValueError unless the file is readable and was trained with the rank and alpha of options: alpha / rank multiplies its update.
+    Whether alpha is told at all, by its header or by the settings beside it."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), "pt") as opened:
+            header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} cannot be read as safetensors ({error}); was it cut off or changed? copy or export it again") from error
+    told: dict[str, set[float]] = {"rank": set(), "alpha": set()}
+    for key, value in header.items():
+        name = {"r": "rank", "lora_alpha": "alpha"}.get(key.rsplit(".", 1)[-1])
+        if name:
+            told[name].add(value)
+    beside = file.parent / SETTINGS
+    for name, value in json.loads(beside.read_text()).items() if beside.is_file() else ():
+        if name in told:
+            told[name].add(value)
+    for name, values in told.items():
+        for value in values - {options[name]}:
+            raise ValueError(
+                f"{file} was trained with {name}={value:g}, and this policy's adapters have {name}={options[name]:g}, which would change "
+                f"its effect; set train.lora.{name}={value:g}, or load_policy(lora={{{name!r}: {value:g}}})"
+            )
+    return bool(told["alpha"])
+
+
+def read(pipe: Any, modules: dict[str, Any], path: str | Path, options: dict[str, Any]) -> dict[str, Tensor]:
+    """State of view "default" from a folder or file in diffusers' format. options: rank and alpha of the adapters it is for."""
     path, known, state = Path(path), inspect.signature(pipe.save_lora_weights).parameters, {}
     folder, first = (path, FILE) if path.is_dir() else (path.parent, path.name)
     for file in dict.fromkeys(file_of(name, known) for name in modules):
@@ -48,8 +84,15 @@ def read(pipe: Any, modules: dict[str, Any], path: str | Path) -> dict[str, Tens
                 f"no LoRA file {folder / actual}; a folder written by save_lora holds "
                 f"{', '.join(sorted({file_of(n, known) for n in modules}))}"
             )
-        weights = type(pipe).lora_state_dict(str(folder), weight_name=actual, local_files_only=True)
-        weights = weights[0] if isinstance(weights, tuple) else weights
+        told = check(folder / actual, options)
+        weights = type(pipe).lora_state_dict(str(folder), weight_name=actual, local_files_only=True, use_safetensors=True)
+        weights, alphas = weights if isinstance(weights, tuple) else (weights, None)
+        other = sorted({float(a) for a in (alphas or {}).values()} or {float(options["rank"])})  # diffusers: no alpha means the rank
+        if not told and other != [options["alpha"]]:
+            raise ValueError(
+                f"{folder / actual} does not say its alpha, which diffusers takes as {other[0]:g}, and this policy's adapters have alpha="
+                f"{options['alpha']:g}; set train.lora.alpha={other[0]:g}, or load_policy(lora={{'alpha': {other[0]:g}}})"
+            )
         name = next(n for n in modules if file_of(n, known) == file)
         for key, value in weights.items():
             part, rest = key.split(".", 1)

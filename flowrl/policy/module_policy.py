@@ -44,8 +44,7 @@ class ModulePolicy(Policy):
     def schedule(self, steps: int) -> Schedule:
         """Evenly spaced from 1 to 0; the model time is sigma."""
         sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-        self._last = Schedule(sigmas=sigmas, times=sigmas[:-1])
-        return self._last
+        return Schedule(sigmas=sigmas, times=sigmas[:-1])
 
     def _velocity(self, x: Tensor, s: Tensor, cond: Cond, rows: Tensor, guidance: float | str, detach_uncond: bool) -> Tensor:
         if not isinstance(guidance, str):

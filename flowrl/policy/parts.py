@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.policy.arguments import map_tensors
+
+DEFAULTS = {"rank": 32, "alpha": 64, "targets": None, "init": "gaussian"}
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 
@@ -28,13 +31,18 @@ def _endings(names: list[str]) -> list[str]:
 
 
 class Parts:
-    """Trainable parameters of `modules`: LoRA adapter "default" (lora given) or all of them (full)."""
+    """Trainable parameters of `modules`: LoRA adapter "default" (lora given, options filled in) or all of them (full). Always fp32."""
 
     def __init__(self, modules: dict[str, Any], lora: dict[str, Any] | None) -> None:
         self.modules, self.lora = modules, None if lora is None else dict(lora)  # networks as loaded, never wrapped
         self.copies: dict[str, dict[str, Tensor]] = {}  # full mode: other views' values
         self.targets: dict[str, list[str]] = {}  # names of the layers with LoRA, by component
         self.active = "default"
+        self.wide = False  # full mode: weights were made fp32
+        self.options = {**DEFAULTS, **(lora or {})}
+        unknown = sorted(set(self.options) - set(DEFAULTS))
+        if unknown:
+            raise ValueError(f"lora={{...}} takes rank, alpha, targets and init, not {unknown[0]!r}")
         if lora is None:
             for m in modules.values():
                 m.requires_grad_(True)
@@ -46,10 +54,7 @@ class Parts:
 
         from peft import LoraConfig, inject_adapter_in_model
 
-        options = {"rank": 32, "alpha": 64, "targets": None, "init": "gaussian", **(self.lora or {})}
-        unknown = sorted(set(options) - {"rank", "alpha", "targets", "init"})
-        if unknown:
-            raise ValueError(f"lora={{...}} takes rank, alpha, targets and init, not {unknown[0]!r}")
+        options = self.options
         for part, module in self.modules.items():
             if name == "default":
                 module.requires_grad_(False)
@@ -73,6 +78,8 @@ class Parts:
 
     def named(self, view: str = "default") -> dict[str, nn.Parameter]:
         """Parameters of a view by stable name, "<component>.<path>"; read live, so sharded replacements are seen."""
+        if self.lora is None and not self.wide:
+            self._widen()
         mark = f".{view}." if self.lora is not None else ""
         return {
             f"{part}.{key.replace(mark, '.') if mark else key}": p
@@ -80,6 +87,15 @@ class Parts:
             for key, p in module.named_parameters()
             if mark in key
         }
+
+    def _widen(self) -> None:
+        """fp32 weights for full mode: small updates of bf16 would round away. Done when they are first asked for, so that a policy that
+        only samples keeps the memory it was loaded with. Inputs in lower precision are widened as they come in."""
+        self.wide = True
+        for module in self.modules.values():
+            if any(p.dtype != torch.float32 for p in module.parameters()):
+                module.float()
+                module.register_forward_pre_hook(_widened, with_kwargs=True)
 
     def add_view(self, name: str) -> None:
         """A second set of the trainable weights, copied from the current ones."""
@@ -169,6 +185,12 @@ class Parts:
         """Swap values between the parameters and a copy, by pointer."""
         for key, p in self.named().items():
             p.data, self.copies[name][key] = self.copies[name][key], p.data
+
+
+def _widened(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Half-precision inputs of a call in fp32."""
+    wide = lambda v: v.float() if v.dtype in (torch.bfloat16, torch.float16) else v  # noqa: E731
+    return map_tensors(wide, args), map_tensors(wide, kwargs)
 
 
 def _layers(module: nn.Module) -> list[Any]:

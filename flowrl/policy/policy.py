@@ -21,6 +21,7 @@ from flowrl.policy.probe import Prober
 from flowrl.policy.record import Runner
 from flowrl.policy.reentry import reenter
 from flowrl.policy.replay import Cond
+from flowrl.types import expand
 
 
 class PipelinePolicy(Policy):
@@ -39,11 +40,6 @@ class PipelinePolicy(Policy):
         self._schedules: dict[int, Schedule] = {}
         super().__init__(runner.denoisers, adapter, self.replay.shape)
 
-    @property
-    def supports_guidance(self) -> bool:  # type: ignore[override]
-        """True when both branches were recorded and their rule takes a scale."""
-        return all(len(r.guidance.weights) == 2 and r.guidance.rule != "pipeline" for r in self.replay.regimes)
-
     def branches(self, guidance: float | str) -> int:
         rules = [regime.guidance for regime in self.replay.regimes]
         if guidance == "none" or guidance == 1:
@@ -61,8 +57,10 @@ class PipelinePolicy(Policy):
             found = self.prober.schedule(steps, self.coords)
             self.coords.time.add(found.sigmas[:-1], found.times)
             self._schedules[steps] = found
-        self._last = self._schedules[steps]
-        return self._last
+        return self._schedules[steps]
+
+    def init(self, noise: Tensor, sigma: float) -> Tensor:
+        return noise * self.coords.start(sigma, self.schedule(self.steps))
 
     def predict(
         self, x: Tensor, s: Tensor, cond: Cond, rows: Tensor, guidance: float | str = "pipeline", detach_uncond: bool = False
@@ -99,7 +97,14 @@ class PipelinePolicy(Policy):
         return self.coords.velocity(self.predict(x, s, cond, rows, guidance, detach_uncond), x, s)
 
     def _combine(self, which: int, outs: list[Tensor], x: Tensor, s: Tensor, cond: Cond, rows: Tensor) -> Tensor:
-        """Feed real outputs through the pipeline's own combination, all rows at the first row's sigma (guidance does not read time)."""
+        """Feed real outputs through the pipeline's own combination, once for each sigma: a loop has one time for all its rows."""
+        levels = s.unique()
+        if len(levels) > 1:
+            mixed = torch.zeros_like(x)
+            for level in levels:
+                at = (s == level).nonzero().flatten()
+                mixed = mixed.index_copy(0, at, self._combine(which, [o[at] for o in outs], x[at], level, cond, rows[at]))
+            return mixed
         regime, pad, k = self.replay.regimes[which], len(self.prober.runner.pad), 0
         answers: dict[tuple[str, int], Tensor] = {}
         for plan in regime.calls:
@@ -107,10 +112,14 @@ class PipelinePolicy(Policy):
             k += plan.blocks
             nth = sum(name == plan.module for name, _ in answers)
             answers[(plan.module, nth)] = torch.cat(blocks).to(self.dtype)
-        return reenter(self.prober, self.coords, self.steps, x, s.reshape(-1)[0], [cond.prompts[i] for i in rows.tolist()], answers)
+        return reenter(self.prober, self.coords, self.steps, x, levels[0], [cond.prompts[i] for i in rows.tolist()], answers)
+
+    def clean(self, x: Tensor, sigma: Tensor | float) -> Tensor:
+        scale = self.coords.scale(torch.as_tensor(sigma, dtype=torch.float64))
+        return x.float() * expand(scale.to(x.device, torch.float32), x)
 
     def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:
-        return self.decoder(x.float() * self.coords.scale(torch.tensor(float(sigma), dtype=torch.float64)).item())
+        return self.decoder(self.clean(x, sigma))
 
     def encode_media(self, media: Tensor) -> Tensor:
         if not isinstance(self.decoder, Decoder):
@@ -140,4 +149,4 @@ class PipelinePolicy(Policy):
         if not hasattr(self.pipe, "lora_state_dict"):
             return super().load_lora(path)
         self._needs_lora()
-        self.load_state("default", lora.read(self.pipe, self.trainable.modules, path))
+        self.load_state("default", lora.read(self.pipe, self.trainable.modules, path, self.trainable.options))

@@ -8,11 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.policy.arguments import map_tensors
 from flowrl.policy.coords import Coords, Schedule
 from flowrl.policy.record import Call, Halt, Iteration, Runner, UnreplayableError, first_tensor, like_output
 
 RECORD = ["a red circle", "two blue squares left of a green triangle"]
 Key = tuple[str, int]  # component, n-th call to it within an iteration
+
+
+class Copies:
+    """Clones of recorded tensors, one for each version of a tensor: a loop may edit its own in place."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id: source (kept, or its id would be another's), version, clone
+
+    def __call__(self, value: Tensor) -> Tensor:
+        if value.is_inference():
+            return value.clone()
+        source, version, copy = self._made.get(id(value), (None, -1, value))
+        if source is not value or version != value._version:
+            copy = value.clone()
+            self._made[id(value)] = (value, value._version, copy)
+        return copy
 
 
 class Prober:
@@ -40,6 +57,7 @@ class Prober:
         prompts = [*prompts, *self.runner.pad]
         done: list[Iteration] = []
         calls: list[Call] = []
+        copied = Copies()
 
         def on_call(name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
             key = (name, sum(c.module == name for c in calls))
@@ -49,8 +67,8 @@ class Prober:
             first = first_tensor(template)
             shape = (first.shape[0] * len(prompts) // rows, *first.shape[1:])
             value = torch.ones(shape, dtype=first.dtype) if outputs is None else outputs(key, shape)
-            calls.append(Call(name, args))
-            return like_output(template, value.to(first.device))
+            calls.append(Call(name, map_tensors(copied, args)))
+            return like_output(template, value.to(first.device, copy=True))
 
         def on_step(prediction: Tensor, time: Any, sample: Tensor) -> Tensor | None:
             if not calls:
@@ -58,11 +76,12 @@ class Prober:
                     "scheduler.step is called twice between two denoiser calls (parallel streams or a conversion step), which cannot be "
                     "replayed"
                 )
-            done.append(Iteration(list(calls), torch.as_tensor(time).detach().cpu().double().reshape(()), sample, prediction))
+            at = torch.as_tensor(time).detach().cpu().double().reshape(()).clone()
+            done.append(Iteration(list(calls), at, copied(sample), copied(prediction)))
             calls.clear()
             if stop is not None and stop(len(done) - 1, done[-1]):
                 raise Halt
-            return None if latents is None else latents(len(done) - 1).to(sample.device, sample.dtype)
+            return None if latents is None else latents(len(done) - 1).to(sample.device, sample.dtype, copy=True)
 
         given: dict[str, Any] = {} if start is None else {"latents": start}
         self.result = self.runner.run(prompts, steps, on_call=on_call, on_step=on_step, output_type=output_type, **given)
@@ -80,6 +99,7 @@ class Prober:
         factor = float(getattr(self.runner.pipe.scheduler, "init_noise_sigma", 1.0))
         if "latents" in self.runner.parameters and "latents" not in self.runner.kwargs:  # better than asking: give ones and look
             ones = torch.ones_like(iterations[0].sample)
-            factor = self.run(RECORD, steps, start=ones, stop=lambda j, it: True)[0].sample.double().mean().item()
+            seen = self.run(RECORD, steps, start=ones, stop=lambda j, it: True)[0].sample.double().mean().item()
+            factor = factor if abs(seen - factor) < 1e-2 * abs(factor) else seen  # seen is rounded in low precision
         keep = torch.cat([sigmas[:-1] > sigmas[1:], torch.tensor([True])])  # PNDM asks for its second time twice
         return Schedule(sigmas=sigmas[keep], times=times[keep[:-1]], start=factor / coords.scale(sigmas[0]).item())

@@ -110,6 +110,11 @@ class Replay:
     shape: tuple[int, ...]
     pipeline: str
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the latents were handed to the network when they were recorded."""
+        return self.regimes[0].calls[0].slots[0].dtype
+
     def predict(
         self,
         modules: Mapping[str, nn.Module],
