@@ -22,6 +22,8 @@ app = typer.Typer(
 Overrides = Annotated[list[str] | None, typer.Argument(help="A YAML file or experiment name first, then group=option or key.sub=value.")]
 Model = Annotated[str, typer.Argument(help="A name of configs/model, a folder in diffusers layout, or a hub id.")]
 
+MOST = 2**63 - 1  # of a seed
+
 
 def main() -> None:
     """Entry point of the `flowrl` command."""
@@ -30,10 +32,16 @@ def main() -> None:
 
 @contextmanager
 def _input() -> Iterator[None]:
-    """ValueError inside means that the user's input was wrong: one sentence, exit code 2."""
+    """ValueError inside means that the user's input was wrong, a RewardBug that their reward is: one sentence, exit code 2."""
     try:
         yield
-    except (ValueError, FileNotFoundError, OSError) as error:
+    except (ValueError, OSError) as error:
+        _stop(error, 2)
+    except RuntimeError as error:
+        from flowrl.rewards import RewardBug
+
+        if not isinstance(error, RewardBug):
+            raise
         _stop(error, 2)
 
 
@@ -43,7 +51,8 @@ def _stop(error: BaseException, code: int) -> None:
 
 
 def _config(overrides: list[str] | None) -> Any:
-    from flowrl.config import load_config, options
+    from flowrl.compose import options
+    from flowrl.config import load_config
 
     words = list(overrides or [])
     named = words and ("=" not in words[0]) and not words[0].startswith(("+", "~"))
@@ -72,7 +81,7 @@ def train(
     _console().print(trainer.describe(), soft_wrap=True)
     try:
         run = trainer.run()
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         hint = f"\nflowrl: resume with: flowrl train --resume {trainer.path}" if trainer.saved else ""
         _stop(RuntimeError(f"{error}{hint}"), 1)
     if not trainer.world.main:
@@ -94,7 +103,7 @@ def generate(
     rlg: Annotated[float, typer.Option(help="Reinforcement Learning Guidance: extrapolates from the base model through the LoRA.")] = 1.0,
     best_of: Annotated[int, typer.Option(min=1, help="Candidates a prompt; the one with the highest reward is kept.")] = 1,
     reward: Annotated[str | None, typer.Option(help="Which reward chooses.")] = None,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal pictures.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST, help="Equal seeds give equal pictures.")] = 0,
     output: Annotated[Path, typer.Option("-o", "--output", help="out.png, out.mp4 ...; several prompts get numbers.")] = Path("out.png"),
 ) -> None:
     """Make images or videos."""
@@ -125,21 +134,23 @@ def evaluate(
     images: Annotated[int | None, typer.Option(min=1, help="Images; default: as the run did.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="ODE steps; default: as the run did.")] = None,
     guidance: Annotated[str | None, typer.Option(help="A scale or none; default: as the run did.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the noise; default: as the run did.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=MOST, help="Seed of the noise; default: as the run did.")] = None,
 ) -> None:
-    """Evaluate a run's newest checkpoint on held-out prompts and add the row to its report."""
+    """Evaluate the averaged weights of a run's newest checkpoint on held-out prompts, and add a row to its evaluation.json and report."""
     from flowrl import evaluation, log, report
-    from flowrl.setup import load_run
+    from flowrl.setup import autocast, load_run
 
     log.setup()
     with _input():
         cfg, policy, rewards, prompts = load_run(run)
+        report.read(run)  # its files are readable, before time is spent
         e = cfg.eval
         scale: Any = e.guidance if guidance is None else guidance if guidance in ("none", "pipeline") else _number("--guidance", guidance)
         setting = {"guidance": scale, "steps": steps or e.steps, "solver": e.solver, "seed": e.seed if seed is None else seed}
         policy.branches(scale)
         result = evaluation.evaluate(
-            policy, prompts, rewards, images=images or e.images, micro=cfg.batch.micro, decode=cfg.batch.decode, **setting
+            policy, prompts, rewards, images=images or e.images, micro=cfg.batch.micro, decode=cfg.batch.decode,
+            autocast=partial(autocast, cfg.train.precision, policy.device), **setting,
         )
         name = f"evaluate, {setting['steps']} steps, guidance {scale}, seed {setting['seed']}"
         _console().print(report.table(evaluation.add_row(run, name, result, prompts, **setting)))
@@ -188,7 +199,7 @@ def check(
 @app.command("list")
 def list_(what: Annotated[str | None, typer.Argument(help="models, algorithms, rewards, data or experiments.")] = None) -> None:
     """List what a config can name."""
-    from flowrl.config import GROUPS, options
+    from flowrl.compose import GROUPS, options
     from flowrl.registry import choices, did_you_mean
 
     groups: dict[str, Callable[[], list[str]]] = {("data" if g == "data" else f"{g}s"): partial(options, g) for g in GROUPS}
@@ -231,6 +242,8 @@ def _check_reward(name: str) -> None:
     typer.echo(f"on four noise images: {result.raw[name].tolist()}")
     if result.errors:
         typer.echo("\n".join(result.errors))
+    if not result.valid.any():
+        _stop(RuntimeError(f'reward "{name}" scored none of the four'), 1)
 
 
 def _console() -> Any:

@@ -1,4 +1,4 @@
-"""What a run is made of: the pydantic schema holds every default once, Hydra composes YAML files and overrides on top of it.
+"""What a run is made of: the pydantic schema holds every default once; flowrl/compose.py puts files and overrides on top of it.
 
 `load_config` returns a validated, frozen Config or raises ConfigError with every problem found, one a line. Model, algorithm, reward and
 data are independent groups in configs/; a YAML there states only what differs from the schema. The section `algorithm` is checked by the
@@ -17,14 +17,11 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from flowrl import registry
+from flowrl.compose import ConfigError, compose, one_form, options, read_yaml, sort_overrides
 
-GROUPS = ("model", "data", "reward", "algorithm", "experiment")
 Guidance = float | Literal["none", "pipeline"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class ConfigError(ValueError):
-    """The user's settings are wrong; the message lists every problem found."""
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class Section(BaseModel):
@@ -54,7 +51,7 @@ class SamplerConfig(Section):
 
 class BatchConfig(Section):
     prompts: PositiveInt = Field(8, description="Prompts an iteration, over all processes; divides by processes x updates.")
-    group: PositiveInt = Field(16, description="Samples a prompt; a multiple of the plan's leaves.")
+    group: PositiveInt = Field(16, description="Samples a prompt, at least 2; a multiple of the plan's leaves.")
     updates: PositiveInt = Field(1, description="Optimizer steps an iteration.")
     micro: PositiveInt = Field(64, description="Most network rows (states x guidance branches) in one forward; a cap, never an error.")
     decode: PositiveInt = Field(32, description="Most samples decoded and scored at once.")
@@ -99,10 +96,10 @@ class EvalConfig(Section):
     steps: PositiveInt = Field(40, description="ODE steps of an evaluation sample.")
     solver: Literal["euler", "dpm2"] = Field("euler", description="ODE solver of an evaluation sample.")
     guidance: Guidance = Field("none", description="Guidance of the rows before and after.")
-    baseline_guidance: PositiveFloat | None = Field(None, description="Adds the row 'before with its best guidance' at this scale.")
+    baseline_guidance: PositiveFloat | None = Field(None, description="Adds the row 'before, guided': untrained, at this guidance.")
     images: PositiveInt = Field(512, description="Samples an evaluation, spread evenly over the held-out prompts.")
     at_start: bool = Field(True, description="Evaluate before the first iteration, so that the report can compare.")
-    seed: NonNegativeInt = Field(0, description="Seed of evaluation noise; the same before and after, and independent of the run's seed.")
+    seed: Seed = Field(0, description="Seed of evaluation noise; the same before and after, and independent of the run's seed.")
 
 
 class CheckpointConfig(Section):
@@ -111,9 +108,9 @@ class CheckpointConfig(Section):
 
 
 class StopConfig(Section):
-    kl: PositiveFloat | None = Field(None, description="Stop when policy/kl exceeds this.")
+    kl: PositiveFloat | None = Field(None, description="Stop when policy/kl exceeds this; it is measured with algorithm.kl_weight above 0.")
     reward: float | None = Field(None, description="Stop when reward/total reaches this.")
-    hours: PositiveFloat | None = Field(None, description="Stop, with a checkpoint, after this time.")
+    hours: PositiveFloat | None = Field(None, description="Stop after this time, resumed runs counted from their start.")
 
 
 class GuardConfig(Section):
@@ -150,7 +147,7 @@ class Config(Section):
     stop: StopConfig = Field(StopConfig(), description="When to stop before the last iteration.")
     guard: GuardConfig = Field(GuardConfig(), description="When to give up.")
     iterations: PositiveInt = Field(100, description="Iterations: a rollout, its rewards, its updates.")
-    seed: NonNegativeInt = Field(0, description="Every random choice of a run is a function of this and of ids.")
+    seed: Seed = Field(0, description="Every random choice of a run is a function of this and of ids.")
     output: str | None = Field(None, description="Run folder; none: runs/ and the time of day.")
     trackers: list[str] = Field(["tensorboard"], description="Trackers of accelerate: tensorboard, wandb, trackio ...")
 
@@ -168,8 +165,8 @@ class Config(Section):
         if not isinstance(value, dict) or not value:
             raise ValueError(f'no reward is named; choose reward={"|".join(options("reward"))}')
         out, problems = {}, []
-        for label, entry in value.items():
-            out[label] = entry = {"weight": 1.0} | entry if isinstance(entry, dict) else {"weight": entry}
+        for label, entry in one_form(value).items():
+            out[label] = entry = {"weight": 1.0} | entry
             try:
                 check_reward_entry(label, entry)
             except ValueError as error:
@@ -195,18 +192,6 @@ def algorithm_schema(name: str) -> type[BaseModel]:
     return registry.find("flowrl.algorithms", name, what="algorithm").ALGORITHM.Config
 
 
-def config_folder() -> Path:
-    """configs/ of the checkout, or of the installed wheel."""
-    import flowrl.configs
-
-    return Path(next(iter(flowrl.configs.__path__)))
-
-
-def options(group: str) -> list[str]:
-    """Names that `group=` accepts, sorted."""
-    return sorted(p.stem for p in (config_folder() / group).glob("*.yaml"))
-
-
 def load_config(name: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
     """Compose and validate a config.
 
@@ -217,17 +202,16 @@ def load_config(name: str | Path | None = None, overrides: Sequence[str] = ()) -
     overrides = list(overrides)
     extra: dict[str, Any] = {}
     if name is not None and (str(name).endswith((".yaml", ".yml")) or Path(name).is_file()):
-        extra = _read_yaml(Path(name))
+        extra = read_yaml(Path(name))
     elif name is not None:
         overrides.insert(0, f"experiment={name}")
-    known, chosen = _split(overrides, problems)
-    values = _compose(known, chosen, extra, problems)
+    values = compose(Config.model_construct().model_dump(mode="json"), sort_overrides(overrides, problems), extra, problems)
     return _validate(values, problems)
 
 
 def read_config(path: str | Path) -> Config:
     """The resolved config.yaml of a run, with nothing composed below it."""
-    return _validate(_read_yaml(Path(path)), [])
+    return _validate(read_yaml(Path(path)), [])
 
 
 def dump(cfg: Config) -> str:
@@ -272,78 +256,6 @@ def _nearest(value: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a config is a mapping of keys to values, this is a {type(tree).__name__}")
-    return tree
-
-
-def _split(overrides: Sequence[str], problems: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Overrides for Hydra, with known keys forced in (pydantic judges them), and the options chosen for groups."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser, known, chosen = OverridesParser.create(), [], {}
-    for text in overrides:
-        try:
-            parsed = parser.parse_override(text)
-        except HydraException as error:
-            problems.append(f'"{text}" is not key=value: {str(error).splitlines()[0]}')
-            continue
-        key, value = parsed.key_or_group, parsed.value()
-        if key not in GROUPS or text.startswith(("~", "+")):
-            known.append(text if text.startswith(("~", "+")) else f"++{text}")
-        elif value in options(key):
-            chosen[key] = str(value)
-        elif key == "model" and "/" in str(value):  # a hub id or a folder needs no file in configs/model
-            known += ["~model", f"++model.source={text.partition('=')[2]}"]
-            chosen[key] = ""
-        else:
-            problems.append(f'unknown {key} "{value}"{registry.did_you_mean(str(value), options(key))}')
-            chosen[key] = ""
-    return known, chosen
-
-
-def _compose(known: list[str], chosen: dict[str, str], extra: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Schema defaults <- model <- data <- reward <- algorithm <- experiment <- file <- overrides."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    names = {"model": "source", "data": "train", "reward": None, "algorithm": "name"}
-    drop, listed = [], str(extra.get("defaults", ""))
-    for group, key in names.items():
-        if group in extra and chosen.get(group):  # the command line's choice replaces the file's section
-            extra.pop(group)
-        elif group in extra and (key is None or key in (extra[group] or {})) and group not in chosen and f"/{group}" not in listed:
-            drop.append(f"~{group}")  # the file makes its own choice, so the default option must not shine through
-    defaults = Config.model_construct().model_dump(mode="json")
-    ConfigStore.instance().store(name="schema", node=OmegaConf.create(defaults))
-    ConfigStore.instance().store(name="_file", node=OmegaConf.create(extra), group="file", package="_global_")
-    picks = [f"{g}={o}" for g, o in chosen.items() if o]
-    if chosen.get("experiment") and any(chosen.get(group) for group in names):  # likewise, of an experiment
-        tree = _read_yaml(config_folder() / "experiment" / f"{chosen['experiment']}.yaml")
-        tree = {key: value for key, value in tree.items() if not (key in names and chosen.get(key))}
-        ConfigStore.instance().store(name="_chosen", node=OmegaConf.create(tree), group="experiment", package="_global_")
-        picks = [p for p in picks if not p.startswith("experiment=")] + ["experiment=_chosen"]
-    if extra:
-        picks.append("file=_file")
-    try:
-        with initialize_config_dir(str(config_folder().resolve()), version_base="1.3"):
-            composed = compose("config", [*picks, *drop, *known])
-        return OmegaConf.to_container(composed, resolve=True)  # type: ignore[return-value]
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError("\n".join([*problems, " ".join(str(error).split())])) from error
-
-
 def _validate(values: dict[str, Any], problems: list[str]) -> Config:
     try:
         cfg = Config.model_validate(values)
@@ -363,6 +275,8 @@ def _sentence(key: str, error: Any, algorithm: Any) -> str:
     """One pydantic error as a sentence with the dotted key, the value, and what is allowed."""
     if error["type"] == "extra_forbidden":
         return f'unknown key "{key}"{_nearest_keys(key, algorithm)}'
+    if error["type"] == "invalid_key":
+        return f'"{key}" is no key: keys are words'
     if error["type"] == "missing":
         return f"{key} is missing"
     if error["type"] == "value_error":

@@ -1,7 +1,7 @@
 """Held-out evaluation: the same prompts, seeds and solver every time, so that before and after are paired image by image.
 
 evaluation.json of a run holds one row a setting (before, before with guidance, after ...), each with per-image values, means with 95%
-bootstrap intervals that resample whole prompts, and the paired difference of "after" to "before".
+bootstrap intervals that resample whole prompts (equal texts are one prompt), and the paired difference of "after" to "before".
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl import media, stats
+from flowrl import media, report, stats
 from flowrl.generation import sample
 from flowrl.ledger import Ledger
 from flowrl.policy import Policy
-from flowrl.rewards import RewardSet, score
+from flowrl.rewards import RewardSet, readings
 from flowrl.rollout import media_of, meta_rows
 from flowrl.samplers import keys
 from flowrl.types import replace
@@ -42,12 +44,14 @@ class Evaluation:
     def mean(self, name: str) -> float:
         return self.values[name].nanmean().item()
 
-    def verdicts(self, rows: list[int]) -> list[bool] | None:
-        """Right or wrong for some images, if there is a value that is only ever 0 or 1."""
-        for value in self.values.values():
-            if bool(((value == 0) | (value == 1)).all()):
-                return (value[rows] == 1).tolist()
-        return None
+    def verdicts(self, rows: list[int]) -> dict[str, list[bool | None]]:
+        """Right or wrong for some images, by every value that is only ever 0 or 1; None where it is missing."""
+        out = {}
+        for name, value in self.values.items():
+            known = value[~value.isnan()]
+            if len(known) and bool(((known == 0) | (known == 1)).all()):
+                out[name] = [None if math.isnan(v) else v == 1 for v in value[rows].tolist()]
+        return out
 
     def metrics(self) -> dict[str, float]:
         """eval/<name> of every value."""
@@ -58,8 +62,12 @@ class Evaluation:
 def evaluate(
     policy: Policy, prompts: list[dict[str, Any]], rewards: RewardSet, *, images: int, steps: int, guidance: float | str = "none",
     seed: int = 0, solver: str = "euler", micro: int = 64, decode: int = 32, ledger: Ledger | None = None,
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Evaluation:  # fmt: skip
-    """Sample and score `images` images, prompt i % P for image i; image i's noise is a function of (seed, i) only."""
+    """Sample and score `images` images, prompt i % P for image i; image i's noise is a function of (seed, i) only.
+
+    autocast: context of the sampling network; as in training, decoding and rewards run outside it.
+    """
     ledger = ledger or Ledger(policy.device)
     number = torch.arange(images)
     which = (number % len(prompts)).tolist()
@@ -68,12 +76,14 @@ def evaluate(
     calls, values, kept = policy.calls, {}, {}
     for start in range(0, images, 256):
         rows = order[start : start + 256]
-        texts, context = meta_rows(prompts, [which[i] for i in rows])
-        x, sigma = sample(policy, texts, noise[rows], steps=steps, guidance=guidance, solver=solver, micro=micro, ledger=ledger)
+        texts = [prompts[which[i]]["prompt"] for i in rows]
+        with autocast():
+            x, sigma = sample(policy, texts, noise[rows], steps=steps, guidance=guidance, solver=solver, micro=micro, ledger=ledger)
         for chunk, pictures in media_of(policy, x, sigma, decode=decode, ledger=ledger):
             members = rows[chunk]
             with ledger.phase("reward"), ledger.work("reward"):
-                scored = _readings(pictures, *meta_rows(prompts, [which[i] for i in members]), rewards)
+                shown, context = meta_rows(prompts, [which[i] for i in members])
+                scored = readings(pictures, shown, rewards, context)
             for name, value in scored.items():
                 values.setdefault(name, torch.full((images,), float("nan")))[members] = value.float().cpu()
             kept |= {i: m.cpu() for i, m in zip(members, pictures, strict=True) if i in _shown(images, len(prompts))}
@@ -92,28 +102,20 @@ def shown_prompts(prompts: list[dict[str, Any]], images: int) -> list[str]:
     return [prompts[i % len(prompts)]["prompt"] for i in _shown(images, len(prompts))]
 
 
-def _readings(pictures: Tensor, texts: list[str], context: Any, rewards: RewardSet) -> dict[str, Tensor]:
-    """Every reward, its parts as <name>/<part>, and the weighted total."""
-    scored = score(pictures, texts, rewards, context)
-    out = {**scored.raw, "total": scored.total}
-    for label, reward in rewards.rewards.items():
-        parts = getattr(reward, "parts", None)
-        out |= {f"{label}/{part}": value for part, value in parts(pictures, texts, context).items()} if parts else {}
-    return out
-
-
 def add_row(run: Path, name: str, evaluation: Evaluation, prompts: list[dict[str, Any]], **setting: Any) -> dict[str, Any]:
     """Write a row into evaluation.json (atomically; a row of the same name is replaced) and return the whole record."""
     path = run / FILE
-    record = json.loads(path.read_text()) if path.exists() else {"rows": []}
-    clusters = evaluation.prompt
+    record = {"rows": []} | (report.read_json(path) if path.exists() else {})
+    clusters = [prompts[i]["prompt"] for i in evaluation.prompt]  # held-out data may hold a text several times
     metrics, tasks = {}, {}
     for key, value in evaluation.values.items():
         ok = torch.nonzero(~value.isnan()).flatten()
         if len(ok):
-            interval = stats.mean_interval(value[ok], groups=[clusters[i] for i in ok.tolist()], resamples=2000)
-            metrics[key] = {"mean": interval.mean, "ci": list(interval.ci), "invalid": len(value) - len(ok)}
-        tasks[key] = _by_task(value, clusters, prompts)
+            groups = [clusters[i] for i in ok.tolist()]
+            interval = stats.mean_interval(value[ok], groups=groups, resamples=2000)
+            invalid = len(value) - len(ok)
+            metrics[key] = {"mean": interval.mean, "ci": list(interval.ci), "clusters": len(set(groups)), "invalid": invalid}
+        tasks[key] = _by_task(value, evaluation.prompt, prompts)
     row = {"name": name, **setting, "images": len(clusters), "nfe": evaluation.nfe, "metrics": metrics, "tasks": tasks}
     row["values"] = {key: [None if math.isnan(v) else round(v, 6) for v in value.tolist()] for key, value in evaluation.values.items()}
     record["rows"] = [r for r in record["rows"] if r["name"] != name] + [row]
@@ -134,11 +136,13 @@ def save_images(run: Path, name: str, evaluation: Evaluation, prompts: list[dict
     stem = name.replace(", ", "_").replace(" ", "_")
     media.grid(evaluation.images, captions).save(run / "samples" / f"{stem}.png")
     verdicts = evaluation.verdicts(_shown(len(evaluation.prompt), len(prompts)))
-    np.savez(run / "samples" / f"{stem}.npz", images=media.to_uint8(evaluation.images).numpy(), verdicts=verdicts or [])
+    judged = {f"verdicts.{key}": np.array([-1 if v is None else v for v in marks], np.int8) for key, marks in verdicts.items()}
+    np.savez(run / "samples" / f"{stem}.npz", images=media.to_uint8(evaluation.images).numpy(), **judged)
     before = run / "samples" / "before.npz"
     if name == "after" and before.exists():
         old = np.load(before)
-        both = (old["verdicts"].tolist(), verdicts) if verdicts else None
+        common = next((key for key in verdicts if f"verdicts.{key}" in old), None)  # of both or of none
+        both = None if common is None else ([None if v < 0 else bool(v) for v in old[f"verdicts.{common}"]], verdicts[common])
         first = torch.from_numpy(old["images"]).float() / 255
         media.before_after(first, evaluation.images, captions, verdicts=both).save(run / "samples" / "before_after.png")
 
@@ -152,7 +156,7 @@ def _by_task(value: Tensor, prompt: list[int], prompts: list[dict[str, Any]]) ->
     return {task: sum(v) / len(v) for task, v in tasks.items()}
 
 
-def _paired(before: dict[str, list[Any]], after: dict[str, list[Any]], clusters: list[int]) -> dict[str, Any]:
+def _paired(before: dict[str, list[Any]], after: dict[str, list[Any]], clusters: list[str]) -> dict[str, Any]:
     """Difference of every value that both rows hold, over the images valid in both."""
     out = {}
     for key in sorted(before.keys() & after.keys()):

@@ -25,7 +25,6 @@ from flowrl.samplers import plan as plans
 from flowrl.stop import Aborted, StopRequest, by_signal
 from flowrl.types import Columns, PromptBatch, Rewards, Rollout
 
-
 COUNTERS = ("step", "nonfinite", "hours", "proved", "recompute")  # of a Trainer, kept in checkpoints
 
 
@@ -64,7 +63,7 @@ class Trainer:
         self.optimizer, self.ema, self.parameters = parts.optimizer, parts.ema, parts.parameters
         self.sigmas = setup.schedule(cfg, self.policy)
         self.micro = rows_of(cfg.batch.micro, self.policy, parts.guidance)
-        self.booked = setup.Booked(self.policy, self.ledger, parts.accelerator)
+        self.booked = setup.Booked(parts)
         self.iteration = self.step = self.nonfinite = 0  # iterations and optimizer steps finished; non-finite updates in a row
         self.hours = 0.0
         self.proved = False  # the ratio's self-test was done
@@ -217,10 +216,10 @@ class Trainer:
         cfg = self.cfg.eval
         if name and self.world.main:
             log.logger.info(f"evaluating: {name}, {cfg.images} images")
-        with self.ema.swapped(), self.policy.view("default"), self.parts.autocast():
+        with self.ema.swapped(), self.policy.view("default"):
             result = evaluation.evaluate(
                 self.policy, self.parts.eval_prompts, self.rewards, images=cfg.images, steps=cfg.steps, guidance=guidance, seed=cfg.seed,
-                solver=cfg.solver, micro=self.cfg.batch.micro, decode=self.cfg.batch.decode,
+                solver=cfg.solver, micro=self.cfg.batch.micro, decode=self.cfg.batch.decode, autocast=self.parts.autocast,
             )  # fmt: skip
         if name and self.world.main:
             setting = {"guidance": guidance, "steps": cfg.steps, "solver": cfg.solver, "seed": cfg.seed}

@@ -117,7 +117,7 @@ def before_after(
     after: Tensor,
     prompts: Sequence[str],
     *,
-    verdicts: tuple[Sequence[bool], Sequence[bool]] | None = None,
+    verdicts: tuple[Sequence[bool | None], Sequence[bool | None]] | None = None,
     labels: tuple[str, str] = ("before", "after"),
     columns: int = 4,
     cell: int = 128,

@@ -29,8 +29,11 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 
 def find(package: str, name: str, *, what: str) -> ModuleType:
-    """Import plugin `name` of `package`. Unknown -> ValueError naming the nearest valid names."""
+    """Import plugin `name` of `package`. Unknown, or its import fails -> ValueError with the nearest valid names, or the reason."""
     valid = choices(package)
     if name not in valid:
         raise ValueError(f'unknown {what} "{name}"{did_you_mean(name, valid)}')
-    return importlib.import_module(f"{package}.{name}")
+    try:
+        return importlib.import_module(f"{package}.{name}")
+    except Exception as error:  # whatever a file does when it is imported
+        raise ValueError(f'{what} "{name}": its file cannot be imported: {type(error).__name__}: {error}') from error

@@ -1,7 +1,7 @@
 """report.html: one file that shows what a run did, readable without a network and without this program.
 
-Reads a run folder (config.yaml, metrics.jsonl, evaluation.json, samples/, and environment.json and command.txt when the run wrote
-them). A missing piece leaves a sentence in its place; only a folder that holds no run is an error.
+Reads a run folder (config.yaml, metrics.jsonl, evaluation.json, environment.json, samples/). A missing piece leaves a sentence in its
+place; only a folder that holds no run is an error.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -52,7 +53,7 @@ def build(run_path: str | Path) -> Path:
         _section("Before and after", _pictures(run)),
         _section("Learning curves", _curves(run)),
         _section("Where the time went", _ledger(run)),
-        _section("Reproduce", _reproduce(run)),
+        _section("Reproduce", _reproduce(run, settings)),
         _section("Configuration", _folded("config.yaml", run.config)),
         _section("Environment", _environment(run)),
     ]
@@ -76,12 +77,13 @@ def read(path: Path) -> Run:
         path=path,
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         metrics=_lines(metrics, notes) if metrics.exists() else [],
-        evaluation=_json(evaluation) if evaluation.exists() else {},
+        evaluation=read_json(evaluation) if evaluation.exists() else {},
         notes=notes,
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object; ValueError that names it otherwise."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -234,10 +236,11 @@ def _headline(metric: str, paired: dict[str, Any] | None, rows: list[dict[str, A
     before, after = (_mean(row.get("metrics", {}).get(metric)) for row in (rows[0], rows[-1]))
     verdict = "improved" if low > 0 else "got worse" if high < 0 else "no clear change"
     css = {"improved": "good", "got worse": "bad"}.get(verdict, "")
+    over = f"; {paired['clusters']} different prompts were resampled" if "clusters" in paired else ""
     from_to = f": {before:.3f} → {after:.3f}" if before is not None and after is not None else ""
     return (
         f'<div class="headline"><strong class="{css}">{paired["difference"]:+.3f}</strong><div><b>{escape(metric)} {verdict}{from_to}</b>'
-        f"<p>95% interval of the paired difference: {low:+.3f} to {high:+.3f}, same held-out prompts, same seeds.</p></div></div>"
+        f"<p>95% interval of the paired difference: {low:+.3f} to {high:+.3f}, same held-out prompts, same seeds{over}.</p></div></div>"
     )
 
 
@@ -331,14 +334,17 @@ def _ledger(run: Run) -> str:
     return "".join(out) or _missing("metrics.jsonl holds no time/ entries.")
 
 
-def _reproduce(run: Run) -> str:
-    command = run.path / "command.txt"
-    text = command.read_text(encoding="utf-8").strip() if command.exists() else f"flowrl train {run.path.name}/config.yaml"
-    return f"<pre>{escape(text)}</pre><p>Then <code>flowrl evaluate</code> and <code>flowrl report</code> with the new run's folder.</p>"
+def _reproduce(run: Run, settings: dict[str, Any]) -> str:
+    """A command that trains the same again, into another folder, from where this run was started."""
+    folder = Path(settings.get("output") or f"runs/{run.path.name}")
+    if run.path.parts[-len(folder.parts) :] != folder.parts:  # the run was moved
+        folder = run.path
+    again = shlex.join(["flowrl", "train", str(folder / "config.yaml"), f"output={folder}-again"])
+    return f"<pre>{escape(again)}</pre><p>Type it where this run was started.</p>" if run.config else ""
 
 
 def _environment(run: Run) -> str:
     recorded = run.path / "environment.json"
-    versions = _json(recorded) if recorded.exists() else environment()
+    versions = read_json(recorded) if recorded.exists() else environment()
     note = "" if recorded.exists() else "<p>Of the machine that wrote this report; the run itself recorded none.</p>"
     return note + '<dl class="env">' + "".join(f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in versions.items()) + "</dl>"

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,13 @@ from flowrl.ema import Ema
 from flowrl.ledger import Ledger
 from flowrl.log import logger
 from flowrl.policy import Policy, load_policy
+from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.samplers import sigmas
 from flowrl.types import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RESUMABLE = ("iterations", "stop.", "checkpoint.", "guard.", "trackers")  # may differ in a resumed run: they change no number
-
-LORA_SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ class Parts:
     plan: Plan  # of the first iteration
 
     def autocast(self) -> Any:
-        return self.accelerator.autocast()
+        return autocast(self.cfg.train.precision, self.policy.device)
 
     def clip(self) -> float:
         """Scale gradients to optimizer.max_grad_norm; their norm before."""
@@ -113,7 +112,7 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
 
 
 def check_meta(rewards: RewardSet, sources: dict[str, data.Prompts]) -> None:
-    """Every prompt carries what the rewards read of it, else ValueError naming the first that does not."""
+    """Every prompt carries what the rewards read of it, as they read it, else ValueError naming the first that does not."""
     for label, reward in rewards.rewards.items():
         for source, prompts in sources.items():
             for prompt in prompts:
@@ -122,6 +121,8 @@ def check_meta(rewards: RewardSet, sources: dict[str, data.Prompts]) -> None:
                         f'reward "{label}" reads "{key}" of each prompt, which "{prompt["prompt"]}" in {source} does not carry; '
                         f'add it to that line of a .jsonl file, or choose another reward'
                     )
+                if complaint := reward.complaint(prompt):
+                    raise ValueError(f'reward "{label}": the prompt "{prompt["prompt"]}" in {source} {complaint}')
 
 
 def check_signal(cfg: Config, algorithm: Algorithm) -> None:
@@ -141,6 +142,11 @@ def check_signal(cfg: Config, algorithm: Algorithm) -> None:
 def precision(cfg: Config) -> str:
     """The lowest precision that network outputs went through: "no" (fp32), "bf16" or "fp16"."""
     return cfg.train.precision if cfg.train.precision != "no" or cfg.model.dtype == "fp32" else cfg.model.dtype
+
+
+def autocast(precision: str, device: torch.device) -> Any:
+    """The context in which networks run at train.precision."""
+    return nullcontext() if precision == "no" else torch.autocast(device.type, dtype=DTYPES[precision])
 
 
 def make_algorithm(cfg: Config) -> Algorithm:
@@ -225,13 +231,13 @@ def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
 class Booked:
     """The policy as objectives see it: autocast, and every network call booked; other views are the phase "reference"."""
 
-    def __init__(self, policy: Policy, ledger: Ledger, accelerator: Any) -> None:
-        self.policy, self.ledger, self.accelerator = policy, ledger, accelerator
+    def __init__(self, parts: Parts) -> None:
+        self.policy, self.ledger, self.accelerator, self.autocast = parts.policy, parts.ledger, parts.accelerator, parts.autocast
         self.rows = 0
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Any, rows: Tensor, **options: Any) -> Tensor:
         before = self.policy.calls
-        with self.ledger.work("network", rows=len(x)), self.accelerator.autocast():
+        with self.ledger.work("network", rows=len(x)), self.autocast():
             v = self.policy.velocity(x, sigma, cond, rows, **options)
         self.ledger.add_nfe("update", self.policy.calls - before)
         self.rows = len(x)

@@ -146,7 +146,7 @@ class Rollout:
 
     @property
     def leaves(self) -> Tensor:
-        """(B, *L) final states."""
+        """(B, *L) final states; of a policy's rollout, the data at sigma 0 that `decode` shows."""
         return self.states[self.leaf]
 
 

@@ -52,6 +52,10 @@ class Reward:
         """media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1] -> (B,) fp32 on media's device; NaN marks a sample that failed."""
         raise NotImplementedError(f"{type(self).__name__} does not define __call__")
 
+    def complaint(self, meta: Mapping[str, Any]) -> str | None:
+        """What is wrong with what a prompt carries under the keys that this reward reads, as the end of a sentence; None: nothing."""
+        return None
+
     def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
         """Readings that evaluation shows beside the score, as eval/<label>/<part>: name -> (B,) fp32. Most rewards have none."""
         return {}
@@ -82,19 +86,27 @@ class FunctionReward(Reward):
 
 def reward_class(name: str) -> type[Reward]:
     """The class behind a reward's name, unloaded: for listings and schemas. Unknown -> ValueError with the nearest names."""
-    return find("flowrl.rewards", name, what="reward").REWARD
+    cls = getattr(find("flowrl.rewards", name, what="reward"), "REWARD", None)
+    if not (isinstance(cls, type) and issubclass(cls, Reward)):
+        said = "exposes no REWARD" if cls is None else f"exposes REWARD = {cls!r}, which is no subclass of flowrl.rewards.Reward"
+        raise ValueError(f'reward "{name}": its file {said}; end it with REWARD = YourClass')
+    return cls
 
 
 def load(name: str, **settings: Any) -> Reward:
     """Load reward `name` with its settings. Unknown reward or setting -> ValueError naming the nearest valid ones."""
     cls = reward_class(name)
-    return cls(parse(cls.Settings, settings, what=f'reward "{name}"'))
+    checked = parse(cls.Settings, settings, what=f'reward "{name}"')
+    try:
+        return cls(checked)
+    except ImportError as error:
+        raise ValueError(f'reward "{name}" needs a package that cannot be imported: {error}') from error
 
 
 def parse(schema: type[Settings], settings: Mapping[str, Any], *, what: str) -> Settings:
     """Validate settings against schema; all problems are reported together, as one ValueError."""
     try:
-        return schema(**settings)
+        return schema.model_validate(dict(settings))
     except pydantic.ValidationError as error:
         raise ValueError(f"{what}: " + "; ".join(_sentence(problem, schema) for problem in error.errors())) from None
 

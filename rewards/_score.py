@@ -99,6 +99,28 @@ def score(media: Tensor, prompts: list[str], rewards: Spec | RewardSet, context:
     return Rewards(raw=raw, weights=dict(chosen.weights), total=total, valid=total.isfinite(), errors=errors)
 
 
+@torch.no_grad()
+def readings(media: Tensor, prompts: list[str], rewards: RewardSet, context: MediaContext) -> dict[str, Tensor]:
+    """What evaluation shows, name -> (B,) fp32: every reward, "total", and each reward's parts as <label>/<part>. NaN where one failed."""
+    scored = score(media, prompts, rewards, context)
+    out = {**scored.raw, "total": scored.total}
+    visible = torch.nonzero(media.flatten(1).isfinite().all(1).cpu()).flatten()
+    for label, reward in rewards.rewards.items():
+        queue = [visible] if len(visible) else []
+        while queue:
+            rows = queue.pop()
+            part = media[rows.to(media.device)]
+            try:
+                found = reward.parts(part, [prompts[i] for i in rows], _take(context, rows))
+            except Exception:  # `score` met it too, and counted it; NaN stays for those that fail alone
+                queue += _retry_units(reward, context, rows) if rows is visible else []
+                continue
+            for name, value in found.items():
+                column = out.setdefault(f"{label}/{name}", torch.full((len(prompts),), math.nan, device=media.device))
+                column[rows.to(media.device)] = _held(f"{label}/{name}", value, part)
+    return out
+
+
 def concat(parts: list[Rewards]) -> Rewards:
     """Chunks of samples, scored with the same rewards, as one record."""
     raw = {label: torch.cat([part.raw[label] for part in parts]) for label in parts[0].raw}
@@ -155,23 +177,27 @@ def _evaluate(label: str, reward: Reward, media: Tensor, prompts: list[str], con
     return values, f"{first} (in a chunk of {len(prompts)}; tried one at a time, {failed} failed)"
 
 
-def _retry_units(reward: Reward, context: MediaContext, everything: Tensor) -> list[Tensor]:
+def _retry_units(reward: Reward, context: MediaContext, rows: Tensor) -> list[Tensor]:
     """Samples one by one; whole groups for a reward that compares the members of a group."""
     if "group" in reward.needs and context.group is not None:
-        group = context.group.cpu()
-        return [everything[group == g] for g in group.unique()]
-    return list(everything.split(1))
+        group = context.group.cpu()[rows]
+        return [rows[group == g] for g in group.unique()]
+    return list(rows.split(1))
 
 
 def _checked(label: str, reward: Reward, media: Tensor, prompts: list[str], context: MediaContext, rows: Tensor) -> Tensor:
     """Call the reward on some rows and hold it to its contract."""
     part = media[rows.to(media.device)]
     with torch.no_grad():
-        out = reward(part, [prompts[i] for i in rows], _take(context, rows))
-    expected = f"a float32 tensor of shape ({len(rows)},) on {media.device}"
+        return _held(label, reward(part, [prompts[i] for i in rows], _take(context, rows)), part)
+
+
+def _held(label: str, out: Any, media: Tensor) -> Tensor:
+    """What a reward returned for media, if it is what its contract says."""
+    expected = f"a float32 tensor of shape ({len(media)},) on {media.device}"
     if not isinstance(out, Tensor):
         raise RewardBug(f'reward "{label}" returned a {type(out).__module__}.{type(out).__name__}; expected {expected}')
-    if out.shape != (len(rows),) or out.dtype != torch.float32 or out.device != media.device:
+    if out.shape != (len(media),) or out.dtype != torch.float32 or out.device != media.device:
         got = f"a {str(out.dtype).removeprefix('torch.')} tensor of shape {tuple(out.shape)} on {out.device}"
         raise RewardBug(f'reward "{label}" returned {got}; expected {expected}')
     return out

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -28,6 +29,9 @@ class Shapes(_base.Reward):
     needs = frozenset({"meta"})
     reads = frozenset({"include"})
 
+    def complaint(self, meta: Mapping[str, Any]) -> str | None:
+        return verify.complaint(meta.get("include"))
+
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         parts = self.parts(media, prompts, context)
         if self.settings.reading == "both":
@@ -37,9 +41,9 @@ class Shapes(_base.Reward):
     def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
         """{"partial": (B,), "strict": (B,)}."""
         assert context is not None and context.meta is not None
-        missing = [prompt for prompt, meta in zip(prompts, context.meta, strict=True) if "include" not in meta]
-        if missing:
-            raise ValueError(f'the shapes reward reads "include" clauses, which the prompt "{missing[0]}" does not carry; use data=shapes')
+        for prompt, meta in zip(prompts, context.meta, strict=True):
+            if complaint := self.complaint(meta):
+                raise ValueError(f'the prompt "{prompt}" {complaint}; the shapes reward is for data=shapes')
         readings = [
             (verify.partial(objects, meta["include"]), float(verify.strict(objects, meta["include"])))
             for objects, meta in zip(verify.detect(media), context.meta, strict=True)

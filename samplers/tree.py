@@ -38,10 +38,12 @@ def grow(
 ) -> Rollout:
     """Sample R copies of `plan` -> Rollout with cond None and guidance "none" (the caller fills them in).
 
-    velocity(x (n, *L) fp32, sigma (n,) fp64 on the CPU, rows (n,)) -> v; noise(keys (n,)) -> (n, *L) fp32. rows (R,): conditioning row of each copy.
-    prompt_keys (R,): key of each copy's prompt, equal for copies of one prompt (default: from rows). copies (R,): number of the copy
-    within its prompt (default: c-th occurrence of its row); give it when copies of one prompt are spread over calls or processes.
-    shared_key: names the x_T that init="batch" shares. init(noise) -> x_T, default the identity. micro: most rows in one velocity call.
+    velocity(x (n, *L) fp32, sigma (n,) fp64 on the CPU, rows (n,)) -> v; noise(keys (n,)) -> (n, *L) fp32.
+    rows (R,): conditioning row of each copy.
+    prompt_keys (R,): key of each copy's prompt, equal for copies of one prompt (default: from rows).
+    copies (R,): number of the copy within its prompt (default: c-th occurrence of its row); give it when copies of one prompt are spread
+    over calls or processes. shared_key: names the x_T that init="batch" shares. init(noise) -> x_T, default the identity.
+    micro: most rows in one velocity call.
     """
     rows = torch.as_tensor(rows).cpu().long()
     prompt_keys = key("prompt", rows) if prompt_keys is None else torch.as_tensor(prompt_keys).cpu().long()

@@ -2,13 +2,14 @@
 
 import json
 import math
+import sys
 
 import pytest
 import small
 import tiny
 import torch
 
-from flowrl import load_policy, loop
+from flowrl import load_policy, loop, rewards
 from flowrl.cli import app  # noqa: F401  imported before a test changes folders
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
 
@@ -76,6 +77,7 @@ def test_a_mistake_is_named_and_nothing_is_written(tmp_path, wrong, sentence):
         (["data.eval=words.txt"], 'reads "include" of each prompt, which "a red circle" in data.eval does not carry'),
         (["data.train=empty.txt", "reward=jpeg"], "prompt file empty.txt is empty"),
         (["data.train=latin.txt", "reward=jpeg"], "prompt file latin.txt is not UTF-8: byte 4, in line 1"),
+        (["data.train=clause.jsonl"], 'the prompt "x" in data.train has the clause {}'),
         (["data.train=broken.jsonl", "reward=jpeg"], "prompt file broken.jsonl, line 1 is not JSON"),
         (["output=old"], "old already holds a run; resume it with `flowrl train --resume old`, or choose another output="),
     ],
@@ -84,6 +86,7 @@ def test_settings_that_do_not_go_together_are_named(tmp_path, wrong, sentence):
     (tmp_path / "words.txt").write_text("a red circle\na blue square\n" * 8)
     (tmp_path / "empty.txt").write_text("\n  \n")
     (tmp_path / "latin.txt").write_bytes("caf\xe9 au lait".encode("latin-1").replace(b"caf", b"cafe", 1))
+    (tmp_path / "clause.jsonl").write_text('{"prompt": "x", "include": [{}]}')
     (tmp_path / "broken.jsonl").write_text('{"prompt": \n')
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text("")
@@ -120,6 +123,69 @@ def test_a_pipeline_that_cannot_be_replayed_is_refused_with_the_inference_that_f
         load_policy(pipe, **tiny.CALLS["sd3"]).self_check()
 
 
+def test_files_that_hold_no_config_are_named(tmp_path):
+    for text, said in (("model: 1.5\n", "model=1.5 should be a mapping"), ("algorithm: true\n", "algorithm=True should be a mapping")):
+        (tmp_path / "mine.yaml").write_text(text)
+        assert f"mine.yaml: {said}" in refused(tmp_path, "train", "mine.yaml")
+    assert "seed=99999999999999999999 should be less than" in refused(tmp_path, "train", "seed=99999999999999999999")
+
+
+REWARD_FILE = """
+import torch
+from flowrl.rewards import Reward
+
+class Mine(Reward):
+    name, scale = "mine", "nothing"
+
+    def __call__(self, media, prompts, context=None):
+        values = media.flatten(1).std(1)
+        RETURN
+
+REWARD = Mine
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "sentence"),
+    [
+        (REWARD_FILE.replace("RETURN", "return values"), 0, "on four noise images"),
+        (REWARD_FILE.replace("RETURN", "return values.double()"), 2, "returned a float64 tensor of shape (4,) on cpu; expected"),
+        (REWARD_FILE.replace("RETURN", "return values[:, None]"), 2, "returned a float32 tensor of shape (4, 1) on cpu; expected"),
+        (REWARD_FILE.replace("RETURN", "raise KeyError('colour')"), 1, "scored none of the four"),
+        (REWARD_FILE.replace("REWARD = Mine", ""), 2, "its file exposes no REWARD; end it with REWARD = YourClass"),
+        ("import nowhere_at_all", 2, "its file cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+    ],
+)
+def test_check_judges_the_file_of_a_reward(tmp_path, monkeypatch, request, code, exit_code, sentence):
+    name = f"checked_{request.node.callspec.indices['code']}"
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text(code)
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(folder)])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    result = small.invoke("check", "--reward", name)
+    sys.modules.pop(f"flowrl.rewards.{name}", None)
+    assert result.exit_code == exit_code and sentence in result.output, result.output
+    assert sum(line.startswith("flowrl: ") for line in result.output.splitlines()) == (exit_code > 0)
+    if exit_code == 1:
+        assert "KeyError: 'colour'" in result.output
+
+
+def test_evaluate_names_a_damaged_checkpoint_and_changes_nothing(tmp_path):
+    run = tmp_path / "run"
+    small.trainer(run, iterations="1").run()
+    damaged = run / "checkpoints" / "step-000001" / "policy.safetensors"
+    whole = damaged.read_bytes()
+    for content in (whole[:-100], whole[:-1] + bytes([whole[-1] ^ 1])):
+        damaged.write_bytes(content)
+        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+        assert "policy.safetensors" in refused(tmp_path, "evaluate", run)
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    damaged.write_bytes(whole)
+    (run / "evaluation.json").write_text('{"rows": [')
+    assert "evaluation.json is not readable JSON" in refused(tmp_path, "evaluate", run)
+
+
 # ------------------------------------------------------------------------------------------------- rewards that fail while running
 
 
@@ -147,6 +213,26 @@ def test_nan_for_one_sample_is_counted_and_training_goes_on(tmp_path):
     assert all(torch.isfinite(p).all() for p in made.parameters.values())
 
 
+def test_a_reward_that_raises_for_few_samples_is_retried_counted_and_training_goes_on(tmp_path):
+    """The chunk of 20 fails, then the one sample: 1 of 20 is 5%, which is allowed."""
+    calls = []
+
+    def reward(media, prompts, context):
+        calls.append(len(media))
+        if len(media) == 20 or len(calls) % 21 == 5:  # of the 20 that are tried alone, the fourth
+            raise OSError("the server is gone")
+        return spread(media)
+
+    made = trainer(tmp_path, reward, batch__prompts="4", batch__group="5", iterations="2")
+    start = {name: p.detach().clone() for name, p in made.parameters.items()}
+    for it in made:
+        assert it.metrics["reward/invalid"] == 1 and it.rewards.valid.tolist().index(False) == 3
+        assert it.rewards.errors == ["custom: OSError: the server is gone (in a chunk of 20; tried one at a time, 1 failed)"]
+        assert it.metrics["policy/rows"] == 19 * 2 and it.metrics["policy/grad_norm"] > 0
+    assert calls == ([20] + [1] * 20) * 2 and made.step == 2
+    assert any(not torch.equal(p, start[name]) for name, p in made.parameters.items())
+
+
 def test_a_group_without_a_valid_sample_gives_no_gradient_rows(tmp_path):
     def reward(media, prompts, context):
         values = spread(media)
@@ -172,7 +258,7 @@ def test_a_reward_that_raises_too_often_stops_the_run_and_the_run_resumes(tmp_pa
     spec = load_set({"custom": reward})
     monkeypatch.setattr("flowrl.setup.load_set", lambda _: spec)
     run = tmp_path / "run"
-    result = small.invoke("train", *small.words(run, iterations="4", eval__at_start="false"))
+    result = small.invoke("train", *small.words(run, iterations="4", eval__at_start="false", checkpoint__every="50"))
     assert result.exit_code == 1
     text = result.output.replace("\n", " ")
     assert "1 of 4 samples could not be scored (allowed: 5%)" in text and "the server is gone" in text
@@ -183,13 +269,17 @@ def test_a_reward_that_raises_too_often_stops_the_run_and_the_run_resumes(tmp_pa
     assert result.exit_code == 0 and [line["iteration"] for line in small.lines(run)] == [1, 2, 3, 4]
 
 
-def test_a_reward_that_fails_before_the_first_checkpoint_offers_no_resume(tmp_path, monkeypatch):
+def test_a_reward_that_always_fails_stops_the_first_iteration_and_resumes_once_it_works(tmp_path, monkeypatch):
     def reward(media, prompts, context):
         raise KeyError("colour")
 
     monkeypatch.setattr("flowrl.setup.load_set", lambda _: load_set({"custom": reward}))
-    result = small.invoke("train", *small.words(tmp_path / "run", data__eval="null"))
-    assert result.exit_code == 1 and "4 of 4 samples" in result.output and "colour" in result.output and "--resume" not in result.output
+    run = tmp_path / "run"
+    result = small.invoke("train", *small.words(run, data__eval="null", iterations="1"))
+    assert result.exit_code == 1 and "4 of 4 samples" in result.output and "colour" in result.output and not small.lines(run)
+    assert f"flowrl train --resume {run}" in result.output.replace("\n", " ")
+    monkeypatch.setattr("flowrl.setup.load_set", lambda _: load_set({"custom": lambda media, *_: spread(media)}))
+    assert small.invoke("train", "--resume", run).exit_code == 0 and [line["iteration"] for line in small.lines(run)] == [1]
     with pytest.raises(TooManyInvalid):
         next(iter(trainer(tmp_path / "again", reward)))
 
@@ -198,6 +288,15 @@ def test_a_reward_that_fails_before_the_first_checkpoint_offers_no_resume(tmp_pa
 def test_a_reward_of_the_wrong_shape_stops_the_run_as_a_bug(tmp_path, value):
     with pytest.raises(RewardBug, match=r'reward "custom" returned .*; expected a float32 tensor of shape \(4,\)'):
         next(iter(trainer(tmp_path, lambda media, prompts, context: value(media))))
+    assert not small.lines(tmp_path / "run")
+
+
+def test_a_reward_of_the_wrong_shape_ends_the_command_with_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("flowrl.setup.load_set", lambda _: load_set({"custom": lambda media, *_: spread(media)[:, None]}))
+    result = small.invoke("train", *small.words(tmp_path / "run", data__eval="null"))
+    sentences = [line for line in result.output.splitlines() if line.startswith("flowrl: ")]
+    assert result.exit_code == 1 and len(sentences) == 1 and "Traceback" not in result.output
+    assert 'reward "custom" returned a float32 tensor of shape (4, 1) on cpu; expected a float32 tensor of shape (4,)' in sentences[0]
     assert not small.lines(tmp_path / "run")
 
 

@@ -1,11 +1,12 @@
 """Configs compose, round-trip, and answer mistakes with sentences: what is wrong, and the nearest right thing."""
 
 import itertools
+import shutil
 
 import pytest
 import yaml
 
-from flowrl import config
+from flowrl import compose, config
 from flowrl.config import Config, ConfigError, check_batch, load_config, options, read_config
 
 
@@ -85,6 +86,37 @@ def test_a_file_states_what_differs_and_the_command_line_beats_it(tmp_path):
     assert load_config(path, ["reward=clip"]).reward == {"clip": {"weight": 1.0}}
 
 
+@pytest.mark.parametrize(
+    ("name", "overrides", "reward"),
+    [
+        (None, ["reward.shapes=0.5", "reward.shapes.reading=strict"], {"shapes": {"weight": 0.5, "reading": "strict"}}),
+        (None, ["reward.shapes.reading=strict", "reward.shapes=0.5"], {"shapes": {"weight": 0.5, "reading": "strict"}}),
+        (None, ["reward.shapes.reading=strict"], {"shapes": {"weight": 1.0, "reading": "strict"}}),
+        (None, ["reward=clip", "reward.clip.pretrained=null"], {"clip": {"weight": 1.0, "pretrained": None}}),
+        (None, ["~reward.shapes", "reward.jpeg=1"], {"jpeg": {"weight": 1}}),
+        ("quickstart", ["reward.shapes=0.5"], {"shapes": {"weight": 0.5, "reading": "strict"}}),
+        ("quickstart", ["reward.jpeg=1"], {"shapes": {"weight": 1.0, "reading": "strict"}, "jpeg": {"weight": 1}}),
+        ("quickstart", ["~reward", "reward.jpeg=1"], {"jpeg": {"weight": 1}}),
+        ("quickstart", ["reward.jpeg=1", "~reward"], {"jpeg": {"weight": 1}}),
+        ("mine.yaml", ["reward.jpeg=0.5"], {"jpeg": {"weight": 0.5, "quality": 50}, "shapes": {"weight": 0.25}}),
+        ("mine.yaml", ["reward.jpeg.quality=9"], {"jpeg": {"weight": 1.0, "quality": 9}, "shapes": {"weight": 0.25}}),
+        ("mine.yaml", ["~reward", "reward.jpeg=1"], {"jpeg": {"weight": 1}}),
+    ],
+)  # fmt: skip
+def test_weight_and_settings_of_a_reward_never_overwrite_each_other(tmp_path, monkeypatch, name, overrides, reward):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("reward: {jpeg: {quality: 50}, shapes: 0.25}\n")
+    assert load_config(name, overrides).reward == reward
+
+
+def test_an_option_file_states_a_weight_that_a_setting_leaves_alone(tmp_path, monkeypatch):
+    """As of a reward of one's own: configs/reward/mine.yaml holds `jpeg: 0.25`."""
+    shutil.copytree(compose.config_folder(), tmp_path / "configs")
+    (tmp_path / "configs" / "reward" / "mine.yaml").write_text("jpeg: 0.25\n")
+    monkeypatch.setattr(compose, "config_folder", lambda: tmp_path / "configs")
+    assert load_config(None, ["reward=mine", "reward.jpeg.quality=50"]).reward == {"jpeg": {"weight": 0.25, "quality": 50}}
+
+
 def test_a_hub_id_or_folder_needs_no_file():
     cfg = load_config(overrides=["model=someone/some-model-1.5"])
     assert cfg.model.source == "someone/some-model-1.5" and cfg.model.pipeline == {}
@@ -120,6 +152,11 @@ def test_changed_keys_are_named():
         ("optimizer.lr=${nowhere}", "nowhere"),
         ("~reward", "no reward is named"),
         ("~algorithm", "no algorithm is named"),
+        ("~reward.shape", '"~reward.shape": no such reward or setting was chosen; did you mean "shapes"?'),
+        ("seed=99999999999999999999", "seed=99999999999999999999 should be less than 9223372036854775808"),
+        ("eval.seed=99999999999999999999", "eval.seed=99999999999999999999 should be less than"),
+        ("seed=1,2", '"seed=1,2" gives several values; a run takes one'),
+        ("reward.jpeg={80: 1}", "reward.jpeg: 80=80: keys should be strings"),
     ],
 )
 def test_a_mistake_is_one_sentence_with_the_nearest_right_thing(override, sentence):
@@ -134,12 +171,33 @@ def test_all_problems_are_reported_together():
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [("- a\n", "a config is a mapping"), ("a: [1\n", "mine.yaml"), ("batch: {promts: 3}\n", 'unknown key "batch.promts"')],
+    [
+        ("- a\n", "a config is a mapping"),
+        ("a: [1\n", "mine.yaml"),
+        ('a: "${"\n', "mine.yaml"),
+        ("batch: {promts: 3}\n", 'unknown key "batch.promts"'),
+        ("batch: 3\n", "batch=3 should be a valid dictionary"),
+        ("model: 1.5\n", "mine.yaml: model=1.5 should be a mapping of keys to values"),
+        ("algorithm: true\n", "mine.yaml: algorithm=True should be a mapping"),
+        ("reward: [jpeg]\n", "mine.yaml: reward=['jpeg'] should be a mapping"),
+        ("model: shapes-sd3\n", 'to choose a file of configs/model, write "defaults: [{override /model: shapes-sd3}]"'),
+        ("1: 2\n", '"1" is no key'),
+        ("defaults: 3\n", "defaults must be a list"),
+    ],
 )
 def test_a_bad_file_is_named(tmp_path, text, sentence):
     (tmp_path / "mine.yaml").write_text(text)
     (problem,) = problems(name=tmp_path / "mine.yaml")
     assert sentence in problem
+
+
+def test_the_advice_for_choosing_a_model_in_a_file_works(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [{override /model: sd1.5}]\n")
+    assert load_config(tmp_path / "mine.yaml").model.source.endswith("stable-diffusion-v1-5")
+
+
+def test_leaving_the_reward_out_and_choosing_one_contradict_each_other():
+    assert problems("reward=clip", "~reward") == ['"~reward" leaves out what reward=clip chooses; give one of the two']
 
 
 def test_a_missing_file_or_experiment_is_named(tmp_path):

@@ -2,9 +2,12 @@
 
 import ast
 import importlib
+import importlib.metadata
 import importlib.util
 import re
 import shlex
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -140,6 +143,25 @@ def test_the_site_lists_every_page_and_only_pages():
 def test_the_readme_marks_its_results_table():
     table = re.search(r"<!-- results -->\n(.*?)<!-- /results -->", PAGES["README.md"], re.S)
     assert table and "scripts/quickstart_seeds.py" in table[1]
+
+
+# --- what has to be installed
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core, extras = project["dependencies"], project["optional-dependencies"]
+    assert {"dev", "docs", "ocr", "video", "xformers", "wandb", "deepspeed", "server"} <= extras.keys()
+    declared = {re.split(r"[<>=\[]", entry)[0].lower() for entry in [*core, *sum(extras.values(), [])]}
+    found = set()
+    for path in [p for folder in ("flowrl", "samplers", "rewards") for p in ROOT.glob(f"{folder}/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            found |= {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
+            found |= {node.module.split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+    foreign = found - sys.stdlib_module_names - {"flowrl"}
+    names = importlib.metadata.packages_distributions() | {"av": ["av"]}  # an extra, which may be absent
+    assert {"yaml", "omegaconf", "torch"} <= foreign
+    assert not [name for name in foreign if not {d.lower().replace("_", "-") for d in names.get(name, [])} & declared]
 
 
 # --- reference

@@ -7,7 +7,7 @@ import pytest
 import small
 import torch
 
-from flowrl import evaluation, load_policy
+from flowrl import evaluation, load_policy, stats
 from flowrl.evaluation import Evaluation, add_row, evaluate, save_images
 from flowrl.rewards import load_set
 from flowrl.shapes.prompts import eval_prompts
@@ -104,6 +104,40 @@ def test_the_paired_difference_leaves_pairs_with_an_invalid_side_out(tmp_path):
     json.loads((tmp_path / "evaluation.json").read_text(), parse_constant=lambda c: pytest.fail(f"{c} is not JSON"))
 
 
+def test_rows_of_equal_text_are_one_cluster(tmp_path):
+    """Data that repeats a text knows no more about new prompts: means and differences resample its two texts, not its four rows."""
+    prompts = [{"prompt": p} for p in ("a", "b", "a", "a")]
+    values = [0.0, 1.0, 0.0, 0.2, 0.1, 0.9, 0.0, 0.3]
+    add_row(tmp_path, "before", result({"r": values}, [0, 1, 2, 3] * 2), prompts)
+    record = add_row(tmp_path, "after", result({"r": [1.0] * 8}, [0, 1, 2, 3] * 2), prompts)
+    metric, paired, texts = record["rows"][0]["metrics"]["r"], record["paired"]["r"], list("abaa") * 2
+    assert metric["clusters"] == paired["clusters"] == 2 and paired["n"] == 8
+    rounded = np.asarray(torch.tensor(values).tolist())
+    assert metric["ci"] == list(stats.mean_interval(rounded, groups=texts, resamples=2000).ci)
+    by_row = stats.mean_interval(rounded, groups=[0, 1, 2, 3] * 2, resamples=2000).ci
+    assert metric["ci"][1] - metric["ci"][0] > 1.2 * (by_row[1] - by_row[0])
+
+
+def test_the_held_out_prompts_of_the_world_hold_texts_several_times(tmp_path):
+    held = eval_prompts()
+    record = add_row(tmp_path, "before", result({"r": [0.0, 1.0] * 64}, list(range(128))), held)
+    assert record["rows"][0]["metrics"]["r"]["clusters"] == len({p["prompt"] for p in held}) < 128
+
+
+def test_a_damaged_record_is_named(tmp_path):
+    (tmp_path / "evaluation.json").write_text("{")
+    with pytest.raises(ValueError, match=r"evaluation.json is not readable JSON"):
+        add_row(tmp_path, "before", result({"r": [0.0]}), [{"prompt": "a"}])
+
+
+def test_a_prompt_that_a_reward_cannot_read_costs_its_own_images_only(policy):
+    broken = {"prompt": "a broken circle", "include": [{}]}
+    made = evaluate(policy, [PROMPTS[0], broken, PROMPTS[1]], REWARDS, images=6, steps=2)
+    for name in ("shapes", "total", "shapes/partial", "shapes/strict"):
+        assert made.values[name].isnan().tolist() == [False, True, False] * 2, name
+    assert not made.values["jpeg"].isnan().any()
+
+
 def test_a_task_mean_leaves_invalid_images_out(tmp_path):
     record = add_row(tmp_path, "before", result({"r": [1.0, float("nan"), 0.0]}, [0, 0, 0]), [{"prompt": "a", "task": "x"}])
     assert record["rows"][0]["tasks"]["r"] == {"x": 0.5}
@@ -116,6 +150,38 @@ def test_pictures_of_both_rows_are_put_side_by_side(tmp_path):
         save_images(tmp_path, name, result({"strict": [1.0, 0.0]}, [0, 1], torch.rand(2, 3, 64, 64)), prompts)
     names = {p.name for p in (tmp_path / "samples").iterdir()}
     assert names >= {"before.png", "before_guided.png", "after.png", "before_after.png"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "drawn"),
+    [
+        ({"r": [1.0, float("nan")]}, {"r": [1.0, 0.0]}, ([True, None], [True, False])),
+        ({"r": [1.0, 0.0]}, {"r": [float("nan"), 0.0]}, ([True, False], [None, False])),
+        ({"r": [float("nan")] * 2}, {"r": [1.0, 0.0]}, None),
+        ({"r": [0.5, 0.0]}, {"r": [1.0, 0.0]}, None),
+        ({"r": [1.0, 0.0], "s": [1.0, 1.0]}, {"r": [0.5, 0.0], "s": [0.0, 1.0]}, ([True, True], [False, True])),
+    ],
+)
+def test_verdicts_are_drawn_of_the_same_value_on_both_sides_or_on_none(tmp_path, monkeypatch, before, after, drawn):
+    (tmp_path / "samples").mkdir()
+    prompts, seen, draw = [{"prompt": "a"}, {"prompt": "b"}], [], evaluation.media.before_after
+    monkeypatch.setattr(evaluation.media, "before_after", lambda *a, verdicts: seen.append(verdicts) or draw(*a, verdicts=verdicts))
+    save_images(tmp_path, "before", result(before, [0, 1]), prompts)
+    save_images(tmp_path, "after", result(after, [0, 1]), prompts)
+    assert seen == [drawn] and (tmp_path / "samples" / "before_after.png").exists()
+
+
+def test_the_command_evaluates_a_run_that_has_no_row_after(tmp_path):
+    made = small.trainer(tmp_path / "run", iterations="3", optimizer__lr="1e-2")
+    for it in made:
+        if it.number == 2:
+            break  # as a kill between iterations: a checkpoint of the first, and no row "after"
+    answer = small.invoke("evaluate", made.path)
+    assert answer.exit_code == 0, answer.output
+    record = json.loads((made.path / "evaluation.json").read_text())
+    assert [r["name"] for r in record["rows"]] == ["before", "evaluate, 2 steps, guidance none, seed 0"] and "paired" not in record
+    assert record["rows"][1]["values"] != record["rows"][0]["values"]
+    assert "evaluate, 2 steps" in (made.path / "report.html").read_text(encoding="utf-8")
 
 
 def test_the_command_adds_a_row_of_the_averaged_weights(tmp_path):

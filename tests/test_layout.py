@@ -22,7 +22,7 @@ LAYERS = [
     ["types", "registry", "configs", "ema", "ledger", "log", "checkpoint", "stats"],
     ["media", "shapes"],
     ["samplers", "rewards", "policy", "advantages"],
-    ["rollout", "algorithms", "data", "distributed"],
+    ["rollout", "algorithms", "data", "distributed", "compose"],
     ["config", "objective"],
     ["loop", "evaluation", "generation"],
     ["__init__", "cli", "__main__"],

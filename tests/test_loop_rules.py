@@ -1,4 +1,4 @@
-"""What an iteration must not get wrong in silence: whose weights sample, what the books count, when the ratio is proved, what a stop leaves."""
+"""What must not go wrong in silence: whose weights sample, what the books count, when the ratio is proved, what a stop leaves."""
 
 import shutil
 
@@ -229,3 +229,20 @@ def test_a_resumed_run_stays_in_its_folder(tmp_path):
     moved = shutil.move(made.path, tmp_path / "moved")
     setup.check_resume(small.config(moved, data__eval="null", iterations="1"), moved)
     setup.check_resume(small.config(made.path, data__eval="null", iterations="1"), moved)
+
+
+def test_decoding_and_rewards_run_outside_autocast_in_evaluation_as_in_training(tmp_path):
+    """The network in bf16, the decoder and the reward in fp32, whoever asks."""
+    cast, networks = [], []
+
+    def reward(media, prompts, context):
+        cast.append(torch.is_autocast_enabled("cpu"))
+        return spread(media)
+
+    made = rewarded(small.trainer(tmp_path / "run", iterations="1", train__precision="bf16"), reward)
+    decoder, transformer = made.policy.pipe.vae.decoder, made.policy.modules["transformer"]
+    decoder.register_forward_pre_hook(lambda *_: cast.append(torch.is_autocast_enabled("cpu")))
+    transformer.register_forward_pre_hook(lambda *_: networks.append(torch.is_autocast_enabled("cpu")))
+    run = made.run()
+    assert len(cast) >= 6 and not any(cast) and all(networks)
+    assert [row["name"] for row in run.evaluation["rows"]] == ["before", "after"]

@@ -5,6 +5,8 @@ import io
 import json
 import math
 import re
+import shlex
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from rich.console import Console
 
 from flowrl import media, plots, report
+from flowrl.config import diff, dump, load_config
 
 VOID = {"meta", "img"}
 
@@ -78,7 +81,6 @@ def run(tmp_path):
     (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
     media.before_after(torch.rand(2, 3, 16, 16), torch.rand(2, 3, 16, 16), ["a", "b"]).save(folder / "samples" / "before_after.png")
     (folder / "environment.json").write_text('{"torch": "9.9.9"}')
-    (folder / "command.txt").write_text("flowrl train experiment=quickstart seed=7")
     return folder
 
 
@@ -92,9 +94,9 @@ def test_the_page_says_what_the_run_found(run):
     assert report.build(run) == run.resolve() / "report.html"
     assert "+0.280" in page.text and "shapes/strict improved: 0.210 → 0.490" in page.text
     assert "+0.235 to +0.325" in page.text
-    for said in ("before, guidance 3", "0.360", "[0.330, 0.390]", "3.0", "512", "20", "my-run", "shapes-sd3", "nft", "9.9.9", "seed=7"):
+    for said in ("before, guidance 3", "0.360", "[0.330, 0.390]", "3.0", "512", "20", "my-run", "shapes-sd3", "nft", "9.9.9", "seed: 7"):
         assert said in page.text, said
-    assert "experiment=quickstart" in page.text and "name: shapes-sd3" in page.text
+    assert "name: shapes-sd3" in page.text and "flowrl train" in page.text
     assert re.search(r"two object\s*0\.310\s*0\.460\s*0\.590", re.sub(r"\s+", " ", re.sub("<[^>]+>", " ", html)))
     assert 'class="missing"' not in html and 'class="note"' not in html
 
@@ -141,7 +143,6 @@ def test_the_ledger_sums_phases_and_names_what_is_left(run):
         ("config.yaml", "Nothing was recorded for “configuration”"),
         ("samples/before_after.png", "samples/before.png and samples/after.png are missing"),
         ("environment.json", "the run itself recorded none"),
-        ("command.txt", "flowrl train my-run/config.yaml"),
     ],
 )
 def test_a_missing_piece_leaves_a_sentence_in_its_place(run, missing, said):
@@ -176,7 +177,6 @@ def test_text_from_the_run_is_escaped(run):
     bad = "<script>alert('x')</script>&\"'"
     folder = run.rename(run.parent / "a<b>&c")
     (folder / "config.yaml").write_text(f"model: {json.dumps(bad)}\n")
-    (folder / "command.txt").write_text(bad)
     (folder / "environment.json").write_text(json.dumps({bad: bad}))
     evaluation = {"rows": [row(bad, 0.2), row("after", 0.4)], "paired": {bad: {"difference": 0.1, "ci": [0, 0.2]}}}
     evaluation["rows"][0]["metrics"][bad] = interval(0.1, 0.1)
@@ -184,7 +184,28 @@ def test_text_from_the_run_is_escaped(run):
     (folder / "evaluation.json").write_text(json.dumps(evaluation))
     (folder / "metrics.jsonl").write_text(json.dumps({"iteration": 1, f"reward/{bad}": 0.1, f"time/{bad}": 1.0}) + "\n")
     html, page = page_of(folder)
-    assert "<script" not in html and page.text.count("alert('x')") >= 7 and "a<b>&c" in page.text
+    assert "<script" not in html and page.text.count("alert('x')") >= 6 and "a<b>&c" in page.text
+
+
+@pytest.mark.parametrize("output", ["runs/a run", None, "runs/moved"])
+def test_the_command_that_repeats_a_run_composes_to_the_same_config_and_another_folder(tmp_path, monkeypatch, output):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "a run"
+    folder.mkdir(parents=True)
+    overrides = ["model=sd1.5", "algorithm=mix_grpo", "~reward", "reward.jpeg=0.5", "reward.jpeg.quality=50", "seed=3"]
+    cfg = load_config(None, [*overrides, f"output={output or 'null'}"])
+    (folder / "config.yaml").write_text(dump(cfg))
+    command = re.search("<pre>(flowrl train .*?)</pre>", report.build(folder).read_text(encoding="utf-8"))[1]
+    words = shlex.split(unescape(command))
+    again = load_config(words[2], words[3:])
+    assert diff(cfg, again) == ["output"] and again.seed == 3
+    assert not (tmp_path / again.output).exists() and (tmp_path / words[2]).samefile(folder / "config.yaml")
+
+
+def test_the_page_says_how_many_prompts_were_resampled(run):
+    paired = {"shapes/strict": {"difference": 0.28, "ci": [0.2, 0.3], "clusters": 87}}
+    (run / "evaluation.json").write_text(json.dumps(EVALUATION | {"paired": paired}))
+    assert "same seeds; 87 different prompts were resampled." in page_of(run)[1].text
 
 
 def test_a_line_cut_short_at_the_end_is_noted_and_elsewhere_an_error(run):

@@ -2,6 +2,7 @@
 
 import io
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -148,6 +149,70 @@ def test_more_than_the_limit_of_invalid_samples_stops(bad, limit, stops):
             rewards.check_valid(record, limit)
     else:
         assert rewards.check_valid(record, limit) is None
+
+
+# --- what evaluation shows
+
+
+class Two(rewards.Reward):
+    """A reward with two parts; it cannot read a dog."""
+
+    name, scale = "two", "mean of red and green"
+
+    def __call__(self, media, prompts, context=None):
+        return sum(self.parts(media, prompts, context).values()) / 2
+
+    def parts(self, media, prompts, context=None):
+        if "a dog" in prompts:
+            raise OSError("no dogs")
+        return {"red": media[:, 0].mean((1, 2)), "green": media[:, 1].mean((1, 2))}
+
+
+def test_readings_are_rewards_their_parts_and_the_total_and_a_failure_costs_one_sample(media):
+    media[3, 2, 0, 0] = math.nan
+    chosen = rewards.load_set({"two": {"reward": Two(), "weight": 2.0}, "a": {"reward": brightness, "weight": 0}})
+    out = rewards.readings(media, PROMPTS, chosen, MediaContext())
+    assert list(out) == ["two", "a", "total", "two/red", "two/green"]
+    for name in ("two", "total", "two/red", "two/green"):
+        assert out[name].isnan().tolist() == [False, True, False, True], name
+    assert out["a"].isnan().tolist() == [False, False, False, True]
+    torch.testing.assert_close(out["two/green"][[0, 2]], media[[0, 2], 1].mean((1, 2)))
+    torch.testing.assert_close(out["total"], 2 * out["two"], equal_nan=True)
+
+
+def test_a_part_of_the_wrong_shape_is_a_bug(media):
+    two = Two()
+    two.parts = lambda m, p, c: {"red": torch.zeros(len(p), 1)}
+    two.__class__ = type("Fine", (Two,), {"__call__": lambda self, m, p, c=None: torch.zeros(len(p))})
+    with pytest.raises(rewards.RewardBug, match=r'reward "two/red" returned .* shape \(4, 1\)'):
+        rewards.readings(media, PROMPTS, rewards.load_set({"two": two}), MediaContext())
+
+
+# --- a reward's file
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("x = 1", 'reward "mine_NR": its file exposes no REWARD; end it with REWARD = YourClass'),
+        ("def f(m, p, c): ...\nREWARD = f", "exposes REWARD = <function f at"),
+        ("import nowhere_at_all", "its file cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("def f(:", "its file cannot be imported: SyntaxError: "),
+        ("1 / 0", "its file cannot be imported: ZeroDivisionError"),
+        (
+            "from flowrl.rewards import Reward\nclass R(Reward):\n    def __init__(self, s): import nowhere_at_all\nREWARD = R",
+            'reward "mine_NR" needs a package that cannot be imported: No module named',
+        ),
+    ],
+)
+def test_a_file_that_is_no_reward_is_one_sentence(tmp_path, monkeypatch, request, code, said):
+    name = f"mine_{request.node.callspec.indices['code']}"
+    (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.setattr(rewards, "__path__", [*rewards.__path__, str(tmp_path)])
+    with pytest.raises(ValueError) as error:
+        rewards.load(name)
+    assert said.replace("mine_NR", name) in str(error.value)
+    sys.modules.pop(f"flowrl.rewards.{name}", None)
 
 
 # --- a broken contract is a bug

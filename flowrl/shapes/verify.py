@@ -59,9 +59,21 @@ def components(mask: Tensor) -> Tensor:
         label = new
 
 
+def to_world(images: Tensor) -> Tensor:
+    """(B, 3, H, W) -> (B, 3, 64, 64): the longer side becomes 64 px (antialiased), and white paper fills what is missing."""
+    if images.ndim != 4:
+        raise ValueError(f"the shapes verifier reads images (B, 3, H, W), not media of shape {tuple(images.shape)}")
+    height, width = images.shape[-2:]
+    if height == width == PIXELS:
+        return images
+    size = [max(1, round(side * PIXELS / max(height, width))) for side in (height, width)]
+    small = F.interpolate(images.float(), size, mode="bilinear", antialias=True)
+    return F.pad(small, (0, PIXELS - size[1], 0, PIXELS - size[0]), value=1.0)
+
+
 def detect(images: Tensor) -> list[list[Found]]:
-    """Objects in each of (B, 3, 64, 64) images in [0, 1]."""
-    names = list(COLORS)
+    """Objects in each of (B, 3, H, W) images in [0, 1], in px of the 64x64 world; see `to_world` for other sizes."""
+    images, names = to_world(images), list(COLORS)
     toward = 1 - torch.tensor([COLORS[c] for c in names], device=images.device)  # (C, 3)
     away = 1 - images.float().clamp(0, 1)
     length = away.norm(dim=1).clamp_min(1e-6)
@@ -109,6 +121,27 @@ def _recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, flo
             strict=True,
         )
     ]  # fmt: skip
+
+
+def complaint(include: Any) -> str | None:
+    """What is wrong with a prompt's clauses, as the end of a sentence; None if they can be judged."""
+    if not isinstance(include, list) or not include:
+        return f'has include={include!r}, which should be a list of clauses {{"shape": "circle", "count": 1, "color": "red"}}'
+    for number, clause in enumerate(include):
+        known = isinstance(clause, dict) and isinstance(clause.get("shape"), str) and isinstance(clause.get("color", 0), str | None)
+        if not known or not isinstance(clause.get("count"), int) or clause["count"] < 1:
+            return f'has the clause {clause!r}, which should be like {{"shape": "circle", "count": 1, "color": "red"}} (null: any colour)'
+        if "position" in clause and not _points_back(clause["position"], number):
+            return f'has the position {clause["position"]!r}, which should be like ["left of", 0]: a relation and an earlier clause'
+    return None
+
+
+def _points_back(position: Any, number: int) -> bool:
+    """[relation, index of a clause before `number`]."""
+    if not isinstance(position, list) or len(position) != 2:
+        return False
+    relation, target = position
+    return isinstance(relation, str) and relation in RELATIONS and isinstance(target, int) and 0 <= target < number
 
 
 def strict(objects: list[Found], include: list[dict[str, Any]]) -> bool:
