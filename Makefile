@@ -15,7 +15,7 @@ quickstart: $(STAMP)
 	$(BIN)/flowrl train experiment=quickstart
 
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -30,9 +30,12 @@ def _bits(part: int | str | Tensor) -> np.ndarray:
     """The 64 bits of a part, uint64 of at least one dimension."""
     if isinstance(part, Tensor):
         return np.atleast_1d(part.long().cpu().numpy().view(np.uint64))
-    if isinstance(part, str):
-        part = int.from_bytes(hashlib.blake2b(part.encode(), digest_size=8).digest(), "little")
-    return np.array([int(part) & 0xFFFFFFFFFFFFFFFF], np.uint64)
+    return np.array([(digest(part) if isinstance(part, str) else int(part)) & 0xFFFFFFFFFFFFFFFF], np.uint64)
+
+
+def digest(text: str) -> int:
+    """64 bits of a text, as a signed integer."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 @overload

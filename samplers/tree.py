@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flowrl.samplers import dpmpp, sde
-from flowrl.samplers.keys import key
+from flowrl.samplers.keys import digest, key
 from flowrl.types import ODE, Plan, Rollout, expand
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -59,10 +59,11 @@ def grow(
     for depth in range(int(plan.depth.max()) + 1):
         edges = torch.nonzero(plan.depth == depth).flatten()
         source = at_root[:, plan.root[edges]] if depth == 0 else at[:, plan.parent[edges]]  # (R, edges)
-        used, source = torch.unique(source, return_inverse=True)
-        level = level.take(used)
+        if not _is_all(source.flatten(), len(level.row)):
+            used, source = torch.unique(source, return_inverse=True)
+            level = level.take(used)
         v = _evaluate(velocity, level, micro)
-        nfe += len(used)
+        nfe += len(v)
         level, at[:, edges] = forest.advance(level, v, edges, source)
     return forest.rollout(nfe)
 
@@ -136,21 +137,29 @@ class _Names:
             base = prompt_keys if plan.init == "group" else torch.full_like(prompt_keys, shared_key)
             self.noise_root = key("x_T", base[:, None]).expand(-1, plan.roots)
         self.root = key(self.noise_root, rows[:, None], prompt_keys[:, None])
-        self.path = torch.empty(len(rows), plan.edges, dtype=torch.int64)
-        self.parent_path, self.node = self.path.clone(), self.path.clone()
-        children: dict[tuple[int, int], int] = {}
-        leaf_edges = set(plan.leaf_edges.tolist())
-        ode = (plan.kind == ODE).tolist()
-        bits = torch.stack([plan.sigma, plan.sigma_next]).view(torch.int64).tolist()
-        for e, (p, r) in enumerate(zip(plan.parent.tolist(), plan.root.tolist(), strict=True)):
-            child = children[p, r] = children.get((p, r), -1) + 1
-            self.parent_path[:, e] = self.path_root[:, r] if p < 0 else self.path[:, p]
-            self.path[:, e] = key(self.parent_path[:, e], child)
-            before = self.root[:, r] if p < 0 else self.node[:, p]
-            if ode[e]:
-                self.node[:, e] = key(before, key(bits[0][e], bits[1][e], int(e in leaf_edges)))
-            else:
-                self.node[:, e] = key("sde", rows, self.path[:, e])
+        way, flow, anchor = _spell(plan)
+        root = plan.root
+        self.path = key(self.path_root[:, root], way)
+        self.parent_path = torch.where(plan.parent < 0, self.path_root[:, root], self.path[:, plan.parent])
+        noisy = key("sde", rows[:, None], self.path[:, anchor])
+        self.node = key(torch.where(anchor < 0, self.root[:, root], noisy), flow)
+
+
+def _spell(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every edge (E,): 64 bits of the child indices from the root to it, of the ODE edges since the last SDE edge, and which that is."""
+    way: list[str] = []
+    flow: list[str] = []
+    anchor: list[int] = []
+    children: dict[tuple[int, int], int] = {}
+    leaves = set(plan.leaf_edges.tolist())
+    columns = (plan.parent, plan.root, plan.kind == ODE, plan.sigma, plan.sigma_next)
+    for e, (p, r, ode, sigma, sigma_next) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        child = children[p, r] = children.get((p, r), -1) + 1
+        above = (way[p], flow[p], anchor[p]) if p >= 0 else ("", "", -1)
+        way.append(f"{above[0]}/{child}")
+        flow.append(f"{above[1]}/{sigma.hex()},{sigma_next.hex()},{e in leaves}" if ode else "")
+        anchor.append(above[2] if ode else e)
+    return torch.tensor([digest(w) for w in way]), torch.tensor([digest(f) for f in flow]), torch.tensor(anchor)
 
 
 class _Forest:
@@ -186,30 +195,41 @@ class _Forest:
 
     def advance(self, level: _Level, v: Tensor, edges: Tensor, source: Tensor) -> tuple[_Level, Tensor]:
         """Walk `edges` from rows `source` (R, edges) of the level -> (next level, place in it of each end (R, edges))."""
-        plan, names = self.plan, self.names
-        first, place = _distinct(names.node[:, edges].flatten())
-        copy, edge, start = first // len(edges), edges[first % len(edges)], source.flatten()[first]
-        before, v = level.take(start), v if _is_all(start, len(v)) else v[start]
-        log_prob = torch.full((len(first),), torch.nan)
+        plan, starts = self.plan, source.flatten()
+        if len(edges) == 1 and _is_all(starts, len(v)):  # one child each: all ends are distinct
+            copy = place = torch.arange(len(v))
+            edge, before = edges.expand(len(v)), level
+        else:
+            first, place = _distinct(self.names.node[:, edges].flatten())
+            copy, edge, start = first // len(edges), edges[first % len(edges)], starts[first]
+            before, v = level.take(start), v[start]
         x0 = before.x - expand(before.sigma, v).to(v) * v if plan.solver == "dpm2" else None
-        ode = plan.kind[edge] == ODE
-        parts = [(self.straight, ode), (self.noisy, ~ode)]
-        parts = [(walk, torch.nonzero(which).flatten()) for walk, which in parts if bool(which.any())]
-        y = None if len(parts) == 1 else torch.empty_like(before.x)
-        for walk, part in parts:
-            ends, log_prob[part] = walk(before.take(part), v if y is None else v[part], copy[part], edge[part])
-            y = ends if y is None else y.index_copy_(0, part.to(y.device), ends)
-        after = _Level(
-            x=y, row=before.row, sigma=plan.sigma_next[edge], stored=torch.full_like(first, -1), x0=x0, sigma_x0=before.sigma
-        )
+        y, log_prob = self.walk(before, v, copy, edge)
+        stored = torch.full((len(y),), -1)
+        after = _Level(x=y, row=before.row, sigma=plan.sigma_next[edge], stored=stored, x0=x0, sigma_x0=before.sigma)
         place = place.view_as(source)
         self.record(level, after, edges, source, place, log_prob)
         return after, place
 
-    def straight(self, before: _Level, v: Tensor, copy: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
+    def walk(self, before: _Level, v: Tensor, copy: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
+        """Edges of both kinds from nodes `before` -> (states at their ends, log-prob, nan of ODE edges)."""
+        ode = self.plan.kind[edge] == ODE
+        if bool(ode.all()):
+            return self.straight(before, v, edge)
+        if not bool(ode.any()):
+            return self.noisy(before, v, copy, edge)
+        y, log_prob = torch.empty_like(before.x), torch.empty(len(edge))
+        some, others = torch.nonzero(ode).flatten(), torch.nonzero(~ode).flatten()
+        y[some], log_prob[some] = self.straight(before.take(some), v[some], edge[some])
+        y[others], log_prob[others] = self.noisy(before.take(others), v[others], copy[others], edge[others])
+        return y, log_prob
+
+    def straight(self, before: _Level, v: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
         """ODE edges from nodes `before` -> (states at their ends, nan). The last edge of a path and one without history are first-order."""
-        second_order = (before.sigma <= self.plan.dpm_from) & ~self.is_leaf[edge]
-        history = torch.where(second_order, before.sigma_x0, 1.0)
+        history = 1.0
+        if before.x0 is not None:
+            second_order = (before.sigma <= self.plan.dpm_from) & ~self.is_leaf[edge]
+            history = torch.where(second_order, before.sigma_x0, 1.0)
         y = dpmpp.step(v, before.x, before.sigma, self.plan.sigma_next[edge], before.x0, history)
         return y, torch.full((len(y),), torch.nan)
 

@@ -3,8 +3,8 @@
     python scripts/bench_sampler.py                                   # a small SD3 with random weights, on this machine
     python scripts/bench_sampler.py --source stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --height 512 --width 512
 
-Both are timed at N and 2N steps and the difference is divided by N, so prompt encoding and set-up drop out of both. Runs are paired: each
-pair runs one after the other in alternating order, and the ratio reported is the median over pairs.
+Both are timed at N and 2N steps and the difference is divided by N, so prompt encoding and set-up drop out of both. Runs are paired: the two
+take turns, in alternating order, and the ratio reported is the median over pairs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--pairs", type=int, default=21)
+    parser.add_argument("--pairs", type=int, default=61)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
     args = parser.parse_args()
@@ -74,9 +74,10 @@ def main() -> None:
     prompts = (PROMPTS * args.prompts)[: args.prompts]
     pairs = []
     for k in range(args.pairs + 1):
-        cost = {}
-        for fn in (ours, theirs) if k % 2 else (theirs, ours):
-            cost[fn] = (seconds(fn, policy, 2 * args.steps, prompts) - seconds(fn, policy, args.steps, prompts)) / args.steps
+        cost = {ours: 0.0, theirs: 0.0}
+        first, second = (ours, theirs) if k % 2 else (theirs, ours)
+        for fn, times in ((first, 2), (second, 2), (second, 1), (first, 1)):  # a steady drift of the machine's speed drops out
+            cost[fn] += (2 * times - 3) * seconds(fn, policy, times * args.steps, prompts) / args.steps
         if k:  # the first pair warms up
             pairs.append(cost)
     ratio = statistics.median(c[ours] / c[theirs] for c in pairs)

@@ -48,6 +48,7 @@ class TimeMap:
         self.sigma, self.time = sigma.double().cpu(), time.double().cpu()
         self.members = torch.empty(2, 0, dtype=torch.float64)  # sigma ascending, time
         self._placed: dict[torch.device, tuple[Tensor, ...]] = {}
+        self._known: dict[float, float] = {}  # answers of `at`
 
     def add(self, sigma: Tensor, time: Tensor) -> None:
         """Register members of a schedule; those that are known stay as they are."""
@@ -58,6 +59,7 @@ class TimeMap:
         fresh = (new[0][:, None] != self.members[0]).all(1)
         merged = torch.cat([self.members, new[:, fresh]], 1)
         self.members, self._placed = merged[:, merged[0].argsort()], {}
+        self._known.clear()
 
     @staticmethod
     def _between(sigma: Tensor, knots: Tensor, times: Tensor) -> Tensor:
@@ -67,7 +69,9 @@ class TimeMap:
 
     def at(self, sigma: float) -> float:
         """Model time of one number, without touching a device."""
-        return self(torch.tensor(sigma, dtype=torch.float64)).item()
+        if sigma not in self._known:
+            self._known[sigma] = self(torch.tensor(sigma, dtype=torch.float64)).item()
+        return self._known[sigma]
 
     def __call__(self, sigma: Tensor) -> Tensor:
         """Model time fp64 of sigma, any shape, on sigma's device."""
