@@ -3,8 +3,8 @@
     python scripts/bench_sampler.py                                   # a small SD3 with random weights, on this machine
     python scripts/bench_sampler.py --source stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --height 512 --width 512
 
-Both are timed at N and 2N steps and the difference is divided by N, so prompt encoding and set-up drop out of both. Runs are paired: the two
-take turns, in alternating order, and the ratio reported is the median over pairs.
+Both are timed at N and 2N steps and the difference is divided by N, so prompt encoding and set-up drop out of both. Runs are paired:
+the two take turns, in alternating order, and the ratio reported is the median over pairs.
 """
 
 from __future__ import annotations
