@@ -66,7 +66,7 @@ def test_the_size_of_micro_batches_does_not_matter(tmp_path, algorithm):
     ends = []
     for micro in ("3", "1000"):
         made = small.trainer(tmp_path / micro, algorithm, data__eval="null", iterations="1", batch__micro=micro, optimizer__eps="1e-3")
-        made.rewards = load_set({"spread": lambda media, *_: media.flatten(1).std(1)})  # rounding does not move it, as it moves a JPEG's size
+        made.rewards = load_set({"spread": lambda media, *_: media.flatten(1).std(1)})  # a JPEG's size jumps where pixels are rounded
         start = own(made)
         list(made)
         ends.append(own(made))
