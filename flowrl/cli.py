@@ -35,6 +35,8 @@ def _input() -> Iterator[None]:
     """ValueError inside means that the user's input was wrong, a RewardBug that their reward is: one sentence, exit code 2."""
     try:
         yield
+    except BrokenPipeError:  # of `| head`
+        raise typer.Exit(0) from None
     except (ValueError, OSError) as error:
         _stop(error, 2)
     except RuntimeError as error:

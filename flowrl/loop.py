@@ -290,6 +290,8 @@ class Trainer:
         calls = plans.nfe(plan, b.group // plan.leaves) * b.prompts * self.policy.branches(p.guidance)
         own = "" if p.guidance == self.cfg.sampler.guidance else f" (the algorithm's own, not sampler.guidance={self.cfg.sampler.guidance})"
         rows = self.algorithm.rows_per_copy(plan) * copies
+        done, last = self.iteration, self.cfg.iterations
+        left = f"iterations {done + 1} to {last}" if done < last else f"all {done} iterations are done; evaluated again"
         weights = sum(w.numel() for w in self.parameters.values())
         return "\n".join(
             [
@@ -298,7 +300,7 @@ class Trainer:
                 f"iteration  {b.prompts} prompts x {b.group} = {samples} samples on {self.world.size} process(es); "
                 f"{len(self.sigmas) - 1} steps, guidance {p.guidance}{own}: {calls:,} network calls",
                 f"update     at most {rows:,} trained rows in {b.updates} optimizer step(s), {b.micro} network rows a forward",
-                f"run        iterations {self.iteration + 1} to {self.cfg.iterations}, in {self.path}",
+                f"run        {left}, in {self.path}",
             ]
         )
 

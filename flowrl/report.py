@@ -111,11 +111,11 @@ def table(evaluation: dict[str, Any]):
     from rich import box
     from rich.table import Table
 
-    rows, metrics, paired = _rows(evaluation), _metric_names(evaluation)[:2], evaluation.get("paired", {})
+    rows, metrics, paired = _rows(evaluation), _distinct(evaluation)[:2], evaluation.get("paired", {})
     same = [f"{rows[0][key]} {key}" for key in ("images", "steps") if rows and len({row.get(key) for row in rows}) == 1 and key in rows[0]]
     title = ", ".join(["Held-out prompts", *same])
     out = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", padding=(0, 1))
-    out.add_column("", no_wrap=True)
+    out.add_column("", overflow="fold")
     for name in (HEADS[0], HEADS[-1].replace("/", "/\n"), *metrics):
         out.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -143,6 +143,14 @@ def environment() -> dict[str, str]:
 def _rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows with "before" first and "after" last, whatever was measured in between and since."""
     return sorted(evaluation.get("rows", []), key=lambda row: (row.get("name") == "after") - (row.get("name") == "before"))
+
+
+def _distinct(evaluation: dict[str, Any]) -> list[str]:
+    """Metrics, without those that repeat an earlier one in every row (a total of one reward)."""
+    out: dict[str, str] = {}
+    for name in _metric_names(evaluation):
+        out.setdefault(json.dumps([row.get("metrics", {}).get(name) for row in _rows(evaluation)]), name)
+    return list(out.values())
 
 
 def _metric_names(evaluation: dict[str, Any]) -> list[str]:

@@ -303,3 +303,11 @@ def test_shares_of_a_stacked_bar_add_up_and_are_ranked():
     html = plots.stacked_bar({"a": 1.0, "b": 3.0}, unit="s")
     assert [float(w) for w in re.findall(r"width: ([\d.]+)%", html)] == [75.0, 25.0]
     assert re.findall(r"</i>(\w)<b>([\d.]+)%", html) == [("b", "75.0"), ("a", "25.0")]
+
+
+def test_a_metric_that_repeats_another_is_shown_once_and_long_names_wrap(capsys):
+    values = {"mean": 0.25, "ci": [0.125, 0.375]}
+    rows = [{"name": name, "images": 4, "metrics": {"shapes/strict": values, "shapes": values}} for name in ("before", "evaluate, " * 9)]
+    Console(width=60).print(report.table({"rows": rows}))
+    shown = capsys.readouterr().out
+    assert shown.count("[0.125, 0.375]") == 2 and "…" not in shown and shown.count("evaluate,") == 9

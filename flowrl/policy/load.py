@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -48,11 +49,12 @@ def load_policy(
         dtype = dtype or torch.float32
         source, pipeline_kwargs = _pretrained(source, dtype), {**named, **pipeline_kwargs}
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device is not None:
-        source.to(device)
-    if dtype is not None:
-        _cast(source, dtype)
-    return PipelinePolicy(source, lora, pipeline_kwargs)
+    with _quiet():
+        if device is not None:
+            source.to(device)
+        if dtype is not None:
+            _cast(source, dtype)
+        return PipelinePolicy(source, lora, pipeline_kwargs)
 
 
 def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
@@ -76,7 +78,6 @@ def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
 def _pretrained(source: str, dtype: torch.dtype) -> Any:
     """A pipeline from a folder or the hub; components that its index lists as absent (SD3 without T5) stay absent."""
     from diffusers import DiffusionPipeline
-    from diffusers.utils import logging
 
     if source.startswith("package:"):
         package, _, folder = source.removeprefix("package:").partition("/")
@@ -86,15 +87,29 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
     except OSError as error:
         raise ValueError(f'model "{source}" is no diffusers folder, and cannot be fetched: {" ".join(str(error).split())[:300]}') from error
     absent = {name: None for name, entry in index.items() if isinstance(entry, list | tuple) and entry[0] is None}
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    with _quiet(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)  # 0.40 knows no other name
+        return DiffusionPipeline.from_pretrained(source, torch_dtype=dtype, **absent)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Of diffusers and transformers, errors only and no progress bars: what loading and probing do makes them warn of nothing real."""
+    import diffusers
+    import transformers
+
+    loggers = [library.utils.logging for library in (diffusers, transformers)]
+    before = [(log, log.get_verbosity(), log.is_progress_bar_enabled()) for log in loggers]
+    for log in loggers:
+        log.set_verbosity_error()
+        log.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)  # 0.40 knows no other name
-            return DiffusionPipeline.from_pretrained(source, torch_dtype=dtype, **absent)
+        yield
     finally:
-        if bars:
-            logging.enable_progress_bar()
+        for log, verbosity, bar in before:
+            log.set_verbosity(verbosity)
+            if bar:
+                log.enable_progress_bar()
 
 
 def _cast(pipe: Any, dtype: torch.dtype) -> None:
