@@ -20,6 +20,7 @@ app = typer.Typer(
 )  # fmt: skip
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="A YAML file or experiment name first, then group=option or key.sub=value.")]
+Call = Annotated[list[str] | None, typer.Option(help="NAME=VALUE of the pipeline's call, as height=512; with --lora RUN, its own.")]
 Model = Annotated[str, typer.Argument(help="A name of configs/model, a folder in diffusers layout, or a hub id.")]
 
 MOST = 2**63 - 1  # of a seed
@@ -105,13 +106,14 @@ def generate(
     rlg: Annotated[float, typer.Option(help="Reinforcement Learning Guidance: extrapolates from the base model through the LoRA.")] = 1.0,
     best_of: Annotated[int, typer.Option(min=1, help="Candidates a prompt; the one with the highest reward is kept.")] = 1,
     reward: Annotated[str | None, typer.Option(help="Which reward chooses.")] = None,
+    pipeline: Call = None,
     seed: Annotated[int, typer.Option(min=0, max=MOST, help="Equal seeds give equal pictures.")] = 0,
     output: Annotated[Path, typer.Option("-o", "--output", help="out.png, out.mp4 ...; several prompts get numbers.")] = Path("out.png"),
 ) -> None:
     """Make images or videos."""
     from flowrl import generation, log, media
     from flowrl.policy import load_policy
-    from flowrl.setup import lora_of
+    from flowrl.setup import lora_of, pipeline_of
 
     log.setup()
     with _input():
@@ -119,7 +121,8 @@ def generate(
         if rlg != 1 and lora is None:
             raise ValueError("--rlg compares the LoRA with the base model; give --lora too")
         weights, settings = lora_of(lora) if lora else (None, None)
-        policy = load_policy(model, lora=settings)
+        call = (pipeline_of(lora) if lora else {}) | dict(_argument(word) for word in pipeline or [])
+        policy = load_policy(model, lora=settings, **call)
         if weights:
             policy.load_lora(weights)
         made = generation.generate(
@@ -181,6 +184,7 @@ def show(overrides: Overrides = None) -> None:
 def check(
     model: Annotated[str | None, typer.Argument(help="A name of configs/model, a folder, or a hub id.")] = None,
     reward: Annotated[str | None, typer.Option(help="Check this reward instead.")] = None,
+    pipeline: Call = None,
 ) -> None:
     """Show what was inferred about a model and how exactly it replays, or try a reward on noise."""
     with _input():
@@ -193,7 +197,7 @@ def check(
         from flowrl.policy import load_policy
 
         log.setup()
-        policy: Any = load_policy(model)  # of a name or folder: a pipeline's
+        policy: Any = load_policy(model, **dict(_argument(word) for word in pipeline or []))  # of a name or folder: a pipeline's
         typer.echo(policy.describe())
         typer.echo(str(policy.self_check()))
 
@@ -218,6 +222,19 @@ def _number(option: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError(f'{option}={text} should be a number, "none" or "pipeline"') from None
+
+
+def _argument(word: str) -> tuple[str, Any]:
+    """--pipeline NAME=VALUE, the value as YAML reads it."""
+    import yaml
+
+    name, equals, value = word.partition("=")
+    if not equals or not name:
+        raise ValueError(f"--pipeline {word} should be NAME=VALUE, such as height=512")
+    try:
+        return name, yaml.safe_load(value)
+    except yaml.YAMLError:
+        return name, value
 
 
 def _meta(reward: str | None, prompts: list[str]) -> list[dict[str, Any]] | None:

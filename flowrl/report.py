@@ -173,14 +173,21 @@ def _interval(entry: Any, between: str = " ") -> str:
     mean, ci = _mean(entry), entry.get("ci") if isinstance(entry, dict) else None
     if mean is None:
         return ""
-    digits = 5 if ci and ci[1] - ci[0] < 0.002 else 3
+    digits = _digits(ci)
     return f"{mean:.{digits}f}" + (f"{between}[{ci[0]:.{digits}f}, {ci[1]:.{digits}f}]" if ci else "")
+
+
+def _digits(ci: Any) -> int:
+    """Decimals that show an interval: 3, and 5 or 7 where both ends would be alike."""
+    width = ci[1] - ci[0] if ci else 1.0
+    return 3 if width >= 0.002 or width == 0 else 5 if width >= 2e-5 else 7
 
 
 def _paired_sentence(metric: str, paired: dict[str, Any]) -> str:
     low, high = paired["ci"]
+    digits = _digits(paired["ci"])
     p = f", p = {paired['p']:.2g}" if paired.get("p") is not None else ""
-    return f"{metric} {paired['difference']:+.3f} [{low:+.3f}, {high:+.3f}]{p}, 95% paired bootstrap"
+    return f"{metric} {paired['difference']:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]{p}, 95% paired bootstrap"
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -228,6 +228,12 @@ def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
     return weights, json.loads(settings.read_text())
 
 
+def pipeline_of(folder: Path) -> dict[str, Any]:
+    """Arguments of the pipeline's own call (size, frames ...) that a run was trained with; {} of a folder that is not a run."""
+    path = folder / "config.yaml"
+    return dict(config.read_config(path).model.pipeline) if path.is_file() else {}
+
+
 class Booked:
     """The policy as objectives see it: autocast, and every network call booked; other views are the phase "reference"."""
 

@@ -102,6 +102,8 @@ def test_settings_that_do_not_go_together_are_named(tmp_path, wrong, sentence):
         (["generate", "shapes-sd3", "a red circle", "--best-of", "2"], "best_of=2 needs best_of >= 1 and, above 1, a reward"),
         (["generate", "shapes-sd3", "a red circle", "--steps", "1", "-o", "out.mp3"], '"out.mp3": an image is saved as .png'),
         (["generate", "shapes-sd3", "a read circle", "--best-of", "2", "--reward", "shapes"], 'did you mean "a red circle"'),
+        (["generate", "shapes-sd3", "a red circle", "--pipeline", "64"], "--pipeline 64 should be NAME=VALUE"),
+        (["generate", "shapes-sd3", "a red circle", "--pipeline", "heigth=64"], "StableDiffusion3Pipeline takes no argument 'heigth'"),
         (["generate", "shapes-sd4", "a red circle"], 'unknown model "shapes-sd4"; did you mean "shapes-sd3"'),
         (["evaluate", "nowhere"], "nowhere is not a run folder"),
         (["report", "nowhere"], "nowhere"),

@@ -109,3 +109,19 @@ def test_help_of_every_command_exits_with_0():
         name = command.name or command.callback.__name__
         assert small.invoke(name, "--help").exit_code == 0
     assert small.invoke("--help").exit_code == 0
+
+
+def test_generate_takes_the_pipelines_own_arguments_and_those_of_the_run(tmp_path, run, monkeypatch):
+    made = small.invoke("generate", "shapes-sd3", "a red circle", "--steps", 1, "--pipeline", "height=32", "-o", tmp_path / "a.png")
+    assert made.exit_code == 0, made.output
+    assert Image.open(tmp_path / "a.png").size == (64, 32)
+    assert "latents (4, 8, 16)" in small.invoke("check", "shapes-sd3", "--pipeline", "height=32").output
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "lora").symlink_to(run[1] / "lora")
+    text = (run[1] / "config.yaml").read_text()
+    assert "max_sequence_length: 12" in text
+    (folder / "config.yaml").write_text(text.replace("max_sequence_length: 12", "max_sequence_length: 12\n    width: 48"))
+    words = ["generate", "shapes-sd3", "a red circle", "--lora", folder, "--steps", 1, "-o", tmp_path / "b.png"]
+    assert small.invoke(*words).exit_code == 0 and Image.open(tmp_path / "b.png").size == (48, 64)
+    assert small.invoke(*words, "--pipeline", "width=32").exit_code == 0 and Image.open(tmp_path / "b.png").size == (32, 64)

@@ -311,3 +311,12 @@ def test_a_metric_that_repeats_another_is_shown_once_and_long_names_wrap(capsys)
     Console(width=60).print(report.table({"rows": rows}))
     shown = capsys.readouterr().out
     assert shown.count("[0.125, 0.375]") == 2 and "…" not in shown and shown.count("evaluate,") == 9
+
+
+def test_small_differences_are_not_rounded_away(capsys):
+    values = {"mean": -0.00172, "ci": [-0.00174, -0.00170]}
+    paired = {"difference": 1.2e-5, "ci": [-1.6e-5, 2.6e-5], "p": 0.6}
+    Console(width=100).print(report.table({"rows": [{"name": "before", "metrics": {"jpeg": values}}], "paired": {"jpeg": paired}}))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "-0.00172" in shown and "[-0.00174, -0.00170]" in shown
+    assert "jpeg +0.00001 [-0.00002, +0.00003], p = 0.6" in shown

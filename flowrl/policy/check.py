@@ -42,7 +42,7 @@ class SelfCheck:
     def __str__(self) -> str:
         lines = [f"{self.pipeline}: replayed at {self.steps} steps, tolerance {self.tolerance:g}"]
         lines += [f"  {key:<11}{value:9.1e}  {MEANING[key]}" for key, value in self.errors.items()]
-        lines += [f"  wrong rows {self.wrong_rows:9.1e}  (swapped prompts must differ)", *(f"  note: {n}" for n in self.notes), self.source]
+        lines += [f"  wrong rows {self.wrong_rows:9.1e}  (swapped prompts must differ)", *(f"  note: {n}" for n in self.notes)]
         return "\n".join(lines)
 
 
