@@ -323,8 +323,9 @@ class Trainer:
         tensors["optimizer"] = checkpoint.pack_optimizer(self.parts.raw_optimizer, self.parameters)
         meta: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         meta["scaler"] = distributed.scaler_state(self.parts.accelerator)
-        self.saved_at = self.iteration
-        return checkpoint.save(self.path, self.iteration, tensors, meta, keep=self.cfg.checkpoint.keep)
+        folder = checkpoint.save(self.path, self.iteration, tensors, meta, keep=self.cfg.checkpoint.keep)
+        self.saved_at = self.iteration  # not before it is whole: a signal may interrupt the writing
+        return folder
 
     def _load(self, folder: Path) -> None:
         tensors, meta = checkpoint.load(folder)

@@ -167,6 +167,23 @@ def test_an_iteration_is_saved_once(tmp_path):
     assert again.save() == loop.checkpoint.latest(made.path) and loop.checkpoint.latest(made.path).stat().st_mtime_ns == written
 
 
+def test_a_checkpoint_that_was_given_up_halfway_is_written_again(tmp_path, monkeypatch):
+    """A second signal while a checkpoint is written: the one that the stop itself takes must be there."""
+    made, save, given_up = quiet(tmp_path, iterations="3"), loop.checkpoint.save, []
+
+    def interrupted(*args, **options):
+        if not given_up:
+            made.stopped = "SIGTERM received"
+            given_up.append(args)
+            raise loop.Aborted
+        return save(*args, **options)
+
+    monkeypatch.setattr(loop.checkpoint, "save", interrupted)
+    run = made.run()
+    assert given_up and run.stopped == "SIGTERM received"
+    assert [p.name for p in loop.checkpoint.steps(made.path)] == ["step-000001"]
+
+
 def test_all_weights_resume_bit_for_bit(tmp_path):
     words = {"train__mode": "full", "optimizer__lr": "1e-4", "data__eval": "null", "algorithm__kl_weight": "0.1"}
     whole = small.trainer(tmp_path / "whole", iterations="3", **words)
