@@ -117,11 +117,11 @@ def generate(
 
     log.setup()
     with _input():
-        scale: float | str = guidance if guidance in ("none", "pipeline") else _number("--guidance", guidance)
+        scale = _guidance(guidance)
         if rlg != 1 and lora is None:
             raise ValueError("--rlg compares the LoRA with the base model; give --lora too")
         weights, settings = lora_of(lora) if lora else (None, None)
-        call = (pipeline_of(lora) if lora else {}) | dict(_argument(word) for word in pipeline or [])
+        call = (pipeline_of(lora) if lora else {}) | _arguments(pipeline)
         policy = load_policy(model, lora=settings, **call)
         if weights:
             policy.load_lora(weights)
@@ -150,7 +150,7 @@ def evaluate(
         cfg, policy, rewards, prompts = load_run(run)
         report.read(run)  # its files are readable, before time is spent
         e = cfg.eval
-        scale: Any = e.guidance if guidance is None else guidance if guidance in ("none", "pipeline") else _number("--guidance", guidance)
+        scale = e.guidance if guidance is None else _guidance(guidance)
         setting = {"guidance": scale, "steps": steps or e.steps, "solver": e.solver, "seed": e.seed if seed is None else seed}
         policy.branches(scale)
         result = evaluation.evaluate(
@@ -197,7 +197,7 @@ def check(
         from flowrl.policy import load_policy
 
         log.setup()
-        policy: Any = load_policy(model, **dict(_argument(word) for word in pipeline or []))  # of a name or folder: a pipeline's
+        policy: Any = load_policy(model, **_arguments(pipeline))  # of a name or folder: a pipeline's
         typer.echo(policy.describe())
         typer.echo(str(policy.self_check()))
 
@@ -224,17 +224,24 @@ def _number(option: str, text: str) -> float:
         raise ValueError(f'{option}={text} should be a number, "none" or "pipeline"') from None
 
 
-def _argument(word: str) -> tuple[str, Any]:
-    """--pipeline NAME=VALUE, the value as YAML reads it."""
+def _guidance(text: str) -> float | str:
+    return text if text in ("none", "pipeline") else _number("--guidance", text)
+
+
+def _arguments(words: list[str] | None) -> dict[str, Any]:
+    """--pipeline NAME=VALUE ..., the values as YAML reads them."""
     import yaml
 
-    name, equals, value = word.partition("=")
-    if not equals or not name:
-        raise ValueError(f"--pipeline {word} should be NAME=VALUE, such as height=512")
-    try:
-        return name, yaml.safe_load(value)
-    except yaml.YAMLError:
-        return name, value
+    out: dict[str, Any] = {}
+    for word in words or []:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--pipeline {word} should be NAME=VALUE, such as height=512")
+        try:
+            out[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            out[name] = value
+    return out
 
 
 def _meta(reward: str | None, prompts: list[str]) -> list[dict[str, Any]] | None:

@@ -29,10 +29,11 @@ class FlopCounter(TorchDispatchMode):
         self.total = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=out)
+            self.total += formula(*args, **kwargs, out_val=out)
         return out
 
 

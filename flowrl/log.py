@@ -7,7 +7,8 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,39 @@ logger = logging.getLogger("flowrl")
 
 def setup(level: str = "INFO") -> None:
     """Send flowrl's messages to stderr through rich; of diffusers and transformers, errors only and no progress bars."""
-    import diffusers
-    import transformers
     from rich.logging import RichHandler
 
-    for library in (diffusers, transformers):
-        library.utils.logging.set_verbosity_error()
-        library.utils.logging.disable_progress_bar()
-
+    _hush()
     if not logger.handlers:
         logger.addHandler(RichHandler(console=_console(), show_path=False, show_time=False, markup=False))
         logger.propagate = False
     logger.setLevel(level)
+
+
+def _hush() -> list[tuple[Any, int, bool]]:
+    """Errors only and no progress bars of diffusers and transformers -> what they said before: (logging, verbosity, bars)."""
+    import diffusers
+    import transformers
+
+    libraries = [library.utils.logging for library in (diffusers, transformers)]
+    before = [(library, library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
+    for library in libraries:
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    return before
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, diffusers and transformers report errors only and show no progress bars."""
+    before = _hush()
+    try:
+        yield
+    finally:
+        for library, verbosity, bars in before:
+            library.set_verbosity(verbosity)
+            if bars:
+                library.enable_progress_bar()
 
 
 def plain(value: Any) -> Any:

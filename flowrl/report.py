@@ -247,15 +247,16 @@ def _result(run: Run) -> str:
 def _headline(metric: str, paired: dict[str, Any] | None, rows: list[dict[str, Any]]) -> str:
     if paired is None:
         return _missing("There is no paired difference in evaluation.json, so no interval of the improvement can be shown.")
-    low, high = paired["ci"]
+    digits = _digits(paired["ci"])
+    gain, low, high = (f"{value:+.{digits}f}" for value in (paired["difference"], *paired["ci"]))
     before, after = (_mean(row.get("metrics", {}).get(metric)) for row in (rows[0], rows[-1]))
-    verdict = "improved" if low > 0 else "got worse" if high < 0 else "no clear change"
+    verdict = "improved" if paired["ci"][0] > 0 else "got worse" if paired["ci"][1] < 0 else "no clear change"
     css = {"improved": "good", "got worse": "bad"}.get(verdict, "")
     over = f"; {paired['clusters']} different prompts were resampled" if "clusters" in paired else ""
     from_to = f": {before:.3f} → {after:.3f}" if before is not None and after is not None else ""
     return (
-        f'<div class="headline"><strong class="{css}">{paired["difference"]:+.3f}</strong><div><b>{escape(metric)} {verdict}{from_to}</b>'
-        f"<p>95% interval of the paired difference: {low:+.3f} to {high:+.3f}, same held-out prompts, same seeds{over}.</p></div></div>"
+        f'<div class="headline"><strong class="{css}">{gain}</strong><div><b>{escape(metric)} {verdict}{from_to}</b>'
+        f"<p>95% interval of the paired difference: {low} to {high}, same held-out prompts, same seeds{over}.</p></div></div>"
     )
 
 

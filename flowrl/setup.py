@@ -23,7 +23,7 @@ from flowrl.log import logger
 from flowrl.policy import Policy, load_policy
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.rewards import RewardSet, check_needs, load_set
-from flowrl.samplers import sigmas
+from flowrl.samplers import flow_sde, sigmas
 from flowrl.types import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -174,7 +174,7 @@ def schedule(cfg: Config, policy: Policy) -> Tensor:
     own = policy.schedule(cfg.sampler.steps).sigmas
     if cfg.sampler.schedule == "pipeline":
         return own
-    if own[0] < 0.999:
+    if own[0] <= flow_sde.AT_ONE:
         raise ValueError(
             f"sampler.schedule=linear starts at sigma 1, but this model knows noise up to {own[0]:.4f} only; use sampler.schedule=pipeline"
         )

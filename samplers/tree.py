@@ -111,8 +111,6 @@ def _occurrence(rows: Tensor) -> Tensor:
 def _distinct(values: Tensor) -> tuple[Tensor, Tensor]:
     """values (n,) -> (place of the first of each distinct value, in order of appearance; for each value its number among them)."""
     unique, inverse = torch.unique(values, return_inverse=True)
-    if len(unique) == len(values):
-        return torch.arange(len(values)), torch.arange(len(values))
     first = torch.full_like(unique, len(values)).scatter_reduce_(0, inverse, torch.arange(len(values)), "amin")
     order = first.argsort()
     number = torch.empty_like(order)

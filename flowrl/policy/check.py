@@ -29,10 +29,9 @@ MEANING = {
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCheck:
-    """What was inferred, and the largest relative error of each comparison. wrong_rows: how much swapped prompts show."""
+    """The largest relative error of each comparison. wrong_rows: how much swapped prompts show. `policy.describe()`: what was inferred."""
 
     pipeline: str
-    source: str  # policy.describe()
     errors: dict[str, float]
     wrong_rows: float
     tolerance: float
@@ -85,7 +84,6 @@ def self_check(policy: PipelinePolicy) -> SelfCheck:
         errors["decode"] = relative(policy.decoder(x), tail(policy.prober, policy.steps, x))
     result = SelfCheck(
         pipeline=policy.replay.pipeline,
-        source=policy.describe(),
         errors=errors,
         wrong_rows=wrong,
         tolerance=tolerance,

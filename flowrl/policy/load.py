@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.log import quiet
 from flowrl.policy.base import Policy
 from flowrl.policy.module_policy import ModulePolicy
 from flowrl.policy.policy import PipelinePolicy
@@ -49,7 +49,7 @@ def load_policy(
         dtype = dtype or torch.float32
         source, pipeline_kwargs = _pretrained(source, dtype), {**named, **pipeline_kwargs}
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with _quiet():
+    with quiet():  # what loading and probing do makes them warn of nothing real
         if device is not None:
             source.to(device)
         if dtype is not None:
@@ -87,29 +87,9 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
     except OSError as error:
         raise ValueError(f'model "{source}" is no diffusers folder, and cannot be fetched: {" ".join(str(error).split())[:300]}') from error
     absent = {name: None for name, entry in index.items() if isinstance(entry, list | tuple) and entry[0] is None}
-    with _quiet(), warnings.catch_warnings():
+    with quiet(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)  # 0.40 knows no other name
         return DiffusionPipeline.from_pretrained(source, torch_dtype=dtype, **absent)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Of diffusers and transformers, errors only and no progress bars: what loading and probing do makes them warn of nothing real."""
-    import diffusers
-    import transformers
-
-    loggers = [library.utils.logging for library in (diffusers, transformers)]
-    before = [(log, log.get_verbosity(), log.is_progress_bar_enabled()) for log in loggers]
-    for log in loggers:
-        log.set_verbosity_error()
-        log.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for log, verbosity, bar in before:
-            log.set_verbosity(verbosity)
-            if bar:
-                log.enable_progress_bar()
 
 
 def _cast(pipe: Any, dtype: torch.dtype) -> None:
