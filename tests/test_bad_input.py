@@ -120,9 +120,20 @@ def test_every_command_answers_mistakes(tmp_path, arguments, sentence):
 
 def test_a_pipeline_that_cannot_be_replayed_is_refused_with_the_inference_that_failed():
     pipe = tiny.pipeline("sd3")
-    pipe.scheduler.step = lambda out, t, x, **_: (x * out.mean() + out,)  # no update that a flow could make
-    with pytest.raises(ValueError, match=r"\w+: .+"):
+    pipe.scheduler.step = lambda out, t, x, **_: (x * out.mean() + out,)  # on the instance, so that no step is ever seen
+    with pytest.raises(ValueError, match="never called scheduler.step after a denoiser: there is no loop to replay"):
         load_policy(pipe, **tiny.CALLS["sd3"]).self_check()
+
+
+def test_an_unreplayable_pipeline_is_named_by_every_command_that_loads_it(tmp_path):
+    """Stable Diffusion whose scheduler says that the network predicts something no flow can be made of."""
+    pipe = tiny.pipeline("sd15")
+    pipe.scheduler.register_to_config(prediction_type="score")
+    pipe.save_pretrained(tmp_path / "sd15")
+    said = "predicts 'score'; known are flow, epsilon, v_prediction, sample"
+    assert said in refused(tmp_path, "check", "./sd15")
+    assert said in refused(tmp_path, "train", "model=./sd15", "reward=jpeg")
+    assert said in refused(tmp_path, "generate", "./sd15", "a red circle")
 
 
 def test_files_that_hold_no_config_are_named(tmp_path):
