@@ -1,8 +1,13 @@
 """Credit: from leaf rewards to one advantage per leaf and per stored transition.
 
-group_relative is GRPO's z-score; spread gives each transition the mean advantage of its leaves (itself, on a path); branch and tree_backup
-are the credit rules of BranchGRPO and TreeGRPO. All statistics are in fp64 and depend on (reward, group) alone: give them the whole
-iteration, gathered over processes, and the result does not depend on how many there are.
+group_relative is GRPO's z-score; spread gives each transition the mean advantage of its leaves (itself, on a path); branch, tree_backup
+and granular are the credit rules of BranchGRPO, TreeGRPO and G2RPO; siblings and td compare transitions that leave one state, decisiveness
+says which depth decides. All statistics are in fp64 and depend on (reward, group) alone: give them the whole iteration, gathered over
+processes, and the result does not depend on how many there are. siblings, td and granular group by the rows of rollout.states instead:
+there the copies of a prompt belong to one process.
+
+Departures: best_worst selects within each group (DanceGRPO: within a process's whole batch). A group with std < 1e-6 gets 0, which is
+BranchGRPO's rule (DanceGRPO and G2RPO divide by std + 1e-8 all the same). Invalid samples enter no statistic.
 """
 
 from __future__ import annotations
@@ -108,14 +113,69 @@ def _softmax_mean(values: Tensor, logits: Tensor, to: Tensor, ok: Tensor, size: 
     return zeros.index_add(0, to, weight * values) / total.clamp(min=1e-300), total > 0
 
 
+def _values(rollout: Rollout, leaf: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean of the usable leaves (B,) below each transition, 0 where there are none, and their number -> (N,) fp64, (N,) fp64."""
+    leaves, transitions, _ = _pairs(rollout)
+    ok = _usable(leaf, valid)[leaves]
+    zeros = torch.zeros(len(rollout.src), dtype=torch.float64, device=leaf.device)
+    count = zeros.index_add(0, transitions, ok.double())
+    return zeros.index_add(0, transitions, torch.where(ok, leaf.double()[leaves], 0.0)) / count.clamp(min=1), count
+
+
 def spread(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> Tensor:
     """Mean of the leaves below each transition: leaf (B,) -> (N,) fp32. On a path: the leaf's own value.
 
     Leaves that are NaN or not in valid (B,) bool are left out of the mean; above such leaves alone it is 0.
     """
-    leaves, transitions, paths = _pairs(rollout)
-    ok = _usable(leaf, valid)[leaves]
-    return _softmax_mean(leaf.double()[leaves], torch.zeros_like(paths), transitions, ok, len(rollout.src))[0].float()
+    return _values(rollout, leaf, valid)[0].float()
+
+
+def siblings(
+    rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None, ddof: int = 0, eps: float = 1e-4, clip: float | None = 5.0
+) -> Tensor:
+    """Z-score of each transition's mean leaf among the transitions that leave the same state: leaf (B,) -> (N,) fp32.
+
+    TempFlow-GRPO's group of (prompt, seed, step), on the plan fan. Each sibling counts once, however many leaves it has. NaN or invalid
+    leaves are left out, and so are transitions above such leaves alone, which get 0; a transition without siblings gets 0.
+    """
+    value, count = _values(rollout, leaf, valid)
+    return group_relative(value, rollout.src, valid=count > 0, ddof=ddof, eps=eps, clip=clip)
+
+
+def td(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    """Value of what a transition leads to minus value of the state it leaves: leaf (B,) -> (N,) fp32, in the unit of leaf.
+
+    A value is the mean of the leaves below; those below a state are below any transition with its rollout.src. Along a path the sum is the
+    leaf minus the value of its first stored state; over siblings, weighted by their leaves, it is 0; without siblings it is exactly 0.
+    NaN or invalid leaves are left out; a transition above such leaves alone gets 0.
+    """
+    return _td(rollout, leaf, valid).float()
+
+
+def _td(rollout: Rollout, leaf: Tensor, valid: Tensor | None) -> Tensor:
+    value, count = _values(rollout, leaf, valid)
+    _, state = torch.unique(rollout.src, return_inverse=True)
+    known, zeros = count > 0, torch.zeros_like(value)
+    least = torch.full_like(value, torch.inf).scatter_reduce(0, state, torch.where(known, value, torch.inf), "amin")
+    value = torch.where(known, value - least[state], 0.0)  # so that the mean over one child, or over equal ones, is exact
+    mean = zeros.index_add(0, state, count * value) / zeros.index_add(0, state, count).clamp(min=1)
+    return torch.where(known, value - mean[state], 0.0)
+
+
+def decisiveness(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> dict[int, float]:
+    """How much of the leaves' variance each depth decides: {depth in the plan: mean over leaves of td^2 there}, leaf (B,).
+
+    The law of total variance: values are conditional means under the uniform law over usable leaves, hence steps of a path are
+    uncorrelated, and the depths add up to the mean of (leaf - value of the first stored state on its path)^2. That is exact for every
+    plan of flowrl.samplers.plan but granular, whatever branches and whichever leaves are invalid; there a last transition has several
+    leaves, and their variance around their mean, which no transition decides, is missing. A path without a transition at a depth adds 0.
+    """
+    leaves, transitions, _ = _pairs(rollout)
+    ok = _usable(leaf, valid)
+    depth = rollout.plan.depth.to(leaf.device)[rollout.edge]
+    square = torch.where(ok[leaves], _td(rollout, leaf, valid).square()[transitions], 0.0)
+    total = torch.zeros(len(rollout.plan.depth), dtype=torch.float64, device=leaf.device).index_add(0, depth[transitions], square)
+    return {d: float(total[d]) / max(int(ok.sum()), 1) for d in sorted(set(depth.tolist()))}
 
 
 def _usable(values: Tensor, valid: Tensor | None) -> Tensor:
@@ -181,3 +241,50 @@ def tree_backup(rollout: Rollout, leaf_advantages: Tensor, *, temperature: float
     leaves alone, which get 0: group_relative gives an invalid sample 0, which is no estimate of what its edges are worth.
     """
     return _recursive(rollout, leaf_advantages, _usable(leaf_advantages, valid), temperature)[0].float()
+
+
+def granular(
+    rollout: Rollout,
+    rewards_total: Tensor,
+    *,
+    valid: Tensor | None = None,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    clip: float | None = 5.0,
+) -> Tensor:
+    """G2RPO (arXiv:2510.01982): sum over strides of z-scores among the leaves of one stride from one state: rewards (B,) -> (N,) fp32.
+
+    The n-th leaf right below a transition is its n-th stride (plan.granular), and is compared with the n-th leaves of the transitions with
+    its rollout.src. Clipped after the sum, as in the reference code, which also adds several rewards before it: use clip=None for that.
+    NaN or invalid leaves are left out; a transition with none right below it gets 0.
+    """
+    rows = torch.nonzero(rollout.leaf_edge >= 0).flatten()
+    at, rewards = rollout.leaf_edge[rows], rewards_total[rows]
+    group = rollout.src[at] * len(rollout.leaf_edge) + _place(at)
+    score = group_relative(rewards, group, valid=_usable(rewards_total, valid)[rows], ddof=ddof, eps=eps, clip=None)
+    total = torch.zeros(len(rollout.src), dtype=torch.float64, device=score.device).index_add(0, at, score.double())
+    return (total if clip is None else total.clamp(-clip, clip)).float()
+
+
+def _place(group: Tensor) -> Tensor:
+    """How many equal values come before each one: (n,) -> (n,) int64."""
+    order = group.argsort(stable=True)
+    ordered = group[order]
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device) - torch.searchsorted(ordered, ordered)
+    return place
+
+
+def best_worst(adv: Tensor, group: Tensor, keep: int) -> Tensor:
+    """DanceGRPO's best-of-N: the ceil(keep/2) highest and floor(keep/2) lowest of each group as they are, 0 elsewhere: (B,), (B,) -> (B,).
+
+    Of equal advantages the earlier counts as the lower. A group of at most `keep` stays as it is.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep} must be at least 1: the samples of each group that are trained")
+    _, g, size = torch.unique(group, return_inverse=True, return_counts=True)
+    order = adv.argsort(stable=True)
+    rank = torch.empty_like(order)
+    rank[order] = _place(g[order])
+    kept = (rank < keep // 2) | (rank >= size[g] - (keep - keep // 2))
+    return torch.where(kept, adv, 0.0)

@@ -1,4 +1,4 @@
-"""The command line: train, generate, evaluate, report, show, check, list.
+"""The command line: train, generate, score, evaluate, report, show, check, list.
 
 Exit codes: 0 done, 1 a failure while running, 2 the user's input was wrong and nothing was started.
 """
@@ -131,6 +131,40 @@ def generate(
         for i, item in enumerate(made):
             name = output if len(prompts) == 1 else output.with_stem(f"{output.stem}-{i}")
             _console().print(f"{media.save(item, name)}", soft_wrap=True)
+
+
+@app.command()
+def score(
+    media: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
+    reward: Annotated[list[str], typer.Option(help="NAME or NAME=WEIGHT; once for each reward.")],
+    prompt: Annotated[str | None, typer.Option(help="The prompt of all images.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A .jsonl list of file and prompt a line; default: the folder's own.")] = None,
+    keep_top: Annotated[str | None, typer.Option(help="Of each prompt, keep the best by total: a share such as 20%, or a count.")] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Most images scored at once.")] = 16,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A folder for scores.jsonl and copies of the images, or a .jsonl file.")
+    ] = None,
+) -> None:
+    """Score images, and make the folder that `flowrl train` learns from offline."""
+    from flowrl import log, scoring
+    from flowrl.rewards import load_set
+
+    log.setup()
+    with _input():
+        top = scoring.parse_keep(keep_top) if keep_top is not None else None
+        rewards = load_set(scoring.parse_rewards(reward))
+        samples = scoring.with_meta(scoring.collect(media, prompt=prompt, prompts=prompts), rewards)
+        if output is not None:
+            scoring.check_target(output, samples)
+        scored, problems = scoring.score_files(samples, rewards, chunk=chunk)
+        kept = scored if top is None else scoring.keep_top(scored, top)
+        _console().print(scoring.table(kept, rewards.weights))
+        if output is not None and kept:
+            _console().print(f"{len(kept)} of {len(samples)} images: {scoring.write(output, kept, rewards.weights)}", soft_wrap=True)
+    for problem in problems:
+        typer.secho(f"flowrl: left out: {problem}", fg="red", err=True)
+    if problems:
+        raise typer.Exit(1)
 
 
 @app.command()

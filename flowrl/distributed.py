@@ -76,6 +76,13 @@ class World:
         everyone = gather_object([mine])
         return {name: sum(m.get(name, 0.0) for m in everyone) for name in sorted(set().union(*everyone))}
 
+    def mean_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Mean by name over the processes that have it."""
+        if self.size == 1:
+            return metrics
+        everyone = gather_object([metrics])
+        return {name: sum(v := [m[name] for m in everyone if name in m]) / len(v) for name in sorted(set().union(*everyone))}
+
     def agree(self, reason: str | None) -> str | None:
         """The first process's reason to stop, if any has one: all leave the loop at the same iteration."""
         return reason if self.size == 1 else next((r for r in gather_object([reason]) if r), None)

@@ -109,15 +109,18 @@ class Trainer:
             leaf = algorithm.leaf_advantages(everyone, self.world.gather_groups(rollout.group))
             advantages = algorithm.advantages(rollout, leaf[self.world.part(len(rollout.leaf))])
             columns = algorithm.columns(rollout, advantages, seed=cfg.seed, iteration=i)
+            observed = self.world.mean_metrics(algorithm.observe(rollout, rewards))
+        algorithm.remember(observed)
+        metrics |= observed
         if "log_prob" in algorithm.needs and (self.recompute or not self.proved):
             columns, error = self._proved(rollout, columns)
             metrics |= {} if error is None else {"policy/ratio_error": error}
         with ledger.phase("update"):
             metrics |= self._update(rollout, columns, batch)
+        metrics |= self._winners(rollout, columns)
         self.mid_update = True  # from here on the iteration is finished and recorded, whatever signal comes
-        decay = algorithm.old_decay(self.step)
-        if decay is not None:
-            self.policy.copy_view("default", "old", decay=decay)
+        for view, decay in algorithm.follow(self.step, i).items():
+            self.policy.copy_view("default", view, decay=decay)
         self._samples(i + 1, shown, batch, rollout)
         return Iteration(number=i + 1, rollout=rollout, rewards=rewards, metrics=metrics | ledger.iteration())
 
@@ -153,11 +156,19 @@ class Trainer:
         with self.ledger.phase("reference"):
             recomputed = proof.log_probs(self.algorithm, self.booked, rollout, columns, self.micro)
         if not self.proved:
-            low = proof.prove(recomputed, columns, precision=setup.precision(self.cfg), clip=min(self.algorithm.config.clip))
+            low = proof.prove(recomputed, columns, precision=setup.precision(self.cfg), clip=self.algorithm.clip_size)
             rows, low = self.world.sum(torch.tensor([float(len(columns)), float(low)], device=self.policy.device)).tolist()
             self.proved, self.recompute = rows > 0, low > 0
         error = float((recomputed - columns.log_prob).abs().max()) if len(columns) else None
         return (Columns({**columns.data, "log_prob": recomputed}) if self.recompute else columns), error
+
+    def _winners(self, rollout: Rollout, columns: Columns) -> dict[str, float]:
+        """policy/winner_gain, where a reference is at hand: with full weights only if the method has one."""
+        if self.cfg.train.mode == "full" and "reference" not in self.algorithm.needs:
+            return {}
+        with self.ledger.phase("reference"):
+            gain = objective.winner_gain(self.algorithm, self.booked, rollout, columns)
+        return self.world.mean_metrics({} if gain is None else {"policy/winner_gain": gain})
 
     def _gradient(self, rollout: Rollout, part: Columns, weight: float) -> tuple[dict[str, Tensor], float]:
         """Gradient of the update's mean loss -> (summed metrics, its norm before clipping)."""
@@ -318,10 +329,10 @@ class Trainer:
         if self.saved_at == self.iteration:
             return checkpoint.folder_of(self.path, self.iteration)
         tensors = {"policy": self.policy.state("default"), "ema": self.ema.state_dict()}
-        if "old" in self.algorithm.needs:
-            tensors["old"] = self.policy.state("old")
+        tensors |= {view: self.policy.state(view) for view in setup.views(self.algorithm)}
         tensors["optimizer"] = checkpoint.pack_optimizer(self.parts.raw_optimizer, self.parameters)
         meta: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
+        meta["memory"] = self.algorithm.memory
         meta["scaler"] = distributed.scaler_state(self.parts.accelerator)
         folder = checkpoint.save(self.path, self.iteration, tensors, meta, keep=self.cfg.checkpoint.keep)
         self.saved_at = self.iteration  # not before it is whole: a signal may interrupt the writing
@@ -330,8 +341,9 @@ class Trainer:
     def _load(self, folder: Path) -> None:
         tensors, meta = checkpoint.load(folder)
         self.policy.load_state("default", tensors["policy"])
-        if "old" in tensors:
-            self.policy.load_state("old", tensors["old"])
+        for view in setup.views(self.algorithm):
+            self.policy.load_state(view, tensors[view])
+        self.algorithm.memory = dict(meta.get("memory", {}))
         self.ema.load_state_dict(tensors["ema"])
         checkpoint.unpack_optimizer(self.parts.raw_optimizer, self.parameters, tensors.get("optimizer", {}))
         if meta["scaler"]:

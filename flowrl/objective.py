@@ -22,10 +22,20 @@ def split(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor]:
     return list(order.split(sizes)) if sizes else []
 
 
-def pad(parts: list[Tensor], count: int) -> list[tuple[Tensor, float]]:
-    """(rows, weight factor) of exactly `count` micro-batches: missing ones repeat row 0 with weight 0, so that processes step together."""
-    assert len(parts) <= count and (parts or not count), f"{len(parts)} micro-batches cannot become {count}; give a row of weight 0"
-    return [(rows, 1.0) for rows in parts] + [(rows[:1], 0.0) for rows in parts[:1] * (count - len(parts))]
+def split_units(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor] | None:
+    """Row numbers of micro-batches of whole units (rows that one term of the loss joins); None when a unit exceeds `micro` network rows."""
+    network = algorithm.network_rows(batch)
+    parts: list[Tensor] = []
+    for unit in torch.unique(batch.unit).tolist():
+        rows = torch.nonzero(batch.unit == unit).flatten()
+        if torch.unique(network[rows]).numel() > micro:
+            return None
+        joined = torch.cat([parts[-1], rows]) if parts else rows
+        if parts and torch.unique(network[joined]).numel() <= micro:
+            parts[-1] = joined
+        else:
+            parts.append(rows)
+    return parts
 
 
 def accumulate(
@@ -37,31 +47,24 @@ def accumulate(
     micro: int,
     total_weight: float,
     backward: Callable[[Tensor], None],
-    scale: float = 1.0,
-    count: int | None = None,
 ) -> dict[str, Tensor]:
-    """Add the gradient of scale * loss(batch) / total_weight to the policy's parameters -> metrics, summed over rows.
+    """Add the gradient of loss(batch) / total_weight to the policy's parameters -> metrics, summed over rows.
 
-    Algorithms that couple rows get the exact two-pass form: scores of the whole batch without gradient, c = d loss / d scores, then
-    micro-batches of sum(c * score). `count`: number of backward calls, the same on all processes (None: as many as needed).
+    Where a term of the loss joins rows (algorithm.couples), micro-batches hold whole units. If one does not fit, the exact two-pass form:
+    scores of the whole batch without gradient, c = d loss / d scores, then micro-batches of sum(c * score). Groups never spread over
+    processes, so neither form needs other processes' rows.
     """
-    parts = split(algorithm, batch, micro)
-    plan = pad(parts, len(parts) if count is None else count)
-    factor = scale / total_weight
-    if algorithm.couples != "row":
-        return _two_pass(algorithm, policy, rollout, batch, plan, factor, backward)
+    parts = split(algorithm, batch, micro) if algorithm.couples == "row" else split_units(algorithm, batch, micro)
+    if parts is None:
+        return _two_pass(algorithm, policy, rollout, batch, split(algorithm, batch, micro), total_weight, backward)
     metrics: dict[str, Tensor] = {}
-    for rows, weight in plan:
-        part = _weighted(batch[rows], weight)
+    for rows in parts:
+        part = batch[rows]
         out = algorithm.loss(algorithm.score(policy, rollout, part), part)
-        backward(out.loss * factor)
+        backward(out.loss / total_weight)
         for name, value in out.metrics.items():
             metrics[name] = metrics.get(name, 0) + value
     return metrics
-
-
-def _weighted(batch: Columns, weight: float) -> Columns:
-    return batch if weight == 1 else Columns({**batch.data, "weight": batch.weight * weight})
 
 
 def coefficients(algorithm: Algorithm, scores: dict[str, Tensor], batch: Columns) -> tuple[LossOutput, dict[str, Tensor]]:
@@ -73,15 +76,29 @@ def coefficients(algorithm: Algorithm, scores: dict[str, Tensor], batch: Columns
     return out, {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
 
 
-def _two_pass(algorithm, policy, rollout, batch, plan, factor, backward) -> dict[str, Tensor]:
+def _two_pass(algorithm, policy, rollout, batch, parts, total_weight, backward) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     with torch.no_grad():
-        for rows, weight in plan:
-            if weight:
-                for name, value in algorithm.score(policy, rollout, batch[rows]).items():
-                    whole.setdefault(name, value.new_empty(len(batch)))[rows] = value
+        for rows in parts:
+            for name, value in algorithm.score(policy, rollout, batch[rows]).items():
+                whole.setdefault(name, value.new_empty(len(batch)))[rows] = value
     out, c = coefficients(algorithm, whole, batch)
-    for rows, weight in plan:
+    for rows in parts:
         scores = algorithm.score(policy, rollout, batch[rows])
-        backward(factor * weight * sum((c[name][rows] * value).sum() for name, value in scores.items() if name in c))
+        backward(sum((c[name][rows] * value).sum() for name, value in scores.items() if name in c and value.requires_grad) / total_weight)
     return out.metrics
+
+
+@torch.no_grad()
+def winner_gain(algorithm: Algorithm, policy: Any, rollout: Rollout, batch: Columns, *, most: int = 16) -> float | None:
+    """Mean of fit(policy) - fit(reference) over at most `most` rows of positive advantage, evenly spread; None without any.
+
+    Below 0 the update makes good samples less likely, as preference losses do when they push bad ones away further.
+    """
+    rows = torch.nonzero(batch.adv > 0).flatten()
+    if not len(rows):
+        return None
+    part = batch[rows[torch.linspace(0, len(rows) - 1, min(most, len(rows))).round().long()]]
+    now = algorithm.fit(policy, rollout, part)
+    with policy.view("reference"):
+        return float((now - algorithm.fit(policy, rollout, part)).mean())

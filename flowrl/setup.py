@@ -96,8 +96,8 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     for used in (guidance, cfg.eval.guidance, cfg.eval.baseline_guidance or "none"):
         policy.branches(used)  # a guidance that the model does not know is refused here
     check_signal(cfg, algorithm)
-    if "old" in algorithm.needs:
-        policy.add_view("old")
+    for view in views(algorithm):
+        policy.add_view(view)
     if "reference" in algorithm.needs and cfg.train.mode == "full":
         policy.add_view("reference")  # a frozen copy; with LoRA it is the adapters switched off
     parameters = {name: p for part in policy.parts.values() for name, p in part.items()}
@@ -109,6 +109,11 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
         optimizer=accelerator.prepare(raw), ema=Ema(parameters, decay=cfg.ema.decay, every=cfg.ema.every),
         ledger=Ledger(policy.device), plan=plan,
     )  # fmt: skip
+
+
+def views(algorithm: Algorithm) -> list[str]:
+    """Copies of the trained weights that the algorithm keeps beside them."""
+    return sorted(algorithm.needs & {"old", "anchor"})
 
 
 def check_meta(rewards: RewardSet, sources: dict[str, data.Prompts]) -> None:
@@ -129,7 +134,7 @@ def check_signal(cfg: Config, algorithm: Algorithm) -> None:
     """Settings with which a run would go on without doing what it says -> ValueError, or a warning where the run still trains."""
     if cfg.batch.group == 1:
         raise ValueError("batch.group=1: an advantage is a reward minus its group's mean, which is 0 for a single sample; use at least 2")
-    if cfg.stop.kl is not None and "reference" not in algorithm.needs:
+    if cfg.stop.kl is not None and not algorithm.config.kl_weight:
         raise ValueError(f"stop.kl={cfg.stop.kl} needs policy/kl, which is measured only with algorithm.kl_weight above 0")
     steps = cfg.iterations * cfg.batch.updates
     if cfg.ema.decay and cfg.ema.every > steps:
@@ -245,7 +250,7 @@ class Booked:
         before = self.policy.calls
         with self.ledger.work("network", rows=len(x)), self.autocast():
             v = self.policy.velocity(x, sigma, cond, rows, **options)
-        self.ledger.add_nfe("update", self.policy.calls - before)
+        self.ledger.add_nfe("update" if torch.is_grad_enabled() else "reference", self.policy.calls - before)
         self.rows = len(x)
         return v
 

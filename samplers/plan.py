@@ -1,14 +1,19 @@
 """Constructors of Plan: which edges one copy of a prompt walks, which are stochastic, which are trained.
 
-full, ode, window: one path. branch, tree, fan: several leaves share prefixes. compress: a coarser ODE tail (MixGRPO-Flash).
+full, ode, window: one path. branch, tree, fan, granular: several leaves share prefixes. compress: a coarser ODE tail (MixGRPO-Flash).
 The last edge of every plan is deterministic: there std -> 0 and a log-prob overflows. All take sigmas (T+1,) descending; step i goes
 from sigmas[i] to sigmas[i+1]. eta = 0 gives an all-ODE plan. `init` says which roots share x_T: "sample" none, "group" those of one
 prompt, "batch" all.
+
+Departures: the trunk of fan and granular ends at the last of `steps` (TempFlow-GRPO and G2RPO sample it to the end). granular's sub-grids
+begin at the end of the branch (G2RPO's code goes one fine step first, to k + 2), and its strides share the first network call. Windows
+drawn at random are functions of (seed, iteration), equal on all processes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -44,9 +49,9 @@ class _Edges:
     def steps(self) -> int:
         return len(self.sigmas) - 1
 
-    def add(self, parent: int, step: int, noisy: bool = False) -> int:
-        """Append the edge of `step` below edge `parent` (-1: the root); a noisy edge is SDE and trained. -> its index."""
-        self.rows.append((parent, step, noisy and self.eta > 0))
+    def add(self, parent: int, step: int, noisy: bool = False, *, end: int | None = None) -> int:
+        """Append the edge sigmas[step] -> sigmas[end] (the next) below edge `parent` (-1: the root); noisy: SDE, trained. -> its index."""
+        self.rows.append((parent, step, step + 1 if end is None else end, noisy and self.eta > 0))
         return len(self.rows) - 1
 
     def chain(self, parent: int, steps: Iterable[int], noisy: Callable[[int], bool] = lambda step: False) -> int:
@@ -55,13 +60,13 @@ class _Edges:
         return parent
 
     def build(self, **options) -> Plan:
-        parent, step, noisy = (torch.tensor(column) for column in zip(*self.rows, strict=True))
+        parent, start, end, noisy = (torch.tensor(column) for column in zip(*self.rows, strict=True))
         capped = self.sde == "flow_sde" and self.steps > 1 and float(self.sigmas[0]) > flow_sde.AT_ONE
         return Plan(
             parent=parent,
             root=torch.zeros_like(parent),
-            sigma=self.sigmas[step],
-            sigma_next=self.sigmas[step + 1],
+            sigma=self.sigmas[start],
+            sigma_next=self.sigmas[end],
             kind=torch.where(noisy, SDE, ODE),
             eta=noisy.double() * self.eta,
             trained=noisy,
@@ -153,15 +158,40 @@ def fan(sigmas: Tensor, *, steps: Iterable[int], children: int, eta: float, sde:
 
     The trunk ends at the last of `steps`. Leaves children * len(steps); NFE max(steps) + 1 + children * sum(T - 1 - k for k in steps).
     """
+    return granular(sigmas, steps=steps, children=children, strides=(1,), eta=eta, sde=sde, init=init)
+
+
+def granular(
+    sigmas: Tensor,
+    *,
+    steps: Iterable[int],
+    children: int,
+    strides: Iterable[int] = (1, 2, 3),
+    eta: float,
+    sde: str = "flow_sde",
+    init: Init = "sample",
+) -> Plan:
+    """Granular-GRPO (G2RPO, arXiv:2510.01982): fan, each branch of which is finished once per stride: leaves at several step sizes.
+
+    From the end of a branch at step k, stride L walks the steps k+1, k+1+L, k+1+2L, ... and last T, by ODE. The leaves of a branch come
+    in the order of `strides`, len(steps) * children * len(strides) in all. The first call below a branch serves all its strides, so NFE is
+    max(steps) + 1 + children * sum over k of (1 + sum over L of (ceil((T-1-k) / L) - 1)). Strides that reach T in one edge are one node.
+    """
     edges = _Edges(sigmas, eta, sde, init)
     _at_least_one(children=children)
-    steps = _steps_before_last("steps", steps, edges.steps - 1)
+    steps, strides, end = _steps_before_last("steps", steps, edges.steps - 1), list(strides), edges.steps
+    if not strides or min(strides) < 1 or len(set(strides)) < len(strides):
+        raise ValueError(f"strides={strides} must be one or more different numbers >= 1; 1 keeps every step")
     trunk = -1
-    for i in range(steps[-1] + 1):
-        for _ in range(children if i in steps else 0):
-            edges.chain(edges.add(trunk, i, noisy=True), range(i + 1, edges.steps))
-        if i < steps[-1]:
-            trunk = edges.add(trunk, i)
+    for k in range(steps[-1] + 1):
+        for _ in range(children if k in steps else 0):
+            branch = edges.add(trunk, k, noisy=True)
+            for stride in strides:
+                at = branch
+                for a, b in itertools.pairwise([*range(k + 1, end, stride), end]):
+                    at = edges.add(at, a, end=b)
+        if k < steps[-1]:
+            trunk = edges.add(trunk, k)
     return edges.build()
 
 
@@ -232,7 +262,7 @@ def _coarser(grid: list[float], tail: float, kappa: float | None, count: str) ->
     return [grid[0], *out[1:-1].tolist(), grid[-1]]
 
 
-Schedule = Literal["progressive", "random", "decay", "exp_decay", "frozen"]
+Schedule = Literal["progressive", "random", "geometric", "decay", "exp_decay", "frozen"]
 
 
 def window_start(
@@ -255,7 +285,8 @@ def window_start(
     The window of `size` steps stays inside [low, high), high = steps - 1 by default (the last step is ODE).
     progressive: moves on by `stride` every `every` iterations and returns to `low` at the end. decay, exp_decay: the same, with a stay of
     max(every_min, int(every (1 - l/M) + every_min l/M)), M = steps - 2, or ceil(every exp(-rate max(l - knee, 0))), at position l.
-    random: uniform at each iteration (Flow-GRPO-Fast), equal on all processes. frozen: always `low`.
+    random: uniform at each iteration (Flow-GRPO-Fast). geometric: i-th of the n positions with probability (1-r) r^i / (1 - r^n), r = rate
+    in (0, 1), small: early (TreeGRPO, arXiv:2512.08153, r = .5). frozen: always `low`.
     """
     high = steps - 1 if high is None else high
     if size < 1 or low < 0 or high > steps - 1 or low + size > high:
@@ -267,8 +298,8 @@ def window_start(
     positions = range(low, high - size + 1, stride)
     if schedule == "frozen":
         return low
-    if schedule == "random":
-        return low + int(keys.uniform(keys.key("window", seed, iteration)) * (high - size - low + 1))
+    if schedule in ("random", "geometric"):
+        return low + _drawn(schedule, high - size - low + 1, rate, float(keys.uniform(keys.key("window", seed, iteration))))
     if schedule == "progressive":
         stays = [every for _ in positions]
     elif schedule == "decay":
@@ -277,13 +308,22 @@ def window_start(
     elif schedule == "exp_decay":
         stays = [math.ceil(every * math.exp(-rate * max(l - knee, 0))) for l in positions]
     else:
-        raise ValueError(f'window schedule "{schedule}" is unknown; choose progressive, random, decay, exp_decay or frozen')
+        raise ValueError(f'window schedule "{schedule}" is unknown; choose progressive, random, geometric, decay, exp_decay or frozen')
     left = iteration % sum(stays)
     for position, stay in zip(positions, stays, strict=True):
         if left < stay:
             return position
         left -= stay
     raise AssertionError("unreachable: left < sum(stays)")
+
+
+def _drawn(schedule: str, n: int, rate: float, u: float) -> int:
+    """Where the distribution function over 0..n-1 passes u in [0, 1)."""
+    if schedule == "random":
+        return int(u * n)
+    if not 0 < rate < 1:
+        raise ValueError(f"rate={rate} of a geometric window must lie between 0 and 1 (TreeGRPO: 0.5); rate=1 would be schedule random")
+    return min(int(math.log1p(-u * (1 - rate**n)) / math.log(rate)), n - 1)  # rounding may reach n
 
 
 def nfe(plan: Plan, copies: int = 1) -> int:

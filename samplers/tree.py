@@ -68,6 +68,11 @@ def grow(
     return forest.rollout(nfe)
 
 
+def own_noise(noise: Noise, path: Tensor) -> Tensor:
+    """Noise of SDE edges named by their path, (n,) int64 -> (n, *L); of correlated siblings, the part they do not share."""
+    return noise(key("own", path))
+
+
 def _evaluate(velocity: Velocity, level: _Level, micro: int | None) -> Tensor:
     n, row = len(level.row), level.row.to(level.x.device)
     most = micro or n
@@ -252,7 +257,7 @@ class _Forest:
 
     def xi(self, path: Tensor, parent_path: Tensor) -> Tensor:
         """Noise of SDE edges; siblings of a correlated plan share a part: (xi_0 + s eta_b) / sqrt(1 + s^2) (BranchGRPO)."""
-        own = self.noise(key("own", path))
+        own = own_noise(self.noise, path)
         s = self.plan.correlation
         return own if s is None else (self.noise(key("siblings", parent_path)) + s * own) / (1 + s * s) ** 0.5
 

@@ -191,7 +191,7 @@ def test_decay_zero_copies_the_policy_bit_for_bit():
     """(e)"""
     algorithm, policy = make(decay=0), ToyPolicy(0.3)
     torch.nn.init.normal_(policy.net[0].weight)
-    policy.update_old(algorithm.old_decay(1))
+    policy.update_old(algorithm.follow(1, 0)["old"])
     assert all(torch.equal(a, b) for a, b in zip(policy.old.parameters(), policy.net.parameters(), strict=True))
 
 
@@ -200,7 +200,7 @@ def test_decay_zero_copies_the_policy_bit_for_bit():
     [(0, [0, 0, 0, 0, 0, 0]), (1, [0, 0.001, 0.075, 0.076, 0.5, 0.5]), (2, [0, 0, 0, 0.0075, 0.999, 0.999])],
 )
 def test_decay_tables(decay, table):
-    assert [make(decay=decay).old_decay(n) for n in (0, 1, 75, 76, 500, 1000)] == pytest.approx(table)
+    assert [make(decay=decay).follow(n, 0)["old"] for n in (0, 1, 75, 76, 500, 1000)] == pytest.approx(table)
 
 
 def test_each_sample_trains_its_own_random_noise_levels_one_dropped():
@@ -315,5 +315,5 @@ def test_a_toy_flow_learns(options):
         weight = float(rows.weight.sum())
         objective.accumulate(algorithm, policy, rollout, rows, micro=1000, total_weight=weight, backward=torch.Tensor.backward)
         optimizer.step()
-        policy.update_old(algorithm.old_decay(i + 1))
+        policy.update_old(algorithm.follow(i + 1, 0)["old"])
     assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.2

@@ -17,6 +17,7 @@ SHIPPED = {
     "branch-mix": plan.branch(GRID, splits=[0, 3], children=2, eta=0.3, noisy=[5, 6]),
     "tree": plan.tree(GRID, start=1, depth=3, children=3, eta=0.7),
     "fan": plan.fan(GRID, steps=[0, 2, 8], children=4, eta=0.7),
+    "granular": plan.granular(GRID, steps=[0, 2, 8], children=4, eta=0.7),
     "flash": plan.compress(plan.window(GRID, eta=0.7, start=1, size=3), tail=0.4),
 }
 
@@ -38,7 +39,7 @@ def test_leaves_and_trained_edges_by_hand():
     assert count["branch"] == (4, 2 * 3 + 4 * 6)  # steps 0-2 on 2 paths, steps 3-8 on 4
     assert count["branch-mix"] == (4, 2 + 4 + 4 + 4)  # splits 0 and 3, then steps 5 and 6
     assert count["tree"] == (27, 3 + 9 + 27)
-    assert count["fan"] == (12, 12)
+    assert count["fan"] == (12, 12) and count["granular"] == (12 * 3, 12)
 
 
 def test_only_the_window_is_stochastic():
@@ -65,6 +66,34 @@ def test_nfe_formulas(copies):
     assert plan.nfe(plan.ode(GRID, init="group"), copies) == T
     everywhere = plan.fan(GRID, steps=range(T - 1), children=6, eta=0.7)  # TempFlow: T + K sum (T-1-k), less the call at the last step
     assert plan.nfe(everywhere) == T - 1 + 6 * T * (T - 1) // 2
+
+
+def walks(p):
+    """Per leaf the indices into GRID that its path visits, and the index at which its SDE edge starts."""
+    out = []
+    for e in p.leaf_edges.tolist():
+        way, noisy = [T], []
+        while e >= 0:
+            way.insert(0, GRID.tolist().index(float(p.sigma[e])))
+            noisy += way[:1] if p.kind[e] == SDE else []
+            e = int(p.parent[e])
+        out.append((way, noisy))
+    return out
+
+
+def test_granular_finishes_each_branch_once_per_stride_in_their_order():
+    """T = 10, a branch at step 3 ends at 4; six steps are left: all, 4 6 8, and 4 7. Its second child walks the same ways."""
+    p = plan.granular(GRID, steps=[3], children=2, eta=0.7)
+    ways = [[4, 5, 6, 7, 8, 9, 10], [4, 6, 8, 10], [4, 7, 10]]
+    assert walks(p) == [([0, 1, 2, 3, *way], [3]) for way in ways] * 2
+    assert p.trained.nonzero().flatten().tolist() == [3, 3 + 1 + 6 + 3 + 2] and int(p.depth[p.trained].min()) == 3
+    late = plan.granular(GRID, steps=[2, 7], children=1, strides=[5, 2], eta=0.7)
+    assert walks(late) == [
+        ([0, 1, 2, 3, 8, 10], [2]), ([0, 1, 2, 3, 5, 7, 9, 10], [2]),
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8, 10], [7]), ([0, 1, 2, 3, 4, 5, 6, 7, 8, 10], [7]),
+    ]  # fmt: skip
+    flash = plan.compress(p, tail=0.5, solver="euler")  # ceil(.5 of 6, 3, 2 edges) below each branch
+    assert flash.leaves == 6 and flash.edges == 3 + 2 * (1 + 3 + 2 + 1)
 
 
 def test_branchgrpos_published_counts():
@@ -136,6 +165,30 @@ def test_random_windows_are_uniform_seeded_and_inside():
     assert set(starts("frozen", 50, low=2)) == {2}
 
 
+@pytest.mark.parametrize("r", [0.2, 0.5, 0.97])
+def test_geometric_windows_have_treegrpos_frequencies(r):
+    """T = 10, w = 3 of steps 1..7: starts 1..5, the i-th with probability (1 - r) r^i / (1 - r^5)."""
+    draws = 6000
+    out = [plan.window_start("geometric", i, steps=10, size=3, low=1, high=8, rate=r, seed=4) for i in range(draws)]
+    for i in range(5):
+        p = (1 - r) * r**i / (1 - r**5)
+        assert abs(out.count(1 + i) / draws - p) < 4 * (p * (1 - p) / draws) ** 0.5, i
+    assert set(out) <= {1, 2, 3, 4, 5}
+
+
+def test_geometric_windows_are_functions_of_seed_and_iteration():
+    out = starts("geometric", 200, rate=0.5, seed=1)
+    assert out == starts("geometric", 200, rate=0.5, seed=1) != starts("geometric", 200, rate=0.5, seed=2)
+    assert plan.window_start("geometric", 3, steps=5, size=4, rate=0.5) == 0  # one position only
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 40])
+@pytest.mark.parametrize("r", [1e-9, 0.5, 1 - 1e-9])
+def test_the_ends_of_the_geometric_draw_stay_inside(r, n):
+    assert plan._drawn("geometric", n, r, 0.0) == 0 and 0 <= plan._drawn("geometric", n, r, 1 - 2.0**-53) < n
+    assert r < 0.5 or n > 5 or plan._drawn("geometric", n, r, 1 - 2.0**-53) == n - 1
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -146,6 +199,10 @@ def test_random_windows_are_uniform_seeded_and_inside():
         (lambda: plan.branch(GRID, splits=[0], children=2, eta=0.3, correlation=-1), "correlation=-1"),
         (lambda: plan.tree(GRID, start=8, depth=2, children=2, eta=0.7), "stays ODE"),
         (lambda: plan.fan(GRID, steps=[], children=2, eta=0.7), r"steps=\[\]"),
+        (lambda: plan.granular(GRID, steps=[9], children=2, eta=0.7), r"steps=\[9\].*stays ODE"),
+        (lambda: plan.granular(GRID, steps=[0], children=2, strides=(), eta=0.7), r"strides=\[\]"),
+        (lambda: plan.granular(GRID, steps=[0], children=2, strides=(2, 0), eta=0.7), r"strides=\[2, 0\]"),
+        (lambda: plan.granular(GRID, steps=[0], children=2, strides=(2, 2), eta=0.7), "different numbers"),
         (lambda: plan.full(GRID, eta=-1.0), "eta=-1.0"),
         (lambda: plan.full(GRID, eta=1.2, sde="cps"), "eta=1.2 is too much for cps"),
         (lambda: plan.full(GRID, eta=0.7, sde="flow"), 'unknown sde "flow"'),
@@ -155,6 +212,8 @@ def test_random_windows_are_uniform_seeded_and_inside():
         (lambda: plan.compress(plan.full(GRID, eta=0.7), tail=0.0), "tail=0.0"),
         (lambda: plan.window_start("progressive", 0, steps=10, size=10), "does not fit"),
         (lambda: plan.window_start("slow", 0, steps=10, size=2), "choose progressive"),
+        (lambda: plan.window_start("geometric", 0, steps=10, size=2, rate=1.0), "rate=1.0 of a geometric window"),
+        (lambda: plan.window_start("geometric", 0, steps=10, size=2, rate=0.0), "rate=0.0 of a geometric window"),
     ],
 )
 def test_bad_arguments_are_answered_with_a_sentence(make, message):

@@ -1,5 +1,7 @@
 """The engine: each distinct state once, noise by name, stored steps that reproduce their log-probs."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -41,6 +43,7 @@ PLANS = {
     "branch-mix": lambda init: plan.branch(GRID, splits=[1, 3], children=2, eta=0.3, noisy=[4], init=init),
     "tree": lambda init: plan.tree(GRID, start=2, depth=2, children=3, eta=0.7, init=init),
     "fan": lambda init: plan.fan(GRID, steps=[0, 3, 6], children=2, eta=0.7, init=init),
+    "granular": lambda init: plan.granular(GRID, steps=[1, 4, 6], children=2, eta=0.7, init=init),
     "flash": lambda init: plan.compress(plan.window(GRID, eta=0.7, start=1, size=2, init=init), tail=0.4),
 }
 
@@ -52,6 +55,80 @@ def test_network_rows_equal_the_count_on_the_table(name, init):
     grown = tree.grow(field, noise, p, shape=SHAPE, rows=torch.tensor([0, 1, 0, 0]))
     assert field.rows == grown.nfe == plan.nfe(p, 3) + plan.nfe(p, 1)
     assert field.calls == int(p.depth.max()) + 1
+
+
+def cost_table(s, K):
+    """Spec 12: (plan with one x_T a prompt, network rows before the copies part, rows of each copy, trained edges, distinct states)."""
+    steps = [0, 2, T - 2]
+    ode_left = {k: T - 1 - k for k in steps}
+    split = [K ** sum(b <= i for b in (0, 2)) for i in range(T - 1)]
+    fine = K * sum(1 + sum(math.ceil(n / L) - 1 for L in (1, 2, 3)) for n in ode_left.values())
+    shared = {"eta": 0.7, "init": "group"}
+    return {
+        "Flow-GRPO": (plan.full(GRID, **shared), 1, T - 1, T - 1, T - 1),
+        "Mix": (plan.window(GRID, start=s, size=3, **shared), s + 1, T - s - 1, 3, 3),
+        "Flash": (plan.compress(plan.window(GRID, start=s, size=3, **shared), tail=0.4), s + 1, 2 + math.ceil((T - s - 3) * 0.4), 3, 3),
+        "Branch": (plan.branch(GRID, splits=[0, 2], children=K, **shared), 1, sum(split), sum(split), sum([1, *split[:-1]])),
+        "Tree": (
+            plan.tree(GRID, start=s, depth=2, children=K, **shared), s + 1, K + K**2 * (T - s - 2), K + K**2, 1 + K,
+        ),
+        "TempFlow": (plan.fan(GRID, steps=steps, children=K, **shared), T - 1, K * sum(ode_left.values()), 3 * K, 3),
+        "G2RPO": (plan.granular(GRID, steps=steps, children=K, **shared), T - 1, fine, 3 * K, 3),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("copies", [1, 3])
+@pytest.mark.parametrize(("start", "children"), [(0, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize("name", cost_table(0, 2))
+def test_the_engine_spends_what_the_formula_says(name, start, children, copies):
+    """Copies share x_T: the first `common` rows serve them all; without sharing every copy pays them."""
+    p, common, own, trained, states = cost_table(start, children)[name]
+    together = grow(p, [0] * copies)
+    assert together.nfe == plan.nfe(p, copies) == common + copies * own
+    alone = grow(replace(p, init="sample"), [0] * copies)
+    assert alone.nfe == plan.nfe(alone.plan, copies) == copies * (common + own)
+    assert len(alone.src) == copies * trained and len(alone.src.unique()) == copies * states
+
+
+@pytest.mark.parametrize("T", [2, 3, 7, 12])
+@pytest.mark.parametrize("strides", [(1,), (1, 2, 3), (3, 1), (2, 5), (4, 20)])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_granulars_formula_is_the_table_is_the_engine(T, strides, copies):
+    """max(steps) + 1 + K sum_k (1 + sum_L (ceil((T-1-k)/L) - 1)); strides that reach T at once add nothing, alone or together."""
+    steps, K = range(0, T - 1, 2), 3
+    p = plan.granular(sigmas.shifted(T, 3), steps=steps, children=K, strides=strides, eta=0.7)
+    formula = steps[-1] + 1 + K * sum(1 + sum(math.ceil((T - 1 - k) / L) - 1 for L in strides) for k in steps)
+    field = Field()
+    grown = tree.grow(field, noise, p, shape=SHAPE, rows=torch.tensor([0] * copies))
+    assert plan.nfe(p, copies) == grown.nfe == field.rows == copies * formula
+    assert len(grown.leaf) == copies * len(steps) * K * len(strides) and len(grown.src) == copies * len(steps) * K
+
+
+def test_strides_share_the_first_call_and_equal_ways_are_one_leaf():
+    """T = 8, k = 5: two steps left, so strides 2 and 3 both go 6 -> 8 at once; k = 6: all three do the last step."""
+    grown = grow(plan.granular(GRID, steps=[5, 6], children=1, eta=0.7), [0])
+    a, b, c, d, e, f = grown.leaf.tolist()
+    assert a != b and b == c and d == e == f != b
+    assert grown.nfe == 7 + 2 + 1  # the trunk, 6 and 7 below k = 5, 7 below k = 6
+    assert grown.leaf_edge.tolist() == [0, 0, 0, 1, 1, 1] and len(grown.leaf_key.unique()) == 6
+
+
+def test_a_stride_is_the_ode_loop_over_its_sub_grid():
+    grown = grow(plan.granular(GRID, steps=[1], children=1, eta=0.7), [0])
+    row = torch.zeros(1).long()
+    for leaf, way in zip(grown.leaves, ([2, 3, 4, 5, 6, 7, 8], [2, 4, 6, 8], [2, 5, 8]), strict=True):
+        x = grown.states[grown.dst[0]][None]
+        for i, j in zip(way[:-1], way[1:], strict=True):
+            x = x - (GRID[i] - GRID[j]).float() * Field()(x, GRID[i : i + 1], row)
+        assert torch.allclose(x[0], leaf, atol=1e-6)
+
+
+def test_what_follows_the_window_touches_no_log_prob():
+    """Spec 12.14: of the stored states only the leaf comes from ODE steps, and no transition reads it."""
+    grown = grow(PLANS["window"]("sample"), [0, 1])
+    moved = replace(grown, states=grown.states.index_fill(0, grown.leaf, 1e3))
+    for ends in ("src", "dst"):
+        assert torch.equal(moved.states[getattr(moved, ends)], grown.states[getattr(grown, ends)]), ends
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -184,6 +261,7 @@ def test_one_child_everywhere_is_the_plain_window_or_the_full_plan():
         (plan.tree(GRID, start=2, depth=3, children=1, eta=0.7), plan.window(GRID, eta=0.7, start=2, size=3)),
         (plan.branch(GRID, splits=[0, 2], children=1, eta=0.7, sde="flow_sde"), plan.full(GRID, eta=0.7)),
         (plan.fan(GRID, steps=[4], children=1, eta=0.7), plan.window(GRID, eta=0.7, start=4, size=1)),
+        (plan.granular(GRID, steps=[4], children=1, strides=(1,), eta=0.7), plan.window(GRID, eta=0.7, start=4, size=1)),
     ]
     for a, b in pairs:
         x, y = grow(a, [0, 1, 0]), grow(b, [0, 1, 0])

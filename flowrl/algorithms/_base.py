@@ -1,4 +1,4 @@
-"""What the training loop asks of an algorithm, which owns no loop, no optimizer and no state: all is a function of its arguments.
+"""What the training loop asks of an algorithm, which owns no loop, no optimizer and no random state: all is a function of its arguments.
 
 A plugin is a module of this package with `ALGORITHM`, a subclass of Algorithm ("_" starts the names of shared parts). One iteration:
 
@@ -8,6 +8,8 @@ A plugin is a module of this package with `ALGORITHM`, a subclass of Algorithm (
     rows = algorithm.columns(rollout, advantages, ...)     what is trained: one row per term of the loss
     scores = algorithm.score(policy, rollout, rows)        differentiable numbers (n,): the only part that calls the network
     loss = algorithm.loss(scores, rows)                    pure; summed over rows
+
+Methods that train transitions build on _transitions.py, those that train finished samples on _forward.py.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from flowrl import advantages as credit
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout
 
 
@@ -25,6 +28,28 @@ class Options(BaseModel):
     """Base of every algorithm's Config: unknown keys are errors, values cannot change."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Credit(Options):
+    """From rewards to the advantage of each sample, the same for every method."""
+
+    combine: Literal["rewards", "advantages"] = Field("rewards", description="Several rewards: z-score of the sum, or sum of z-scores.")
+    std: Literal["group", "global"] | None = Field("group", description="An advantage is divided by the spread of its group, all, or none.")
+    ddof: Literal[0, 1] = Field(0, description="Degrees of freedom taken from the standard deviation.")
+    eps: NonNegativeFloat = Field(1e-4, description="Added to the standard deviation.")
+    adv_clip: PositiveFloat = Field(5.0, description="Advantages are clipped to this size.")
+    keep: int | None = Field(None, ge=2, description="Samples of each group that are trained, the best and worst halves; none: all.")
+
+
+class Anchor(Options):
+    """What the policy is held to."""
+
+    kl_weight: NonNegativeFloat = Field(0.0, description="Weight of the distance to the reference; 0: it is not computed.")
+    reference: Literal["frozen", "ema", "reset"] = Field(
+        "frozen", description="The reference: the untrained model, a moving average of the policy, or the policy of some iterations ago."
+    )
+    reference_decay: float = Field(0.99, ge=0, lt=1, description="Decay of reference=ema, applied after each iteration.")
+    reference_every: PositiveInt = Field(40, description="Iterations after which reference=reset becomes the policy again.")
 
 
 class Sampler(Protocol):
@@ -35,16 +60,18 @@ class Sampler(Protocol):
 
 
 class Algorithm:
-    """One instance a run; holds its config and nothing else."""
+    """One instance a run; holds its config, and in `memory` the numbers that a later plan may depend on."""
 
     Config: ClassVar[type[Options]] = Options
-    needs: frozenset[str] = frozenset()  # of "log_prob" | "leaves" | "reference" | "old"
-    couples: ClassVar[Literal["row", "sample", "group"]] = "row"  # what one term of the loss joins
-    rollout_view: ClassVar[Literal["default", "old"]] = "default"  # which weights sample
-    guidance: ClassVar[Literal["none"] | None] = None  # of the rollout; None: the sampler's setting
+    needs: frozenset[str] = frozenset()  # of "log_prob" | "leaves" | "reference" | "old" | "anchor"
+    couples: Literal["row", "sample", "group"] = "row"  # what one term of the loss joins; if not a row: rows of equal column "unit"
+    rollout_view: Literal["default", "old"] = "default"  # which weights sample
+    guidance: Literal["none"] | None = None  # of the rollout; None: the sampler's setting
+    clip_size: float = 1e-4  # what the ratio's self-test compares low-precision errors with
 
     def __init__(self, config: Any):
         self.config = config
+        self.memory: dict[str, float] = {}  # kept in checkpoints
 
     def plan(self, sigmas: Tensor, *, sampler: Sampler, iteration: int, seed: int) -> Plan:
         """Sampling plan of an iteration: sigmas (T+1,) fp64, descending."""
@@ -58,15 +85,24 @@ class Algorithm:
         return int(plan.trained.sum())
 
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
-        """(B,) fp32 from the rewards and groups of the whole iteration, over all processes."""
-        raise NotImplementedError
+        """(B,) fp32 from the rewards and groups of the whole iteration, over all processes; the config is a Credit."""
+        c = self.config
+        adv = credit.combine(rewards, group, how=c.combine, std=c.std, ddof=c.ddof, eps=c.eps, clip=c.adv_clip)
+        return adv if c.keep is None else credit.best_worst(adv, group, c.keep)
 
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
         """Credit of this process's leaves and transitions from its leaf advantages (B,)."""
         return Advantages(leaf=leaf)
 
+    def observe(self, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
+        """Numbers about this process's rollout, to be averaged over processes, logged, and given to `remember`."""
+        return {}
+
+    def remember(self, observed: dict[str, float]) -> None:
+        """Take what later plans need of the numbers of `observe` into `memory`."""
+
     def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
-        """Rows with a signal; at least "prompt" (n,), row of cond, and "weight" (n,) fp32."""
+        """Rows with a signal; at least "prompt" (n,), row of cond, "adv" and "weight" (n,) fp32."""
         raise NotImplementedError
 
     def network_rows(self, batch: Columns) -> Tensor:
@@ -81,6 +117,37 @@ class Algorithm:
         """Sum over rows of weight * term; metrics are summed likewise. The caller divides both by the weight of the update."""
         raise NotImplementedError
 
-    def old_decay(self, step: int) -> float | None:
-        """d of old <- d old + (1 - d) theta after an iteration that ended at optimizer step `step`; None: there is no old policy."""
-        return None
+    def fit(self, policy: Any, rollout: Rollout, batch: Columns) -> Tensor:
+        """(n,): how well the policy's present view explains each row; a log-prob, or minus an error."""
+        raise NotImplementedError
+
+    def follow(self, step: int, iteration: int) -> dict[str, float]:
+        """View -> d of view <- d view + (1 - d) theta, after iteration `iteration` (from 0) that ended at optimizer step `step`."""
+        return {}
+
+
+class Anchored(Algorithm):
+    """An algorithm whose config is an Anchor: `anchor` names the view it is held to."""
+
+    @property
+    def anchor(self) -> str:
+        return "reference" if self.config.reference == "frozen" else "anchor"
+
+    def anchor_needs(self, always: bool = False) -> set[str]:
+        """The view of the reference, when the loss reads it."""
+        return {self.anchor} if always or self.config.kl_weight else set()
+
+    def follow(self, step: int, iteration: int) -> dict[str, float]:
+        c = self.config
+        if "anchor" not in self.needs:
+            return {}
+        if c.reference == "ema":
+            return {"anchor": c.reference_decay}
+        return {"anchor": 0.0} if (iteration + 1) % c.reference_every == 0 else {}
+
+
+def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutput:
+    """LossOutput of a term (n,) and metrics (n,), each weighted by the rows' weights."""
+    return LossOutput(
+        loss=(batch.weight * term).sum(), metrics={name: (batch.weight * value.detach()).sum() for name, value in metrics.items()}
+    )

@@ -1,0 +1,94 @@
+"""BranchGRPO's pruning (arXiv:2509.06040): edges that are walked, so that leaves get rewards, but left out of the backward pass.
+
+Departures from the reference code: width pruning chooses children and leaves as the paper says (the code keeps the top half of *edges*,
+which share their advantage along a chain, and so drops steps). Depth pruning slides as `slide` says: the paper's way is later, the code's
+earlier.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+from torch import Tensor
+
+from flowrl.algorithms._base import Options
+from flowrl.types import Advantages, Rollout
+
+
+class Prune(Options):
+    """Edges of a branching plan that are not trained."""
+
+    width: Literal["none", "parent", "extremes"] = Field(
+        "none", description="After the last split: train all, of each node's children the best, or the way to a prompt's extreme leaves."
+    )
+    leaves: PositiveInt = Field(4, description="width=extremes: as many of the best leaves and as many of the worst.")
+    depth: NonNegativeInt = Field(0, description="Consecutive depths left out, from the last split on; 0: none.")
+    every: PositiveInt = Field(30, description="Iterations after which the depths left out move by one.")
+    slide: Literal["later", "earlier"] = Field("later", description="Where they move to; later returns to the last split at the end.")
+
+    @property
+    def active(self) -> bool:
+        return self.width != "none" or self.depth > 0
+
+
+def pruned(prune: Prune, rollout: Rollout, advantages: Advantages, *, splits: tuple[int, ...], iteration: int) -> Tensor:
+    """(N,) bool: transitions to leave out."""
+    assert advantages.transition is not None
+    last = max(splits)
+    depth = rollout.plan.depth.to(rollout.edge.device)[rollout.edge]
+    out = torch.zeros_like(rollout.trained)
+    if prune.depth:
+        stored = torch.unique(depth)
+        first = _first(prune, last, int(stored.max()), iteration)
+        out |= (depth >= first) & (depth < first + prune.depth)
+    if prune.width == "parent":
+        out |= (depth >= last) & ~_best_child(rollout, advantages.transition, depth, last)
+    elif prune.width == "extremes":
+        out |= (depth >= last) & ~_leads_to(rollout, _extremes(advantages.leaf, rollout.group, prune.leaves))
+    return out
+
+
+def _first(prune: Prune, last: int, deepest: int, iteration: int) -> int:
+    """First depth left out at an iteration."""
+    moves = iteration // prune.every
+    if prune.slide == "earlier":
+        return max(last - moves, 0)
+    return last + moves % (max(deepest - prune.depth - last, 0) + 1)
+
+
+def _best_child(rollout: Rollout, adv: Tensor, depth: Tensor, last: int) -> Tensor:
+    """(N,) bool: at or below the best of the siblings that start at the last split."""
+    at = torch.nonzero(depth == last).flatten()
+    best: dict[int, int] = {}
+    for row, src in zip(at.tolist(), rollout.src[at].tolist(), strict=True):
+        if src not in best or adv[row] > adv[best[src]]:
+            best[src] = row
+    kept = torch.zeros_like(rollout.trained)
+    kept[torch.tensor(list(best.values()), dtype=torch.int64, device=kept.device)] = True
+    for d in range(last + 1, int(depth.max()) + 1):
+        rows = torch.nonzero((depth == d) & (rollout.parent >= 0)).flatten()
+        kept[rows] = kept[rollout.parent[rows]]
+    return kept
+
+
+def _extremes(leaf: Tensor, group: Tensor, count: int) -> Tensor:
+    """(B,) bool: the `count` highest and the `count` lowest of each group."""
+    chosen = torch.zeros(len(leaf), dtype=torch.bool, device=leaf.device)
+    for g in torch.unique(group).tolist():
+        rows = torch.nonzero(group == g).flatten()
+        order = rows[leaf[rows].argsort(stable=True)]
+        chosen[order[:count]] = chosen[order[-count:]] = True
+    return chosen
+
+
+def _leads_to(rollout: Rollout, leaves: Tensor) -> Tensor:
+    """(N,) bool: transitions with one of the chosen leaves (B,) below them."""
+    out = torch.zeros_like(rollout.trained)
+    at = rollout.leaf_edge[leaves]
+    while bool((at >= 0).any()):
+        at = at[at >= 0]
+        out[at] = True
+        at = rollout.parent[at]
+    return out

@@ -1,0 +1,103 @@
+"""AWM, Advantage Weighted Matching (arXiv:2509.25050): policy gradient with minus a weighted flow-matching error as log-likelihood.
+
+l(x0; s, eps) = -w(m) at the same noise for the trained and the old policy, then PPO's clipped ratio exp(l - l_old) of each row, or of
+the mean over a sample's noise levels (ratio="sample": GSPO). A is clipped to +-adv_clip and divided by it. Rollouts may use any solver.
+
+Departures from the reference code (scxue/advantage_weighted_matching), beside those of _forward.py:
+* Rollouts by DPM++2M, not SA-Solver; so its stochastic middle part (noise 0.4 at 0.3 <= s <= 0.9) is missing.
+* The levels' bins share the schedule from step `first` to `range` of it, as the code's discrete modes do (first=1 is its "wo_init").
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor
+
+from flowrl.algorithms import _base, _forward
+from flowrl.algorithms.grpo import mean_of_unit
+from flowrl.types import Advantages, Columns, LossOutput, Rollout
+
+TINY = 1e-10  # added to m where a root is taken
+
+
+class AWMConfig(_forward.ForwardConfig):
+    levels: Literal["schedule", "stratified", "logit_normal", "uniform"] = Field(
+        "stratified", description="Noise levels trained: of the schedule, one from each of equal parts of it, or continuous."
+    )
+    share: Literal["sample", "group", "all"] = Field("all", description="Who is trained at the same noise levels.")
+    weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = Field(
+        "ghuber", description="w(m): m, s m, s^2 m, s sqrt(m), or s m^power / power (generalised Huber)."
+    )
+    power: PositiveFloat = Field(0.25, description="Exponent of ghuber.")
+    ratio: Literal["row", "sample"] = Field("row", description="One ratio for each noise level, or one for each sample.")
+    clip: tuple[PositiveFloat, PositiveFloat] = Field((1.0, 1.0), description="The ratio is clipped to 1 - first .. 1 + second.")
+    ema_weight: NonNegativeFloat = Field(1.0, description="Weight of the mean square distance of velocities to the old policy.")
+    off_policy: bool = Field(False, description="Rollouts and ratios of the old policy, not of the current one.")
+    old_slope: NonNegativeFloat = Field(0.001, description="The old policy's decay is this times the optimizer step ...")
+    old_decay: float = Field(0.3, ge=0, lt=1, description="... and at most this.")
+
+
+class AWM(_forward.ForwardMethod):
+    Config = AWMConfig
+    config: AWMConfig
+
+    def __init__(self, config: AWMConfig):
+        self.rollout_view = "old" if config.off_policy else "default"
+        self.reads_old = config.off_policy or config.ema_weight > 0
+        super().__init__(config)
+        self.couples = "sample" if config.ratio == "sample" else "row"
+
+    def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
+        rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
+        return Columns({**rows.data, "unit": rows.state})
+
+    def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
+        """fit (n,) = -w(m) and fit_old (n,); old, kl (n,): distances of velocities to the old policy and the reference, when weighted."""
+        c, rows = self.config, self.noised(rollout, batch)
+        v = self.velocity(policy, rollout, batch, rows.x)
+        fit = -self.weighted(rows.error(v), batch.sigma)
+        scores = {"fit": fit, "fit_old": fit.detach()}  # on-policy: old weights are those of the update's start
+        if self.reads_old:
+            v_old = self.other(policy, "old", rollout, batch, rows.x, v)
+            scores["old"] = (v - v_old).square().flatten(1).mean(1)
+            if c.off_policy:
+                scores["fit_old"] = -self.weighted(rows.error(v_old), batch.sigma)
+        if c.kl_weight:
+            scores["kl"] = (v - self.other(policy, self.anchor, rollout, batch, rows.x, v)).square().flatten(1).mean(1)
+        return scores
+
+    def weighted(self, m: Tensor, sigma: Tensor) -> Tensor:
+        """w(m): (n,), (n,) -> (n,) fp32; roots in fp64."""
+        s, m, p = sigma.double(), m.double(), self.config.power
+        return {
+            "uniform": lambda: m,
+            "t": lambda: s * m,
+            "t2": lambda: s.square() * m,
+            "huber": lambda: s * ((m + TINY).sqrt() - TINY**0.5),
+            "ghuber": lambda: s * ((m + TINY) ** p - TINY**p) / p,
+        }[self.config.weighting]().float()
+
+    def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
+        c, (low, high) = self.config, self.config.clip
+        log_ratio = scores["fit"] - scores["fit_old"]
+        if c.ratio == "sample":
+            log_ratio = mean_of_unit(log_ratio, batch.unit)
+        ratio, adv = log_ratio.exp(), batch.adv / c.adv_clip
+        clipped = ratio.clamp(1 - low, 1 + high)
+        term = (-adv * ratio).maximum(-adv * clipped)
+        outside = (ratio < clipped) & (adv < 0) | (ratio > clipped) & (adv > 0)
+        metrics = {"policy/clip_fraction": outside.float(), "policy/log_ratio": log_ratio.abs(), "policy/error": -scores["fit"]}
+        for name, weight, metric in (("old", c.ema_weight, "policy/old_distance"), ("kl", c.kl_weight, "policy/kl")):
+            if name in scores:
+                term = term + weight * scores[name]
+                metrics[metric] = scores[name]
+        return _base.summed(term, metrics, batch)
+
+    def follow(self, step: int, iteration: int) -> dict[str, float]:
+        old = {"old": min(self.config.old_slope * step, self.config.old_decay)} if self.reads_old else {}
+        return {**super().follow(step, iteration), **old}
+
+
+ALGORITHM = AWM

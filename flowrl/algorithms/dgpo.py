@@ -1,0 +1,85 @@
+"""DGPO, Direct Group Preference Optimization (arXiv:2510.08425): a Bradley-Terry model of a group's better half against its worse.
+
+With d = m(v) and d_ref of the reference at one noise for the whole group, the loss is A d weighted with W = sigmoid(beta sum_i A_i (d_i -
+d_ref_i) / K), the gradient of -log sigmoid(-beta sum A (d - d_ref) / K) without its leading beta: a group that is solved weighs nothing.
+Advantages add up to 0, so the partition function of the implicit rewards cancels.
+
+Departures from the reference code (Luo-Yihong/DGPO), beside those of _forward.py:
+* Rollouts are of the current policy; the code changes to the averaged one after 200 steps. Its solver is Sana's DPM++, ours DPM++2M.
+* Clipping compares with the old policy, which follows once an iteration, not once an optimizer step.
+* Its dynamic reference is reference=ema; its guided one is reference_guidance.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from flowrl.algorithms import _base, _forward
+from flowrl.types import Columns, LossOutput, Rollout
+
+
+class DGPOConfig(_forward.ForwardConfig):
+    steps: PositiveInt | None = Field(4, description="Noise levels trained per sample; none: all of those there are.")
+    share: Literal["sample", "group", "all"] = Field("all", description="Who is trained at the same noise levels.")
+    range: float = Field(0.7, gt=0, le=1, description="Share of the schedule, from noise on, whose levels are used.")
+    beta: PositiveFloat = Field(
+        100.0, description="Sharpness: 10 to 100 with a frozen reference, 2000 to 5000 with a moving one."
+    )
+    clip: PositiveFloat | None = Field(
+        1e-3, description="No gradient once exp(d_old - d) is this far past 1; none: off."
+    )
+    reference_guidance: float | Literal["none"] = Field("none", description="Guidance of the reference: a scale, or none.")
+    old_slope: float = Field(0.001, ge=0, description="The old policy's decay is this times the optimizer step ...")
+    old_decay: float = Field(0.3, ge=0, lt=1, description="... and at most this.")
+
+
+class DGPO(_forward.ForwardMethod):
+    Config = DGPOConfig
+    config: DGPOConfig
+    couples = "group"
+    guidance = None
+    shared_noise = True
+    compares_reference = True
+
+    def __init__(self, config: DGPOConfig):
+        self.reads_old = config.clip is not None
+        super().__init__(config)
+
+    def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
+        """error, error_ref, error_old (n,) = mean((v - u)^2); kl (n,) when it has a weight."""
+        c, rows = self.config, self.noised(rollout, batch)
+        v = self.velocity(policy, rollout, batch, rows.x)
+        v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v, c.reference_guidance)
+        scores = {"error": rows.error(v), "error_ref": rows.error(v_ref)}
+        if self.reads_old:
+            scores["error_old"] = rows.error(self.other(policy, "old", rollout, batch, rows.x, v))
+        if c.kl_weight:
+            scores["kl"] = (v - v_ref).square().flatten(1).mean(1)
+        return scores
+
+    def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
+        c, d = self.config, scores["error"]
+        with torch.no_grad():
+            total, _, place = _forward.sums(batch.adv * (d - scores["error_ref"]), batch.unit)
+            doubt = torch.sigmoid(c.beta * total[place] / batch.members)  # 1/2 at the reference, 0 once the group is solved
+            stopped = torch.zeros_like(d, dtype=torch.bool)
+            if c.clip is not None:
+                ratio = (scores["error_old"] - d).exp()
+                stopped = (ratio > 1 + c.clip) & (batch.adv > 0) | (ratio < 1 - c.clip) & (batch.adv <= 0)
+        term = doubt * batch.adv * torch.where(stopped, d.detach(), d)
+        metrics = {"policy/doubt": doubt, "policy/clip_fraction": stopped.float(), "policy/error": d}
+        if "kl" in scores:
+            term = term + c.kl_weight * scores["kl"]
+            metrics["policy/kl"] = scores["kl"]
+        return _base.summed(term, metrics, batch)
+
+    def follow(self, step: int, iteration: int) -> dict[str, float]:
+        old = {"old": min(self.config.old_slope * step, self.config.old_decay)} if self.reads_old else {}
+        return {**super().follow(step, iteration), **old}
+
+
+ALGORITHM = DGPO

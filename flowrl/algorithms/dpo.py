@@ -1,0 +1,79 @@
+"""Online Diffusion-DPO (arXiv:2311.12908): the best sample of each group is preferred to its worst.
+
+With errors e of winner and loser at the same noise and level, and those of the reference,
+L = -log sigmoid(-beta/2 [(e_w - e_w_ref) - (e_l - e_l_ref)]). beta takes in the number of steps and latent dims. With media and scores from
+a folder (data.offline) it is the offline method.
+
+Departures from Flow-GRPO's code, beside those of _forward.py:
+* A group whose rewards are all equal gives no pair; the code prefers the first sample to the second.
+* Rollouts are of the current policy; the code's are of the reference. reference=reset with reference_every=40 is its "online" setting.
+* An error is the mean over latent dims of velocities (error="eps": Diffusion-DPO's own), in place of a sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+from torch.nn import functional as F
+
+from flowrl.algorithms import _base, _forward
+from flowrl.types import Advantages, Columns, LossOutput, Rollout
+
+
+class DPOConfig(_forward.ForwardConfig):
+    levels: Literal["schedule", "stratified", "logit_normal", "uniform"] = Field(
+        "logit_normal", description="Noise levels trained: continuous, of the schedule, or one from each of equal parts of it."
+    )
+    share: Literal["group", "all"] = Field("group", description="Who is trained at the same noise levels: winner and loser, or all.")
+    beta: PositiveFloat = Field(100.0, description="Strength of the pull to the reference: 100 online, 2000 to 5000 from a data set.")
+
+
+class DPO(_forward.ForwardMethod):
+    Config = DPOConfig
+    config: DPOConfig
+    couples = "sample"
+    guidance = None
+    shared_noise = True
+    compares_reference = True
+
+    def rows_per_copy(self, plan: Any) -> int:
+        return self.draws(plan) * 2
+
+    def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
+        """The best and the worst leaf of each group with a signal; ties within the best or the worst go to the first."""
+        leaf = []
+        for g in torch.unique(rollout.group[advantages.leaf != 0]).tolist():
+            rows = torch.nonzero((rollout.group == g) & (advantages.leaf != 0)).flatten()
+            adv = advantages.leaf[rows]
+            leaf += [int(rows[adv.argmax()]), int(rows[adv.argmin()])] if float(adv.max()) > float(adv.min()) else []
+        chosen = torch.tensor(leaf, dtype=torch.int64, device=rollout.leaf.device)
+        adv = torch.ones(len(leaf), device=rollout.leaf.device)
+        adv[1::2] = -1
+        return chosen, adv
+
+    def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
+        """error, error_ref (n,); kl (n,) when it has a weight."""
+        rows = self.noised(rollout, batch)
+        v = self.velocity(policy, rollout, batch, rows.x)
+        v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
+        scores = {"error": rows.error(v), "error_ref": rows.error(v_ref)}
+        if self.config.kl_weight:
+            scores["kl"] = (v - v_ref).square().flatten(1).mean(1)
+        return scores
+
+    def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
+        """Each row of a pair carries the pair's term, so that the mean over rows is the mean over pairs."""
+        c = self.config
+        margin, _, place = _forward.sums(batch.adv * (scores["error"] - scores["error_ref"]), batch.unit)
+        term = -F.logsigmoid(-c.beta / 2 * margin)[place]
+        metrics = {"policy/accuracy": (margin < 0).float()[place], "policy/margin": -margin[place], "policy/error": scores["error"]}
+        if "kl" in scores:
+            term = term + c.kl_weight * scores["kl"]
+            metrics["policy/kl"] = scores["kl"]
+        return _base.summed(term, metrics, batch)
+
+
+ALGORITHM = DPO

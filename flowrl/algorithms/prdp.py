@@ -1,0 +1,100 @@
+"""PRDP (arXiv:2402.08714): regress differences of log-likelihood ratios on differences of rewards, within a proximity of the old policy.
+
+r_hat of a sample is log pi_theta / pi_ref summed over its stored steps and latent dims. For each pair of a group,
+l = (r_hat_i - r_hat_j - (r_i - r_j) / beta)^2; l_clip is the same with every step's term clipped to that of the old policy +- clip; the
+loss is the mean of max(l, l_clip) over pairs. Its optimum is the KL-regularised one, so the reference is part of the method.
+
+Departures from the paper (it has no public code):
+* SDE steps of a flow in place of DDPM's. Log-probs stay sums, as in the paper: means over D dims would multiply beta by D.
+* Rewards are the group's advantages (std=none: rewards minus their mean), so that std="group" makes beta independent of their scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field, PositiveFloat, model_validator
+from torch import Tensor
+
+from flowrl.algorithms import _base, _transitions
+from flowrl.types import Advantages, Columns, LossOutput, Rollout
+
+
+class PRDPConfig(_transitions.TransitionConfig):
+    beta: PositiveFloat = Field(10.0, description="Strength of the KL regularisation: reward differences are divided by it.")
+    clip: PositiveFloat = Field(1e-4, description="Proximity: a step's log-ratio (per latent dim) may leave the old policy's by this much.")
+
+    @model_validator(mode="after")
+    def check_plan(self) -> PRDPConfig:
+        _transitions.needs_whole_samples(self, "prdp")
+        if self.sde == "cps":
+            raise ValueError("algorithm.sde=cps has no density, which prdp needs; use flow_sde, dance_sde or ddim")
+        return self
+
+
+class PRDP(_transitions.TransitionMethod):
+    Config = PRDPConfig
+    config: PRDPConfig
+    couples = "group"
+    compares_reference = True
+
+    def __init__(self, config: PRDPConfig):
+        super().__init__(config)
+        self.clip_size = config.clip
+
+    def chosen(self, rollout: Rollout, advantages: Advantages) -> Tensor:
+        return of_groups_with_signal(rollout, advantages)
+
+    def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
+        rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
+        dims = torch.full_like(rows.weight, float(rollout.states[0].numel()))
+        return Columns({**rows.data, "dims": dims, "unit": rows.prompt})
+
+    def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
+        c = self.config
+        ratio = batch.dims * (scores["log_prob"] - scores["log_prob_ref"])  # of a step, summed over latent dims
+        old = batch.dims * (batch.log_prob - scores["log_prob_ref"])
+        near = batch.dims * c.clip
+        clipped = torch.minimum(torch.maximum(ratio, old - near), old + near)
+        sample, place = torch.unique(batch.sample, return_inverse=True)
+        first = first_rows(place)
+        per_sample = {
+            name: torch.zeros(len(sample), device=ratio.device).index_add(0, place, value) for name, value in (("r", ratio), ("c", clipped))
+        }
+        target = batch.adv[first] / c.beta
+        term, held = pair_terms(per_sample["r"] - target, per_sample["c"] - target, batch.unit[first])
+        metrics = {
+            "policy/log_ratio": (ratio - old).abs() / batch.dims,
+            "policy/clip_fraction": (ratio != clipped).float(),
+            "policy/held": held[place],
+        }
+        term = term[place]
+        if "kl" in scores:
+            term = term + c.kl_weight * scores["kl"]
+            metrics["policy/kl"] = scores["kl"]
+        return _base.summed(term, metrics, batch)
+
+
+def pair_terms(gap: Tensor, clipped: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """gap, clipped (m,): r_hat - r / beta of samples -> (m,) mean over the others of the group of max((d_i - d_j)^2, clipped ones);
+    (m,) share of these pairs where the clipped one is larger. Averaged over a group, the first is the mean over its pairs."""
+    peers = (group[:, None] == group[None]) & ~torch.eye(len(group), dtype=torch.bool, device=group.device)
+    plain = (gap[:, None] - gap[None]).square()
+    near = (clipped[:, None] - clipped[None]).square()
+    count = peers.sum(1).clamp(min=1)
+    return (torch.maximum(plain, near) * peers).sum(1) / count, ((near > plain) & peers).sum(1) / count
+
+
+def of_groups_with_signal(rollout: Rollout, advantages: Advantages) -> Tensor:
+    """(N,) bool: transitions of groups in which any advantage differs from 0. A sample at the mean is compared with the others."""
+    assert advantages.transition is not None
+    prompt = rollout.prompt[rollout.src]
+    return torch.isin(prompt, torch.unique(prompt[advantages.transition != 0]))
+
+
+def first_rows(place: Tensor) -> Tensor:
+    """Index of the first row of each value 0..m-1 in place (n,) -> (m,)."""
+    rows = torch.arange(len(place), device=place.device)
+    return torch.full((int(place.max()) + 1,), len(place), device=place.device).scatter_reduce_(0, place, rows, "amin")
+
+
+ALGORITHM = PRDP

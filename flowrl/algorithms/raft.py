@@ -1,0 +1,78 @@
+"""RAFT (arXiv:2304.06767) and RWR: supervised fine-tuning on one's own samples, the best of each group or all weighted by reward.
+
+The loss is the flow-matching error of a sample times its weight. select="best" is RAFT: weight 1 for the `top` best of a group.
+select="softmax" is reward-weighted regression (DDPO's RWR, arXiv:2305.13301, eq. 4): softmax(A / temperature) within the group.
+
+Departures, beside those of _forward.py:
+* Groups whose rewards are all equal are left out; Flow-GRPO's code then trains on every sample, failures too.
+* Of samples with equal rewards the first ones are taken; that code takes all that reach the maximum.
+* RWR weighs advantages, so that temperature does not depend on the reward's scale (std="group").
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from flowrl.algorithms import _base, _forward
+from flowrl.types import Advantages, Columns, LossOutput, Rollout
+
+
+class RAFTConfig(_forward.ForwardConfig):
+    levels: Literal["schedule", "stratified", "logit_normal", "uniform"] = Field(
+        "logit_normal", description="Noise levels trained: continuous, of the schedule, or one from each of equal parts of it."
+    )
+    select: Literal["best", "softmax"] = Field("best", description="Train the best samples of a group, or all, weighted by softmax.")
+    top: PositiveInt = Field(1, description="select=best: samples of a group that are trained.")
+    temperature: PositiveFloat = Field(1.0, description="select=softmax: of the advantages.")
+
+
+class RAFT(_forward.ForwardMethod):
+    Config = RAFTConfig
+    config: RAFTConfig
+    guidance = None
+
+    def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
+        leaf, adv = _forward.members_with_signal(rollout, advantages)
+        if self.config.select == "softmax":
+            return leaf, adv
+        group = rollout.group[leaf]
+        best = [rows[adv[rows].argsort(descending=True, stable=True)[: self.config.top]] for rows in members(group)]
+        kept = torch.cat([leaf[:0], *best])
+        return leaf[kept], adv[kept]
+
+    def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
+        rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
+        if self.config.select == "best" or not len(rows):
+            return rows
+        e = (rows.adv / self.config.temperature).exp()  # |adv| <= adv_clip
+        total, _, place = _forward.sums(e, rows.unit)
+        return Columns({**rows.data, "weight": e / total[place]})
+
+    def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
+        """error (n,); kl (n,) when it has a weight."""
+        rows = self.noised(rollout, batch)
+        v = self.velocity(policy, rollout, batch, rows.x)
+        scores = {"error": rows.error(v)}
+        if self.config.kl_weight:
+            v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
+            scores["kl"] = (v - v_ref).square().flatten(1).mean(1)
+        return scores
+
+    def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
+        term, metrics = scores["error"], {"policy/error": scores["error"]}
+        if "kl" in scores:
+            term = term + self.config.kl_weight * scores["kl"]
+            metrics["policy/kl"] = scores["kl"]
+        return _base.summed(term, metrics, batch)
+
+
+def members(group: Tensor) -> list[Tensor]:
+    """Rows of each group."""
+    return [torch.nonzero(group == g).flatten() for g in torch.unique(group).tolist()]
+
+
+ALGORITHM = RAFT

@@ -1,0 +1,75 @@
+"""Reg-GRPO (DeepVideo-R1, arXiv:2506.07464), carried over to denoising steps: regress the advantage instead of clipping a ratio.
+
+rho of a sample is log pi_theta / pi_old averaged over its stored steps (and latent dims). With its group's mean and std, A_hat = (rho -
+mean) / (std + eps) predicts the advantage, and the loss is (A - A_hat)^2 plus the KL to the reference. No clip.
+
+Departures from the paper, which is about language models:
+* At the old policy every rho is 0, and so is their std: A_hat would be 0 / 0. ratio_eps keeps it finite; the first step's direction is
+  that of A grad rho, its size is the optimizer's business.
+* The scale of rho is not identified (A_hat of a rho + b is that of rho), so nothing but the KL and the optimizer's steps hold it.
+* scale="fixed" regresses rho / ratio_eps instead, without std: GVPO's form (arXiv:2504.19599), which has an optimum.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, PositiveFloat, model_validator
+from torch import Tensor
+
+from flowrl.algorithms import _base, _transitions
+from flowrl.algorithms.prdp import first_rows, of_groups_with_signal
+from flowrl.types import Advantages, Columns, LossOutput, Rollout
+
+
+class RegGRPOConfig(_transitions.TransitionConfig):
+    scale: Literal["std", "fixed"] = Field("std", description="What a log-ratio is divided by: its group's std + ratio_eps, or ratio_eps.")
+    ratio_eps: PositiveFloat = Field(1e-4, description="Size of a log-ratio (per latent dim) that counts as small.")
+
+    @model_validator(mode="after")
+    def check_plan(self) -> RegGRPOConfig:
+        _transitions.needs_whole_samples(self, "reg_grpo")
+        return self
+
+
+class RegGRPO(_transitions.TransitionMethod):
+    Config = RegGRPOConfig
+    config: RegGRPOConfig
+    couples = "group"
+
+    def chosen(self, rollout: Rollout, advantages: Advantages) -> Tensor:
+        return of_groups_with_signal(rollout, advantages)
+
+    def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
+        rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
+        return Columns({**rows.data, "unit": rows.prompt})
+
+    def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
+        c = self.config
+        log_ratio = scores["log_prob"] - batch.log_prob
+        sample, place, steps = torch.unique(batch.sample, return_inverse=True, return_counts=True)
+        rho = torch.zeros(len(sample), device=log_ratio.device).index_add(0, place, log_ratio) / steps
+        first = first_rows(place)
+        predicted = standardised(rho, batch.unit[first], c.ratio_eps, c.scale == "std")
+        term = (batch.adv[first] - predicted).square()[place]
+        metrics = {"policy/log_ratio": log_ratio.abs(), "policy/regression_error": term}
+        if "kl" in scores:
+            term = term + c.kl_weight * scores["kl"]
+            metrics["policy/kl"] = scores["kl"]
+        return _base.summed(term, metrics, batch)
+
+
+def standardised(rho: Tensor, group: Tensor, eps: float, std: bool) -> Tensor:
+    """(rho - mean) / (std + eps) within groups, differentiable, also where all are equal: (m,) -> (m,). std False: divided by eps."""
+    _, place, count = torch.unique(group, return_inverse=True, return_counts=True)
+    zeros = torch.zeros(len(count), device=rho.device)
+    centred = rho - (zeros.index_add(0, place, rho) / count)[place]
+    if not std:
+        return centred / eps
+    var = zeros.index_add(0, place, centred.square()) / count
+    spread = torch.where(var > 0, var.clamp(min=1e-30).sqrt(), 0.0)  # sqrt has no derivative at 0
+    return centred / (spread[place] + eps)
+
+
+ALGORITHM = RegGRPO

@@ -1,0 +1,221 @@
+"""One table of what each algorithm buys: same model, prompts, reward, LoRA and budget; a queue that can stop and go on at any time.
+
+    python scripts/bench_algorithms.py tune  [METHOD ...]   learning rate, then clip: one seed, a third of the budget
+    python scripts/bench_algorithms.py run   [METHOD ...]   the best setting, three seeds for the first tier, one for the others
+    python scripts/bench_algorithms.py claims               runs that the papers' claims need beside those
+    python scripts/bench_algorithms.py table                docs/results.md and its plots, from the cells that are there
+
+A cell is one run, in docs/results/cells/NAME.json; a cell that is there is not run again. The budget counts network rows: forward of
+the rollout and of references 1, forward and backward of a trained row 3. --workers 2 runs two cells side by side, one thread each, and
+marks their seconds as shared; seconds of the table are those of cells that ran alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parents[1] / "docs" / "results"
+BUDGET = 100_000  # network rows
+COMMON = [
+    "model=shapes-sd3", "data=shapes", "reward=shapes", "reward.shapes.reading=strict", "sampler.steps=8", "sampler.guidance=none",
+    "batch.prompts=8", "batch.group=16", "batch.micro=128", "batch.decode=128", "ema.decay=0.8", "ema.every=1", "eval.images=348",
+    "eval.steps=8", "eval.solver=dpm2", "eval.every=0", "eval.baseline_guidance=null", "checkpoint.every=100000", "iterations=100000",
+    "trackers=[]", "model.self_check=false", "optimizer.warmup=0",
+]  # fmt: skip
+WINDOW = ["algorithm.window.size=2", "algorithm.window.every=4"]  # of 8 steps, about the share that 4 of 25 are, and the same travel
+FORWARD = ["algorithm.steps=4"]  # noise levels a sample
+FIRST = {
+    "flow_grpo": [],
+    "dance_grpo": [],
+    "mix_grpo": WINDOW,
+    "mix_grpo_flash": WINDOW,
+    "branch_grpo": ["algorithm.tree.splits=[0,1,2,4]"],
+    "tree_grpo": ["algorithm.tree.children=2", "algorithm.window.size=4"],
+    "tempflow_grpo": ["algorithm.tree.children=4", "batch.group=28"],
+    "nft": FORWARD,
+    "awm": FORWARD,
+    "dgpo": FORWARD,
+    "dpo": FORWARD,
+    "raft": FORWARD,
+}
+SECOND = {
+    "flow_grpo_fast": ["algorithm.window.size=2", "algorithm.window.high=4"],
+    "branch_grpo_mix": ["algorithm.tree.splits=[0,1,2,4]", "algorithm.window.size=2"],
+    "granular_grpo": ["algorithm.tree.children=4", "algorithm.tree.steps=[0,1,2,3]", "batch.group=48"],
+    "grpo_guard": [],
+    "reg_grpo": [],
+    "prdp": [],
+    "ddpo": [],
+    "dpok": [],
+    "crd": FORWARD,
+    "rwr": FORWARD,
+}
+METHODS = FIRST | SECOND
+RATES = ["3e-4", "1e-3", "3e-3"]
+CLIPS = {  # the paper's first; none: the method does not clip, or its clip cannot act
+    **dict.fromkeys(
+        ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "tree_grpo", "tempflow_grpo"), ("[1e-4,1e-4]", "[1e-3,1e-3]")
+    ),
+    **dict.fromkeys(("granular_grpo", "ddpo", "dpok"), ("[1e-4,1e-4]", "[1e-3,1e-3]")),
+    **dict.fromkeys(("branch_grpo", "branch_grpo_mix"), ("[1e-3,1e-3]", "[1e-4,1e-4]")),
+    "flow_grpo_fast": ("[1e-5,1e-5]", "[1e-4,1e-4]"),
+    "grpo_guard": ("[2e-6,2e-6]", "[2e-5,2e-5]"),
+    "prdp": ("1e-4", "1e-3"),
+    "dgpo": ("1e-3", "1e-2"),
+}
+
+
+def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) -> dict[str, Any]:
+    """A run to make: its name is a hash of what it is."""
+    settings = [f"algorithm={method}", *COMMON, *METHODS.get(method, []), *words, f"seed={seed}"]
+    digest = hashlib.sha256(json.dumps([settings, budget]).encode()).hexdigest()[:8]
+    return {
+        "name": f"{kind}-{method}-{seed}-{digest}",
+        "kind": kind,
+        "method": method,
+        "words": words,
+        "settings": settings,
+        "seed": seed,
+        "budget": budget,
+    }
+
+
+def path_of(c: dict[str, Any]) -> Path:
+    return FOLDER / "cells" / f"{c['name']}.json"
+
+
+def result(c: dict[str, Any]) -> dict[str, Any] | None:
+    return json.loads(path_of(c).read_text()) if path_of(c).exists() else None
+
+
+def tuning(method: str) -> list[dict[str, Any]]:
+    """Cells of a method's tuning that can be named by now: the other clip only once the best rate is known."""
+    cells = [cell(method, [f"optimizer.lr={rate}"], seed=0, budget=BUDGET // 3, kind="tune") for rate in RATES]
+    results = [result(c) for c in cells]
+    if method in CLIPS and all(results):
+        best = max(results, key=score)
+        other = [*best["words"], f"algorithm.clip={CLIPS[method][1]}"]
+        cells.append(cell(method, other, seed=0, budget=BUDGET // 3, kind="tune"))
+    return cells
+
+
+def score(r: dict[str, Any]) -> float:
+    return r["after"]["shapes/strict"]["mean"]
+
+
+def finals(method: str) -> list[dict[str, Any]]:
+    """The best setting of a finished tuning, for each seed."""
+    tried = tuning(method)
+    results = [result(c) for c in tried]
+    if not all(results) or len(tried) < len(RATES) + (method in CLIPS):
+        return []
+    words = max(results, key=score)["words"]
+    return [cell(method, words, seed=seed, budget=BUDGET, kind="run") for seed in ((0, 1, 2) if method in FIRST else (0,))]
+
+
+def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
+    """Run a cell in this process until its budget is spent."""
+    from flowrl.config import load_config
+    from flowrl.loop import Trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(load_config(None, [*c["settings"], f"output={folder}/run"]))
+        curve: list[dict[str, float]] = []
+        spent = {"calls": 0.0, "rows": 0.0, "seconds": 0.0}
+        marks = [c["budget"] * k / 6 for k in range(1, 6)]
+        for it in trainer:
+            m = it.metrics
+            spent["calls"] += m["nfe/rollout"] + m.get("nfe/reference", 0) + 3 * m.get("nfe/update", 0)
+            spent["rows"] += m["policy/rows"]
+            spent["seconds"] += m["time/iteration"]
+            point = {"iteration": it.number, **{k: round(v, 2) for k, v in spent.items()}, "reward": m["reward/total"]}
+            point |= {k: m[k] for k in ("policy/kl", "policy/winner_gain", "policy/grad_norm", "policy/clip_fraction") if k in m}
+            point["overhead"] = m["time/overhead_fraction"]
+            if marks and spent["calls"] >= marks[0]:
+                marks = [x for x in marks if x > spent["calls"]]
+                point["strict"] = trainer._evaluate("", trainer.cfg.eval.guidance).mean("shapes/strict")
+            curve.append(point)
+            if spent["calls"] >= c["budget"] or trainer.stopped:
+                break
+        trainer._evaluate("after", trainer.cfg.eval.guidance)
+        record = json.loads((Path(folder) / "run" / "evaluation.json").read_text())
+        rows = {r["name"]: r for r in record["rows"]}
+    strict = rows["after"]["values"]["shapes/strict"]
+    return {
+        **c, "machine": machine(), "alone": alone, "commit": commit(), "spent": spent, "curve": curve, "stopped": trainer.stopped,
+        "before": rows["before"]["metrics"], "after": rows["after"]["metrics"], "paired": record["paired"], "tasks": rows["after"]["tasks"],
+        "images": "".join("." if v is None else str(int(v)) for v in strict),
+    }  # fmt: skip
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    return {"device": device, "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version()}
+
+
+def commit() -> str:
+    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=FOLDER)
+    return run.stdout.strip() or "unknown"
+
+
+def start(c: dict[str, Any], workers: int) -> str:
+    """Run a cell in a process of its own, with its share of the cores."""
+    threads = str(max(1, (os.cpu_count() or 1) // workers))
+    env = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, __file__, "cell", json.dumps(c), *(["--shared"] if workers > 1 else [])]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        return f"{c['name']} FAILED: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}"
+    return f"{c['name']} {done.stdout.strip().splitlines()[-1]}"
+
+
+def work(cells_of: Any, methods: list[str], workers: int) -> None:
+    """Run every cell that `cells_of(method)` names and that is missing, until it names no more."""
+    tried: set[str] = set()
+    while True:
+        todo = [c for m in methods for c in cells_of(m) if not path_of(c).exists() and c["name"] not in tried]
+        if not todo:
+            return
+        tried |= {c["name"] for c in todo}
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            for line in pool.map(lambda c: start(c, workers), todo):
+                print(line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["tune", "run", "claims", "table", "cell"])
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.what == "cell":
+        c = json.loads(args.words[0])
+        out = train(c, alone=not args.shared)
+        path_of(c).parent.mkdir(parents=True, exist_ok=True)
+        path_of(c).write_text(json.dumps(out, indent=None, separators=(",", ":")) + "\n")
+        print(f"strict {out['before']['shapes/strict']['mean']:.3f} -> {score(out):.3f}, {out['spent']['seconds']:.0f} s")
+        return
+    methods = args.words or list(METHODS)
+    if unknown := set(methods) - set(METHODS):
+        parser.error(f"unknown method {sorted(unknown)[0]}; there are {', '.join(METHODS)}")
+    if args.what == "tune":
+        work(tuning, methods, args.workers)
+    elif args.what == "run":
+        work(finals, methods, args.workers)
+
+
+if __name__ == "__main__":
+    main()
