@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parents[1] / "docs" / "results"
-BUDGET = 100_000  # network rows
+BUDGET = 75_000  # network rows
 COMMON = [
     "model=shapes-sd3", "data=shapes", "reward=shapes", "reward.shapes.reading=strict", "sampler.steps=8", "sampler.guidance=none",
     "batch.prompts=8", "batch.group=16", "batch.micro=128", "batch.decode=128", "ema.decay=0.8", "ema.every=1", "eval.images=348",
@@ -129,10 +129,11 @@ def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
     from flowrl.loop import Trainer
 
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(load_config(None, [*c["settings"], f"output={folder}/run"]))
+        whole = c["kind"] != "tune"  # tuning looks at the end only
+        trainer = Trainer(load_config(None, [*c["settings"], f"output={folder}/run", f"eval.at_start={whole}"]))
         curve: list[dict[str, float]] = []
         spent = {"calls": 0.0, "rows": 0.0, "seconds": 0.0}
-        marks = [c["budget"] * k / 6 for k in range(1, 6)]
+        marks = [c["budget"] * k / 6 for k in range(1, 6 if whole else 1)]
         for it in trainer:
             m = it.metrics
             spent["calls"] += m["nfe/rollout"] + m.get("nfe/reference", 0) + 3 * m.get("nfe/update", 0)
@@ -153,7 +154,8 @@ def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
     strict = rows["after"]["values"]["shapes/strict"]
     return {
         **c, "machine": machine(), "alone": alone, "commit": commit(), "spent": spent, "curve": curve, "stopped": trainer.stopped,
-        "before": rows["before"]["metrics"], "after": rows["after"]["metrics"], "paired": record["paired"], "tasks": rows["after"]["tasks"],
+        "before": rows["before"]["metrics"] if whole else None, "after": rows["after"]["metrics"],
+        "paired": record.get("paired"), "tasks": rows["after"]["tasks"],
         "images": "".join("." if v is None else str(int(v)) for v in strict),
     }  # fmt: skip
 
@@ -166,7 +168,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=FOLDER)
+    run = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
     return run.stdout.strip() or "unknown"
 
 
@@ -206,7 +208,7 @@ def main() -> None:
         out = train(c, alone=not args.shared)
         path_of(c).parent.mkdir(parents=True, exist_ok=True)
         path_of(c).write_text(json.dumps(out, indent=None, separators=(",", ":")) + "\n")
-        print(f"strict {out['before']['shapes/strict']['mean']:.3f} -> {score(out):.3f}, {out['spent']['seconds']:.0f} s")
+        print(f"strict {score(out):.3f} after {len(out['curve'])} iterations, {out['spent']['seconds']:.0f} s")
         return
     methods = args.words or list(METHODS)
     if unknown := set(methods) - set(METHODS):

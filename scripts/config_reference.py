@@ -1,6 +1,6 @@
 """Write docs/configuration.md from the schemas: every key with its default, what it accepts, and its meaning.
 
-    python scripts/config_reference.py          # writes docs/configuration.md; a test checks that it is up to date
+python scripts/config_reference.py          # writes docs/configuration.md; a test checks that it is up to date
 """
 
 from __future__ import annotations

@@ -31,7 +31,15 @@ from flowrl.shapes import build, prompts
 from flowrl.shapes.scenes import render
 
 SETTINGS = (
-    "seed", "batch", "time_mean", "flow_scenes", "lr", "faded", "faded_scenes", "faded_lr", "faded_time_mean"
+    "seed",
+    "batch",
+    "time_mean",
+    "flow_scenes",
+    "lr",
+    "faded",
+    "faded_scenes",
+    "faded_lr",
+    "faded_time_mean",
 )  # kept in the provenance
 
 
