@@ -113,13 +113,12 @@ def _softmax_mean(values: Tensor, logits: Tensor, to: Tensor, ok: Tensor, size: 
     return zeros.index_add(0, to, weight * values) / total.clamp(min=1e-300), total > 0
 
 
-def _values(rollout: Rollout, leaf: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Mean of the usable leaves (B,) below each transition, 0 where there are none, and their number -> (N,) fp64, (N,) fp64."""
+def _below(rollout: Rollout, leaf: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum of the usable leaves (B,) below each transition, and their number -> (N,) fp64, (N,) fp64."""
     leaves, transitions, _ = _pairs(rollout)
     ok = _usable(leaf, valid)[leaves]
     zeros = torch.zeros(len(rollout.src), dtype=torch.float64, device=leaf.device)
-    count = zeros.index_add(0, transitions, ok.double())
-    return zeros.index_add(0, transitions, torch.where(ok, leaf.double()[leaves], 0.0)) / count.clamp(min=1), count
+    return zeros.index_add(0, transitions, torch.where(ok, leaf.double()[leaves], 0.0)), zeros.index_add(0, transitions, ok.double())
 
 
 def spread(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> Tensor:
@@ -127,7 +126,8 @@ def spread(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> Te
 
     Leaves that are NaN or not in valid (B,) bool are left out of the mean; above such leaves alone it is 0.
     """
-    return _values(rollout, leaf, valid)[0].float()
+    total, count = _below(rollout, leaf, valid)
+    return (total / count.clamp(min=1)).float()
 
 
 def siblings(
@@ -138,8 +138,8 @@ def siblings(
     TempFlow-GRPO's group of (prompt, seed, step), on the plan fan. Each sibling counts once, however many leaves it has. NaN or invalid
     leaves are left out, and so are transitions above such leaves alone, which get 0; a transition without siblings gets 0.
     """
-    value, count = _values(rollout, leaf, valid)
-    return group_relative(value, rollout.src, valid=count > 0, ddof=ddof, eps=eps, clip=clip)
+    total, count = _below(rollout, leaf, valid)
+    return group_relative(total / count.clamp(min=1), rollout.src, valid=count > 0, ddof=ddof, eps=eps, clip=clip)
 
 
 def td(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> Tensor:
@@ -153,13 +153,12 @@ def td(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> Tensor
 
 
 def _td(rollout: Rollout, leaf: Tensor, valid: Tensor | None) -> Tensor:
-    value, count = _values(rollout, leaf, valid)
+    """td in fp64. Sums, not means, are added over siblings: with one sibling both quotients are of the same two numbers."""
+    total, count = _below(rollout, leaf, valid)
     _, state = torch.unique(rollout.src, return_inverse=True)
-    known, zeros = count > 0, torch.zeros_like(value)
-    least = torch.full_like(value, torch.inf).scatter_reduce(0, state, torch.where(known, value, torch.inf), "amin")
-    value = torch.where(known, value - least[state], 0.0)  # so that the mean over one child, or over equal ones, is exact
-    mean = zeros.index_add(0, state, count * value) / zeros.index_add(0, state, count).clamp(min=1)
-    return torch.where(known, value - mean[state], 0.0)
+    zeros = torch.zeros_like(total)
+    before = zeros.index_add(0, state, total) / zeros.index_add(0, state, count).clamp(min=1)
+    return torch.where(count > 0, total / count.clamp(min=1) - before[state], 0.0)
 
 
 def decisiveness(rollout: Rollout, leaf: Tensor, *, valid: Tensor | None = None) -> dict[int, float]:

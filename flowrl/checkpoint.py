@@ -205,4 +205,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(doomed)
     else:
         path.unlink()
-

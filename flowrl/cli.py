@@ -188,8 +188,14 @@ def evaluate(
         setting = {"guidance": scale, "steps": steps or e.steps, "solver": e.solver, "seed": e.seed if seed is None else seed}
         policy.branches(scale)
         result = evaluation.evaluate(
-            policy, prompts, rewards, images=images or e.images, micro=cfg.batch.micro, decode=cfg.batch.decode,
-            autocast=partial(autocast, cfg.train.precision, policy.device), **setting,
+            policy,
+            prompts,
+            rewards,
+            images=images or e.images,
+            micro=cfg.batch.micro,
+            decode=cfg.batch.decode,
+            autocast=partial(autocast, cfg.train.precision, policy.device),
+            **setting,
         )
         name = f"evaluate, {setting['steps']} steps, guidance {scale}, seed {setting['seed']}"
         _console().print(report.table(evaluation.add_row(run, name, result, prompts, **setting)))

@@ -64,6 +64,17 @@ class LoraConfig(Section):
     init: Literal["gaussian", "kaiming"] = Field("gaussian", description="Distribution of A; B starts at 0: training starts at the base.")
 
 
+class DrawConfig(Section):
+    mode: Literal["once", "refill", "balance"] = Field(
+        "once",
+        description="Sample each group once; add fresh prompts for groups whose rewards are equal (dynamic sampling); or sample a prompt "
+        "again until half a group is good and half is not (Reinforce-Ada).",
+    )
+    rounds: PositiveInt = Field(3, description="Most further rounds of refill or balance.")
+    spread: NonNegativeFloat = Field(1e-6, description="refill: standard deviation of a group's rewards up to which they count as equal.")
+    positive: float | None = Field(None, description="balance: a good sample's reward exceeds this; none: the first round's median.")
+
+
 class TrainConfig(Section):
     parts: list[Literal["denoiser"]] = Field(["denoiser"], min_length=1, description="What is trained.")
     mode: Literal["lora", "full"] = Field("lora", description="Low-rank adapters, or every weight.")
@@ -121,6 +132,7 @@ class GuardConfig(Section):
 class DataConfig(Section):
     train: str = Field("shapes:train", description="Prompts: a .txt (one a line) or .jsonl file, or shapes:train.")
     eval: str | None = Field("shapes:eval", description="Held-out prompts, as train; none: no evaluation.")
+    offline: str | None = Field(None, description="Folder of `flowrl score` to train on, in place of rollouts; its prompts replace train.")
 
     @pydantic.field_validator("train")
     @classmethod
@@ -139,6 +151,7 @@ class Config(Section):
     data: DataConfig = Field(DataConfig(), description="Prompts.")
     sampler: SamplerConfig = Field(SamplerConfig(), description="How rollouts are sampled.")
     batch: BatchConfig = Field(BatchConfig(), description="How many of everything.")
+    draw: DrawConfig = Field(DrawConfig(), description="How often prompts are sampled.")
     train: TrainConfig = Field(TrainConfig(), description="What is trained, and in which precision.")
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW.")
     ema: EmaConfig = Field(EmaConfig(), description="Averaged weights.")
@@ -155,7 +168,7 @@ class Config(Section):
     @classmethod
     def check_algorithm(cls, value: Any) -> Any:
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            raise ValueError(f'no algorithm is named; choose algorithm={"|".join(options("algorithm"))}')
+            raise ValueError(f"no algorithm is named; choose algorithm={'|'.join(options('algorithm'))}")
         schema = algorithm_schema(value["name"])
         return {"name": value["name"]} | schema.model_validate({k: v for k, v in value.items() if k != "name"}).model_dump()
 
@@ -163,7 +176,7 @@ class Config(Section):
     @classmethod
     def check_reward(cls, value: Any) -> Any:
         if not isinstance(value, dict) or not value:
-            raise ValueError(f'no reward is named; choose reward={"|".join(options("reward"))}')
+            raise ValueError(f"no reward is named; choose reward={'|'.join(options('reward'))}")
         out, problems = {}, []
         for label, entry in one_form(value).items():
             out[label] = entry = {"weight": 1.0} | entry

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.registry import did_you_mean
+from flowrl.rewards import RewardSet
 from flowrl.samplers import keys
 from flowrl.types import PromptBatch
 
@@ -18,6 +19,8 @@ Prompts = list[dict[str, Any]]  # each {"prompt": text, **meta}
 
 def load_prompts(source: str) -> Prompts:
     """Prompts of a .txt file (one a line; blank lines are skipped), a .jsonl file ({"prompt": ..., **meta} a line), or shapes:train|eval.
+
+    A line's "reference" is the path of an image, from the file's folder, that joins the prompt's group as one more scored member.
 
     A missing, empty, non-UTF-8 or malformed file -> ValueError that names the file and the line or byte.
     """
@@ -37,7 +40,8 @@ def load_prompts(source: str) -> Prompts:
     if not lines:
         raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
     if path.suffix in (".jsonl", ".json"):
-        return [_entry(line, f"prompt file {path}, line {number}") for number, line in lines]
+        entries = [_entry(line, f"prompt file {path}, line {number}") for number, line in lines]
+        return [e | {"reference": str(path.parent / e["reference"])} if isinstance(e.get("reference"), str) else e for e in entries]
     return [{"prompt": line} for _, line in lines]
 
 
@@ -59,6 +63,20 @@ def select(prompts: Prompts, ids: Tensor) -> PromptBatch:
     rows = [prompts[i] for i in ids.tolist()]
     meta = [{key: value for key, value in row.items() if key != "prompt"} for row in rows]
     return PromptBatch(text=[row["prompt"] for row in rows], ids=ids, meta=meta)
+
+
+def check_meta(rewards: RewardSet, sources: dict[str, Prompts]) -> None:
+    """Every prompt carries what the rewards read of it, as they read it, else ValueError naming the first that does not."""
+    for label, reward in rewards.rewards.items():
+        for source, prompts in sources.items():
+            for prompt in prompts:
+                for key in sorted(reward.reads - prompt.keys()):
+                    raise ValueError(
+                        f'reward "{label}" reads "{key}" of each prompt, which "{prompt["prompt"]}" in {source} does not carry; '
+                        f"add it to that line of a .jsonl file, or choose another reward"
+                    )
+                if complaint := reward.complaint(prompt):
+                    raise ValueError(f'reward "{label}": the prompt "{prompt["prompt"]}" in {source} {complaint}')
 
 
 def _entry(line: str, where: str) -> dict[str, Any]:

@@ -45,15 +45,28 @@ class World:
 
     def share(self, count: int) -> slice:
         """This process's part of `count` prompts; count divides by the number of processes."""
-        return self.part(count // self.size)
-
-    def part(self, each: int) -> slice:
-        """Where this process's `each` rows lie in what `gather` returns."""
+        each = count // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
+    def part(self, rows: int) -> slice:
+        """Where this process's `rows` rows lie in what `gather` returns."""
+        before = sum(self._counts(rows)[: self.rank])
+        return slice(before, before + rows)
+
     def gather(self, value: Tensor) -> Tensor:
-        """Concatenate (n, ...) over processes, in rank order."""
-        return value if self.size == 1 else self.accelerator.gather(value.contiguous())
+        """Concatenate (n, ...) over processes, in rank order; n may differ."""
+        if self.size == 1:
+            return value
+        counts = self._counts(len(value))
+        padded = torch.cat([value, value.new_zeros(max(counts) - len(value), *value.shape[1:])])
+        pieces = self.accelerator.gather(padded.contiguous()).split(max(counts))
+        return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
+
+    def _counts(self, rows: int) -> list[int]:
+        """Rows of every process."""
+        if self.size == 1:
+            return [rows]
+        return self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device)).tolist()
 
     def gather_rewards(self, rewards: Rewards) -> Rewards:
         """Rewards of all processes; errors stay local."""

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl import checkpoint, data, distributed, evaluation, log, media, objective, proof, report, setup
+from flowrl import checkpoint, collect, distributed, evaluation, log, media, objective, proof, report, setup
 from flowrl.config import Config, dump
 from flowrl.rewards import TooManyInvalid, check_valid
-from flowrl.rollout import roll_out, rows_of, score_leaves
+from flowrl.rollout import rows_of
 from flowrl.samplers import plan as plans
 from flowrl.stop import Aborted, StopRequest, by_signal
 from flowrl.types import Columns, PromptBatch, Rewards, Rollout
@@ -64,6 +64,7 @@ class Trainer:
         self.sigmas = setup.schedule(cfg, self.policy)
         self.micro = rows_of(cfg.batch.micro, self.policy, parts.guidance)
         self.booked = setup.Booked(parts)
+        self.collect = collect.Collector(parts)
         self.iteration = self.step = self.nonfinite = 0  # iterations and optimizer steps finished; non-finite updates in a row
         self.hours = 0.0
         self.proved = False  # the ratio's self-test was done
@@ -93,36 +94,32 @@ class Trainer:
     def _iterate(self, i: int) -> Iteration:
         cfg, algorithm, ledger = self.cfg, self.algorithm, self.ledger
         ledger.reset()
-        whole = data.batch(self.prompts, iteration=i, size=cfg.batch.prompts, seed=cfg.seed)
-        batch = data.select(self.prompts, whole.ids[self.world.share(len(whole))])
         plan = algorithm.plan(self.sigmas, sampler=cfg.sampler, iteration=i, seed=cfg.seed)
-        with ledger.phase("rollout"), self.parts.autocast(), self.policy.view(algorithm.rollout_view):
-            rollout = roll_out(
-                self.policy, batch, plan, group=cfg.batch.group, guidance=self.parts.guidance, seed=cfg.seed, iteration=i,
-                micro=cfg.batch.micro, ledger=ledger,
-            )  # fmt: skip
-        rewards, shown = score_leaves(self.policy, rollout, batch, self.rewards, decode=cfg.batch.decode, ledger=ledger)
+        drawn = self.collect(i, plan)
+        rollout, rewards = drawn.rollout, drawn.rewards
         everyone = self.world.gather_rewards(rewards)
         metrics = reward_metrics(everyone)
         check_valid(everyone, cfg.guard.invalid_fraction)
         with ledger.phase("advantages"):
-            leaf = algorithm.leaf_advantages(everyone, self.world.gather_groups(rollout.group))
-            advantages = algorithm.advantages(rollout, leaf[self.world.part(len(rollout.leaf))])
-            columns = algorithm.columns(rollout, advantages, seed=cfg.seed, iteration=i)
+            leaf = algorithm.leaf_advantages(everyone, self.world.gather_groups(rollout.group))[self.world.part(len(rollout.leaf))]
             observed = self.world.mean_metrics(algorithm.observe(rollout, rewards))
+            kept = collect.chosen(drawn, cfg.batch.group).to(leaf.device)  # baselines are made of all draws
+            rollout = collect.take(rollout, kept)
+            advantages = algorithm.advantages(rollout, leaf[kept])
+            columns = algorithm.columns(rollout, advantages, seed=cfg.seed, iteration=i)
         algorithm.remember(observed)
         metrics |= observed
         if "log_prob" in algorithm.needs and (self.recompute or not self.proved):
             columns, error = self._proved(rollout, columns)
             metrics |= {} if error is None else {"policy/ratio_error": error}
         with ledger.phase("update"):
-            metrics |= self._update(rollout, columns, batch)
+            metrics |= self._update(rollout, columns, drawn.batch)
         metrics |= self._winners(rollout, columns)
         self.mid_update = True  # from here on the iteration is finished and recorded, whatever signal comes
         for view, decay in algorithm.follow(self.step, i).items():
             self.policy.copy_view("default", view, decay=decay)
-        self._samples(i + 1, shown, batch, rollout)
-        return Iteration(number=i + 1, rollout=rollout, rewards=rewards, metrics=metrics | ledger.iteration())
+        self._samples(i + 1, drawn)
+        return Iteration(number=i + 1, rollout=drawn.rollout, rewards=rewards, metrics=metrics | ledger.iteration())
 
     def _update(self, rollout: Rollout, columns: Columns, batch: PromptBatch) -> dict[str, float]:
         """`batch.updates` optimizer steps, each on whole prompts -> policy/* averaged over the rows trained."""
@@ -279,10 +276,10 @@ class Trainer:
             log.MetricsFile(self.path).write(result.number, result.metrics)
         self.parts.track(result.metrics, result.number)
 
-    def _samples(self, number: int, shown: Tensor, batch: PromptBatch, rollout: Rollout) -> None:
-        if self.world.main and (number == 1 or number % self.cfg.checkpoint.every == 0) and shown.ndim == 4:
-            captions = [batch.text[g] for g in rollout.group[: len(shown)].tolist()]
-            media.grid(shown, captions).save(self.path / "samples" / f"iteration-{number:06d}.png")
+    def _samples(self, number: int, drawn: collect.Collected) -> None:
+        if self.world.main and (number == 1 or number % self.cfg.checkpoint.every == 0) and drawn.shown.ndim == 4:
+            captions = [drawn.batch.text[g] for g in drawn.rollout.group[: len(drawn.shown)].tolist()]
+            media.grid(drawn.shown, captions).save(self.path / "samples" / f"iteration-{number:06d}.png")
 
     def _stop_rule(self, metrics: dict[str, float]) -> str | None:
         stop = self.cfg.stop

@@ -41,18 +41,20 @@ def rows_of(micro: int, policy: Policy, guidance: float | str) -> int:
 @torch.no_grad()
 def roll_out(
     policy: Policy, batch: PromptBatch, plan: Plan, *, group: int, guidance: float | str, seed: int, iteration: int, micro: int,
-    ledger: Ledger,
+    ledger: Ledger, round_: int = 0,
 ) -> Rollout:  # fmt: skip
     """Grow group / plan.leaves copies of the plan for each prompt; noise is a function of (seed, iteration, prompt id, node path).
 
-    Leaves are data at sigma 0, as decode takes them, even where the schedule ends above it.
+    Leaves are data at sigma 0, as decode takes them, even where the schedule ends above it. round_: how often these prompts were rolled out
+    in this iteration before; the copies are others each time.
     """
-    cond = policy.encode(batch.text)
-    rows = torch.arange(len(batch)).repeat_interleave(group // plan.leaves)
+    cond, copies = policy.encode(batch.text), group // plan.leaves
+    rows = torch.arange(len(batch)).repeat_interleave(copies)
+    numbers = round_ * copies + torch.arange(copies).repeat(len(batch))
     prompt_keys = keys.key(seed, "rollout", iteration, batch.ids)
     grown = tree.grow(
         velocity_of(policy, cond, guidance=guidance, ledger=ledger), noise_of(policy), plan, shape=policy.latent_shape, rows=rows,
-        prompt_keys=prompt_keys[rows], shared_key=keys.key(seed, "shared", iteration), init=init_of(policy, plan),
+        prompt_keys=prompt_keys[rows], copies=numbers, shared_key=keys.key(seed, "shared", iteration), init=init_of(policy, plan),
         micro=rows_of(micro, policy, guidance),
     )  # fmt: skip
     return types.replace(_with_clean_leaves(policy, grown), cond=cond, guidance=guidance)

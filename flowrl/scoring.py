@@ -24,10 +24,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from flowrl.data import load_prompts
+from flowrl.data import check_meta, load_prompts
 from flowrl.media import IMAGE_SUFFIXES, from_pil
 from flowrl.rewards import RewardSet, check_needs, score
-from flowrl.setup import check_meta
 from flowrl.types import MediaContext, replace
 
 LIST = "scores.jsonl"

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl import checkpoint, config, data, distributed, registry
+from flowrl import checkpoint, config, data, distributed, offline, registry
 from flowrl.algorithms._base import Algorithm
+from flowrl.algorithms._transitions import FORKING
 from flowrl.config import Config
 from flowrl.ema import Ema
 from flowrl.ledger import Ledger
@@ -43,6 +44,8 @@ class Parts:
     rewards: RewardSet
     prompts: data.Prompts
     eval_prompts: data.Prompts
+    dataset: offline.Dataset | None  # what is trained on in place of rollouts
+    references: bool  # whether prompts name images that join their groups
     guidance: float | str  # of rollouts
     parameters: dict[str, torch.nn.Parameter]
     raw_optimizer: torch.optim.AdamW
@@ -81,9 +84,10 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
         raise ValueError(f"{path} already holds a run; resume it with `flowrl train --resume {path}`, or choose another output=")
     rewards = load_set(cfg.reward)
     check_needs(rewards, ("meta", "group"))
-    prompts = data.load_prompts(cfg.data.train)
+    dataset = offline.load(cfg.data.offline) if cfg.data.offline else None
+    prompts = dataset.prompts if dataset else data.load_prompts(cfg.data.train)
     eval_prompts = data.load_prompts(cfg.data.eval) if cfg.data.eval else []
-    check_meta(rewards, {"data.train": prompts, "data.eval": eval_prompts})
+    data.check_meta(rewards, {"data.train": [] if dataset else prompts, "data.eval": eval_prompts})
     data.batch(prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
     algorithm = make_algorithm(cfg)
     accelerator = distributed.start(cfg.train.precision, cfg.trackers, path)
@@ -96,6 +100,8 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     for used in (guidance, cfg.eval.guidance, cfg.eval.baseline_guidance or "none"):
         policy.branches(used)  # a guidance that the model does not know is refused here
     check_signal(cfg, algorithm)
+    check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
+    warn_distilled(algorithm, policy, cfg.model.source)
     for view in views(algorithm):
         policy.add_view(view)
     if "reference" in algorithm.needs and cfg.train.mode == "full":
@@ -105,7 +111,8 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     raw = torch.optim.AdamW(parameters.values(), lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, eps=o.eps)
     return Parts(
         cfg=cfg, path=path, accelerator=accelerator, world=world, policy=policy, algorithm=algorithm, rewards=rewards.to(policy.device),
-        prompts=prompts, eval_prompts=eval_prompts, guidance=guidance, parameters=parameters, raw_optimizer=raw,
+        prompts=prompts, eval_prompts=eval_prompts, dataset=dataset, references=not dataset and bool(offline.references(prompts)),
+        guidance=guidance, parameters=parameters, raw_optimizer=raw,
         optimizer=accelerator.prepare(raw), ema=Ema(parameters, decay=cfg.ema.decay, every=cfg.ema.every),
         ledger=Ledger(policy.device), plan=plan,
     )  # fmt: skip
@@ -116,24 +123,12 @@ def views(algorithm: Algorithm) -> list[str]:
     return sorted(algorithm.needs & {"old", "anchor"})
 
 
-def check_meta(rewards: RewardSet, sources: dict[str, data.Prompts]) -> None:
-    """Every prompt carries what the rewards read of it, as they read it, else ValueError naming the first that does not."""
-    for label, reward in rewards.rewards.items():
-        for source, prompts in sources.items():
-            for prompt in prompts:
-                for key in sorted(reward.reads - prompt.keys()):
-                    raise ValueError(
-                        f'reward "{label}" reads "{key}" of each prompt, which "{prompt["prompt"]}" in {source} does not carry; '
-                        f'add it to that line of a .jsonl file, or choose another reward'
-                    )
-                if complaint := reward.complaint(prompt):
-                    raise ValueError(f'reward "{label}": the prompt "{prompt["prompt"]}" in {source} {complaint}')
-
-
 def check_signal(cfg: Config, algorithm: Algorithm) -> None:
     """Settings with which a run would go on without doing what it says -> ValueError, or a warning where the run still trains."""
     if cfg.batch.group == 1:
         raise ValueError("batch.group=1: an advantage is a reward minus its group's mean, which is 0 for a single sample; use at least 2")
+    if cfg.draw.mode == "balance" and getattr(algorithm.config, "plan", "") in FORKING:
+        raise ValueError(f"draw.mode=balance chooses whole samples, and plan={algorithm.config.plan} forks; use draw.mode=refill or once")
     if cfg.stop.kl is not None and not algorithm.config.kl_weight:
         raise ValueError(f"stop.kl={cfg.stop.kl} needs policy/kl, which is measured only with algorithm.kl_weight above 0")
     steps = cfg.iterations * cfg.batch.updates
@@ -141,6 +136,36 @@ def check_signal(cfg: Config, algorithm: Algorithm) -> None:
         logger.warning(
             f"ema.every={cfg.ema.every} exceeds the run's {steps} optimizer steps: the averaged weights, which are evaluated and "
             "exported, will be those before training"
+        )
+
+
+def check_files(
+    algorithm: Algorithm, policy: Policy, dataset: offline.Dataset | None, prompts: data.Prompts, rewards: RewardSet, *, draw: str
+) -> None:
+    """Media from files serve methods that read leaves alone; wrong files or another method -> ValueError."""
+    files = dataset.paths if dataset else offline.references(prompts)
+    if not files:
+        return
+    what = "data.offline trains on media from files" if dataset else 'a prompt with a "reference" adds an image from a file'
+    if "log_prob" in algorithm.needs:
+        raise ValueError(f"{what}, which have no denoising steps to train; use a method on the forward process, as algorithm=nft or dpo")
+    if dataset and draw != "once":
+        raise ValueError(f"draw.mode={draw} samples again, and data.offline samples nothing; use draw.mode=once")
+    if not dataset and "group" in rewards.needs:
+        raise ValueError(f"{what}, which a reward that compares the members of a group cannot judge alone; drop one of the two")
+    offline.check(policy, files)
+    if dataset and dataset.singles:
+        logger.warning(f"{dataset.singles} of {len(prompts)} prompts have a single image in data.offline: its advantage is always 0")
+
+
+def warn_distilled(algorithm: Algorithm, policy: Policy, source: str) -> None:
+    """Forward-process losses take v as that of a flow-matching model, which few-step distilled models are not."""
+    scheduler = type(getattr(getattr(policy, "pipeline", None), "scheduler", None)).__name__
+    words = ("turbo", "lightning", "schnell", "lcm", "tcd", "hyper", "distill", "dmd")
+    if "leaves" in algorithm.needs and any(word in f"{source} {scheduler}".lower() for word in words):
+        logger.warning(
+            f"{source} with {scheduler} looks like a few-step distilled model: methods on the forward process tend to blur it or make it "
+            "collapse; use its base model, or a method on denoising steps"
         )
 
 

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[1] / "docs" / "results"
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
 BUDGET = 75_000  # network rows
 COMMON = [
     "model=shapes-sd3", "data=shapes", "reward=shapes", "reward.shapes.reading=strict", "sampler.steps=8", "sampler.guidance=none",
@@ -75,6 +75,31 @@ CLIPS = {  # the paper's first; none: the method does not clip, or its clip cann
 }
 
 
+TWENTY = ["sampler.steps=20"]
+BRANCH_20 = [*TWENTY, "algorithm.tree.splits=[0,3,6,9]"]
+LONG = ["sampler.steps=25"]
+MIX_25 = [*LONG, "algorithm.window.size=4", "algorithm.window.every=2"]
+FLASH_25 = [*MIX_25, "algorithm.tail_count=code"]
+SEEN = ["data.train=docs/results/few_prompts.jsonl", "data.eval=docs/results/few_prompts.jsonl"]
+CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, share of the budget)
+    "dance_25_14": ("dance_grpo", [*LONG, "algorithm.timestep_fraction=0.5834"], 2),
+    "dance_25_4": ("dance_grpo", [*LONG, "algorithm.timestep_fraction=0.1667"], 2),
+    "mix_25_4": ("mix_grpo", MIX_25, 2),
+    "flash_25_4": ("mix_grpo_flash", FLASH_25, 2),
+    "flash_star_25_4": ("mix_grpo_flash", [*FLASH_25, "algorithm.window.schedule=frozen", "algorithm.tail=0.2"], 2),
+    "dance_20_all": ("dance_grpo", [*TWENTY, "algorithm.timestep_fraction=1.0"], 2),
+    "dance_20_0.6": ("dance_grpo", TWENTY, 2),
+    "branch_20": ("branch_grpo", BRANCH_20, 2),
+    "branch_20_depth": ("branch_grpo", [*BRANCH_20, "algorithm.prune.depth=4", "algorithm.prune.every=3"], 2),
+    "branch_20_width": ("branch_grpo", [*BRANCH_20, "algorithm.prune.width=parent"], 2),
+    "branch_mix_20": ("branch_grpo_mix", [*BRANCH_20, "algorithm.window.size=4"], 2),
+    "prdp_few": ("prdp", SEEN, 1),
+    "ddpo_few": ("ddpo", SEEN, 1),
+    **{f"{m}_{t}_steps": (m, [f"sampler.steps={t}", f"eval.steps={t}"], 1 / 3) for m in ("nft", "awm", "dgpo") for t in (1, 2, 4)},
+    **{f"{m}_{t}_steps": (m, [f"sampler.steps={t}", f"eval.steps={t}"], 1 / 3) for m in ("flow_grpo", "dance_grpo") for t in (2, 4)},
+}  # fmt: skip
+
+
 def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) -> dict[str, Any]:
     """A run to make: its name is a hash of what it is."""
     settings = [f"algorithm={method}", *COMMON, *METHODS.get(method, []), *words, f"seed={seed}"]
@@ -123,6 +148,16 @@ def finals(method: str) -> list[dict[str, Any]]:
     return [cell(method, words, seed=seed, budget=BUDGET, kind="run") for seed in ((0, 1, 2) if method in FIRST else (0,))]
 
 
+def claims(name: str) -> list[dict[str, Any]]:
+    """The run of a claim, at its method's best setting."""
+    method, words, share = CLAIMS[name]
+    best = finals(method)
+    if not best:
+        return []
+    few = ["algorithm.steps=1", "algorithm.first=0", "algorithm.range=1.0"] if "_steps" in name and method in ("nft", "awm", "dgpo") else []
+    return [cell(method, [*best[0]["words"], *words, *few], seed=0, budget=int(BUDGET * share), kind="claim") | {"claim": name}]
+
+
 def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
     """Run a cell in this process until its budget is spent."""
     from flowrl.config import load_config
@@ -151,13 +186,17 @@ def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
         trainer._evaluate("after", trainer.cfg.eval.guidance)
         record = json.loads((Path(folder) / "run" / "evaluation.json").read_text())
         rows = {r["name"]: r for r in record["rows"]}
-    strict = rows["after"]["values"]["shapes/strict"]
     return {
         **c, "machine": machine(), "alone": alone, "commit": commit(), "spent": spent, "curve": curve, "stopped": trainer.stopped,
         "before": rows["before"]["metrics"] if whole else None, "after": rows["after"]["metrics"],
         "paired": record.get("paired"), "tasks": rows["after"]["tasks"],
-        "images": "".join("." if v is None else str(int(v)) for v in strict),
+        "images": marks_of(rows["after"]), "images_before": marks_of(rows["before"]) if whole else None,
     }  # fmt: skip
+
+
+def marks_of(row: dict[str, Any]) -> str:
+    """Right (1), wrong (0) or missing (.) of each held-out image."""
+    return "".join("." if v is None else str(int(v)) for v in row["values"]["shapes/strict"])
 
 
 def machine() -> dict[str, Any]:
@@ -176,8 +215,8 @@ def start(c: dict[str, Any], workers: int) -> str:
     """Run a cell in a process of its own, with its share of the cores."""
     threads = str(max(1, (os.cpu_count() or 1) // workers))
     env = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, "cell", json.dumps(c), *(["--shared"] if workers > 1 else [])]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    command = [sys.executable, str(Path(__file__).resolve()), "cell", json.dumps(c), *(["--shared"] if workers > 1 else [])]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=FOLDER.parents[1])
     if done.returncode:
         return f"{c['name']} FAILED: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}"
     return f"{c['name']} {done.stdout.strip().splitlines()[-1]}"
@@ -210,13 +249,20 @@ def main() -> None:
         path_of(c).write_text(json.dumps(out, indent=None, separators=(",", ":")) + "\n")
         print(f"strict {score(out):.3f} after {len(out['curve'])} iterations, {out['spent']['seconds']:.0f} s")
         return
-    methods = args.words or list(METHODS)
-    if unknown := set(methods) - set(METHODS):
-        parser.error(f"unknown method {sorted(unknown)[0]}; there are {', '.join(METHODS)}")
+    known = list(CLAIMS if args.what == "claims" else METHODS)
+    methods = args.words or known
+    if unknown := set(methods) - set(known):
+        parser.error(f"unknown {sorted(unknown)[0]}; there are {', '.join(known)}")
     if args.what == "tune":
         work(tuning, methods, args.workers)
     elif args.what == "run":
         work(finals, methods, args.workers)
+    elif args.what == "claims":
+        work(claims, methods, args.workers)
+    else:
+        import results_page
+
+        results_page.write()
 
 
 if __name__ == "__main__":

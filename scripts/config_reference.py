@@ -13,6 +13,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from flowrl.algorithms._base import Anchor, Credit
+from flowrl.algorithms._forward import ForwardConfig
+from flowrl.algorithms._transitions import TransitionConfig
 from flowrl.config import Config, algorithm_schema
 from flowrl.registry import choices
 from flowrl.rewards import reward_class
@@ -40,8 +43,13 @@ An unknown key, option or value stops with a sentence that names the nearest val
 below are those of the schema; the files of `configs/model` and `configs/algorithm` change some of them.
 
 Two rules tie numbers together: `batch.prompts` divides by processes x `batch.updates`, and `batch.group` is a multiple of the leaves of one
-copy of the sampling plan (1 for the algorithms that ship).
+copy of the sampling plan (1, unless [its trajectories fork](algorithms/index.md#cost)).
 """
+SHARED: dict[str, tuple[type[BaseModel], ...]] = {
+    "of every method": (Credit, Anchor),
+    "of methods that train denoising steps": (TransitionConfig,),
+    "of methods that train finished samples": (ForwardConfig,),
+}
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
@@ -55,10 +63,10 @@ def accepts(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     if origin in (Union, types.UnionType):
         parts = ["null" if a is type(None) else accepts(a, metadata if a in (int, float) else ()) for a in args]
         return ", ".join(parts) if any(get_origin(a) is Literal for a in args) else " or ".join(parts)
+    if origin is list or (origin is tuple and args[-1] is Ellipsis):
+        return f"list of {accepts(args[0])}"
     if origin is tuple:
         return "[" + ", ".join(accepts(a) for a in args) + "]"
-    if origin is list:
-        return f"list of {accepts(args[0])}"
     if origin is dict:
         return "mapping"
     limits = [f"{sign} {getattr(m, name)}" for m in metadata for name, sign in BOUNDS.items() if getattr(m, name, None) is not None]
@@ -90,6 +98,32 @@ def table(fields: list[tuple[str, FieldInfo]]) -> str:
     return "\n".join(lines)
 
 
+def beyond(schema: type[BaseModel], known: tuple[type[BaseModel], ...]) -> list[tuple[str, FieldInfo]]:
+    """Rows of an algorithm's schema that none of the known ones has, or has with another default, range or meaning."""
+
+    def said(key: str, field: FieldInfo) -> tuple[str, ...]:
+        return (key, default(field), accepts(field.annotation, field.metadata), field.description or "")
+
+    old = {said(*row) for other in known for row in rows(other, "algorithm.")}
+    return [row for row in rows(schema, "algorithm.") if said(*row) not in old]
+
+
+def algorithms() -> Iterator[str]:
+    """The options that methods share, then those of each that are new or have another default."""
+    yield "## algorithm\n\n`algorithm=NAME` chooses a file of `configs/algorithm`; its `name` says which set of options holds.\n"
+    known: tuple[type[BaseModel], ...] = ()
+    for title, schemas in SHARED.items():
+        yield f"### Options {title}\n\n{table([row for schema in schemas for row in beyond(schema, known)])}\n"
+        known = known or schemas
+    for name in choices("flowrl.algorithms"):
+        schema = algorithm_schema(name)
+        held = {title: schemas for title, schemas in SHARED.items() if issubclass(schema, schemas)}
+        own = beyond(schema, tuple(other for schemas in held.values() for other in schemas))
+        links = " and ".join(f"[{title}](#options-{title.replace(' ', '-')})" for title in held)
+        rest = f"Those {links}" + (f"; beside them, or with another default:\n\n{table(own)}\n" if own else ".\n")
+        yield f"### algorithm.name = {name}\n\n{rest}"
+
+
 def page() -> str:
     """The whole page."""
     parts, plain = [HEAD], []
@@ -99,9 +133,7 @@ def page() -> str:
         elif name not in ("algorithm", "reward"):
             plain.append((name, field))
     parts.append(f"## The run\n\n{table(plain)}\n")
-    parts.append("## algorithm\n\n`algorithm=NAME` chooses a file of `configs/algorithm`; its `name` says which set of options holds.\n")
-    for name in choices("flowrl.algorithms"):
-        parts.append(f"### algorithm.name = {name}\n\n{table(list(rows(algorithm_schema(name), 'algorithm.')))}\n")
+    parts.extend(algorithms())
     parts.append(
         "## reward\n\n`reward.NAME=WEIGHT` gives a weight (0: measured and logged only), `reward.NAME.KEY=VALUE` a setting, "
         "`reward.LABEL.name=NAME` another label. They add to what `reward=` chose, `shapes` by default; `~reward` starts from none.\n"

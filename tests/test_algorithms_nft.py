@@ -3,38 +3,30 @@
 import pydantic
 import pytest
 import torch
-from toy import SAMPLER, ToyPolicy, advantages_of, gradient, rewards_of, roll_out, to_the_right
+from toy import (
+    SAMPLER,
+    Fixed,
+    ToyPolicy,
+    advantages_of,
+    backward,
+    gradient,
+    in_fp64,
+    learn,
+    noised,
+    prepared,
+    rewards_of,
+    roll_out,
+    slope,
+    to_the_right,
+)
 
-from flowrl import objective
 from flowrl.algorithms.nft import ALGORITHM, x0_error
-from flowrl.samplers import keys, sigmas
-from flowrl.types import Columns, expand, replace
+from flowrl.samplers import sigmas
+from flowrl.types import Columns, replace
 
 
 def make(**options):
     return ALGORITHM(ALGORITHM.Config(**options))
-
-
-def prepared(algorithm, policy=None, reward=None, **options):
-    policy = policy or ToyPolicy(0.1)
-    rollout = roll_out(policy, algorithm, **options)
-    advantages = advantages_of(algorithm, rollout, to_the_right(rollout) if reward is None else rewards_of(reward))
-    return policy, rollout, advantages, algorithm.columns(rollout, advantages, seed=0, iteration=0)
-
-
-def backward(algorithm, policy, rollout, rows):
-    policy.zero_grad()
-    out = algorithm.loss(algorithm.score(policy, rollout, rows), rows)
-    out.loss.backward()
-    return out.loss.detach(), gradient(policy.net)
-
-
-def noised(rollout, rows):
-    """x0, x, sigma, target u = eps - x0 of each row."""
-    x0 = rollout.states[rows.state]
-    eps = keys.gaussian(rows.noise_key, (2,))
-    s = expand(rows.sigma, x0).float()
-    return x0, (1 - s) * x0 + s * eps, s, eps - x0
 
 
 def test_x0_error_is_the_velocity_error_times_sigma_squared():
@@ -51,7 +43,7 @@ def test_at_the_old_policy_the_gradient_is_advantage_times_that_of_the_weighted_
     """(a): sum A grad mean((x0_hat - x0)^2) / w, whatever beta is."""
     algorithm = make(beta=beta, kl_weight=0.0)
     policy, rollout, _, rows = prepared(algorithm)
-    policy.update_old(0.0)
+    policy.update("old", 0.0)
     _, got = backward(algorithm, policy, rollout, rows)
     policy.zero_grad()
     x0, x, s, _ = noised(rollout, rows)
@@ -64,16 +56,13 @@ def test_identity_a_in_fp64(beta, monkeypatch):
     """(a) to 1e-9: with v = v_old the gradient in v is A 2 s^2 (v - u) / (D w), w = s mean|v - u|; 0 at A = 0; no beta anywhere."""
     algorithm = make(beta=beta, kl_weight=0.0)
     _, rollout, _, rows = prepared(algorithm)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # the algorithm's casts: its whole score in fp64
-    adv = torch.where(torch.arange(len(rows)) % 4 == 0, 0.0, rows.adv.double())
-    rows, rollout = Columns({**rows.data, "adv": adv}), replace(rollout, states=rollout.states.double())
-    u = keys.gaussian(rows.noise_key, (2,)).double() - rollout.states[rows.state]
+    rollout, rows = in_fp64(monkeypatch, rollout, rows)
+    adv = torch.where(torch.arange(len(rows)) % 4 == 0, 0.0, rows.adv)
+    rows, (_, _, s, u) = Columns({**rows.data, "adv": adv}), noised(rollout, rows)
     v = torch.randn_like(u).requires_grad_()
-    scores = algorithm.score(Fixed(v, v.detach()), rollout, rows)
-    assert scores["positive"].dtype == torch.float64
-    (got,) = torch.autograd.grad(algorithm.loss(scores, rows).loss, v)
-    s, gap = rows.sigma[:, None], v.detach() - u
+    got, gap = slope(algorithm, Fixed(v), rollout, rows), v.detach() - u
     expected = adv[:, None] * s**2 * gap / (s * gap.abs().mean(1, keepdim=True))  # 2 / D = 1
+    assert got.dtype == torch.float64
     assert float((got - expected).abs().max()) < 1e-9 and float(expected.abs().max()) > 1
     assert float(got[adv == 0].abs().max()) < 1e-12
 
@@ -89,36 +78,11 @@ def test_the_weight_of_the_error_has_a_floor():
 def test_at_the_old_policy_the_value_does_not_depend_on_the_reward_but_the_gradient_does():
     algorithm = make(kl_weight=0.0)
     policy, rollout, _, rows = prepared(algorithm)
-    policy.update_old(0.0)
+    policy.update("old", 0.0)
     flipped = Columns({**rows.data, "adv": -rows.adv})
     (a, up), (b, down) = backward(algorithm, policy, rollout, rows), backward(algorithm, policy, rollout, flipped)
     assert float(a) == pytest.approx(float(b), rel=1e-5)
     assert torch.allclose(up, -down, rtol=1e-3, atol=1e-3 * float(up.abs().max()))
-
-
-class Fixed:
-    """A policy whose default velocity is `v` and whose old one is `v_old`, whatever x is."""
-
-    def __init__(self, v, v_old):
-        self.v, self.v_old, self.active = v, v_old, "default"
-
-    def view(self, name):
-        from contextlib import contextmanager
-
-        @contextmanager
-        def scope():
-            before, self.active = self.active, name
-            yield
-            self.active = before
-
-        return scope()
-
-    def same(self, a, b):
-        return self.v is self.v_old
-
-    def velocity(self, x, sigma, cond, rows, *, guidance="pipeline", detach_uncond=False):
-        assert guidance == "none"
-        return {"default": self.v, "old": self.v_old, "reference": 0 * self.v}[self.active]
 
 
 @pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
@@ -149,7 +113,7 @@ def test_with_r_one_and_beta_one_the_gradient_is_flow_matchings_rescaled():
     rows = Columns({**rows.data, "adv": torch.full_like(rows.adv, 5.0)})
     x0, x, s, u = noised(rollout, rows)
     v, v_old = torch.randn_like(u).requires_grad_(), torch.randn_like(u)
-    (nft,) = torch.autograd.grad(algorithm.loss(algorithm.score(Fixed(v, v_old), rollout, rows), rows).loss, v)
+    nft = slope(algorithm, Fixed(v, v_old), rollout, rows)
     (sft,) = torch.autograd.grad((v - u).square().mean(1).sum(), v)
     w = (s * (u - v)).abs().mean(1, keepdim=True).detach()
     assert torch.allclose(nft, 5 * s**2 * sft / w, rtol=1e-3, atol=1e-5)
@@ -163,13 +127,12 @@ def test_optimality_one_half_gives_no_gradient_at_the_old_policy_and_pulls_back_
     _, _, _, u = noised(rollout, rows)
     v_old = torch.randn_like(u)
 
-    def slope(v):
-        v = v.clone().requires_grad_()
-        return torch.autograd.grad(algorithm.loss(algorithm.score(Fixed(v, v_old), rollout, rows), rows).loss, v)[0]
+    def pull(v):
+        return slope(algorithm, Fixed(v.clone().requires_grad_(), v_old), rollout, rows)
 
-    assert float(slope(v_old).abs().max()) < 1e-4
+    assert float(pull(v_old).abs().max()) < 1e-4
     away = v_old + 3.0 * (u - v_old)
-    assert float((slope(away) * (away - v_old)).sum()) > 0
+    assert float((pull(away) * (away - v_old)).sum()) > 0
 
 
 def test_constant_rewards_train_nothing():
@@ -182,7 +145,7 @@ def test_an_unsure_group_gives_no_update_at_the_old_policy():
     """(f) in weights: rows with A = 0 kept by hand give a zero gradient when theta = old."""
     algorithm = make(kl_weight=0.0)
     policy, rollout, _, rows = prepared(algorithm)
-    policy.update_old(0.0)
+    policy.update("old", 0.0)
     _, got = backward(algorithm, policy, rollout, Columns({**rows.data, "adv": torch.zeros_like(rows.adv)}))
     assert float(got.abs().max()) < 1e-4
 
@@ -191,7 +154,7 @@ def test_decay_zero_copies_the_policy_bit_for_bit():
     """(e)"""
     algorithm, policy = make(decay=0), ToyPolicy(0.3)
     torch.nn.init.normal_(policy.net[0].weight)
-    policy.update_old(algorithm.follow(1, 0)["old"])
+    policy.update("old", algorithm.follow(1, 0)["old"])
     assert all(torch.equal(a, b) for a, b in zip(policy.old.parameters(), policy.net.parameters(), strict=True))
 
 
@@ -303,17 +266,5 @@ def test_unknown_options_are_refused():
 
 @pytest.mark.parametrize("options", [{"decay": 0}, {"beta": 0.5, "steps": 3}])
 def test_a_toy_flow_learns(options):
-    algorithm, policy = make(**options), ToyPolicy()
-    optimizer = torch.optim.Adam(policy.net.parameters(), lr=1e-2)
-    history = []
-    for i in range(40):
-        rollout = roll_out(policy, algorithm, copies=16, iteration=i)
-        reward = to_the_right(rollout)
-        history.append(float(reward.total.mean()))
-        rows = algorithm.columns(rollout, advantages_of(algorithm, rollout, reward), seed=0, iteration=i)
-        optimizer.zero_grad()
-        weight = float(rows.weight.sum())
-        objective.accumulate(algorithm, policy, rollout, rows, micro=1000, total_weight=weight, backward=torch.Tensor.backward)
-        optimizer.step()
-        policy.update_old(algorithm.follow(i + 1, 0)["old"])
+    history = learn(make(**options))
     assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.2

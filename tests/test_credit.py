@@ -116,7 +116,7 @@ def test_td_weighted_by_leaves_sums_to_zero_over_siblings(name, holes):
 @some_invalid
 @pytest.mark.parametrize("name", ["branch", "branch in seven", "branch with a shared root", "full with a shared root", "window"])
 def test_td_without_siblings_is_exactly_zero(name, holes):
-    """Not just small: transitions with zero advantage are not trained. Leaves of 1 to 1e12 round in a sum, 7 v / 7 is not always v."""
+    """Not just small: transitions with zero advantage are not trained. Leaves of 1 to 1e12 round in every sum."""
     grown = grow(*FORESTS[name])
     leaf = leaves_of(grown, holes).double() * torch.logspace(-3, 9, len(grown.leaf), dtype=torch.float64)
     known, src = node_values(grown, leaf)[2], grown.src.tolist()
@@ -126,11 +126,13 @@ def test_td_without_siblings_is_exactly_zero(name, holes):
 
 @each_forest
 def test_td_of_equal_rewards_is_exactly_zero(name):
-    """Also where means are over 2 and 3 leaves: .1 in fp32 adds up exactly in fp64."""
+    """Also where means are over 2 and 3 leaves: .1 in fp32 adds up exactly in fp64. And siblings with equal leaves in another order."""
     grown = grow(*FORESTS[name])
     for holes in (False, True):
         leaf = leaves_of(grown, holes)
         assert not bool(credit.td(grown, torch.where(leaf.isnan(), leaf, 0.1)).any())
+    turned = grow(plan.tree(GRID, start=1, depth=2, children=3, eta=0.7), 1)
+    assert not bool(credit.td(turned, torch.tensor([0.1, 0.2, 0.7, 0.7, 0.1, 0.2, 0.2, 0.7, 0.1]))[:3].any())
 
 
 def test_td_by_hand():

@@ -23,7 +23,7 @@ from flowrl.algorithms import _base
 from flowrl.samplers import keys
 from flowrl.samplers import plan as plans
 from flowrl.samplers.sigmas import shift
-from flowrl.types import Advantages, Columns, Plan, Rollout, expand
+from flowrl.types import Advantages, Columns, Plan, Rewards, Rollout, expand
 
 LOWEST = 0.01  # continuous noise levels stay above it (AWM's code): nearer to data, errors of v say nothing
 
@@ -89,7 +89,8 @@ class ForwardMethod(_base.Anchored):
         last = int(len(levels) * c.range + 1e-9)
         if c.first >= last:
             raise ValueError(
-                f"algorithm.first={c.first}, range={c.range} leave none of sampler.steps={len(levels)} noise levels; lower first or raise range"
+                f"algorithm.first={c.first}, range={c.range} leave none of sampler.steps={len(levels)} noise levels; lower first or raise "
+                "range"
             )
         return levels[c.first : last]
 
@@ -119,7 +120,7 @@ class ForwardMethod(_base.Anchored):
         u = keys.uniform(keys.key("level", names[:, None], place))
         if c.levels == "stratified":
             grid = self.grid(plan).to(names.device)
-            bounds = torch.linspace(0, len(grid), draws + 1, device=names.device).long()
+            bounds = torch.arange(draws + 1, device=names.device) * len(grid) // draws
             level = bounds[:-1] + (u * bounds.diff()).long()
             return grid[level], level
         u = (place + u) / draws  # one from each of equal parts
@@ -128,9 +129,15 @@ class ForwardMethod(_base.Anchored):
 
     # ------------------------------------------------------------------ rows
 
+    def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
+        """As Algorithm's; NaN, not 0, for samples that failed or that `keep` leaves out: 0 is also what a sample at the mean gets."""
+        adv = super().leaf_advantages(rewards, group)
+        out = ~rewards.valid if self.config.keep is None else ~rewards.valid | (adv == 0)
+        return torch.where(out, torch.nan, adv)
+
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
         """Leaves that are trained and what stands in their column adv -> (m,) int64, (m,) fp32."""
-        leaf = torch.nonzero(advantages.leaf != 0).flatten()
+        leaf = torch.nonzero(has_signal(advantages)).flatten()
         return leaf, advantages.leaf[leaf]
 
     def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
@@ -187,10 +194,15 @@ class ForwardMethod(_base.Anchored):
         return -(self.velocity(policy, rollout, batch, rows.x) - rows.target).square().flatten(1).mean(1)
 
 
+def has_signal(advantages: Advantages) -> Tensor:
+    """(B,) bool: leaves whose advantage is neither 0 nor NaN."""
+    return advantages.leaf.nan_to_num(0.0) != 0
+
+
 def members_with_signal(rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
-    """As ForwardMethod.chosen, with every member of a group in which any advantage differs from 0, for losses that compare members."""
-    signal = torch.unique(rollout.group[advantages.leaf != 0])
-    leaf = torch.nonzero(torch.isin(rollout.group, signal)).flatten()
+    """As ForwardMethod.chosen, with every member (NaN: none) of a group in which any has a signal, for losses that compare members."""
+    signal = torch.unique(rollout.group[has_signal(advantages)])
+    leaf = torch.nonzero(torch.isin(rollout.group, signal) & ~advantages.leaf.isnan()).flatten()
     return leaf, advantages.leaf[leaf]
 
 
@@ -205,6 +217,14 @@ def sums(value: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of values (n,) -> sums of units (u,), rows of units (u,), unit of each row (n,) in 0..u-1."""
     _, place, count = torch.unique(unit, return_inverse=True, return_counts=True)
     return torch.zeros(len(count), dtype=value.dtype, device=value.device).index_add(0, place, value), count, place
+
+
+def softmax(logits: Tensor, unit: Tensor) -> Tensor:
+    """exp(logits) (n,) over its sum within each unit."""
+    _, place = torch.unique(unit, return_inverse=True)
+    top = torch.full_like(logits, -torch.inf).scatter_reduce(0, place, logits, "amax")  # no unit may underflow as a whole
+    e = (logits - top[place]).exp()
+    return e / sums(e, unit)[0][place]
 
 
 def ramp(n: int, start: float, slope: float, end: float, after: int = 0) -> float:

@@ -24,9 +24,11 @@ class Prune(Options):
         "none", description="After the last split: train all, of each node's children the best, or the way to a prompt's extreme leaves."
     )
     leaves: PositiveInt = Field(4, description="width=extremes: as many of the best leaves and as many of the worst.")
-    depth: NonNegativeInt = Field(0, description="Consecutive depths left out, from the last split on; 0: none.")
+    depth: NonNegativeInt = Field(0, description="Consecutive depths left out, at or after the last split; 0: none.")
     every: PositiveInt = Field(30, description="Iterations after which the depths left out move by one.")
-    slide: Literal["later", "earlier"] = Field("later", description="Where they move to; later returns to the last split at the end.")
+    slide: Literal["later", "earlier"] = Field(
+        "later", description="From the last split on, and again; or from the end back to the last split, to stay."
+    )
 
     @property
     def active(self) -> bool:
@@ -53,9 +55,8 @@ def pruned(prune: Prune, rollout: Rollout, advantages: Advantages, *, splits: tu
 def _first(prune: Prune, last: int, deepest: int, iteration: int) -> int:
     """First depth left out at an iteration."""
     moves = iteration // prune.every
-    if prune.slide == "earlier":
-        return max(last - moves, 0)
-    return last + moves % (max(deepest - prune.depth - last, 0) + 1)
+    reach = max(deepest + 1 - prune.depth - last, 0)
+    return last + (max(reach - moves, 0) if prune.slide == "earlier" else moves % (reach + 1))
 
 
 def _best_child(rollout: Rollout, adv: Tensor, depth: Tensor, last: int) -> Tensor:
@@ -77,7 +78,7 @@ def _extremes(leaf: Tensor, group: Tensor, count: int) -> Tensor:
     """(B,) bool: the `count` highest and the `count` lowest of each group."""
     chosen = torch.zeros(len(leaf), dtype=torch.bool, device=leaf.device)
     for g in torch.unique(group).tolist():
-        rows = torch.nonzero(group == g).flatten()
+        rows = torch.nonzero((group == g) & ~torch.isnan(leaf)).flatten()
         order = rows[leaf[rows].argsort(stable=True)]
         chosen[order[:count]] = chosen[order[-count:]] = True
     return chosen

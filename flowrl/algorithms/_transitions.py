@@ -28,7 +28,7 @@ from flowrl.samplers import plan as plans
 from flowrl.types import Advantages, Columns, Plan, Rewards, Rollout, Transition
 
 FORKING = ("branch", "tree", "fan", "granular")  # plans whose samples share steps
-OWN_STATISTICS = ("depth", "granular")  # credit rules that z-score edges, not samples
+OWN_STATISTICS = ("depth", "siblings", "granular")  # credit rules that z-score edges, not samples
 
 
 class Window(_base.Options):
@@ -84,8 +84,16 @@ class TransitionConfig(_base.Credit, _base.Anchor):
     def check_credit(self) -> TransitionConfig:
         if self.credit in OWN_STATISTICS and self.std != "group":
             raise ValueError(f"algorithm.std={self.std} has no meaning for credit={self.credit}, which z-scores edges; use std=group")
-        if self.keep is not None and self.plan in FORKING:
-            raise ValueError(f"algorithm.keep={self.keep} chooses whole samples, and plan={self.plan} forks; use prune, or no keep")
+        if self.keep is not None and (self.plan in FORKING or self.credit != "leaf"):
+            raise ValueError(
+                f"algorithm.keep={self.keep} leaves out whole samples, which plan={self.plan} with credit={self.credit} would not; use it "
+                "with plan=full or window and credit=leaf"
+            )
+        if self.timestep_fraction < 1 and self.plan in FORKING:
+            raise ValueError(
+                f"algorithm.timestep_fraction={self.timestep_fraction} draws steps of each sample, and samples of plan={self.plan} share "
+                "them; set it to 1"
+            )
         return self
 
 
@@ -174,23 +182,23 @@ class TransitionMethod(_base.Anchored):
         return torch.where(rewards.valid, rewards.total if own else super().leaf_advantages(rewards, group), torch.nan)
 
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
+        """Invalid samples have leaf NaN or 0 and enter no transition."""
         c, valid = self.config, ~torch.isnan(leaf)
         stats: dict[str, Any] = {"ddof": c.ddof, "eps": c.eps, "clip": c.adv_clip}
         if c.credit == "depth":
             rewards = Rewards(raw={}, weights={}, total=leaf, valid=valid)
             return credit.branch(rollout, rewards, weighting=c.fusion, scope=c.scope, **stats)
-        if c.credit == "granular":
+        if c.credit in OWN_STATISTICS:
+            rule = credit.siblings if c.credit == "siblings" else credit.granular
             own = credit.group_relative(leaf, rollout.group, valid=valid, **stats)
-            return Advantages(leaf=own, transition=credit.granular(rollout, leaf, valid=valid, **stats))
+            return Advantages(leaf=own, transition=rule(rollout, leaf, valid=valid, **stats))
         if c.credit == "backup":
             edge = credit.tree_backup(rollout, leaf, temperature=c.temperature)
-        elif c.credit == "siblings":
-            edge = credit.siblings(rollout, leaf, **stats)
         else:
             edge = credit.spread(rollout, leaf)
             if c.credit == "td":
                 edge = (edge + credit.td(rollout, leaf)).clamp(-c.adv_clip, c.adv_clip)
-        return Advantages(leaf=leaf.nan_to_num(0.0), transition=edge)
+        return Advantages(leaf=leaf, transition=edge)
 
     def observe(self, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
         """Of plans that fork: how much of the variance of rewards each step decides."""
@@ -281,6 +289,8 @@ def needs_whole_samples(config: TransitionConfig, name: str) -> None:
             f"{name} compares whole samples; algorithm.plan={config.plan} with credit={config.credit} does not fit: use plan=full, "
             "credit=leaf"
         )
+    if config.keep is not None:
+        raise ValueError(f"{name} compares all samples of a group; algorithm.keep={config.keep} would leave some out: set it to null")
 
 
 def samples(rollout: Rollout) -> Tensor:

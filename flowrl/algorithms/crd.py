@@ -1,7 +1,7 @@
 """CRD, Centered Reward Distillation (arXiv:2603.14128): regress the centred implicit reward of each sample on its centred reward.
 
 The implicit reward is r_hat = -(m(v) / w - m(v_old) / w_old) with w = mean|v - u|, detached; the external one is rho = A / 2c + 1/2,
-c = adv_clip. Both minus their group's weighted mean, (beta r_hat - rho)^2 5 / beta is the loss, or the cross-entropy of their sigmoids.
+c = adv_clip. Both minus their group's weighted mean, (beta r_hat - rho)^2 c / beta is the loss, or the cross-entropy of their sigmoids.
 
 Departures from the code (Flow-Factory's port; the authors' was not seen), beside those of _forward.py:
 * Centred within each group at each noise level; the port centres over whatever its global micro-batch holds.
@@ -22,7 +22,7 @@ from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 
 class CRDConfig(_forward.ForwardConfig):
-    share: Literal["sample", "group", "all"] = Field("group", description="Who is trained at the same noise levels.")
+    share: Literal["group", "all"] = Field("group", description="Who is trained at the same noise levels, at which rewards are centred.")
     beta: PositiveFloat = Field(1.0, description="Scale of the implicit reward.")
     form: Literal["mse", "bce"] = Field("mse", description="Square of the difference, or cross-entropy of the sigmoids.")
     adaptive: bool = Field(True, description="Errors are divided by mean|v - u|.")
@@ -30,7 +30,7 @@ class CRDConfig(_forward.ForwardConfig):
         None, description="Means are weighted by softmax(+-rho / temperature), both averaged; none: evenly."
     )
     kl_weight: NonNegativeFloat = Field(0.1, description="Weight of the mean square distance of velocities to the reference.")
-    kl_floor: float = Field(1e-4, ge=0, description="Distance weight of the worst sample; that of the best is kl_weight.")
+    kl_floor: float = Field(1e-4, ge=0, description="Distance weight of the worst sample, at most kl_weight, that of the best.")
     reference_guidance: float | Literal["none"] = Field("none", description="Guidance of the reference: a scale (4.5 distils it), or none.")
 
 
@@ -65,29 +65,23 @@ class CRD(_forward.ForwardMethod):
         signs = (0.0,) if c.temperature is None else (1 / c.temperature, -1 / c.temperature)
         term = torch.zeros_like(implicit)
         for sign in signs:
-            weight = softmax_of_unit(sign * rho, batch.unit)
+            weight = _forward.softmax(sign * rho, batch.unit)
             guess = c.beta * (implicit - weighted_mean(implicit.detach(), weight, batch.unit))
             target = rho - weighted_mean(rho, weight, batch.unit)
             if c.form == "mse":
-                term = term + (guess - target).square() * (5 / c.beta) / len(signs)
+                term = term + (guess - target).square() * (c.adv_clip / c.beta) / len(signs)
             else:
                 bce = torch.nn.functional.binary_cross_entropy_with_logits(guess, target.sigmoid(), reduction="none")
-                term = term + bce * (5 / c.beta) / len(signs)
+                term = term + bce * (c.adv_clip / c.beta) / len(signs)
         metrics = {"policy/implicit_reward": implicit, "policy/distillation_error": term}
         if "kl" in scores:
-            term = term + (c.kl_floor + rho * max(c.kl_weight - c.kl_floor, 0.0)) * scores["kl"]  # better samples are held more
+            floor = min(c.kl_floor, c.kl_weight)
+            term = term + (floor + rho * (c.kl_weight - floor)) * scores["kl"]  # better samples are held more
             metrics["policy/kl"] = scores["kl"]
         return _base.summed(term, metrics, batch)
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:
         return {**super().follow(step, iteration), "old": _forward.ramp(step, 0.25, 0.005, 0.999)}
-
-
-def softmax_of_unit(logits: Tensor, unit: Tensor) -> Tensor:
-    """exp(logits) (n,) over its sum within each unit; logits are small (|rho / temperature|), 0 gives 1 / members."""
-    e = (logits - logits.max()).exp()
-    total, _, place = _forward.sums(e, unit)
-    return e / total[place]
 
 
 def weighted_mean(value: Tensor, weight: Tensor, unit: Tensor) -> Tensor:

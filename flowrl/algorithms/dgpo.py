@@ -24,14 +24,10 @@ from flowrl.types import Columns, LossOutput, Rollout
 
 class DGPOConfig(_forward.ForwardConfig):
     steps: PositiveInt | None = Field(4, description="Noise levels trained per sample; none: all of those there are.")
-    share: Literal["sample", "group", "all"] = Field("all", description="Who is trained at the same noise levels.")
+    share: Literal["group", "all"] = Field("all", description="Who is trained at the same noise levels.")
     range: float = Field(0.7, gt=0, le=1, description="Share of the schedule, from noise on, whose levels are used.")
-    beta: PositiveFloat = Field(
-        100.0, description="Sharpness: 10 to 100 with a frozen reference, 2000 to 5000 with a moving one."
-    )
-    clip: PositiveFloat | None = Field(
-        1e-3, description="No gradient once exp(d_old - d) is this far past 1; none: off."
-    )
+    beta: PositiveFloat = Field(100.0, description="Sharpness: 10 to 100 with a frozen reference, 2000 to 5000 with a moving one.")
+    clip: PositiveFloat | None = Field(1e-3, description="No gradient once exp(d_old - d) is this far past 1; none: off.")
     reference_guidance: float | Literal["none"] = Field("none", description="Guidance of the reference: a scale, or none.")
     old_slope: float = Field(0.001, ge=0, description="The old policy's decay is this times the optimizer step ...")
     old_decay: float = Field(0.3, ge=0, lt=1, description="... and at most this.")

@@ -34,19 +34,16 @@ class DPOConfig(_forward.ForwardConfig):
 class DPO(_forward.ForwardMethod):
     Config = DPOConfig
     config: DPOConfig
-    couples = "sample"
+    couples = "group"
     guidance = None
     shared_noise = True
     compares_reference = True
 
-    def rows_per_copy(self, plan: Any) -> int:
-        return self.draws(plan) * 2
-
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
         """The best and the worst leaf of each group with a signal; ties within the best or the worst go to the first."""
         leaf = []
-        for g in torch.unique(rollout.group[advantages.leaf != 0]).tolist():
-            rows = torch.nonzero((rollout.group == g) & (advantages.leaf != 0)).flatten()
+        for g in torch.unique(rollout.group[_forward.has_signal(advantages)]).tolist():
+            rows = torch.nonzero((rollout.group == g) & _forward.has_signal(advantages)).flatten()
             adv = advantages.leaf[rows]
             leaf += [int(rows[adv.argmax()]), int(rows[adv.argmin()])] if float(adv.max()) > float(adv.min()) else []
         chosen = torch.tensor(leaf, dtype=torch.int64, device=rollout.leaf.device)

@@ -15,6 +15,7 @@ import torch
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
+from flowrl import advantages as credit
 from flowrl.algorithms import _base, _transitions
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
@@ -26,6 +27,11 @@ class PRDPConfig(_transitions.TransitionConfig):
     @model_validator(mode="after")
     def check_plan(self) -> PRDPConfig:
         _transitions.needs_whole_samples(self, "prdp")
+        if self.timestep_fraction < 1:
+            raise ValueError(
+                f"algorithm.timestep_fraction={self.timestep_fraction} leaves out terms of the sum that prdp regresses; set it to 1, or "
+                "train fewer steps with plan=window"
+            )
         if self.sde == "cps":
             raise ValueError("algorithm.sde=cps has no density, which prdp needs; use flow_sde, dance_sde or ddim")
         return self
@@ -85,10 +91,11 @@ def pair_terms(gap: Tensor, clipped: Tensor, group: Tensor) -> tuple[Tensor, Ten
 
 
 def of_groups_with_signal(rollout: Rollout, advantages: Advantages) -> Tensor:
-    """(N,) bool: transitions of groups in which any advantage differs from 0. A sample at the mean is compared with the others."""
+    """(N,) bool: transitions of valid samples, of groups in which any advantage differs from 0. A sample at the mean is compared too."""
     assert advantages.transition is not None
     prompt = rollout.prompt[rollout.src]
-    return torch.isin(prompt, torch.unique(prompt[advantages.transition != 0]))
+    valid = credit.spread(rollout, (~torch.isnan(advantages.leaf)).float()) > 0
+    return valid & torch.isin(prompt, torch.unique(prompt[advantages.transition != 0]))
 
 
 def first_rows(place: Tensor) -> Tensor:

@@ -48,9 +48,7 @@ class RAFT(_forward.ForwardMethod):
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         if self.config.select == "best" or not len(rows):
             return rows
-        e = (rows.adv / self.config.temperature).exp()  # |adv| <= adv_clip
-        total, _, place = _forward.sums(e, rows.unit)
-        return Columns({**rows.data, "weight": e / total[place]})
+        return Columns({**rows.data, "weight": _forward.softmax(rows.adv / self.config.temperature, rows.unit)})
 
     def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
         """error (n,); kl (n,) when it has a weight."""

@@ -38,6 +38,10 @@ class RegGRPO(_transitions.TransitionMethod):
     config: RegGRPOConfig
     couples = "group"
 
+    def __init__(self, config: RegGRPOConfig):
+        super().__init__(config)
+        self.clip_size = config.ratio_eps
+
     def chosen(self, rollout: Rollout, advantages: Advantages) -> Tensor:
         return of_groups_with_signal(rollout, advantages)
 

@@ -1,0 +1,189 @@
+"""What one iteration trains on: sampled once, in rounds until groups can teach something, or read from a scored folder.
+
+draw.mode=refill is DAPO's dynamic sampling (arXiv:2503.14476): prompts whose rewards do not differ are joined by fresh ones. balance is
+Reinforce-Ada (arXiv:2510.04996): a prompt is sampled again until half a group is good and half is not; its baseline comes from all
+draws. Which prompts are drawn again is agreed by all processes, and every sample is named by (prompt, copy), so results do not depend on
+how prompts are dealt out.
+
+Departures: balance's code knows right and wrong answers; here a sample is good when its reward exceeds draw.positive, or the median of the
+iteration's first round. All samples, of flat groups too, count in the logged rewards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl import data, offline
+from flowrl.rewards import concat as concat_rewards
+from flowrl.rollout import roll_out, score_leaves
+from flowrl.samplers import keys
+from flowrl.types import Plan, PromptBatch, Rewards, Rollout, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """The samples of an iteration on this process, and which of them are trained."""
+
+    batch: PromptBatch
+    rollout: Rollout
+    rewards: Rewards
+    shown: Tensor  # first chunk of media; empty for samples from files
+    threshold: float | None = None  # balance: what a good sample's reward exceeds
+
+
+class Collector:
+    """Makes Collected; parts: what flowrl.setup.build made."""
+
+    def __init__(self, parts: Any) -> None:
+        self.parts, self.cfg, self.world = parts, parts.cfg, parts.world
+
+    def __call__(self, iteration: int, plan: Plan) -> Collected:
+        cfg, parts = self.cfg, self.parts
+        whole = data.batch(parts.prompts, iteration=iteration, size=cfg.batch.prompts, seed=cfg.seed)
+        mine = whole.ids[self.world.share(len(whole))]
+        if parts.dataset is not None:
+            return self._from_files(iteration, plan, mine)
+        first = self._sample(iteration, plan, mine)
+        if cfg.draw.mode == "refill":
+            first = self._refilled(iteration, plan, whole, first)
+        elif cfg.draw.mode == "balance":
+            first = self._balanced(iteration, plan, first)
+        if not parts.references:
+            return first
+        with parts.ledger.phase("reward"):
+            rollout, rewards = offline.with_references(
+                parts.policy, first.rollout, first.batch, first.rewards, parts.rewards, decode=cfg.batch.decode
+            )
+        return replace(first, rollout=rollout, rewards=rewards)
+
+    def _from_files(self, iteration: int, plan: Plan, ids: Tensor) -> Collected:
+        cfg, parts = self.cfg, self.parts
+        batch = data.select(parts.prompts, ids)
+        items = offline.gather(parts.dataset, batch, cfg.batch.group, seed=cfg.seed, iteration=iteration)
+        with parts.ledger.phase("rollout"):
+            rollout, rewards = offline.rollout(parts.policy, batch, items, plan, weights=parts.dataset.weights, decode=cfg.batch.decode)
+        return Collected(batch=batch, rollout=rollout, rewards=rewards, shown=torch.empty(0))
+
+    def _sample(self, iteration: int, plan: Plan, ids: Tensor, round_: int = 0) -> Collected:
+        """One group of each prompt; round_ r numbers its copies from r groups on."""
+        cfg, parts = self.cfg, self.parts
+        batch = data.select(parts.prompts, ids)
+        with parts.ledger.phase("rollout"), parts.autocast(), parts.policy.view(parts.algorithm.rollout_view):
+            rollout = roll_out(
+                parts.policy, batch, plan, group=cfg.batch.group, guidance=parts.guidance, seed=cfg.seed, iteration=iteration,
+                micro=cfg.batch.micro, ledger=parts.ledger, round_=round_,
+            )  # fmt: skip
+        rewards, shown = score_leaves(parts.policy, rollout, batch, parts.rewards, decode=cfg.batch.decode, ledger=parts.ledger)
+        return Collected(batch=batch, rollout=rollout, rewards=rewards, shown=shown)
+
+    def _refilled(self, iteration: int, plan: Plan, whole: PromptBatch, first: Collected) -> Collected:
+        """Add a fresh prompt for each flat group of the round before, over all processes, up to draw.rounds more rounds."""
+        cfg, world, out = self.cfg, self.world, [first]
+        order = keys.permutation(keys.key(cfg.seed, "refill", iteration), len(self.parts.prompts))
+        fresh = order[~torch.isin(order, whole.ids)]
+        for _ in range(cfg.draw.rounds):
+            flat = int(world.sum(torch.tensor(float((~spread_out(out[-1], cfg.draw.spread)).sum()), device=self.parts.policy.device)))
+            flat = min(flat, len(fresh)) // world.size * world.size  # every process the same number
+            if not flat:
+                break
+            drawn, fresh = fresh[:flat], fresh[flat:]
+            out.append(self._sample(iteration, plan, drawn[world.share(flat)]))
+        return self._joined(out, [torch.arange(len(c.batch)) for c in out], merge=False)
+
+    def _balanced(self, iteration: int, plan: Plan, first: Collected) -> Collected:
+        """Sample unbalanced prompts again, up to draw.rounds more rounds."""
+        cfg, world = self.cfg, self.world
+        threshold = cfg.draw.positive
+        if threshold is None:
+            threshold = float(world.gather(first.rewards.total).nanmedian())
+        out, rows = [first], [torch.arange(len(first.batch))]
+        for r in range(1, cfg.draw.rounds + 1):
+            pool = self._joined(out, rows, merge=True)
+            good, bad = counts(pool, threshold)
+            half = cfg.batch.group // 2
+            again = torch.nonzero((good < half) | (bad < cfg.batch.group - half)).flatten().cpu()
+            if not float(world.sum(torch.tensor(float(len(again)), device=self.parts.policy.device))):
+                break
+            if len(again):
+                out.append(self._sample(iteration, plan, first.batch.ids[again], round_=r))
+                rows.append(again)
+        return replace(self._joined(out, rows, merge=True), threshold=threshold)
+
+    def _joined(self, parts: list[Collected], rows: list[Tensor], *, merge: bool) -> Collected:
+        """One Collected of several. merge: prompts of part i are rows[i] of the first one's batch, else its own."""
+        if len(parts) == 1:
+            return parts[0]
+        batch = parts[0].batch
+        if not merge:
+            batch = data.select(self.parts.prompts, torch.cat([p.batch.ids for p in parts]))
+            starts = torch.tensor([0, *(len(p.batch) for p in parts)]).cumsum(0).tolist()
+            rows = [row + start for row, start in zip(rows, starts, strict=False)]
+        rollout = join([p.rollout for p in parts], rows)
+        return Collected(
+            batch=batch, rollout=replace(rollout, cond=self.parts.policy.encode(batch.text)),
+            rewards=concat_rewards([p.rewards for p in parts]), shown=parts[0].shown,
+        )  # fmt: skip
+
+
+def spread_out(collected: Collected, least: float) -> Tensor:
+    """(P,) bool: groups whose valid rewards have a standard deviation above `least`."""
+    out = []
+    for g in range(len(collected.batch)):
+        r = collected.rewards.total[collected.rollout.group == g].double()
+        r = r[~r.isnan()]
+        out.append(len(r) > 1 and float(r.std(correction=0)) > least)
+    return torch.tensor(out)
+
+
+def counts(collected: Collected, threshold: float) -> tuple[Tensor, Tensor]:
+    """Valid samples of each prompt above the threshold, and at or below it -> (P,), (P,)."""
+    group, total = collected.rollout.group, collected.rewards.total
+    zeros = torch.zeros(len(collected.batch), dtype=torch.int64, device=group.device)
+    good, bad = total > threshold, total <= threshold  # neither is true of NaN
+    return zeros.index_add(0, group, good.long()), zeros.index_add(0, group, bad.long())
+
+
+def chosen(collected: Collected, group_size: int) -> Tensor:
+    """Rows of the leaves that are trained, in order: all, or after balance of each prompt the first `group_size`, half of them good.
+
+    Where one side has too few the other fills up, as in Reinforce-Ada's fallback.
+    """
+    everything = torch.arange(len(collected.rollout.leaf))
+    if collected.threshold is None:
+        return everything
+    group, total, kept = collected.rollout.group.cpu(), collected.rewards.total.cpu(), []
+    for g in range(len(collected.batch)):
+        good = everything[(group == g) & (total > collected.threshold)].tolist()
+        bad = everything[(group == g) & (total <= collected.threshold)].tolist()
+        half = max(min(len(good), group_size // 2), group_size - len(bad))
+        kept += sorted(good[:half] + bad[: max(group_size - half, 0)])[:group_size]
+    return torch.tensor(kept, dtype=torch.int64)
+
+
+def take(rollout: Rollout, rows: Tensor) -> Rollout:
+    """The rollout with leaves `rows` only; states and transitions stay."""
+    rows = rows.to(rollout.leaf.device)
+    return replace(rollout, **{name: getattr(rollout, name)[rows] for name in ("leaf", "leaf_edge", "leaf_key", "group", "tree")})
+
+
+def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
+    """One rollout of several by the same plan; rows[i][p]: conditioning row, in the whole, of prompt p of rollout i."""
+    states = transitions = trees = 0
+    parts: dict[str, list[Tensor]] = {f.name: [] for f in dataclasses.fields(Rollout) if f.name not in ("plan", "nfe", "cond", "guidance")}
+    for r, at in zip(rollouts, rows, strict=True):
+        place = at.to(r.prompt.device)
+        moved = {
+            "prompt": place[r.prompt], "group": place[r.group], "src": r.src + states, "dst": r.dst + states, "leaf": r.leaf + states,
+            "parent": torch.where(r.parent < 0, -1, r.parent + transitions),
+            "leaf_edge": torch.where(r.leaf_edge < 0, -1, r.leaf_edge + transitions), "tree": r.tree + trees,
+        }  # fmt: skip
+        for name, column in parts.items():
+            column.append(moved.get(name, getattr(r, name)))
+        states, transitions, trees = states + len(r.states), transitions + len(r.src), trees + int(r.tree.max()) + 1
+    whole = {name: None if column[0] is None else torch.cat(column) for name, column in parts.items()}
+    return replace(rollouts[0], nfe=sum(r.nfe for r in rollouts), **whole)

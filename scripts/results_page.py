@@ -1,0 +1,183 @@
+"""docs/results.md and its plots from the cells of scripts/bench_algorithms.py, as far as they are there; every number is a cell's."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from typing import Any
+
+import bench_algorithms as bench
+
+from flowrl.stats import mean_interval, paired_bootstrap
+
+PAGE = bench.FOLDER.parent / "results.md"
+PROMPTS = 87  # held-out texts; image i is of prompt i % PROMPTS
+Cell = dict[str, Any]
+
+
+def write() -> None:
+    """Make the page anew."""
+    cells = [json.loads(p.read_text()) for p in sorted((bench.FOLDER / "cells").glob("*.json"))]
+    runs: dict[str, list[Cell]] = defaultdict(list)
+    for method in bench.METHODS:
+        runs[method] = [r for c in bench.finals(method) if (r := bench.result(c))]
+    done = {m: r for m, r in runs.items() if r}
+    claims = {c["claim"]: c for c in cells if c["kind"] == "claim"}
+    parts = [HEAD.format(budget=f"{bench.BUDGET:,}", third=f"{bench.BUDGET // 3:,}", images=4 * PROMPTS, prompts=PROMPTS)]
+    if done:
+        parts += ["## What each method buys", ABOUT_TABLE, main_table(done), plots(done)]
+        parts += ["## At equal cost", ABOUT_EQUAL, equal_table(done)]
+    parts += ["## Tuning", ABOUT_TUNING, tuning_table()]
+    if claims:
+        parts += ["## Runs for the papers' claims", claims_table(claims)]
+    verdicts = bench.FOLDER / "claims.md"
+    if verdicts.exists():
+        parts.append(verdicts.read_text().strip())
+    PAGE.write_text("\n\n".join(parts) + "\n")
+    print(PAGE)
+
+
+HEAD = """# Results
+
+One table for all methods: the same embedded model (`shapes-sd3`), prompts, strict 0/1 reward, LoRA (rank 32) and optimizer, and the same
+budget of {budget} network rows, in which the forward of a rollout or a reference counts 1 and the forward and backward of a trained row 3.
+Eight steps, eight prompts an iteration, no guidance, groups of 16 (28 and 48 where a plan has that many leaves). What is the paper's own
+stays the paper's: plan, SDE, noise level, KL, statistics, number of updates. Learning rate and clip were tuned for each method alike, with
+one seed and {third} rows.
+
+Scores are strict accuracy on {images} held-out images of {prompts} texts, sampled without guidance from averaged weights. Intervals are
+95%, by resampling texts; over several seeds, of the mean over seeds. This page is written by `python scripts/bench_algorithms.py table`
+from the cells in `docs/results/cells`; `tune`, `run` and `claims` make those that are missing."""
+
+ABOUT_TABLE = """Rows are sorted by gain. *Rows trained* are terms of the loss. *Seconds* are those of training alone, without evaluation,
+and given only for runs that had the machine to themselves. *Winner gain* is the last `policy/winner_gain`; its unit is the method's. One
+seed is no ranking."""
+
+ABOUT_EQUAL = "Strict accuracy at shares of the same runs' budget (mean over seeds; evaluated at the first iteration past the mark)."
+
+ABOUT_TUNING = "Strict accuracy after a third of the budget, seed 0. The best of each row is what the runs above use."
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["-"] * len(head), *rows])
+
+
+def setting(c: Cell) -> str:
+    """Learning rate and clip of a cell."""
+    values = dict(word.split("=", 1) for word in c["words"] if word.startswith(("optimizer.lr", "algorithm.clip")))
+    return f"{values['optimizer.lr']}" + (f", {values['algorithm.clip']}" if "algorithm.clip" in values else "")
+
+
+def gain(cells: list[Cell]) -> tuple[float, float, float]:
+    """Mean over seeds of after - before, and its interval over texts."""
+    pairs = [(marks(c["images_before"]), marks(c["images"])) for c in cells]
+    before = [statistics.mean(b[i] for b, _ in pairs) for i in range(len(pairs[0][0]))]
+    after = [statistics.mean(a[i] for _, a in pairs) for i in range(len(pairs[0][0]))]
+    result = paired_bootstrap(before, after, groups=[i % PROMPTS for i in range(len(before))])
+    return result.difference, *result.ci
+
+
+def marks(text: str) -> list[float]:
+    """A missing verdict counts as wrong: the reward's own rule for what it cannot judge."""
+    return [float(c == "1") for c in text]
+
+
+def main_table(done: dict[str, list[Cell]]) -> str:
+    rows = []
+    for method, cells in sorted(done.items(), key=lambda item: -gain(item[1])[0]):
+        mean, low, high = gain(cells)
+        last = [c["curve"][-1] for c in cells]
+        seeds = ", ".join(f"{bench.score(c):.3f}" for c in cells)
+        alone = [c["spent"]["seconds"] for c in cells if c["alone"]]
+        rows.append([
+            f"[{method}](algorithms/{method}.md)", f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]", seeds, setting(cells[0]),
+            f"{statistics.mean(p['iteration'] for p in last):.0f}", f"{statistics.mean(p['rows'] for p in last):,.0f}",
+            f"{statistics.mean(alone):.0f}" if alone else "", f"{statistics.mean(p.get('policy/winner_gain', 0.0) for p in last):+.2g}",
+        ])  # fmt: skip
+    head = ["method", "gain [95%]", "after, by seed", "rate, clip", "iterations", "rows trained", "seconds", "winner gain"]
+    first = next(iter(done.values()))[0]
+    base = first["before"]["shapes/strict"]["mean"]
+    return f"Before training: {base:.3f}.\n\n" + table(head, rows)
+
+
+def at_shares(c: Cell) -> list[float]:
+    """Strict accuracy at 1/6 .. 5/6 and at the end of a run's budget."""
+    return [p["strict"] for p in c["curve"] if "strict" in p][:5] + [bench.score(c)]
+
+
+def equal_table(done: dict[str, list[Cell]]) -> str:
+    rows = []
+    for method, cells in sorted(done.items(), key=lambda item: -gain(item[1])[0]):
+        series = [at_shares(c) for c in cells]
+        if all(len(s) == 6 for s in series):
+            rows.append([method, *(f"{statistics.mean(column):.3f}" for column in zip(*series, strict=True))])
+    return table(["method", *(f"{k}/6" for k in range(1, 6)), "all"], rows)
+
+
+def tuning_table() -> str:
+    rows = []
+    for method in bench.METHODS:
+        results = [r for c in bench.tuning(method) if (r := bench.result(c))]
+        if results:
+            best = max(results, key=bench.score)
+            rows.append([method, *(f"{'**' * (r is best)}{bench.score(r):.3f}{'**' * (r is best)} ({setting(r)})" for r in results)])
+    width = max((len(r) for r in rows), default=1)
+    return table(["method", "", "", "", "other clip"][:width], [row + [""] * (width - len(row)) for row in rows])
+
+
+def claims_table(claims: dict[str, Cell]) -> str:
+    rows = []
+    for name in bench.CLAIMS:
+        if c := claims.get(name):
+            n = len(c["images"])
+            texts = [i % (8 if name.endswith("_few") else PROMPTS) for i in range(n)]
+            after = mean_interval(marks(c["images"]), groups=texts)
+            change = paired_bootstrap(marks(c["images_before"]), marks(c["images"]), groups=texts)
+            last = c["curve"][-1]
+            rows.append([
+                name, f"{change.difference:+.3f} [{change.ci[0]:+.3f}, {change.ci[1]:+.3f}]", f"{after.mean:.3f}", setting(c),
+                f"{last['iteration']}", f"{last['calls'] / last['iteration']:,.0f}",
+                f"{last['seconds'] / last['iteration']:.2f}" if c["alone"] else "",
+            ])  # fmt: skip
+    return table(["run", "gain [95%]", "after", "rate, clip", "iterations", "network rows an iteration", "seconds an iteration"], rows)
+
+
+def plots(done: dict[str, list[Cell]]) -> str:
+    """Curves of strict accuracy against network rows and seconds -> the lines that show them."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "flowrl"
+    import matplotlib.pyplot as plt
+
+    lines = []
+    for key, label in (("calls", "network rows"), ("seconds", "seconds of training"), ("rows", "rows trained")):
+        figure, axes = plt.subplots(figsize=(8, 4.5))
+        for method, cells in done.items():
+            if method not in bench.FIRST or (key == "seconds" and not all(c["alone"] for c in cells)):
+                continue
+            curves = [
+                [(0.0, c["before"]["shapes/strict"]["mean"])] + [(p[key], p["strict"]) for p in c["curve"] if "strict" in p] for c in cells
+            ]
+            for c, curve in zip(cells, curves, strict=True):
+                curve.append((c["curve"][-1][key], bench.score(c)))
+            length = min(map(len, curves))
+            x = [statistics.mean(curve[i][0] for curve in curves) for i in range(length)]
+            y = [statistics.mean(curve[i][1] for curve in curves) for i in range(length)]
+            axes.plot(x, y, marker="o", markersize=3, label=method)
+        if not axes.lines:
+            plt.close(figure)
+            continue
+        axes.set(xlabel=label, ylabel="strict accuracy, held out")
+        axes.legend(fontsize=7, ncols=2, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        name = f"strict-by-{key}.svg"
+        figure.savefig(bench.FOLDER / name, metadata={"Date": None}, bbox_inches="tight")
+        plt.close(figure)
+        lines.append(f"![Strict accuracy against {label}](results/{name})")
+    return "\n\n".join(lines)
+
+
+if __name__ == "__main__":
+    write()
