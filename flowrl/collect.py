@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from flowrl import data, offline
+from flowrl.rewards import RewardSet
 from flowrl.rewards import concat as concat_rewards
 from flowrl.rollout import roll_out, score_leaves
 from flowrl.samplers import keys
@@ -42,34 +43,34 @@ class Collector:
     def __init__(self, parts: Any) -> None:
         self.parts, self.cfg, self.world = parts, parts.cfg, parts.world
 
-    def __call__(self, iteration: int, plan: Plan) -> Collected:
+    def __call__(self, iteration: int, plan: Plan, rewards: RewardSet) -> Collected:
         cfg, parts = self.cfg, self.parts
         whole = data.batch(parts.prompts, iteration=iteration, size=cfg.batch.prompts, seed=cfg.seed)
         mine = whole.ids[self.world.share(len(whole))]
         if parts.dataset is not None:
             return self._from_files(iteration, plan, mine)
-        first = self._sample(iteration, plan, mine)
+        first = self._sample(iteration, plan, rewards, mine)
         if cfg.draw.mode == "refill":
-            first = self._refilled(iteration, plan, whole, first)
+            first = self._refilled(iteration, plan, rewards, whole, first)
         elif cfg.draw.mode == "balance":
-            first = self._balanced(iteration, plan, first)
+            first = self._balanced(iteration, plan, rewards, first)
         if not parts.references:
             return first
         with parts.ledger.phase("reward"):
-            rollout, rewards = offline.with_references(
-                parts.policy, first.rollout, first.batch, first.rewards, parts.rewards, decode=cfg.batch.decode
+            rollout, scored = offline.with_references(
+                parts.policy, first.rollout, first.batch, first.rewards, rewards, decode=cfg.batch.decode
             )
-        return replace(first, rollout=rollout, rewards=rewards)
+        return replace(first, rollout=rollout, rewards=scored)
 
     def _from_files(self, iteration: int, plan: Plan, ids: Tensor) -> Collected:
         cfg, parts = self.cfg, self.parts
         batch = data.select(parts.prompts, ids)
         items = offline.gather(parts.dataset, batch, cfg.batch.group, seed=cfg.seed, iteration=iteration)
-        with parts.ledger.phase("rollout"):
+        with parts.ledger.phase("rollout"), parts.autocast():
             rollout, rewards = offline.rollout(parts.policy, batch, items, plan, weights=parts.dataset.weights, decode=cfg.batch.decode)
         return Collected(batch=batch, rollout=rollout, rewards=rewards, shown=torch.empty(0))
 
-    def _sample(self, iteration: int, plan: Plan, ids: Tensor, round_: int = 0) -> Collected:
+    def _sample(self, iteration: int, plan: Plan, rewards: RewardSet, ids: Tensor, round_: int = 0) -> Collected:
         """One group of each prompt; round_ r numbers its copies from r groups on."""
         cfg, parts = self.cfg, self.parts
         batch = data.select(parts.prompts, ids)
@@ -78,10 +79,10 @@ class Collector:
                 parts.policy, batch, plan, group=cfg.batch.group, guidance=parts.guidance, seed=cfg.seed, iteration=iteration,
                 micro=cfg.batch.micro, ledger=parts.ledger, round_=round_,
             )  # fmt: skip
-        rewards, shown = score_leaves(parts.policy, rollout, batch, parts.rewards, decode=cfg.batch.decode, ledger=parts.ledger)
-        return Collected(batch=batch, rollout=rollout, rewards=rewards, shown=shown)
+        scored, shown = score_leaves(parts.policy, rollout, batch, rewards, decode=cfg.batch.decode, ledger=parts.ledger)
+        return Collected(batch=batch, rollout=rollout, rewards=scored, shown=shown)
 
-    def _refilled(self, iteration: int, plan: Plan, whole: PromptBatch, first: Collected) -> Collected:
+    def _refilled(self, iteration: int, plan: Plan, rewards: RewardSet, whole: PromptBatch, first: Collected) -> Collected:
         """Add a fresh prompt for each flat group of the round before, over all processes, up to draw.rounds more rounds."""
         cfg, world, out = self.cfg, self.world, [first]
         order = keys.permutation(keys.key(cfg.seed, "refill", iteration), len(self.parts.prompts))
@@ -92,10 +93,10 @@ class Collector:
             if not flat:
                 break
             drawn, fresh = fresh[:flat], fresh[flat:]
-            out.append(self._sample(iteration, plan, drawn[world.share(flat)]))
+            out.append(self._sample(iteration, plan, rewards, drawn[world.share(flat)]))
         return self._joined(out, [torch.arange(len(c.batch)) for c in out], merge=False)
 
-    def _balanced(self, iteration: int, plan: Plan, first: Collected) -> Collected:
+    def _balanced(self, iteration: int, plan: Plan, rewards: RewardSet, first: Collected) -> Collected:
         """Sample unbalanced prompts again, up to draw.rounds more rounds."""
         cfg, world = self.cfg, self.world
         threshold = cfg.draw.positive
@@ -110,7 +111,7 @@ class Collector:
             if not float(world.sum(torch.tensor(float(len(again)), device=self.parts.policy.device))):
                 break
             if len(again):
-                out.append(self._sample(iteration, plan, first.batch.ids[again], round_=r))
+                out.append(self._sample(iteration, plan, rewards, first.batch.ids[again], round_=r))
                 rows.append(again)
         return replace(self._joined(out, rows, merge=True), threshold=threshold)
 

@@ -95,7 +95,7 @@ class Trainer:
         cfg, algorithm, ledger = self.cfg, self.algorithm, self.ledger
         ledger.reset()
         plan = algorithm.plan(self.sigmas, sampler=cfg.sampler, iteration=i, seed=cfg.seed)
-        drawn = self.collect(i, plan)
+        drawn = self.collect(i, plan, self.rewards)
         rollout, rewards = drawn.rollout, drawn.rewards
         everyone = self.world.gather_rewards(rewards)
         metrics = reward_metrics(everyone)

@@ -20,12 +20,12 @@ def choices(package: str) -> list[str]:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """'; did you mean "a" or "b"?' or, with nothing near, '; choose from ...'."""
+    """'; did you mean "a" or "b"?' or, with nothing near, '; choose from ...', where a choice of at most 60 helps."""
     valid = sorted(valid)
     near = difflib.get_close_matches(name, valid, n=3, cutoff=0.5)
     if near:
         return "; did you mean " + " or ".join(f'"{n}"' for n in near) + "?"
-    return "; choose from " + ", ".join(valid) if valid else ""
+    return "; choose from " + ", ".join(valid) if 0 < len(valid) <= 60 else ""
 
 
 def find(package: str, name: str, *, what: str) -> ModuleType:

@@ -151,16 +151,22 @@ def check_files(
         raise ValueError(f"{what}, which have no denoising steps to train; use a method on the forward process, as algorithm=nft or dpo")
     if dataset and draw != "once":
         raise ValueError(f"draw.mode={draw} samples again, and data.offline samples nothing; use draw.mode=once")
+    if draw == "balance":
+        raise ValueError("draw.mode=balance chooses among samples, and a reference image is none; use draw.mode=refill or once")
     if not dataset and "group" in rewards.needs:
         raise ValueError(f"{what}, which a reward that compares the members of a group cannot judge alone; drop one of the two")
     offline.check(policy, files)
+    if dataset and dataset.singles == len(prompts):
+        raise ValueError(
+            "data.offline holds a single image of every prompt, whose advantage is 0; score several of each, or keep more of them"
+        )
     if dataset and dataset.singles:
         logger.warning(f"{dataset.singles} of {len(prompts)} prompts have a single image in data.offline: its advantage is always 0")
 
 
 def warn_distilled(algorithm: Algorithm, policy: Policy, source: str) -> None:
     """Forward-process losses take v as that of a flow-matching model, which few-step distilled models are not."""
-    scheduler = type(getattr(getattr(policy, "pipeline", None), "scheduler", None)).__name__
+    scheduler = type(getattr(getattr(policy, "pipe", None), "scheduler", None)).__name__
     words = ("turbo", "lightning", "schnell", "lcm", "tcd", "hyper", "distill", "dmd")
     if "leaves" in algorithm.needs and any(word in f"{source} {scheduler}".lower() for word in words):
         logger.warning(

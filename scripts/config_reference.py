@@ -56,12 +56,14 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 def accepts(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     """A type with its bounds in words: Literal["a", "b"] -> "a, b"; PositiveInt -> "int > 0"."""
     origin, args = get_origin(annotation), get_args(annotation)
+    if annotation in (None, type(None)):
+        return "null"
     if origin is Annotated:
         return accepts(args[0], [m for a in args[1:] for m in getattr(a, "metadata", [a])] + [*metadata])
     if origin is Literal:
         return ", ".join(str(value) for value in args)
     if origin in (Union, types.UnionType):
-        parts = ["null" if a is type(None) else accepts(a, metadata if a in (int, float) else ()) for a in args]
+        parts = [accepts(a, metadata if a in (int, float) else ()) for a in args]
         return ", ".join(parts) if any(get_origin(a) is Literal for a in args) else " or ".join(parts)
     if origin is list or (origin is tuple and args[-1] is Ellipsis):
         return f"list of {accepts(args[0])}"

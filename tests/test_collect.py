@@ -89,7 +89,7 @@ def flat_where(word):
 
 def test_refill_adds_a_fresh_prompt_for_each_flat_group_until_rounds_are_over(tmp_path, monkeypatch):
     run = trainer(tmp_path / "a", monkeypatch, flat_where("circle"), draw__mode="refill", draw__rounds="3")
-    drawn = run.collect(0, run.parts.plan)
+    drawn = run.collect(0, run.parts.plan, run.rewards)
     text, flat = drawn.batch.text, ["circle" in t for t in drawn.batch.text]
     assert len(set(drawn.batch.ids.tolist())) == len(text) > 4  # no prompt is twice in an iteration
     rounds, at, size = 0, 0, 4
@@ -99,7 +99,7 @@ def test_refill_adds_a_fresh_prompt_for_each_flat_group_until_rounds_are_over(tm
     assert at == len(text)
     assert len(drawn.rollout.leaf) == 2 * len(text) and torch.equal(drawn.rollout.group, torch.arange(len(text)).repeat_interleave(2))
     once = trainer(tmp_path / "b", monkeypatch, flat_where("circle"))
-    first = once.collect(0, once.parts.plan)
+    first = once.collect(0, once.parts.plan, once.rewards)
     assert torch.equal(first.rollout.leaves, drawn.rollout.leaves[:8]) and first.batch.text == text[:4]
     result = next(iter(run))
     assert result.metrics["policy/rows"] == 2 * 2 * (len(text) - sum(flat))  # two samples, two noise levels
@@ -107,14 +107,14 @@ def test_refill_adds_a_fresh_prompt_for_each_flat_group_until_rounds_are_over(tm
 
 def test_refill_of_groups_that_all_differ_is_sampling_once(tmp_path, monkeypatch):
     run = trainer(tmp_path, monkeypatch, flat_where("no such word"), draw__mode="refill")
-    assert len(run.collect(0, run.parts.plan).batch) == 4
+    assert len(run.collect(0, run.parts.plan, run.rewards).batch) == 4
 
 
 def test_balance_samples_on_with_other_noise_and_takes_the_baseline_from_all_draws(tmp_path, monkeypatch):
     """Good: pixels that vary more than the first round's median. Prompts that are not balanced get more rounds, the others do not."""
     options = {"draw__mode": "balance", "draw__rounds": "4", "batch__group": "4", "algorithm__std": "null"}
     run = trainer(tmp_path, monkeypatch, flat_where("no such word"), **options)
-    drawn = run.collect(0, run.parts.plan)
+    drawn = run.collect(0, run.parts.plan, run.rewards)
     group, total = drawn.rollout.group, drawn.rewards.total
     assert torch.unique(drawn.rollout.leaf_key).numel() == len(group) and len(drawn.batch) == 4
     sizes = torch.bincount(group)
@@ -134,6 +134,6 @@ def test_balance_samples_on_with_other_noise_and_takes_the_baseline_from_all_dra
 
 def test_the_median_of_the_first_round_is_the_default_threshold(tmp_path, monkeypatch):
     run = trainer(tmp_path, monkeypatch, flat_where("no such word"), draw__mode="balance", batch__group="4", draw__rounds="1")
-    drawn = run.collect(0, run.parts.plan)
+    drawn = run.collect(0, run.parts.plan, run.rewards)
     first = drawn.rewards.total[:16]
     assert drawn.threshold == pytest.approx(float(first.nanmedian()))

@@ -4,6 +4,7 @@ import ast
 import importlib
 import importlib.metadata
 import importlib.util
+import math
 import re
 import shlex
 import sys
@@ -11,25 +12,46 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 import yaml
+from toy import ToyPolicy, advantages_of, rewards_of, roll_out
 
 import flowrl
-from flowrl import config
+from flowrl import config, setup
 from flowrl.cli import app
 from flowrl.rewards import reward_class
+from flowrl.samplers import sigmas
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
-FENCE = re.compile(r"^(<!-- run -->\n)?```(\w+)\n(.*?)^```$", re.M | re.S)
-BLOCKS = [
-    (f"{page}:{text[: m.start()].count(chr(10)) + 1}", m[2], m[3], bool(m[1])) for page, text in PAGES.items() for m in FENCE.finditer(text)
-]
+FENCE = re.compile(r"^(<!-- run -->\n)?(`{3,})(\w+)\n(.*?)^\2$", re.M | re.S)
+SECTIONS = ["Usage", "Equations", "Logged metrics", "Departures from paper and code", "Results"]  # of an algorithm's page
+
+
+def blocks(page, text):
+    """(place, language, text, whether it is marked to run) of every fenced block."""
+    return [(f"{page}:{text[: m.start()].count(chr(10)) + 1}", m[3], m[4], bool(m[1])) for m in FENCE.finditer(text)]
+
+
+def shell(page, text):
+    """(place, words) of every command line."""
+    lines = [(where, line) for where, language, code, _ in blocks(page, text) if language == "bash" for line in code.splitlines() if line]
+    return [(where, shlex.split(line, comments=True)) for where, line in lines]
+
+
+def commands(page, text):
+    """(place, words after `flowrl`) of every command of ours."""
+    return [(where, words[1:]) for where, words in shell(page, text) if words[0] == "flowrl"]
+
+
+OURS = {page: text for page, text in PAGES.items() if page != "docs/extending.md"}  # its files are the reader's: see test_extending.py
+BLOCKS = [block for page, text in OURS.items() for block in blocks(page, text)]
 PYTHON = {where: code for where, language, code, _ in BLOCKS if language == "python"}
 RUN = {where: code for where, _, code, run in BLOCKS if run}
-LINES = [(where, line) for where, language, code, _ in BLOCKS if language == "bash" for line in code.splitlines() if line]
-COMMANDS = [(where, shlex.split(line, comments=True)) for where, line in LINES]
-FLOWRL = [(where, words[1:]) for where, words in COMMANDS if words[0] == "flowrl"]
+COMMANDS = [command for page, text in OURS.items() for command in shell(page, text)]
+FLOWRL = [command for page, text in OURS.items() for command in commands(page, text)]
+ALGORITHMS = config.options("algorithm")
 
 
 def test_every_page_has_snippets_or_commands_where_they_are_expected():
@@ -78,16 +100,42 @@ def test_the_readme_reward_scores_pictures_and_videos_as_it_says():
 # --- commands
 
 
-@pytest.mark.parametrize(("where", "words"), FLOWRL, ids=[" ".join(words) for _, words in FLOWRL])
-def test_commands_exist_take_their_options_and_compose(where, words):
+def check_run(where, words):
+    """A command exists and takes its options; of one that trains, the config composes, and its plans fit its batch all through the run."""
     group = typer.main.get_command(app)
     assert words[0] in group.commands, f"{where}: flowrl has no command {words[0]}"
     command = group.commands[words[0]]
     context = command.make_context(words[0], words[1:])  # parses and checks options; runs nothing
-    if words[0] in ("train", "show") and not context.params.get("resume"):
-        cfg = config.load_config(None, list(context.params["overrides"] or []))
-        reads = {key for label, entry in cfg.reward.items() for key in reward_class(entry.get("name", label)).reads}
-        assert not reads or cfg.data.train.startswith("shapes:"), f"{where}: a text file carries no {reads}"
+    if words[0] not in ("train", "show") or context.params.get("resume"):
+        return
+    cfg = config.load_config(None, list(context.params["overrides"] or []))
+    reads = {key for label, entry in cfg.reward.items() for key in reward_class(entry.get("name", label)).reads}
+    assert not reads or cfg.data.train.startswith("shapes:"), f"{where}: a text file carries no {reads}"
+    algorithm = setup.make_algorithm(cfg)
+    for iteration in {0, 1, cfg.iterations // 2, cfg.iterations - 1}:
+        plan = algorithm.plan(sigmas.linear(cfg.sampler.steps), sampler=cfg.sampler, iteration=iteration, seed=cfg.seed)
+        algorithm.check(plan)
+        config.check_batch(cfg, processes=1, leaves=plan.leaves)
+    setup.check_signal(cfg, algorithm)
+
+
+@pytest.mark.parametrize(("where", "words"), FLOWRL, ids=[" ".join(words) for _, words in FLOWRL])
+def test_commands_exist_take_their_options_compose_and_fit_their_plans(where, words):
+    check_run(where, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["algorithm=branch_grpo", "batch.group=24"], "plan's 16 leaves; try 16 or 32"),
+        (["algorithm=mix_grpo", "batch.prompts=6"], "1 process x 4 updates; try 4 or 8"),
+        (["algorithm=awm", "sampler.steps=4"], "sampler.steps=4 offers 2"),
+        (["algorithm=dpo", "batch.group=1"], "use at least 2"),
+    ],
+)
+def test_a_command_that_composes_but_could_not_start_is_found(words, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_run("here", ["train", *words])
 
 
 def test_scripts_and_make_targets_exist():
@@ -106,13 +154,13 @@ def test_scripts_and_make_targets_exist():
 
 def slugs(text):
     """Anchors of a page's headings, as GitHub and MkDocs make them."""
-    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.M | re.S), re.M)
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_internal_links_resolve(page):
-    text = re.sub(r"^```.*?^```|`[^`\n]*`", "", PAGES[page], flags=re.M | re.S)
+    text = re.sub(r"^(`{3,}).*?^\1$|`[^`\n]*`", "", PAGES[page], flags=re.M | re.S)
     for link in re.findall(r"\]\(([^)]+)\)", text):
         path, _, anchor = link.partition("#")
         if "://" in path:
@@ -126,7 +174,7 @@ def test_internal_links_resolve(page):
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_exist(page):
     named = re.findall(r"`((?:configs|flowrl|rewards|samplers|scripts|tests)/[\w./-]+)`", PAGES[page])
-    invented = {"rewards/redness.py", "rewards/NAME.py"}  # the reader's own
+    invented = {"rewards/redness.py", "rewards/NAME.py", "flowrl/algorithms/rloo.py", "configs/algorithm/rloo.yaml", "tests/test_rloo.py"}
     missing = [path for path in named if path not in invented and not (ROOT / path).exists()]
     assert not missing, f"{page} names {missing}"
 
@@ -167,12 +215,17 @@ def test_every_package_that_is_imported_is_declared():
 # --- reference
 
 
-@pytest.fixture(scope="module")
-def reference():
-    spec = importlib.util.spec_from_file_location("config_reference", ROOT / "scripts" / "config_reference.py")
+def load_script(name):
+    """A file of scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return load_script("config_reference")
 
 
 @pytest.mark.parametrize(
@@ -185,10 +238,17 @@ def reference():
         ("stop.kl", "float > 0 or null"),
         ("optimizer.betas", "[float >= 0 and < 1, float >= 0 and < 1]"),
         ("train.lora.targets", "list of str or null"),
+        ("algorithm.std", "group, global, null"),
+        ("algorithm.keep", "int >= 2 or null"),
+        ("algorithm.clip", "[float > 0, float > 0]"),
+        ("algorithm.window.high", "int > 0 or null"),
+        ("algorithm.tree.splits", "list of int"),
+        ("algorithm.tree.strides", "list of int > 0"),
+        ("algorithm.tree.steps", "list of int or null"),
     ],
 )
 def test_the_reference_says_in_words_what_a_key_accepts(reference, key, said):
-    field = dict(reference.rows(config.Config))[key]
+    field = dict([*reference.rows(config.Config), *reference.rows(config.algorithm_schema("grpo"), "algorithm.")])[key]
     assert reference.accepts(field.annotation, field.metadata) == said
 
 
@@ -198,11 +258,26 @@ def test_the_configuration_page_is_what_the_schemas_say(reference):
         assert f"`{key}`" in PAGES["docs/configuration.md"] or key.split(".")[0] in ("reward", "algorithm") or "pipeline" in key
 
 
-@pytest.mark.parametrize("name", config.options("algorithm"))
+@pytest.mark.parametrize("name", sorted({path.stem for path in (ROOT / "flowrl/algorithms").glob("[!_]*.py")}))
+def test_shared_and_own_tables_together_are_an_algorithms_options(reference, name):
+    """Each option stands once with the default that holds: in the algorithm's own table, or in one of those that it names."""
+    page = PAGES["docs/configuration.md"]
+    section = page.split(f"### algorithm.name = {name}\n")[1].split("\n### ")[0].split("\n## ")[0]
+    shared = [page.split(f"### Options {title}\n")[1].split("\n### ")[0] for title in re.findall(r"\[(of [\w ]+)\]\(#", section)]
+    assert len(shared) == 2
+    cells = re.compile(r"^\| `(algorithm\.[\w.]+)` \| `([^`]*)` \|", re.M)
+    said = dict(row for table in [*shared, section] for row in cells.findall(table))
+    assert said == {key: reference.default(field) for key, field in reference.rows(config.algorithm_schema(name), "algorithm.")}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_has_a_page_with_the_same_sections(name):
     page = PAGES[f"docs/algorithms/{name}.md"]
-    assert re.findall(r"^## (.+)$", page, re.M) == ["Usage", "Equations", "Logged metrics", "Departures from paper and code", "Results"]
-    assert f"algorithm={name}" in page and "arXiv:" in page
+    assert re.findall(r"^## (.+)$", page, re.M) == SECTIONS
+    assert "arXiv:" in page
+    chosen = [words for _, words in commands(name, page) if words[0] == "train" and f"algorithm={name}" in words]
+    models = [word for words in chosen for word in words if word.startswith("model=")]
+    assert models and len(models) < len(chosen), "a command for the embedded model and one for a model of the hub"
 
 
 def test_every_metric_that_code_writes_is_explained():
@@ -211,3 +286,66 @@ def test_every_metric_that_code_writes_is_explained():
     explained = "".join(PAGES.values())
     assert {"policy/clip_fraction", "policy/x0_error", "reward/total", "optimizer/lr"} <= written
     assert not [metric for metric in written if f"`{metric}`" not in explained]
+
+
+# --- the overview of algorithms
+
+
+OVERVIEW = PAGES["docs/algorithms/index.md"]
+COST = {
+    name: re.findall(r"`([^`]+)`", rest)
+    for names, rest in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (`[^|]+` \| `[^|]+` \| `[^|]+`) \|$", OVERVIEW, re.M)
+    for name in re.findall(r"`(\w+)`", names)
+}
+
+
+def example(name, copies=1, prompts=2):
+    """The first command of an algorithm's page, on the toy flow -> config, algorithm, policy, rollout, rows."""
+    words = next(words for _, words in commands(name, PAGES[f"docs/algorithms/{name}.md"]))
+    cfg = config.load_config(None, words[1:])
+    algorithm, policy, grid = setup.make_algorithm(cfg), ToyPolicy(0.1), sigmas.shifted(cfg.sampler.steps, 3)
+    leaves = algorithm.plan(grid, sampler=cfg.sampler, iteration=0, seed=0).leaves
+    options = {"copies": copies * cfg.batch.group // leaves, "prompts": prompts, "sampler": cfg.sampler, "grid": grid}
+    rollout = roll_out(policy, algorithm, **options)
+    rewards = rewards_of(torch.randn(len(rollout.leaf)))
+    rows = algorithm.columns(rollout, advantages_of(algorithm, rollout, rewards), seed=0, iteration=0)
+    return cfg, algorithm, policy, rollout, rewards, rows
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_formulas_of_cost_count_the_rollout_and_the_rows(name, copies):
+    cfg, algorithm, _, rollout, _, rows = example(name, copies)
+    c, plan, steps = algorithm.config, rollout.plan, cfg.sampler.steps
+    known = {"T": steps, "G": cfg.batch.group * copies, "floor": math.floor, "ceil": math.ceil}
+    if "log_prob" in algorithm.needs:
+        tree, w = c.tree, c.window.size
+        start = algorithm._start(sigmas.linear(steps), 0, 0) if c.plan in ("window", "tree") or tree.noisy == "window" else 0
+        known |= {"K": tree.children, "B": tree.splits, "D": tree.strides, "w": w, "l": start, "f": c.timestep_fraction, "r": c.tail}
+        known |= {"S": range(steps - 1) if tree.steps is None else tree.steps, "noisy": {*tree.splits, *range(start, start + w)}}
+    else:
+        known["n"] = algorithm.draws(plan)
+    leaves, forwards, most = COST[name]
+    assert eval(leaves, dict(known)) == plan.leaves
+    known["C"] = known["G"] // plan.leaves
+    assert eval(forwards, dict(known)) * 2 == rollout.nfe
+    assert eval(most, dict(known)) * 2 == len(rows)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_pages_name_the_metrics_that_a_loss_logs_and_no_other(name):
+    _, algorithm, policy, rollout, rewards, rows = example(name)
+    logged = algorithm.loss(algorithm.score(policy, rollout, rows), rows).metrics
+    page = PAGES[f"docs/algorithms/{name}.md"]
+    shared = set(re.findall(r"`(policy/\w+)`", OVERVIEW.split("## Metrics\n")[1].split("\n## ")[0]))
+    own = set(re.findall(r"^\| `(policy/\w+)` \|", page, re.M))
+    assert own <= logged.keys() <= own | shared and not own & shared
+    forks = {name.split("/")[1] for name in algorithm.observe(rollout, rewards)}
+    assert forks == ({"variance"} if rollout.plan.leaves > 1 else set())
+
+
+def test_the_overview_says_of_every_algorithm_what_it_needs():
+    table = dict(re.findall(r"^\| \[`(\w+)`\]\(\1\.md\) \|.*\| ([\w, ]+) \|$", OVERVIEW, re.M))
+    assert set(table) == set(COST) == set(ALGORITHMS) and f"{len(ALGORITHMS)} files" in OVERVIEW
+    for name, needs in table.items():
+        assert set(needs.split(", ")) == setup.make_algorithm(config.load_config(None, [f"algorithm={name}"])).needs, name

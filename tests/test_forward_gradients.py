@@ -60,10 +60,9 @@ def test_at_the_behaviour_policy_the_gradient_is_the_tables_coefficient_times_th
     _, _, s, u = noised(rollout, rows)
     v = torch.randn_like(u).requires_grad_()
     got, gap = slope(algorithm, Fixed(v), rollout, rows), v.detach() - u
-    # in_fp64 makes sums of exp(adv) exact to 1e-7 only where weights were computed before it, in fp32
     expected = coefficient(name, rows, gap, s.flatten(), options)[:, None] * gap  # grad m = 2 gap / D, D = 2
     assert got.dtype == torch.float64 and float(expected.abs().max()) > 0.1
-    assert float((got - expected).abs().max() / expected.abs().max()) < (1e-6 if name == "rwr" else 1e-9)
+    assert float((got - expected).abs().max() / expected.abs().max()) < (1e-6 if name == "rwr" else 1e-9)  # its weights are fp32
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
@@ -106,13 +105,13 @@ def test_without_weights_of_errors_dgpo_crd_and_awm_have_one_gradient(one_batch)
     plain = rows.adv[:, None] * (v.detach() - u)
     for factor, algorithm in (
         (2, make("dgpo")), (1, make("crd", adaptive=False, beta=0.3)), (5, make("awm", weighting="uniform")),
-        (5, make("awm", weighting="uniform", ratio="sample")), (1, make("crd", adaptive=False, adv_clip=20.0)),
+        (1, make("crd", adaptive=False, adv_clip=20.0)),
     ):  # fmt: skip
         assert torch.allclose(factor * slope(algorithm, Fixed(v), rollout, rows), plain, atol=1e-6)
 
 
-def test_nft_is_crd_with_errors_of_x0(one_batch):
-    """A s / w: NFT's coefficient is that of AWM's kind "t" over w, and CRD's at each level times s."""
+def test_nfts_gradient_is_crds_times_the_noise_level(one_batch):
+    """mean((x0_hat - x0)^2) / mean|x0_hat - x0| = s m / w, since x0_hat - x0 = s (u - v)."""
     rollout, rows = one_batch
     _, _, s, u = noised(rollout, rows)
     v = torch.randn_like(u).requires_grad_()

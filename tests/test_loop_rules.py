@@ -6,7 +6,7 @@ import pytest
 import small
 import torch
 
-from flowrl import distributed, loop, setup
+from flowrl import collect, distributed, loop, setup
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
 
 
@@ -25,7 +25,7 @@ def spread(media):
 
 def test_diffusion_nft_samples_with_its_old_policy(tmp_path, monkeypatch):
     made, at_work = quiet(tmp_path, iterations="2", algorithm__decay="1", optimizer__lr="3e-2"), []
-    real = loop.roll_out
+    real = collect.roll_out
 
     def spy(policy, batch, plan, **options):
         cond, rows = policy.encode(batch.text), torch.arange(len(batch))
@@ -37,7 +37,7 @@ def test_diffusion_nft_samples_with_its_old_policy(tmp_path, monkeypatch):
         at_work.append([v.detach() for v in seen])
         return real(policy, batch, plan, **options)
 
-    monkeypatch.setattr(loop, "roll_out", spy)
+    monkeypatch.setattr(collect, "roll_out", spy)
     list(made)
     _, (used, old, default) = at_work  # after one update with decay 0.001 the two policies differ
     assert torch.equal(used, old) and not torch.allclose(used, default, rtol=1e-4)
@@ -74,14 +74,19 @@ def test_network_rows_of_an_update_follow_the_table(tmp_path, guidance, kl):
     _, second = list(made)  # the first iteration also proves the ratio
     rows = 2 * 2 * (4 - 1)
     assert second.metrics["policy/rows"] == rows
-    assert second.metrics["nfe/update"] == rows * (1 if guidance == "none" else 2) * (1 if kl == "0" else 2)
+    branches = 1 if guidance == "none" else 2
+    winners = 2 * rows // 2  # half of the rows, by the policy and by the reference
+    assert second.metrics["nfe/update"] == rows * branches
+    assert second.metrics["nfe/reference"] == (winners + rows * (kl != "0")) * branches
 
 
 @pytest.mark.parametrize(("decay", "kl", "calls"), [("0", "0", 1), ("1", "0", 2), ("0", "0.1", 2), ("1", "0.1", 3)])
 def test_network_rows_of_diffusion_nft_follow_the_table(tmp_path, decay, kl, calls):
     """One call a row, one more for an old policy that lags, one more for a KL."""
     _, second = list(quiet(tmp_path, iterations="2", algorithm__decay=decay, algorithm__kl_weight=kl, optimizer__lr="1e-2"))
-    assert second.metrics["policy/rows"] == 2 * 2 * 2 and second.metrics["nfe/update"] == calls * 8
+    winners = 2 * 8 // 2  # half of the rows, by the policy and by the reference
+    assert second.metrics["policy/rows"] == second.metrics["nfe/update"] == 2 * 2 * 2
+    assert second.metrics["nfe/reference"] == (calls - 1) * 8 + winners
 
 
 def test_the_gradient_is_clipped_and_the_rate_of_the_schedule_is_applied(tmp_path):

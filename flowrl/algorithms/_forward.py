@@ -62,7 +62,7 @@ class ForwardMethod(_base.Anchored):
 
     Config: ClassVar[type[ForwardConfig]] = ForwardConfig
     config: ForwardConfig
-    guidance = "none"
+    guidance: Literal["none"] | None = "none"
     shared_noise = False  # whether the members of a group get the same noise
     compares_reference = False  # whether the loss reads errors of the reference
     reads_old = False  # whether the loss reads velocities of the old policy

@@ -13,6 +13,8 @@ Departures from papers and reference code, beside those of _transitions.py:
 * BranchGRPO: children are samples of the transition whose density the ratio uses (the code scales a split's noise by 4 and keeps the
   density of 1); a child's state is stored as it was sampled (the code rounds it to bf16 after its log-prob).
 * TreeGRPO: the softmax of its back-up uses mean-reduced log-probs and a temperature, which the paper leaves open.
+* Granular-GRPO: of several rewards each is z-scored over its group, added up, and the sum z-scored at each stride (its code z-scores each
+  reward at each stride); its sub-grids are those of samplers/plan.py.
 * GRPO-Guard: the correction is per sample (its code averages over the batch, which its author calls a bug).
 * DDPO: per-prompt statistics of the iteration's group, not of a history of 16 to 32 samples. DPOK: the group's mean is the baseline.
 """

@@ -87,7 +87,8 @@ def pair_terms(gap: Tensor, clipped: Tensor, group: Tensor) -> tuple[Tensor, Ten
     plain = (gap[:, None] - gap[None]).square()
     near = (clipped[:, None] - clipped[None]).square()
     count = peers.sum(1).clamp(min=1)
-    return (torch.maximum(plain, near) * peers).sum(1) / count, ((near > plain) & peers).sum(1) / count
+    larger = torch.where(near < plain, plain, near)  # not maximum: of equal ones the clipped one's gradient holds
+    return (larger * peers).sum(1) / count, ((near > plain) & peers).sum(1) / count
 
 
 def of_groups_with_signal(rollout: Rollout, advantages: Advantages) -> Tensor:

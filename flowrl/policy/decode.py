@@ -36,6 +36,8 @@ class Decoder:
         return torch.cat([self._encode(part) for part in media.split(chunk)])
 
     def _encode(self, media: Tensor) -> Tensor:
+        if tuple(media.shape[1:]) != tuple(self.after.shape):
+            raise ValueError(f"media of shape {tuple(media.shape[1:])} cannot be encoded; the pipeline makes {tuple(self.after.shape)}")
         pixels = self.after.inverse(media.float(), self.image, _constant(self.after, media)).to(self.vae.dtype)
         posterior = self.vae.encode(pixels)
         z = (posterior.latent_dist.mode() if hasattr(posterior, "latent_dist") else posterior.latents).float()

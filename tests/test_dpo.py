@@ -1,0 +1,146 @@
+"""Online DPO: the loss of a pair, its gradient, which samples are paired and at which noise, and learning."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+from toy import GRID, SAMPLER, Fixed, ToyPolicy, backward, in_fp64, learn, noised, prepared, slope
+
+from flowrl.algorithms.dpo import ALGORITHM
+from flowrl.types import Columns, replace
+
+
+def make(**options):
+    return ALGORITHM(ALGORITHM.Config(**{"steps": 2, **options}))
+
+
+def swapped(rows):
+    return Columns({**rows.data, "adv": -rows.adv})
+
+
+def test_at_the_reference_the_loss_is_log_two_and_nothing_is_preferred():
+    algorithm, policy = make(beta=5000.0), ToyPolicy(0.0)
+    _, rollout, _, rows = prepared(algorithm, policy)
+    out = algorithm.loss(algorithm.score(policy, rollout, rows), rows)
+    assert out.loss.item() / len(rows) == pytest.approx(math.log(2)) and out.metrics["policy/margin"] == 0
+
+
+def test_a_pair_by_hand():
+    """e (.5, 1.3), e_ref (1, 1), beta 2: -log sigmoid(-(-.5 - .3)) = log(1 + e^-.8), in both rows."""
+    rows = Columns({"weight": torch.ones(2), "adv": torch.tensor([1.0, -1.0]), "unit": torch.zeros(2).long()})
+    out = make(beta=2.0).loss({"error": torch.tensor([0.5, 1.3]), "error_ref": torch.ones(2)}, rows)
+    assert out.loss.item() == pytest.approx(2 * math.log(1 + math.exp(-0.8))) and out.metrics["policy/accuracy"] == 2
+    assert out.metrics["policy/margin"].item() == pytest.approx(2 * 0.8)
+
+
+def test_the_loss_is_the_formula_wherever_the_policy_is(monkeypatch):
+    """-log sigmoid(-beta/2 [(e_w - e_w_ref) - (e_l - e_l_ref)]), mean over pairs = mean over rows."""
+    algorithm = make(beta=3.0)
+    _, rollout, _, rows = prepared(algorithm)
+    rollout, rows = in_fp64(monkeypatch, rollout, rows)
+    _, _, _, u = noised(rollout, rows)
+    v, v_ref = torch.randn_like(u).requires_grad_(), torch.randn_like(u)
+    e, e_ref = ((value - u).square().mean(1) for value in (v, v_ref))
+    win, lose = (rows.adv > 0).nonzero().flatten(), (rows.adv < 0).nonzero().flatten()
+    assert torch.equal(rows.unit[win], rows.unit[lose]) and len(win) == 6
+    pairs = -F.logsigmoid(-1.5 * ((e[win] - e_ref[win]) - (e[lose] - e_ref[lose])))
+    policy = Fixed(v, v_ref=v_ref)
+    assert algorithm.loss(algorithm.score(policy, rollout, rows), rows).loss.item() / 12 == pytest.approx(pairs.mean().item(), rel=1e-12)
+    (expected,) = torch.autograd.grad(pairs.mean(), v)
+    assert torch.allclose(slope(algorithm, policy, rollout, rows) / 12, expected, atol=1e-12)
+
+
+def test_at_the_reference_the_gradient_is_a_quarter_of_beta_times_the_difference_of_errors(monkeypatch):
+    """(beta / 4) (grad e_w - grad e_l) a pair; swapping winner and loser flips its sign."""
+    algorithm = make(beta=8.0)
+    _, rollout, _, rows = prepared(algorithm)
+    rollout, rows = in_fp64(monkeypatch, rollout, rows)
+    _, _, _, u = noised(rollout, rows)
+    v = torch.randn_like(u).requires_grad_()
+    got = slope(algorithm, Fixed(v), rollout, rows) / 2  # each row of a pair carries its term
+    assert torch.allclose(got, 2.0 * rows.adv[:, None] * (v.detach() - u), atol=1e-12)
+    assert torch.allclose(slope(algorithm, Fixed(v), rollout, swapped(rows)) / 2, -got, atol=1e-12)
+
+
+def test_swapping_flips_the_margin_and_turns_the_gradients_weight_into_one_minus_it():
+    algorithm, policy = make(beta=3.0), ToyPolicy(1.0)
+    _, rollout, _, rows = prepared(algorithm, policy)
+    scores = algorithm.score(policy, rollout, rows)
+    weights = []
+    for pair in (rows, swapped(rows)):
+        e = scores["error"].detach().requires_grad_()
+        out = algorithm.loss({**scores, "error": e}, pair)
+        weights.append(torch.autograd.grad(out.loss, e)[0] / (3.0 * pair.adv))
+    assert torch.allclose(weights[0], 1 - weights[1], atol=1e-5) and weights[0].std() > 0.01
+
+
+def test_identical_images_have_no_gradient_but_that_of_kl():
+    """Winner and loser equal: same noise, same level, same prompt, so that everything cancels."""
+    algorithm = make(beta=50.0)
+    policy, rollout, _, rows = prepared(algorithm, ToyPolicy(0.5))
+    same = Columns({**rows.data, "state": rows.state[(rows.adv > 0).nonzero().flatten()].view(3, 1, 2).expand(3, 2, 2).flatten()})
+    loss, gradient = backward(algorithm, policy, rollout, same)
+    assert loss.item() / len(rows) == pytest.approx(math.log(2)) and gradient.abs().max() < 1e-4
+    assert backward(algorithm, policy, rollout, rows)[1].abs().max() > 0.1
+    assert backward(make(beta=50.0, kl_weight=1.0), policy, rollout, same)[1].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("levels", ["schedule", "stratified", "logit_normal", "uniform"])
+def test_a_pair_has_one_noise_and_one_level_other_pairs_have_others(levels):
+    _, _, _, rows = prepared(make(levels=levels))
+    noise, sigma = rows.noise_key.view(3, 2, 2), rows.sigma.view(3, 2, 2)  # pairs, winner and loser, draws
+    assert torch.equal(noise[:, 0], noise[:, 1]) and torch.equal(sigma[:, 0], sigma[:, 1]) and torch.unique(noise).numel() == 6
+    assert torch.equal(rows.unit.view(3, 2, 2)[:, 0], rows.unit.view(3, 2, 2)[:, 1]) and torch.unique(rows.unit).numel() == 6
+    if levels != "schedule":
+        assert torch.unique(sigma).numel() > 2
+
+
+def test_the_best_is_paired_with_the_worst_of_each_group_and_ties_go_to_the_first():
+    reward = torch.tensor([1.0, 3, 2, 0, 5, 5, 5, 5, 0, 7, 0, 7])
+    _, rollout, _, rows = prepared(make(), reward=reward, copies=4)
+    samples = [rollout.leaf.tolist().index(state) for state in rows.state.tolist()]
+    assert samples == [1, 1, 3, 3, 9, 9, 8, 8] and rows.adv.tolist() == [1, 1, -1, -1] * 2
+
+
+def test_a_tie_or_a_group_with_one_sample_left_gives_no_pair():
+    """Equal rewards; all but one failed; all failed."""
+    nan = torch.nan
+    for reward in ([4.0] * 4, [nan, nan, 2.0, nan], [nan] * 4):
+        assert len(prepared(make(), reward=torch.tensor(reward), copies=4, prompts=1)[3]) == 0
+    assert len(prepared(make(), reward=torch.tensor([nan, 1.0, 2.0, nan]), copies=4, prompts=1)[3]) == 4
+
+
+def test_the_loss_and_the_reference_are_without_guidance():
+    algorithm = make()
+    _, rollout, _, rows = prepared(algorithm)
+    policy = Fixed(torch.zeros(len(rows), 2, requires_grad=True))
+    scores = algorithm.score(policy, replace(rollout, guidance=4.5), rows)
+    assert policy.guidances == [("default", "none"), ("reference", "none")]
+    assert scores["error"].requires_grad and not scores["error_ref"].requires_grad
+
+
+def test_the_reference_may_become_the_policy_every_forty_iterations():
+    """Flow-GRPO's "online" setting: at the moment of a reset the loss is log 2 again."""
+    algorithm, policy = make(reference="reset"), ToyPolicy(0.5)
+    assert [i for i in range(120) if algorithm.follow(i + 1, i) == {"anchor": 0.0}] == [39, 79, 119]
+    torch.nn.init.normal_(policy.net[2].bias)
+    _, rollout, _, rows = prepared(algorithm, policy)
+
+    def loss():
+        return algorithm.loss(algorithm.score(policy, rollout, rows), rows).loss.item() / len(rows)
+
+    before = loss()
+    policy.update("anchor", algorithm.follow(40, 39)["anchor"])
+    assert loss() == pytest.approx(math.log(2)) != pytest.approx(before, abs=0.1)
+
+
+def test_no_more_rows_are_announced_than_a_sample_can_give():
+    plan = make().plan(GRID, sampler=SAMPLER, iteration=0, seed=0)
+    assert make(steps=3).rows_per_copy(plan) == 3 and make(steps=None).rows_per_copy(plan) == 1
+
+
+@pytest.mark.parametrize("options", [{"beta": 5.0, "steps": 4}, {"beta": 50.0, "reference": "reset", "reference_every": 3, "error": "eps"}])
+def test_a_toy_flow_learns(options):
+    history = learn(make(**options), iterations=30)
+    assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.2

@@ -1,0 +1,104 @@
+"""A method that plan, data or policy cannot serve is refused at start-up, with the setting to change, and nothing is written."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import small
+import torch
+
+from flowrl import media, setup
+from flowrl.algorithms.grpo import ALGORITHM as GRPO
+from flowrl.algorithms.nft import ALGORITHM as NFT
+from flowrl.config import ConfigError
+from flowrl.log import logger
+
+PROMPTS = ("a red circle", "a blue square")
+
+
+def pictures(folder, each=2, size=64):
+    """A scored folder with `each` pictures of both prompts."""
+    folder.mkdir()
+    with (folder / "scores.jsonl").open("w") as lines:
+        for p, prompt in enumerate(PROMPTS):
+            for i in range(each):
+                name = f"{p}-{i}.png"
+                noise = torch.rand(3, size, size, generator=torch.Generator().manual_seed(10 * p + i))
+                media.save(noise, folder / name)
+                lines.write(json.dumps({"file": name, "prompt": prompt, "total": float(i)}) + "\n")
+    return folder
+
+
+def with_reference(folder):
+    """A prompt file whose first prompt names a reference image beside it."""
+    folder.mkdir()
+    media.save(torch.rand(3, 64, 64, generator=torch.Generator().manual_seed(0)), folder / "ideal.png")
+    lines = [{"prompt": PROMPTS[0], "reference": "ideal.png"}, {"prompt": PROMPTS[1]}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "prompts.jsonl"
+
+
+def refused(tmp_path, algorithm, match, **changes):
+    small.ALGORITHMS.setdefault(algorithm, {})
+    with pytest.raises((ValueError, ConfigError), match=match):
+        small.trainer(tmp_path / "run", algorithm, **changes)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("algorithm", ["flow_grpo", "mix_grpo", "prdp", "reg_grpo"])
+def test_transition_methods_refuse_media_from_files(tmp_path, algorithm):
+    refused(tmp_path, algorithm, "no denoising steps to train.*algorithm=nft", data__offline=pictures(tmp_path / "folder"))
+    refused(tmp_path, algorithm, 'a prompt with a "reference".*algorithm=nft', data__train=with_reference(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("algorithm", ["nft", "awm", "dgpo", "crd", "dpo", "raft", "rwr"])
+def test_forward_methods_train_on_a_folder_and_on_a_group_with_a_reference(tmp_path, algorithm):
+    small.ALGORITHMS.setdefault(algorithm, {})
+    steps = {"algorithm__steps": "2", "iterations": "1", "data__eval": "null"}
+    made = small.trainer(tmp_path / "offline", algorithm, data__offline=pictures(tmp_path / "folder"), **steps)
+    (it,) = list(made)
+    assert it.metrics.get("nfe/rollout", 0) == 0 and it.metrics["policy/rows"] > 0 and it.metrics["optimizer/step"] == 1
+    assert it.metrics["reward/total"] == 0.5 and len(it.rollout.leaf) == 4
+    made = small.trainer(tmp_path / "reference", algorithm, data__train=with_reference(tmp_path / "data"), **steps)
+    (it,) = list(made)
+    of = made.collect(0, made.parts.plan, made.rewards).batch.text.index(PROMPTS[0])
+    assert torch.bincount(it.rollout.group)[of] == 3 and len(it.rollout.leaf) == 5 and it.metrics["policy/rows"] > 0
+
+
+def test_files_that_cannot_be_trained_on_are_refused(tmp_path):
+    refused(tmp_path, "nft", "single image of every prompt", data__offline=pictures(tmp_path / "one", each=1))
+    refused(tmp_path, "nft", "is 32x32 pixels, but the model makes 64x64", data__offline=pictures(tmp_path / "small", size=32))
+    refused(tmp_path, "nft", "draw.mode=refill samples again", data__offline=pictures(tmp_path / "folder"), draw__mode="refill")
+    refused(tmp_path, "nft", "draw.mode=balance chooses among samples", data__train=with_reference(tmp_path / "data"), draw__mode="balance")
+    refused(tmp_path, "nft", "does not exist", data__offline=tmp_path / "nowhere")
+
+
+def test_balance_and_best_of_n_refuse_samples_that_share_steps(tmp_path):
+    small.ALGORITHMS["tree_grpo"] = {"algorithm.window.size": "1", "batch.group": "3"}
+    refused(tmp_path, "tree_grpo", "draw.mode=balance chooses whole samples, and plan=tree forks", draw__mode="balance")
+    refused(tmp_path, "tree_grpo", "algorithm.keep=2 leaves out whole samples", algorithm__keep="2")
+
+
+def test_no_sde_step_and_an_only_child_are_refused(tmp_path):
+    refused(tmp_path, "flow_grpo", "GRPO needs SDE steps.*sampler.eta > 0", sampler__eta="0")
+    refused(tmp_path, "flow_grpo", "GRPO needs SDE steps.*sampler.steps >= 2", sampler__steps="1")
+    small.ALGORITHMS["tempflow_grpo"] = {"batch.group": "3"}
+    refused(tmp_path, "tempflow_grpo", "algorithm.tree.children=1 leaves credit=siblings nothing to compare", algorithm__tree__children="1")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "source", "scheduler", "warned"),
+    [
+        (NFT, "black-forest-labs/FLUX.1-schnell", "FlowMatchEulerDiscreteScheduler", True),
+        (NFT, "stabilityai/sdxl", "LCMScheduler", True),
+        (NFT, "shapes-sd3", "FlowMatchEulerDiscreteScheduler", False),
+        (GRPO, "stabilityai/sdxl-turbo", "EulerDiscreteScheduler", False),
+    ],
+)
+def test_a_distilled_model_is_warned_of_in_forward_methods(algorithm, source, scheduler, warned, caplog):
+    policy = SimpleNamespace(pipe=SimpleNamespace(scheduler=type(scheduler, (), {})()))
+    logger.propagate = True
+    with caplog.at_level(logging.WARNING):
+        setup.warn_distilled(algorithm(algorithm.Config()), policy, source)
+    assert ("few-step distilled model" in caplog.text) == warned
