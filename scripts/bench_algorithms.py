@@ -61,7 +61,8 @@ SECOND = {
     "rwr": FORWARD,
 }
 METHODS = FIRST | SECOND
-RATES = ["3e-4", "1e-3", "3e-3"]
+RATES = ["1e-3", "3e-3", "1e-2"]
+LOGGED = ("reward/total", "policy/kl", "policy/winner_gain", "policy/grad_norm", "policy/clip_fraction", "time/overhead_fraction")
 CLIPS = {  # the paper's first; none: the method does not clip, or its clip cannot act
     **dict.fromkeys(
         ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "tree_grpo", "tempflow_grpo"), ("[1e-4,1e-4]", "[1e-3,1e-3]")
@@ -174,9 +175,8 @@ def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
             spent["calls"] += m["nfe/rollout"] + m.get("nfe/reference", 0) + 3 * m.get("nfe/update", 0)
             spent["rows"] += m["policy/rows"]
             spent["seconds"] += m["time/iteration"]
-            point = {"iteration": it.number, **{k: round(v, 2) for k, v in spent.items()}, "reward": m["reward/total"]}
-            point |= {k: m[k] for k in ("policy/kl", "policy/winner_gain", "policy/grad_norm", "policy/clip_fraction") if k in m}
-            point["overhead"] = m["time/overhead_fraction"]
+            point = {"iteration": it.number, **{k: round(v, 1) for k, v in spent.items()}}
+            point |= {k: float(f"{m[k]:.4g}") for k in LOGGED if k in m}
             if marks and spent["calls"] >= marks[0]:
                 marks = [x for x in marks if x > spent["calls"]]
                 point["strict"] = trainer._evaluate("", trainer.cfg.eval.guidance).mean("shapes/strict")

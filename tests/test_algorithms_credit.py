@@ -1,5 +1,6 @@
 """Plans and credit rules as options of an algorithm: reductions to plain GRPO, by hand, shared forwards, adaptive windows."""
 
+import itertools
 from types import SimpleNamespace
 
 import pydantic
@@ -11,7 +12,7 @@ from flowrl import advantages as credit
 from flowrl import objective
 from flowrl.algorithms.grpo import ALGORITHM
 from flowrl.samplers import plan as plans
-from flowrl.types import Advantages
+from flowrl.types import Advantages, replace
 
 NAN = float("nan")
 DEPTH_TWO = {"plan": "tree", "tree": {"children": 2}, "window": {"schedule": "frozen", "size": 2, "low": 1}}
@@ -115,6 +116,29 @@ def test_backup_weighs_children_by_their_log_probs():
     assert float((lp[0] - lp[1]).abs()) > 0.05
 
 
+def test_scope_says_whether_trees_of_a_prompt_are_compared():
+    """Two trees, the second 100 higher: alone they are equal, together the second is good at every depth."""
+    leaf = [1.0, 2, 5, 8, 101, 102, 105, 108]
+    _, _, alone = by_hand(leaf, **DEPTH_TWO, credit="depth", scope="tree")
+    assert alone.transition.tolist() == pytest.approx([-1, 1, *scored(leaf[:4])] * 2, abs=1e-5)
+    _, _, both = by_hand(leaf, **DEPTH_TWO, credit="depth")
+    values = scored([1.5, 6.5, 101.5, 106.5]), scored(leaf)
+    assert both.transition.tolist() == pytest.approx([*values[0][:2], *values[1][:4], *values[0][2:], *values[1][4:]], abs=1e-5)
+
+
+def test_fusion_says_how_leaves_are_averaged_upwards():
+    """The three of credit.branch, which test_advantages_trees.py holds to the papers; on three levels of two trees all differ."""
+    deep = {**DEPTH_TWO, "window": {"schedule": "frozen", "size": 3, "low": 1}}
+    policy, reward, seen = ToyPolicy(0.5), rewards_of(torch.randn(16)), []
+    for fusion in ("mean", "path", "recursive"):
+        algorithm = make(**deep, credit="depth", fusion=fusion, ddof=1, eps=1e-8)
+        rollout = roll_out(policy, algorithm, copies=2, prompts=1)
+        rollout = replace(rollout, log_prob=3 * rollout.log_prob)
+        seen.append(advantages_of(algorithm, rollout, reward).transition)
+        assert torch.equal(seen[-1], credit.branch(rollout, reward, weighting=fusion).transition)
+    assert min(float((a - b).abs().max()) for a, b in itertools.combinations(seen, 2)) > 1e-3
+
+
 def test_td_is_clipped_after_the_sum():
     _, _, advantages = by_hand([1.0, 2, 5, 8], **DEPTH_TWO, credit="td", adv_clip=1.6)
     assert advantages.transition.tolist() == pytest.approx([-1.6, 1.6, -3.5 / 7.5**0.5, -1.5 / 7.5**0.5, -0.5 / 7.5**0.5, 1.6], abs=1e-5)
@@ -205,6 +229,16 @@ def test_rows_of_one_state_share_a_network_row(options, init, copies, states, ro
     objective.accumulate(algorithm, policy, rollout, batch, micro=2, total_weight=1.0, backward=torch.Tensor.backward)
     assert policy.rows == round(copies * states)
     assert float((gradient(policy.net) - whole).abs().max()) < 2e-6 * float(whole.abs().max())
+
+
+@pytest.mark.parametrize("options", [{**BRANCH, "tree": {"splits": (0, 2), "correlation": 1.0}}, DEPTH_TWO, GRANULAR])
+def test_ratios_of_forking_plans_are_one_at_the_behaviour_policy(options):
+    """Three prompts, two copies each: siblings find the state, the prompt and the step that they came from."""
+    algorithm = make(**options)
+    policy, rollout, _, rows = prepared(algorithm, ToyPolicy(0.5), copies=2)
+    scores = algorithm.score(policy, rollout, rows)
+    assert (scores["log_prob"] - rows.log_prob).abs().max() < 2e-6 and set(rows.prompt.tolist()) == {0, 1, 2}
+    assert torch.unique(rows.src).numel() < len(rows)
 
 
 # --- what forks measure, and a window that follows it

@@ -219,6 +219,7 @@ FORKS = {
     "full": {},
     "window": {"plan": "window", "window": {"size": 3}},
     "fan": {"plan": "fan", "tree": {"steps": (0, 2, 5), "children": 4}},
+    "branch": {"plan": "branch", "tree": {"splits": (0, 3)}},  # late steps have more rows
 }
 
 
@@ -234,7 +235,7 @@ def test_noise_weights_are_the_steps_std_with_mean_one(name):
     assert rows.scale.tolist() == pytest.approx((std / mean).tolist(), rel=1e-5)
     scales = {float(a): float(b) for a, b in zip(s, rows.scale, strict=True)}
     assert sum(scales.values()) / len(scales) == pytest.approx(1.0, rel=1e-6) and max(scales.values()) > 1.1
-    assert len(levels) == {"full": 7, "window": 3, "fan": 3}[name]
+    assert len(levels) == {"full": 7, "branch": 7, "window": 3, "fan": 3}[name]
 
 
 def test_equal_std_makes_all_noise_weights_one():

@@ -126,7 +126,8 @@ def test_the_old_policys_clip_stops_gradients_on_the_right_side_only():
     _, metrics, grad = scored(algorithm, up, [1.0] * 4, [1.0] * 4, error_old=[1.2, 0.8, 1.2, 0.8])
     assert grad == pytest.approx([0, 0.5, -0.5, 0]) and metrics["policy/clip_fraction"] == 2
     assert scored(algorithm, up, [1.0] * 4, [1.0] * 4, error_old=[1.05] * 2 + [0.95] * 2)[2] == pytest.approx([0.5, 0.5, -0.5, -0.5])
-    assert scored(algorithm, up, [1.0] * 4, [1.0] * 4, error_old=[1.2, 0.8, 1.2, 0.8])[0] == 0  # the value stays: sum A d / 2
+    value, _, _ = scored(algorithm, up, [2.0, 1, 1, 1], [2.0, 1, 1, 1], error_old=[2.2, 0.8, 1.2, 0.8])
+    assert value == pytest.approx(0.5)  # it stays: sum A d / 2
 
 
 def test_the_clip_reads_the_old_policys_error_at_the_same_noise():

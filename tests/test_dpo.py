@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from toy import GRID, SAMPLER, Fixed, ToyPolicy, backward, in_fp64, learn, noised, prepared, slope
 
 from flowrl.algorithms.dpo import ALGORITHM
-from flowrl.types import Columns, replace
+from flowrl.types import Advantages, Columns, replace
 
 
 def make(**options):
@@ -109,6 +109,9 @@ def test_a_tie_or_a_group_with_one_sample_left_gives_no_pair():
     for reward in ([4.0] * 4, [nan, nan, 2.0, nan], [nan] * 4):
         assert len(prepared(make(), reward=torch.tensor(reward), copies=4, prompts=1)[3]) == 0
     assert len(prepared(make(), reward=torch.tensor([nan, 1.0, 2.0, nan]), copies=4, prompts=1)[3]) == 4
+    _, rollout, _, _ = prepared(make(), copies=2, prompts=1)
+    for adv in ([2.0, 2.0], [nan, -1.0]):  # what is left of a larger group
+        assert len(make().columns(rollout, Advantages(leaf=torch.tensor(adv)), seed=0, iteration=0)) == 0
 
 
 def test_the_loss_and_the_reference_are_without_guidance():
