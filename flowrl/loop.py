@@ -164,8 +164,8 @@ class Trainer:
         if self.cfg.train.mode == "full" and "reference" not in self.algorithm.needs:
             return {}
         with self.ledger.phase("reference"):
-            gain = objective.winner_gain(self.algorithm, self.booked, rollout, columns)
-        return self.world.mean_metrics({} if gain is None else {"policy/winner_gain": gain})
+            gain = objective.winner_gain(self.algorithm, self.booked, rollout, columns, gather=self.world.gather, total=self.world.sum)
+        return {} if gain is None else {"policy/winner_gain": gain}
 
     def _gradient(self, rollout: Rollout, part: Columns, weight: float) -> tuple[dict[str, Tensor], float]:
         """Gradient of the update's mean loss -> (summed metrics, its norm before clipping)."""

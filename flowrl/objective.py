@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms._base import Algorithm
+from flowrl.samplers import keys
 from flowrl.types import Columns, LossOutput, Rollout
+
+Across = Callable[[Tensor], Tensor]
+
+
+def _alone(value: Tensor) -> Tensor:
+    return value
 
 
 def split(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor]:
@@ -90,15 +97,24 @@ def _two_pass(algorithm, policy, rollout, batch, parts, total_weight, backward) 
 
 
 @torch.no_grad()
-def winner_gain(algorithm: Algorithm, policy: Any, rollout: Rollout, batch: Columns, *, most: int = 16) -> float | None:
-    """Mean of fit(policy) - fit(reference) over at most `most` rows of positive advantage, evenly spread; None without any.
+def winner_gain(
+    algorithm: Algorithm, policy: Any, rollout: Rollout, batch: Columns, *, most: int = 16, gather: Across = _alone, total: Across = _alone
+) -> float | None:
+    """Mean of fit(policy) - fit(reference) over about `most` rows of positive advantage, drawn by their noise keys; None without any.
 
-    Below 0 the update makes good samples less likely, as preference losses do when they push bad ones away further.
+    Below 0 the update makes good samples less likely, as preference losses do when they push bad ones away further. gather, total:
+    concatenate and sum over processes, so that the same rows are looked at on any number of them.
     """
     rows = torch.nonzero(batch.adv > 0).flatten()
-    if not len(rows):
-        return None
-    part = batch[rows[torch.linspace(0, len(rows) - 1, min(most, len(rows))).round().long()]]
-    now = algorithm.fit(policy, rollout, part)
-    with policy.view("reference"):
-        return float((now - algorithm.fit(policy, rollout, part)).mean())
+    draw = keys.uniform(keys.key("winners", batch.noise_key[rows]))
+    highest = gather(draw).sort().values[:most][-1:]
+    rows = rows[draw <= highest] if len(highest) else rows
+    gain = torch.zeros(2, dtype=torch.float64, device=batch.adv.device)  # sum and count
+    if len(rows):
+        part = batch[rows]
+        now = algorithm.fit(policy, rollout, part)
+        with policy.view("reference"):
+            gain[0] = (now - algorithm.fit(policy, rollout, part)).double().sum()
+        gain[1] = len(rows)
+    value, count = total(gain).tolist()
+    return value / count if count else None

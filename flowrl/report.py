@@ -319,7 +319,23 @@ def _curves(run: Run) -> str:
             points = [(row.get("iteration", i), row[name]) for i, row in enumerate(run.metrics) if isinstance(row.get(name), int | float)]
             charts.append(line_chart(name, points, colour=colour))
         out.append(f'<h3>{heading}</h3><div class="charts">{"".join(charts)}</div>' if any(charts) else "")
+    out.append(_decisive(run))
     return "".join(out) or _missing("metrics.jsonl is missing or holds no curves: the run stopped before its first iteration was over.")
+
+
+def _decisive(run: Run) -> str:
+    """Of a run whose plan forks: how much of the variance of rewards each step decides, a mean over iterations."""
+    by_step: dict[int, list[float]] = {}
+    for row in run.metrics:
+        for key, value in row.items():
+            if key.startswith("tree/variance/"):
+                by_step.setdefault(int(key.rpartition("/")[2]), []).append(value)
+    if not by_step:
+        return ""
+    points = [(float(step), sum(values) / len(values)) for step, values in sorted(by_step.items())]
+    return (
+        f'<h3>Variance of rewards decided by each step</h3><div class="charts">{line_chart("tree/variance", points, xlabel="step")}</div>'
+    )
 
 
 def _is_phase(key: str, value: Any, prefix: str) -> bool:

@@ -28,7 +28,10 @@ RUN = {"iterations": "2", "batch__group": "3", "optimizer__eps": "1e-3"}  # eps:
 RUNS = {
     "nft": {**RUN, "algorithm__std": "global"},
     "flow_grpo": {**RUN, "algorithm__std": "group", "data__eval": "null"},
+    # every group counts as flat, so that each process adds a fresh prompt of its own
+    "dgpo": {**RUN, "algorithm__steps": "2", "data__eval": "null", "draw__mode": "refill", "draw__rounds": "1", "draw__spread": "100"},
 }
+small.ALGORITHMS.setdefault("dgpo", {})
 
 
 def smooth(media, *_):
@@ -49,14 +52,14 @@ def lonely(folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Three runs on two CPU processes that talk by gloo -> their folder; the last one through the command line."""
+    """Four runs on two CPU processes that talk by gloo -> their folder; the last one through the command line."""
     folder = tmp_path_factory.mktemp("two")
     (folder / "train.py").write_text(SCRIPT)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-    before = [(False, lonely(folder)), (True, small.words(folder / "flow_grpo", "flow_grpo", **RUNS["flow_grpo"]))]
+    before = [(False, lonely(folder)), *((True, small.words(folder / name, name, **RUNS[name])) for name in ("flow_grpo", "dgpo"))]
     last = small.words(folder / "nft", **RUNS["nft"])
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
     result = subprocess.run(
@@ -71,7 +74,7 @@ def step_by_step(run):
     return [{k: v for k, v in line.items() if not k.startswith((*small.CHANGING, "nfe/"))} for line in small.lines(run)]
 
 
-@pytest.mark.parametrize("algorithm", ["nft", "flow_grpo"])
+@pytest.mark.parametrize("algorithm", ["nft", "flow_grpo", "dgpo"])
 def test_two_processes_equal_one(two, tmp_path, monkeypatch, algorithm):
     monkeypatch.setattr(setup, "load_set", lambda _: load_set({"spread": smooth}))
     words = small.words(tmp_path / "one", algorithm, **RUNS[algorithm])

@@ -6,6 +6,7 @@ from toy import ToyPolicy, advantages_of, gradient, roll_out, to_the_right
 
 from flowrl import objective
 from flowrl.algorithms import awm, crd, dgpo, dpo, grpo, nft
+from flowrl.samplers import keys
 from flowrl.types import Columns
 
 ALGORITHMS = {
@@ -226,8 +227,8 @@ def test_the_gain_is_the_mean_difference_of_fits_over_winners_alone():
     assert abs(float(expected)) > 1e-3 and policy.active == "default"
 
 
-def test_the_gain_looks_at_few_rows_evenly_spread_and_at_none_without_winners():
-    """20 winners, most=5: the first, the last and three between; two forwards of 5."""
+def test_the_gain_looks_at_few_rows_the_same_on_any_number_of_processes_and_at_none_without_winners():
+    """20 winners, most=5: five of them, in two forwards; split over two processes, the same five."""
     algorithm = make("nft")
     policy, rollout, rows = prepared(algorithm)
     rows = rows[:40]
@@ -236,5 +237,10 @@ def test_the_gain_looks_at_few_rows_evenly_spread_and_at_none_without_winners():
     algorithm.fit = lambda policy, rollout, part: seen.append(part.place.tolist()) or fit(policy, rollout, part)
     policy.rows = 0
     assert objective.winner_gain(algorithm, policy, rollout, rows, most=5) is not None
-    assert seen == [[0, 10, 20, 28, 38]] * 2 and policy.rows == 10
+    assert seen[0] == seen[1] and len(set(seen[0])) == 5 and all(place % 2 == 0 for place in seen[0]) and policy.rows == 10
+    draws = keys.uniform(keys.key("winners", rows.noise_key[rows.adv > 0]))
+    for half in (rows[:20], rows[20:]):
+        objective.winner_gain(algorithm, policy, rollout, half, most=5, gather=lambda _: draws)
+    assert sorted(sum(seen[2:], [])) == sorted(seen[0] * 2)
+    del seen[2:]
     assert objective.winner_gain(algorithm, policy, rollout, rows[rows.adv < 0]) is None and len(seen) == 2

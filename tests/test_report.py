@@ -126,6 +126,15 @@ def test_every_curve_of_the_metrics_is_drawn_with_its_values_on_hover(run):
     assert 'aria-label="time/rollout"' not in html
 
 
+def test_a_run_that_forks_shows_what_each_step_decides(run):
+    """Two iterations: step 0 decides (0.2 + 0.4) / 2, step 3 decides 0.1, where the window lay once."""
+    assert "decided by each step" not in page_of(run)[0]
+    lines = [{"iteration": 1, "tree/variance/0": 0.2, "tree/variance/3": 0.1}, {"iteration": 2, "tree/variance/0": 0.4}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    html, _ = page_of(run)
+    assert "decided by each step" in html and "step 0: 0.300" in html and "step 3: 0.100" in html
+
+
 def test_the_ledger_sums_phases_and_names_what_is_left(run):
     """40 iterations of 10 s: rollout 80 s, update 240 s, 80 s between them; network 280 s, everything else 120 s."""
     text = re.sub(r"\s+", " ", page_of(run)[1].text)
