@@ -97,7 +97,8 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     algorithm.check(plan)
     config.check_batch(cfg, processes=world.size, leaves=plan.leaves)
     guidance = algorithm.guidance if algorithm.guidance is not None else cfg.sampler.guidance
-    for used in (guidance, cfg.eval.guidance, cfg.eval.baseline_guidance or "none"):
+    of_reference = getattr(algorithm.config, "reference_guidance", "none")
+    for used in (guidance, cfg.eval.guidance, cfg.eval.baseline_guidance or "none", of_reference):
         policy.branches(used)  # a guidance that the model does not know is refused here
     check_signal(cfg, algorithm)
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)

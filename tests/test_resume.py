@@ -9,7 +9,7 @@ import pytest
 import small
 import torch
 
-from flowrl import checkpoint, loop
+from flowrl import checkpoint, collect, loop
 from flowrl.setup import check_resume
 
 ITERATIONS = "5"
@@ -88,7 +88,7 @@ def test_sigterm_ends_with_a_checkpoint_and_the_command_that_resumes(uninterrupt
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_ctrl_c_finishes_the_iteration_and_a_second_one_gives_it_up(uninterrupted, tmp_path, monkeypatch, signals):
-    run, calls, score_leaves = tmp_path / "run", [], loop.score_leaves
+    run, calls, score_leaves = tmp_path / "run", [], collect.score_leaves
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -98,7 +98,7 @@ def test_ctrl_c_finishes_the_iteration_and_a_second_one_gives_it_up(uninterrupte
                 time.sleep(0.05)
         return score_leaves(*args, **kwargs)
 
-    monkeypatch.setattr(loop, "score_leaves", interrupted)
+    monkeypatch.setattr(collect, "score_leaves", interrupted)
     result = small.invoke("train", *small.words(run, iterations=ITERATIONS, checkpoint__every="50"))
     assert result.exit_code == 0, result.output
     assert "SIGINT received" in result.output and f"flowrl train --resume {run}" in result.output

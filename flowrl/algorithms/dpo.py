@@ -28,6 +28,7 @@ class DPOConfig(_forward.ForwardConfig):
         "logit_normal", description="Noise levels trained: continuous, of the schedule, or one from each of equal parts of it."
     )
     share: Literal["group", "all"] = Field("group", description="Who is trained at the same noise levels: winner and loser, or all.")
+    adv_clip: PositiveFloat = Field(1e6, description="Advantages are clipped to this size; a pair is ranked by them.")
     beta: PositiveFloat = Field(100.0, description="Strength of the pull to the reference: 100 online, 2000 to 5000 from a data set.")
 
 

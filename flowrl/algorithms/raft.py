@@ -25,6 +25,7 @@ class RAFTConfig(_forward.ForwardConfig):
     levels: Literal["schedule", "stratified", "logit_normal", "uniform"] = Field(
         "logit_normal", description="Noise levels trained: continuous, of the schedule, or one from each of equal parts of it."
     )
+    adv_clip: PositiveFloat = Field(1e6, description="Advantages are clipped to this size; samples are ranked by them.")
     select: Literal["best", "softmax"] = Field("best", description="Train the best samples of a group, or all, weighted by softmax.")
     top: PositiveInt = Field(1, description="select=best: samples of a group that are trained.")
     temperature: PositiveFloat = Field(1.0, description="select=softmax: of the advantages.")
