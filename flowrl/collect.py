@@ -6,7 +6,8 @@ draws. Which prompts are drawn again is agreed by all processes, and every sampl
 how prompts are dealt out.
 
 Departures: balance's code knows right and wrong answers; here a sample is good when its reward exceeds draw.positive, or the median of the
-iteration's first round. All samples, of flat groups too, count in the logged rewards.
+iteration's first round. All samples, of flat groups too, count in the logged rewards. Over several processes, refill adds a multiple of
+their number.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Collector:
         cfg, world = self.cfg, self.world
         threshold = cfg.draw.positive
         if threshold is None:
-            threshold = float(world.gather(first.rewards.total).nanmedian())
+            threshold = middle(world.gather(first.rewards.total))
         out, rows = [first], [torch.arange(len(first.batch))]
         for r in range(1, cfg.draw.rounds + 1):
             pool = self._joined(out, rows, merge=True)
@@ -119,15 +120,16 @@ class Collector:
         """One Collected of several. merge: prompts of part i are rows[i] of the first one's batch, else its own."""
         if len(parts) == 1:
             return parts[0]
-        batch = parts[0].batch
+        batch, cond = parts[0].batch, parts[0].rollout.cond
         if not merge:
             batch = data.select(self.parts.prompts, torch.cat([p.batch.ids for p in parts]))
+            with self.parts.ledger.phase("rollout"), self.parts.autocast():
+                cond = self.parts.policy.encode(batch.text)
             starts = torch.tensor([0, *(len(p.batch) for p in parts)]).cumsum(0).tolist()
             rows = [row + start for row, start in zip(rows, starts, strict=False)]
         rollout = join([p.rollout for p in parts], rows)
         return Collected(
-            batch=batch, rollout=replace(rollout, cond=self.parts.policy.encode(batch.text)),
-            rewards=concat_rewards([p.rewards for p in parts]), shown=parts[0].shown,
+            batch=batch, rollout=replace(rollout, cond=cond), rewards=concat_rewards([p.rewards for p in parts]), shown=parts[0].shown,
         )  # fmt: skip
 
 
@@ -139,6 +141,15 @@ def spread_out(collected: Collected, least: float) -> Tensor:
         r = r[~r.isnan()]
         out.append(len(r) > 1 and float(r.std(correction=0)) > least)
     return torch.tensor(out)
+
+
+def middle(total: Tensor) -> float:
+    """Median of the valid rewards (B,), or the highest reward below it where none is above: 0/1 rewards, mostly 1, are split at 0."""
+    r = total[~total.isnan()]
+    if not len(r):
+        return 0.0
+    below = r[r < r.median()]
+    return float(below.max() if len(below) and not bool((r > r.median()).any()) else r.median())
 
 
 def counts(collected: Collected, threshold: float) -> tuple[Tensor, Tensor]:

@@ -45,8 +45,7 @@ class World:
 
     def share(self, count: int) -> slice:
         """This process's part of `count` prompts; count divides by the number of processes."""
-        each = count // self.size
-        return slice(self.rank * each, (self.rank + 1) * each)
+        return slice(self.rank, count, self.size)  # every size-th, so that an update trains the same prompts on any number of processes
 
     def part(self, rows: int) -> slice:
         """Where this process's `rows` rows lie in what `gather` returns."""
@@ -58,6 +57,8 @@ class World:
         if self.size == 1:
             return value
         counts = self._counts(len(value))
+        if not max(counts):
+            return value
         padded = torch.cat([value, value.new_zeros(max(counts) - len(value), *value.shape[1:])])
         pieces = self.accelerator.gather(padded.contiguous()).split(max(counts))
         return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])

@@ -62,7 +62,8 @@ class Trainer:
         self.algorithm, self.rewards, self.prompts, self.ledger = parts.algorithm, parts.rewards, parts.prompts, parts.ledger
         self.optimizer, self.ema, self.parameters = parts.optimizer, parts.ema, parts.parameters
         self.sigmas = setup.schedule(cfg, self.policy)
-        self.micro = rows_of(cfg.batch.micro, self.policy, parts.guidance)
+        dearest = max((parts.guidance, setup.reference_guidance(parts.algorithm)), key=self.policy.branches)
+        self.micro = rows_of(cfg.batch.micro, self.policy, dearest)
         self.booked = setup.Booked(parts)
         self.collect = collect.Collector(parts)
         self.iteration = self.step = self.nonfinite = 0  # iterations and optimizer steps finished; non-finite updates in a row
@@ -107,7 +108,6 @@ class Trainer:
             rollout = collect.take(rollout, kept)
             advantages = algorithm.advantages(rollout, leaf[kept])
             columns = algorithm.columns(rollout, advantages, seed=cfg.seed, iteration=i)
-        algorithm.remember(observed)
         metrics |= observed
         if "log_prob" in algorithm.needs and (self.recompute or not self.proved):
             columns, error = self._proved(rollout, columns)
@@ -116,6 +116,7 @@ class Trainer:
             metrics |= self._update(rollout, columns, drawn.batch)
         metrics |= self._winners(rollout, columns)
         self.mid_update = True  # from here on the iteration is finished and recorded, whatever signal comes
+        algorithm.remember(observed)
         for view, decay in algorithm.follow(self.step, i).items():
             self.policy.copy_view("default", view, decay=decay)
         self._samples(i + 1, drawn)
@@ -125,6 +126,7 @@ class Trainer:
         """`batch.updates` optimizer steps, each on whole prompts -> policy/* averaged over the rows trained."""
         updates = self.cfg.batch.updates
         sums: dict[str, float] = {}
+        trained = 0.0
         out = {"policy/grad_norm": 0.0, "policy/skipped": 0.0, "policy/rows": 0.0}
         for u in range(updates):
             rows = torch.nonzero(columns.prompt * updates // len(batch) == u).flatten()
@@ -139,11 +141,12 @@ class Trainer:
                 self._nonfinite(rollout, part)
                 continue
             self._step()
-            out["policy/rows"] += weight
+            trained += weight
+            out["policy/rows"] += float(self.world.sum(torch.tensor(float(len(part)), device=part.weight.device)))
             out["policy/grad_norm"] += norm / updates
             for name, value in self.world.sum_metrics(metrics).items():
                 sums[name] = sums.get(name, 0.0) + value
-        return out | {name: value / out["policy/rows"] for name, value in sums.items()}
+        return out | {name: value / trained for name, value in sums.items()}
 
     def _proved(self, rollout: Rollout, columns: Columns) -> tuple[Columns, float | None]:
         """The ratio's self-test, at the first iteration with rows to train; where it asks for it, old log-probs from the training forward.
@@ -151,20 +154,23 @@ class Trainer:
         -> the columns, and max |log ratio| of this process's rows, None without any.
         """
         with self.ledger.phase("reference"):
-            recomputed = proof.log_probs(self.algorithm, self.booked, rollout, columns, self.micro)
+            old = proof.old_scores(self.algorithm, self.booked, rollout, columns, self.micro)
+        recomputed = old.get("log_prob", columns.log_prob)
         if not self.proved:
             low = proof.prove(recomputed, columns, precision=setup.precision(self.cfg), clip=self.algorithm.clip_size)
             rows, low = self.world.sum(torch.tensor([float(len(columns)), float(low)], device=self.policy.device)).tolist()
             self.proved, self.recompute = rows > 0, low > 0
         error = float((recomputed - columns.log_prob).abs().max()) if len(columns) else None
-        return (Columns({**columns.data, "log_prob": recomputed}) if self.recompute else columns), error
+        return (Columns({**columns.data, **old}) if self.recompute else columns), error
 
     def _winners(self, rollout: Rollout, columns: Columns) -> dict[str, float]:
         """policy/winner_gain, where a reference is at hand: with full weights only if the method has one."""
         if self.cfg.train.mode == "full" and "reference" not in self.algorithm.needs:
             return {}
         with self.ledger.phase("reference"):
-            gain = objective.winner_gain(self.algorithm, self.booked, rollout, columns, gather=self.world.gather, total=self.world.sum)
+            gain = objective.winner_gain(
+                self.algorithm, self.booked, rollout, columns, micro=self.micro, gather=self.world.gather, total=self.world.sum
+            )
         return {} if gain is None else {"policy/winner_gain": gain}
 
     def _gradient(self, rollout: Rollout, part: Columns, weight: float) -> tuple[dict[str, Tensor], float]:
@@ -297,6 +303,8 @@ class Trainer:
         samples, copies = b.prompts * b.group, b.prompts * b.group // plan.leaves
         calls = plans.nfe(plan, b.group // plan.leaves) * b.prompts * self.policy.branches(p.guidance)
         own = "" if p.guidance == self.cfg.sampler.guidance else f" (the algorithm's own, not sampler.guidance={self.cfg.sampler.guidance})"
+        sampled = f"{len(self.sigmas) - 1} steps, guidance {p.guidance}{own}: {calls:,} network calls"
+        sampled = sampled if p.dataset is None else f"at most, read from {self.cfg.data.offline}"
         rows = self.algorithm.rows_per_copy(plan) * copies
         done, last = self.iteration, self.cfg.iterations
         left = f"iterations {done + 1} to {last}" if done < last else f"all {done} iterations are done; evaluated again"
@@ -305,8 +313,7 @@ class Trainer:
             [
                 f"model      {self.cfg.model.source}, {weights:,} trained weights on {self.policy.device}",
                 f"algorithm  {self.cfg.algorithm['name']}, reward {', '.join(f'{w:g} x {n}' for n, w in self.rewards.weights.items())}",
-                f"iteration  {b.prompts} prompts x {b.group} = {samples} samples on {self.world.size} process(es); "
-                f"{len(self.sigmas) - 1} steps, guidance {p.guidance}{own}: {calls:,} network calls",
+                f"iteration  {b.prompts} prompts x {b.group} = {samples} samples on {self.world.size} process(es); {sampled}",
                 f"update     at most {rows:,} trained rows in {b.updates} optimizer step(s), {b.micro} network rows a forward",
                 f"run        {left}, in {self.path}",
             ]

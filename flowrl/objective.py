@@ -98,8 +98,9 @@ def _two_pass(algorithm, policy, rollout, batch, parts, total_weight, backward) 
 
 @torch.no_grad()
 def winner_gain(
-    algorithm: Algorithm, policy: Any, rollout: Rollout, batch: Columns, *, most: int = 16, gather: Across = _alone, total: Across = _alone
-) -> float | None:
+    algorithm: Algorithm, policy: Any, rollout: Rollout, batch: Columns, *, micro: int = 64, most: int = 16, gather: Across = _alone,
+    total: Across = _alone,
+) -> float | None:  # fmt: skip
     """Mean of fit(policy) - fit(reference) over about `most` rows of positive advantage, drawn by their noise keys; None without any.
 
     Below 0 the update makes good samples less likely, as preference losses do when they push bad ones away further. gather, total:
@@ -110,11 +111,11 @@ def winner_gain(
     highest = gather(draw).sort().values[:most][-1:]
     rows = rows[draw <= highest] if len(highest) else rows
     gain = torch.zeros(2, dtype=torch.float64, device=batch.adv.device)  # sum and count
-    if len(rows):
-        part = batch[rows]
-        now = algorithm.fit(policy, rollout, part)
+    for part in split(algorithm, batch[rows], micro):
+        chosen = batch[rows[part]]
+        now = algorithm.fit(policy, rollout, chosen)
         with policy.view("reference"):
-            gain[0] = (now - algorithm.fit(policy, rollout, part)).double().sum()
-        gain[1] = len(rows)
+            gain[0] += (now - algorithm.fit(policy, rollout, chosen)).double().sum()
+        gain[1] += len(part)
     value, count = total(gain).tolist()
     return value / count if count else None

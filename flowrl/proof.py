@@ -21,11 +21,13 @@ class RatioError(RuntimeError):
 
 
 @torch.no_grad()
-def log_probs(algorithm: Algorithm, policy: Any, rollout: Rollout, columns: Columns, micro: int) -> Tensor:
-    """Log-probs (n,) of the columns' transitions by the training forward."""
-    out = torch.empty_like(columns.log_prob)
+def old_scores(algorithm: Algorithm, policy: Any, rollout: Rollout, columns: Columns, micro: int) -> dict[str, Tensor]:
+    """Columns that hold scores of the old policy (log_prob, and normed of GRPO-Guard), (n,) each, by the training forward."""
+    out: dict[str, Tensor] = {}
     for rows in objective.split(algorithm, columns, micro):
-        out[rows] = algorithm.score(policy, rollout, columns[rows])["log_prob"].to(out)
+        for name, value in algorithm.score(policy, rollout, columns[rows]).items():
+            if name in columns.data:
+                out.setdefault(name, torch.empty_like(columns.log_prob))[rows] = value.to(columns.log_prob)
     return out
 
 

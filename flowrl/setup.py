@@ -97,8 +97,7 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     algorithm.check(plan)
     config.check_batch(cfg, processes=world.size, leaves=plan.leaves)
     guidance = algorithm.guidance if algorithm.guidance is not None else cfg.sampler.guidance
-    of_reference = getattr(algorithm.config, "reference_guidance", "none")
-    for used in (guidance, cfg.eval.guidance, cfg.eval.baseline_guidance or "none", of_reference):
+    for used in (guidance, cfg.eval.guidance, cfg.eval.baseline_guidance or "none", reference_guidance(algorithm)):
         policy.branches(used)  # a guidance that the model does not know is refused here
     check_signal(cfg, algorithm)
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
@@ -119,6 +118,11 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     )  # fmt: skip
 
 
+def reference_guidance(algorithm: Algorithm) -> float | str:
+    """Guidance of the reference in the loss, where the method has one of its own."""
+    return getattr(algorithm.config, "reference_guidance", "none")
+
+
 def views(algorithm: Algorithm) -> list[str]:
     """Copies of the trained weights that the algorithm keeps beside them."""
     return sorted(algorithm.needs & {"old", "anchor"})
@@ -128,9 +132,9 @@ def check_signal(cfg: Config, algorithm: Algorithm) -> None:
     """Settings with which a run would go on without doing what it says -> ValueError, or a warning where the run still trains."""
     if cfg.batch.group == 1:
         raise ValueError("batch.group=1: an advantage is a reward minus its group's mean, which is 0 for a single sample; use at least 2")
-    if cfg.draw.mode == "balance" and getattr(algorithm.config, "plan", "") in FORKING:
-        raise ValueError(f"draw.mode=balance chooses whole samples, and plan={algorithm.config.plan} forks; use draw.mode=refill or once")
-    if cfg.stop.kl is not None and not algorithm.config.kl_weight:
+    if cfg.draw.mode == "balance":
+        check_balance(cfg)
+    if cfg.stop.kl is not None and not getattr(algorithm.config, "kl_weight", 0):
         raise ValueError(f"stop.kl={cfg.stop.kl} needs policy/kl, which is measured only with algorithm.kl_weight above 0")
     steps = cfg.iterations * cfg.batch.updates
     if cfg.ema.decay and cfg.ema.every > steps:
@@ -138,6 +142,17 @@ def check_signal(cfg: Config, algorithm: Algorithm) -> None:
             f"ema.every={cfg.ema.every} exceeds the run's {steps} optimizer steps: the averaged weights, which are evaluated and "
             "exported, will be those before training"
         )
+
+
+def check_balance(cfg: Config) -> None:
+    """draw.mode=balance trains a part of the draws with a baseline of all -> ValueError where a method needs its groups whole."""
+    a, instead = cfg.algorithm, "use draw.mode=refill or once"
+    if a.get("plan") in FORKING:
+        raise ValueError(f"draw.mode=balance chooses whole samples, and plan={a['plan']} forks; {instead}")
+    if a.get("keep") is not None:
+        raise ValueError(f"draw.mode=balance and algorithm.keep={a['keep']} both choose what is trained; drop one of them")
+    if a["name"] == "dgpo":
+        raise ValueError(f"dgpo needs advantages that add up to 0 over a group, which draw.mode=balance trains a part of; {instead}")
 
 
 def check_files(

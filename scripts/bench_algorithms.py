@@ -61,6 +61,7 @@ SECOND = {
     "rwr": FORWARD,
 }
 METHODS = FIRST | SECOND
+TUNING = ["data.eval=shapes:train", "eval.seed=1"]  # what chooses a setting is no test of it
 RATES = ["1e-3", "3e-3", "1e-2"]
 LOGGED = ("reward/total", "policy/kl", "policy/winner_gain", "policy/grad_norm", "policy/clip_fraction", "time/overhead_fraction")
 CLIPS = {  # the paper's first; none: the method does not clip, or its clip cannot act
@@ -104,7 +105,9 @@ CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, s
 def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) -> dict[str, Any]:
     """A run to make: its name is a hash of what it is."""
     settings = [f"algorithm={method}", *COMMON, *METHODS.get(method, []), *words, f"seed={seed}"]
-    digest = hashlib.sha256(json.dumps([settings, budget]).encode()).hexdigest()[:8]
+    from flowrl.config import dump, load_config
+
+    digest = hashlib.sha256(f"{dump(load_config(None, settings))}{budget}".encode()).hexdigest()[:8]  # another config is another cell
     return {
         "name": f"{kind}-{method}-{seed}-{digest}",
         "kind": kind,
@@ -126,7 +129,7 @@ def result(c: dict[str, Any]) -> dict[str, Any] | None:
 
 def tuning(method: str) -> list[dict[str, Any]]:
     """Cells of a method's tuning that can be named by now: the other clip only once the best rate is known."""
-    cells = [cell(method, [f"optimizer.lr={rate}"], seed=0, budget=BUDGET // 3, kind="tune") for rate in RATES]
+    cells = [cell(method, [f"optimizer.lr={rate}", *TUNING], seed=0, budget=BUDGET // 3, kind="tune") for rate in RATES]
     results = [result(c) for c in cells]
     if method in CLIPS and all(results):
         best = max(results, key=score)
@@ -145,7 +148,7 @@ def finals(method: str) -> list[dict[str, Any]]:
     results = [result(c) for c in tried]
     if not all(results) or len(tried) < len(RATES) + (method in CLIPS):
         return []
-    words = max(results, key=score)["words"]
+    words = [word for word in max(results, key=score)["words"] if word not in TUNING]
     return [cell(method, words, seed=seed, budget=BUDGET, kind="run") for seed in ((0, 1, 2) if method in FIRST else (0,))]
 
 
@@ -164,6 +167,7 @@ def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
     from flowrl.config import load_config
     from flowrl.loop import Trainer
 
+    load = round(os.getloadavg()[0], 2)  # before the start: what else was running
     with tempfile.TemporaryDirectory() as folder:
         whole = c["kind"] != "tune"  # tuning looks at the end only
         trainer = Trainer(load_config(None, [*c["settings"], f"output={folder}/run", f"eval.at_start={whole}"]))
@@ -187,7 +191,8 @@ def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
         record = json.loads((Path(folder) / "run" / "evaluation.json").read_text())
         rows = {r["name"]: r for r in record["rows"]}
     return {
-        **c, "machine": machine(), "alone": alone, "commit": commit(), "spent": spent, "curve": curve, "stopped": trainer.stopped,
+        **c, "machine": machine() | {"load": load}, "alone": alone, "commit": commit(), "spent": spent, "curve": curve,
+        "stopped": trainer.stopped,
         "before": rows["before"]["metrics"] if whole else None, "after": rows["after"]["metrics"],
         "paired": record.get("paired"), "tasks": rows["after"]["tasks"],
         "images": marks_of(rows["after"]), "images_before": marks_of(rows["before"]) if whole else None,

@@ -46,7 +46,8 @@ class Anchor(Options):
 
     kl_weight: NonNegativeFloat = Field(0.0, description="Weight of the distance to the reference; 0: it is not computed.")
     reference: Literal["frozen", "ema", "reset"] = Field(
-        "frozen", description="The reference: the untrained model, a moving average of the policy, or the policy of some iterations ago."
+        "frozen",
+        description="The base model (without train.init_lora), a moving average of the policy, or the policy of some iterations ago.",
     )
     reference_decay: float = Field(0.99, ge=0, lt=1, description="Decay of reference=ema, applied after each iteration.")
     reference_every: PositiveInt = Field(40, description="Iterations after which reference=reset becomes the policy again.")
@@ -132,6 +133,13 @@ class Anchored(Algorithm):
     @property
     def anchor(self) -> str:
         return "reference" if self.config.reference == "frozen" else "anchor"
+
+    def check_anchor(self) -> None:
+        """ValueError where a reference is chosen that the loss would not read."""
+        if self.config.reference != "frozen" and "anchor" not in self.needs:
+            raise ValueError(
+                f"algorithm.reference={self.config.reference} is read only with algorithm.kl_weight above 0; set it, or leave it out"
+            )
 
     def anchor_needs(self, always: bool = False) -> set[str]:
         """The view of the reference, when the loss reads it."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from flowrl.algorithms import _base
@@ -28,9 +28,13 @@ from flowrl.types import Advantages, Columns, Plan, Rewards, Rollout, expand
 LOWEST = 0.01  # continuous noise levels stay above it (AWM's code): nearer to data, errors of v say nothing
 
 
+CONTINUOUS = ("logit_normal", "uniform")
+Levels = Literal["schedule", "stratified", "logit_normal", "uniform"]
+
+
 class ForwardConfig(_base.Credit, _base.Anchor):
     solver: Literal["dpm2", "euler"] = Field("dpm2", description="ODE solver of rollouts.")
-    levels: Literal["schedule", "stratified", "logit_normal", "uniform"] = Field(
+    levels: Levels = Field(
         "schedule",
         description="Noise levels trained: of the schedule, drawn without replacement; one from each of equal parts of it; or continuous.",
     )
@@ -40,6 +44,16 @@ class ForwardConfig(_base.Credit, _base.Anchor):
     range: float = Field(1.0, gt=0, le=1, description="Share of the schedule, from noise on, whose levels are used.")
     shift: PositiveFloat = Field(1.0, description="Continuous levels s become shift s / (1 + (shift - 1) s): above 1, more noise.")
     error: Literal["velocity", "eps", "x0"] = Field("velocity", description="What the error is of: m times 1, (1-s)^2 or s^2.")
+
+    @model_validator(mode="after")
+    def check_levels(self) -> ForwardConfig:
+        if self.levels in CONTINUOUS and (self.first, self.range) != (0, 1):
+            raise ValueError(f"algorithm.first and range choose levels of the schedule, and levels={self.levels} is continuous; use shift")
+        if self.levels not in CONTINUOUS and self.shift != 1:
+            raise ValueError(
+                f"algorithm.shift={self.shift} moves continuous levels, and levels={self.levels} is of the schedule; use first and range"
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +90,7 @@ class ForwardMethod(_base.Anchored):
         return plans.ode(sigmas, solver=self.config.solver, init=sampler.init_noise)
 
     def check(self, plan: Plan) -> None:
+        self.check_anchor()
         self.draws(plan)
 
     def rows_per_copy(self, plan: Plan) -> int:
@@ -97,7 +112,7 @@ class ForwardMethod(_base.Anchored):
     def draws(self, plan: Plan) -> int:
         """Noise levels trained per sample."""
         c = self.config
-        if c.levels in ("logit_normal", "uniform"):
+        if c.levels in CONTINUOUS:
             return 1 if c.steps is None else c.steps
         levels = len(self.grid(plan))
         most = levels if c.levels == "stratified" or (c.first, c.range) != (0, 1) else max(int(levels * 0.99), 1)
@@ -125,7 +140,8 @@ class ForwardMethod(_base.Anchored):
             return grid[level], level
         u = (place + u) / draws  # one from each of equal parts
         s = u if c.levels == "uniform" else torch.special.ndtri(u.clamp(1e-9, 1 - 1e-9)).sigmoid()
-        return shift(s, c.shift).clamp(LOWEST, 1.0), place.expand(len(names), -1)
+        most = float(plan.sigma.max())  # Stable Diffusion knows noise up to 0.94 only
+        return shift(s, c.shift).clamp(LOWEST, most), place.expand(len(names), -1)
 
     # ------------------------------------------------------------------ rows
 

@@ -89,6 +89,12 @@ class TransitionConfig(_base.Credit, _base.Anchor):
                 f"algorithm.keep={self.keep} leaves out whole samples, which plan={self.plan} with credit={self.credit} would not; use it "
                 "with plan=full or window and credit=leaf"
             )
+        if self.tail is not None and self.plan in ("fan", "granular"):
+            raise ValueError(
+                f"algorithm.tail={self.tail} shortens what follows the last noisy step, and plan={self.plan} has several; drop it"
+            )
+        if self.tree.correlation is not None and self.plan != "branch":
+            raise ValueError(f"algorithm.tree.correlation={self.tree.correlation} is of plan=branch, and the plan is {self.plan}; drop it")
         if self.timestep_fraction < 1 and self.plan in FORKING:
             raise ValueError(
                 f"algorithm.timestep_fraction={self.timestep_fraction} draws steps of each sample, and samples of plan={self.plan} share "
@@ -146,6 +152,7 @@ class TransitionMethod(_base.Anchored):
 
     def check(self, plan: Plan) -> None:
         c = self.config
+        self.check_anchor()
         if not bool(plan.trained.any()):
             raise ValueError(
                 "GRPO needs SDE steps and this plan has none: set sampler.eta > 0 (0.7 for flow_sde) and sampler.steps >= 2, or train with "

@@ -24,7 +24,7 @@ TINY = 1e-10  # added to m where a root is taken
 
 
 class AWMConfig(_forward.ForwardConfig):
-    levels: Literal["schedule", "stratified", "logit_normal", "uniform"] = Field(
+    levels: _forward.Levels = Field(
         "stratified", description="Noise levels trained: of the schedule, one from each of equal parts of it, or continuous."
     )
     share: Literal["sample", "group", "all"] = Field("all", description="Who is trained at the same noise levels.")

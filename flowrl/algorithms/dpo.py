@@ -24,7 +24,7 @@ from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 
 class DPOConfig(_forward.ForwardConfig):
-    levels: Literal["schedule", "stratified", "logit_normal", "uniform"] = Field(
+    levels: _forward.Levels = Field(
         "logit_normal", description="Noise levels trained: continuous, of the schedule, or one from each of equal parts of it."
     )
     share: Literal["group", "all"] = Field("group", description="Who is trained at the same noise levels: winner and loser, or all.")

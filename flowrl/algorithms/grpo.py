@@ -67,6 +67,8 @@ class GRPO(_transitions.TransitionMethod):
     def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         data = rows.data if self.config.step_weight == "none" else {**rows.data, "scale": self._scale(rollout, rows)}
+        if self.config.ratio == "guard":  # of the old policy: 0, but for what the training forward makes of it in low precision
+            data = {**data, "normed": torch.zeros_like(rows.log_prob)}
         return Columns({**data, "unit": rows.sample} if self.couples == "sample" else data)
 
     def _scale(self, rollout: Rollout, rows: Columns) -> Tensor:
@@ -89,7 +91,9 @@ class GRPO(_transitions.TransitionMethod):
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c, (low, high) = self.config, self.config.clip
-        log_ratio = scores["normed"] if c.ratio == "guard" else scores["log_prob"] - batch.log_prob
+        log_ratio = scores["log_prob"] - batch.log_prob
+        if c.ratio == "guard":
+            log_ratio = scores["normed"] - batch.normed
         if c.ratio == "sequence":
             log_ratio = mean_of_unit(log_ratio, batch.unit)
         if c.ratio == "log":

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
 from flowrl.algorithms import _base, _forward
@@ -31,6 +31,12 @@ class NFTConfig(_forward.ForwardConfig):
     decay: Literal[0, 1, 2] = Field(
         1, description="Old policy's decay after n optimizer steps. 0: 0, copied; 1: min(n / 1000, 0.5); 2: 0 until n = 75, then to 0.999."
     )
+
+    @model_validator(mode="after")
+    def check_error(self) -> NFTConfig:
+        if self.error != "velocity":
+            raise ValueError(f"algorithm.error={self.error} has no effect: nft's error is of x0, over its own size; leave it out")
+        return self
 
 
 class NFT(_forward.ForwardMethod):

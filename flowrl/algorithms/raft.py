@@ -22,7 +22,7 @@ from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 
 class RAFTConfig(_forward.ForwardConfig):
-    levels: Literal["schedule", "stratified", "logit_normal", "uniform"] = Field(
+    levels: _forward.Levels = Field(
         "logit_normal", description="Noise levels trained: continuous, of the schedule, or one from each of equal parts of it."
     )
     adv_clip: PositiveFloat = Field(1e6, description="Advantages are clipped to this size; samples are ranked by them.")
