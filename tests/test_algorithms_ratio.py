@@ -56,7 +56,7 @@ def test_log_ratio_is_clipped_where_the_ratio_would_be(adv, log_ratio, term, slo
 @pytest.mark.parametrize("ratio", ["ppo", "guard", "sequence"])
 def test_clip_is_asymmetric(ratio):
     """clip=(.1, .3): e^.2 = 1.22 is inside above, e^-.2 = .82 outside below; a good and a bad sample at each."""
-    unit = {"unit": torch.arange(4)}
+    unit = {"unit": torch.arange(4), "normed": torch.zeros(4)}
     out, grad = derivative(make(ratio=ratio, clip=(0.1, 0.3)), [1.0, -1.0, 1.0, -1.0], [0.2, 0.2, -0.2, -0.2], **unit)
     up, down = math.exp(0.2), math.exp(-0.2)
     assert float(out.loss) == pytest.approx(-up + up - down + 0.9)

@@ -137,3 +137,20 @@ def test_the_median_of_the_first_round_is_the_default_threshold(tmp_path, monkey
     drawn = run.collect(0, run.parts.plan, run.rewards)
     first = drawn.rewards.total[:16]
     assert drawn.threshold == pytest.approx(float(first.nanmedian()))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "threshold"),
+    [([0, 0, 0, 1], 0), ([0, 1, 1, 1], 0), ([1, 1, 1, 1], 1), ([0.1, 0.2, 0.9], 0.2), ([0.5, 0.9, 0.9, float("nan")], 0.5)],
+)
+def test_the_threshold_leaves_samples_on_both_sides_where_rewards_differ(rewards, threshold):
+    """Mostly right 0/1 rewards have the median 1, which nothing exceeds: then the highest reward below it divides."""
+    assert collect.middle(torch.tensor(rewards, dtype=torch.float32)) == pytest.approx(threshold)
+
+
+def test_rounds_train_on_the_embeddings_that_sampled(tmp_path, monkeypatch):
+    run = trainer(tmp_path, monkeypatch, flat_where("no such word"), draw__mode="balance", batch__group="4", draw__rounds="2")
+    encoded, encode = [], run.policy.encode
+    run.policy.encode = lambda texts: encoded.append(encode(texts)) or encoded[-1]
+    drawn = run.collect(0, run.parts.plan, run.rewards)
+    assert drawn.rollout.cond is encoded[0] and len(encoded) > 1

@@ -111,3 +111,39 @@ def test_the_first_reason_to_stop_is_every_process_s(monkeypatch):
         assert world.agree(None) == agreed
     monkeypatch.setattr(distributed, "gather_object", lambda mine: [{}, *mine, {"policy/kl": 2.0}])
     assert world.sum_metrics({"policy/kl": torch.tensor(0.5)}) == {"policy/kl": 2.5}
+
+
+class Pretend:
+    """An accelerator of one of `size` processes, all of which hold the same."""
+
+    def __init__(self, rank, size, counts):
+        self.process_index, self.num_processes, self.is_main_process, self.device = rank, size, rank == 0, "cpu"
+        self.counts = counts
+
+    def gather(self, value):
+        if value.dtype == torch.int64 and value.shape == (1,):
+            return torch.tensor(self.counts)
+        return torch.cat([value] * self.num_processes)
+
+
+def test_rows_of_any_number_are_gathered_and_found_again():
+    from flowrl import distributed
+
+    world = distributed.World(Pretend(1, 3, [2, 3, 0]))
+    mine = torch.tensor([[1.0], [2.0], [3.0]])
+    assert world.gather(mine).flatten().tolist() == [1, 2, 1, 2, 3] and world.part(3) == slice(2, 5)
+    nothing = distributed.World(Pretend(1, 3, [0, 0, 0]))
+    assert nothing.gather(torch.empty(0, 2)).shape == (0, 2)
+
+
+def test_each_update_trains_the_same_prompts_on_any_number_of_processes():
+    """8 prompts, 2 updates: the first 4 and the last 4, on 1, 2 and 4 processes."""
+    from flowrl import distributed
+
+    for size in (1, 2, 4):
+        first, second = set(), set()
+        for rank in range(size):
+            mine = list(range(8))[distributed.World(Pretend(rank, size, None)).share(8)]
+            for row, prompt in enumerate(mine):
+                (first if row * 2 // len(mine) == 0 else second).add(prompt)
+        assert first == {0, 1, 2, 3} and second == {4, 5, 6, 7}

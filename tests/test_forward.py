@@ -99,6 +99,12 @@ def test_continuous_levels_are_one_per_sample_unless_told(levels):
     assert make(levels=levels, steps=20).rows_per_copy(plan) == 20
 
 
+def test_continuous_levels_stay_where_the_model_knows_noise():
+    """A grid that begins at 0.93, as Stable Diffusion's: beyond, its time stands still while v = (eps - x) / (1 - s) grows."""
+    sigma, _ = drawn(make(levels="uniform", steps=4, shift=3.0), torch.arange(500), grid=0.93 * GRID)
+    assert float(sigma.max()) == 0.93 and float((sigma == 0.93).double().mean()) < 0.1
+
+
 def test_settings_that_leave_no_level_are_refused():
     plan = make().plan(GRID, sampler=SAMPLER, iteration=0, seed=0)
     with pytest.raises(ValueError, match="algorithm.first=4, range=0.5 leave none of sampler.steps=8 .*; lower first or raise range"):

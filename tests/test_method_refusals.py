@@ -14,6 +14,7 @@ from flowrl.algorithms.nft import ALGORITHM as NFT
 from flowrl.config import ConfigError
 from flowrl.log import logger
 
+NO_BRANCH = {"model__pipeline__guidance_scale": "1.0"}
 PROMPTS = ("a red circle", "a blue square")
 
 
@@ -78,6 +79,22 @@ def test_balance_and_best_of_n_refuse_samples_that_share_steps(tmp_path):
     small.ALGORITHMS["tree_grpo"] = {"algorithm.window.size": "1", "batch.group": "3"}
     refused(tmp_path, "tree_grpo", "draw.mode=balance chooses whole samples, and plan=tree forks", draw__mode="balance")
     refused(tmp_path, "tree_grpo", "algorithm.keep=2 leaves out whole samples", algorithm__keep="2")
+
+
+def test_balance_refuses_what_needs_whole_groups(tmp_path):
+    refused(tmp_path, "nft", "draw.mode=balance and algorithm.keep=2 both choose", draw__mode="balance", algorithm__keep="2")
+    refused(tmp_path, "dgpo", "dgpo needs advantages that add up to 0", draw__mode="balance", algorithm__steps="2")
+
+
+def test_settings_without_effect_are_refused(tmp_path):
+    refused(tmp_path, "mix_grpo", "algorithm.reference=ema is read only with algorithm.kl_weight", algorithm__reference="ema")
+    refused(tmp_path, "raft", "algorithm.reference=reset is read only with algorithm.kl_weight", algorithm__reference="reset")
+    refused(tmp_path, "nft", "algorithm.error=eps has no effect", algorithm__error="eps")
+    refused(tmp_path, "nft", "algorithm.shift=3.0 moves continuous levels", algorithm__shift="3")
+    refused(tmp_path, "raft", "algorithm.first and range choose levels of the schedule", algorithm__first="1")
+    refused(
+        tmp_path, "dgpo", "guidance=2.0 needs an unconditional branch", algorithm__reference_guidance="2", algorithm__steps="2", **NO_BRANCH
+    )
 
 
 def test_no_sde_step_and_an_only_child_are_refused(tmp_path):

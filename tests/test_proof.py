@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
-from flowrl.proof import RatioError, prove
+from toy import ToyPolicy, advantages_of, roll_out, to_the_right
+
+from flowrl.algorithms.grpo import ALGORITHM as GRPO
+from flowrl.proof import RatioError, old_scores, prove
 from flowrl.types import Columns
 
 
@@ -42,3 +45,21 @@ def test_low_precision_recomputes_above_a_tenth_of_the_clip_range(gap, recompute
 
 def test_without_rows_there_is_nothing_to_prove():
     assert prove(torch.empty(0), Columns({"log_prob": torch.empty(0)}), precision="no", clip=1e-4) is False
+
+
+@pytest.mark.parametrize("ratio", ["ppo", "guard", "log"])
+def test_ratios_are_one_against_recomputed_scores_of_the_same_weights(ratio):
+    """A training forward that differs from the rollout's, as in bf16: against the rollout ratios are off, against itself they are 1."""
+    algorithm, policy = GRPO(GRPO.Config(ratio=ratio)), ToyPolicy(0.1)
+    rollout = roll_out(policy, algorithm)
+    rows = algorithm.columns(rollout, advantages_of(algorithm, rollout, to_the_right(rollout)), seed=0, iteration=0)
+    with torch.no_grad():
+        policy.net[2].bias.add_(0.05)
+    old = old_scores(algorithm, policy, rollout, rows, micro=7)
+    assert old.keys() == ({"log_prob", "normed"} if ratio == "guard" else {"log_prob"})
+    recomputed = Columns({**rows.data, **old})
+
+    def log_ratio(batch):
+        return float(algorithm.loss(algorithm.score(policy, rollout, batch), batch).metrics["policy/log_ratio"]) / len(rows)
+
+    assert log_ratio(rows) > 1e-4 and log_ratio(recomputed) < 1e-7
