@@ -14,7 +14,6 @@ from flowrl.algorithms.nft import ALGORITHM as NFT
 from flowrl.config import ConfigError
 from flowrl.log import logger
 
-NO_BRANCH = {"model__pipeline__guidance_scale": "1.0"}
 PROMPTS = ("a red circle", "a blue square")
 
 

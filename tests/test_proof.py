@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-
 from toy import ToyPolicy, advantages_of, roll_out, to_the_right
 
 from flowrl.algorithms.grpo import ALGORITHM as GRPO
