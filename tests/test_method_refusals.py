@@ -91,9 +91,8 @@ def test_settings_without_effect_are_refused(tmp_path):
     refused(tmp_path, "nft", "algorithm.error=eps has no effect", algorithm__error="eps")
     refused(tmp_path, "nft", "algorithm.shift=3.0 moves continuous levels", algorithm__shift="3")
     refused(tmp_path, "raft", "algorithm.first and range choose levels of the schedule", algorithm__first="1")
-    refused(
-        tmp_path, "dgpo", "guidance=2.0 needs an unconditional branch", algorithm__reference_guidance="2", algorithm__steps="2", **NO_BRANCH
-    )
+    guided = {"algorithm__reference_guidance": "2", "algorithm__steps": "2", "model__pipeline__guidance_scale": "1.0"}
+    refused(tmp_path, "dgpo", "guidance=2.0 needs an unconditional branch", **guided)
 
 
 def test_no_sde_step_and_an_only_child_are_refused(tmp_path):
