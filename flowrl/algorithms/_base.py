@@ -154,8 +154,22 @@ class Anchored(Algorithm):
         return {"anchor": 0.0} if (iteration + 1) % c.reference_every == 0 else {}
 
 
+def held(term: Tensor, scores: dict[str, Tensor], metrics: dict[str, Tensor], weight: Tensor | float) -> Tensor:
+    """term (n,) plus weight times the distance to the reference, where scores hold one; it becomes a metric."""
+    if "kl" not in scores:
+        return term
+    metrics["policy/kl"] = scores["kl"]
+    return term + weight * scores["kl"]
+
+
 def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutput:
     """LossOutput of a term (n,) and metrics (n,), each weighted by the rows' weights."""
     return LossOutput(
         loss=(batch.weight * term).sum(), metrics={name: (batch.weight * value.detach()).sum() for name, value in metrics.items()}
     )
+
+
+def mean_of_unit(value: Tensor, unit: Tensor) -> Tensor:
+    """Each row's value replaced by the mean over the rows of its unit: (n,) -> (n,)."""
+    _, place, count = torch.unique(unit, return_inverse=True, return_counts=True)
+    return (torch.zeros(len(count), dtype=value.dtype, device=value.device).index_add(0, place, value) / count)[place]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from flowrl.algorithms import _base
@@ -56,6 +56,13 @@ class ForwardConfig(_base.Credit, _base.Anchor):
         return self
 
 
+class Follower(_base.Options):
+    """How the old policy follows, where its decay grows by steps."""
+
+    old_slope: NonNegativeFloat = Field(0.001, description="The old policy's decay is this times the optimizer step ...")
+    old_decay: float = Field(0.3, ge=0, lt=1, description="... and at most this.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noised:
     """Rows ready for the network."""
@@ -68,7 +75,7 @@ class Noised:
 
     def error(self, v: Tensor) -> Tensor:
         """Mean square error of v (n, *L) in the config's terms -> (n,)."""
-        return self.scale * (v - self.target).square().flatten(1).mean(1)
+        return self.scale * distance(v, self.target)
 
 
 class ForwardMethod(_base.Anchored):
@@ -205,9 +212,19 @@ class ForwardMethod(_base.Anchored):
         with policy.view(view):
             return self.velocity(policy, rollout, batch, x, guidance)
 
+    def follow(self, step: int, iteration: int) -> dict[str, float]:
+        c = self.config
+        old = {"old": min(c.old_slope * step, c.old_decay)} if "old" in self.needs and isinstance(c, Follower) else {}
+        return {**super().follow(step, iteration), **old}
+
     def fit(self, policy: Any, rollout: Rollout, batch: Columns) -> Tensor:
         rows = self.noised(rollout, batch)
-        return -(self.velocity(policy, rollout, batch, rows.x) - rows.target).square().flatten(1).mean(1)
+        return -distance(self.velocity(policy, rollout, batch, rows.x), rows.target)
+
+
+def distance(v: Tensor, other: Tensor) -> Tensor:
+    """Mean square difference of velocities over latent dims: (n, *L), (n, *L) -> (n,)."""
+    return (v - other).square().flatten(1).mean(1)
 
 
 def has_signal(advantages: Advantages) -> Tensor:

@@ -311,3 +311,17 @@ def samples(rollout: Rollout) -> Tensor:
 def own_noise(batch: Columns, like: Tensor) -> Tensor:
     """The standard normal that made each row's step, (n, *L), of plans whose siblings are independent."""
     return tree.own_noise(lambda k: keys.gaussian(k, like.shape[1:], like.device), batch.noise_key)
+
+
+def of_groups_with_signal(rollout: Rollout, advantages: Advantages) -> Tensor:
+    """(N,) bool: transitions of valid samples, of groups in which any advantage differs from 0. A sample at the mean is compared too."""
+    assert advantages.transition is not None
+    prompt = rollout.prompt[rollout.src]
+    valid = credit.spread(rollout, (~torch.isnan(advantages.leaf)).float()) > 0
+    return valid & torch.isin(prompt, torch.unique(prompt[advantages.transition != 0]))
+
+
+def first_rows(place: Tensor) -> Tensor:
+    """Index of the first row of each value 0..m-1 in place (n,) -> (m,)."""
+    rows = torch.arange(len(place), device=place.device)
+    return torch.full((int(place.max()) + 1,), len(place), device=place.device).scatter_reduce_(0, place, rows, "amin")

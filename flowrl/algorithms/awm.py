@@ -17,13 +17,12 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from flowrl.algorithms import _base, _forward
-from flowrl.algorithms.grpo import mean_of_unit
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 TINY = 1e-10  # added to m where a root is taken
 
 
-class AWMConfig(_forward.ForwardConfig):
+class AWMConfig(_forward.ForwardConfig, _forward.Follower):
     levels: _forward.Levels = Field(
         "stratified", description="Noise levels trained: of the schedule, one from each of equal parts of it, or continuous."
     )
@@ -36,8 +35,6 @@ class AWMConfig(_forward.ForwardConfig):
     clip: tuple[PositiveFloat, PositiveFloat] = Field((1.0, 1.0), description="The ratio is clipped to 1 - first .. 1 + second.")
     ema_weight: NonNegativeFloat = Field(1.0, description="Weight of the mean square distance of velocities to the old policy.")
     off_policy: bool = Field(False, description="Rollouts and ratios of the old policy, not of the current one.")
-    old_slope: NonNegativeFloat = Field(0.001, description="The old policy's decay is this times the optimizer step ...")
-    old_decay: float = Field(0.3, ge=0, lt=1, description="... and at most this.")
 
 
 class AWM(_forward.ForwardMethod):
@@ -62,11 +59,11 @@ class AWM(_forward.ForwardMethod):
         scores = {"fit": fit, "fit_old": fit.detach()}  # on-policy: old weights are those of the update's start
         if self.reads_old:
             v_old = self.other(policy, "old", rollout, batch, rows.x, v)
-            scores["old"] = (v - v_old).square().flatten(1).mean(1)
+            scores["old"] = _forward.distance(v, v_old)
             if c.off_policy:
                 scores["fit_old"] = -self.weighted(rows.error(v_old), batch.sigma)
         if c.kl_weight:
-            scores["kl"] = (v - self.other(policy, self.anchor, rollout, batch, rows.x, v)).square().flatten(1).mean(1)
+            scores["kl"] = _forward.distance(v, self.other(policy, self.anchor, rollout, batch, rows.x, v))
         return scores
 
     def weighted(self, m: Tensor, sigma: Tensor) -> Tensor:
@@ -84,7 +81,7 @@ class AWM(_forward.ForwardMethod):
         c, (low, high) = self.config, self.config.clip
         log_ratio = scores["fit"] - scores["fit_old"]
         if c.ratio == "sample":
-            log_ratio = mean_of_unit(log_ratio, batch.unit)
+            log_ratio = _base.mean_of_unit(log_ratio, batch.unit)
         ratio, adv = log_ratio.exp(), batch.adv / c.adv_clip
         clipped = ratio.clamp(1 - low, 1 + high)
         term = (-adv * ratio).maximum(-adv * clipped)
@@ -95,10 +92,6 @@ class AWM(_forward.ForwardMethod):
                 term = term + weight * scores[name]
                 metrics[metric] = scores[name]
         return _base.summed(term, metrics, batch)
-
-    def follow(self, step: int, iteration: int) -> dict[str, float]:
-        old = {"old": min(self.config.old_slope * step, self.config.old_decay)} if self.reads_old else {}
-        return {**super().follow(step, iteration), **old}
 
 
 ALGORITHM = AWM

@@ -56,7 +56,7 @@ class CRD(_forward.ForwardMethod):
         scores = {"implicit": error(v_old) - error(v)}
         if c.kl_weight:
             v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v, c.reference_guidance)
-            scores["kl"] = (v - v_ref).square().flatten(1).mean(1)
+            scores["kl"] = _forward.distance(v, v_ref)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
@@ -74,10 +74,8 @@ class CRD(_forward.ForwardMethod):
                 bce = torch.nn.functional.binary_cross_entropy_with_logits(guess, target.sigmoid(), reduction="none")
                 term = term + bce * (c.adv_clip / c.beta) / len(signs)
         metrics = {"policy/implicit_reward": implicit, "policy/distillation_error": term}
-        if "kl" in scores:
-            floor = min(c.kl_floor, c.kl_weight)
-            term = term + (floor + rho * (c.kl_weight - floor)) * scores["kl"]  # better samples are held more
-            metrics["policy/kl"] = scores["kl"]
+        floor = min(c.kl_floor, c.kl_weight)
+        term = _base.held(term, scores, metrics, floor + rho * (c.kl_weight - floor))  # better samples are held more
         return _base.summed(term, metrics, batch)
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:

@@ -22,15 +22,13 @@ from flowrl.algorithms import _base, _forward
 from flowrl.types import Columns, LossOutput, Rollout
 
 
-class DGPOConfig(_forward.ForwardConfig):
+class DGPOConfig(_forward.ForwardConfig, _forward.Follower):
     steps: PositiveInt | None = Field(4, description="Noise levels trained per sample; none: all of those there are.")
     share: Literal["group", "all"] = Field("all", description="Who is trained at the same noise levels.")
     range: float = Field(0.7, gt=0, le=1, description="Share of the schedule, from noise on, whose levels are used.")
     beta: PositiveFloat = Field(100.0, description="Sharpness: 10 to 100 with a frozen reference, 2000 to 5000 with a moving one.")
     clip: PositiveFloat | None = Field(1e-3, description="No gradient once exp(d_old - d) is this far past 1; none: off.")
     reference_guidance: float | Literal["none"] = Field("none", description="Guidance of the reference: a scale, or none.")
-    old_slope: float = Field(0.001, ge=0, description="The old policy's decay is this times the optimizer step ...")
-    old_decay: float = Field(0.3, ge=0, lt=1, description="... and at most this.")
 
 
 class DGPO(_forward.ForwardMethod):
@@ -54,7 +52,7 @@ class DGPO(_forward.ForwardMethod):
         if self.reads_old:
             scores["error_old"] = rows.error(self.other(policy, "old", rollout, batch, rows.x, v))
         if c.kl_weight:
-            scores["kl"] = (v - v_ref).square().flatten(1).mean(1)
+            scores["kl"] = _forward.distance(v, v_ref)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
@@ -68,14 +66,8 @@ class DGPO(_forward.ForwardMethod):
                 stopped = (ratio > 1 + c.clip) & (batch.adv > 0) | (ratio < 1 - c.clip) & (batch.adv <= 0)
         term = doubt * batch.adv * torch.where(stopped, d.detach(), d)
         metrics = {"policy/doubt": doubt, "policy/clip_fraction": stopped.float(), "policy/error": d}
-        if "kl" in scores:
-            term = term + c.kl_weight * scores["kl"]
-            metrics["policy/kl"] = scores["kl"]
+        term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
-
-    def follow(self, step: int, iteration: int) -> dict[str, float]:
-        old = {"old": min(self.config.old_slope * step, self.config.old_decay)} if self.reads_old else {}
-        return {**super().follow(step, iteration), **old}
 
 
 ALGORITHM = DGPO

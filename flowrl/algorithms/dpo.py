@@ -59,7 +59,7 @@ class DPO(_forward.ForwardMethod):
         v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
         scores = {"error": rows.error(v), "error_ref": rows.error(v_ref)}
         if self.config.kl_weight:
-            scores["kl"] = (v - v_ref).square().flatten(1).mean(1)
+            scores["kl"] = _forward.distance(v, v_ref)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
@@ -68,9 +68,7 @@ class DPO(_forward.ForwardMethod):
         margin, _, place = _forward.sums(batch.adv * (scores["error"] - scores["error_ref"]), batch.unit)
         term = -F.logsigmoid(-c.beta / 2 * margin)[place]
         metrics = {"policy/accuracy": (margin < 0).float()[place], "policy/margin": -margin[place], "policy/error": scores["error"]}
-        if "kl" in scores:
-            term = term + c.kl_weight * scores["kl"]
-            metrics["policy/kl"] = scores["kl"]
+        term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 
 

@@ -95,7 +95,7 @@ class GRPO(_transitions.TransitionMethod):
         if c.ratio == "guard":
             log_ratio = scores["normed"] - batch.normed
         if c.ratio == "sequence":
-            log_ratio = mean_of_unit(log_ratio, batch.unit)
+            log_ratio = _base.mean_of_unit(log_ratio, batch.unit)
         if c.ratio == "log":
             ratio, clipped = log_ratio, log_ratio.clamp(-low, high)
         else:
@@ -110,9 +110,7 @@ class GRPO(_transitions.TransitionMethod):
             "policy/clip_fraction": ((ratio < clipped) & (batch.adv < 0) | (ratio > clipped) & (batch.adv > 0)).float(),
             "policy/log_ratio": log_ratio.abs(),
         }
-        if "kl" in scores:
-            term = term + c.kl_weight * scores["kl"]
-            metrics["policy/kl"] = scores["kl"]
+        term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 
 
@@ -120,12 +118,6 @@ def spreads(rollout: Rollout, steps: Columns) -> Tensor:
     """std (n,) of SDE steps: it depends on neither state nor network."""
     nothing = torch.zeros(len(steps), 1, device=steps.sigma.device)
     return sde.transition(rollout.plan, nothing, nothing, steps.sigma, steps.sigma_next, steps.eta).std.flatten()
-
-
-def mean_of_unit(value: Tensor, unit: Tensor) -> Tensor:
-    """Each row's value replaced by the mean over the rows of its unit: (n,) -> (n,)."""
-    _, place, count = torch.unique(unit, return_inverse=True, return_counts=True)
-    return (torch.zeros(len(count), dtype=value.dtype, device=value.device).index_add(0, place, value) / count)[place]
 
 
 ALGORITHM = GRPO

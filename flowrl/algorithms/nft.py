@@ -66,7 +66,7 @@ class NFT(_forward.ForwardMethod):
         }
         if self.config.kl_weight:
             v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
-            scores["kl"] = (v - v_ref).square().flatten(1).mean(1)
+            scores["kl"] = _forward.distance(v, v_ref)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
@@ -75,9 +75,7 @@ class NFT(_forward.ForwardMethod):
         r = (batch.adv / (2 * c.adv_clip) + 0.5).clamp(0, 1)
         term = c.adv_clip * (r * scores["positive"] + (1 - r) * scores["negative"]) / c.beta
         metrics = {"policy/x0_error": scores["positive"]}
-        if "kl" in scores:
-            term = term + c.kl_weight * scores["kl"]
-            metrics["policy/kl"] = scores["kl"]
+        term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:

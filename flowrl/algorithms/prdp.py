@@ -15,7 +15,6 @@ import torch
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
-from flowrl import advantages as credit
 from flowrl.algorithms import _base, _transitions
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
@@ -48,7 +47,7 @@ class PRDP(_transitions.TransitionMethod):
         self.clip_size = config.clip
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> Tensor:
-        return of_groups_with_signal(rollout, advantages)
+        return _transitions.of_groups_with_signal(rollout, advantages)
 
     def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
@@ -62,7 +61,7 @@ class PRDP(_transitions.TransitionMethod):
         near = batch.dims * c.clip
         clipped = torch.minimum(torch.maximum(ratio, old - near), old + near)
         sample, place = torch.unique(batch.sample, return_inverse=True)
-        first = first_rows(place)
+        first = _transitions.first_rows(place)
         per_sample = {
             name: torch.zeros(len(sample), device=ratio.device).index_add(0, place, value) for name, value in (("r", ratio), ("c", clipped))
         }
@@ -74,9 +73,7 @@ class PRDP(_transitions.TransitionMethod):
             "policy/held": held[place],
         }
         term = term[place]
-        if "kl" in scores:
-            term = term + c.kl_weight * scores["kl"]
-            metrics["policy/kl"] = scores["kl"]
+        term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 
 
@@ -89,20 +86,6 @@ def pair_terms(gap: Tensor, clipped: Tensor, group: Tensor) -> tuple[Tensor, Ten
     count = peers.sum(1).clamp(min=1)
     larger = torch.where(near < plain, plain, near)  # not maximum: of equal ones the clipped one's gradient holds
     return (larger * peers).sum(1) / count, ((near > plain) & peers).sum(1) / count
-
-
-def of_groups_with_signal(rollout: Rollout, advantages: Advantages) -> Tensor:
-    """(N,) bool: transitions of valid samples, of groups in which any advantage differs from 0. A sample at the mean is compared too."""
-    assert advantages.transition is not None
-    prompt = rollout.prompt[rollout.src]
-    valid = credit.spread(rollout, (~torch.isnan(advantages.leaf)).float()) > 0
-    return valid & torch.isin(prompt, torch.unique(prompt[advantages.transition != 0]))
-
-
-def first_rows(place: Tensor) -> Tensor:
-    """Index of the first row of each value 0..m-1 in place (n,) -> (m,)."""
-    rows = torch.arange(len(place), device=place.device)
-    return torch.full((int(place.max()) + 1,), len(place), device=place.device).scatter_reduce_(0, place, rows, "amin")
 
 
 ALGORITHM = PRDP

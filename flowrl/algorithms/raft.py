@@ -58,14 +58,12 @@ class RAFT(_forward.ForwardMethod):
         scores = {"error": rows.error(v)}
         if self.config.kl_weight:
             v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
-            scores["kl"] = (v - v_ref).square().flatten(1).mean(1)
+            scores["kl"] = _forward.distance(v, v_ref)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         term, metrics = scores["error"], {"policy/error": scores["error"]}
-        if "kl" in scores:
-            term = term + self.config.kl_weight * scores["kl"]
-            metrics["policy/kl"] = scores["kl"]
+        term = _base.held(term, scores, metrics, self.config.kl_weight)
         return _base.summed(term, metrics, batch)
 
 

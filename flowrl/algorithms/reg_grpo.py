@@ -19,7 +19,6 @@ from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from flowrl.algorithms import _base, _transitions
-from flowrl.algorithms.prdp import first_rows, of_groups_with_signal
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 
@@ -43,7 +42,7 @@ class RegGRPO(_transitions.TransitionMethod):
         self.clip_size = config.ratio_eps
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> Tensor:
-        return of_groups_with_signal(rollout, advantages)
+        return _transitions.of_groups_with_signal(rollout, advantages)
 
     def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
@@ -54,13 +53,11 @@ class RegGRPO(_transitions.TransitionMethod):
         log_ratio = scores["log_prob"] - batch.log_prob
         sample, place, steps = torch.unique(batch.sample, return_inverse=True, return_counts=True)
         rho = torch.zeros(len(sample), device=log_ratio.device).index_add(0, place, log_ratio) / steps
-        first = first_rows(place)
+        first = _transitions.first_rows(place)
         predicted = standardised(rho, batch.unit[first], c.ratio_eps, c.scale == "std")
         term = (batch.adv[first] - predicted).square()[place]
         metrics = {"policy/log_ratio": log_ratio.abs(), "policy/regression_error": term}
-        if "kl" in scores:
-            term = term + c.kl_weight * scores["kl"]
-            metrics["policy/kl"] = scores["kl"]
+        term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 
 
