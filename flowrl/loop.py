@@ -304,7 +304,7 @@ class Trainer:
         calls = plans.nfe(plan, b.group // plan.leaves) * b.prompts * self.policy.branches(p.guidance)
         own = "" if p.guidance == self.cfg.sampler.guidance else f" (the algorithm's own, not sampler.guidance={self.cfg.sampler.guidance})"
         sampled = f"{len(self.sigmas) - 1} steps, guidance {p.guidance}{own}: {calls:,} network calls"
-        sampled = sampled if p.dataset is None else f"at most, read from {self.cfg.data.offline}"
+        sampled = sampled if p.dataset is None else f"or fewer, read from {self.cfg.data.offline}"
         rows = self.algorithm.rows_per_copy(plan) * copies
         done, last = self.iteration, self.cfg.iterations
         left = f"iterations {done + 1} to {last}" if done < last else f"all {done} iterations are done; evaluated again"
