@@ -1,0 +1,115 @@
+"""The benchmark's queue and its page: what is run next, which setting wins, and that the page says what the cells hold."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowrl import setup
+from flowrl.config import load_config
+from flowrl.samplers import sigmas
+
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+BASE = "1000" * 87  # a quarter of the images right
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """The script, with an empty folder of cells."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = importlib.import_module("bench_algorithms")
+    monkeypatch.setattr(module, "FOLDER", tmp_path / "results")
+    monkeypatch.setattr(importlib.import_module("results_page"), "PAGE", tmp_path / "results.md")
+    yield module
+    for name in ("bench_algorithms", "results_page"):
+        sys.modules.pop(name, None)
+
+
+def finish(bench, cell, strict, *, images=BASE, alone=True):
+    """Write the result of a cell, as a run would."""
+    whole = cell["kind"] != "tune"
+    score = {"shapes/strict": {"mean": strict}}
+    curve = [{"iteration": i + 1, "calls": 100.0 * (i + 1), "rows": 10.0, "seconds": 2.0, "strict": 0.1 * i} for i in range(6)]
+    record = {**cell, "alone": alone, "commit": "abc", "spent": {"seconds": 12.0}, "curve": curve, "before": score if whole else None}
+    record |= {"after": score, "images": images, "images_before": BASE if whole else None}
+    bench.path_of(cell).parent.mkdir(parents=True, exist_ok=True)
+    bench.path_of(cell).write_text(json.dumps(record))
+
+
+def planned(cell):
+    cfg = load_config(None, cell["settings"])
+    algorithm = setup.make_algorithm(cfg)
+    plan = algorithm.plan(sigmas.sd3(cfg.sampler.steps), sampler=cfg.sampler, iteration=0, seed=0)
+    algorithm.check(plan)
+    return cfg, plan
+
+
+def test_every_method_has_a_valid_cell_and_all_share_what_is_compared(bench):
+    shared = set()
+    for method in bench.METHODS:
+        cfg, plan = planned(bench.tuning(method)[0])
+        assert cfg.batch.group % plan.leaves == 0 and cfg.batch.prompts % cfg.batch.updates == 0
+        shared.add((cfg.model.source, str(cfg.reward), str(cfg.train), cfg.batch.prompts, cfg.sampler.steps, str(cfg.eval), str(cfg.ema)))
+    assert len(shared) == 1 and len(bench.METHODS) == 22
+    assert set(bench.CLIPS) <= set(bench.METHODS)
+
+
+def test_every_claim_has_a_valid_cell(bench):
+    for method, _, _ in bench.CLAIMS.values():
+        for cell in bench.tuning(method):
+            finish(bench, cell, 0.3)
+        if method in bench.CLIPS:
+            finish(bench, bench.tuning(method)[-1], 0.2)
+    for name in bench.CLAIMS:
+        (cell,) = bench.claims(name)
+        assert cell["claim"] == name
+        planned(cell)
+
+
+def test_tuning_tries_the_other_clip_at_the_best_rate_and_runs_take_the_best_of_all(bench):
+    rates = bench.tuning("mix_grpo")
+    assert len(rates) == 3 and not bench.finals("mix_grpo")
+    for cell, strict in zip(rates, (0.2, 0.4, 0.3), strict=True):
+        finish(bench, cell, strict)
+    *_, other = bench.tuning("mix_grpo")
+    assert other["words"][0] == rates[1]["words"][0] and "algorithm.clip=[1e-3,1e-3]" in other["words"] and not bench.finals("mix_grpo")
+    finish(bench, other, 0.35)
+    runs = bench.finals("mix_grpo")
+    assert [c["seed"] for c in runs] == [0, 1, 2] and all(c["words"] == ["optimizer.lr=3e-3"] for c in runs)
+    assert len({c["name"] for c in runs}) == 3 and all(c["budget"] == bench.BUDGET for c in runs)
+
+
+def test_settings_are_chosen_on_other_images_than_they_are_judged_by(bench):
+    tune, run = load_config(None, bench.tuning("nft")[0]["settings"]), None
+    for cell in bench.tuning("nft"):
+        finish(bench, cell, 0.3)
+    run = load_config(None, bench.finals("nft")[0]["settings"])
+    assert (tune.data.eval, tune.eval.seed) == ("shapes:train", 1) and (run.data.eval, run.eval.seed) == ("shapes:eval", 0)
+
+
+def test_a_cell_is_named_by_all_that_it_runs(bench, monkeypatch):
+    one = bench.tuning("nft")[0]["name"]
+    assert bench.tuning("nft")[0]["name"] == one
+    monkeypatch.setattr(bench, "COMMON", [*bench.COMMON, "batch.micro=64"])
+    assert bench.tuning("nft")[0]["name"] != one
+
+
+def test_the_page_holds_what_the_cells_hold(bench):
+    import results_page
+
+    for cell in bench.tuning("nft"):
+        finish(bench, cell, 0.3)
+    better = "".join("1" if mark == "1" or (i % 87 < 29 and i % 4 == 1) else "0" for i, mark in enumerate(BASE))
+    gain = better.count("1") / 348 - 0.25  # 29 texts gain one image of four
+    for cell, alone in zip(bench.finals("nft"), (True, True, False), strict=True):
+        finish(bench, cell, 0.5, images=better, alone=alone)
+    results_page.write()
+    page = results_page.PAGE.read_text()
+    row = next(line for line in page.splitlines() if "[nft](algorithms/nft.md)" in line)
+    assert f"{gain:+.3f} [" in row and "0.500, 0.500, 0.500" in row and "| 12 |" in row
+    low, high = (float(x) for x in row.split("[+")[1].split("]")[0].split(", +"))
+    assert low < gain < high and gain == pytest.approx(29 / 348)
+    assert "| nft | **0.300** (1e-3) | 0.300 (3e-3) | 0.300 (1e-2) |" in page
+    assert (bench.FOLDER / "strict-by-calls.svg").exists() and not (bench.FOLDER / "strict-by-seconds.svg").exists()  # one run had company
