@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import functools
 import hashlib
 import json
 import os
@@ -105,9 +106,7 @@ CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, s
 def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) -> dict[str, Any]:
     """A run to make: its name is a hash of what it is."""
     settings = [f"algorithm={method}", *COMMON, *METHODS.get(method, []), *words, f"seed={seed}"]
-    from flowrl.config import dump, load_config
-
-    digest = hashlib.sha256(f"{dump(load_config(None, settings))}{budget}".encode()).hexdigest()[:8]  # another config is another cell
+    digest = digest_of(tuple(settings), budget)
     return {
         "name": f"{kind}-{method}-{seed}-{digest}",
         "kind": kind,
@@ -117,6 +116,14 @@ def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) ->
         "seed": seed,
         "budget": budget,
     }
+
+
+@functools.cache
+def digest_of(settings: tuple[str, ...], budget: int) -> str:
+    """Of the resolved config: where defaults or files of configs/ change, a cell is another one."""
+    from flowrl.config import dump, load_config
+
+    return hashlib.sha256(f"{dump(load_config(None, settings))}{budget}".encode()).hexdigest()[:8]
 
 
 def path_of(c: dict[str, Any]) -> Path:
