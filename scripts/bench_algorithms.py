@@ -120,10 +120,14 @@ def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) ->
 
 @functools.cache
 def digest_of(settings: tuple[str, ...], budget: int) -> str:
-    """Of the resolved config: where defaults or files of configs/ change, a cell is another one."""
-    from flowrl.config import dump, load_config
+    """Of what the resolved config sets apart from the schema: where a file of configs/ or a value changes, a cell is another one."""
+    from flowrl.config import algorithm_schema, load_config
 
-    return hashlib.sha256(f"{dump(load_config(None, settings))}{budget}".encode()).hexdigest()[:8]
+    cfg = load_config(None, settings)
+    schema = algorithm_schema(cfg.algorithm["name"])
+    options = schema.model_validate({k: v for k, v in cfg.algorithm.items() if k != "name"}).model_dump(mode="json", exclude_defaults=True)
+    what = cfg.model_dump(mode="json", exclude_defaults=True) | {"algorithm": {"name": cfg.algorithm["name"], **options}}
+    return hashlib.sha256(json.dumps([what, budget], sort_keys=True).encode()).hexdigest()[:8]
 
 
 def path_of(c: dict[str, Any]) -> Path:
