@@ -103,17 +103,17 @@ class Collector:
         threshold = cfg.draw.positive
         if threshold is None:
             threshold = middle(world.gather(first.rewards.total))
-        out, rows = [first], [torch.arange(len(first.batch))]
+        out, rows, half = [first], [torch.arange(len(first.batch))], cfg.batch.group // 2
+        good, bad = counts(first, threshold)
         for r in range(1, cfg.draw.rounds + 1):
-            pool = self._joined(out, rows, merge=True)
-            good, bad = counts(pool, threshold)
-            half = cfg.batch.group // 2
             again = torch.nonzero((good < half) | (bad < cfg.batch.group - half)).flatten().cpu()
             if not float(world.sum(torch.tensor(float(len(again)), device=self.parts.policy.device))):
                 break
             if len(again):
                 out.append(self._sample(iteration, plan, rewards, first.batch.ids[again], round_=r))
                 rows.append(again)
+                for total, more in zip((good, bad), counts(out[-1], threshold), strict=True):
+                    total[again.to(total.device)] += more
         return replace(self._joined(out, rows, merge=True), threshold=threshold)
 
     def _joined(self, parts: list[Collected], rows: list[Tensor], *, merge: bool) -> Collected:

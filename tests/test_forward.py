@@ -339,7 +339,7 @@ def test_needs_name_the_weights_that_the_loss_reads_and_who_samples(name, option
 
 def test_sums_and_softmax_are_within_units():
     value, unit = torch.tensor([1.0, 2, 3, 4, 5]), torch.tensor([7, 3, 7, 3, 3])
-    total, count, place = _forward.sums(value, unit)
+    total, count, place = _base.sums(value, unit)
     assert (total.tolist(), count.tolist(), place.tolist()) == ([11, 4], [3, 2], [1, 0, 1, 0, 0])
     soft = _forward.softmax(value, unit)
     assert torch.allclose(soft[unit == 3], value[unit == 3].softmax(0)) and torch.allclose(soft[unit == 7], value[unit == 7].softmax(0))

@@ -169,7 +169,19 @@ def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutp
     )
 
 
+def sums(value: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of values (n,) -> sums of units (u,), rows of units (u,), unit of each row (n,) in 0..u-1."""
+    _, place, count = torch.unique(unit, return_inverse=True, return_counts=True)
+    return torch.zeros(len(count), dtype=value.dtype, device=value.device).index_add(0, place, value), count, place
+
+
 def mean_of_unit(value: Tensor, unit: Tensor) -> Tensor:
     """Each row's value replaced by the mean over the rows of its unit: (n,) -> (n,)."""
-    _, place, count = torch.unique(unit, return_inverse=True, return_counts=True)
-    return (torch.zeros(len(count), dtype=value.dtype, device=value.device).index_add(0, place, value) / count)[place]
+    total, count, place = sums(value, unit)
+    return (total / count)[place]
+
+
+def clipped_surrogate(ratio: Tensor, clipped: Tensor, adv: Tensor) -> tuple[Tensor, Tensor]:
+    """PPO's max(-A ratio, -A clipped), and 1 where the clip stops the gradient: (n,) each -> (n,), (n,)."""
+    stopped = (ratio < clipped) & (adv < 0) | (ratio > clipped) & (adv > 0)
+    return torch.maximum(-adv * ratio, -adv * clipped), stopped.float()

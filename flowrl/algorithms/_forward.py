@@ -246,18 +246,12 @@ def group_keys(rollout: Rollout) -> Tensor:
     return smallest.scatter_reduce(0, place, rollout.leaf_key, "amin")[place]
 
 
-def sums(value: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of values (n,) -> sums of units (u,), rows of units (u,), unit of each row (n,) in 0..u-1."""
-    _, place, count = torch.unique(unit, return_inverse=True, return_counts=True)
-    return torch.zeros(len(count), dtype=value.dtype, device=value.device).index_add(0, place, value), count, place
-
-
 def softmax(logits: Tensor, unit: Tensor) -> Tensor:
     """exp(logits) (n,) over its sum within each unit."""
     _, place = torch.unique(unit, return_inverse=True)
     top = torch.full_like(logits, -torch.inf).scatter_reduce(0, place, logits, "amax")  # no unit may underflow as a whole
     e = (logits - top[place]).exp()
-    return e / sums(e, unit)[0][place]
+    return e / _base.sums(e, unit)[0][place]
 
 
 def ramp(n: int, start: float, slope: float, end: float, after: int = 0) -> float:

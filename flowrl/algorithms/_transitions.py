@@ -289,6 +289,19 @@ class TransitionMethod(_base.Anchored):
         return sde.log_prob(rollout.plan, self.transition(policy, rollout, batch)[0], rollout.states[batch.dst])
 
 
+class GroupMethod(TransitionMethod):
+    """A loss that compares the samples of a group: all of those with a signal anywhere are trained, together."""
+
+    couples = "group"
+
+    def chosen(self, rollout: Rollout, advantages: Advantages) -> Tensor:
+        return of_groups_with_signal(rollout, advantages)
+
+    def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
+        rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
+        return Columns({**rows.data, "unit": rows.prompt})
+
+
 def needs_whole_samples(config: TransitionConfig, name: str) -> None:
     """ValueError where samples share steps, for losses that compare whole samples."""
     if config.plan in FORKING or config.credit != "leaf":

@@ -83,10 +83,8 @@ class AWM(_forward.ForwardMethod):
         if c.ratio == "sample":
             log_ratio = _base.mean_of_unit(log_ratio, batch.unit)
         ratio, adv = log_ratio.exp(), batch.adv / c.adv_clip
-        clipped = ratio.clamp(1 - low, 1 + high)
-        term = (-adv * ratio).maximum(-adv * clipped)
-        outside = (ratio < clipped) & (adv < 0) | (ratio > clipped) & (adv > 0)
-        metrics = {"policy/clip_fraction": outside.float(), "policy/log_ratio": log_ratio.abs(), "policy/error": -scores["fit"]}
+        term, stopped = _base.clipped_surrogate(ratio, ratio.clamp(1 - low, 1 + high), adv)
+        metrics = {"policy/clip_fraction": stopped, "policy/log_ratio": log_ratio.abs(), "policy/error": -scores["fit"]}
         for name, weight, metric in (("old", c.ema_weight, "policy/old_distance"), ("kl", c.kl_weight, "policy/kl")):
             if name in scores:
                 term = term + weight * scores[name]

@@ -84,7 +84,7 @@ class CRD(_forward.ForwardMethod):
 
 def weighted_mean(value: Tensor, weight: Tensor, unit: Tensor) -> Tensor:
     """sum of weight * value of each row's unit: (n,) -> (n,)."""
-    total, _, place = _forward.sums(weight * value, unit)
+    total, _, place = _base.sums(weight * value, unit)
     return total[place]
 
 

@@ -58,7 +58,7 @@ class DGPO(_forward.ForwardMethod):
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c, d = self.config, scores["error"]
         with torch.no_grad():
-            total, _, place = _forward.sums(batch.adv * (d - scores["error_ref"]), batch.unit)
+            total, _, place = _base.sums(batch.adv * (d - scores["error_ref"]), batch.unit)
             doubt = torch.sigmoid(c.beta * total[place] / batch.members)  # 1/2 at the reference, 0 once the group is solved
             stopped = torch.zeros_like(d, dtype=torch.bool)
             if c.clip is not None:

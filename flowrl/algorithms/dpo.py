@@ -65,7 +65,7 @@ class DPO(_forward.ForwardMethod):
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         """Each row of a pair carries the pair's term, so that the mean over rows is the mean over pairs."""
         c = self.config
-        margin, _, place = _forward.sums(batch.adv * (scores["error"] - scores["error_ref"]), batch.unit)
+        margin, _, place = _base.sums(batch.adv * (scores["error"] - scores["error_ref"]), batch.unit)
         term = -F.logsigmoid(-c.beta / 2 * margin)[place]
         metrics = {"policy/accuracy": (margin < 0).float()[place], "policy/margin": -margin[place], "policy/error": scores["error"]}
         term = _base.held(term, scores, metrics, c.kl_weight)

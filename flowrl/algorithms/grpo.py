@@ -21,6 +21,7 @@ Departures from papers and reference code, beside those of _transitions.py:
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -101,15 +102,12 @@ class GRPO(_transitions.TransitionMethod):
         else:
             ratio = log_ratio.exp()
             clipped = ratio.clamp(1 - low, 1 + high)
-        term = torch.maximum(-batch.adv * ratio, -batch.adv * clipped)
+        term, stopped = _base.clipped_surrogate(ratio, clipped, batch.adv)
         if c.dual_clip is not None:
-            bound = -batch.adv * (torch.tensor(c.dual_clip).log().item() if c.ratio == "log" else c.dual_clip)
+            bound = -batch.adv * (math.log(c.dual_clip) if c.ratio == "log" else c.dual_clip)
             term = torch.where(batch.adv < 0, torch.minimum(term, bound), term)
         term = term * batch.scale if "scale" in batch.data else term
-        metrics = {
-            "policy/clip_fraction": ((ratio < clipped) & (batch.adv < 0) | (ratio > clipped) & (batch.adv > 0)).float(),
-            "policy/log_ratio": log_ratio.abs(),
-        }
+        metrics = {"policy/clip_fraction": stopped, "policy/log_ratio": log_ratio.abs()}
         term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 

@@ -36,23 +36,19 @@ class PRDPConfig(_transitions.TransitionConfig):
         return self
 
 
-class PRDP(_transitions.TransitionMethod):
+class PRDP(_transitions.GroupMethod):
     Config = PRDPConfig
     config: PRDPConfig
-    couples = "group"
     compares_reference = True
 
     def __init__(self, config: PRDPConfig):
         super().__init__(config)
         self.clip_size = config.clip
 
-    def chosen(self, rollout: Rollout, advantages: Advantages) -> Tensor:
-        return _transitions.of_groups_with_signal(rollout, advantages)
-
     def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         dims = torch.full_like(rows.weight, float(rollout.states[0].numel()))
-        return Columns({**rows.data, "dims": dims, "unit": rows.prompt})
+        return Columns({**rows.data, "dims": dims})
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c = self.config
@@ -60,20 +56,17 @@ class PRDP(_transitions.TransitionMethod):
         old = batch.dims * (batch.log_prob - scores["log_prob_ref"])
         near = batch.dims * c.clip
         clipped = torch.minimum(torch.maximum(ratio, old - near), old + near)
-        sample, place = torch.unique(batch.sample, return_inverse=True)
+        r_hat, _, place = _base.sums(ratio, batch.sample)
+        r_clip, _, _ = _base.sums(clipped, batch.sample)
         first = _transitions.first_rows(place)
-        per_sample = {
-            name: torch.zeros(len(sample), device=ratio.device).index_add(0, place, value) for name, value in (("r", ratio), ("c", clipped))
-        }
         target = batch.adv[first] / c.beta
-        term, held = pair_terms(per_sample["r"] - target, per_sample["c"] - target, batch.unit[first])
+        term, held = pair_terms(r_hat - target, r_clip - target, batch.unit[first])
         metrics = {
             "policy/log_ratio": (ratio - old).abs() / batch.dims,
             "policy/clip_fraction": (ratio != clipped).float(),
             "policy/held": held[place],
         }
-        term = term[place]
-        term = _base.held(term, scores, metrics, c.kl_weight)
+        term = _base.held(term[place], scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 
 

@@ -19,7 +19,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from flowrl.algorithms import _base, _transitions
-from flowrl.types import Advantages, Columns, LossOutput, Rollout
+from flowrl.types import Columns, LossOutput
 
 
 class RegGRPOConfig(_transitions.TransitionConfig):
@@ -32,29 +32,20 @@ class RegGRPOConfig(_transitions.TransitionConfig):
         return self
 
 
-class RegGRPO(_transitions.TransitionMethod):
+class RegGRPO(_transitions.GroupMethod):
     Config = RegGRPOConfig
     config: RegGRPOConfig
-    couples = "group"
 
     def __init__(self, config: RegGRPOConfig):
         super().__init__(config)
         self.clip_size = config.ratio_eps
 
-    def chosen(self, rollout: Rollout, advantages: Advantages) -> Tensor:
-        return _transitions.of_groups_with_signal(rollout, advantages)
-
-    def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
-        rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
-        return Columns({**rows.data, "unit": rows.prompt})
-
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c = self.config
         log_ratio = scores["log_prob"] - batch.log_prob
-        sample, place, steps = torch.unique(batch.sample, return_inverse=True, return_counts=True)
-        rho = torch.zeros(len(sample), device=log_ratio.device).index_add(0, place, log_ratio) / steps
+        total, steps, place = _base.sums(log_ratio, batch.sample)
         first = _transitions.first_rows(place)
-        predicted = standardised(rho, batch.unit[first], c.ratio_eps, c.scale == "std")
+        predicted = standardised(total / steps, batch.unit[first], c.ratio_eps, c.scale == "std")
         term = (batch.adv[first] - predicted).square()[place]
         metrics = {"policy/log_ratio": log_ratio.abs(), "policy/regression_error": term}
         term = _base.held(term, scores, metrics, c.kl_weight)
@@ -63,14 +54,12 @@ class RegGRPO(_transitions.TransitionMethod):
 
 def standardised(rho: Tensor, group: Tensor, eps: float, std: bool) -> Tensor:
     """(rho - mean) / (std + eps) within groups, differentiable, also where all are equal: (m,) -> (m,). std False: divided by eps."""
-    _, place, count = torch.unique(group, return_inverse=True, return_counts=True)
-    zeros = torch.zeros(len(count), device=rho.device)
-    centred = rho - (zeros.index_add(0, place, rho) / count)[place]
+    centred = rho - _base.mean_of_unit(rho, group)
     if not std:
         return centred / eps
-    var = zeros.index_add(0, place, centred.square()) / count
+    var = _base.mean_of_unit(centred.square(), group)
     spread = torch.where(var > 0, var.clamp(min=1e-30).sqrt(), 0.0)  # sqrt has no derivative at 0
-    return centred / (spread[place] + eps)
+    return centred / (spread + eps)
 
 
 ALGORITHM = RegGRPO
