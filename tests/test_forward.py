@@ -5,7 +5,7 @@ import pytest
 import torch
 from toy import GRID, SAMPLER, Fixed, ToyPolicy, advantages_of, learn, noised, prepared, replace, rewards_of, roll_out
 
-from flowrl.algorithms import _forward, awm, crd, dgpo, dpo, nft, raft
+from flowrl.algorithms import _base, _forward, awm, crd, dgpo, dpo, nft, raft
 from flowrl.samplers import sigmas
 from flowrl.types import Advantages
 
