@@ -24,11 +24,12 @@ _HOMES = {
     "train": "flowrl.loop",
     "generate": "flowrl.generation",
     "evaluate": "flowrl.evaluation",
+    "reward": "flowrl.rewards",
     "score": "flowrl.rewards",
 }
 __all__ = [
     "Config", "Policy", "Run", "Trainer", "__version__",
-    "evaluate", "generate", "load_config", "load_policy", "score", "train",
+    "evaluate", "generate", "load_config", "load_policy", "reward", "score", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from flowrl.generation import generate
     from flowrl.loop import Run, Trainer, train
     from flowrl.policy import Policy, load_policy
-    from flowrl.rewards import score
+    from flowrl.rewards import reward, score
 
 
 def __getattr__(name: str) -> Any:

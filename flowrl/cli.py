@@ -1,4 +1,4 @@
-"""The command line: train, generate, score, evaluate, report, show, check, list.
+"""The command line: train, generate, score, evaluate, report, show, check, serve, list.
 
 Exit codes: 0 done, 1 a failure while running, 2 the user's input was wrong and nothing was started.
 """
@@ -41,8 +41,10 @@ def _input() -> Iterator[None]:
     except (ValueError, OSError) as error:
         _stop(error, 2)
     except RuntimeError as error:
-        from flowrl.rewards import RewardBug
+        from flowrl.rewards import RewardBug, RewardUnavailable
 
+        if isinstance(error, RewardUnavailable):
+            _stop(error, 1)
         if not isinstance(error, RewardBug):
             raise
         _stop(error, 2)
@@ -136,7 +138,7 @@ def generate(
 @app.command()
 def score(
     media: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
-    reward: Annotated[list[str], typer.Option(help="NAME or NAME=WEIGHT; once for each reward.")],
+    reward: Annotated[list[str], typer.Option(help="NAME, NAME=WEIGHT or NAME.SETTING=VALUE; once for each.")],
     prompt: Annotated[str | None, typer.Option(help="The prompt of all images.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="A .jsonl list of file and prompt a line; default: the folder's own.")] = None,
     keep_top: Annotated[str | None, typer.Option(help="Of each prompt, keep the best by total: a share such as 20%, or a count.")] = None,
@@ -147,12 +149,12 @@ def score(
 ) -> None:
     """Score images, and make the folder that `flowrl train` learns from offline."""
     from flowrl import log, scoring
-    from flowrl.rewards import load_set
+    from flowrl.rewards import load_set, parse_words
 
     log.setup()
     with _input():
         top = scoring.parse_keep(keep_top) if keep_top is not None else None
-        rewards = load_set(scoring.parse_rewards(reward))
+        rewards = load_set(parse_words(reward))
         samples = scoring.with_meta(scoring.collect(media, prompt=prompt, prompts=prompts), rewards)
         if output is not None:
             scoring.check_target(output, samples)
@@ -240,6 +242,26 @@ def check(
         policy: Any = load_policy(model, **_arguments(pipeline))  # of a name or folder: a pipeline's
         typer.echo(policy.describe())
         typer.echo(str(policy.self_check()))
+
+
+@app.command()
+def serve(
+    reward: Annotated[list[str], typer.Argument(help="REWARD, REWARD=WEIGHT or REWARD.SETTING=VALUE.")],
+    host: Annotated[str, typer.Option(help="Address; beyond this machine it needs --token-env.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.")] = 8321,
+    token_env: Annotated[str | None, typer.Option(help="Environment variable with the token that clients send.")] = None,
+    max_mb: Annotated[float, typer.Option(min=1, help="Of one request, in megabytes.")] = 512,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most samples of several requests scored together.")] = 64,
+    device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
+) -> None:
+    """Serve rewards to other processes; reward=remote asks them."""
+    from flowrl.rewards import parse_words
+    from flowrl.serve import Server
+
+    with _input():
+        server = Server(parse_words(reward), host=host, port=port, token_env=token_env, max_mb=max_mb, max_batch=max_batch, device=device)
+    typer.echo(server.describe())
+    server.run()
 
 
 @app.command("list")

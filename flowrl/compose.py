@@ -70,7 +70,7 @@ def sort_overrides(overrides: Sequence[str], problems: list[str]) -> Overrides:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    parser, out = OverridesParser.create(), Overrides()
+    parser, out, itself = OverridesParser.create(), Overrides(), None
     for text in overrides:
         try:
             parsed = parser.parse_override(text)
@@ -88,15 +88,33 @@ def sort_overrides(overrides: Sequence[str], problems: list[str]) -> Overrides:
             out.known.append(text if text.startswith(("~", "+")) else f"++{text}")
         elif value in options(key):
             out.chosen[key] = str(value)
+            itself = None if key == "reward" else itself
+        elif key == "reward" and is_reward(value):  # a reward needs no file in configs/reward
+            out.chosen["reward"] = ""
+            itself = (label_of(value), {"weight": 1.0} | ({"name": value} if label_of(value) != value else {}))
         elif key == "model" and "/" in str(value):  # a hub id or a folder needs no file in configs/model
             out.known += ["~model", f"++model.source={text.partition('=')[2]}"]
             out.chosen[key] = ""
         else:
-            problems.append(f'unknown {key} "{value}"{registry.did_you_mean(str(value), options(key))}')
+            valid = {*options(key), *(registry.choices("flowrl.rewards") if key == "reward" else [])}
+            problems.append(f'unknown {key} "{value}"{registry.did_you_mean(str(value), valid)}')
             out.chosen[key] = ""
-    if out.no_reward and out.chosen.get("reward"):
-        problems.append(f'"~reward" leaves out what reward={out.chosen["reward"]} chooses; give one of the two')
+    if out.no_reward and (itself or out.chosen.get("reward")):
+        problems.append(f'"~reward" leaves out what reward={itself[0] if itself else out.chosen["reward"]} chooses; give one of the two')
+    if itself is not None:
+        out.no_reward = True
+        out.rewards.insert(0, itself)
     return out
+
+
+def is_reward(value: Any) -> bool:
+    """Whether `reward=value` names a reward itself: a file of rewards/, or a function in a user's own file."""
+    return ".py:" in str(value) or value in registry.choices("flowrl.rewards")
+
+
+def label_of(name: str) -> str:
+    """What a reward is called in the log unless a label is given: "my/file.py:red" -> "red"."""
+    return name.rpartition(":")[2] if ".py:" in name else name
 
 
 def compose(defaults: dict[str, Any], overrides: Overrides, extra: dict[str, Any], problems: list[str]) -> dict[str, Any]:

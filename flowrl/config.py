@@ -55,6 +55,9 @@ class BatchConfig(Section):
     updates: PositiveInt = Field(1, description="Optimizer steps an iteration.")
     micro: PositiveInt = Field(64, description="Most network rows (states x guidance branches) in one forward; a cap, never an error.")
     decode: PositiveInt = Field(32, description="Most samples decoded and scored at once.")
+    overlap: NonNegativeInt = Field(
+        0, description="Prompts sampled at a time, while the rewards of those before are computed in a thread; 0: all, then their rewards."
+    )
 
 
 class LoraConfig(Section):
@@ -176,10 +179,13 @@ class Config(Section):
     @classmethod
     def check_reward(cls, value: Any) -> Any:
         if not isinstance(value, dict) or not value:
-            raise ValueError(f"no reward is named; choose reward={'|'.join(options('reward'))}")
+            raise ValueError(f"no reward is named; choose reward=NAME of {', '.join(registry.choices('flowrl.rewards'))}")
         out, problems = {}, []
         for label, entry in one_form(value).items():
             out[label] = entry = {"weight": 1.0} | entry
+            if ".py:" in str(entry.get("name")):  # a run resumes from any folder
+                place, _, member = entry["name"].rpartition(":")
+                entry["name"] = f"{Path(place).expanduser().resolve()}:{member}"
             try:
                 check_reward_entry(label, entry)
             except ValueError as error:

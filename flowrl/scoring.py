@@ -122,20 +122,6 @@ def parse_keep(text: str) -> int | Fraction:
     return top
 
 
-def parse_rewards(words: Sequence[str]) -> dict[str, float]:
-    """["jpeg", "clip=0.5"] -> {"jpeg": 1.0, "clip": 0.5}; a word that says neither, or a name twice -> ValueError."""
-    out: dict[str, float] = {}
-    for word in words:
-        name, equals, weight = word.partition("=")
-        if name in out:
-            raise ValueError(f'--reward {word}: "{name}" is given twice; give each reward one weight')
-        try:
-            out[name] = float(weight) if equals else 1.0
-        except ValueError:
-            raise ValueError(f"--reward {word} should be NAME or NAME=WEIGHT, such as jpeg=0.5") from None
-    return out
-
-
 # --------------------------------------------------------------------------------------------------- files and prompts
 
 

@@ -1,14 +1,20 @@
 """What a reward is, and how one is found by name.
 
 A reward is a module rewards/<name>.py that exposes `REWARD`, a subclass of Reward with a pydantic `Settings` schema. The file is the
-registration: nothing else has to be edited. Shared parts live in modules that start with "_".
+registration: nothing else has to be edited. Shared parts live in modules that start with "_". A function in a user's own file is one too:
+decorated with `reward`, it is named "path/to/file.py:function".
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import importlib.util
+import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 import pydantic
 from torch import Tensor, nn
@@ -23,6 +29,10 @@ class RewardBug(RuntimeError):
     """A reward broke its contract (shape, dtype, device, an unknown column). The run stops: no retry would help."""
 
 
+class RewardUnavailable(RuntimeError):
+    """What a reward relies on (a server) is gone, and waiting did not help. The run stops, resumable: no sample is counted as failed."""
+
+
 class Settings(pydantic.BaseModel):
     """Base of every reward's settings: an unknown key is an error, values do not change after loading."""
 
@@ -33,8 +43,9 @@ class Reward:
     """Scores media for their prompts; higher is always better.
 
     name: what the log calls it. scale: one sentence that says what a number means. needs: MediaContext columns that it reads.
-    reads: keys of each prompt's meta that it cannot do without; checked before a run.
-    differentiable: whether a gradient reaches the media (as loaded: settings may decide).
+    reads: keys of each prompt's meta that it cannot do without; checked before a run. reads_prompt: whether the text matters, so that an
+    empty one is refused. video: whether it takes videos; images it always takes unless it is "only".
+    differentiable: whether a gradient reaches the media (as loaded: settings may decide). problem: why samples of the last call failed.
     """
 
     Settings: ClassVar[type[Settings]] = Settings
@@ -42,7 +53,10 @@ class Reward:
     scale: str = ""
     needs: frozenset[str] = frozenset()
     reads: frozenset[str] = frozenset()
+    reads_prompt: bool = False
+    video: Literal["yes", "no", "only"] = "yes"
     differentiable: bool = False
+    problem: str | None = None
 
     def __init__(self, settings: Any = None):
         """settings: an instance of this class's Settings; None: their defaults."""
@@ -84,13 +98,79 @@ class FunctionReward(Reward):
         return self.function(media, prompts, context)
 
 
+def reward(
+    function: Callable[..., Tensor] | None = None, *, scale: str = "as the function gives it", needs: Iterable[str] = (),
+    reads: Iterable[str] = (), reads_prompt: bool = False, differentiable: bool = False,
+) -> Any:  # fmt: skip
+    """Decorator: a function (media, prompts, context=None, *, setting=default, ...) -> (B,) is a reward, and may be called as before.
+
+    Its keyword-only arguments are the reward's settings. The other arguments are attributes of flowrl.rewards.Reward.
+    """
+
+    def register(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        f.REWARD = _class_of(f, scale, frozenset(needs), frozenset(reads), reads_prompt, differentiable)  # type: ignore[attr-defined]
+        return f
+
+    return register if function is None else register(function)
+
+
+def _class_of(f: Callable[..., Tensor], scale: str, needs: frozenset, reads: frozenset, prompt: bool, grad: bool) -> type[Reward]:
+    signature = inspect.signature(f, eval_str=True)
+    positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) != 3:
+        raise ValueError(
+            f"{f.__name__}{signature} takes {len(positional)} positional arguments; a reward takes (media, prompts, context=None)"
+        )
+    fields: dict[str, Any] = {
+        p.name: (Any if p.annotation is p.empty else p.annotation, ... if p.default is p.empty else p.default)
+        for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY
+    }  # fmt: skip
+
+    def call(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+        return f(media, prompts, context, **{key: getattr(self.settings, key) for key in fields})
+
+    schema = pydantic.create_model(f"{f.__name__}_settings", __base__=Settings, **fields)
+    return type(f.__name__, (Reward,), {
+        "__call__": call, "function": staticmethod(f), "__doc__": f.__doc__, "Settings": schema,
+        "name": f.__name__, "scale": scale, "needs": needs, "reads": reads, "reads_prompt": prompt, "differentiable": grad,
+    })  # fmt: skip
+
+
 def reward_class(name: str) -> type[Reward]:
-    """The class behind a reward's name, unloaded: for listings and schemas. Unknown -> ValueError with the nearest names."""
+    """The class behind a reward's name or "file.py:function", unloaded. Unknown -> ValueError with the nearest names."""
+    if ".py:" in name:
+        return _from_file(name)
     cls = getattr(find("flowrl.rewards", name, what="reward"), "REWARD", None)
     if not (isinstance(cls, type) and issubclass(cls, Reward)):
         said = "exposes no REWARD" if cls is None else f"exposes REWARD = {cls!r}, which is no subclass of flowrl.rewards.Reward"
         raise ValueError(f'reward "{name}": its file {said}; end it with REWARD = YourClass')
     return cls
+
+
+def _from_file(name: str) -> type[Reward]:
+    """The class of a decorated function, or a subclass of Reward, in a user's file."""
+    place, _, member = name.rpartition(":")
+    path = Path(place).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f'reward "{name}": there is no file {path}')
+    unique = f"flowrl_reward_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if unique not in sys.modules:
+        spec = importlib.util.spec_from_file_location(unique, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[unique] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # whatever a user's file does when it is imported
+            del sys.modules[unique]
+            raise ValueError(f'reward "{name}": {path} cannot be imported: {type(error).__name__}: {error}') from error
+    found = vars(sys.modules[unique])
+    cls = getattr(found.get(member), "REWARD", found.get(member))
+    if isinstance(cls, type) and issubclass(cls, Reward):
+        return cls
+    rewards = [key for key, value in found.items() if hasattr(value, "REWARD") and getattr(value, "__module__", "") == unique]
+    if member in found:
+        raise ValueError(f'reward "{name}": {member} is no reward; put @flowrl.reward above it')
+    raise ValueError(f'reward "{name}": {path.name} has no "{member}"{did_you_mean(member, rewards)}')
 
 
 def load(name: str, **settings: Any) -> Reward:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.rewards._base import FunctionReward, Reward, RewardBug, check_columns, load
+from flowrl.rewards._base import FunctionReward, Reward, RewardBug, RewardUnavailable, check_columns, load
 from flowrl.types import MediaContext, Rewards
 
 Spec = Mapping[str, "float | Mapping[str, Any] | Reward | Callable[..., Tensor]"]
@@ -34,6 +34,11 @@ class RewardSet:
     @property
     def needs(self) -> frozenset[str]:
         return frozenset().union(*(reward.needs for reward in self.rewards.values()))
+
+    def pointwise(self) -> RewardSet:
+        """Without rewards that compare the members of a group: what can judge samples of different models alike."""
+        alone = {label: reward for label, reward in self.rewards.items() if "group" not in reward.needs}
+        return RewardSet(rewards=alone, weights={label: self.weights[label] for label in alone})
 
     def to(self, device: Any) -> RewardSet:
         for reward in self.rewards.values():
@@ -67,6 +72,8 @@ def _load_entry(label: str, entry: Any) -> tuple[Reward, float]:
         return load(options.pop("name", label), **options), float(weight)
     if options:
         raise ValueError(f'reward "{label}" is already loaded, so {sorted(options)} cannot be set; only "weight" can')
+    if hasattr(reward, "REWARD"):  # a function under @flowrl.reward
+        reward = reward.REWARD()
     return reward if isinstance(reward, Reward) else FunctionReward(reward, label), float(weight)
 
 
@@ -85,6 +92,7 @@ def score(media: Tensor, prompts: list[str], rewards: Spec | RewardSet, context:
     chosen = load_set(rewards).to(media.device)
     context = MediaContext() if context is None else context
     check_columns(chosen.rewards, [f.name for f in fields(context) if getattr(context, f.name) is not None])
+    check_kind(chosen.rewards, media, prompts)
     visible = media.flatten(1).isfinite().all(1)
     errors = [] if bool(visible.all()) else [f"media: {int((~visible).sum())} of {len(prompts)} samples hold NaN or inf pixels"]
     media = media.nan_to_num(0.0, 0.0, 0.0) if errors else media
@@ -111,7 +119,9 @@ def readings(media: Tensor, prompts: list[str], rewards: RewardSet, context: Med
             rows = queue.pop()
             part = media[rows.to(media.device)]
             try:
-                found = reward.parts(part, [prompts[i] for i in rows], _take(context, rows))
+                found = reward.parts(part, [prompts[i] for i in rows], take(context, rows))
+            except RewardUnavailable:
+                raise
             except Exception:  # `score` met it too, and counted it; NaN stays for those that fail alone
                 queue += _retry_units(reward, context, rows) if rows is visible else []
                 continue
@@ -154,14 +164,26 @@ def check_media(media: Tensor, prompts: list[str]) -> Tensor:
     return media
 
 
+def check_kind(rewards: Mapping[str, Reward], media: Tensor, prompts: list[str]) -> None:
+    """ValueError where a reward does not take media of this kind, or reads a prompt that is empty."""
+    empty = [i for i, prompt in enumerate(prompts) if not prompt.strip()]
+    for label, reward in rewards.items():
+        if reward.video == ("no" if media.ndim == 5 else "only"):
+            takes, got = ("images", "videos") if media.ndim == 5 else ("videos", "images")
+            raise ValueError(f'reward "{label}" takes {takes}, and the media are {got} of shape {tuple(media.shape)}; leave it out')
+        if empty and reward.reads_prompt:
+            raise ValueError(f'reward "{label}" reads the prompt, and that of sample {empty[0]} is empty; give every sample a text')
+
+
 def _evaluate(label: str, reward: Reward, media: Tensor, prompts: list[str], context: MediaContext) -> tuple[Tensor, str | None]:
     """(B,) values, NaN where failed, and a sentence if anything failed."""
     everything = torch.arange(len(prompts))
     try:
         values = _checked(label, reward, media, prompts, context, everything)
         failed = int((~values.isfinite()).sum())
-        return values, f"{label}: NaN or inf for {failed} of {len(prompts)} samples" if failed else None
-    except RewardBug:
+        why = f" ({reward.problem})" if reward.problem else ""
+        return values, f"{label}: NaN or inf for {failed} of {len(prompts)} samples{why}" if failed else None
+    except (RewardBug, RewardUnavailable):
         raise
     except Exception as error:  # a reward may fail in any way; the message is kept and the samples are counted as invalid
         first = f"{label}: {type(error).__name__}: {error}"
@@ -169,7 +191,7 @@ def _evaluate(label: str, reward: Reward, media: Tensor, prompts: list[str], con
     for rows in _retry_units(reward, context, everything):
         try:
             values[rows.to(values.device)] = _checked(label, reward, media, prompts, context, rows)
-        except RewardBug:
+        except (RewardBug, RewardUnavailable):
             raise
         except Exception:  # these samples stay NaN and are counted; the chunk's message was kept
             continue
@@ -189,7 +211,7 @@ def _checked(label: str, reward: Reward, media: Tensor, prompts: list[str], cont
     """Call the reward on some rows and hold it to its contract."""
     part = media[rows.to(media.device)]
     with torch.no_grad():
-        return _held(label, reward(part, [prompts[i] for i in rows], _take(context, rows)), part)
+        return _held(label, reward(part, [prompts[i] for i in rows], take(context, rows)), part)
 
 
 def _held(label: str, out: Any, media: Tensor) -> Tensor:
@@ -203,7 +225,7 @@ def _held(label: str, out: Any, media: Tensor) -> Tensor:
     return out
 
 
-def _take(context: MediaContext, rows: Tensor) -> MediaContext:
+def take(context: MediaContext, rows: Tensor) -> MediaContext:
     """The same columns for some samples."""
     columns: dict[str, Any] = {field.name: getattr(context, field.name) for field in fields(context)}
     for name, value in columns.items():

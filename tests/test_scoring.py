@@ -12,7 +12,7 @@ from PIL import Image
 from flowrl import scoring
 from flowrl.cli import app  # noqa: F401  imported before a test changes folders
 from flowrl.media import save
-from flowrl.rewards import load_set, score
+from flowrl.rewards import load_set, parse_words, score
 from flowrl.scoring import Sample, Scored
 from flowrl.shapes import prompts
 from flowrl.shapes.scenes import render
@@ -233,9 +233,9 @@ def test_a_folders_own_list_is_read_in_its_order_and_file_name_is_file():
         (["imgs", "--prompt", "x", "--keep-top", "some"], "--keep-top some should be a share"),
         (["imgs", "--prompt", "x", "--keep-top", "1/0%"], "--keep-top 1/0% should be a share"),
         (["imgs", "--prompt", "x", "--reward", "jpg"], 'unknown reward "jpg"; did you mean "jpeg"'),
-        (["imgs", "--prompt", "x", "--reward", "shapes=much"], "--reward shapes=much should be NAME or NAME=WEIGHT"),
+        (["imgs", "--prompt", "x", "--reward", "shapes=much"], 'reward "shapes=much" should be NAME, NAME=WEIGHT'),
         (["imgs", "--prompt", "x", "--reward", "shapes=nan"], "weight=nan is not a finite number"),
-        (["imgs", "--prompt", "x", "--reward", "jpeg=2"], '--reward jpeg: "jpeg" is given twice'),
+        (["imgs", "--prompt", "x", "--reward", "jpeg=2"], 'reward "jpeg": "jpeg" is given twice'),
         (["imgs", "--prompt", "a read circle", "--reward", "shapes"], 'did you mean "a red circle"'),
         (["imgs", "--prompt", "x", "-o", "imgs"], "-o imgs holds imgs/a.png itself; choose another folder, or -o imgs/scores.jsonl"),
         (["imgs", "--prompt", "x", "-o", "done"], "done/scores.jsonl exists; choose another place for -o, or remove it"),
@@ -275,3 +275,24 @@ def test_a_reward_that_compares_groups_cannot_score_files():
 
     with pytest.raises(ValueError, match='needs the context column "group"'):
         scoring.with_meta([], load_set({"compare": Compare()}))
+
+
+def test_words_name_rewards_with_weights_and_settings():
+    parse = parse_words
+    assert parse(["jpeg", "jpeg.quality=80", "clip=0.5"]) == {"jpeg": {"weight": 1.0, "quality": 80}, "clip": {"weight": 0.5}}
+    assert parse(["win_rate.judge_settings.a=1", "win_rate.judge_settings.b=[2]", "win_rate"]) == {
+        "win_rate": {"weight": 1.0, "judge_settings": {"a": 1, "b": [2]}}
+    }
+    assert parse(["my/file.py:red.floor=0.5", "my/file.py:red=2"]) == {"red": {"weight": 2.0, "name": "my/file.py:red", "floor": 0.5}}
+
+
+@pytest.mark.parametrize("words", [["=3"], ["jpeg="], ["jpeg=a"], ["jpeg.quality"], ["jpeg.quality={"]])
+def test_words_of_another_form_are_refused(words):
+    with pytest.raises(ValueError, match=r"should be NAME, NAME=WEIGHT such as jpeg=0.5, or NAME.SETTING=VALUE"):
+        parse_words(words)
+
+
+@pytest.mark.parametrize("words", [["jpeg", "jpeg"], ["jpeg", "jpeg=2"], ["jpeg.quality=80", "jpeg.quality=70"]])
+def test_words_that_say_a_thing_twice_are_refused(words):
+    with pytest.raises(ValueError, match="is given twice; give each reward one weight, and each setting one value"):
+        parse_words(words)

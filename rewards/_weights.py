@@ -1,0 +1,189 @@
+"""Weights and prompt templates of rewards: a path or a hub's name for it; tensors only, never pickles; every key is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+FILES = (".pt", ".pth", ".safetensors", ".bin", ".txt")  # endings that no repository of the hub has
+
+
+def path_of(source: str, file: str | None = None, *, reward: str, setting: str = "weights", only: list[str] | None = None) -> Path:
+    """A file or folder on this machine: `source` if it exists, else "owner/repo" of the hub: the whole repository, or one `file` of it.
+
+    Of a folder `source`, the `file` in it. only: patterns of files to fetch of a whole repository, which often holds its weights
+    in several forms. What is missing -> ValueError that says what to fetch and where to put it.
+    """
+    local = _local(source, file, reward, setting)
+    if local is not None:
+        return local
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    try:
+        return Path(hf_hub_download(source, file) if file else snapshot_download(source, allow_patterns=only))
+    except Exception as error:  # the hub's client raises a dozen kinds: no network, no such repository, a gate, a full disk
+        raise _unfetched(source, file, reward, setting, error) from error
+
+
+def network(cls: Any, source: str, *, reward: str, setting: str = "weights", ignore: tuple[str, ...] = ()) -> Any:
+    """A network of transformers from a folder or a hub's name (only the files that it needs), fp32, frozen, in eval mode.
+
+    A missing, surplus or misshapen key -> ValueError that names some. ignore: beginnings of keys that may be surplus (the other tower).
+    """
+
+    def load(place: str) -> Any:
+        with _quiet():
+            return cls.from_pretrained(place, output_loading_info=True, dtype=torch.float32, ignore_mismatched_sizes=True)
+
+    module, info = from_folder_or_hub(load, source, reward=reward, setting=setting)
+    surplus = [key for key in info["unexpected_keys"] if not key.startswith(ignore) and not key.endswith("position_ids")]
+    shapes = [f"{key} {tuple(got)} instead of {tuple(own)}" for key, got, own in info["mismatched_keys"]]
+    _complain(source, cls.__name__, list(info["missing_keys"]), surplus, shapes)
+    return module.eval().requires_grad_(False)
+
+
+def tokenizer(cls: Any, source: str, *, reward: str, setting: str = "weights") -> Any:
+    """A tokenizer of transformers from a folder or a hub's name; one without a vocabulary -> ValueError.
+
+    transformers 5 makes a tokenizer of special tokens alone where it finds no files, and says nothing.
+    """
+    found = from_folder_or_hub(cls.from_pretrained, source, reward=reward, setting=setting)
+    if len(found) > len(found.all_special_tokens):
+        return found
+    if _local(source, None, reward, setting) is None:
+        raise _unfetched(source, None, reward, setting, FileNotFoundError())
+    raise ValueError(
+        f"reward.{reward}.{setting}={source} holds no vocabulary; put the tokenizer's files there (vocab.json, merges.txt ...)"
+    )
+
+
+def from_folder_or_hub(load: Callable[[str], T], source: str, *, reward: str, setting: str = "weights") -> T:
+    """load(folder) or load("owner/repo") by a library that fetches what it needs itself, its complaints as one ValueError."""
+    local = _local(source, None, reward, setting)
+    try:
+        return load(source if local is None else str(local))
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        if local is None:
+            raise _unfetched(source, None, reward, setting, error) from error
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(f"reward.{reward}.{setting}={source} cannot be loaded: {type(error).__name__}: {first}") from error
+
+
+def _local(source: str, file: str | None, reward: str, setting: str) -> Path | None:
+    """What `source` names on this machine; None: a name on the hub; ValueError: neither."""
+    local = Path(source).expanduser()
+    if local.is_dir() and file is not None:
+        local = local / file
+    if local.exists():
+        return local
+    if source.count("/") != 1 or source.startswith((".", "/", "~")) or Path(source).suffix in FILES or Path(source).is_dir():
+        raise ValueError(
+            f"reward.{reward}.{setting}={source}: there is no such file or folder{f' ({local})' if str(local) != source else ''}"
+        )
+    return None
+
+
+def _unfetched(source: str, file: str | None, reward: str, setting: str, error: Exception) -> ValueError:
+    what = f"{file} of {source}" if file else source
+    return ValueError(
+        f"reward {reward} needs {what}, which is not on this machine and could not be fetched ({type(error).__name__}); "
+        f"download it from https://huggingface.co/{source} and set reward.{reward}.{setting}=/path/to/{file or 'the folder'}"
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers prints a table of keys that do not fit; they are checked here, and said in one sentence."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def tensors(path: Path, *, under: str | None = None) -> dict[str, Tensor]:
+    """The state dict in a .safetensors or torch file, on CPU; under: the key that holds it where the file has others too.
+
+    A torch file is read with weights_only: one that holds more than tensors and plain containers -> ValueError.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name the file in it that holds the weights")
+    if path.suffix == ".safetensors":
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            return load_file(str(path))
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no safetensors file, or a part of one ({error}); fetch it again") from error
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} is no file of tensors, or one that could run code when opened; convert it once, where you trust it, to .safetensors"
+        ) from error
+    if under is not None and isinstance(found, Mapping) and under in found:
+        found = found[under]
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise ValueError(f"{path} holds a {type(found).__name__}, expected a state dict: names and tensors")
+    return dict(found)
+
+
+def fill(module: nn.Module, state: Mapping[str, Tensor], *, path: object, ignore: tuple[str, ...] = ()) -> nn.Module:
+    """Load state into module, frozen and in eval mode; a missing, surplus or misshapen key -> ValueError that names some.
+
+    ignore: beginnings of keys that may be missing or surplus (buffers that libraries compute).
+    """
+    own = module.state_dict()
+    state = {key: value for key, value in state.items() if not key.startswith(ignore)} if ignore else dict(state)
+    missing = [key for key in own if key not in state and not (ignore and key.startswith(ignore))]
+    surplus = [key for key in state if key not in own]
+    shapes = [
+        f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}" for key in own.keys() & state.keys()
+        if state[key].shape != own[key].shape
+    ]  # fmt: skip
+    _complain(path, type(module).__name__, missing, surplus, shapes)
+    module.load_state_dict(state, strict=False)
+    return module.eval().requires_grad_(False)
+
+
+def _complain(source: object, module: str, missing: list[str], surplus: list[str], shapes: list[str]) -> None:
+    problems = [
+        f"{len(keys)} {what} ({', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''})"
+        for what, keys in (("keys missing", missing), ("unknown keys", surplus), ("tensors of another shape", shapes)) if keys
+    ]  # fmt: skip
+    if problems:
+        raise ValueError(f"{source} does not fit {module}: {'; '.join(problems)}")
+
+
+def template(path: str | Path | None, *, sha256: str, reward: str, setting: str = "template", origin: str) -> str:
+    """A prompt text that belongs to a model, read from a file and checked by its sha256 (a prefix in hex): we ship no such texts.
+
+    origin: where the text is found, said where `path` is missing or holds another text. A newline at the end of the file is dropped when
+    the text fits only without it.
+    """
+    if path is None:
+        raise ValueError(
+            f"reward {reward} needs its model's own prompt text: save {origin} as a text file and set reward.{reward}.{setting}=/path/to/it"
+        )
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ValueError(f"reward.{reward}.{setting}={path}: there is no such file; save {origin} there")
+    raw = file.read_bytes()
+    for data in (raw, raw.removesuffix(b"\n")):
+        if hashlib.sha256(data).hexdigest().startswith(sha256):
+            return data.decode()
+    got = hashlib.sha256(raw).hexdigest()[: len(sha256)]
+    raise ValueError(f"{file} is not the text that the model was trained with: sha256 {got}..., expected {sha256}... ({origin})")
