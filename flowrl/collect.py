@@ -13,18 +13,21 @@ their number.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowrl import data, offline
-from flowrl.rewards import RewardSet
+from flowrl.rewards import RewardSet, RewardUnavailable
 from flowrl.rewards import concat as concat_rewards
-from flowrl.rollout import roll_out, score_leaves
+from flowrl.rollout import Scorer, decode_into, roll_out
 from flowrl.samplers import keys
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout, replace
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +53,7 @@ class Collector:
         mine = whole.ids[self.world.share(len(whole))]
         if parts.dataset is not None:
             return self._from_files(iteration, plan, mine)
-        first = self._sample(iteration, plan, rewards, mine)
+        first = self._agreed(lambda: self._sample(iteration, plan, rewards, mine))
         if cfg.draw.mode == "refill":
             first = self._refilled(iteration, plan, rewards, whole, first)
         elif cfg.draw.mode == "balance":
@@ -58,8 +61,8 @@ class Collector:
         if not parts.references:
             return first
         with parts.ledger.phase("reward"):
-            rollout, scored = offline.with_references(
-                parts.policy, first.rollout, first.batch, first.rewards, rewards, decode=cfg.batch.decode
+            rollout, scored = self._agreed(
+                lambda: offline.with_references(parts.policy, first.rollout, first.batch, first.rewards, rewards, decode=cfg.batch.decode)
             )
         return replace(first, rollout=rollout, rewards=scored)
 
@@ -72,16 +75,45 @@ class Collector:
         return Collected(batch=batch, rollout=rollout, rewards=rewards, shown=torch.empty(0))
 
     def _sample(self, iteration: int, plan: Plan, rewards: RewardSet, ids: Tensor, round_: int = 0) -> Collected:
-        """One group of each prompt; round_ r numbers its copies from r groups on."""
+        """One group of each prompt; round_ r numbers its copies from r groups on.
+
+        With batch.overlap, a few prompts at a time: their rewards are computed while the next ones are sampled.
+        """
         cfg, parts = self.cfg, self.parts
+        made, shown = [], torch.empty(0)
+        with Scorer(rewards, parts.ledger, overlap=bool(cfg.batch.overlap)) as scorer:
+            for some in ids.split(cfg.batch.overlap or len(ids)):
+                batch = data.select(parts.prompts, some)
+                with parts.ledger.phase("rollout"), parts.autocast(), parts.policy.view(parts.algorithm.rollout_view):
+                    rollout = roll_out(
+                        parts.policy, batch, plan, group=cfg.batch.group, guidance=parts.guidance, seed=cfg.seed, iteration=iteration,
+                        micro=cfg.batch.micro, ledger=parts.ledger, round_=round_,
+                    )  # fmt: skip
+                first = decode_into(scorer, parts.policy, rollout, batch, decode=cfg.batch.decode, ledger=parts.ledger)
+                made.append((batch, rollout))
+                shown = shown if len(shown) else first
+            scored = scorer.scores()
         batch = data.select(parts.prompts, ids)
-        with parts.ledger.phase("rollout"), parts.autocast(), parts.policy.view(parts.algorithm.rollout_view):
-            rollout = roll_out(
-                parts.policy, batch, plan, group=cfg.batch.group, guidance=parts.guidance, seed=cfg.seed, iteration=iteration,
-                micro=cfg.batch.micro, ledger=parts.ledger, round_=round_,
-            )  # fmt: skip
-        scored, shown = score_leaves(parts.policy, rollout, batch, rewards, decode=cfg.batch.decode, ledger=parts.ledger)
-        return Collected(batch=batch, rollout=rollout, rewards=scored, shown=shown)
+        return Collected(batch=batch, rollout=self._one(made, batch), rewards=scored, shown=shown)
+
+    def _agreed(self, make: Callable[[], T]) -> T:
+        """What `make` gives, called by all processes; where a reward is gone for one of them, all of them stop."""
+        out, gone = None, None
+        try:
+            out = make()
+        except RewardUnavailable as error:
+            gone = str(error)
+        if said := self.world.agree(gone):
+            raise RewardUnavailable(said)
+        return out  # type: ignore[return-value]
+
+    def _one(self, made: list[tuple[PromptBatch, Rollout]], batch: PromptBatch) -> Rollout:
+        """The rollouts of parts of a batch as that of the batch."""
+        if len(made) == 1:
+            return made[0][1]
+        places = torch.arange(len(batch)).split([len(part) for part, _ in made])
+        with self.parts.ledger.phase("rollout"), self.parts.autocast():
+            return replace(join([rollout for _, rollout in made], list(places)), cond=self.parts.policy.encode(batch.text))
 
     def _refilled(self, iteration: int, plan: Plan, rewards: RewardSet, whole: PromptBatch, first: Collected) -> Collected:
         """Add a fresh prompt for each flat group of the round before, over all processes, up to draw.rounds more rounds."""
@@ -94,7 +126,8 @@ class Collector:
             if not flat:
                 break
             drawn, fresh = fresh[:flat], fresh[flat:]
-            out.append(self._sample(iteration, plan, rewards, drawn[world.share(flat)]))
+            part = drawn[world.share(flat)]
+            out.append(self._agreed(lambda part=part: self._sample(iteration, plan, rewards, part)))
         return self._joined(out, [torch.arange(len(c.batch)) for c in out], merge=False)
 
     def _balanced(self, iteration: int, plan: Plan, rewards: RewardSet, first: Collected) -> Collected:
@@ -109,10 +142,12 @@ class Collector:
             again = torch.nonzero((good < half) | (bad < cfg.batch.group - half)).flatten().cpu()
             if not float(world.sum(torch.tensor(float(len(again)), device=self.parts.policy.device))):
                 break
-            if len(again):
-                out.append(self._sample(iteration, plan, rewards, first.batch.ids[again], round_=r))
+            ids = first.batch.ids[again]
+            drawn = self._agreed(lambda ids=ids, r=r: self._sample(iteration, plan, rewards, ids, round_=r) if len(ids) else None)
+            if drawn is not None:
+                out.append(drawn)
                 rows.append(again)
-                for total, more in zip((good, bad), counts(out[-1], threshold), strict=True):
+                for total, more in zip((good, bad), counts(drawn, threshold), strict=True):
                     total[again.to(total.device)] += more
         return replace(self._joined(out, rows, merge=True), threshold=threshold)
 

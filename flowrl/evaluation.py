@@ -66,9 +66,10 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Sample and score `images` images, prompt i % P for image i; image i's noise is a function of (seed, i) only.
 
-    autocast: context of the sampling network; as in training, decoding and rewards run outside it.
+    autocast: context of the sampling network; as in training, decoding and rewards run outside it. Rewards that compare the members of a
+    group say nothing about a model's level and are left out.
     """
-    ledger = ledger or Ledger(policy.device)
+    ledger, rewards = ledger or Ledger(policy.device), rewards.pointwise()
     number = torch.arange(images)
     which = (number % len(prompts)).tolist()
     order = sorted(range(images), key=lambda i: which[i])  # equal prompts together: encoded once

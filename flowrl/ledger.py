@@ -104,6 +104,10 @@ class Ledger:
         """Count network evaluations: rows that went through the network."""
         self.nfe[phase] += rows
 
+    def add_time(self, name: str, seconds: float) -> None:
+        """Book seconds that passed elsewhere, in another thread, as time/<name>; they are no part of the iteration."""
+        self.time[name] += seconds
+
     def iteration(self) -> dict[str, float]:
         """Close the books: time/<phase>, time/iteration, time/overhead_fraction, nfe/<phase>, flops/<phase>, flops, mfu, memory/...
 

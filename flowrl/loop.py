@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowrl import checkpoint, collect, distributed, evaluation, log, media, objective, proof, report, setup
 from flowrl.config import Config, dump
-from flowrl.rewards import TooManyInvalid, check_valid
+from flowrl.rewards import RewardUnavailable, TooManyInvalid, check_valid
 from flowrl.rollout import rows_of
 from flowrl.samplers import plan as plans
 from flowrl.stop import Aborted, StopRequest, by_signal
@@ -251,7 +251,7 @@ class Trainer:
                     self._evaluate("after", self.cfg.eval.guidance)
             except Aborted:
                 pass  # self.stopped says why
-            except TooManyInvalid:  # before the update: weights are those of the last finished iteration
+            except (TooManyInvalid, RewardUnavailable):  # before an update or after it: weights are those of the last finished iteration
                 self.save()
                 raise
             if self.stopped:
@@ -274,13 +274,15 @@ class Trainer:
     def _record(self, result: Iteration) -> None:
         """Held-out numbers when they are due, then one line in metrics.jsonl and in the trackers."""
         cfg = self.cfg
-        if self.parts.eval_prompts and cfg.eval.every and result.number % cfg.eval.every == 0 and result.number < cfg.iterations:
-            result.metrics.update(self._evaluate("", cfg.eval.guidance).metrics())
         result.metrics["optimizer/lr"] = setup.learning_rate(cfg, max(0, self.step - 1))
         result.metrics["optimizer/step"] = self.step
-        if self.world.main:
-            log.MetricsFile(self.path).write(result.number, result.metrics)
-        self.parts.track(result.metrics, result.number)
+        try:
+            if self.parts.eval_prompts and cfg.eval.every and result.number % cfg.eval.every == 0 and result.number < cfg.iterations:
+                result.metrics.update(self._evaluate("", cfg.eval.guidance).metrics())
+        finally:  # a reward may be gone by now, and the run stop; the iteration itself is finished
+            if self.world.main:
+                log.MetricsFile(self.path).write(result.number, result.metrics)
+            self.parts.track(result.metrics, result.number)
 
     def _samples(self, number: int, drawn: collect.Collected) -> None:
         if self.world.main and (number == 1 or number % self.cfg.checkpoint.every == 0) and drawn.shown.ndim == 4:

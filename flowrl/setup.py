@@ -24,6 +24,8 @@ from flowrl.log import logger
 from flowrl.policy import Policy, load_policy
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.rewards import RewardSet, check_needs, load_set
+from flowrl.rewards._journal import Journal
+from flowrl.rewards.remote import Remote
 from flowrl.samplers import flow_sde, sigmas
 from flowrl.types import Plan
 
@@ -83,7 +85,15 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     elif (path / "metrics.jsonl").exists():
         raise ValueError(f"{path} already holds a run; resume it with `flowrl train --resume {path}`, or choose another output=")
     rewards = load_set(cfg.reward)
+    for reward in rewards.rewards.values():
+        if isinstance(reward, Remote) and reward.journal is None:  # a resumed iteration does not ask, and pay, again
+            reward.journal = Journal(path / "scores.jsonl")
     check_needs(rewards, ("meta", "group"))
+    if cfg.data.eval and not rewards.pointwise().rewards:
+        raise ValueError(
+            "evaluation needs a reward that judges each sample by itself, and all of these compare the members of a group; add one that is "
+            "only measured, as reward.clip.weight=0, or evaluate nothing with data.eval=null"
+        )
     dataset = offline.load(cfg.data.offline) if cfg.data.offline else None
     prompts = dataset.prompts if dataset else data.load_prompts(cfg.data.train)
     eval_prompts = data.load_prompts(cfg.data.eval) if cfg.data.eval else []
@@ -99,7 +109,7 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     guidance = algorithm.guidance if algorithm.guidance is not None else cfg.sampler.guidance
     for used in (guidance, cfg.eval.guidance, cfg.eval.baseline_guidance or "none", reference_guidance(algorithm)):
         policy.branches(used)  # a guidance that the model does not know is refused here
-    check_signal(cfg, algorithm)
+    check_signal(cfg, algorithm, rewards.needs)
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
     warn_distilled(algorithm, policy, cfg.model.source)
     for view in views(algorithm):
@@ -128,12 +138,15 @@ def views(algorithm: Algorithm) -> list[str]:
     return sorted(algorithm.needs & {"old", "anchor"})
 
 
-def check_signal(cfg: Config, algorithm: Algorithm) -> None:
-    """Settings with which a run would go on without doing what it says -> ValueError, or a warning where the run still trains."""
+def check_signal(cfg: Config, algorithm: Algorithm, needs: frozenset[str]) -> None:
+    """Settings with which a run would go on without doing what it says -> ValueError, or a warning where the run still trains.
+
+    needs: columns that the rewards declare.
+    """
     if cfg.batch.group == 1:
         raise ValueError("batch.group=1: an advantage is a reward minus its group's mean, which is 0 for a single sample; use at least 2")
     if cfg.draw.mode == "balance":
-        check_balance(cfg)
+        check_balance(cfg, needs)
     if cfg.stop.kl is not None and not getattr(algorithm.config, "kl_weight", 0):
         raise ValueError(f"stop.kl={cfg.stop.kl} needs policy/kl, which is measured only with algorithm.kl_weight above 0")
     steps = cfg.iterations * cfg.batch.updates
@@ -144,11 +157,13 @@ def check_signal(cfg: Config, algorithm: Algorithm) -> None:
         )
 
 
-def check_balance(cfg: Config) -> None:
+def check_balance(cfg: Config, needs: frozenset[str]) -> None:
     """draw.mode=balance trains a part of the draws with a baseline of all -> ValueError where a method needs its groups whole."""
     a, instead = cfg.algorithm, "use draw.mode=refill or once"
     if a.get("plan") in FORKING:
         raise ValueError(f"draw.mode=balance chooses whole samples, and plan={a['plan']} forks; {instead}")
+    if "group" in needs:
+        raise ValueError(f"draw.mode=balance compares rewards of several draws, and a reward that compares a group judges one; {instead}")
     if a.get("keep") is not None:
         raise ValueError(f"draw.mode=balance and algorithm.keep={a['keep']} both choose what is trained; drop one of them")
     if a["name"] == "dgpo":

@@ -109,14 +109,15 @@ def check_run(where, words):
     if words[0] not in ("train", "show") or context.params.get("resume"):
         return
     cfg = config.load_config(None, list(context.params["overrides"] or []))
-    reads = {key for label, entry in cfg.reward.items() for key in reward_class(entry.get("name", label)).reads}
+    classes = [reward_class(entry.get("name", label)) for label, entry in cfg.reward.items()]
+    reads = {key for cls in classes for key in cls.reads}
     assert not reads or cfg.data.train.startswith("shapes:"), f"{where}: a text file carries no {reads}"
     algorithm = setup.make_algorithm(cfg)
     for iteration in {0, 1, cfg.iterations // 2, cfg.iterations - 1}:
         plan = algorithm.plan(sigmas.linear(cfg.sampler.steps), sampler=cfg.sampler, iteration=iteration, seed=cfg.seed)
         algorithm.check(plan)
         config.check_batch(cfg, processes=1, leaves=plan.leaves)
-    setup.check_signal(cfg, algorithm)
+    setup.check_signal(cfg, algorithm, frozenset().union(*(cls.needs for cls in classes)))
 
 
 @pytest.mark.parametrize(("where", "words"), FLOWRL, ids=[" ".join(words) for _, words in FLOWRL])
@@ -207,7 +208,8 @@ def test_every_package_that_is_imported_is_declared():
             found |= {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
             found |= {node.module.split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
     foreign = found - sys.stdlib_module_names - {"flowrl"}
-    names = importlib.metadata.packages_distributions() | {"av": ["av"]}  # an extra, which may be absent
+    extra = {name: [name] for name in ("av", "paddleocr", "lpips")}  # which may be absent
+    names = importlib.metadata.packages_distributions() | extra
     assert {"yaml", "omegaconf", "torch"} <= foreign
     assert not [name for name in foreign if not {d.lower().replace("_", "-") for d in names.get(name, [])} & declared]
 

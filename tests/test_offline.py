@@ -14,7 +14,7 @@ from flowrl.generation import sample
 from flowrl.ledger import Ledger
 from flowrl.media import save
 from flowrl.rewards import load_set, score
-from flowrl.rollout import roll_out, score_leaves
+from flowrl.rollout import Scorer, decode_into, roll_out
 from flowrl.samplers import keys, plan
 from flowrl.scoring import read_image
 from flowrl.types import MediaContext, PromptBatch
@@ -269,7 +269,9 @@ def online(policy, texts, meta):
     path = plan.ode(policy.schedule(4).sigmas)
     ledger = Ledger("cpu")
     rollout = roll_out(policy, batch, path, group=2, guidance="none", seed=0, iteration=0, micro=64, ledger=ledger)
-    rewards, _ = score_leaves(policy, rollout, batch, load_set({"jpeg": 1.0}), decode=8, ledger=ledger)
+    with Scorer(load_set({"jpeg": 1.0}), ledger) as scorer:
+        decode_into(scorer, policy, rollout, batch, decode=8, ledger=ledger)
+        rewards = scorer.scores()
     return batch, rollout, rewards
 
 

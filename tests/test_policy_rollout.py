@@ -8,7 +8,7 @@ from flowrl.algorithms.grpo import GRPO
 from flowrl.algorithms.nft import NFT
 from flowrl.ledger import Ledger
 from flowrl.rewards import load_set
-from flowrl.rollout import roll_out, score_leaves
+from flowrl.rollout import Scorer, decode_into, roll_out
 from flowrl.types import PromptBatch
 
 BATCH = PromptBatch(text=tiny.PROMPTS, ids=torch.arange(2), meta=[{}, {}])
@@ -35,7 +35,9 @@ def iteration(policy, algorithm, guidance, other=9):
     rollout = roll_out(policy, BATCH, plan, group=3, guidance=guidance, seed=0, iteration=0, micro=64, ledger=ledger)
     policy.decoder = lambda x: decoded.append(x) or decoder(x)
     try:
-        rewards, _ = score_leaves(policy, rollout, BATCH, load_set({"jpeg": 1.0}), decode=4, ledger=ledger)
+        with Scorer(load_set({"jpeg": 1.0}), ledger) as scorer:
+            decode_into(scorer, policy, rollout, BATCH, decode=4, ledger=ledger)
+            rewards = scorer.scores()
     finally:
         policy.decoder = decoder
     leaf = algorithm.leaf_advantages(rewards, rollout.group)

@@ -88,7 +88,7 @@ def test_sigterm_ends_with_a_checkpoint_and_the_command_that_resumes(uninterrupt
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_ctrl_c_finishes_the_iteration_and_a_second_one_gives_it_up(uninterrupted, tmp_path, monkeypatch, signals):
-    run, calls, score_leaves = tmp_path / "run", [], collect.score_leaves
+    run, calls, decode_into = tmp_path / "run", [], collect.decode_into
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -96,9 +96,9 @@ def test_ctrl_c_finishes_the_iteration_and_a_second_one_gives_it_up(uninterrupte
             for _ in range(signals):
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.05)
-        return score_leaves(*args, **kwargs)
+        return decode_into(*args, **kwargs)
 
-    monkeypatch.setattr(collect, "score_leaves", interrupted)
+    monkeypatch.setattr(collect, "decode_into", interrupted)
     result = small.invoke("train", *small.words(run, iterations=ITERATIONS, checkpoint__every="50"))
     assert result.exit_code == 0, result.output
     assert "SIGINT received" in result.output and f"flowrl train --resume {run}" in result.output
