@@ -1,0 +1,70 @@
+"""What travels between a reward server and its clients arrives bit for bit, and what is served has a name of its own."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from flowrl import rewards
+from flowrl.rewards import _wire
+from flowrl.types import MediaContext
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(2, 3, 5, 7),
+        torch.rand(2, 4, 3, 5, 7),
+        torch.tensor([math.nan, math.inf, -0.0, 1e-45]),
+        torch.randn(3, 2, dtype=torch.float64),
+        torch.randint(-(2**62), 2**62, (4, 2)),
+        torch.arange(5, dtype=torch.int32),
+        torch.arange(256, dtype=torch.uint8),
+        torch.rand(4, 6).t(),
+    ],
+)
+def test_a_tensor_arrives_bit_for_bit(tensor):
+    record = _wire.Numbers.model_validate_json(json.dumps(_wire.pack(tensor)))
+    out = _wire.unpack(record)
+    assert out.dtype == tensor.dtype and out.shape == tensor.shape
+    assert out.numpy().tobytes() == tensor.contiguous().numpy().tobytes() and record.nbytes == tensor.nbytes
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 4, 3, 5, 7)])
+def test_pixels_with_eight_bits_travel_as_bytes_and_arrive_bit_for_bit(shape):
+    media = torch.randint(0, 256, shape, dtype=torch.uint8).float() / 255
+    packed = _wire.pack_media(media)
+    assert ("png" in packed) == (len(shape) == 4) and packed.get("dtype", "unorm8") == "unorm8"
+    record = _wire.Question.model_validate_json(json.dumps({"prompts": [""], "media": packed})).media
+    assert torch.equal(_wire.unpack(record), media) and record.nbytes == media.nbytes
+
+
+def test_other_pixels_travel_as_floats_unless_the_reader_rounds():
+    media = torch.rand(4, 3, 16, 16)
+    assert _wire.pack_media(media)["dtype"] == "float32"
+    rounded = _wire.unpack(_wire.Pngs(**_wire.pack_media(media, rounds=True)))
+    assert torch.equal(rounded, (media * 255).round() / 255)
+
+
+def test_the_version_changes_with_settings_weights_and_source(tmp_path):
+    file = tmp_path / "mine.py"
+
+    def version(spec):
+        loaded = rewards.load_set(spec)
+        return _wire.about(loaded.rewards, loaded.weights, flowrl="1", max_mb=1).version
+
+    def mine(scale):
+        file.write_text(f"from flowrl.rewards import Reward\nclass R(Reward):\n    name, scale = 'mine', '{scale}'\n")
+        return version({"mine": {"name": f"{file}:R"}})
+
+    specs = [{"jpeg": 1.0}, {"jpeg": 2.0}, {"jpeg": {"quality": 80}}, {"x": {"name": "jpeg"}}, {"jpeg": 1.0, "shapes": 1.0}]
+    versions = [version(spec) for spec in specs] + [mine("one"), mine("two")]
+    assert len(set(versions)) == 7 and versions == [version(spec) for spec in specs] + [mine("one"), mine("two")]
+
+
+def test_columns_are_those_that_a_reward_needs_and_must_be_there():
+    context = MediaContext(meta=[{}], group=torch.tensor([3]))
+    assert list(_wire.columns_of(context, frozenset({"group"}))) == ["group"]
+    with pytest.raises(ValueError, match="needs the context columns actions, source, which were not given"):
+        _wire.columns_of(context, frozenset({"source", "actions", "meta"}))
