@@ -274,6 +274,20 @@ def _place(group: Tensor) -> Tensor:
     return place
 
 
+def win_rate(values: Tensor, group: Tensor) -> Tensor:
+    """Share of the other members of its group that each value exceeds, ties counting a half: (B,), (B,) -> (B,) fp32 in [0, 1].
+
+    Pref-GRPO's reward (arXiv:2508.20751), with the comparison made by a point-wise score. NaN neither compares nor counts; alone: 0.5.
+    """
+    out = torch.full(values.shape, torch.nan, device=values.device)
+    for g in group.unique():
+        rows = torch.nonzero((group == g) & ~values.isnan()).flatten()
+        v, others = values[rows], len(rows) - 1
+        wins = (v[:, None] > v).sum(1) + 0.5 * ((v[:, None] == v).sum(1) - 1)
+        out[rows] = wins / others if others else torch.full_like(v, 0.5)
+    return out
+
+
 def best_worst(adv: Tensor, group: Tensor, keep: int) -> Tensor:
     """DanceGRPO's best-of-N: the ceil(keep/2) highest and floor(keep/2) lowest of each group as they are, 0 elsewhere: (B,), (B,) -> (B,).
 

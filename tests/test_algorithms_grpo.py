@@ -304,6 +304,7 @@ SHIPPED = {
     "grpo_guard": (1, 7, {}),
     "reg_grpo": (1, 7, {"ratio_eps": 0.05}),
     "prdp": (1, 7, {"beta": 0.3, "clip": 0.2}),
+    "pref_grpo": (1, 14, {}),  # 60% of 24
     "ddpo": (1, 7, {}),
     "dpok": (1, 7, {}),
 }

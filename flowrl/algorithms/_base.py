@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 from torch import Tensor
 
 from flowrl import advantages as credit
+from flowrl import types
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout
 
 
@@ -33,6 +34,9 @@ class Options(BaseModel):
 class Credit(Options):
     """From rewards to the advantage of each sample, the same for every method."""
 
+    outcome: Literal["reward", "win_rate"] = Field(
+        "reward", description="What credit starts from: the reward, or the share of the group's other members whose reward it exceeds."
+    )
     combine: Literal["rewards", "advantages"] = Field("rewards", description="Several rewards: z-score of the sum, or sum of z-scores.")
     std: Literal["group", "global"] | None = Field("group", description="An advantage is divided by the spread of its group, all, or none.")
     ddof: Literal[0, 1] = Field(0, description="Degrees of freedom taken from the standard deviation.")
@@ -88,6 +92,9 @@ class Algorithm:
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
         """(B,) fp32 from the rewards and groups of the whole iteration, over all processes; the config is a Credit."""
         c = self.config
+        if c.outcome == "win_rate":
+            raw = {label: credit.win_rate(value, group) for label, value in rewards.raw.items()}
+            rewards = types.replace(rewards, raw=raw, total=credit.win_rate(rewards.total, group))
         adv = credit.combine(rewards, group, how=c.combine, std=c.std, ddof=c.ddof, eps=c.eps, clip=c.adv_clip)
         return adv if c.keep is None else credit.best_worst(adv, group, c.keep)
 

@@ -1,0 +1,77 @@
+"""Rank within a group by any other reward: what is left of a score when only the order counts.
+
+`flow_factory` is Flow-Factory's groupwise reward (github.com/X-GenGroup/Flow-Factory, rewards/pick_score.py), there of PickScore only: rank
+0 for the worst, over n. Departures: ties share their mean rank (there argsort breaks them by place in the batch); a sample that could not
+be scored takes no rank and is left out of n. `unit` equals win_rate with a hard pointwise judge.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pydantic
+import torch
+from torch import Tensor
+
+from flowrl.rewards._base import Settings as Base
+from flowrl.rewards._compare import groups_of
+from flowrl.rewards._inner import Around, load_inner
+from flowrl.types import MediaContext
+
+SCALES = {
+    "flow_factory": "rank within the group over its size, 0 (worst) to (n - 1) / n",
+    "unit": "rank within the group over its size less one, 0 (worst) to 1 (best)",
+    "centred": "rank within the group from -1 (worst) to 1 (best), with mean 0",
+}
+
+
+class Settings(Base):
+    reward: Any = pydantic.Field(None, description="Name of the pointwise reward to rank by; in Python also a loaded one, or a function.")
+    reward_settings: dict[str, Any] = pydantic.Field(default_factory=dict, description="Settings of that reward.")
+    form: Literal["flow_factory", "unit", "centred"] = pydantic.Field(
+        "flow_factory", description="flow_factory: rank / n; unit: rank / (n - 1); centred: from -1 to 1."
+    )
+
+
+class Rank(Around):
+    """Rank of the inner reward among the members of the group; ties share their mean rank. NaN where fewer than two could be scored."""
+
+    Settings = Settings
+    name = "rank"
+    scale = SCALES["flow_factory"]
+    needs = frozenset({"group"})
+
+    def __init__(self, settings: Any = None):
+        s = self.Settings() if settings is None else settings
+        super().__init__(s, load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward"))
+        if not callable(self.inner):
+            raise ValueError(
+                f"reward.rank.reward={type(self.inner).__name__} compares and gives no score; rank by a reward, or use win_rate"
+            )
+        self.scale = SCALES[s.form]
+
+    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+        groups = groups_of(prompts, context, reward=self.name)
+        values = self.inner(media, prompts, context)
+        out = torch.full_like(values, torch.nan)
+        for rows in groups.values():
+            kept = [row for row in rows if bool(values[row].isfinite())]
+            if len(kept) > 1:
+                out[kept] = self._placed(mean_ranks(values[kept]))
+        return out
+
+    def _placed(self, ranks: Tensor) -> Tensor:
+        """Ranks 0 .. n-1 on the scale of the form."""
+        n = len(ranks)
+        if self.settings.form == "flow_factory":
+            return ranks / n
+        return ranks / (n - 1) if self.settings.form == "unit" else 2 * ranks / (n - 1) - 1
+
+
+def mean_ranks(values: Tensor) -> Tensor:
+    """(n,) -> (n,) fp32: how many are lower, and half of the others that are equal."""
+    lower, equal = values[None] < values[:, None], values[None] == values[:, None]
+    return lower.sum(1) + (equal.sum(1) - 1) / 2
+
+
+REWARD = Rank

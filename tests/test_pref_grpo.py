@@ -1,0 +1,59 @@
+"""Pref-GRPO: win rates within a group in place of rewards."""
+
+import pytest
+import torch
+from toy import rewards_of
+
+from flowrl.advantages import group_relative, win_rate
+from flowrl.algorithms.grpo import ALGORITHM as GRPO
+from flowrl.config import load_config
+from flowrl.rewards import load, score
+from flowrl.types import MediaContext, replace
+
+GROUP = torch.tensor([0, 0, 0, 1, 1, 1, 1])
+
+
+def test_a_win_rate_is_the_share_of_the_others_that_are_exceeded():
+    values = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 0.0, 9.0])
+    assert win_rate(values, GROUP).tolist() == pytest.approx([1, 0, 0.5, 1.5 / 3, 1.5 / 3, 0, 1])
+
+
+def test_any_increasing_change_of_the_reward_leaves_win_rates_as_they_are():
+    values = torch.randn(7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(win_rate(values, GROUP), win_rate(values.exp() * 100, GROUP))
+
+
+def test_failed_samples_neither_compare_nor_count():
+    values = torch.tensor([3.0, torch.nan, 2.0, torch.nan, torch.nan, torch.nan, 9.0])
+    rates = win_rate(values, GROUP)
+    assert rates[[0, 2, 6]].tolist() == [1, 0, 0.5] and rates[[1, 3, 4, 5]].isnan().all()
+
+
+def test_the_option_puts_win_rates_before_the_z_score():
+    rewards = rewards_of([3.0, 1.0, 2.0, 5.0, 5.0, 0.0, 9.0])
+    algorithm = GRPO(GRPO.Config(outcome="win_rate"))
+    expected = group_relative(win_rate(rewards.total, GROUP), GROUP)
+    assert torch.equal(algorithm.leaf_advantages(rewards, GROUP), expected)
+    assert not torch.equal(GRPO(GRPO.Config()).leaf_advantages(rewards, GROUP), expected)
+
+
+def test_with_several_rewards_each_has_its_own_win_rate():
+    a, b = torch.tensor([1.0, 2, 3]), torch.tensor([1000.0, 3, 2])
+    group = torch.zeros(3, dtype=torch.int64)
+    rewards = replace(rewards_of([0.0, 0, 0]), raw={"a": a, "b": b}, weights={"a": 1.0, "b": 2.0}, total=a + 2 * b)
+    adv = GRPO(GRPO.Config(outcome="win_rate", combine="advantages")).leaf_advantages(rewards, group)
+    expected = group_relative(torch.tensor([0, 0.5, 1]), group) + 2 * group_relative(torch.tensor([1, 0.5, 0]), group)
+    assert torch.allclose(adv, expected, atol=1e-6)
+
+
+def test_it_is_the_reward_win_rate_of_a_judge_that_goes_by_the_score():
+    media = torch.rand(7, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    context = MediaContext(meta=[{}] * 7, group=GROUP)
+    prompts = [f"prompt {g}" for g in GROUP.tolist()]
+    judged = score(media, prompts, {"win_rate": load("win_rate", judge="jpeg")}, context).total
+    assert torch.allclose(judged, win_rate(score(media, prompts, {"jpeg": 1.0}, context).total, GROUP))
+
+
+def test_the_config_is_grpo_with_win_rates():
+    cfg = load_config(None, ["algorithm=pref_grpo", "reward=jpeg"])
+    assert (cfg.algorithm["name"], cfg.algorithm["outcome"], cfg.sampler.steps, cfg.batch.group) == ("grpo", "win_rate", 25, 8)
