@@ -1,0 +1,387 @@
+"""Asking a vision-language model behind an OpenAI-compatible server (vLLM, sglang, llama.cpp, a cloud): one client for all judges.
+
+* Tried again, with exponential pauses: a server that is busy or broken (429, 5xx, no connection, a timeout, a reply that is no chat
+  completion). Retry-After is honoured.
+* Stops at once, because no retry would help: a refused key (401, 403), an unknown model or path (404), a spent token budget.
+* Fails alone: a request that the server finds too large (413) or wrong (400, 422), and a reply that cannot be read.
+
+A failed question is NaN, never 0. If the server answers none of the questions of a call, RewardUnavailable ends the run, resumable.
+Pictures travel as PNG in data URLs: the judge sees the pixels of a saved picture (most references send JPEG of quality 75 or 95).
+"""
+
+from __future__ import annotations
+
+import base64
+import email.utils
+import hashlib
+import io
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import httpx
+import pydantic
+from PIL import Image
+
+from flowrl.rewards._base import RewardUnavailable
+from flowrl.rewards._base import Settings as Base
+from flowrl.rewards._replies import Unreadable
+
+logger = logging.getLogger("flowrl")
+T = TypeVar("T")
+Message = dict[str, Any]
+LONGEST_PAUSE = 300.0  # seconds: a server that asks for more is taken to be gone
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Settings(Base):
+    base_url: str = pydantic.Field("http://127.0.0.1:8000/v1", description="Where the server's API begins; it usually ends in /v1.")
+    model: str = pydantic.Field(description="The model's name on that server.")
+    api_key_env: str | None = pydantic.Field(None, description="Environment variable that holds the API key; null: none is sent.")
+    timeout: float = pydantic.Field(180.0, gt=0, description="Seconds to wait for one reply.")
+    retries: int = pydantic.Field(5, ge=0, description="Further tries of a question that the server did not answer.")
+    backoff: float = pydantic.Field(1.0, gt=0, description="Seconds before the first further try; doubled each time.")
+    concurrency: int = pydantic.Field(8, ge=1, description="Questions under way at once.")
+    temperature: float = pydantic.Field(0.0, ge=0, description="Sampling temperature of the replies.")
+    max_tokens: int = pydantic.Field(4096, ge=1, description="Longest reply, in tokens.")
+    seed: int | None = pydantic.Field(None, description="Seed of the replies, where the server takes one; null: none is sent.")
+    token_budget: int | None = pydantic.Field(
+        None, ge=1, description="Most tokens, questions and replies together, that this reward may use in this process; then the run stops."
+    )
+    cache: int = pydantic.Field(1024, ge=0, description="Replies kept, so that the same question is not asked twice; 0: always ask.")
+    side: int | None = pydantic.Field(None, ge=16, description="Pictures with a longer side are reduced to it; null: sent as they are.")
+    extra: dict[str, Any] = pydantic.Field(default_factory=dict, description="More fields of the request; null removes one of ours.")
+    log: str | None = pydantic.Field(None, description="A .jsonl file to which every question, reply and value is added.")
+
+    @pydantic.field_validator("base_url")
+    @classmethod
+    def check_url(cls, value: str) -> str:
+        try:
+            url = httpx.URL(value)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"{error}; write http://HOST:PORT/v1") from None
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError("write http://HOST:PORT/v1")
+        return value.rstrip("/")
+
+
+class Failed(Exception):
+    """One question has no usable reply; the message says why."""
+
+
+class Unanswered(Failed):
+    """The server gave no reply, however often it was asked."""
+
+
+class Stopped(Failed):
+    """The call that asked has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """text: what the model said, "" if nothing. first: log-probability of each likely first token. cut: max_tokens ended it."""
+
+    text: str
+    tokens: int | None
+    first: dict[str, float] = field(default_factory=dict)
+    cut: bool = False
+
+
+class Ask(Protocol):
+    def __call__(self, messages: list[Message]) -> Reply: ...
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One question and its reply, for the log and the cache."""
+
+    key: str
+    question: str
+    reply: Reply
+
+
+class Judge:
+    """A model behind a server. Safe to use from several threads.
+
+    used: tokens so far. fields: what every request of this judge adds, as logprobs.
+    """
+
+    def __init__(self, settings: Settings, *, reward: str, fields: Mapping[str, Any] | None = None):
+        self.settings, self.reward, self.fields = settings, reward, dict(fields or {})
+        self.used = 0
+        self.kept: OrderedDict[str, Reply] = OrderedDict()
+        self.lock = threading.Lock()
+        self.log = _log_file(settings.log, reward)
+        self.key_sent = bool(settings.api_key_env)
+        headers = {"Authorization": f"Bearer {_api_key(settings, reward)}"} if self.key_sent else {}
+        self.client = httpx.Client(
+            headers=headers, timeout=settings.timeout, limits=httpx.Limits(max_connections=None),
+            trust_env=httpx.URL(settings.base_url).host not in LOOPBACK,  # a proxy of the environment cannot reach this machine's own ports
+        )  # fmt: skip
+
+    def ask_all(self, questions: Sequence[list[Message]], read: Callable[[Reply], T]) -> list[T | Failed]:
+        """Ask all questions, `concurrency` at a time -> what `read` makes of each reply, or why there is none, in the order asked."""
+
+        def job(question: list[Message], ask: Ask) -> T:
+            return read(ask(question))
+
+        return self.run([partial(job, question) for question in questions])
+
+    def run(self, jobs: Sequence[Callable[[Ask], T]]) -> list[T | Failed]:
+        """Run dialogues side by side; a job gets `ask` and returns its value. What a job raises as Failed or Unreadable is its result."""
+        if not jobs:
+            return []
+        stop = threading.Event()
+        talks: list[list[Exchange]] = [[] for _ in jobs]
+        pool = ThreadPoolExecutor(min(self.settings.concurrency, len(jobs)), thread_name_prefix="judge")
+        try:
+            futures = [pool.submit(self._outcome, job, talk, stop) for job, talk in zip(jobs, talks, strict=True)]
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                future.result()  # an exception of one ends all
+        finally:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+        outcomes = [future.result() for future in futures]
+        self._write(talks, outcomes)
+        self._report(outcomes)
+        return outcomes
+
+    def _outcome(self, job: Callable[[Ask], T], talk: list[Exchange], stop: threading.Event) -> T | Failed:
+        try:
+            value = job(partial(self._ask, talk=talk, stop=stop))
+        except Failed as error:
+            return error
+        except Unreadable as error:
+            cut = f" (the reply was cut at max_tokens={self.settings.max_tokens})" if talk and talk[-1].reply.cut else ""
+            return Failed(f"{error}{cut}")
+        with self.lock:  # what could not be read is asked again next time
+            self.kept.update((exchange.key, exchange.reply) for exchange in talk)
+            while len(self.kept) > self.settings.cache:
+                self.kept.popitem(last=False)
+        return value
+
+    def _report(self, outcomes: Sequence[Any]) -> None:
+        """Warn of failures; if the server answered nothing at all, RewardUnavailable."""
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        if len(failures) == len(outcomes) and all(isinstance(failure, Unanswered) for failure in failures):
+            raise RewardUnavailable(
+                f"reward {self.reward}: the server at {self.settings.base_url} answered none of {len(outcomes)} questions: {failures[0]}"
+            )
+        if failures:
+            logger.warning(f"{self.reward}: {len(failures)} of {len(outcomes)} questions failed; first: {failures[0]}")
+
+    # --- one question
+
+    def _ask(self, messages: list[Message], *, talk: list[Exchange], stop: threading.Event) -> Reply:
+        body = json.dumps(self._body(messages))
+        key = hashlib.sha256(body.encode()).hexdigest()
+        with self.lock:
+            reply = self.kept.get(key)
+        if reply is None:
+            reply = self._tried(body, stop)
+        talk.append(Exchange(key, said(messages[-1]), reply))
+        return reply
+
+    def _body(self, messages: list[Message]) -> dict[str, Any]:
+        s = self.settings
+        own = {"model": s.model, "messages": messages, "temperature": s.temperature, "max_tokens": s.max_tokens, "seed": s.seed}
+        return {key: value for key, value in {**own, **self.fields, **s.extra}.items() if value is not None}
+
+    def _tried(self, body: str, stop: threading.Event) -> Reply:
+        reason, pause = "", self.settings.backoff
+        for attempt in range(self.settings.retries + 1):
+            if stop.is_set():
+                raise Stopped("another question ended the call")
+            self._check_budget()
+            answer = self._once(body)
+            if isinstance(answer, Reply):
+                self._count(answer)
+                return answer
+            reason, asked = answer
+            if asked is not None and asked > LONGEST_PAUSE:
+                raise Unanswered(f"{reason}, and asks to wait {asked:.0f} seconds")
+            if attempt < self.settings.retries:
+                stop.wait(min(pause, LONGEST_PAUSE) if asked is None else asked)
+                pause *= 2
+        raise Unanswered(f"{reason} ({self.settings.retries + 1} tries)")
+
+    def _once(self, body: str) -> Reply | tuple[str, float | None]:
+        """One request: a reply, or why to try again and after how many seconds the server wants that (None: it does not say)."""
+        url = f"{self.settings.base_url}/chat/completions"
+        try:
+            response = self.client.post(url, content=body, headers={"Content-Type": "application/json"})
+        except httpx.TimeoutException:
+            return f"no answer within timeout={self.settings.timeout:g} seconds", None
+        except httpx.RequestError as error:
+            return f"{type(error).__name__}: {error}", None
+        if response.status_code == 429 or response.status_code >= 500:
+            return f"it answers {response.status_code} {_detail(response)}".rstrip(), _retry_after(response)
+        if response.status_code != 200:
+            self._refused(response, body)
+        try:
+            return _reply(response.json())
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            return f"it answers 200 with something that is no chat completion: {response.text[:80]!r}", None
+
+    def _refused(self, response: httpx.Response, body: str) -> None:
+        """Raise what a status means that is neither success nor worth another try."""
+        s, status, detail = self.settings, response.status_code, _detail(response)
+        where = f"reward {self.reward}: the server at {s.base_url}"
+        if status in (401, 403):
+            key = f"the API key in the environment variable {s.api_key_env}" if self.key_sent else "a request without an API key"
+            cure = "put a valid key there" if self.key_sent else f"name the variable that holds it in reward.{self.reward}.api_key_env"
+            raise RewardUnavailable(f"{where} refuses {key} ({status}); {cure}")
+        if status == 404:
+            raise RewardUnavailable(f"{where} {self._unknown()}")
+        if status == 413:
+            size, pictures = len(body) / 2**20, body.count('"image_url": {')
+            raise Failed(
+                f"the server finds a request of {size:.1f} MiB with {pictures} pictures too large (413); send smaller pictures "
+                f"(reward.{self.reward}.side=512) or raise its limit"
+            )
+        if status in (400, 422):
+            raise Failed(f"the server refuses the request ({status}): {detail or 'it does not say why'}")
+        raise RewardUnavailable(f"{where} answers {status}, which no OpenAI-compatible server does; check reward.{self.reward}.base_url")
+
+    def _unknown(self) -> str:
+        """What a 404 means, by asking which models there are."""
+        try:
+            listed = self.client.get(f"{self.settings.base_url}/models").json()["data"]
+            names = ", ".join(str(model["id"]) for model in listed)
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return f"has no OpenAI-compatible API there (404); reward.{self.reward}.base_url usually ends in /v1"
+        return f"has no model {self.settings.model} (404); set reward.{self.reward}.model to one that it serves: {names}"
+
+    # --- the budget and the log
+
+    def _check_budget(self) -> None:
+        budget = self.settings.token_budget
+        if budget is not None and self.used >= budget:
+            raise RewardUnavailable(
+                f"reward {self.reward} has used {self.used} tokens, and token_budget={budget}; raise reward.{self.reward}.token_budget "
+                "to go on, or leave the reward out"
+            )
+
+    def _count(self, reply: Reply) -> None:
+        if reply.tokens is None and self.settings.token_budget is not None:
+            raise RewardUnavailable(
+                f"reward {self.reward}: the server at {self.settings.base_url} does not say how many tokens a reply used, so "
+                f"token_budget={self.settings.token_budget} cannot be kept; leave token_budget out"
+            )
+        with self.lock:
+            self.used += reply.tokens or 0
+
+    def _write(self, talks: Sequence[list[Exchange]], outcomes: Sequence[Any]) -> None:
+        """One line of the log for each exchange; value and error stand in the last of a dialogue."""
+        if self.log is None:
+            return
+        lines = []
+        for talk, outcome in zip(talks, outcomes, strict=True):
+            error = str(outcome) if isinstance(outcome, Failed) else None
+            rows: list[dict[str, Any]] = [{"question": e.question, "reply": e.reply.text} for e in talk] or [
+                {"question": None, "reply": None}
+            ]
+            for turn, row in enumerate(rows):
+                end = {"value": None if error else outcome, "error": error} if row is rows[-1] else {"value": None, "error": None}
+                lines.append(json.dumps({"reward": self.reward, "turn": turn, **row, **end}, ensure_ascii=False))
+        with self.lock, self.log.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in lines))
+
+
+# --- messages
+
+
+def picture(image: Image.Image, side: int | None = None) -> dict[str, Any]:
+    """A picture as a part of a message: PNG in a data URL, its longer side at most `side`."""
+    if side is not None and max(image.size) > side:
+        image = image.resize([max(1, round(n * side / max(image.size))) for n in image.size], Image.Resampling.BICUBIC)
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)  # lossless at every level; the fastest is bound by the network, not by us
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def said(message: Message) -> str:
+    """The words of a message, <image> where a picture stands."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+
+
+# --- what a server sends
+
+
+def _reply(data: Any) -> Reply:
+    """The first choice of a chat completion; a KeyError, TypeError or the like: it is none."""
+    choice = data["choices"][0]
+    content = choice["message"].get("content")
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    if not isinstance(content, str | None):
+        raise TypeError("content is no text")
+    usage = data.get("usage") or {}
+    total = usage.get("total_tokens")
+    positions = (choice.get("logprobs") or {}).get("content") or [{}]
+    first = {item["token"]: float(item["logprob"]) for item in positions[0].get("top_logprobs", ())}
+    return Reply(
+        text=content or "", tokens=None if total is None else int(total), cut=choice.get("finish_reason") == "length",
+        first={token: logprob for token, logprob in first.items() if not math.isnan(logprob)},
+    )  # fmt: skip
+
+
+def _detail(response: httpx.Response) -> str:
+    """The server's own words about an error, at most a line."""
+    try:
+        data = response.json()
+        words = data.get("error", data) if isinstance(data, dict) else data
+        words = words.get("message", words) if isinstance(words, dict) else words
+    except ValueError:
+        words = response.text
+    return " ".join(str(words).split())[:200]
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Seconds of a Retry-After header, given as such or as a date."""
+    value = response.headers.get("Retry-After", "")
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+def _api_key(settings: Settings, reward: str) -> str:
+    key = os.environ.get(settings.api_key_env or "", "").strip()
+    if not key or not key.isascii():
+        raise ValueError(
+            f"reward.{reward}.api_key_env={settings.api_key_env}: the environment variable {settings.api_key_env} holds no API key; "
+            "put it there (null sends none)"
+        )
+    return key
+
+
+def _log_file(path: str | None, reward: str) -> Path | None:
+    if path is None:
+        return None
+    file = Path(path).expanduser()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        raise ValueError(f"reward.{reward}.log={path} cannot be written: {error}") from error
+    return file

@@ -1,0 +1,344 @@
+"""Numbers and verdicts in the replies of judges: text in, a value out, or Unreadable with the reason.
+
+One rule for all: a reply counts only if it says one thing. A number outside its scale, on another scale ("3/10"), or two different ones
+where the format has one place, is a miss. The reference parsers take the first match of a regular expression, so that "Final Score: 10"
+reads 1, and turn a miss into 0 or into a tie; a miss is never a value here. Well-formed replies read the same in both.
+
+Forgiven: thoughts before the answer (<think>), Markdown emphasis and fences, full-width characters, "4/5" on a scale that ends at 5,
+trailing commas in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Possessive, so that no shorter number is found inside one that does not fit ("4,5", "4.5.1", "4-5", "80%", "4stars").
+NUMBER = r"[\[(]?\s*([-+]?\d++(?:\.\d++)?+)(?:\s*(?:/|out of)\s*(\d++(?:\.\d++)?+))?+(?![.,]?\d|\s*[-–—]\s*\d|\s*%|\w)"
+SCALE_NOTE = r"(?:\([^)\n]*\))?"  # as "(1-5)" between a name and its colon
+TIE = re.compile(r"\b(?:equally (?:good|bad|matched)|(?:is|are|it'?s) (?:a )?(?:tie|draw)|are (?:equal|tied))\b", re.I)
+
+
+class Unreadable(ValueError):
+    """A reply that does not hold what was asked for; the message says what is missing."""
+
+
+# --- text
+
+
+def answer_part(text: str) -> str:
+    """What follows the thoughts of a reply; a thought that never ends leaves nothing."""
+    text = re.split(r"</think>", text, flags=re.I)[-1]
+    return re.split(r"<think>", text, maxsplit=1, flags=re.I)[0]
+
+
+def plain(text: str) -> str:
+    """Compatibility characters as their plain forms, without emphasis, code marks and zero-width characters."""
+    return re.sub(r"[*`\u200b-\u200d\ufeff]", "", unicodedata.normalize("NFKC", text))
+
+
+def shown(text: str, length: int = 80) -> str:
+    """The beginning of a reply, on one line and in quotes, for messages."""
+    line = " ".join(text.split())
+    return repr(line if len(line) <= length else f"{line[:length]}...")
+
+
+def agreed(values: Iterable[T], what: str, text: str) -> T:
+    """The value that all agree on; none, or two different ones -> Unreadable."""
+    distinct = list(dict.fromkeys(values))
+    if not distinct:
+        raise Unreadable(f"no {what} in the reply {shown(text)}")
+    if len(distinct) > 1:
+        raise Unreadable(f"contradictory {what} ({' and '.join(map(str, distinct[:3]))}) in the reply {shown(text)}")
+    return distinct[0]
+
+
+def number(match: re.Match[str], group: int, low: float, high: float, what: str) -> float:
+    """Groups `group` and `group + 1` of NUMBER as a value in [low, high]."""
+    value, scale = float(match[group]), match[group + 1]
+    if scale is not None and float(scale) != high:
+        raise Unreadable(f"{what} {value:g}/{scale} is on another scale than {low:g} to {high:g}")
+    if not low <= value <= high:
+        raise Unreadable(f"{what} {value:g} is outside {low:g} to {high:g}")
+    return value
+
+
+# --- scores of one picture
+
+
+def final_score(text: str, low: float = 1, high: float = 5) -> float:
+    """The number after "Final Score:"; references allow 1 to 5 (Flow-GRPO), 0 to 5 (MixGRPO), 1 to 10 (videos)."""
+    body = plain(answer_part(text))
+    found = re.finditer(rf"final\s+score\s*{SCALE_NOTE}\s*[:=]\s*{NUMBER}", body, re.I)
+    return agreed([number(m, 1, low, high, "Final Score") for m in found], 'number after "Final Score:"', text)
+
+
+def named_scores(text: str, names: Iterable[str], low: float = 0, high: float = 5) -> dict[str, float]:
+    """Numbers after "<Name> Score (1-5):", of the names that are there; lower-case keys."""
+    body, out = plain(answer_part(text)), {}
+    for name in names:
+        found = re.finditer(rf"\b{name}\s+score\s*{SCALE_NOTE}\s*[:=]\s*{NUMBER}", body, re.I)
+        values = [number(m, 1, low, high, f"{name} Score") for m in found]
+        if values:
+            out[name.lower()] = agreed(values, f"{name} Score", text)
+    return out
+
+
+def labelled_scores(text: str, labels: Iterable[str], low: float, high: float) -> dict[str, float]:
+    """Numbers of lines "label: n" or "label = n", of the labels that are there."""
+    body, out = plain(answer_part(text)), {}
+    for label in labels:
+        found = re.finditer(rf"(?<![\w-]){re.escape(label)}\s*{SCALE_NOTE}\s*[:=]\s*{NUMBER}", body, re.I)
+        values = [number(m, 1, low, high, label) for m in found]
+        if values:
+            out[label] = agreed(values, label, text)
+    return out
+
+
+def edit_scores(text: str) -> tuple[float, float]:
+    """The two numbers from 0 to 25 of {"score": [a, b]} (UnifiedReward-Edit)."""
+    values = []
+    for found in objects(text):
+        scores = found.get("score")
+        if isinstance(scores, list) and len(scores) == 2 and all(_is_number(x) for x in scores):
+            values.append((float(scores[0]), float(scores[1])))
+    pair = agreed(values, 'JSON with two numbers in "score"', text)
+    if not all(0 <= x <= 25 for x in pair):
+        raise Unreadable(f"scores {pair[0]:g} and {pair[1]:g}: both must be in 0 to 25")
+    return pair
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# --- which of two
+
+
+def _stated(text: str) -> float:
+    """P(first is better) of sentences as "Image 2 is better than Image 1" or "... equally good", or of a bare "Image 1": 1, 0 or 0.5."""
+    body = plain(text).strip()
+    better = r"\b(?:image|video)\s*([12])\s+is\s+(?:(?:slightly|clearly|much|significantly)\s+)?better\b"
+    found = [1.0 if m[1] == "1" else 0.0 for m in re.finditer(better, body, re.I)]
+    if bare := re.fullmatch(r"(?:edited\s+)?(?:image|video)\s*([12])\s*[.!]?", body, re.I):
+        found.append(1.0 if bare[1] == "1" else 0.0)
+    found += [0.5 for _ in TIE.finditer(body)]
+    return agreed(found, "verdict", text)
+
+
+def answers(text: str) -> list[str]:
+    """Contents of the <answer> or <final answer> tags after the thoughts; the last may lack its end."""
+    tag = r"<\s*(?:final\s+)?answer\s*>(.*?)(?:<\s*/\s*(?:final\s+)?answer\s*>|\Z)"
+    return [m[1].strip() for m in re.finditer(tag, answer_part(text), re.I | re.S)]
+
+
+def tagged_verdict(text: str) -> float:
+    """P(first is better), 1, 0 or 0.5, of what stands in the answer tags (UnifiedReward-Think)."""
+    return agreed([_stated(answer) for answer in answers(text)], "<answer>", text)
+
+
+def verdict(text: str) -> float:
+    """The same of the whole reply if it has no answer tags (UnifiedReward 1.0, -Edit)."""
+    return tagged_verdict(text) if answers(text) else _stated(answer_part(text))
+
+
+def pair_scores(text: str, names: Iterable[str], tolerance: float = 0.02) -> dict[str, float]:
+    """P(first is better) along each named axis of "<Name> Score: Image 1: x, Image 2: 1 - x" (UnifiedReward 2.0); lower-case keys."""
+    body, out = plain(answer_part(text)), {}
+    for name in names:
+        pattern = rf"\b{name}\s+score\s*{SCALE_NOTE}\s*:\s*(?:image|video)\s*1\s*:\s*{NUMBER}[\s,;]*(?:image|video)\s*2\s*:\s*{NUMBER}"
+        found = []
+        for m in re.finditer(pattern, body, re.I):
+            first, second = number(m, 1, 0, 1, f"{name} Score"), number(m, 3, 0, 1, f"{name} Score")
+            if abs(first + second - 1) > tolerance:
+                raise Unreadable(f"{name} Score {first:g} and {second:g} do not add up to 1")
+            found.append(first)
+        out[name.lower()] = agreed(found, f"{name} Score of both", text)
+    return out
+
+
+def flex(text: str) -> dict[str, float | None]:
+    """P(first is better) overall and in each of the first three categories of UnifiedReward-Flex's JSON: 1, 0, or 0.5 for a tie.
+
+    Returns {"overall": p, "A ...": p, ...}; a category without a readable winner is None.
+    """
+    found = [item for item in objects(text) if "winner" in item]
+    overall = agreed([_winner(item["winner"], text) for item in found], 'JSON with a "winner"', text)
+    out: dict[str, float | None] = {}
+    for item in found:
+        categories = item.get("categories")
+        for place, category in enumerate(categories[:3] if isinstance(categories, list) else []):
+            if isinstance(category, Mapping):
+                try:
+                    out[str(category.get("name") or f"category {place + 1}")] = _winner(category.get("cat_winner"), text)
+                except Unreadable:
+                    out[str(category.get("name") or f"category {place + 1}")] = None
+    return {**out, "overall": overall}
+
+
+def _winner(value: Any, text: str) -> float:
+    """ "Image 1" -> 1, "Video 2" -> 0, "tie" -> 0.5; "Image 1/2" and the like -> Unreadable."""
+    words = plain(str(value)).strip().lower()
+    if match := re.fullmatch(r"(?:image|video)?\s*([12])(?:\s+(?:is better|wins))?[.!]?", words):
+        return 1.0 if match[1] == "1" else 0.0
+    if words in ("tie", "draw", "equal", "both", "neither") or TIE.search(words):
+        return 0.5
+    raise Unreadable(f"winner {shown(words)} is neither the first, nor the second, nor a tie")
+
+
+# --- JSON
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    """The JSON objects in a reply, outermost ones only, after the thoughts; with trailing commas forgiven."""
+    body = re.sub(r",(?=\s*[}\]])", "", answer_part(text))
+    decoder, out, place = json.JSONDecoder(), [], body.find("{")
+    while place >= 0:
+        try:
+            value, end = decoder.raw_decode(body, place)
+        except (ValueError, RecursionError):
+            end = place + 1
+        else:
+            out.append(value)
+        place = body.find("{", end)
+    return out
+
+
+# --- critiques (RationalRewards)
+
+ASPECTS = {
+    "text_faithfulness": "Text Faithfulness",
+    "image_faithfulness": "Image Faithfulness",
+    "physical_quality": "Physical and Visual Quality",
+    "text_rendering": "Text Rendering",
+}
+
+
+def aspects(text: str) -> dict[str, float]:
+    """Scores of a critique's numbered aspects, clamped to [1, 4] as the reference does; aspects that are N/A or missing are left out.
+
+    Everything from the summary on is ignored. None left -> Unreadable.
+    """
+    body = re.split(r"#\s*Summary\s*:|^\s*Summary\s*:", plain(answer_part(text)), maxsplit=1, flags=re.I | re.M)[0]
+    titles = "|".join(re.escape(title) for title in ASPECTS.values())
+    heads = list(re.finditer(rf"^[#\s]*(?:\d+\s*[.)]\s*)?({titles})\s*(?:\(|:|$)", body, re.I | re.M))
+    found: dict[str, list[float]] = {}
+    ends = [head.start() for head in heads[1:]] + [len(body)]
+    for head, end in zip(heads, ends, strict=False):
+        value = _aspect_score(body[head.end() : end])
+        if value is not None:
+            name = next(name for name, title in ASPECTS.items() if title.lower() == head[1].lower())
+            found.setdefault(name, []).append(value)
+    if not found:
+        raise Unreadable(f"no aspect with a score in the reply {shown(text)}")
+    return {name: agreed(values, ASPECTS[name], text) for name, values in found.items()}
+
+
+def _aspect_score(block: str) -> float | None:
+    """The number of the first "Score:" heading, else of the first "Score:" in any line, that has one; None: N/A or nothing."""
+    for heading in (r"^[#\s]*Score\s*:\s*(.*)$", r"\bScore\s*:\s*(.*)$"):
+        for line in re.finditer(heading, block, re.I | re.M):
+            if re.match(r"N\s*/\s*A\b", line[1], re.I):
+                return None
+            if (match := re.match(NUMBER, line[1])) and match[2] in (None, "4", "4.0"):
+                return min(max(float(match[1]), 1.0), 4.0)
+    return None
+
+
+def refined_request(text: str) -> str | None:
+    """The rewritten request of a critique, all its lines, without quotes; None if there is none."""
+    found = re.search(r"Refined Request\s*:\s*\**\s*(.*?)(?=\n\s*#|\Z)", answer_part(text), re.I | re.S)
+    request = found[1].strip().strip('"“”').strip() if found else ""
+    return None if not request or re.fullmatch(r"(?:N\s*/\s*A|None)\.?", request, re.I) else request
+
+
+# --- token probabilities
+
+TOKEN_MARKS = " \n\t▁ĠĊ"  # how tokenizers write a space or a new line before a word
+
+
+def digit_mean(first: Mapping[str, float], top: int, least: float = 0.0) -> float:
+    """Expected digit 0..top under the log-probabilities of the first token, renormalised over the digits (Edit-R1) -> [0, top].
+
+    first: token -> log-probability. A digit that is not among them counts as probability 0. least: smallest mass that the digits together
+    must have.
+    """
+    mass = _masses(first, map(str, range(top + 1)), lambda token: token.strip(TOKEN_MARKS))
+    total = _enough(mass, first, f"digit from 0 to {top}", least)
+    return sum(int(digit) * p for digit, p in mass.items()) / total
+
+
+def yes_share(first: Mapping[str, float], *, variants: bool = False, least: float = 0.0) -> float:
+    """P(Yes) / (P(Yes) + P(No)) at the first token; variants: any case, and with a space before it (Flow-Factory's canonicalize)."""
+    mass = _masses(first, ("Yes", "No"), (lambda token: token.strip(TOKEN_MARKS).capitalize()) if variants else str)
+    total = _enough(mass, first, '"Yes" or "No"' + ("" if variants else " exactly (variants=true counts other spellings)"), least)
+    return mass["Yes"] / total
+
+
+def _masses(first: Mapping[str, float], words: Iterable[str], fold: Callable[[str], str]) -> dict[str, float]:
+    """Probability of each word, summed over the tokens that fold makes it."""
+    out = dict.fromkeys(words, 0.0)
+    for token, logprob in first.items():
+        if (word := fold(token)) in out:
+            out[word] += math.exp(logprob)
+    return out
+
+
+def _enough(mass: Mapping[str, float], first: Mapping[str, float], what: str, least: float) -> float:
+    total = sum(mass.values())
+    if not first:
+        raise Unreadable("the server sent no token log-probabilities; use one that supports logprobs and top_logprobs")
+    if total <= 0 or total < least:
+        likely = ", ".join(f"{token!r} {math.exp(p):.2g}" for token, p in sorted(first.items(), key=lambda item: -item[1])[:3])
+        raise Unreadable(f"the first token has probability {total:.2g} to be a {what}; most likely are {likely}")
+    return total
+
+
+# --- dialogues about videos (VR-Thinker)
+
+
+def frame_request(text: str) -> list[int] | None:
+    """Frame numbers that a reply asks for: {"name": "select_frames", "arguments": {"target_frames": [3, 7]}}, {"frames": [3, 7]}, or
+    <frames>3, 7</frames>; None: it asks for none. A request that cannot be read -> Unreadable."""
+    after = answer_part(text)
+    if tag := re.search(r"<frames>(.*?)(?:</frames>|\Z)", after, re.I | re.S):
+        return _whole_numbers(re.split(r"[\s,;]+", tag[1].strip()))
+    for found in objects(after):
+        inner = found.get("arguments", found)
+        for key in ("target_frames", "frames"):
+            if isinstance(inner, Mapping) and key in inner:
+                return _whole_numbers(inner[key] if isinstance(inner[key], list) else [inner[key]])
+    if re.search(r"<tool_call>|select_frames", after, re.I):
+        raise Unreadable("a tool call without a readable list of target_frames")
+    return None
+
+
+def _whole_numbers(values: Iterable[Any]) -> list[int]:
+    """Distinct whole numbers, in the order given."""
+    out = []
+    for value in values:
+        try:
+            whole = float(value) if not isinstance(value, bool) else math.nan
+        except (TypeError, ValueError):
+            whole = math.nan
+        if not whole.is_integer():
+            raise Unreadable(f"frame {value!r} is no whole number")
+        out.append(int(whole))
+    return list(dict.fromkeys(out))
+
+
+def final_answer(text: str, read: Callable[[str], T]) -> T | None:
+    r"""`read` of the answer tags, else of \boxed{...} where the reply asks for no frames; None: the reply is not final."""
+    if tags := answers(text):
+        found = [read(tag) for tag in tags]
+        if any(value != found[0] for value in found):
+            raise Unreadable(f"two different answers in the reply {shown(text)}")
+        return found[0]
+    boxed = re.findall(r"\\boxed\{([^{}]*)\}", answer_part(text))
+    return read(f"OA = {boxed[-1]}") if boxed and not re.search(r"<tool_call>", text, re.I) else None

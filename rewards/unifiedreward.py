@@ -1,0 +1,234 @@
+"""UnifiedReward (CodeGoat24, arXiv:2503.05236, 2505.03318): judges that score a picture or video, or say which of two is better.
+
+The checkpoints are served by vLLM or sglang; `variant` names the model generation and the question it was trained on. Prompt texts belong
+to the models: give each as a text file, with {prompt} where the caption goes (docs/rewards/judges.md says where they are found).
+
+References: flow_grpo ac4c86e (flow_grpo/rewards.py: point_v15), MixGRPO e5cdd6a (unified_reward.py: mix_score, mix_semantic), Pref-GRPO
+3e787f6 (fastvideo/rewards: point_v2, think, flex, edit_*), UnifiedReward ff6f520 (the other pairs and videos). Departures:
+* A reply that cannot be read is NaN. The references score it 0, give it the batch's mean (point_v2) or count it as a tie (pairs).
+* Pictures are sent as PNG; only flow_grpo does so, the others send JPEG of quality 95.
+* A pair is judged by its own reply: flex weighs overall and mean category outcome of each pair, which is the reference's formula wherever
+  the replies of a group name the same categories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import pydantic
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flowrl.rewards import _judge, _replies
+from flowrl.rewards._judge import Failed, Reply, text
+from flowrl.rewards._judged import JudgeReward, Scores, column, filled, needed, read_template, sources, spaced, user
+from flowrl.types import MediaContext
+
+AXES = ("Alignment", "Coherence", "Style", "Physics")
+VIDEO_AXES = ("visual quality", "temporal consistency", "dynamic degree", "text-to-video alignment", "factual consistency")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """pair: asked about two. source: shown the picture before editing first. frames: of a video, by default."""
+
+    scale: str
+    origin: str
+    sha256: tuple[str, ...] = ()
+    pair: bool = False
+    source: bool = False
+    video: Literal["yes", "no", "only"] = "no"
+    frames: int = 8
+    ends: bool = True  # frames from the first to the last; False: every F/frames-th from the first
+    caption: bool = True
+    stretch: int | None = None  # the reference resizes to a square of this side
+
+
+FLOW, MIX, PREF, UNIFIED = (
+    f"the text in {place} of the reference's repository" for place in (
+        "unifiedreward_score_sglang of flow_grpo/rewards.py", "fastvideo/models/reward_model/unified_reward.py",
+        "fastvideo/rewards/templates.py", "the inference scripts",
+    )
+)  # fmt: skip
+WINS = "probability that the first is better"
+
+VARIANTS = {
+    "point_v15": Variant(scale="Final Score 1 to 5, divided by 5", origin=FLOW, sha256=("d68ab1dcf4dc3a39",), stretch=512),
+    "mix_score": Variant(scale="Final Score, 0 to 5", origin=MIX, sha256=("b691b5ff2d2a0a37",)),
+    "mix_semantic": Variant(scale="Alignment Score, 0 to 5", origin=MIX, sha256=("776575c9a5e4e899",)),
+    "point_v2": Variant(scale="mean of the chosen axes, 0 to 5", origin=PREF, video="yes", frames=16, ends=False),
+    "point_video": Variant(scale="Final Score, 1 to 10", origin=UNIFIED, video="only"),
+    "edit_quality": Variant(scale="mean of naturalness and freedom from artifacts, 0 to 25", origin=PREF, caption=False),
+    "edit_instruction": Variant(scale="mean of edit success and restraint, 0 to 25", origin=PREF, source=True),
+    "pair_v1": Variant(scale=WINS, origin=UNIFIED, pair=True, video="yes"),
+    "pair_v2": Variant(scale=WINS, origin=UNIFIED, pair=True, video="yes", ends=False),
+    "think": Variant(scale=WINS, origin=PREF, pair=True, video="yes"),
+    "flex": Variant(scale=WINS, origin=PREF, pair=True, video="yes"),
+    "edit_pair": Variant(scale=WINS, origin=PREF, pair=True, source=True),
+}
+
+
+class Settings(_judge.Settings):
+    model: str = pydantic.Field("UnifiedReward", description="The model's name on that server.")
+    variant: Literal[
+        "point_v15",
+        "mix_score",
+        "mix_semantic",
+        "point_v2",
+        "point_video",
+        "edit_quality",
+        "edit_instruction",
+        "pair_v1",
+        "pair_v2",
+        "think",
+        "flex",
+        "edit_pair",
+    ] = pydantic.Field("point_v15", description="What is asked and how replies read; from pair_v1 on it is about two at a time.")
+    template: str | None = pydantic.Field(None, description="Text file with the model's question, {prompt} where the caption goes.")
+    own_template: bool = pydantic.Field(False, description="The question is your own: it is not compared with the model's.")
+    axes: list[Literal["alignment", "coherence", "style", "physics"]] = pydantic.Field(
+        ["alignment", "coherence", "style"], min_length=1, description="point_v2: axes that are averaged; pair_v2: axes that decide."
+    )
+    frames: int | None = pydantic.Field(None, ge=1, description="Frames of a video that are shown; null: as many as the reference shows.")
+    weights: tuple[float, float] = pydantic.Field(
+        (1.0, 1.0), description="flex: of the overall winner and of the categories; edit_quality, edit_instruction: of the two scores."
+    )
+
+    @pydantic.field_validator("weights")
+    @classmethod
+    def check_weights(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if min(value) < 0 or sum(value) <= 0:
+            raise ValueError("give two weights of 0 or more, not both 0")
+        return value
+
+
+Read = Callable[[str, Settings], Scores]
+
+
+class UnifiedReward(JudgeReward):
+    """Scores of the point variants; the pair variants have `compare` instead, for win_rate and rank."""
+
+    Settings = Settings
+    name = "unifiedreward"
+    scale = "what the model states: of the default variant Final Score 1 to 5, divided by 5"
+
+    def __init__(self, settings: Any = None):
+        super().__init__(settings)
+        s, variant = self.settings, VARIANTS[self.settings.variant]
+        self.variant, self.scale, self.reads_prompt = variant, variant.scale, variant.caption
+        self.needs = frozenset({"source"}) if variant.source else frozenset()
+        self.video = variant.video
+        self.template = read_template(
+            s.template, reward=self.name, setting="template", origin=variant.origin, sha256=() if s.own_template else variant.sha256,
+            places=variant.caption,
+        )  # fmt: skip
+        if variant.pair:
+            self.compare = self._compare
+
+    def ask(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> list[Scores | Failed]:
+        if self.variant.pair:
+            raise ValueError(
+                f"unifiedreward with variant={self.settings.variant} says which of two is better and scores none alone; make it the judge "
+                "of win_rate, or choose a point variant"
+            )
+        return self._asked([media], prompts, context, READERS[self.settings.variant])
+
+    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+        """The single scores of a reply: axes, or the two of an edit."""
+        return {} if self.variant.pair or self.settings.variant in ("point_v15", "mix_score") else self.parts_of(media, prompts, context)
+
+    def _compare(self, media_a: Tensor, media_b: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+        """(n, 3, H, W) or (n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5, 0 or between; NaN where it failed."""
+        with torch.no_grad():
+            return column(self._asked([media_a, media_b], prompts, context, READERS[self.settings.variant]), "score", media_a)
+
+    def _asked(self, shown: list[Tensor], prompts: list[str], context: MediaContext | None, read: Read) -> list[Scores | Failed]:
+        """One question a sample: the source if the variant wants it, then the pictures of each of `shown`, then the text."""
+        before = [sources(shown[0], context, reward=self.name)] if self.variant.source else []
+        questions = []
+        for row, prompt in enumerate(prompts):
+            pictures = [part for media in before + shown for part in self._seen(media[row])]
+            questions.append([user(*pictures, text(filled(self.template, prompt)))])
+        settings = self.settings
+
+        def reader(reply: Reply) -> Scores:
+            return read(reply.text, settings)
+
+        return self.judge.ask_all(questions, reader)
+
+    def _seen(self, media: Tensor) -> list[dict[str, Any]]:
+        """One sample's pictures: the image, or evenly spaced frames."""
+        if media.ndim == 3:
+            return self.pictures(media)
+        return self.pictures(media, spaced(len(media), self.settings.frames or self.variant.frames, ends=self.variant.ends))
+
+    def adapted(self, image: Image.Image) -> Image.Image:
+        side = self.variant.stretch
+        return image if side is None else image.resize((side, side))  # PIL's own filter, bicubic, as the reference does
+
+
+# --- how replies read
+
+
+def _semantic(reply: str, settings: Settings) -> Scores:
+    found = _replies.named_scores(reply, AXES[:3])
+    return {"score": needed(found, ["alignment"], reply)[0], **found}
+
+
+def _axes(reply: str, settings: Settings) -> Scores:
+    found = _replies.named_scores(reply, AXES)
+    chosen = needed(found, settings.axes, reply)
+    return {"score": sum(chosen) / len(chosen), **found}
+
+
+def _video(reply: str, settings: Settings) -> Scores:
+    dims = {name.replace(" ", "_"): value for name, value in _replies.labelled_scores(reply, VIDEO_AXES, 1, 4).items()}
+    return {"score": _replies.final_score(reply, 1, 10), **dims}
+
+
+def _edit(reply: str, settings: Settings, *, names: tuple[str, str]) -> Scores:
+    pair = _replies.edit_scores(reply)
+    mean = sum(w * x for w, x in zip(settings.weights, pair, strict=True)) / sum(settings.weights)
+    return {"score": mean, **dict(zip(names, pair, strict=True))}
+
+
+def _pair_axes(reply: str, settings: Settings) -> Scores:
+    found = _replies.pair_scores(reply, [axis.capitalize() for axis in settings.axes])
+    return {"score": sum(found.values()) / len(found), **found}
+
+
+def _flex(reply: str, settings: Settings) -> Scores:
+    """(w_o overall + w_d mean category) / (w_o + w_d); without a readable category, the overall winner alone."""
+    found = _replies.flex(reply)
+    categories = [p for name, p in found.items() if name != "overall" and p is not None]
+    overall, (w_o, w_d) = found["overall"], settings.weights
+    assert overall is not None
+    score = (w_o * overall + w_d * sum(categories) / len(categories)) / (w_o + w_d) if categories else overall
+    return {"score": score, "overall": overall}
+
+
+def _one(read: Callable[[str], float]) -> Read:
+    """A parser of one number."""
+    return lambda reply, settings: {"score": read(reply)}
+
+
+READERS: dict[str, Read] = {
+    "point_v15": _one(lambda reply: _replies.final_score(reply, 1, 5) / 5),
+    "mix_score": _one(lambda reply: _replies.final_score(reply, 0, 5)),
+    "mix_semantic": _semantic,
+    "point_v2": _axes,
+    "point_video": _video,
+    "edit_quality": partial(_edit, names=("naturalness", "no_artifacts")),
+    "edit_instruction": partial(_edit, names=("success", "restraint")),
+    "pair_v1": _one(_replies.verdict),
+    "pair_v2": _pair_axes,
+    "think": _one(_replies.tagged_verdict),
+    "flex": _flex,
+    "edit_pair": _one(_replies.verdict),
+}
+
+REWARD = UnifiedReward

@@ -1,0 +1,80 @@
+"""Expected grade of a vision-language model: the mean of the digits 0 to 5 under the probabilities of its first token, over 5.
+
+Dense and without parsing (Edit-R1, arXiv:2510.16888; reference: PKU-YuanGroup/Edit-R1 4217f25, reward_server). Departures: the reference
+reads all six logits inside vLLM; a server reports the 20 likeliest tokens only, so a digit beyond them counts as 0, and without any digit
+among them the sample is NaN, there 0. Pictures are sent as PNG, there as JPEG of quality 75.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pydantic
+from torch import Tensor
+
+from flowrl.rewards import _judge
+from flowrl.rewards._judge import Failed, Reply, text
+from flowrl.rewards._judged import PLACE, JudgeReward, Scores, filled, sources, spaced, user
+from flowrl.rewards._replies import digit_mean
+from flowrl.types import MediaContext
+
+ASK = 'How well does this image show "{prompt}"? Answer with one digit, from 0 (not at all) to 5 (completely).'
+ASK_EDIT = (
+    'The first image was edited into the second, with the instruction "{prompt}". How well does the second follow it and keep the rest? '
+    "Answer with one digit, from 0 (not at all) to 5 (completely)."
+)
+
+
+class Settings(_judge.Settings):
+    model: str = pydantic.Field("Qwen2.5-VL-32B-Instruct", description="The model's name on that server.")
+    edit: bool = pydantic.Field(False, description="Show the picture before editing first.")
+    question: str | None = pydantic.Field(
+        None, description="What is asked: {prompt}, and {requirement} for what a prompt's meta says under that key; null: a plain question."
+    )
+    top: int = pydantic.Field(5, ge=1, le=9, description="The best grade; the worst is 0.")
+    least: float = pydantic.Field(0.01, ge=0, le=1, description="Smallest probability of all digits together; below it the sample fails.")
+    frames: int = pydantic.Field(8, ge=1, description="Frames of a video that are shown.")
+    max_tokens: int = pydantic.Field(1, ge=1, description="Longest reply, in tokens; only the first counts.")
+
+
+class VlmLogit(JudgeReward):
+    """Expectation of the first token over the digits 0 to `top`, divided by `top`."""
+
+    Settings = Settings
+    name = "vlm_logit"
+    scale = "expected grade from 0 to 5 over the first token, divided by 5"
+    fields = {"logprobs": True, "top_logprobs": 20}
+
+    def __init__(self, settings: Any = None):
+        super().__init__(settings)
+        s = self.settings
+        self.scale = f"expected grade from 0 to {s.top} over the first token, divided by {s.top}"
+        self.question = s.question or (ASK_EDIT if s.edit else ASK)
+        self.reads_prompt = bool(PLACE.search(self.question))
+        self.requires = "{requirement}" in self.question
+        self.needs = frozenset({"source"} if s.edit else ()) | frozenset({"meta"} if self.requires else ())
+        if s.question is None and s.top != 5:
+            raise ValueError(
+                f"reward.vlm_logit.top={s.top}: the plain question asks for 0 to 5; write your own into reward.vlm_logit.question"
+            )
+
+    def ask(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> list[Scores | Failed]:
+        s = self.settings
+        before = sources(media, context, reward=self.name) if s.edit else None
+        questions = []
+        for row, prompt in enumerate(prompts):
+            shown = [] if before is None else self.pictures(before[row])
+            shown += self.pictures(media[row], spaced(media.shape[1], s.frames) if media.ndim == 5 else None)
+            questions.append([user(*shown, text(self._words(row, prompt, context)))])
+
+        def read(reply: Reply) -> Scores:
+            return {"score": digit_mean(reply.first, s.top, s.least) / s.top}
+
+        return self.judge.ask_all(questions, read)
+
+    def _words(self, row: int, prompt: str, context: MediaContext | None) -> str:
+        meta = context.meta[row] if self.requires and context is not None and context.meta is not None else {}
+        return str(meta.get("requirement", "")).join(filled(piece, prompt) for piece in self.question.split("{requirement}"))
+
+
+REWARD = VlmLogit
