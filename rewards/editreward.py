@@ -1,0 +1,110 @@
+"""EditReward (arXiv:2509.26346): how well an instruction was carried out on a picture, from MiMo-VL-7B or Qwen2.5-VL-7B.
+
+Reference: github.com/TIGER-AI-Lab/EditReward, `EditReward/inference_edit.py` and `EditReward/model/qwen2_5_vl_trainer.py` (both released
+checkpoints are `ranknet_multi_head` with mean pooling). Source and edited picture, 200,704 pixels each, pass the network twice: once under
+a rubric for following the instruction, once under one for visual quality. Each pass has its own head, which gives (mu, log sigma) at the
+token <|Reward|>; the pairs are pooled and the reward is the pooled mu. The rubrics belong to the model and are read from files. Departures
+are those of `_vlm`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import torch
+from torch import Tensor, nn
+
+from flowrl.rewards import _pictures, _vlm
+from flowrl.rewards._base import Reward
+from flowrl.rewards._weights import path_of, template, tensors
+from flowrl.types import MediaContext
+
+RUBRICS = {"following": "da5bfc26898cc8e0", "quality": "89bbc5c2ac1bbea9"}  # in the order of head_0, head_1
+WHERE = "of EditReward/dataset/prompts.py in github.com/TIGER-AI-Lab/EditReward, with its empty first line and last line feed"
+ORIGINS = {key: f"the literal INSTRUCTION_EDIT_{key.upper()} {WHERE}" for key in RUBRICS}
+
+
+class Settings(_vlm.Settings):
+    weights: str = pydantic.Field(
+        "TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508", description="Folder with model.pth or model.safetensors, or its hub repository."
+    )
+    base: str = pydantic.Field(
+        "XiaomiMiMo/MiMo-VL-7B-SFT-2508",
+        description="Configuration, tokenizer and chat template of the tuned model; no weights of it.",
+    )
+    following: str | None = pydantic.Field(None, description=f"Text file with the first head's rubric: {ORIGINS['following']}.")
+    quality: str | None = pydantic.Field(None, description=f"Text file with the second head's rubric: {ORIGINS['quality']}.")
+    pooling: Literal["mean", "min", "sum"] = pydantic.Field("mean", description="How two heads become one score; released models: mean.")
+
+
+class EditReward(Reward):
+    """Pooled mean of two preference distributions, unbounded; needs the picture before the edit; the prompt is the instruction."""
+
+    Settings = Settings
+    name = "editreward"
+    scale = "pooled mean (mu) of following the instruction and of visual quality by EditReward, unbounded"
+    needs = frozenset({"source"})
+    reads_prompt = True
+    video = "no"
+
+    def __init__(self, settings: Any = None):
+        super().__init__(settings)
+        s = self.settings
+        self.rubrics = [
+            template(getattr(s, key), sha256=checksum, reward="editreward", setting=key, origin=ORIGINS[key])
+            for key, checksum in RUBRICS.items()
+        ]
+        path = _checkpoint(path_of(s.weights, reward="editreward"))
+        state = tensors(path, under="model")
+        self.heads = nn.ModuleList([_vlm.ranknet(state, f"rm_heads.head_{i}.", path=path) for i in range(len(RUBRICS))])
+        self.vlm = _vlm.load_vlm(s.base, _vlm.backbone_state(state), tokens=[_vlm.TOKEN], dtype=s.dtype, path=path, reward="editreward")
+        self.differentiable = not s.rounding
+
+    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+        return pooled(self._heads(media, prompts, context), self.settings.pooling)[:, 0]
+
+    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+        heads = self._heads(media, prompts, context)
+        sigma = pooled(heads, self.settings.pooling)[:, 1].exp()
+        return {**{key: heads[i, :, 0] for i, key in enumerate(RUBRICS)}, "sigma": sigma}
+
+    def _heads(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> Tensor:
+        """(heads, B, 2) fp32: mu and log sigma."""
+        _pictures.refuse_gradient(self, media)
+        if context is None or context.source is None:
+            raise ValueError('editreward needs the picture before the edit, in the context column "source"')
+        by: Literal["pil", "float"] = "pil" if self.settings.rounding else "float"
+        out = []
+        for start in range(0, len(media), self.settings.chunk):
+            rows = slice(start, start + self.settings.chunk)
+            before = _vlm.fitted(context.source[rows].to(media), by=by)
+            after = _vlm.fitted(media[rows], by=by)
+            pairs = [[source[None], edited[None]] for source, edited in zip(before, after, strict=True)]
+            states = (
+                self.vlm.hidden(pairs, [rubric.format(text_prompt=prompt) + _vlm.SUFFIX for prompt in prompts[rows]])[:, 0]
+                for rubric in self.rubrics
+            )
+            out.append(torch.stack([head(state) for head, state in zip(self.heads, states, strict=True)]))
+        return torch.cat(out, 1)
+
+
+def pooled(heads: Tensor, pooling: Literal["mean", "min", "sum"]) -> Tensor:
+    """(heads, B, 2) of mu and log sigma -> (B, 2). mean and min take each number by itself; sum adds means and variances."""
+    if pooling == "mean":
+        return heads.mean(0)
+    if pooling == "min":
+        return heads.amin(0)
+    mu, log_sigma = heads.unbind(-1)
+    return torch.stack([mu.sum(0), (2 * log_sigma).exp().sum(0).log() / 2], -1)
+
+
+def _checkpoint(path: Path) -> Path:
+    files = [path] if path.is_file() else [path / name for name in ("model.pth", "model.safetensors") if (path / name).is_file()]
+    if not files:
+        raise ValueError(f"reward.editreward.weights={path}: the folder holds neither model.pth nor model.safetensors")
+    return files[0]
+
+
+REWARD = EditReward
