@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,19 @@ from flowrl.samplers import keys
 from flowrl.types import PromptBatch
 
 Prompts = list[dict[str, Any]]  # each {"prompt": text, **meta}
+WORLDS = {"shapes": "flowrl.shapes.prompts", "geneval": "flowrl.prompts.geneval", "ocr": "flowrl.prompts.ocr"}
 
 
 def load_prompts(source: str) -> Prompts:
-    """Prompts of a .txt file (one a line; blank lines are skipped), a .jsonl file ({"prompt": ..., **meta} a line), or shapes:train|eval.
+    """Prompts of a .txt file (one a line; blank lines are skipped), a .jsonl file ({"prompt": ..., **meta} a line), or prompts that are
+    generated: shapes:train|eval, geneval:train|eval, ocr:train|eval.
 
     A line's "reference" is the path of an image, from the file's folder, that joins the prompt's group as one more scored member.
 
     A missing, empty, non-UTF-8 or malformed file -> ValueError that names the file and the line or byte.
     """
-    if source.startswith("shapes:"):
-        return _shapes(source)
+    if source.partition(":")[0] in WORLDS:
+        return _generated(source)
     path = Path(source)
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -89,10 +92,8 @@ def _entry(line: str, where: str) -> dict[str, Any]:
     return entry
 
 
-def _shapes(source: str) -> Prompts:
-    from flowrl.shapes.prompts import eval_prompts, train_prompts
-
-    worlds = {"shapes:train": train_prompts, "shapes:eval": eval_prompts}
-    if source not in worlds:
-        raise ValueError(f'unknown data "{source}"{did_you_mean(source, worlds)}')
-    return worlds[source]()
+def _generated(source: str) -> Prompts:
+    sources = {f"{world}:{part}": f"{part}_prompts" for world in WORLDS for part in ("train", "eval")}
+    if source not in sources:
+        raise ValueError(f'unknown data "{source}"{did_you_mean(source, sources)}')
+    return getattr(importlib.import_module(WORLDS[source.partition(":")[0]]), sources[source])()

@@ -20,7 +20,7 @@ PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 # rows. A module that is not listed belongs to the loop's row.
 LAYERS = [
     ["types", "registry", "configs", "ema", "ledger", "log", "checkpoint", "stats"],
-    ["media", "shapes"],
+    ["media", "shapes", "prompts"],
     ["samplers", "rewards", "policy", "advantages"],
     ["rollout", "algorithms", "data", "distributed", "compose"],
     ["config", "objective"],

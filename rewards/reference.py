@@ -1,0 +1,243 @@
+"""How near is what was generated to what it should have been? PSNR, SSIM and LPIPS against a ground-truth file or array.
+
+For world models and other tasks with one right answer. Of a video, the mean over frames or the worst frame; both are in `parts`. Higher is
+better everywhere (LPIPS is negated).
+* PSNR (dB): 10 log10(1 / mse) over all pixels and channels of a frame, at most `cap`: two equal pictures would be infinitely near.
+* SSIM: Wang, Bovik, Sheikh, Simoncelli 2004, Gaussian window 11 x 11 with sigma 1.5, K = (0.01, 0.03), where the window fits, mean over
+  the RGB channels (the paper uses grey pictures).
+* LPIPS: Zhang et al. 2018 (arXiv:1801.03924), version 0.1 of the package `lpips`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pydantic
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageSequence
+from torch import Tensor, nn
+
+from flowrl.media import IMAGE_SUFFIXES, from_pil
+from flowrl.rewards import _weights
+from flowrl.rewards._base import Reward
+from flowrl.rewards._base import Settings as Base
+from flowrl.rewards._pictures import frames_of, rounded
+from flowrl.types import MediaContext
+
+VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
+WINDOW, SIGMA, K1, K2 = 11, 1.5, 0.01, 0.03
+
+
+class Settings(Base):
+    metric: Literal["psnr", "ssim", "lpips"] = pydantic.Field("psnr", description="What nearness means; LPIPS is negated.")
+    key: str | None = pydantic.Field(
+        "ground_truth", description="The prompt's key that names the file; null: the context column `reference`."
+    )
+    folder: str | None = pydantic.Field(None, description="Where files with relative paths are; null: the working directory.")
+    over: Literal["mean", "worst"] = pydantic.Field("mean", description="Of a video: the mean over its frames, or the worst of them.")
+    cap: float = pydantic.Field(60.0, gt=0, description="Highest PSNR in dB; rounding to 8 bits alone leaves 59.")
+    net: Literal["alex", "vgg", "squeeze"] = pydantic.Field("alex", description="LPIPS: its network.")
+    backbone: str | None = pydantic.Field(
+        None, description="LPIPS: file of torchvision's weights for that network; null: torchvision fetches it."
+    )
+    rounding: bool = pydantic.Field(True, description="Score what a saved PNG would show; false lets the gradient through.")
+    chunk: int = pydantic.Field(32, ge=1, description="Most frames in one pass.")
+
+
+class Reference(Reward):
+    """PSNR in dB, SSIM in [-1, 1] or minus LPIPS against the prompt's ground truth, of the same size and number of frames."""
+
+    Settings = Settings
+    name = "reference"
+    scale = "PSNR in dB against the prompt's ground truth, at most 60; of a video, the mean over its frames"
+
+    def __init__(self, settings: Any = None):
+        super().__init__(settings)
+        s = self.settings
+        what = {"psnr": f"PSNR in dB, at most {s.cap:g},", "ssim": "SSIM, -1 to 1,", "lpips": "minus LPIPS, 0 is best,"}[s.metric]
+        over = "the mean over" if s.over == "mean" else "the worst of"
+        self.scale = f"{what} against the prompt's ground truth; of a video, {over} its frames"
+        self.needs, self.reads = (frozenset({"meta"}), frozenset({s.key})) if s.key else (frozenset({"reference"}), frozenset())
+        self.differentiable = not s.rounding
+        self.lpips = _lpips(s.net, s.backbone) if s.metric == "lpips" else None
+
+    def complaint(self, meta: Mapping[str, Any]) -> str | None:
+        if self.settings.key is None:
+            return None
+        try:
+            self._path(meta)
+        except ValueError as error:
+            return f"has no ground truth: {error}"
+        return None
+
+    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+        if media.requires_grad and torch.is_grad_enabled() and not self.differentiable:
+            raise ValueError("reference as it is loaded rounds pictures and gives no gradient; load it with rounding=False")
+        values = self._frames(media, context)
+        return values.mean(1) if self.settings.over == "mean" else values.amin(1)
+
+    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+        """Of videos, {"mean": (B,), "worst": (B,)} over frames; of images there is nothing to add."""
+        if media.ndim == 4:
+            return {}
+        values = self._frames(media, context)
+        return {"mean": values.mean(1), "worst": values.amin(1)}
+
+    def _frames(self, media: Tensor, context: MediaContext | None) -> Tensor:
+        """(B, F) one value a frame; F is 1 for images."""
+        target = frames_of(self._targets(media, context))
+        frames = rounded(frames_of(media)) if self.settings.rounding else frames_of(media)
+        chunk = self.settings.chunk
+        values = [self._nearness(a, b) for a, b in zip(frames.split(chunk), target.split(chunk), strict=True)]
+        return torch.cat(values).float().view(len(media), -1)
+
+    def _nearness(self, a: Tensor, b: Tensor) -> Tensor:
+        if self.settings.metric == "psnr":
+            return psnr(a, b, cap=self.settings.cap)
+        if self.settings.metric == "ssim":
+            return ssim(a, b)
+        assert self.lpips is not None
+        return -self.lpips(a, b, normalize=True).flatten()
+
+    def _targets(self, media: Tensor, context: MediaContext | None) -> Tensor:
+        """The ground truth of each sample, shaped as the media."""
+        assert context is not None
+        if self.settings.key is None:
+            assert context.reference is not None
+            target = context.reference
+            if target.shape != media.shape:
+                raise ValueError(f"context.reference has shape {tuple(target.shape)} and the media {tuple(media.shape)}; they must match")
+            return target.to(media)
+        assert context.meta is not None
+        files: dict[Path, Tensor] = {}
+        out = []
+        for meta in context.meta:
+            path = self._path(meta)
+            if path not in files:
+                files[path] = read(path, media[0])
+            out.append(files[path])
+        return torch.stack(out).to(media)
+
+    def _path(self, meta: Mapping[str, Any]) -> Path:
+        name = meta.get(self.settings.key)
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{self.settings.key}={name!r}, which should be the path of an image, a video, or a .npy or .safetensors file")
+        path = Path(self.settings.folder or "", name).expanduser()
+        if not path.is_file():
+            raise ValueError(f"{self.settings.key}={name}: there is no file {path}; set reward.reference.folder to where the files are")
+        return path
+
+
+def psnr(a: Tensor, b: Tensor, *, cap: float = 60.0) -> Tensor:
+    """Peak signal-to-noise ratio in dB of (n, 3, H, W) in [0, 1] -> (n,), at most cap (where the gradient is 0)."""
+    mse = (a - b).square().flatten(1).mean(1)
+    return -10 * mse.clamp_min(10 ** (-cap / 10)).log10()
+
+
+def ssim(a: Tensor, b: Tensor) -> Tensor:
+    """Structural similarity of (n, C, H, W) in [0, 1] -> (n,), mean over the places where the window fits, and over channels."""
+    height, width = a.shape[-2:]
+    if min(height, width) < WINDOW:
+        raise ValueError(f"SSIM needs pictures of at least {WINDOW} x {WINDOW} px; these are {width} x {height}")
+    place = torch.arange(WINDOW, device=a.device, dtype=a.dtype) - WINDOW // 2
+    weight = (-place.square() / (2 * SIGMA**2)).exp()
+    weight = weight / weight.sum()
+
+    def blur(x: Tensor) -> Tensor:
+        x = F.conv2d(x.flatten(0, 1)[:, None], weight.view(1, 1, -1, 1))
+        return F.conv2d(x, weight.view(1, 1, 1, -1)).view(*a.shape[:2], height - WINDOW + 1, width - WINDOW + 1)
+
+    mean_a, mean_b = blur(a), blur(b)
+    var_a, var_b, both = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2, blur(a * b) - mean_a * mean_b
+    c1, c2 = K1**2, K2**2
+    similarity = (2 * mean_a * mean_b + c1) * (2 * both + c2) / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))
+    return similarity.flatten(1).mean(1)
+
+
+def read(path: Path, like: Tensor) -> Tensor:
+    """A file as media of the shape of `like`, (3, H, W) or (F, 3, H, W), fp32 in [0, 1] on CPU; another size -> ValueError.
+
+    Images; videos (also .gif); .npy and .safetensors with one array, channels first or last, bytes or floats in [0, 1].
+    """
+    suffix = path.suffix.lower()
+    if suffix in (".npy", ".safetensors"):
+        found = _array(path)
+    elif suffix == ".gif" or suffix in VIDEO_SUFFIXES:
+        found = from_pil(_video(path))
+    elif suffix in IMAGE_SUFFIXES:
+        found = from_pil(Image.open(path))[0]
+    else:
+        known = ", ".join([*IMAGE_SUFFIXES, ".gif", *VIDEO_SUFFIXES, ".npy", ".safetensors"])
+        raise ValueError(f"the ground truth {path} is of no kind that can be read; give one of {known}")
+    if found.ndim == 4 and like.ndim == 3 and len(found) == 1:
+        found = found[0]
+    if found.shape != like.shape:
+        raise ValueError(f"the ground truth {path} is {_size(found)} and what was generated {_size(like)}; they must match")
+    return found
+
+
+def _array(path: Path) -> Tensor:
+    if path.suffix.lower() == ".npy":
+        array = torch.from_numpy(np.load(path, allow_pickle=False))
+    else:
+        tensors = _weights.tensors(path)
+        if len(tensors) != 1:
+            raise ValueError(f"the ground truth {path} holds {len(tensors)} tensors; give a file with one")
+        array = next(iter(tensors.values()))
+    if array.ndim not in (3, 4) or 3 not in (array.shape[-3], array.shape[-1]):
+        raise ValueError(f"the ground truth {path} has shape {tuple(array.shape)}; expected (3, H, W) or (H, W, 3), or (F, ...) of either")
+    if array.shape[-3] != 3:
+        array = array.movedim(-1, -3)
+    if array.dtype == torch.uint8:
+        return array.float() / 255
+    low, high = float(array.min()), float(array.max())
+    if not (array.is_floating_point() and low >= 0 and high <= 1):
+        raise ValueError(f"the ground truth {path} holds {array.dtype} from {low:.3g} to {high:.3g}; give bytes, or floats in [0, 1]")
+    return array.float()
+
+
+def _video(path: Path) -> list[Image.Image]:
+    if path.suffix.lower() == ".gif":
+        with Image.open(path) as gif:
+            return [frame.convert("RGB") for frame in ImageSequence.Iterator(gif)]
+    try:
+        import av
+    except ImportError as error:
+        raise ValueError(f"reading {path.name} needs the extra \"video\": pip install 'flowrl[video]', or save it as .npy") from error
+    with av.open(str(path)) as container:
+        return [frame.to_image() for frame in container.decode(video=0)]
+
+
+def _size(media: Tensor) -> str:
+    frames = f"{len(media)} frames of " if media.ndim == 4 else "an image of "
+    return f"{frames}{media.shape[-1]} x {media.shape[-2]}"
+
+
+def _lpips(net: str, backbone: str | None) -> nn.Module:
+    """The package's network: its own linear heads on torchvision's backbone."""
+    import lpips
+
+    file = None if backbone is None else _weights.path_of(backbone, reward="reference", setting="backbone")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it calls torchvision by names of long ago
+            module = lpips.LPIPS(net=net, pnet_rand=file is not None, verbose=False)
+    except OSError as error:
+        raise ValueError(
+            f"LPIPS needs torchvision's ImageNet weights of {net}, which could not be fetched ({error}); download them "
+            "(https://docs.pytorch.org/vision, models) and set reward.reference.backbone=/path/to/the/file"
+        ) from error
+    if file is not None:
+        # torchvision: features.3.weight; here: net.slice2.3.weight, the slices in the same numbering
+        names = {f"features.{key.split('.', 1)[1]}": key for key in module.net.state_dict()}
+        state = {names[key]: value for key, value in _weights.tensors(file).items() if key in names}
+        _weights.fill(module.net, state, path=file)
+    return module.eval().requires_grad_(False)
+
+
+REWARD = Reference
