@@ -1,12 +1,16 @@
 """A decorated function in a user's own file is a reward: in Python, in a config, and in training."""
 
+from pathlib import Path
+
 import pytest
+import small
 import torch
 
 import flowrl
 from flowrl.config import load_config
 from flowrl.rewards import RewardBug, load, load_set, score
 
+ROOT = Path(__file__).resolve().parent.parent
 FILE = '''
 import flowrl
 
@@ -140,3 +144,14 @@ def test_a_reward_that_is_unavailable_stops_the_scoring():
     with pytest.raises(flowrl.rewards.RewardUnavailable, match="the server is gone"):
         score(torch.zeros(2, 3, 4, 4), ["a", "b"], {"gone": gone})
     assert not issubclass(flowrl.rewards.RewardUnavailable, RewardBug)
+
+
+def test_the_example_of_the_docs_trains(tmp_path):
+    example = ROOT / "docs" / "examples" / "red.py"
+    assert example.read_text().rstrip() in (ROOT / "docs" / "rewards.md").read_text()
+    assert sum(bool(line.strip()) for line in example.read_text().splitlines()) <= 5
+    words = small.words(tmp_path / "run", reward=f"{example}:red", reward__red__floor="0.5", iterations="1")
+    result = small.invoke("train", *words)
+    assert result.exit_code == 0, result.output
+    line = small.lines(tmp_path / "run")[0]
+    assert 0.3 < line["reward/red/mean"] < 0.5 and line["reward/total"] == pytest.approx(line["reward/red/mean"])
