@@ -171,37 +171,70 @@ def score(
 
 @app.command()
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
-    images: Annotated[int | None, typer.Option(min=1, help="Images; default: as the run did.")] = None,
+    runs: Annotated[list[Path], typer.Argument(help="A run folder; with --suite, one or more.")],
+    suite: Annotated[str | None, typer.Option(help="A name of configs/suite or a YAML file; default: the run's held-out prompts.")] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Images, with --suite of each prompt; default: as run or suite say.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="ODE steps; default: as the run did.")] = None,
     guidance: Annotated[str | None, typer.Option(help="A scale or none; default: as the run did.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=MOST, help="Seed of the noise; default: as the run did.")] = None,
+    best_of: Annotated[int | None, typer.Option(min=1, help="With --suite: longest best-of-N curve; default: all images.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="With --suite: only so many prompts, spread over the file.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="With --suite: the prompt file.")] = None,
+    held_out: Annotated[list[str] | None, typer.Option(help="With --suite: a further reward to read; may be repeated.")] = None,
 ) -> None:
-    """Evaluate the averaged weights of a run's newest checkpoint on held-out prompts, and add a row to its evaluation.json and report."""
-    from flowrl import evaluation, log, report
-    from flowrl.setup import autocast, load_run
+    """Evaluate the averaged weights of a run's newest checkpoint on held-out prompts or on a suite; results join its report."""
+    from flowrl import log
 
     log.setup()
     with _input():
-        cfg, policy, rewards, prompts = load_run(run)
-        report.read(run)  # its files are readable, before time is spent
-        e = cfg.eval
-        scale = e.guidance if guidance is None else _guidance(guidance)
-        setting = {"guidance": scale, "steps": steps or e.steps, "solver": e.solver, "seed": e.seed if seed is None else seed}
-        policy.branches(scale)
-        result = evaluation.evaluate(
-            policy,
-            prompts,
-            rewards,
-            images=images or e.images,
-            micro=cfg.batch.micro,
-            decode=cfg.batch.decode,
-            autocast=partial(autocast, cfg.train.precision, policy.device),
-            **setting,
-        )
-        name = f"evaluate, {setting['steps']} steps, guidance {scale}, seed {setting['seed']}"
-        _console().print(report.table(evaluation.add_row(run, name, result, prompts, **setting)))
-        report.build(run)
+        scale = None if guidance is None else _guidance(guidance)
+        if suite is not None:
+            chosen = {"best_of": best_of, "count": count, "prompts": prompts, "held_out": held_out or ()}
+            _evaluate_suite(runs, suite, images=images, steps=steps, guidance=scale, seed=seed or 0, **chosen)
+            return
+        if len(runs) > 1 or any((best_of, count, prompts, held_out)):
+            raise ValueError("several runs, --best-of, --count, --prompts and --held-out need a suite; add --suite shapes, for example")
+        _evaluate_run(runs[0], images=images, steps=steps, guidance=scale, seed=seed)
+
+
+def _evaluate_run(run: Path, *, images: int | None, steps: int | None, guidance: float | str | None, seed: int | None) -> None:
+    """Add a row to a run's evaluation.json."""
+    from flowrl import evaluation, report
+    from flowrl.setup import autocast, load_run
+
+    cfg, policy, rewards, prompts = load_run(run)
+    report.read(run)  # its files are readable, before time is spent
+    e = cfg.eval
+    scale = e.guidance if guidance is None else guidance
+    setting = {"guidance": scale, "steps": steps or e.steps, "solver": e.solver, "seed": e.seed if seed is None else seed}
+    policy.branches(scale)
+    result = evaluation.evaluate(
+        policy,
+        prompts,
+        rewards,
+        images=images or e.images,
+        micro=cfg.batch.micro,
+        decode=cfg.batch.decode,
+        autocast=partial(autocast, cfg.train.precision, policy.device),
+        **setting,
+    )
+    name = f"evaluate, {setting['steps']} steps, guidance {scale}, seed {setting['seed']}"
+    _console().print(report.table(evaluation.add_row(run, name, result, prompts, **setting)))
+    report.build(run)
+
+
+def _evaluate_suite(runs: list[Path], suite: str, **chosen: Any) -> None:
+    """Base and tuned model of every run on a suite."""
+    from flowrl import report, suite_report, suite_runs
+
+    records = suite_runs.evaluate_runs(runs, suite, suite_runs.Options(**chosen))
+    for record in records:
+        for part in suite_report.tables(record):
+            _console().print(part)
+    if len(records) > 1:
+        _console().print(suite_report.matrix_table(records[0]["matrix"]))
+    for run in runs:
+        _console().print(f"Report: {report.build(run)}", soft_wrap=True)
 
 
 @app.command("report")
@@ -225,16 +258,21 @@ def show(overrides: Overrides = None) -> None:
 @app.command()
 def check(
     model: Annotated[str | None, typer.Argument(help="A name of configs/model, a folder, or a hub id.")] = None,
-    reward: Annotated[str | None, typer.Option(help="Check this reward instead.")] = None,
+    reward: Annotated[list[str] | None, typer.Option(help="Check this reward instead: NAME, and NAME.SETTING=VALUE.")] = None,
+    media: Annotated[list[Path] | None, typer.Option(help="Try the reward on these images, or folders of them.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Their prompts, as for score; default: the folder's own.")] = None,
+    count: Annotated[int | None, typer.Option(min=2, help="Pictures to try the reward on.")] = None,
     pipeline: Call = None,
 ) -> None:
-    """Show what was inferred about a model and how exactly it replays, or try a reward on noise."""
+    """Show what was inferred about a model and how exactly it replays, or try a reward on pictures whose truth is known."""
     with _input():
-        if (model is None) == (reward is None):
+        if (model is None) == (not reward):
             raise ValueError("give a model, or --reward NAME")
         if reward:
-            _check_reward(reward)
+            _check_rewards(reward, media, prompts, count)
             return
+        if media or prompts or count:
+            raise ValueError("--media, --prompts and --count are for a reward; give --reward NAME too")
         from flowrl import log
         from flowrl.policy import load_policy
 
@@ -265,13 +303,14 @@ def serve(
 
 
 @app.command("list")
-def list_(what: Annotated[str | None, typer.Argument(help="models, algorithms, rewards, data or experiments.")] = None) -> None:
+def list_(what: Annotated[str | None, typer.Argument(help="models, algorithms, rewards, data, experiments or suites.")] = None) -> None:
     """List what a config can name."""
     from flowrl.compose import GROUPS, options
     from flowrl.registry import choices, did_you_mean
 
     groups: dict[str, Callable[[], list[str]]] = {("data" if g == "data" else f"{g}s"): partial(options, g) for g in GROUPS}
     groups["rewards"] = lambda: choices("flowrl.rewards")
+    groups["suites"] = partial(options, "suite")
     with _input():
         if what is not None and what not in groups:
             raise ValueError(f'unknown list "{what}"{did_you_mean(what, groups)}')
@@ -315,23 +354,19 @@ def _meta(reward: str | None, prompts: list[str]) -> list[dict[str, Any]] | None
     return [find(prompt) for prompt in prompts]
 
 
-def _check_reward(name: str) -> None:
-    import torch
+def _check_rewards(words: list[str], media: list[Path] | None, prompts: Path | None, count: int | None) -> None:
+    from flowrl import canaries, specimens
+    from flowrl.rewards import load_set, parse_words
 
-    from flowrl.rewards import load, score
-    from flowrl.shapes.prompts import all_prompts
-    from flowrl.types import MediaContext
-
-    reward = load(name)
-    prompts = list(all_prompts()[:4])
-    context = MediaContext(meta=prompts, group=torch.arange(4))
-    result = score(torch.rand(4, 3, 64, 64), [p["prompt"] for p in prompts], {name: {"reward": reward}}, context)
-    typer.echo(f"{name}: {reward.scale}\nneeds: {', '.join(sorted(reward.needs)) or 'nothing'}")
-    typer.echo(f"on four noise images: {result.raw[name].tolist()}")
-    if result.errors:
-        typer.echo("\n".join(result.errors))
-    if not result.valid.any():
-        _stop(RuntimeError(f'reward "{name}" scored none of the four'), 1)
+    found = []
+    for label, reward in load_set(parse_words(words)).rewards.items():
+        shown = specimens.files(reward, media, prompts=prompts, most=count or 16) if media else specimens.fits(reward, count=count)
+        findings = canaries.check(reward, shown)
+        typer.echo(f"{label}: {reward.scale}\nneeds: {', '.join(sorted(reward.needs | reward.reads)) or 'nothing'}")
+        _console().print(canaries.table(findings))
+        found += findings
+    if canaries.failed(found):
+        raise typer.Exit(1)
 
 
 def _console() -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +54,7 @@ class Collector:
         mine = whole.ids[self.world.share(len(whole))]
         if parts.dataset is not None:
             return self._from_files(iteration, plan, mine)
-        first = self._agreed(lambda: self._sample(iteration, plan, rewards, mine))
+        first = self._agreed(partial(self._sample, iteration, plan, rewards, mine))
         if cfg.draw.mode == "refill":
             first = self._refilled(iteration, plan, rewards, whole, first)
         elif cfg.draw.mode == "balance":
@@ -127,7 +128,7 @@ class Collector:
                 break
             drawn, fresh = fresh[:flat], fresh[flat:]
             part = drawn[world.share(flat)]
-            out.append(self._agreed(lambda part=part: self._sample(iteration, plan, rewards, part)))
+            out.append(self._agreed(partial(self._sample, iteration, plan, rewards, part)))
         return self._joined(out, [torch.arange(len(c.batch)) for c in out], merge=False)
 
     def _balanced(self, iteration: int, plan: Plan, rewards: RewardSet, first: Collected) -> Collected:
@@ -143,7 +144,7 @@ class Collector:
             if not float(world.sum(torch.tensor(float(len(again)), device=self.parts.policy.device))):
                 break
             ids = first.batch.ids[again]
-            drawn = self._agreed(lambda ids=ids, r=r: self._sample(iteration, plan, rewards, ids, round_=r) if len(ids) else None)
+            drawn = self._agreed(partial(self._sample, iteration, plan, rewards, ids, round_=r) if len(ids) else lambda: None)
             if drawn is not None:
                 out.append(drawn)
                 rows.append(again)

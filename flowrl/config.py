@@ -130,6 +130,7 @@ class StopConfig(Section):
 class GuardConfig(Section):
     nonfinite: PositiveInt = Field(5, description="Non-finite updates in a row (skipped, batch written out) before the run aborts.")
     invalid_fraction: float = Field(0.05, ge=0, le=1, description="Stop when more than this share of samples has no valid reward.")
+    canaries: bool = Field(True, description="Try the rewards on the first samples: batch mates, determinism, noise against spread.")
 
 
 class DataConfig(Section):

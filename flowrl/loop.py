@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl import checkpoint, collect, distributed, evaluation, log, media, objective, proof, report, setup
+from flowrl import canaries, checkpoint, collect, distributed, evaluation, log, media, objective, proof, report, setup
 from flowrl.config import Config, dump
 from flowrl.rewards import RewardUnavailable, TooManyInvalid, check_valid
 from flowrl.rollout import rows_of
 from flowrl.samplers import plan as plans
 from flowrl.stop import Aborted, StopRequest, by_signal
-from flowrl.types import Columns, PromptBatch, Rewards, Rollout
+from flowrl.types import Columns, MediaContext, PromptBatch, Rewards, Rollout
 
 COUNTERS = ("step", "nonfinite", "hours", "proved", "recompute")  # of a Trainer, kept in checkpoints
 
@@ -101,6 +101,8 @@ class Trainer:
         everyone = self.world.gather_rewards(rewards)
         metrics = reward_metrics(everyone)
         check_valid(everyone, cfg.guard.invalid_fraction)
+        if i == 0 and cfg.guard.canaries and self.world.main and len(drawn.shown):
+            self._try_rewards(drawn)
         with ledger.phase("advantages"):
             leaf = algorithm.leaf_advantages(everyone, self.world.gather_groups(rollout.group))[self.world.part(len(rollout.leaf))]
             observed = self.world.mean_metrics(algorithm.observe(rollout, rewards))
@@ -121,6 +123,18 @@ class Trainer:
             self.policy.copy_view("default", view, decay=decay)
         self._samples(i + 1, drawn)
         return Iteration(number=i + 1, rollout=drawn.rollout, rewards=rewards, metrics=metrics | ledger.iteration())
+
+    def _try_rewards(self, drawn: collect.Collected) -> None:
+        """The cheap canaries, on the first samples of the run."""
+        shown, group = drawn.shown[: canaries.FEW].to(self.policy.device), drawn.rollout.group
+        rows = group[: len(shown)].tolist()
+        context = MediaContext(meta=[drawn.batch.meta[g] for g in rows], group=group[: len(shown)])
+        with self.ledger.phase("canaries"), self.ledger.work("reward"):
+            said = canaries.before_training(
+                self.rewards, shown, [drawn.batch.text[g] for g in rows], context, scored=drawn.rewards.raw, group=group
+            )
+        for sentence in said:
+            log.logger.warning(sentence)
 
     def _update(self, rollout: Rollout, columns: Columns, batch: PromptBatch) -> dict[str, float]:
         """`batch.updates` optimizer steps, each on whole prompts -> policy/* averaged over the rows trained."""

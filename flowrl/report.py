@@ -18,6 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from flowrl import suite_report
 from flowrl.page import PAGE, STYLE
 from flowrl.plots import interval_chart, line_chart, stacked_bar
 
@@ -50,6 +51,7 @@ def build(run_path: str | Path) -> Path:
         _header(run, settings),
         *(f'<p class="note">{escape(note)}</p>' for note in run.notes),
         _section("Result", _result(run)),
+        *([_section("Evaluation suites", found)] if (found := suite_report.section(run.path)) else []),
         _section("Before and after", _pictures(run)),
         _section("Learning curves", _curves(run)),
         _section("Where the time went", _ledger(run)),

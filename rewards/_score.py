@@ -67,7 +67,7 @@ def _load_entry(label: str, entry: Any) -> tuple[Reward, float]:
     weight = options.pop("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ValueError(f'reward "{label}": weight={weight!r} is not a finite number; write {label}=1.0 or {label}.weight=1.0')
-    reward = options.pop("reward", None)
+    reward = None if isinstance(options.get("reward"), str) else options.pop("reward", None)  # a text is a setting, as of `rank`
     if reward is None:
         return load(options.pop("name", label), **options), float(weight)
     if options:

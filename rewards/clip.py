@@ -30,6 +30,7 @@ from flowrl.rewards._base import Settings as Base
 from flowrl.rewards._clip import HubClip, OpenClip, TwoTowers
 from flowrl.rewards._pictures import by_pil, cropped, normalized, pil_cropped, rounded
 from flowrl.rewards._weights import path_of
+from flowrl.shapes.clip import SOURCE as SHAPES
 
 VIT_L14 = "openai/clip-vit-large-patch14"
 # What a preset fixes. dance_grpo: the 378-pixel DFN5B weights in open_clip's plain ViT-H-14, so at 224 pixels (position embeddings are
@@ -43,12 +44,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "hessel": {
         "model": "ViT-B-32-quickgelu", "pretrained": "openai", "transform": "pil", "scale": "hessel", "prefix": "A photo depicts ",
     },
+    "shapes": {"model": SHAPES, "pretrained": None, "transform": "tensor"},
 }  # fmt: skip
 
 
 class Settings(Base):
-    preset: Literal["nft", "flow_factory", "mix_grpo", "dance_grpo", "imagereward", "hessel"] | None = pydantic.Field(
-        None, description="A published CLIP reward: fixes model, weights, transform, scale and prefix."
+    preset: Literal["nft", "flow_factory", "mix_grpo", "dance_grpo", "imagereward", "hessel", "shapes"] | None = pydantic.Field(
+        None, description="A published CLIP reward, or the shapes world's own: fixes model, weights, transform, scale and prefix."
     )
     model: str = pydantic.Field(
         "ViT-B-32",
@@ -125,7 +127,7 @@ def _open_clip(s: Settings) -> tuple[Any, Any, Any]:
     if weights and not os.path.isfile(weights) and weights not in open_clip.list_pretrained_tags_by_model(s.model):
         weights = str(path_of(weights, "open_clip_pytorch_model.bin", reward="clip", setting="pretrained"))
     # A preset's weights from a file are preprocessed for as under their tag.
-    published = open_clip.get_pretrained_cfg(s.model, PRESETS[s.preset]["pretrained"]) if s.preset else {}
+    published = open_clip.get_pretrained_cfg(s.model, tag) if (tag := s.preset and PRESETS[s.preset]["pretrained"]) else {}
     own = {f"image_{key}": published[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in published}
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(s.model, pretrained=weights, precision="fp32", **own)

@@ -9,6 +9,7 @@ References: Flow-Factory a0b2bc5 (rewards/rational_rewards_t2i.py, rational_rewa
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import pydantic
@@ -83,6 +84,13 @@ class RationalRewards(JudgeReward):
         """The judge's rewritten prompt for each sample, to generate once more with; None where it offers none."""
         replies = self.judge.ask_all(self._questions(media, prompts, context), lambda reply: _replies.refined_request(reply.text))
         return [None if isinstance(reply, Failed) else reply for reply in replies]
+
+    def read_reply(self, text: str) -> float:
+        """The score that a reply of this text gives; NaN where it gives none."""
+        try:
+            return self._read(Reply(text=text, tokens=None))["score"]
+        except Unreadable:
+            return math.nan
 
     def _questions(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> list[list[Message]]:
         shown = [sources(media, context, reward=self.name), media] if self.settings.task == "edit" else [media]

@@ -28,6 +28,7 @@ class Shapes(_base.Reward):
     scale = "0 to 1: share of the prompt's clauses that hold (partial), 1 only when all hold and nothing else is in the picture (strict)"
     needs = frozenset({"meta"})
     reads = frozenset({"include"})
+    video = "no"
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         return verify.complaint(meta.get("include"))

@@ -13,6 +13,7 @@ References: flow_grpo ac4c86e (flow_grpo/rewards.py: point_v15), MixGRPO e5cdd6a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -140,6 +141,13 @@ class UnifiedReward(JudgeReward):
     def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
         """The single scores of a reply: axes, or the two of an edit."""
         return {} if self.variant.pair or self.settings.variant in ("point_v15", "mix_score") else self.parts_of(media, prompts, context)
+
+    def read_reply(self, reply: str) -> float:
+        """The score that a reply of this text gives; NaN where it gives none."""
+        try:
+            return READERS[self.settings.variant](reply, self.settings)["score"]
+        except _replies.Unreadable:
+            return math.nan
 
     def _compare(self, media_a: Tensor, media_b: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         """(n, 3, H, W) or (n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5, 0 or between; NaN where it failed."""

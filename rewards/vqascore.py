@@ -16,6 +16,7 @@ it is the plain softmax. This variant gives no gradient.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,9 +84,12 @@ class VQAScore(Reward):
         frames = frames_of(media)
         before, after = self.question.split("{}")
         questions = [before + prompt + after for prompt in prompts for _ in range(len(frames) // len(prompts))]
+        return mean_of_frames(self.answer(frames, questions), media)
+
+    def answer(self, media: Tensor, questions: Sequence[str]) -> Tensor:
+        """A question about each of (n, 3, H, W) -> (n,) fp32, how likely the answer is yes; as `checklist` asks."""
         size = self.settings.chunk
-        values = [self.model(frames[i : i + size], questions[i : i + size]) for i in range(0, len(frames), size)]
-        return mean_of_frames(torch.cat(values), media)
+        return torch.cat([self.model(media[i : i + size], list(questions[i : i + size])) for i in range(0, len(media), size)])
 
 
 def likelihood(logits: Tensor, labels: Tensor) -> Tensor:

@@ -7,7 +7,8 @@
 
 A cell is one run, in docs/results/cells/NAME.json; a cell that is there is not run again. The budget counts network rows: forward of
 the rollout and of references 1, forward and backward of a trained row 3. --workers 2 runs two cells side by side, one thread each, and
-marks their seconds as shared; seconds of the table are those of cells that ran alone.
+marks their seconds as shared; seconds of the table are those of cells that ran alone, so `run --seeds 0` and then
+`run --seeds 1 2 --workers 2` saves time.
 """
 
 from __future__ import annotations
@@ -153,14 +154,14 @@ def score(r: dict[str, Any]) -> float:
     return r["after"]["shapes/strict"]["mean"]
 
 
-def finals(method: str) -> list[dict[str, Any]]:
-    """The best setting of a finished tuning, for each seed."""
+def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2)) -> list[dict[str, Any]]:
+    """The best setting of a finished tuning, for each seed; the second tier has seed 0 alone."""
     tried = tuning(method)
     results = [result(c) for c in tried]
     if not all(results) or len(tried) < len(RATES) + (method in CLIPS):
         return []
     words = [word for word in max(results, key=score)["words"] if word not in TUNING]
-    return [cell(method, words, seed=seed, budget=BUDGET, kind="run") for seed in ((0, 1, 2) if method in FIRST else (0,))]
+    return [cell(method, words, seed=seed, budget=BUDGET, kind="run") for seed in seeds if method in FIRST or seed == 0]
 
 
 def claims(name: str) -> list[dict[str, Any]]:
@@ -256,6 +257,7 @@ def main() -> None:
     parser.add_argument("what", choices=["tune", "run", "claims", "table", "cell"])
     parser.add_argument("words", nargs="*")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of `run`: as 0 alone, then 1 and 2 side by side")
     parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.what == "cell":
@@ -272,7 +274,7 @@ def main() -> None:
     if args.what == "tune":
         work(tuning, methods, args.workers)
     elif args.what == "run":
-        work(finals, methods, args.workers)
+        work(functools.partial(finals, seeds=tuple(args.seeds)), methods, args.workers)
     elif args.what == "claims":
         work(claims, methods, args.workers)
     else:

@@ -161,10 +161,10 @@ REWARD = Mine
 @pytest.mark.parametrize(
     ("code", "exit_code", "sentence"),
     [
-        (REWARD_FILE.replace("RETURN", "return values"), 0, "on four noise images"),
-        (REWARD_FILE.replace("RETURN", "return values.double()"), 2, "returned a float64 tensor of shape (4,) on cpu; expected"),
-        (REWARD_FILE.replace("RETURN", "return values[:, None]"), 2, "returned a float32 tensor of shape (4, 1) on cpu; expected"),
-        (REWARD_FILE.replace("RETURN", "raise KeyError('colour')"), 1, "scored none of the four"),
+        (REWARD_FILE.replace("RETURN", "return values"), 0, ": nothing"),
+        (REWARD_FILE.replace("RETURN", "return values.double()"), 1, "returned a float64 tensor"),
+        (REWARD_FILE.replace("RETURN", "return values[:, None]"), 1, "returned a float32 tensor"),
+        (REWARD_FILE.replace("RETURN", "raise KeyError('colour')"), 1, "KeyError"),
         (REWARD_FILE.replace("REWARD = Mine", ""), 2, "its file exposes no REWARD; end it with REWARD = YourClass"),
         ("import nowhere_at_all", 2, "its file cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all'"),
     ],
@@ -179,9 +179,7 @@ def test_check_judges_the_file_of_a_reward(tmp_path, monkeypatch, request, code,
     result = small.invoke("check", "--reward", name)
     sys.modules.pop(f"flowrl.rewards.{name}", None)
     assert result.exit_code == exit_code and sentence in result.output, result.output
-    assert sum(line.startswith("flowrl: ") for line in result.output.splitlines()) == (exit_code > 0)
-    if exit_code == 1:
-        assert "KeyError: 'colour'" in result.output
+    assert sum(line.startswith("flowrl: ") for line in result.output.splitlines()) == (exit_code == 2)
 
 
 def test_evaluate_names_a_damaged_checkpoint_and_changes_nothing(tmp_path):
@@ -203,7 +201,8 @@ def test_evaluate_names_a_damaged_checkpoint_and_changes_nothing(tmp_path):
 
 
 def trainer(tmp_path, reward, **changes):
-    made = small.trainer(tmp_path / "run", data__eval="null", **changes)
+    """Without canaries, which would find what these rewards plant."""
+    made = small.trainer(tmp_path / "run", data__eval="null", guard__canaries="false", **changes)
     made.rewards = load_set({"custom": reward})
     return made
 
@@ -271,7 +270,8 @@ def test_a_reward_that_raises_too_often_stops_the_run_and_the_run_resumes(tmp_pa
     spec = load_set({"custom": reward})
     monkeypatch.setattr("flowrl.setup.load_set", lambda _: spec)
     run = tmp_path / "run"
-    result = small.invoke("train", *small.words(run, iterations="4", eval__at_start="false", checkpoint__every="50"))
+    words = small.words(run, iterations="4", eval__at_start="false", checkpoint__every="50", guard__canaries="false")
+    result = small.invoke("train", *words)
     assert result.exit_code == 1
     text = result.output.replace("\n", " ")
     assert "1 of 4 samples could not be scored (allowed: 5%)" in text and "the server is gone" in text

@@ -89,7 +89,7 @@ def test_list_names_every_choice():
     result = small.invoke("list")
     assert result.exit_code == 0
     listed = dict(line.split(": ") for line in result.output.splitlines())
-    assert listed.keys() == {"models", "algorithms", "rewards", "data", "experiments"}
+    assert listed.keys() == {"models", "algorithms", "rewards", "data", "experiments", "suites"}
     assert "shapes-sd3" in listed["models"] and {"nft", "mix_grpo"} <= set(listed["algorithms"].split(", "))
     assert small.invoke("list", "rewards").output == f"rewards: {listed['rewards']}\n"
 

@@ -87,14 +87,14 @@ def test_snippets_marked_run_do(where, tmp_path, monkeypatch):
 def test_the_readme_reward_scores_pictures_and_videos_as_it_says():
     import torch
 
-    code = next(code for code in RUN.values() if "class Redness" in code)
+    code = next(code for code in RUN.values() if "def redness" in code)
     names = {"__name__": "snippet"}
     exec(code, names)
     red = torch.zeros(2, 3, 4, 4)
     red[0, 0] = 1
     red[1, 1:] = 1
-    assert names["REWARD"]()(red, ["", ""]).tolist() == [1.0, -1.0]
-    assert flowrl.score(red.view(1, 2, 3, 4, 4), [""], {"redness": names["REWARD"]()}).total.tolist() == [0.0]
+    assert flowrl.score(red, ["", ""], {"redness": names["redness"]}).total.tolist() == [1.0, -1.0]
+    assert flowrl.score(red.view(1, 2, 3, 4, 4), [""], {"redness": names["redness"]}).total.tolist() == [0.0]
 
 
 # --- commands

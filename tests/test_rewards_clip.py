@@ -262,7 +262,7 @@ def test_equal_pixels_score_equally_in_any_company(folder):
 def test_presets_name_networks_and_weights_that_open_clip_knows():
     import open_clip
 
-    assert set(MODULE.PRESETS) == {"nft", "flow_factory", "mix_grpo", "dance_grpo", "imagereward", "hessel"}
+    assert set(MODULE.PRESETS) == {"nft", "flow_factory", "mix_grpo", "dance_grpo", "imagereward", "hessel", "shapes"}
     assert [MODULE.PRESETS[name]["transform"] for name in ("nft", "flow_factory", "mix_grpo")] == ["tv_bilinear", "pil", "pil"]
     for name, side, quick in (("mix_grpo", 378, True), ("imagereward", 224, True), ("hessel", 224, True)):
         preset = MODULE.PRESETS[name]

@@ -1,0 +1,95 @@
+"""The tiny CLIP of the shapes world: where it lies, and the close prompts that it is trained and judged on.
+
+`open_clip.create_model_and_transforms(SOURCE)` and `open_clip.get_tokenizer(SOURCE)` load it as they load any other model: a CLIP with
+64 x 64 inputs and the world's own vocabulary, made by scripts/train_shapes_clip.py. It never saw a held-out combination. Its cosine is a
+proxy for the verifier, good enough to climb and imperfect enough to be hacked.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from flowrl.shapes import verify
+from flowrl.shapes.prompts import NUMBERS, Prompt, all_prompts
+from flowrl.shapes.scenes import COLORS, RELATIONS, SHAPES, Object
+
+FOLDER = Path(__file__).parent / "weights" / "clip"
+SOURCE = f"local-dir:{FOLDER}"  # a model name for open_clip
+
+KINDS = ("colour", "shape", "count", "relation", "swap")  # of foils
+
+Things = tuple[tuple[str, str | None], ...]  # sorted (shape, colour), one for each object; colour None: left open
+
+
+def foils(prompt: Prompt) -> dict[str, list[Prompt]]:
+    """Prompts of the world that differ from this one in one attribute, by kind: colour, shape, count, relation, or colours swapped.
+
+    None of them describes a picture of the prompt, but for two relations that hold at once in a diagonal picture; see `truths`.
+    """
+    own = set(_meaning(prompt["include"]))
+    out: dict[str, list[Prompt]] = {kind: [] for kind in KINDS}
+    for kind, include in _edits(prompt["include"]):
+        found = _by_clauses().get(_spelled(include))
+        if found and not own & set(_meaning(include)):
+            out[kind].append(found)
+    return out
+
+
+def _edits(include: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """(kind, clauses with one edit); some edits leave the world of prompts, or say the same in other words."""
+    for i, clause in enumerate(include):
+        options: dict[str, list[dict[str, Any]]] = {
+            "colour": [{"color": c} for c in COLORS if clause["color"] not in (None, c)],
+            "shape": [{"shape": s} for s in SHAPES if s != clause["shape"]],
+            "count": [{"count": n} for n in (1, *NUMBERS) if n != clause["count"]],
+            "relation": [{"position": [r, 0]} for r in RELATIONS if "position" in clause and clause["position"][0] != r],
+        }
+        for kind, changes in options.items():
+            for change in changes:
+                yield kind, [*include[:i], clause | change, *include[i + 1 :]]
+    if len(include) == 2:
+        first, second = include
+        yield "swap", [first | {"color": second["color"]}, second | {"color": first["color"]}]
+
+
+@cache
+def _by_clauses() -> dict[str, Prompt]:
+    return {_spelled(p["include"]): p for p in all_prompts()}
+
+
+def _spelled(include: list[dict[str, Any]]) -> str:
+    return repr([sorted(clause.items()) for clause in include])
+
+
+def _meaning(include: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Equal for prompts that say the same: word order does not matter, "a left of b" is "b right of a"."""
+    things = [(c["shape"], c["color"], c["count"]) for c in include]
+    relation = next((c["position"][0] for c in include if "position" in c), None)
+    if relation is None:
+        return [tuple(sorted(things, key=str))]
+    opposite = next(r for r, d in RELATIONS.items() if d == tuple(-x for x in RELATIONS[relation]))
+    return [(relation, things[1], things[0]), (opposite, things[0], things[1])]
+
+
+def truths(objects: list[Object]) -> list[Prompt]:
+    """Every prompt of the world that describes the scene, by the verifier's strict reading."""
+    found = [verify.Found(o.shape, o.color, o.x, o.y, 2 * o.size, 2 * o.size) for o in objects]
+    candidates = [*_about()[_things((o.shape, o.color) for o in objects)], *_about()[_things((o.shape, None) for o in objects)]]
+    return [p for p in candidates if verify.strict(found, p["include"])]
+
+
+@cache
+def _about() -> dict[Things, list[Prompt]]:
+    """Prompts by the objects that they ask for."""
+    out: dict[Things, list[Prompt]] = defaultdict(list)
+    for p in all_prompts():
+        out[_things((c["shape"], c["color"]) for c in p["include"] for _ in range(c["count"]))].append(p)
+    return out
+
+
+def _things(pairs: Iterable[tuple[str, str | None]]) -> Things:
+    return tuple(sorted(pairs, key=str))

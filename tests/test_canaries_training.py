@@ -1,0 +1,133 @@
+"""The reward's own noise, and what is said before a run: scores that differ by less within a group teach noise."""
+
+import math
+
+import pytest
+import torch
+from planted import SHAPES, brightness, check, planted
+
+from flowrl import canaries, rewards, specimens
+from flowrl.advantages import group_relative
+from flowrl.rewards import RewardBug
+from flowrl.types import MediaContext
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return specimens.shapes(4)
+
+
+def last_bits(media, prompts, context):
+    return torch.sin(1e4 * media.flatten(1).sum(1))
+
+
+# --- noise
+
+
+def media_of(pictures):
+    return torch.stack([s.media for s in pictures]), [s.prompt for s in pictures], MediaContext(meta=[s.meta for s in pictures])
+
+
+def test_noise_is_in_units_of_the_score_and_small_for_a_smooth_reward(pictures):
+    media, prompts, context = media_of(pictures)
+    one, hundred = (canaries.noise(planted(lambda m, p, c, k=k: k * brightness(m)), media, prompts, context) for k in (1, 100))
+    assert hundred == pytest.approx(100 * one, rel=1e-3) and 1e-5 < one < 5e-3  # half a percent of brightness is .005 at most
+    assert canaries.noise(SHAPES, media, prompts, context) == 0.0
+
+
+def test_a_reward_of_the_last_bits_is_nothing_but_noise(pictures):
+    finding = check(planted(last_bits), pictures)["noise"]
+    assert finding.verdict == "warn" and 0.4 < finding.value < 1.6  # the difference of two unrelated sines: 1
+
+
+def test_a_shift_that_all_share_is_no_noise():
+    seen = []
+    jumpy = planted(lambda m, p, c: seen.append(1) or torch.full((len(m),), float(len(seen))))
+    assert canaries.noise(jumpy, torch.full((4, 3, 8, 8), 0.6), [""] * 4) == 0.0 and len(seen) == 4
+
+
+def test_noise_of_one_pixel_has_the_deviation_that_it_is_drawn_with():
+    """Grey 128: JPEG leaves it; dither moves it by -1, 0 or 1 level, variance 2/3; brightness by -1 or 1, variance 1."""
+    media = torch.full((800, 3, 1, 1), 128 / 255)
+    expected = math.sqrt((0 + 2 / 3 + 1) / 3)
+    assert canaries.noise(planted(lambda m, p, c: 255 * m[:, 0, 0, 0]), media, [""] * 800) == pytest.approx(expected, rel=0.05)
+
+
+# --- spread
+
+
+def test_spread_within_groups_by_hand():
+    """Groups (0, 2): variance 2; (1, 1): none, left out; (0, nan, 4): variance 8; (7,): alone. Root of (2 + 8) / 2."""
+    scores = torch.tensor([0.0, 2.0, 1.0, 1.0, 0.0, math.nan, 4.0, 7.0])
+    group = torch.tensor([0, 0, 1, 1, 2, 2, 2, 3])
+    assert canaries.group_spread(scores, group) == pytest.approx(math.sqrt(5))
+    assert canaries.group_spread(torch.ones(4), torch.tensor([0, 0, 1, 1])) == 0.0
+
+
+def test_the_warning_comes_below_the_noise_only_and_states_the_correlation():
+    assert canaries.spread_warning("clip", 0.02, 0.03) is None and canaries.spread_warning("jpeg", 0.0, 0.0) is None
+    sentence = canaries.spread_warning("clip", 0.02, 0.002)
+    assert sentence.startswith('reward "clip": scores within a group differ by 0.002') and "correlate by about 0.10" in sentence
+
+
+@pytest.mark.parametrize(("spread", "low", "high"), [(0.1, 0.085, 0.1), (0.5, 0.40, 0.46), (1.0, 0.66, 0.72), (10.0, 0.99, 1.0)])
+def test_advantages_of_a_spread_below_the_noise_are_mostly_noise(spread, low, high):
+    """Groups of 8, z-scored: correlation of the advantages that are trained on with those of scores without noise."""
+    generator = torch.Generator().manual_seed(0)
+    group = torch.arange(40_000) // 8
+    truth = spread * torch.randn(40_000, generator=generator)
+    seen = truth + torch.randn(40_000, generator=generator)
+    both = torch.stack([group_relative(r, group, std="group", eps=1e-8, clip=100.0) for r in (truth, seen)])
+    correlation = float(torch.corrcoef(both)[0, 1])
+    assert low < correlation < high and correlation == pytest.approx(spread / math.hypot(spread, 1), rel=0.1)
+
+
+# --- before training
+
+
+def before(spec, pictures):
+    """What is said of the first chunk of a run: two groups of four, each the picture of the prompt and three near misses."""
+    members = [(s, media) for s in pictures[:2] for media in (s.media, *(foil.media for foil in s.foils[:3]))]
+    context = MediaContext(meta=[s.meta for s, _ in members], group=torch.tensor([0] * 4 + [1] * 4))
+    media, prompts, chosen = torch.stack([m for _, m in members]), [s.prompt for s, _ in members], rewards.load_set(spec)
+    scored = rewards.score(media, prompts, chosen, context).raw
+    return canaries.before_training(chosen, media, prompts, context, scored=scored, group=context.group)
+
+
+def test_good_rewards_are_passed_over_in_silence(pictures):
+    assert before({"jpeg": 1.0, "shapes": 1.0, "rank": rewards.load("rank", reward=SHAPES)}, pictures) == []
+
+
+def test_a_reward_normalised_by_its_batch_stops_the_run(pictures):
+    with pytest.raises(RewardBug, match='reward "mine": a score changes by up to .* alone: it depends on the rest of the batch'):
+        before({"mine": planted(lambda m, p, c: brightness(m) - brightness(m).mean())}, pictures)
+
+
+def test_a_reward_that_draws_is_warned_of(pictures):
+    sentences = before({"dice": planted(lambda m, p, c: brightness(m) + torch.rand(len(m)))}, pictures)
+    assert sentences[0].startswith('reward "dice": two equal calls differ by up to')
+
+
+def test_scores_within_a_group_that_differ_by_less_than_the_noise_are_warned_of(pictures):
+    media, prompts, context = media_of(pictures)
+    spec = rewards.load_set({"bits": planted(last_bits)})
+    scored = {"bits": torch.linspace(0, 0.01, 16)}
+    (sentence,) = canaries.before_training(spec, media, prompts, context, scored=scored, group=torch.arange(16) // 8)
+    assert sentence.startswith('reward "bits": scores within a group differ by 0.00163') and "correlate by about 0.00" in sentence
+
+
+def test_a_reward_that_is_only_measured_is_not_asked(pictures):
+    calls = []
+    watched = planted(lambda m, p, c: calls.append(len(m)) or torch.rand(len(m)))
+    assert before({"jpeg": 1.0, "dice": {"reward": watched, "weight": 0}}, pictures) == [] and calls == [8]
+
+
+def test_a_reward_that_scores_nothing_is_left_to_the_loop(pictures):
+    assert before({"jpeg": 1.0, "none": planted(lambda m, p, c: torch.full((len(m),), math.nan))}, pictures) == []
+
+
+def test_members_that_are_alone_in_the_chunk_are_left_out_for_a_reward_that_compares(pictures):
+    media, prompts, context = media_of(pictures)
+    one_each = MediaContext(meta=context.meta, group=torch.arange(4))
+    ranks = rewards.load_set({"rank": rewards.load("rank", reward="jpeg")})
+    assert canaries.before_training(ranks, media, prompts, one_each, scored={}, group=torch.arange(4)) == []
