@@ -65,6 +65,7 @@ SECOND = {
 METHODS = FIRST | SECOND
 TUNING = ["data.eval=shapes:train", "eval.seed=1"]  # what chooses a setting is no test of it
 RATES = ["1e-3", "3e-3", "1e-2"]
+LOWER = {"raft": ["3e-4", "1e-4"], "rwr": ["3e-4", "1e-4"]}  # plain flow matching, which the higher rates ruin
 LOGGED = ("reward/total", "policy/kl", "policy/winner_gain", "policy/grad_norm", "policy/clip_fraction", "time/overhead_fraction")
 CLIPS = {  # the paper's first; none: the method does not clip, or its clip cannot act
     **dict.fromkeys(
@@ -141,13 +142,17 @@ def result(c: dict[str, Any]) -> dict[str, Any] | None:
 
 def tuning(method: str) -> list[dict[str, Any]]:
     """Cells of a method's tuning that can be named by now: the other clip only once the best rate is known."""
-    cells = [cell(method, [f"optimizer.lr={rate}", *TUNING], seed=0, budget=BUDGET // 3, kind="tune") for rate in RATES]
+    cells = [cell(method, [f"optimizer.lr={rate}", *TUNING], seed=0, budget=BUDGET // 3, kind="tune") for rate in rates(method)]
     results = [result(c) for c in cells]
     if method in CLIPS and all(results):
         best = max(results, key=score)
         other = [*best["words"], f"algorithm.clip={CLIPS[method][1]}"]
         cells.append(cell(method, other, seed=0, budget=BUDGET // 3, kind="tune"))
     return cells
+
+
+def rates(method: str) -> list[str]:
+    return RATES + LOWER.get(method, [])
 
 
 def score(r: dict[str, Any]) -> float:
@@ -158,7 +163,7 @@ def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2)) -> list[dict[str, An
     """The best setting of a finished tuning, for each seed; the second tier has seed 0 alone."""
     tried = tuning(method)
     results = [result(c) for c in tried]
-    if not all(results) or len(tried) < len(RATES) + (method in CLIPS):
+    if not all(results) or len(tried) < len(rates(method)) + (method in CLIPS):
         return []
     words = [word for word in max(results, key=score)["words"] if word not in TUNING]
     return [cell(method, words, seed=seed, budget=BUDGET, kind="run") for seed in seeds if method in FIRST or seed == 0]

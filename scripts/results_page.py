@@ -45,7 +45,8 @@ budget of {budget} network rows, in which the forward of a rollout or a referenc
 Eight steps, eight prompts an iteration, no guidance, groups of 16 (28 and 48 where a plan has that many leaves). What is the paper's own
 stays the paper's where it says: plan, SDE, noise level, KL, statistics; the number of updates is that of `configs/algorithm`. Three
 learning rates, and at the best of them a second clip where there is one, were tried for each method, with one seed and {third} rows, and
-judged by images of training prompts. A run ends with the iteration that passes the budget; its rows include the few that measure winners.
+judged by images of training prompts; `raft` and `rwr`, which the usual rates ruin, got two lower ones more. A run ends with the iteration
+that passes the budget; its rows include the few that measure winners.
 
 Scores are strict accuracy on {images} held-out images of {prompts} texts, sampled without guidance from averaged weights. Intervals are
 95%, by resampling texts; over several seeds, of the mean over seeds. This page is written by `python scripts/bench_algorithms.py table`
@@ -132,7 +133,7 @@ def tuning_table() -> str:
             best = max(results, key=bench.score)
             rows.append([method, *(f"{'**' * (r is best)}{bench.score(r):.3f}{'**' * (r is best)} ({setting(r)})" for r in results)])
     width = max((len(r) for r in rows), default=1)
-    return table(["method", "", "", "", "other clip"][:width], [row + [""] * (width - len(row)) for row in rows])
+    return table(["method", "", "", "", "other clip, or lower", ""][:width], [row + [""] * (width - len(row)) for row in rows])
 
 
 def claims_table(claims: dict[str, Cell]) -> str:

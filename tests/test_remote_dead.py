@@ -142,7 +142,8 @@ def test_a_training_run_whose_server_stays_dead_stops_and_resumes_as_if_nothing_
 
     journal = str(tmp_path / "run" / "scores.jsonl")
     with Server({"jpeg": {"reward": dying}}, port=0, max_batch=1, device="cpu") as server:
-        cfg = far(tmp_path / "run", server.url, reward__jpeg__wait="0", reward__jpeg__batch="1", reward__jpeg__journal=journal)
+        changes = {"reward__jpeg__wait": "0", "reward__jpeg__batch": "1", "reward__jpeg__journal": journal, "guard__canaries": "false"}
+        cfg = far(tmp_path / "run", server.url, **changes)
         with pytest.raises(RewardUnavailable, match="answered 503: gone.*resume the run with `flowrl train --resume RUN`"):
             Trainer(cfg).run()
         assert len(small.lines(tmp_path / "run")) == 1 and len(Journal(journal).scores) == 6

@@ -205,7 +205,7 @@ def test_without_rounding_the_gradient_reaches_every_sample():
     assert reward.differentiable
     reward(media, ["", ""], MediaContext(reference=x)).sum().backward()
     assert bool((media.grad.abs().amax((1, 2, 3)) > 0).all())
-    with pytest.raises(ValueError, match="rounding=True gives no gradient"):
+    with pytest.raises(ValueError, match="rounds pictures and gives no gradient"):
         rewards.load("reference", key=None)(media, ["", ""], MediaContext(reference=x))
 
 
