@@ -25,7 +25,6 @@ from flowrl.policy import Policy, load_policy
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.rewards._journal import Journal
-from flowrl.rewards.remote import Remote
 from flowrl.samplers import flow_sde, sigmas
 from flowrl.types import Plan
 
@@ -86,7 +85,7 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
         raise ValueError(f"{path} already holds a run; resume it with `flowrl train --resume {path}`, or choose another output=")
     rewards = load_set(cfg.reward)
     for reward in rewards.rewards.values():
-        if isinstance(reward, Remote) and reward.journal is None:  # a resumed iteration does not ask, and pay, again
+        if getattr(reward, "journal", False) is None:  # one of `remote`: a resumed iteration does not ask, and pay, again
             reward.journal = Journal(path / "scores.jsonl")
     check_needs(rewards, ("meta", "group"))
     if cfg.data.eval and not rewards.pointwise().rewards:
