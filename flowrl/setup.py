@@ -86,7 +86,7 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     rewards = load_set(cfg.reward)
     for reward in rewards.rewards.values():
         if getattr(reward, "journal", False) is None:  # one of `remote`: a resumed iteration does not ask, and pay, again
-            reward.journal = Journal(path / "scores.jsonl")
+            vars(reward)["journal"] = Journal(path / "scores.jsonl")
     check_needs(rewards, ("meta", "group"))
     if cfg.data.eval and not rewards.pointwise().rewards:
         raise ValueError(
