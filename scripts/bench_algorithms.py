@@ -86,6 +86,7 @@ LONG = ["sampler.steps=25"]
 MIX_25 = [*LONG, "algorithm.window.size=4", "algorithm.window.every=2"]
 FLASH_25 = [*MIX_25, "algorithm.tail_count=code"]
 SEEN = ["data.train=docs/results/few_prompts.jsonl", "data.eval=docs/results/few_prompts.jsonl"]
+PROXY = ["reward=clip", "reward.clip.preset=shapes", "reward.shapes.weight=0"]  # the verifier is only read
 CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, share of the budget)
     "dance_25_14": ("dance_grpo", [*LONG, "algorithm.timestep_fraction=0.5834"], 2),
     "dance_25_4": ("dance_grpo", [*LONG, "algorithm.timestep_fraction=0.1667"], 2),
@@ -102,6 +103,8 @@ CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, s
     "ddpo_few": ("ddpo", SEEN, 1),
     **{f"{m}_{t}_steps": (m, [f"sampler.steps={t}", f"eval.steps={t}"], 1 / 3) for m in ("nft", "awm", "dgpo") for t in (1, 2, 4)},
     **{f"{m}_{t}_steps": (m, [f"sampler.steps={t}", f"eval.steps={t}"], 1 / 3) for m in ("flow_grpo", "dance_grpo") for t in (2, 4)},
+    "proxy_points": ("mix_grpo_flash", PROXY, 2),
+    "proxy_wins": ("mix_grpo_flash", [*PROXY, "algorithm.outcome=win_rate"], 2),
 }  # fmt: skip
 
 
@@ -176,7 +179,9 @@ def claims(name: str) -> list[dict[str, Any]]:
     if not best:
         return []
     few = ["algorithm.steps=1", "algorithm.first=0", "algorithm.range=1.0"] if "_steps" in name and method in ("nft", "awm", "dgpo") else []
-    return [cell(method, [*best[0]["words"], *words, *few], seed=0, budget=int(BUDGET * share), kind="claim") | {"claim": name}]
+    seeds = (0, 1, 2) if name.startswith("proxy_") else (0,)
+    words = [*best[0]["words"], *words, *few]
+    return [cell(method, words, seed=seed, budget=int(BUDGET * share), kind="claim") | {"claim": name} for seed in seeds]
 
 
 def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
@@ -200,7 +205,9 @@ def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
             point |= {k: float(f"{m[k]:.4g}") for k in LOGGED if k in m}
             if marks and spent["calls"] >= marks[0]:
                 marks = [x for x in marks if x > spent["calls"]]
-                point["strict"] = trainer._evaluate("", trainer.cfg.eval.guidance).mean("shapes/strict")
+                read = trainer._evaluate("", trainer.cfg.eval.guidance)
+                point["strict"] = read.mean("shapes/strict")
+                point |= {"proxy": read.mean("clip")} if "clip" in read.values else {}
             curve.append(point)
             if spent["calls"] >= c["budget"] or trainer.stopped:
                 break

@@ -23,7 +23,8 @@ def write() -> None:
     for method in bench.METHODS:
         runs[method] = [r for c in bench.finals(method) if (r := bench.result(c))]
     done = {m: r for m, r in runs.items() if r}
-    claims = {c["claim"]: c for c in cells if c["kind"] == "claim"}
+    proxies = [c for c in cells if c["kind"] == "claim" and c["claim"].startswith("proxy_")]
+    claims = {c["claim"]: c for c in cells if c["kind"] == "claim" and c not in proxies}
     parts = [HEAD.format(budget=f"{bench.BUDGET:,}", third=f"{bench.BUDGET // 3:,}", images=4 * PROMPTS, prompts=PROMPTS)]
     if done:
         parts += ["## What each method buys", ABOUT_TABLE, main_table(done), plots(done)]
@@ -31,6 +32,8 @@ def write() -> None:
     parts += ["## Tuning", ABOUT_TUNING, tuning_table()]
     if claims:
         parts += ["## Runs for the papers' claims", claims_table(claims)]
+    if proxies:
+        parts += ["## Training on a proxy", ABOUT_PROXY, proxy_table(proxies)]
     verdicts = bench.FOLDER / "claims.md"
     if verdicts.exists():
         parts.append(verdicts.read_text().strip())
@@ -58,6 +61,8 @@ seed is no ranking."""
 
 ABOUT_EQUAL = "Strict accuracy at shares of the same runs' budget (mean over seeds; evaluated at the first iteration past the mark)."
 
+ABOUT_PROXY = """Two ways to train on the tiny CLIP's cosine: `proxy_points` as it is, `proxy_wins` by win rates within the group
+(`algorithm.outcome=win_rate`, Pref-GRPO). The strict verifier is read and never trained on."""
 ABOUT_TUNING = (
     "Strict accuracy on images of training prompts after a third of the budget, seed 0. The best of each row is what the runs above use."
 )
@@ -134,6 +139,16 @@ def tuning_table() -> str:
             rows.append([method, *(f"{'**' * (r is best)}{bench.score(r):.3f}{'**' * (r is best)} ({setting(r)})" for r in results)])
     width = max((len(r) for r in rows), default=1)
     return table(["method", "", "", "", "other clip, or lower", ""][:width], [row + [""] * (width - len(row)) for row in rows])
+
+
+def proxy_table(cells: list[Cell]) -> str:
+    """Gain of the proxy that was trained on, and of the verifier that was only read, for each run."""
+    rows = []
+    for c in sorted(cells, key=lambda c: (c["claim"], c["seed"])):
+        gains = [c["paired"][key] for key in ("clip", "shapes/strict")]
+        said = [f"{g['difference']:+.3f} [{g['ci'][0]:+.3f}, {g['ci'][1]:+.3f}]" for g in gains]
+        rows.append([c["claim"], str(c["seed"]), *said, f"{max(p.get('strict', 0) for p in c['curve']):.3f}", f"{bench.score(c):.3f}"])
+    return table(["run", "seed", "proxy gain [95%]", "verifier gain [95%]", "verifier, best reading on the way", "verifier, after"], rows)
 
 
 def claims_table(claims: dict[str, Cell]) -> str:

@@ -63,9 +63,18 @@ def test_every_claim_has_a_valid_cell(bench):
         if method in bench.CLIPS:
             finish(bench, bench.tuning(method)[-1], 0.2)
     for name in bench.CLAIMS:
-        (cell,) = bench.claims(name)
-        assert cell["claim"] == name
-        planned(cell)
+        cells = bench.claims(name)
+        assert {cell["claim"] for cell in cells} == {name}
+        assert [cell["seed"] for cell in cells] == ([0, 1, 2] if name.startswith("proxy_") else [0])
+        planned(cells[0])
+
+
+def test_a_proxy_is_trained_on_and_the_verifier_read(bench):
+    for name, outcome in (("proxy_points", "reward"), ("proxy_wins", "win_rate")):
+        method, words, _ = bench.CLAIMS[name]
+        cfg, _ = planned(bench.cell(method, words, seed=0, budget=1, kind="claim"))
+        assert cfg.reward == {"clip": {"weight": 1.0, "preset": "shapes"}, "shapes": {"weight": 0, "reading": "strict"}}
+        assert cfg.algorithm["outcome"] == outcome
 
 
 def test_tuning_tries_the_other_clip_at_the_best_rate_and_runs_take_the_best_of_all(bench):
@@ -113,3 +122,12 @@ def test_the_page_holds_what_the_cells_hold(bench):
     assert low < gain < high and gain == pytest.approx(29 / 348)
     assert "| nft | **0.300** (1e-3) | 0.300 (3e-3) | 0.300 (1e-2) |" in page
     assert (bench.FOLDER / "strict-by-calls.svg").exists() and not (bench.FOLDER / "strict-by-seconds.svg").exists()  # one run had company
+
+
+def test_the_page_shows_proxy_and_verifier_of_each_run(bench):
+    import results_page
+
+    gain = {"clip": {"difference": 0.2, "ci": [0.1, 0.3]}, "shapes/strict": {"difference": -0.05, "ci": [-0.1, 0.0]}}
+    cell = {"claim": "proxy_points", "seed": 1, "paired": gain, "curve": [{"strict": 0.31}, {}], "after": {"shapes/strict": {"mean": 0.25}}}
+    *_, row = results_page.proxy_table([cell]).splitlines()
+    assert row == "| proxy_points | 1 | +0.200 [+0.100, +0.300] | -0.050 [-0.100, +0.000] | 0.310 | 0.250 |"
