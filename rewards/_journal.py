@@ -2,7 +2,8 @@
 
 One JSON line a score, {"key": sha256 in hex, "score": number}, appended in one write per batch: what a killed process had received is
 there, and several processes may share the file. Python writes a float so that it reads back as the same float. A line that was torn by a
-kill is skipped. Failed samples are not kept: they are tried again.
+kill is skipped, and so is an empty one, which a process leaves that looked at the end of the file while another one wrote. Failed samples
+are not kept: they are tried again.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """One table of what each algorithm buys: same model, prompts, reward, LoRA and budget; a queue that can stop and go on at any time.
 
-    python scripts/bench_algorithms.py tune  [METHOD ...]   learning rate, then clip: one seed, a third of the budget
-    python scripts/bench_algorithms.py run   [METHOD ...]   the best setting, three seeds for the first tier, one for the others
-    python scripts/bench_algorithms.py claims               runs that the papers' claims need beside those
-    python scripts/bench_algorithms.py table                docs/results.md and its plots, from the cells that are there
+    python scripts/bench_algorithms.py tune   [METHOD ...]   learning rate, then clip: one seed, a third of the budget
+    python scripts/bench_algorithms.py run    [METHOD ...]   the best setting, three seeds for the first tier, one for the others
+    python scripts/bench_algorithms.py claims [CLAIM ...]    runs that the papers' claims need beside those
+    python scripts/bench_algorithms.py time   [NAME ...]     seconds an iteration of each method and claim, alone on the machine
+    python scripts/bench_algorithms.py table                 docs/results.md and its plots, from the cells that are there
 
 A cell is one run, in docs/results/cells/NAME.json; a cell that is there is not run again. The budget counts network rows: forward of
-the rollout and of references 1, forward and backward of a trained row 3. --workers 2 runs two cells side by side, one thread each, and
-marks their seconds as shared; seconds of the table are those of cells that ran alone, so `run --seeds 0` and then
-`run --seeds 1 2 --workers 2` saves time.
+the rollout and of references 1, forward and backward of a trained row 3. --workers 2 runs two cells side by side, one thread each. The
+seconds of the table are iterations times those that `time` measured, which takes no --workers: keep the machine free for it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "results"
 BUDGET = 75_000  # network rows
+MARKS = (1 / 6, 1 / 3, 2 / 3)  # shares of it after which a run is evaluated on its way
+TIMED = 4  # iterations of a timing; the first is left out
 COMMON = [
     "model=shapes-sd3", "data=shapes", "reward=shapes", "reward.shapes.reading=strict", "sampler.steps=8", "sampler.guidance=none",
     "batch.prompts=8", "batch.group=16", "batch.micro=128", "batch.decode=128", "ema.decay=0.8", "ema.every=1", "eval.images=348",
@@ -106,6 +108,7 @@ CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, s
     "proxy_points": ("mix_grpo_flash", PROXY, 2),
     "proxy_wins": ("mix_grpo_flash", [*PROXY, "algorithm.outcome=win_rate"], 2),
 }  # fmt: skip
+TIMED_CLAIMS = [name for name, (_, words, _) in CLAIMS.items() if {*TWENTY, *LONG} & {*words}]
 
 
 def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) -> dict[str, Any]:
@@ -162,17 +165,22 @@ def score(r: dict[str, Any]) -> float:
     return r["after"]["shapes/strict"]["mean"]
 
 
-def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2)) -> list[dict[str, Any]]:
-    """The best setting of a finished tuning, for each seed; the second tier has seed 0 alone."""
+def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2), kind: str = "run") -> list[dict[str, Any]]:
+    """The best setting of a finished tuning, for each seed; the second tier has seed 0 alone.
+
+    A third of the rate, for three times as many steps: Adam moves about rate x steps, and at the full rate the best of them fell
+    again after the rows that the rate was tuned on (nft from 0.460 to 0.256, dgpo from 0.382 to 0.155, strict, seed 1).
+    """
     tried = tuning(method)
     results = [result(c) for c in tried]
     if not all(results) or len(tried) < len(rates(method)) + (method in CLIPS):
         return []
-    words = [word for word in max(results, key=score)["words"] if word not in TUNING]
-    return [cell(method, words, seed=seed, budget=BUDGET, kind="run") for seed in seeds if method in FIRST or seed == 0]
+    rate, *clip = [word for word in max(results, key=score)["words"] if word not in TUNING]
+    words = [f"optimizer.lr={float(rate.partition('=')[2]) / 3:.3g}", *clip]
+    return [cell(method, words, seed=seed, budget=BUDGET, kind=kind) for seed in seeds if method in FIRST or seed == 0]
 
 
-def claims(name: str) -> list[dict[str, Any]]:
+def claims(name: str, kind: str = "claim") -> list[dict[str, Any]]:
     """The run of a claim, at its method's best setting."""
     method, words, share = CLAIMS[name]
     best = finals(method)
@@ -181,21 +189,26 @@ def claims(name: str) -> list[dict[str, Any]]:
     few = ["algorithm.steps=1", "algorithm.first=0", "algorithm.range=1.0"] if "_steps" in name and method in ("nft", "awm", "dgpo") else []
     seeds = (0, 1, 2) if name.startswith("proxy_") else (0,)
     words = [*best[0]["words"], *words, *few]
-    return [cell(method, words, seed=seed, budget=int(BUDGET * share), kind="claim") | {"claim": name} for seed in seeds]
+    return [cell(method, words, seed=seed, budget=int(BUDGET * share), kind=kind) | {"claim": name} for seed in seeds]
 
 
-def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
-    """Run a cell in this process until its budget is spent."""
+def timing(name: str) -> list[dict[str, Any]]:
+    """A few iterations of what a method's or a claim's run does."""
+    return (claims(name, kind="time") if name in CLAIMS else finals(name, kind="time"))[:1]
+
+
+def train(c: dict[str, Any]) -> dict[str, Any]:
+    """Run a cell in this process until its budget is spent, or the iterations of a timing are."""
     from flowrl.config import load_config
     from flowrl.loop import Trainer
 
     load = round(os.getloadavg()[0], 2)  # before the start: what else was running
     with tempfile.TemporaryDirectory() as folder:
-        whole = c["kind"] != "tune"  # tuning looks at the end only
+        whole = c["kind"] in ("run", "claim")  # tuning looks at the end only, a timing never
         trainer = Trainer(load_config(None, [*c["settings"], f"output={folder}/run", f"eval.at_start={whole}"]))
         curve: list[dict[str, float]] = []
         spent = {"calls": 0.0, "rows": 0.0, "seconds": 0.0}
-        marks = [c["budget"] * k / 6 for k in range(1, 6 if whole else 1)]
+        marks = [c["budget"] * share for share in MARKS if whole]
         for it in trainer:
             m = it.metrics
             spent["calls"] += m["nfe/rollout"] + m.get("nfe/reference", 0) + 3 * m.get("nfe/update", 0)
@@ -209,14 +222,16 @@ def train(c: dict[str, Any], *, alone: bool) -> dict[str, Any]:
                 point["strict"] = read.mean("shapes/strict")
                 point |= {"proxy": read.mean("clip")} if "clip" in read.values else {}
             curve.append(point)
-            if spent["calls"] >= c["budget"] or trainer.stopped:
+            if (it.number == TIMED if c["kind"] == "time" else spent["calls"] >= c["budget"]) or trainer.stopped:
                 break
+        origin = {"machine": machine() | {"load": load}, "commit": commit(), "spent": spent, "curve": curve, "stopped": trainer.stopped}
+        if c["kind"] == "time":
+            return c | origin
         trainer._evaluate("after", trainer.cfg.eval.guidance)
         record = json.loads((Path(folder) / "run" / "evaluation.json").read_text())
         rows = {r["name"]: r for r in record["rows"]}
     return {
-        **c, "machine": machine() | {"load": load}, "alone": alone, "commit": commit(), "spent": spent, "curve": curve,
-        "stopped": trainer.stopped,
+        **c, **origin,
         "before": rows["before"]["metrics"] if whole else None, "after": rows["after"]["metrics"],
         "paired": record.get("paired"), "tasks": rows["after"]["tasks"],
         "images": marks_of(rows["after"]), "images_before": marks_of(rows["before"]) if whole else None,
@@ -244,7 +259,7 @@ def start(c: dict[str, Any], workers: int) -> str:
     """Run a cell in a process of its own, with its share of the cores."""
     threads = str(max(1, (os.cpu_count() or 1) // workers))
     env = {**os.environ, "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(Path(__file__).resolve()), "cell", json.dumps(c), *(["--shared"] if workers > 1 else [])]
+    command = [sys.executable, str(Path(__file__).resolve()), "cell", json.dumps(c)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=FOLDER.parents[1])
     if done.returncode:
         return f"{c['name']} FAILED: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}"
@@ -266,20 +281,20 @@ def work(cells_of: Any, methods: list[str], workers: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tune", "run", "claims", "table", "cell"])
+    parser.add_argument("what", choices=["tune", "run", "claims", "time", "table", "cell"])
     parser.add_argument("words", nargs="*")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of `run`: as 0 alone, then 1 and 2 side by side")
-    parser.add_argument("--shared", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of `run`")
     args = parser.parse_args()
     if args.what == "cell":
         c = json.loads(args.words[0])
-        out = train(c, alone=not args.shared)
+        out = train(c)
         path_of(c).parent.mkdir(parents=True, exist_ok=True)
         path_of(c).write_text(json.dumps(out, indent=None, separators=(",", ":")) + "\n")
-        print(f"strict {score(out):.3f} after {len(out['curve'])} iterations, {out['spent']['seconds']:.0f} s")
+        read = f"strict {score(out):.3f} after " if "after" in out else ""
+        print(f"{read}{len(out['curve'])} iterations, {out['spent']['seconds']:.0f} s")
         return
-    known = list(CLAIMS if args.what == "claims" else METHODS)
+    known = [*METHODS, *TIMED_CLAIMS] if args.what == "time" else list(CLAIMS if args.what == "claims" else METHODS)
     methods = args.words or known
     if unknown := set(methods) - set(known):
         parser.error(f"unknown {sorted(unknown)[0]}; there are {', '.join(known)}")
@@ -289,6 +304,8 @@ def main() -> None:
         work(functools.partial(finals, seeds=tuple(args.seeds)), methods, args.workers)
     elif args.what == "claims":
         work(claims, methods, args.workers)
+    elif args.what == "time":
+        work(timing, methods, workers=1)
     else:
         import results_page
 

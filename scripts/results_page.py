@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from collections import defaultdict
+from fractions import Fraction
 from typing import Any
 
 import bench_algorithms as bench
@@ -48,16 +50,17 @@ budget of {budget} network rows, in which the forward of a rollout or a referenc
 Eight steps, eight prompts an iteration, no guidance, groups of 16 (28 and 48 where a plan has that many leaves). What is the paper's own
 stays the paper's where it says: plan, SDE, noise level, KL, statistics; the number of updates is that of `configs/algorithm`. Three
 learning rates, and at the best of them a second clip where there is one, were tried for each method, with one seed and {third} rows, and
-judged by images of training prompts; `raft` and `rwr`, which the usual rates ruin, got two lower ones more. A run ends with the iteration
-that passes the budget; its rows include the few that measure winners.
+judged by images of training prompts; `raft` and `rwr`, which the usual rates ruin, got two lower ones more. The runs then take a third of
+the best rate, for all methods alike, since they take three times as many steps. A run ends with the iteration that passes the budget; its
+rows include the few that measure winners.
 
 Scores are strict accuracy on {images} held-out images of {prompts} texts, sampled without guidance from averaged weights. Intervals are
 95%, by resampling texts; over several seeds, of the mean over seeds. This page is written by `python scripts/bench_algorithms.py table`
-from the cells in `docs/results/cells`; `tune`, `run` and `claims` make those that are missing."""
+from the cells in `docs/results/cells`; `tune`, `run`, `claims` and `time` make those that are missing."""
 
-ABOUT_TABLE = """Rows are sorted by gain. *Rows trained* are terms of the loss. *Seconds* are those of training alone, without evaluation,
-and given only for runs that had the machine to themselves. *Winner gain* is the last `policy/winner_gain`; its unit is the method's. One
-seed is no ranking."""
+ABOUT_TABLE = """Rows are sorted by gain. *Rows trained* are terms of the loss. *Seconds* are those of training without evaluation:
+iterations times the median seconds of a few that had the machine to themselves (`time`). *Winner gain* is the last `policy/winner_gain`;
+its unit is the method's. One seed is no ranking."""
 
 ABOUT_EQUAL = "Strict accuracy at shares of the same runs' budget (mean over seeds; evaluated at the first iteration past the mark)."
 
@@ -98,16 +101,26 @@ def main_table(done: dict[str, list[Cell]]) -> str:
         mean, low, high = gain(cells)
         last = [c["curve"][-1] for c in cells]
         seeds = ", ".join(f"{bench.score(c):.3f}" for c in cells)
-        alone = [c["spent"]["seconds"] for c in cells if c["alone"]]
+        pace = seconds(method)
         rows.append([
             f"[{method}](algorithms/{method}.md)", f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]", seeds, setting(cells[0]),
             *(f"{statistics.mean(p[key] for p in last):,.0f}" for key in ("iteration", "calls", "rows")),
-            f"{statistics.mean(alone):.0f}" if alone else "", f"{statistics.mean(gains):+.2g}" if (gains := winner_gains(cells)) else "",
+            f"{pace * statistics.mean(p['iteration'] for p in last):.0f}" if pace else "",
+            f"{statistics.mean(gains):+.2g}" if (gains := winner_gains(cells)) else "",
         ])  # fmt: skip
     head = ["method", "gain [95%]", "after, by seed", "rate, clip", "iterations", "network rows", "rows trained", "seconds", "winner gain"]
     first = next(iter(done.values()))[0]
     base = first["before"]["shapes/strict"]["mean"]
     return f"Before training: {base:.3f}.\n\n" + table(head, rows)
+
+
+def seconds(name: str) -> float:
+    """Of an iteration of a method or claim, measured alone on the machine; 0: not measured."""
+    timed = next((r for c in bench.timing(name) if (r := bench.result(c))), None)
+    if timed is None:
+        return 0.0
+    stamps = [p["seconds"] for p in timed["curve"]]
+    return statistics.median(b - a for a, b in itertools.pairwise(stamps))
 
 
 def winner_gains(cells: list[Cell]) -> list[float]:
@@ -117,17 +130,17 @@ def winner_gains(cells: list[Cell]) -> list[float]:
 
 
 def at_shares(c: Cell) -> list[float]:
-    """Strict accuracy at 1/6 .. 5/6 and at the end of a run's budget."""
-    return [p["strict"] for p in c["curve"] if "strict" in p][:5] + [bench.score(c)]
+    """Strict accuracy at the marks and at the end of a run's budget."""
+    return [p["strict"] for p in c["curve"] if "strict" in p] + [bench.score(c)]
 
 
 def equal_table(done: dict[str, list[Cell]]) -> str:
     rows = []
     for method, cells in sorted(done.items(), key=lambda item: -gain(item[1])[0]):
         series = [at_shares(c) for c in cells]
-        if all(len(s) == 6 for s in series):
+        if all(len(s) == len(bench.MARKS) + 1 for s in series):
             rows.append([method, *(f"{statistics.mean(column):.3f}" for column in zip(*series, strict=True))])
-    return table(["method", *(f"{k}/6" for k in range(1, 6)), "all"], rows)
+    return table(["method", *(str(Fraction(share).limit_denominator(9)) for share in bench.MARKS), "all"], rows)
 
 
 def tuning_table() -> str:
@@ -163,9 +176,15 @@ def claims_table(claims: dict[str, Cell]) -> str:
             rows.append([
                 name, f"{change.difference:+.3f} [{change.ci[0]:+.3f}, {change.ci[1]:+.3f}]", f"{after.mean:.3f}", setting(c),
                 f"{last['iteration']}", f"{last['calls'] / last['iteration']:,.0f}",
-                f"{last['seconds'] / last['iteration']:.2f}" if c["alone"] else "",
+                f"{pace:.2f}" if (pace := seconds(name)) else "",
             ])  # fmt: skip
     return table(["run", "gain [95%]", "after", "rate, clip", "iterations", "network rows an iteration", "seconds an iteration"], rows)
+
+
+def curve_of(c: Cell, key: str, scale: float) -> list[tuple[float, float]]:
+    """(cost, strict accuracy) before, at the marks and after."""
+    points = [(p[key] * scale, p["strict"]) for p in c["curve"] if "strict" in p]
+    return [(0.0, c["before"]["shapes/strict"]["mean"]), *points, (c["curve"][-1][key] * scale, bench.score(c))]
 
 
 def plots(done: dict[str, list[Cell]]) -> str:
@@ -180,13 +199,10 @@ def plots(done: dict[str, list[Cell]]) -> str:
     for key, label in (("calls", "network rows"), ("seconds", "seconds of training"), ("rows", "rows trained")):
         figure, axes = plt.subplots(figsize=(8, 4.5))
         for method, cells in done.items():
-            if method not in bench.FIRST or (key == "seconds" and not all(c["alone"] for c in cells)):
+            scale = seconds(method) if key == "seconds" else 1.0
+            if method not in bench.FIRST or not scale:
                 continue
-            curves = [
-                [(0.0, c["before"]["shapes/strict"]["mean"])] + [(p[key], p["strict"]) for p in c["curve"] if "strict" in p] for c in cells
-            ]
-            for c, curve in zip(cells, curves, strict=True):
-                curve.append((c["curve"][-1][key], bench.score(c)))
+            curves = [curve_of(c, "iteration" if key == "seconds" else key, scale) for c in cells]
             length = min(map(len, curves))
             x = [statistics.mean(curve[i][0] for curve in curves) for i in range(length)]
             y = [statistics.mean(curve[i][1] for curve in curves) for i in range(length)]

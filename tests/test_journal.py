@@ -42,7 +42,8 @@ def test_several_journals_of_one_file_lose_nothing(tmp_path):
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    assert len(Journal(path).scores) == 400 and all(json.loads(line) for line in path.read_text().splitlines())
+    lines = [line for line in path.read_text().splitlines() if line]  # one that looks while another writes may start a line too early
+    assert len(Journal(path).scores) == 400 == len({json.loads(line)["key"] for line in lines})
 
 
 def test_memory_holds_the_newest(tmp_path):
