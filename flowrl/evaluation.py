@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl import media, report, stats
+from flowrl import media, stats
 from flowrl.generation import sample
 from flowrl.ledger import Ledger
+from flowrl.log import read_json
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, readings
 from flowrl.rollout import media_of, meta_rows
@@ -106,7 +107,7 @@ def shown_prompts(prompts: list[dict[str, Any]], images: int) -> list[str]:
 def add_row(run: Path, name: str, evaluation: Evaluation, prompts: list[dict[str, Any]], **setting: Any) -> dict[str, Any]:
     """Write a row into evaluation.json (atomically; a row of the same name is replaced) and return the whole record."""
     path = run / FILE
-    record = {"rows": []} | (report.read_json(path) if path.exists() else {})
+    record = {"rows": []} | (read_json(path) if path.exists() else {})
     clusters = [prompts[i]["prompt"] for i in evaluation.prompt]  # held-out data may hold a text several times
     metrics, tasks = {}, {}
     for key, value in evaluation.values.items():

@@ -73,6 +73,17 @@ class MetricsFile:
             file.write(line + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object; ValueError that names it otherwise."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable JSON ({error}); delete it or write it again with flowrl evaluate") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not an object; write it again with flowrl evaluate")
+    return value
+
+
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """Lines of a run's metrics.jsonl, oldest first; [] before the first iteration."""
     path = Path(run) / "metrics.jsonl"

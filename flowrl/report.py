@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl import suite_report
+from flowrl.log import read_json
 from flowrl.page import PAGE, STYLE
 from flowrl.plots import interval_chart, line_chart, stacked_bar
 
@@ -82,17 +83,6 @@ def read(path: Path) -> Run:
         evaluation=read_json(evaluation) if evaluation.exists() else {},
         notes=notes,
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; ValueError that names it otherwise."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable JSON ({error}); delete it or write it again with flowrl evaluate") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not an object; write it again with flowrl evaluate")
-    return value
 
 
 def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:

@@ -24,7 +24,6 @@ from flowrl.log import logger
 from flowrl.policy import Policy, load_policy
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.rewards import RewardSet, check_needs, load_set
-from flowrl.rewards._journal import Journal
 from flowrl.samplers import flow_sde, sigmas
 from flowrl.types import Plan
 
@@ -85,8 +84,7 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
         raise ValueError(f"{path} already holds a run; resume it with `flowrl train --resume {path}`, or choose another output=")
     rewards = load_set(cfg.reward)
     for reward in rewards.rewards.values():
-        if getattr(reward, "journal", False) is None:  # one of `remote`: a resumed iteration does not ask, and pay, again
-            vars(reward)["journal"] = Journal(path / "scores.jsonl")
+        reward.begin(path)
     check_needs(rewards, ("meta", "group"))
     if cfg.data.eval and not rewards.pointwise().rewards:
         raise ValueError(
@@ -278,11 +276,19 @@ def load_run(run: Path) -> tuple[Config, Policy, RewardSet, data.Prompts]:
     cfg = config.read_config(run / "config.yaml")
     if not cfg.data.eval:
         raise ValueError(f"{run} was trained without held-out prompts (data.eval); there is nothing to evaluate on")
+    policy = load_tuned(run, cfg)
+    return cfg, policy, load_set(cfg.reward).to(policy.device), data.load_prompts(cfg.data.eval)
+
+
+def load_tuned(run: Path, cfg: Config) -> Policy:
+    """The policy of a run with the averaged weights of its newest checkpoint; the view "reference" is the base model."""
     tensors, _ = checkpoint.load(checkpoint.latest(run))
     policy = make_policy(cfg)
+    if cfg.train.mode == "full":
+        policy.add_view("reference")  # with LoRA it is the adapters switched off
     averages = {name: value for name, value in tensors["ema"].items() if name != "step"}
     policy.load_state("default", tensors["policy"] | averages)
-    return cfg, policy, load_set(cfg.reward).to(policy.device), data.load_prompts(cfg.data.eval)
+    return policy
 
 
 def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:

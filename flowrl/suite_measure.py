@@ -139,8 +139,7 @@ def thumbnails(media: Tensor) -> Tensor:
 
 def _embedding_of(reward: TwoTowers) -> Callable[[Tensor], Tensor]:
     def embed(media: Tensor) -> Tensor:
-        frames = frames_of(media).split(reward.settings.chunk)
-        vectors = torch.cat([reward.towers.image(reward.pixels(part)) for part in frames])
+        vectors = reward.pictures(frames_of(media))
         return F.normalize(vectors.view(len(media), -1, vectors.shape[-1]).mean(1), dim=-1)
 
     return embed

@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from flowrl.log import read_json
 from flowrl.plots import COLOURS, ticks
 
 SHOWN = (1, 2, 4, 8, 16, 32, 64)  # sizes of best-of-N in tables
@@ -15,8 +16,6 @@ SHOWN = (1, 2, 4, 8, 16, 32, 64)  # sizes of best-of-N in tables
 
 def records(run: Path) -> Iterator[dict[str, Any]]:
     """The records of run/suites, by name."""
-    from flowrl.report import read_json
-
     return (read_json(path) for path in sorted((run / "suites").glob("*.json")))
 
 

@@ -22,7 +22,6 @@ import torch
 from flowrl import checkpoint, config, data, offline, report, setup, suite_stats
 from flowrl.config import Config
 from flowrl.log import logger
-from flowrl.policy import Policy
 from flowrl.suite_measure import DIMENSION, Journal, Measured, Sampling
 from flowrl.suite_stats import Cells, Design, Rule
 from flowrl.suites import BY_QUESTION, Suite, Task, load, prepare, run_suite
@@ -75,7 +74,7 @@ def evaluate_runs(runs: Sequence[Path], name: str, chosen: Options) -> list[dict
 
 def _evaluate(run: Path, cfg: Config, task: Task, seed: int, most: int, known: dict[str, dict[str, Measured]]) -> dict[str, Any]:
     """known: rows of base models that were measured for other runs, by what they depend on."""
-    policy = load_tuned(run, cfg)
+    policy = setup.load_tuned(run, cfg)
     sampling = sampling_of(task.suite, cfg, seed=seed, device=policy.device)
     baseline = cfg.eval.baseline_guidance if task.suite.guidance is None else None
     for guidance in (sampling.guidance, baseline or "none"):
@@ -110,17 +109,6 @@ def _config_of(run: Path) -> Config:
     report.read(run)  # its other files are readable, before time is spent
     checkpoint.latest(run)
     return config.read_config(run / "config.yaml")
-
-
-def load_tuned(run: Path, cfg: Config) -> Policy:
-    """The policy of a run with the averaged weights of its newest checkpoint; the view "reference" is the base model."""
-    tensors, _ = checkpoint.load(checkpoint.latest(run))
-    policy = setup.make_policy(cfg)
-    if cfg.train.mode == "full":
-        policy.add_view("reference")  # with LoRA it is the adapters switched off
-    averages = {name: value for name, value in tensors["ema"].items() if name != "step"}
-    policy.load_state("default", tensors["policy"] | averages)
-    return policy
 
 
 def sampling_of(suite: Suite, cfg: Config, *, seed: int, device: torch.device) -> Sampling:

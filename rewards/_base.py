@@ -74,6 +74,9 @@ class Reward:
         """Readings that evaluation shows beside the score, as eval/<label>/<part>: name -> (B,) fp32. Most rewards have none."""
         return {}
 
+    def begin(self, run: Path) -> None:
+        """A training run in the folder `run` begins, or goes on; most rewards keep nothing there."""
+
     def to(self, device: Any) -> Reward:
         """Move the networks among our attributes to device; free when they are there already."""
         for value in vars(self).values():
@@ -151,9 +154,21 @@ def _from_file(name: str) -> type[Reward]:
     """The class of a decorated function, or a subclass of Reward, in a user's file."""
     place, _, member = name.rpartition(":")
     path = Path(place).expanduser().resolve()
+    found = user_file(path, what=f'reward "{name}"')
+    cls = getattr(found.get(member), "REWARD", found.get(member))
+    if isinstance(cls, type) and issubclass(cls, Reward):
+        return cls
+    rewards = [key for key, value in found.items() if hasattr(value, "REWARD") and getattr(value, "__module__", "") == found["__name__"]]
+    if member in found:
+        raise ValueError(f'reward "{name}": {member} is no reward; put @flowrl.reward above it')
+    raise ValueError(f'reward "{name}": {path.name} has no "{member}"{did_you_mean(member, rewards)}')
+
+
+def user_file(path: Path, *, what: str) -> dict[str, Any]:
+    """What a Python file of the user's defines, by name; it runs once in a process. Missing or broken -> ValueError."""
     if not path.is_file():
-        raise ValueError(f'reward "{name}": there is no file {path}')
-    unique = f"flowrl_reward_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+        raise ValueError(f"{what}: there is no file {path}")
+    unique = f"flowrl_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if unique not in sys.modules:
         spec = importlib.util.spec_from_file_location(unique, path)
         assert spec is not None and spec.loader is not None
@@ -162,15 +177,8 @@ def _from_file(name: str) -> type[Reward]:
             spec.loader.exec_module(module)
         except Exception as error:  # whatever a user's file does when it is imported
             del sys.modules[unique]
-            raise ValueError(f'reward "{name}": {path} cannot be imported: {type(error).__name__}: {error}') from error
-    found = vars(sys.modules[unique])
-    cls = getattr(found.get(member), "REWARD", found.get(member))
-    if isinstance(cls, type) and issubclass(cls, Reward):
-        return cls
-    rewards = [key for key, value in found.items() if hasattr(value, "REWARD") and getattr(value, "__module__", "") == unique]
-    if member in found:
-        raise ValueError(f'reward "{name}": {member} is no reward; put @flowrl.reward above it')
-    raise ValueError(f'reward "{name}": {path.name} has no "{member}"{did_you_mean(member, rewards)}')
+            raise ValueError(f"{what}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    return vars(sys.modules[unique])
 
 
 def load(name: str, **settings: Any) -> Reward:

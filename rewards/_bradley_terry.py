@@ -8,7 +8,7 @@ embeddings. A head is a folder: config.json (`HeadConfig`) and head.safetensors.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowrl.rewards._base import Settings, parse
-from flowrl.rewards._prompts import warn_cut
 from flowrl.rewards._weights import fill, tensors
 from flowrl.rewards.clip import Clip
 from flowrl.rewards.clip import Settings as ClipSettings
@@ -71,6 +70,8 @@ class Head(nn.Module):
 class Backbone(Clip):
     """The towers of the clip reward and its way from pictures to the network, for their embeddings."""
 
+    name = "preference"
+
     def __init__(self, model: str, pretrained: str | None = None, *, rounding: bool = True, chunk: int = 64):
         """model: as clip.model, or "shapes" for the embedded CLIP."""
         name = shapes_clip.SOURCE if model == "shapes" else model
@@ -79,18 +80,6 @@ class Backbone(Clip):
         super().__init__(ClipSettings(model=name, pretrained=pretrained, rounding=rounding, chunk=chunk))
         with torch.no_grad():
             self.width = self.towers.text([model], "cpu").shape[-1]
-
-    def pictures(self, frames: Tensor) -> Tensor:
-        """(n, 3, H, W) in [0, 1] -> (n, width) of length 1."""
-        return torch.cat([self.towers.image(self.pixels(part)) for part in frames.split(self.settings.chunk)])
-
-    def prompts(self, prompts: Sequence[str], device: Any) -> Tensor:
-        """n texts -> (n, width) of length 1; equal ones are embedded once."""
-        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        texts, chunk = list(place), self.settings.chunk
-        warn_cut("preference", self.towers.lengths(texts), self.towers.limit)
-        out = torch.cat([self.towers.text(texts[i : i + chunk], device) for i in range(0, len(texts), chunk)])
-        return out[[place[prompt] for prompt in prompts]]
 
 
 def loss(difference: Tensor, preference: Tensor) -> Tensor:

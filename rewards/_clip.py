@@ -6,6 +6,7 @@ A picture's embedding does not depend on its batch mates, nor does a prompt's: p
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,15 +89,22 @@ class TwoTowers(Reward):
 
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         refuse_gradient(self, media, self.remedy)
-        chunk = self.settings.chunk
-        image = torch.cat([self.towers.image(self.pixels(part)) for part in frames_of(media).split(chunk)])  # (B * F, d)
-        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}  # a repeated prompt is embedded once
-        texts = [self.prefix + prompt for prompt in place]
-        warn_cut(self.name, self.towers.lengths(texts), self.towers.limit)
-        text = torch.cat([self.towers.text(texts[i : i + chunk], media.device) for i in range(0, len(texts), chunk)])
-        text = text[[place[prompt] for prompt in prompts]]
+        image, text = self.pictures(frames_of(media)), self.prompts(prompts, media.device)
         cosine = (image.view(len(media), -1, image.shape[-1]) * text[:, None]).sum(-1)  # (B, F)
         return self.value(cosine).mean(1).float()
+
+    def pictures(self, frames: Tensor) -> Tensor:
+        """(n, 3, H, W) in [0, 1] -> (n, d) of unit length."""
+        return torch.cat([self.towers.image(self.pixels(part)) for part in frames.split(self.settings.chunk)])
+
+    def prompts(self, prompts: Sequence[str], device: Any) -> Tensor:
+        """n texts -> (n, d) of unit length; equal ones are embedded once."""
+        chunk = self.settings.chunk
+        place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        texts = [self.prefix + prompt for prompt in place]
+        warn_cut(self.name, self.towers.lengths(texts), self.towers.limit)
+        out = torch.cat([self.towers.text(texts[i : i + chunk], device) for i in range(0, len(texts), chunk)])
+        return out[[place[prompt] for prompt in prompts]]
 
     def pixels(self, frames: Tensor) -> Tensor:
         """(n, 3, H, W) in [0, 1] -> the network's normalised input."""

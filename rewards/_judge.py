@@ -11,10 +11,8 @@ Pictures travel as PNG in data URLs: the judge sees the pixels of a saved pictur
 
 from __future__ import annotations
 
-import base64
 import email.utils
 import hashlib
-import io
 import json
 import logging
 import math
@@ -33,6 +31,7 @@ import httpx
 import pydantic
 from PIL import Image
 
+from flowrl.rewards import _wire
 from flowrl.rewards._base import RewardUnavailable
 from flowrl.rewards._base import Settings as Base
 from flowrl.rewards._replies import Unreadable
@@ -41,7 +40,6 @@ logger = logging.getLogger("flowrl")
 T = TypeVar("T")
 Message = dict[str, Any]
 LONGEST_PAUSE = 300.0  # seconds: a server that asks for more is taken to be gone
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Settings(Base):
@@ -66,13 +64,7 @@ class Settings(Base):
     @pydantic.field_validator("base_url")
     @classmethod
     def check_url(cls, value: str) -> str:
-        try:
-            url = httpx.URL(value)
-        except httpx.InvalidURL as error:
-            raise ValueError(f"{error}; write http://HOST:PORT/v1") from None
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError("write http://HOST:PORT/v1")
-        return value.rstrip("/")
+        return _wire.address(value, "http://HOST:PORT/v1")
 
 
 class Failed(Exception):
@@ -126,7 +118,7 @@ class Judge:
         headers = {"Authorization": f"Bearer {_api_key(settings, reward)}"} if self.key_sent else {}
         self.client = httpx.Client(
             headers=headers, timeout=settings.timeout, limits=httpx.Limits(max_connections=None),
-            trust_env=httpx.URL(settings.base_url).host not in LOOPBACK,  # a proxy of the environment cannot reach this machine's own ports
+            trust_env=not _wire.is_loopback(httpx.URL(settings.base_url).host),  # no proxy leads to this machine's own ports
         )  # fmt: skip
 
     def ask_all(self, questions: Sequence[list[Message]], read: Callable[[Reply], T]) -> list[T | Failed]:
@@ -305,9 +297,7 @@ def picture(image: Image.Image, side: int | None = None) -> dict[str, Any]:
     """A picture as a part of a message: PNG in a data URL, its longer side at most `side`."""
     if side is not None and max(image.size) > side:
         image = image.resize([max(1, round(n * side / max(image.size))) for n in image.size], Image.Resampling.BICUBIC)
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG", compress_level=1)  # lossless at every level; the fastest is bound by the network, not by us
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"}}
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_wire.png(image)}"}}
 
 
 def text(words: str) -> dict[str, Any]:

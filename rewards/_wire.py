@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import httpx
 import numpy as np
 import pydantic
 import torch
@@ -182,7 +183,7 @@ def pack_media(media: Tensor, *, rounds: bool = False) -> dict[str, Any]:
     levels = to_uint8(media)
     if not rounds and not torch.equal((levels.float() / 255).view(torch.int32), media.view(torch.int32)):
         return pack(media)
-    return pack(levels, dtype="unorm8") if media.ndim == 5 else {"png": [_png(image) for image in to_pil(media)]}
+    return pack(levels, dtype="unorm8") if media.ndim == 5 else {"png": [png(image) for image in to_pil(media)]}
 
 
 def unpack(record: Numbers | Pngs) -> Tensor:
@@ -228,6 +229,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def address(value: str, example: str) -> str:
+    """An http(s) address without a slash at its end; anything else -> ValueError that shows one."""
+    try:
+        url = httpx.URL(value)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"{error}; write {example}") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"write {example}")
+    return value.rstrip("/")
+
+
 def token_of(variable: str) -> str:
     """The token in an environment variable; none, or one that no header can hold -> ValueError."""
     token = os.environ.get(variable, "")
@@ -237,7 +249,8 @@ def token_of(variable: str) -> str:
     return token
 
 
-def _png(image: Image.Image) -> str:
+def png(image: Image.Image) -> str:
+    """A picture without loss, as base64 of a PNG."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=1)
     return base64.b64encode(buffer.getvalue()).decode()

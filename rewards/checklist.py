@@ -18,7 +18,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import runpy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch import Tensor
 from flowrl.prompts import checklists
 from flowrl.registry import did_you_mean
 from flowrl.rewards import _geneval
-from flowrl.rewards._base import Reward, RewardBug, load
+from flowrl.rewards._base import Reward, RewardBug, load, user_file
 from flowrl.rewards._base import Settings as Base
 from flowrl.rewards._inner import load_inner
 from flowrl.rewards._pictures import frames_of
@@ -264,9 +263,7 @@ def _own(name: str) -> Callable[..., Any]:
     """The function behind "path/to/file.py:function"."""
     place, _, member = name.rpartition(":")
     path = Path(place).expanduser()
-    if not path.is_file():
-        raise ValueError(f'check "{name}": there is no file {path}')
-    found = runpy.run_path(str(path)).get(member)
+    found = user_file(path, what=f'check "{name}"').get(member)
     if not callable(found):
         raise ValueError(f'check "{name}": {path.name} has no function "{member}"')
     return found

@@ -9,8 +9,6 @@ Weights come as safetensors beside a class in the user's own file: a TorchScript
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 
 from flowrl.registry import did_you_mean
 from flowrl.rewards import _weights
-from flowrl.rewards._base import Reward
+from flowrl.rewards._base import Reward, user_file
 from flowrl.rewards._base import Settings as Base
 from flowrl.rewards._pictures import rounded
 from flowrl.types import MediaContext
@@ -166,20 +164,11 @@ def load_model(model: Any, settings: Mapping[str, Any], weights: str | None) -> 
 
 def _class_of(path: Path, member: str) -> Any:
     """Class `member` of a user's file."""
-    if not path.is_file():
-        raise ValueError(f"reward.inverse_dynamics.model: there is no file {path}")
-    name = f"flowrl_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file does when it is imported
-        raise ValueError(f"reward.inverse_dynamics.model: {path} cannot be imported: {type(error).__name__}: {error}") from error
-    classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, nn.Module)]
+    found = user_file(path, what="reward.inverse_dynamics.model")
+    classes = [key for key, value in found.items() if isinstance(value, type) and issubclass(value, nn.Module)]
     if member not in classes:
         raise ValueError(f'reward.inverse_dynamics.model: {path.name} has no torch module "{member}"{did_you_mean(member, classes)}')
-    return vars(module)[member]
+    return found[member]
 
 
 REWARD = InverseDynamics

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -51,13 +52,7 @@ class Settings(_base.Settings):
     @pydantic.field_validator("url")
     @classmethod
     def check_url(cls, value: str) -> str:
-        try:
-            url = httpx.URL(value)
-        except httpx.InvalidURL as error:
-            raise ValueError(f"{error}; write http://HOST:PORT") from None
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ValueError("write http://HOST:PORT")
-        return value.rstrip("/")
+        return _wire.address(value, "http://HOST:PORT")
 
 
 class Refused(Exception):
@@ -67,7 +62,7 @@ class Refused(Exception):
 class Remote(_base.Reward):
     """Asks a reward server; scale, needs, reads, reads_prompt and video are the server's.
 
-    journal: a Journal of the scores, from the setting; the owner of a run may put one there. problem: why samples of the last call failed.
+    journal: a Journal of the scores, from the setting or of the run. problem: why samples of the last call failed.
     """
 
     Settings = Settings
@@ -124,6 +119,10 @@ class Remote(_base.Reward):
                     future.result()
         self.problem = f"sample {min(errors)}: {errors[min(errors)]}" if errors else None
         return torch.tensor([math.nan if value is None else value for value in scores], dtype=torch.float32, device=media.device)
+
+    def begin(self, run: Path) -> None:
+        """Without a journal of one's own, the run's: a resumed iteration does not ask, and pay, again."""
+        self.journal = self.journal or Journal(run / "scores.jsonl")
 
     def _batches(self, scores: list[float | None], columns: Mapping[str, Any], pixels: Tensor) -> list[list[int]]:
         """Rows of each request: those without a score, or the groups that hold one."""

@@ -169,7 +169,7 @@ def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2), kind: str = "run") -
     """The best setting of a finished tuning, for each seed; the second tier has seed 0 alone.
 
     A third of the rate, for three times as many steps: Adam moves about rate x steps, and at the full rate the best of them fell
-    again after the rows that the rate was tuned on (nft from 0.460 to 0.256, dgpo from 0.382 to 0.155, strict, seed 1).
+    again after the rows that the rate was tuned on (cells run-nft-1-c7005d47, from 0.460 to 0.256, and run-dgpo-1-9d3f79f6).
     """
     tried = tuning(method)
     results = [result(c) for c in tried]

@@ -296,7 +296,7 @@ def test_peaks_are_of_rewards_that_were_not_trained_on():
     ],
 )
 def test_wrong_options_are_refused_before_a_model_is_loaded(run, monkeypatch, options, name, sentence):
-    monkeypatch.setattr(suite_runs, "load_tuned", None)
+    monkeypatch.setattr(suite_runs.setup, "load_tuned", None)
     with pytest.raises(ValueError) as error:
         evaluate_runs([run], name, options)
     assert sentence in str(error.value)
