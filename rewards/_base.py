@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -76,6 +77,10 @@ class Reward:
 
     def begin(self, run: Path) -> None:
         """A training run in the folder `run` begins, or goes on; most rewards keep nothing there."""
+
+    def uncached(self) -> AbstractContextManager[None]:
+        """Within it, no score or answer comes from a store of earlier ones: what asks whether a reward repeats itself needs that."""
+        return nullcontext()
 
     def to(self, device: Any) -> Reward:
         """Move the networks among our attributes to device; free when they are there already."""

@@ -9,6 +9,7 @@ import pytest
 
 from flowrl import setup
 from flowrl.config import load_config
+from flowrl.data import load_prompts
 from flowrl.samplers import sigmas
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -118,8 +119,8 @@ def test_the_page_holds_what_the_cells_hold(bench):
 
     for cell in bench.tuning("nft"):
         finish(bench, cell, 0.3)
-    better = "".join("1" if mark == "1" or (i % 87 < 29 and i % 4 == 1) else "0" for i, mark in enumerate(BASE))
-    gain = better.count("1") / 348 - 0.25  # 29 texts gain one image of four
+    better = "".join("1" if mark == "1" or (i < 116 and i % 4 == 1) else "0" for i, mark in enumerate(BASE))
+    gain = better.count("1") / 348 - 0.25  # 29 images more
     for cell in bench.finals("nft"):
         finish(bench, cell, 0.5, images=better)
     results_page.write()
@@ -133,6 +134,30 @@ def test_the_page_holds_what_the_cells_hold(bench):
     assert low < gain < high and gain == pytest.approx(29 / 348)
     assert "| nft | **0.300** (1e-3) | 0.300 (3e-3) | 0.300 (1e-2) |" in page
     assert (bench.FOLDER / "strict-by-seconds.svg").exists()
+
+
+def test_intervals_resample_the_texts_that_evaluation_drew(bench):
+    import results_page
+
+    prompts = load_prompts("shapes:eval")
+    texts = results_page.texts_of("shapes:eval", 348)
+    assert len(texts) == 348 and len(set(texts)) == 87 < len(prompts) == 128
+    assert texts == [prompts[i % 128]["prompt"] for i in range(348)]  # as Evaluation.prompt
+
+
+def test_the_page_leaves_out_claims_of_older_settings(bench, monkeypatch):
+    import results_page
+
+    for cell in bench.tuning("nft"):
+        finish(bench, cell, 0.3)
+    finish(bench, bench.claims("nft_1_steps")[0], 0.4)
+    results_page.write()
+    assert "| nft_1_steps |" in results_page.PAGE.read_text()
+    monkeypatch.setattr(bench, "COMMON", [*bench.COMMON, "batch.micro=64"])
+    for cell in bench.tuning("nft"):
+        finish(bench, cell, 0.3)
+    results_page.write()
+    assert "| nft_1_steps |" not in results_page.PAGE.read_text()
 
 
 def test_the_page_shows_proxy_and_verifier_of_each_run(bench):
