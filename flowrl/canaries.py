@@ -208,14 +208,18 @@ def group_spread(scores: Tensor, group: Tensor) -> float:
 
 
 def spread_warning(label: str, noise: float, spread: float) -> str | None:
-    """A sentence where scores within a group (standard deviation `spread`) differ by less than the reward's own noise; else None."""
+    """A sentence where scores within a group (standard deviation `spread`) differ by less than the reward's own noise; else None.
+
+    noise is of a change, so of two scores: one score has noise^2 / 2 of its variance, and what is left of spread^2 is the true one's.
+    """
     if spread >= noise:
         return None
+    true = 1 - (noise / spread) ** 2 / 2 if spread else 0.0
     return (
         f'reward "{label}": scores within a group differ by {spread:.3g} (standard deviation), and the score of one picture moves by '
         f"{noise:.3g} under re-encodings that nobody sees; advantages divided by that spread correlate by about "
-        f"{spread / math.hypot(spread, noise):.2f} with the true ones. Let samples of a prompt differ more (sampler.eta, "
-        "sampler.init_noise), or take another reward"
+        f"{math.sqrt(max(0.0, true)):.2f} with the true ones. Let samples of a prompt differ more (sampler.eta, sampler.init_noise), or "
+        "take another reward"
     )
 
 

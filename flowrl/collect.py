@@ -24,7 +24,7 @@ from torch import Tensor
 from flowrl import data, offline
 from flowrl.rewards import RewardSet, RewardUnavailable
 from flowrl.rewards import concat as concat_rewards
-from flowrl.rollout import Scorer, decode_into, roll_out
+from flowrl.rollout import SHOWN, Scorer, decode_into, roll_out
 from flowrl.samplers import keys
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout, replace
 
@@ -38,7 +38,7 @@ class Collected:
     batch: PromptBatch
     rollout: Rollout
     rewards: Rewards
-    shown: Tensor  # first chunk of media; empty for samples from files
+    shown: Tensor  # media of the first samples, SHOWN of them or more; empty for samples from files
     threshold: float | None = None  # balance: what a good sample's reward exceeds
 
 
@@ -92,7 +92,7 @@ class Collector:
                     )  # fmt: skip
                 first = decode_into(scorer, parts.policy, rollout, batch, decode=cfg.batch.decode, ledger=parts.ledger)
                 made.append((batch, rollout))
-                shown = shown if len(shown) else first
+                shown = first if not len(shown) else torch.cat([shown, first]) if len(shown) < SHOWN else shown
             scored = scorer.scores()
         batch = data.select(parts.prompts, ids)
         return Collected(batch=batch, rollout=self._one(made, batch), rewards=scored, shown=shown)

@@ -250,7 +250,7 @@ class Trainer:
                 solver=cfg.solver, micro=self.cfg.batch.micro, decode=self.cfg.batch.decode, autocast=self.parts.autocast,
             )  # fmt: skip
         if name and self.world.main:
-            setting = {"guidance": guidance, "steps": cfg.steps, "solver": cfg.solver, "seed": cfg.seed}
+            setting = {"iteration": self.iteration, "guidance": guidance, "steps": cfg.steps, "solver": cfg.solver, "seed": cfg.seed}
             evaluation.add_row(self.path, name, result, self.parts.eval_prompts, **setting)
             evaluation.save_images(self.path, name, result, self.parts.eval_prompts)
         return result

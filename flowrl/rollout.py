@@ -19,6 +19,8 @@ from flowrl.rewards import RewardSet, concat, score
 from flowrl.samplers import keys, tree
 from flowrl.types import MediaContext, Plan, PromptBatch, Rewards, Rollout
 
+SHOWN = 8  # samples whose media are kept, for the canaries and the log
+
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -99,13 +101,13 @@ def media_of(policy: Policy, x: Tensor, sigma: Tensor, *, decode: int, ledger: L
 
 
 def decode_into(scorer: Scorer, policy: Policy, rollout: Rollout, batch: PromptBatch, *, decode: int, ledger: Ledger) -> Tensor:
-    """Decode all leaves and hand them to the scorer, which drops them, chunk by chunk; the first chunk is returned for the log."""
-    first = torch.empty(0)
+    """Decode all leaves and hand them to the scorer, which drops them, chunk by chunk -> the first chunks, SHOWN samples or more."""
+    first: list[Tensor] = []
     for rows, media in media_of(policy, rollout.leaves, rollout.state_sigma[rollout.leaf], decode=decode, ledger=ledger):
         scorer.add(media, batch, rollout.group[rows])
-        first = first if len(first) else media.cpu()
+        first += [media.cpu()] if sum(map(len, first)) < SHOWN else []
     scorer.finish_groups()
-    return first
+    return torch.cat(first)
 
 
 class Scorer:

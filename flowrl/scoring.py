@@ -224,9 +224,12 @@ def _own(place: Path) -> list[Sample]:
     return samples
 
 
-def with_meta(samples: Sequence[Sample], rewards: RewardSet) -> list[Sample]:
-    """Samples that carry what the rewards read; of prompts of the shapes world it is known. Missing or wrong -> ValueError."""
-    check_needs(rewards, ("meta",))
+def with_meta(samples: Sequence[Sample], rewards: RewardSet, *, columns: Sequence[str] = ("meta",)) -> list[Sample]:
+    """Samples that carry what the rewards read; of prompts of the shapes world it is known. Missing or wrong -> ValueError.
+
+    columns: of the context, that the caller will offer.
+    """
+    check_needs(rewards, columns)
     samples = list(samples)
     if any(reward.name == "shapes" for reward in rewards.rewards.values()):
         from flowrl.shapes.prompts import find

@@ -276,13 +276,13 @@ def load_run(run: Path) -> tuple[Config, Policy, RewardSet, data.Prompts]:
     cfg = config.read_config(run / "config.yaml")
     if not cfg.data.eval:
         raise ValueError(f"{run} was trained without held-out prompts (data.eval); there is nothing to evaluate on")
-    policy = load_tuned(run, cfg)
+    policy = load_tuned(cfg, checkpoint.latest(run))
     return cfg, policy, load_set(cfg.reward).to(policy.device), data.load_prompts(cfg.data.eval)
 
 
-def load_tuned(run: Path, cfg: Config) -> Policy:
-    """The policy of a run with the averaged weights of its newest checkpoint; the view "reference" is the base model."""
-    tensors, _ = checkpoint.load(checkpoint.latest(run))
+def load_tuned(cfg: Config, folder: Path) -> Policy:
+    """The policy of a run with the averaged weights of a checkpoint of it; the view "reference" is the base model."""
+    tensors, _ = checkpoint.load(folder)
     policy = make_policy(cfg)
     if cfg.train.mode == "full":
         policy.add_view("reference")  # with LoRA it is the adapters switched off

@@ -221,7 +221,9 @@ def files(
 ) -> list[Specimen]:
     """At most `most` images of the user's own, evenly out of all; their prompts as for `flowrl score`. Foils: prompts of other files."""
     _check_count(most)
-    samples = scoring.with_meta(scoring.collect(media, prompt=prompt, prompts=prompts), load_set({reward.name: reward}))
+    samples = scoring.with_meta(
+        scoring.collect(media, prompt=prompt, prompts=prompts), load_set({reward.name: reward}), columns=("meta", "group")
+    )
     samples = [samples[i * len(samples) // most] for i in range(most)] if len(samples) > most else samples
     pictures = [scoring.read_image(sample.path) for sample in samples]
     out = []

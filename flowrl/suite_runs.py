@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flowrl import checkpoint, config, data, offline, report, setup, suite_stats
+from flowrl import __version__, checkpoint, config, data, offline, report, setup, suite_stats
 from flowrl.config import Config
 from flowrl.log import logger
 from flowrl.suite_measure import DIMENSION, Journal, Measured, Sampling
@@ -74,17 +74,18 @@ def evaluate_runs(runs: Sequence[Path], name: str, chosen: Options) -> list[dict
 
 def _evaluate(run: Path, cfg: Config, task: Task, seed: int, most: int, known: dict[str, dict[str, Measured]]) -> dict[str, Any]:
     """known: rows of base models that were measured for other runs, by what they depend on."""
-    policy = setup.load_tuned(run, cfg)
+    weights = checkpoint.latest(run)  # the run may go on and write another one
+    policy = setup.load_tuned(cfg, weights)
     sampling = sampling_of(task.suite, cfg, seed=seed, device=policy.device)
     baseline = cfg.eval.baseline_guidance if task.suite.guidance is None else None
     for guidance in (sampling.guidance, baseline or "none"):
         policy.branches(guidance)  # one that the model does not know is refused here
     key = _key(task, cfg, sampling, baseline)
-    journal = Journal(run / FOLDER / f"{task.name}.part.jsonl", key=f"{key} {checkpoint.latest(run).name}")
+    journal = Journal(run / FOLDER / f"{task.name}.part.jsonl", key=f"{key} {_digest((weights / checkpoint.MANIFEST).read_bytes())}")
     measured = run_suite(policy, task, sampling, baseline=baseline, journal=journal, known=known.setdefault(key, {}))
     guidances = {"base": sampling.guidance, "base, guided": baseline, "tuned": sampling.guidance}
     out = {
-        "suite": task.suite.model_dump(mode="json"), "name": task.name, "run": str(run), "checkpoint": checkpoint.latest(run).name,
+        "suite": task.suite.model_dump(mode="json"), "name": task.name, "run": str(run), "checkpoint": weights.name,
         "prompts": len(task.prompts), "seed": seed, "steps": sampling.steps, "solver": sampling.solver, "trained": trained_on(cfg),
         **summary(task, measured, most),
     }  # fmt: skip
@@ -123,11 +124,26 @@ def sampling_of(suite: Suite, cfg: Config, *, seed: int, device: torch.device) -
 
 def _key(task: Task, cfg: Config, sampling: Sampling, baseline: float | str | None) -> str:
     """A hash of all that the base rows depend on."""
+    suite = task.suite.model_dump(mode="json", exclude=UNMEASURED)
     parts = [
-        task.suite.model_dump(mode="json", exclude=UNMEASURED), task.prompts, cfg.model.model_dump(mode="json"), cfg.train.precision,
-        sampling.steps, sampling.guidance, sampling.solver, sampling.seed, baseline,
+        suite, [_digest(path.read_bytes()) for path in python_files(suite)], __version__, task.prompts, cfg.model.model_dump(mode="json"),
+        cfg.train.precision, sampling.steps, sampling.guidance, sampling.solver, sampling.seed, baseline,
     ]  # fmt: skip
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    return _digest(json.dumps(parts, sort_keys=True, default=str).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def python_files(value: Any) -> list[Path]:
+    """The user's files that settings name, as "file.py" or "file.py:function"."""
+    if isinstance(value, dict):
+        return [path for item in value.items() for part in item for path in python_files(part)]
+    if isinstance(value, list | tuple):
+        return [path for part in value for path in python_files(part)]
+    path = Path(value[: value.rfind(".py") + 3]).expanduser() if isinstance(value, str) and ".py" in value else None
+    return [path] if path is not None and path.is_file() else []
 
 
 def trained_on(cfg: Config) -> list[str]:
@@ -267,13 +283,13 @@ def _rounded(value: float) -> float | None:
 def peaks(run: report.Run, trained: Collection[str]) -> dict[str, dict[str, Any]]:
     """Of every eval/ reading that was not trained on (labels of rewards): the iteration of its highest value and what became of it since.
 
-    From metrics.jsonl, and the rows before (iteration 0) and after of evaluation.json. {"iteration", "value", "last_iteration", "last"}.
+    From metrics.jsonl, and the rows of evaluation.json that say at which iteration they were made.
+    -> {"iteration", "value", "last_iteration", "last"} of each reading.
     """
     curves: dict[str, dict[int, float]] = {}
-    ends = {"before": 0, "after": max((int(row.get("iteration", 0)) for row in run.metrics), default=0)}
     for row in run.evaluation.get("rows", []):
-        for name, entry in row.get("metrics", {}).items() if row.get("name") in ends else ():
-            curves.setdefault(name, {})[ends[row["name"]]] = entry["mean"]
+        for name, entry in row.get("metrics", {}).items() if "iteration" in row else ():
+            curves.setdefault(name, {})[int(row["iteration"])] = entry["mean"]
     for row in run.metrics:
         for name, value in row.items():
             if name.startswith("eval/") and isinstance(value, int | float):

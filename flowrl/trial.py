@@ -55,7 +55,8 @@ class Trial:
         for rows in self._batches(specimens):
             some = [specimens[row] for row in rows]
             media = torch.stack([s.media for s in some]).to(self.device)
-            found = score(media, [s.prompt for s in some], self.rewards, context_of(some, self.device))
+            with self.reward.uncached():
+                found = score(media, [s.prompt for s in some], self.rewards, context_of(some, self.device))
             out[rows] = found.raw[self.label].cpu()
             self.errors += found.errors
         self.seen.append(out)

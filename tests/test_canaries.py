@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -49,6 +50,29 @@ def test_a_cheap_check_scores_at_most_eight_samples_some_six_times(pictures):
     scored = []
     found = check(planted(lambda m, p, c: scored.append(len(m)) or brightness(m)), pictures * 2, cheap=True)
     assert list(found) == ["contract", "determinism", "batch mates", "noise"] and sum(scored) == 3 * 8 + 3 + 3 * 8
+
+
+def test_a_reward_that_remembers_what_it_said_is_asked_anew(pictures):
+    """Chance behind a store of earlier scores, as a run's journal is one, would seem to repeat itself."""
+
+    class Remembering(rewards.Reward):
+        name, store, asleep = "dice", {}, False
+
+        def __call__(self, media, prompts, context=None):
+            store = {} if self.asleep else self.store
+            return torch.stack([store.setdefault(float(m.double().sum()), torch.rand(())) for m in media])
+
+        @contextmanager
+        def uncached(self):
+            self.asleep = True
+            yield
+            self.asleep = False
+
+    reward = Remembering()
+    media, prompts = torch.stack([p.media for p in pictures]), [p.prompt for p in pictures]
+    assert torch.equal(reward(media, prompts), reward(media, prompts))
+    found = check(reward, pictures)
+    assert found["determinism"].verdict == "fail" and not reward.asleep
 
 
 def test_a_plain_function_can_be_checked(pictures):

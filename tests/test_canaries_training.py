@@ -66,8 +66,10 @@ def test_spread_within_groups_by_hand():
 
 def test_the_warning_comes_below_the_noise_only_and_states_the_correlation():
     assert canaries.spread_warning("clip", 0.02, 0.03) is None and canaries.spread_warning("jpeg", 0.0, 0.0) is None
-    sentence = canaries.spread_warning("clip", 0.02, 0.002)
-    assert sentence.startswith('reward "clip": scores within a group differ by 0.002') and "correlate by about 0.10" in sentence
+    sentence = canaries.spread_warning("clip", 0.02, 0.016)
+    assert sentence.startswith('reward "clip": scores within a group differ by 0.016') and "correlate by about 0.47" in sentence
+    assert "correlate by about 0.00" in canaries.spread_warning("clip", 0.02, 0.002)
+    assert "correlate by about 0.00" in canaries.spread_warning("clip", 0.02, 0.0)
 
 
 @pytest.mark.parametrize(("spread", "low", "high"), [(0.1, 0.085, 0.1), (0.5, 0.40, 0.46), (1.0, 0.66, 0.72), (10.0, 0.99, 1.0)])
@@ -80,6 +82,17 @@ def test_advantages_of_a_spread_below_the_noise_are_mostly_noise(spread, low, hi
     both = torch.stack([group_relative(r, group, std="group", eps=1e-8, clip=100.0) for r in (truth, seen)])
     correlation = float(torch.corrcoef(both)[0, 1])
     assert low < correlation < high and correlation == pytest.approx(spread / math.hypot(spread, 1), rel=0.1)
+
+
+@pytest.mark.parametrize("true", [0.2, 0.5, 0.9])
+def test_the_correlation_that_is_warned_of_is_the_one_there_is(true):
+    """Scores whose noise has deviation 1: what a run sees is their spread, and the change between two scorings of one picture."""
+    generator = torch.Generator().manual_seed(0)
+    truth = true * torch.randn(200_000, generator=generator)
+    once, again = (truth + torch.randn(200_000, generator=generator) for _ in range(2))
+    sentence = canaries.spread_warning("clip", float((again - once).std()), float(once.std()))
+    stated = float(sentence.split("correlate by about ")[1].split(" ")[0])
+    assert stated == pytest.approx(float(torch.corrcoef(torch.stack([truth, once]))[0, 1]), abs=0.03)
 
 
 # --- before training

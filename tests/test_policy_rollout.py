@@ -8,7 +8,7 @@ from flowrl.algorithms.grpo import GRPO
 from flowrl.algorithms.nft import NFT
 from flowrl.ledger import Ledger
 from flowrl.rewards import load_set
-from flowrl.rollout import Scorer, decode_into, roll_out
+from flowrl.rollout import SHOWN, Scorer, decode_into, roll_out
 from flowrl.types import PromptBatch
 
 BATCH = PromptBatch(text=tiny.PROMPTS, ids=torch.arange(2), meta=[{}, {}])
@@ -43,6 +43,17 @@ def iteration(policy, algorithm, guidance, other=9):
     leaf = algorithm.leaf_advantages(rewards, rollout.group)
     assert rewards.valid.all() and (leaf != 0).any()
     return rollout, algorithm.columns(rollout, algorithm.advantages(rollout, leaf), seed=0, iteration=0), torch.cat(decoded)
+
+
+@pytest.mark.parametrize("decode", [1, 3, 16])
+def test_media_of_the_first_samples_are_kept_however_few_are_decoded_at_once(policy, decode):
+    ledger = Ledger(policy.device)
+    plan = GRPO(GRPO.Config()).plan(policy.schedule(2).sigmas, sampler=Settings, iteration=0, seed=0)
+    rollout = roll_out(policy, BATCH, plan, group=6, guidance="none", seed=0, iteration=0, micro=64, ledger=ledger)
+    with Scorer(load_set({"jpeg": 1.0}), ledger) as scorer:
+        shown = decode_into(scorer, policy, rollout, BATCH, decode=decode, ledger=ledger)
+    assert len(shown) == {1: SHOWN, 3: 9, 16: 12}[decode]
+    torch.testing.assert_close(shown[:SHOWN], policy.decode(rollout.leaves[:SHOWN], 0.0), atol=1e-4, rtol=1e-4)
 
 
 def gradient(policy, algorithm, rollout, columns):

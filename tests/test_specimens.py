@@ -132,6 +132,11 @@ def test_of_many_files_some_are_taken_evenly(tmp_path):
     assert [s.prompt for s in found] == [f"prompt {i}" for i in (0, 2, 4, 6, 8)]
 
 
+def test_files_serve_a_reward_that_compares_a_group(tmp_path):
+    found = specimens.files(rewards.load("rank", reward="jpeg"), [folder(tmp_path, ["a cat", "a dog"])])
+    assert [s.prompt for s in found] == ["a cat", "a dog"]  # their groups are made of them: the right picture and its rivals
+
+
 def test_files_whose_prompts_lack_what_the_reward_reads_are_refused(tmp_path):
     with pytest.raises(ValueError, match='"a cat" is no prompt of the shapes world'):
         specimens.files(rewards.load("shapes"), [folder(tmp_path, ["a cat", "a dog"])])

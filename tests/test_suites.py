@@ -275,13 +275,35 @@ def test_a_guided_base_is_shown_where_the_run_has_one(run, tmp_path):
     assert record["paired"].keys() == {"base", "base, guided"}
 
 
+def test_the_checkpoint_that_was_measured_is_the_one_that_is_named(run, tmp_path, monkeypatch):
+    """A run that still goes on writes a newer one while a suite is sampled."""
+    copy, real = tmp_path / "run", suite_runs.run_suite
+    shutil.copytree(run, copy)
+
+    def going_on(*args, **kwargs):
+        shutil.copytree(copy / "checkpoints" / "step-000001", copy / "checkpoints" / "step-000002")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(suite_runs, "run_suite", going_on)
+    (record,) = evaluate_runs([copy], "shapes", Options(count=1, images=1, steps=1))
+    assert record["checkpoint"] == "step-000001" and suite_runs.checkpoint.latest(copy).name == "step-000002"
+
+
+def test_files_that_hold_rewards_are_part_of_what_an_evaluation_depends_on(tmp_path):
+    one, two = tmp_path / "one.py", tmp_path / "two.py"
+    one.write_text("a = 1"), two.write_text("b = 1")
+    named = {"rewards": {f"{one}:score": 1.0, "checklist": {"answer": f"{two}:answer"}}, "held_out": {"gone.py:x": {}, "jpeg": {}}}
+    assert suite_runs.python_files(named) == [one, two]
+
+
 def test_peaks_are_of_rewards_that_were_not_trained_on():
     rows = [
-        {"name": "before", "metrics": {"held": {"mean": 1.0}, "own/x": {"mean": 0.0}}},
+        {"name": "before", "iteration": 0, "metrics": {"held": {"mean": 1.0}, "own/x": {"mean": 0.0}}},
+        {"name": "after", "iteration": 2, "metrics": {"held": {"mean": 3.0}}},  # of a run that went on to 3
         {"name": "other", "metrics": {"held": {"mean": 9.0}}},
     ]
     metrics = [
-        {"iteration": i, **({"eval/held": v, "eval/own": v, "eval/total": v} if v else {})} for i, v in ((1, None), (2, 3.0), (3, 2.0))
+        {"iteration": i, **({"eval/held": v, "eval/own": v, "eval/total": v} if v else {})} for i, v in ((1, None), (2, None), (3, 2.0))
     ]
     found = suite_runs.peaks(report.Run(path=None, config="", metrics=metrics, evaluation={"rows": rows}), {"own"})
     assert found == {"held": {"iteration": 2, "value": 3.0, "last_iteration": 3, "last": 2.0}}
