@@ -32,14 +32,17 @@ def main() -> None:
 
 
 @contextmanager
-def _input() -> Iterator[None]:
-    """ValueError inside means that the user's input was wrong, a RewardBug that their reward is: one sentence, exit code 2."""
+def _input(*, disk: int = 2) -> Iterator[None]:
+    """ValueError inside means that the user's input was wrong, a RewardBug that their reward is: one sentence, exit code 2.
+
+    disk: the exit code of an OSError; 1 where something was done before it.
+    """
     try:
         yield
     except BrokenPipeError:  # of `| head`
         raise typer.Exit(0) from None
     except (ValueError, OSError) as error:
-        _stop(error, 2)
+        _stop(error, disk if isinstance(error, OSError) else 2)
     except RuntimeError as error:
         from flowrl.rewards import RewardBug, RewardUnavailable
 
@@ -130,9 +133,10 @@ def generate(
         made = generation.generate(
             policy, prompts, steps=steps, guidance=scale, seed=seed, rlg=rlg, best_of=best_of, reward=reward, meta=_meta(reward, prompts)
         )
-        for i, item in enumerate(made):
-            name = output if len(prompts) == 1 else output.with_stem(f"{output.stem}-{i}")
-            _console().print(f"{media.save(item, name)}", soft_wrap=True)
+        with _input(disk=1):
+            for i, item in enumerate(made):
+                name = output if len(prompts) == 1 else output.with_stem(f"{output.stem}-{i}")
+                _console().print(f"{media.save(item, name)}", soft_wrap=True)
 
 
 @app.command()
@@ -160,11 +164,17 @@ def score(
             scoring.check_target(output, samples)
         scored, problems = scoring.score_files(samples, rewards, chunk=chunk)
         kept = scored if top is None else scoring.keep_top(scored, top)
+        written = ""
+        if output is not None and kept:  # before the table, whose reader may leave
+            try:
+                written = f"{len(kept)} of {len(samples)} images: {scoring.write(output, kept, rewards.weights)}"
+            except OSError as error:
+                problems.append(f"-o {output} could not be written: {error}")
         _console().print(scoring.table(kept, rewards.weights))
-        if output is not None and kept:
-            _console().print(f"{len(kept)} of {len(samples)} images: {scoring.write(output, kept, rewards.weights)}", soft_wrap=True)
+        if written:
+            _console().print(written, soft_wrap=True)
     for problem in problems:
-        typer.secho(f"flowrl: left out: {problem}", fg="red", err=True)
+        typer.secho(f"flowrl: {problem}", fg="red", err=True)
     if problems:
         raise typer.Exit(1)
 
@@ -176,7 +186,7 @@ def evaluate(
     images: Annotated[int | None, typer.Option(min=1, help="Images, with --suite of each prompt; default: as run or suite say.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="ODE steps; default: as the run did.")] = None,
     guidance: Annotated[str | None, typer.Option(help="A scale or none; default: as the run did.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=MOST, help="Seed of the noise; default: as the run did.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=MOST, help="Seed of the noise; default: as the run did, with --suite 0.")] = None,
     best_of: Annotated[int | None, typer.Option(min=1, help="With --suite: longest best-of-N curve; default: all images.")] = None,
     count: Annotated[int | None, typer.Option(min=1, help="With --suite: only so many prompts, spread over the file.")] = None,
     prompts: Annotated[str | None, typer.Option(help="With --suite: the prompt file.")] = None,
@@ -208,33 +218,35 @@ def _evaluate_run(run: Path, *, images: int | None, steps: int | None, guidance:
     scale = e.guidance if guidance is None else guidance
     setting = {"guidance": scale, "steps": steps or e.steps, "solver": e.solver, "seed": e.seed if seed is None else seed}
     policy.branches(scale)
-    result = evaluation.evaluate(
-        policy,
-        prompts,
-        rewards,
-        images=images or e.images,
-        micro=cfg.batch.micro,
-        decode=cfg.batch.decode,
-        autocast=partial(autocast, cfg.train.precision, policy.device),
-        **setting,
-    )
-    name = f"evaluate, {setting['steps']} steps, guidance {scale}, seed {setting['seed']}"
-    _console().print(report.table(evaluation.add_row(run, name, result, prompts, **setting)))
-    report.build(run)
+    with _input(disk=1):
+        result = evaluation.evaluate(
+            policy,
+            prompts,
+            rewards,
+            images=images or e.images,
+            micro=cfg.batch.micro,
+            decode=cfg.batch.decode,
+            autocast=partial(autocast, cfg.train.precision, policy.device),
+            **setting,
+        )
+        name = f"evaluate, {setting['steps']} steps, guidance {scale}, seed {setting['seed']}"
+        _console().print(report.table(evaluation.add_row(run, name, result, prompts, **setting)))
+        report.build(run)
 
 
 def _evaluate_suite(runs: list[Path], suite: str, **chosen: Any) -> None:
     """Base and tuned model of every run on a suite."""
     from flowrl import report, suite_report, suite_runs
 
-    records = suite_runs.evaluate_runs(runs, suite, suite_runs.Options(**chosen))
-    for record in records:
-        for part in suite_report.tables(record):
-            _console().print(part)
-    if len(records) > 1:
-        _console().print(suite_report.matrix_table(records[0]["matrix"]))
-    for run in runs:
-        _console().print(f"Report: {report.build(run)}", soft_wrap=True)
+    with _input(disk=1):
+        records = suite_runs.evaluate_runs(runs, suite, suite_runs.Options(**chosen))
+        for record in records:
+            for part in suite_report.tables(record):
+                _console().print(part)
+        if len(records) > 1:
+            _console().print(suite_report.matrix_table(records[0]["matrix"]))
+        for run in runs:
+            _console().print(f"Report: {report.build(run)}", soft_wrap=True)
 
 
 @app.command("report")

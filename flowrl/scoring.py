@@ -14,11 +14,11 @@ import math
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image, ImageOps
@@ -26,9 +26,10 @@ from torch import Tensor
 
 from flowrl.data import check_meta, load_prompts
 from flowrl.media import IMAGE_SUFFIXES, from_pil
-from flowrl.rewards import RewardSet, check_needs, score
+from flowrl.rewards import RewardBug, RewardSet, RewardUnavailable, check_needs, score
 from flowrl.types import MediaContext, replace
 
+T = TypeVar("T")
 LIST = "scores.jsonl"
 OWN_LISTS = (LIST, "metadata.jsonl")  # of a folder, the first that is there
 RESERVED = ("file", "file_name", "prompt", "scores", "weights", "total")  # keys of a line that are no meta
@@ -58,22 +59,31 @@ class Scored:
 
 
 def score_files(samples: Sequence[Sample], rewards: RewardSet, *, chunk: int = 16) -> tuple[list[Scored], list[str]]:
-    """Scores in the order of `samples`, and a sentence for each file that could not be read or scored.
+    """Scores in the order of `samples`, and a sentence for each file that is left out, or lacks the score of a reward of weight 0.
 
-    Images of equal size are scored `chunk` at a time; at most WAITING x chunk are in memory, whatever the number of files.
+    Images of equal size are scored `chunk` at a time; at most WAITING x chunk are in memory, whatever the number of files. When a reward
+    breaks down after the first scores, the files that are left have its sentence: scores may have been paid for.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scored: dict[int, Scored] = {}
     problems: dict[int, str] = {}
-    for rows, media in _chunks(samples, chunk, problems):
-        context = MediaContext(meta=[samples[i].meta for i in rows])
-        found = score(media.to(device), [samples[i].prompt for i in rows], rewards, context)
-        raw = {label: value.tolist() for label, value in found.raw.items()}
-        for place, (i, total) in enumerate(zip(rows, found.total.tolist(), strict=True)):
-            if math.isfinite(total):
+    try:
+        for rows, media in _chunks(samples, chunk, problems):
+            context = MediaContext(meta=[samples[i].meta for i in rows])
+            found = score(media.to(device), [samples[i].prompt for i in rows], rewards, context)
+            raw, why = {label: value.tolist() for label, value in found.raw.items()}, "; ".join(found.errors)
+            for place, (i, total) in enumerate(zip(rows, found.total.tolist(), strict=True)):
+                if not math.isfinite(total):
+                    problems[i] = f"left out: {samples[i].path} could not be scored: {why}"
+                    continue
                 scored[i] = Scored(sample=samples[i], scores={label: value[place] for label, value in raw.items()}, total=total)
-            else:
-                problems[i] = f"{samples[i].path} could not be scored: {'; '.join(found.errors)}"
+                if lacking := [label for label, value in scored[i].scores.items() if not math.isfinite(value)]:
+                    problems[i] = f"{samples[i].path} has no score of {', '.join(lacking)}: {why}"
+    except (RewardBug, RewardUnavailable) as error:
+        if not scored:
+            raise
+        rest = [i for i in range(len(samples)) if i not in scored and i not in problems]
+        problems |= {i: f"left out: {samples[i].path} was not scored: {error}" for i in rest}
     return [scored[i] for i in sorted(scored)], [problems[i] for i in sorted(problems)]
 
 
@@ -84,7 +94,7 @@ def _chunks(samples: Sequence[Sample], most: int, problems: dict[int, str]) -> I
         try:
             picture = read_image(sample.path)
         except ValueError as error:
-            problems[i] = str(error)
+            problems[i] = f"left out: {error}"
             continue
         waiting.setdefault(picture.shape, {})[i] = picture
         full = len(waiting[picture.shape]) == most
@@ -246,27 +256,29 @@ def with_meta(samples: Sequence[Sample], rewards: RewardSet, *, columns: Sequenc
 
 def read_image(path: Path) -> Tensor:
     """(3, H, W) fp32 in [0, 1], upright as its EXIF says, without alpha; what cannot be read -> ValueError that names the file."""
-    return from_pil(ImageOps.exif_transpose(_open(path, load=True)))[0]
+    return _read(path, lambda image: from_pil(ImageOps.exif_transpose(image))[0])
 
 
 def image_size(path: Path) -> tuple[int, int]:
     """(width, height) of `read_image`, from the file's head alone."""
-    image = _open(path, load=False)
-    turned = "exif" in image.info and image.getexif().get(ORIENTATION) in TURNED
-    return image.size[::-1] if turned else image.size
+    return _read(path, lambda image: image.size[::-1] if _turned(image) else image.size)
 
 
-def _open(path: Path, *, load: bool) -> Image.Image:
+def _turned(image: Image.Image) -> bool:
+    return "exif" in image.info and image.getexif().get(ORIENTATION) in TURNED
+
+
+def _read(path: Path, read: Callable[[Image.Image], T]) -> T:
     try:
         with Image.open(path) as image:
-            if load:
-                image.load()
-    except Exception as error:  # Pillow's readers raise OSError, SyntaxError, struct.error ... for broken files
+            clipped = image.mode.startswith(("I", "F"))  # Pillow would clip these to white
+            found = None if clipped else read(image)
+    except Exception as error:  # Pillow's readers raise OSError, SyntaxError, struct.error ... for broken files, and for broken EXIF
         reason = f"{type(error).__name__}: {error}" if path.is_file() else "it does not exist"
         raise ValueError(f"{path} cannot be read: {reason}") from None
-    if image.mode.startswith(("I", "F")):  # Pillow would clip them to white
+    if found is None:
         raise ValueError(f"{path} cannot be read: its pixels are of mode {image.mode}; save it with 8 bits a channel")
-    return image
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- output

@@ -32,6 +32,8 @@ from flowrl.rewards._base import check_columns
 from flowrl.rewards._score import check_kind, check_media
 from flowrl.types import MediaContext
 
+ARRIVAL = 120.0  # seconds in which a body must have come: meanwhile it takes room from others
+
 
 class Server:
     """Rewards at an address. Everything a user can get wrong is a ValueError before it answers.
@@ -102,15 +104,29 @@ def create_app(service: "Service", *, token: str | None = None) -> Any:
     def length_of(request: Request) -> int:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "send JSON, with Content-Type: application/json")
-        if "content-length" not in request.headers:
-            raise HTTPException(411, "send the length of the body, as Content-Length")
-        length = int(request.headers["content-length"])  # the HTTP layer refuses what is no number, and bodies of another length
+        if "content-length" not in request.headers or "transfer-encoding" in request.headers:
+            raise HTTPException(411, "send the length of the body, as Content-Length, and no Transfer-Encoding")
+        length = int(request.headers["content-length"])  # the HTTP layer refuses what is no number
         service.check_size(length, "as JSON")
         return length
 
+    async def body_of(request: Request, length: int) -> bytes:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(ARRIVAL):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > length:
+                        raise ValueError(f"the body is longer than the {length} bytes of its Content-Length")
+        except TimeoutError:
+            said = f"the body did not come within {ARRIVAL:g} seconds ({len(body)} of {length} bytes did); send fewer samples at once"
+            raise HTTPException(408, said, {"Connection": "close"}) from None
+        return bytes(body)
+
     async def arrive(request: Request, stack: AsyncExitStack) -> Job:
-        async with service.arriving.hold(length_of(request)):
-            question = await asyncio.to_thread(service.read, await request.body())
+        length = length_of(request)
+        async with service.arriving.hold(length):
+            question = await asyncio.to_thread(service.read, await body_of(request, length))
             await stack.enter_async_context(service.unpacked.hold(question.nbytes))
             return await asyncio.to_thread(service.job, question)
 
@@ -303,11 +319,16 @@ class Service:
         self.scored += len(prompts)
         parts, total = {label: _plain(column) for label, column in whole.raw.items()}, _plain(whole.total)
         errors: list[str | None] = [None] * len(prompts)
-        for i in range(len(prompts)):
-            if any(column[i] is None for column in parts.values()):
-                whole_group = context.group is not None or len(prompts) == 1
-                alone = whole if whole_group else score(media[i : i + 1].to(self.device), prompts[i : i + 1], rewards, _row(context, i))
-                errors[i] = "; ".join(alone.errors) or "it failed once, and not when it was tried again"
+        failed = [i for i in range(len(prompts)) if any(column[i] is None for column in parts.values())]
+        for i in failed:
+            alone = whole
+            if context.group is None and len(prompts) > 1:
+                try:
+                    alone = score(media[i : i + 1].to(self.device), prompts[i : i + 1], rewards, _row(context, i))
+                except RewardUnavailable:  # what the reward relies on is there if it answered for another sample
+                    if len(failed) == len(prompts):
+                        raise
+            errors[i] = "; ".join(alone.errors) or "it failed once, and not when it was tried again"
         answers, start = [], 0
         for job in jobs:
             rows = slice(start, start := start + len(job.prompts))

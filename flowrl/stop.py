@@ -15,8 +15,8 @@ def by_signal(reason: str | None) -> bool:
     return reason is not None and reason.endswith(RECEIVED)
 
 
-class Aborted(Exception):
-    """The iteration was given up; weights are those of the last finished one."""
+class Aborted(BaseException):
+    """The iteration was given up; weights are those of the last finished one. No Exception: scoring takes those for a failed sample."""
 
 
 class StopRequest:

@@ -24,6 +24,10 @@ from flowrl.registry import did_you_mean, find
 from flowrl.types import MediaContext
 
 COLUMNS = tuple(field.name for field in dataclasses.fields(MediaContext))
+ORIGINS = {  # of the others: Python code, and clients of a reward server
+    "meta": "every prompt of a data file brings it",
+    "group": "a training run brings it, for its samples of one prompt",
+}
 
 
 class RewardBug(RuntimeError):
@@ -44,8 +48,9 @@ class Reward:
     """Scores media for their prompts; higher is always better.
 
     name: what the log calls it. scale: one sentence that says what a number means. needs: MediaContext columns that it reads.
-    reads: keys of each prompt's meta that it cannot do without; checked before a run. reads_prompt: whether the text matters, so that an
-    empty one is refused. video: whether it takes videos; images it always takes unless it is "only".
+    remedies: for such a column, the setting that does without it. reads: keys of each prompt's meta that it cannot do without; checked
+    before a run. reads_prompt: whether the text matters, so that an empty one is refused. video: whether it takes videos; images it always
+    takes unless it is "only".
     differentiable: whether a gradient reaches the media (as loaded: settings may decide). problem: why samples of the last call failed.
     """
 
@@ -53,6 +58,7 @@ class Reward:
     name: str = ""
     scale: str = ""
     needs: frozenset[str] = frozenset()
+    remedies: Mapping[str, str] = {}
     reads: frozenset[str] = frozenset()
     reads_prompt: bool = False
     video: Literal["yes", "no", "only"] = "yes"
@@ -220,7 +226,9 @@ def check_columns(rewards: Mapping[str, Reward], columns: Iterable[str]) -> None
                 raise RewardBug(f'reward "{label}" needs "{column}", which is no context column{did_you_mean(column, COLUMNS)}')
             if column not in offered:
                 have = ", ".join(sorted(offered)) or "none"
+                origin = ORIGINS.get(column, "no data file brings it")
+                remedy = f"{reward.remedies[column]}, " if column in reward.remedies else ""
                 raise ValueError(
-                    f'reward "{label}" needs the context column "{column}", which is not provided (provided: {have}); '
-                    f'give data that holds "{column}", or leave this reward out'
+                    f'reward "{label}" needs the context column "{column}", which is not provided (provided: {have}); {origin}: '
+                    f"{remedy}score in Python with MediaContext({column}=...), or leave this reward out"
                 )

@@ -131,5 +131,7 @@ def load_head(folder: Path) -> tuple[Head, HeadConfig]:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(f"{folder} holds a {CONFIG} and no {WEIGHTS}; copy both files that scripts/train_preference.py wrote")
     config = parse(HeadConfig, found if isinstance(found, Mapping) else {"config": found}, what=str(path))
     return fill(Head(config), tensors(folder / WEIGHTS), path=folder / WEIGHTS), config  # type: ignore[return-value]

@@ -41,10 +41,10 @@ class Pointwise:
         self.reward, self.margin, self.temperature = reward, margin, temperature
 
     def prefer(self, a: Tensor, b: Tensor) -> Tensor:
-        """Scores (n,) and (n,) -> (n,) probability that a is better; NaN where either is."""
+        """Scores (n,) and (n,) -> (n,) probability that a is better; NaN where either is NaN or inf, as a failed sample's score may be."""
         gap = a - b
         sure = (gap / self.temperature).sigmoid() if self.temperature else (gap > 0).to(gap.dtype)
-        return torch.where(gap.abs() <= self.margin, 0.5, sure).masked_fill(gap.isnan(), torch.nan)
+        return torch.where(gap.abs() <= self.margin, 0.5, sure).masked_fill(~gap.isfinite(), torch.nan)
 
     def compare(self, media_a: Tensor, media_b: Tensor, prompts: list[str], context: MediaContext | None) -> Tensor:
         return self.prefer(self.reward(media_a, prompts, context), self.reward(media_b, prompts, context))
@@ -56,21 +56,24 @@ def from_pointwise(reward: Any, *, margin: float = 0.0, temperature: float = 0.0
 
 
 def groups_of(prompts: list[str], context: MediaContext | None, *, reward: str) -> Groups:
-    """Rows of each group. A group with one member, or with two prompts -> ValueError: there is nothing to compare."""
+    """Rows of each group. A group with two prompts -> ValueError; one member alone, the others lost, is a group without pairs."""
     if context is None or context.group is None:
         raise ValueError(f"reward {reward} compares the members of a group: give MediaContext(group=...), a number a sample")
     groups: dict[int, list[int]] = {}
     for row, group in enumerate(context.group.tolist()):
         groups.setdefault(group, []).append(row)
     for group, rows in groups.items():
-        if len(rows) == 1:
-            raise ValueError(
-                f"reward {reward} compares the members of a group, and group {group} has one; sample at least two a prompt and score "
-                "them together (batch.group=2 or more)"
-            )
         if other := {prompts[row] for row in rows} - {prompts[rows[0]]}:
             raise ValueError(f'group {group} holds two prompts, "{prompts[rows[0]]}" and "{other.pop()}"; {reward} compares media of one')
     return groups
+
+
+def alone(groups: Groups) -> str | None:
+    """Why samples without a companion have no score, as `Reward.problem` says it; None: there are none."""
+    single = [group for group, rows in groups.items() if len(rows) == 1]
+    if not single:
+        return None
+    return f"group {single[0]} has one member to compare; sample at least two a prompt and score them together (batch.group=2 or more)"
 
 
 def pairs_of(groups: Groups, *, opponents: int | None = None) -> Tensor:
@@ -85,7 +88,7 @@ def pairs_of(groups: Groups, *, opponents: int | None = None) -> Tensor:
         if opponents is not None and opponents < len(rows) - 1:
             places = _some(places, group, -(-len(rows) * opponents // 2))
         out += [(rows[i], rows[j]) for i, j in places]
-    return torch.tensor(out).reshape(-1, 2)
+    return torch.tensor(out, dtype=torch.int64).reshape(-1, 2)
 
 
 def _some(places: list[tuple[int, int]], group: int, count: int) -> list[tuple[int, int]]:
@@ -109,6 +112,8 @@ def ask(
     A pointwise judge scores every sample once. swap: ask both ways and average; a pair that failed one way has failed. chunk: most pairs in
     one call.
     """
+    if not len(pairs):
+        return torch.zeros(0)
     if isinstance(judge, Pointwise):
         scores = judge.reward(media, prompts, context)
         return judge.prefer(*scores[pairs.to(scores.device)].unbind(1))

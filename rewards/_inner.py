@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from flowrl.rewards._base import FunctionReward, Reward, load
@@ -27,7 +29,7 @@ def load_inner(value: Any, settings: Mapping[str, Any], *, reward: str, setting:
 
 
 class Around(Reward):
-    """A reward that asks `inner`, which moves with it."""
+    """A reward that asks `inner`, which moves with it, keeps its records in the same run and says why a sample failed."""
 
     def __init__(self, settings: Any, inner: Any):
         super().__init__(settings)
@@ -36,9 +38,17 @@ class Around(Reward):
         self.reads = frozenset(getattr(inner, "reads", ()))
         self.reads_prompt = getattr(inner, "reads_prompt", False)
         self.video = getattr(inner, "video", "yes")
+        self.remedies = getattr(inner, "remedies", {})
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         return self.inner.complaint(meta) if isinstance(self.inner, Reward) else None
+
+    def begin(self, run: Path) -> None:
+        if isinstance(self.inner, Reward):
+            self.inner.begin(run)
+
+    def uncached(self) -> AbstractContextManager[None]:
+        return self.inner.uncached() if isinstance(self.inner, Reward) else super().uncached()
 
     def to(self, device: Any) -> Reward:
         if hasattr(self.inner, "to"):

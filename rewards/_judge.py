@@ -1,28 +1,28 @@
 """Asking a vision-language model behind an OpenAI-compatible server (vLLM, sglang, llama.cpp, a cloud): one client for all judges.
 
-* Tried again, with exponential pauses: a server that is busy or broken (429, 5xx, no connection, a timeout, a reply that is no chat
-  completion). Retry-After is honoured.
+* Tried again, with exponential pauses: a server that is busy or broken (408, 429, 5xx, no connection, a timeout, a reply that is no chat
+  completion, or a huge one). A Retry-After that asks for more is honoured.
 * Stops at once, because no retry would help: a refused key (401, 403), an unknown model or path (404), a spent token budget.
 * Fails alone: a request that the server finds too large (413) or wrong (400, 422), and a reply that cannot be read.
 
-A failed question is NaN, never 0. If the server answers none of the questions of a call, RewardUnavailable ends the run, resumable.
+A failed question is NaN, never 0. If the server answers none of the questions of a call, RewardUnavailable ends the run, resumable;
+answers that cannot be read, however many, are failed samples.
 Pictures travel as PNG in data URLs: the judge sees the pixels of a saved picture (most references send JPEG of quality 75 or 95).
 """
 
 from __future__ import annotations
 
-import email.utils
 import hashlib
 import json
 import logging
-import math
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -34,12 +34,14 @@ from PIL import Image
 from flowrl.rewards import _wire
 from flowrl.rewards._base import RewardUnavailable
 from flowrl.rewards._base import Settings as Base
+from flowrl.rewards._completion import Reply, detail, read_reply, retry_after
 from flowrl.rewards._replies import Unreadable
 
 logger = logging.getLogger("flowrl")
 T = TypeVar("T")
 Message = dict[str, Any]
 LONGEST_PAUSE = 300.0  # seconds: a server that asks for more is taken to be gone
+LARGEST = 64 * 2**20  # bytes of a reply: thousands of tokens with 20 log-probabilities each are fewer
 
 
 class Settings(Base):
@@ -79,16 +81,6 @@ class Stopped(Failed):
     """The call that asked has ended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
-    """text: what the model said, "" if nothing. first: log-probability of each likely first token. cut: max_tokens ended it."""
-
-    text: str
-    tokens: int | None
-    first: dict[str, float] = field(default_factory=dict)
-    cut: bool = False
-
-
 class Ask(Protocol):
     def __call__(self, messages: list[Message]) -> Reply: ...
 
@@ -105,12 +97,12 @@ class Exchange:
 class Judge:
     """A model behind a server. Safe to use from several threads.
 
-    used: tokens so far. fields: what every request of this judge adds, as logprobs.
+    used: tokens so far. fields: what every request of this judge adds, as logprobs. remembers: whether kept replies are used.
     """
 
     def __init__(self, settings: Settings, *, reward: str, fields: Mapping[str, Any] | None = None):
         self.settings, self.reward, self.fields = settings, reward, dict(fields or {})
-        self.used = 0
+        self.used, self.remembers = 0, True
         self.kept: OrderedDict[str, Reply] = OrderedDict()
         self.lock = threading.Lock()
         self.log = _log_file(settings.log, reward)
@@ -129,6 +121,15 @@ class Judge:
 
         return self.run([partial(job, question) for question in questions])
 
+    @contextmanager
+    def uncached(self) -> Iterator[None]:
+        """Within it every question is asked."""
+        before, self.remembers = self.remembers, False
+        try:
+            yield
+        finally:
+            self.remembers = before
+
     def run(self, jobs: Sequence[Callable[[Ask], T]]) -> list[T | Failed]:
         """Run dialogues side by side; a job gets `ask` and returns its value. What a job raises as Failed or Unreadable is its result."""
         if not jobs:
@@ -144,11 +145,21 @@ class Judge:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
         outcomes = [future.result() for future in futures]
-        self._write(talks, outcomes)
         self._report(outcomes)
         return outcomes
 
     def _outcome(self, job: Callable[[Ask], T], talk: list[Exchange], stop: threading.Event) -> T | Failed:
+        """What a job returns, written to the log as soon as it is there: replies are paid for, also those of a call that another ends."""
+        try:
+            outcome = self._value(job, talk, stop)
+        except Exception as error:  # the call ends with it
+            if talk:
+                self._write(talk, Failed(f"{type(error).__name__}: {error}"))
+            raise
+        self._write(talk, outcome)
+        return outcome
+
+    def _value(self, job: Callable[[Ask], T], talk: list[Exchange], stop: threading.Event) -> T | Failed:
         try:
             value = job(partial(self._ask, talk=talk, stop=stop))
         except Failed as error:
@@ -178,7 +189,7 @@ class Judge:
         body = json.dumps(self._body(messages))
         key = hashlib.sha256(body.encode()).hexdigest()
         with self.lock:
-            reply = self.kept.get(key)
+            reply = self.kept.get(key) if self.remembers else None
         if reply is None:
             reply = self._tried(body, stop)
         talk.append(Exchange(key, said(messages[-1]), reply))
@@ -203,31 +214,46 @@ class Judge:
             if asked is not None and asked > LONGEST_PAUSE:
                 raise Unanswered(f"{reason}, and asks to wait {asked:.0f} seconds")
             if attempt < self.settings.retries:
-                stop.wait(min(pause, LONGEST_PAUSE) if asked is None else asked)
+                stop.wait(min(max(pause, asked or 0.0), LONGEST_PAUSE))
                 pause *= 2
         raise Unanswered(f"{reason} ({self.settings.retries + 1} tries)")
 
     def _once(self, body: str) -> Reply | tuple[str, float | None]:
         """One request: a reply, or why to try again and after how many seconds the server wants that (None: it does not say)."""
-        url = f"{self.settings.base_url}/chat/completions"
         try:
-            response = self.client.post(url, content=body, headers={"Content-Type": "application/json"})
+            response = self._fetch("POST", "/chat/completions", body)
         except httpx.TimeoutException:
             return f"no answer within timeout={self.settings.timeout:g} seconds", None
+        except httpx.LocalProtocolError:  # its words may hold a header
+            return "LocalProtocolError", None
         except httpx.RequestError as error:
             return f"{type(error).__name__}: {error}", None
-        if response.status_code == 429 or response.status_code >= 500:
-            return f"it answers {response.status_code} {_detail(response)}".rstrip(), _retry_after(response)
+        if response.status_code in (408, 429) or response.status_code >= 500:
+            return f"it answers {response.status_code} {detail(response)}".rstrip(), retry_after(response)
         if response.status_code != 200:
             self._refused(response, body)
         try:
-            return _reply(response.json())
+            return read_reply(response.json())
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             return f"it answers 200 with something that is no chat completion: {response.text[:80]!r}", None
 
+    def _fetch(self, method: str, path: str, body: str | None = None) -> httpx.Response:
+        """The whole answer to a request; one that is too long or takes too long -> httpx.RequestError."""
+        deadline, content = time.monotonic() + self.settings.timeout, bytearray()
+        url, kind = self.settings.base_url + path, {"Content-Type": "application/json"}
+        with self.client.stream(method, url, content=body, headers=kind) as answer:
+            for piece in answer.iter_bytes():
+                content += piece
+                if len(content) > LARGEST:
+                    raise httpx.ReadError(f"its answer is longer than {LARGEST:,} bytes")
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout("")
+        headers = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
+        return httpx.Response(answer.status_code, headers=headers, content=bytes(content))
+
     def _refused(self, response: httpx.Response, body: str) -> None:
         """Raise what a status means that is neither success nor worth another try."""
-        s, status, detail = self.settings, response.status_code, _detail(response)
+        s, status, words = self.settings, response.status_code, detail(response)
         where = f"reward {self.reward}: the server at {s.base_url}"
         if status in (401, 403):
             key = f"the API key in the environment variable {s.api_key_env}" if self.key_sent else "a request without an API key"
@@ -242,13 +268,13 @@ class Judge:
                 f"(reward.{self.reward}.side=512) or raise its limit"
             )
         if status in (400, 422):
-            raise Failed(f"the server refuses the request ({status}): {detail or 'it does not say why'}")
+            raise Failed(f"the server refuses the request ({status}): {words or 'it does not say why'}")
         raise RewardUnavailable(f"{where} answers {status}, which no OpenAI-compatible server does; check reward.{self.reward}.base_url")
 
     def _unknown(self) -> str:
         """What a 404 means, by asking which models there are."""
         try:
-            listed = self.client.get(f"{self.settings.base_url}/models").json()["data"]
+            listed = self._fetch("GET", "/models").json()["data"]
             names = ", ".join(str(model["id"]) for model in listed)
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return f"has no OpenAI-compatible API there (404); reward.{self.reward}.base_url usually ends in /v1"
@@ -273,19 +299,16 @@ class Judge:
         with self.lock:
             self.used += reply.tokens or 0
 
-    def _write(self, talks: Sequence[list[Exchange]], outcomes: Sequence[Any]) -> None:
-        """One line of the log for each exchange; value and error stand in the last of a dialogue."""
-        if self.log is None:
+    def _write(self, talk: list[Exchange], outcome: Any) -> None:
+        """One line of the log for each exchange of a dialogue; value and error stand in the last."""
+        if self.log is None or (isinstance(outcome, Stopped) and not talk):
             return
+        error = str(outcome) if isinstance(outcome, Failed) else None
+        rows: list[dict[str, Any]] = [{"question": e.question, "reply": e.reply.text} for e in talk] or [{"question": None, "reply": None}]
         lines = []
-        for talk, outcome in zip(talks, outcomes, strict=True):
-            error = str(outcome) if isinstance(outcome, Failed) else None
-            rows: list[dict[str, Any]] = [{"question": e.question, "reply": e.reply.text} for e in talk] or [
-                {"question": None, "reply": None}
-            ]
-            for turn, row in enumerate(rows):
-                end = {"value": None if error else outcome, "error": error} if row is rows[-1] else {"value": None, "error": None}
-                lines.append(json.dumps({"reward": self.reward, "turn": turn, **row, **end}, ensure_ascii=False))
+        for turn, row in enumerate(rows):
+            end = {"value": None if error else outcome, "error": error} if row is rows[-1] else {"value": None, "error": None}
+            lines.append(json.dumps({"reward": self.reward, "turn": turn, **row, **end}, ensure_ascii=False))
         with self.lock, self.log.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
 
@@ -310,57 +333,16 @@ def said(message: Message) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
 
 
-# --- what a server sends
-
-
-def _reply(data: Any) -> Reply:
-    """The first choice of a chat completion; a KeyError, TypeError or the like: it is none."""
-    choice = data["choices"][0]
-    content = choice["message"].get("content")
-    if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content)
-    if not isinstance(content, str | None):
-        raise TypeError("content is no text")
-    usage = data.get("usage") or {}
-    total = usage.get("total_tokens")
-    positions = (choice.get("logprobs") or {}).get("content") or [{}]
-    first = {item["token"]: float(item["logprob"]) for item in positions[0].get("top_logprobs", ())}
-    return Reply(
-        text=content or "", tokens=None if total is None else int(total), cut=choice.get("finish_reason") == "length",
-        first={token: logprob for token, logprob in first.items() if not math.isnan(logprob)},
-    )  # fmt: skip
-
-
-def _detail(response: httpx.Response) -> str:
-    """The server's own words about an error, at most a line."""
-    try:
-        data = response.json()
-        words = data.get("error", data) if isinstance(data, dict) else data
-        words = words.get("message", words) if isinstance(words, dict) else words
-    except ValueError:
-        words = response.text
-    return " ".join(str(words).split())[:200]
-
-
-def _retry_after(response: httpx.Response) -> float | None:
-    """Seconds of a Retry-After header, given as such or as a date."""
-    value = response.headers.get("Retry-After", "")
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return None
+# --- start-up
 
 
 def _api_key(settings: Settings, reward: str) -> str:
     key = os.environ.get(settings.api_key_env or "", "").strip()
-    if not key or not key.isascii():
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        what = "holds spaces, line breaks or characters outside ASCII, so it is no API key" if key else "holds no API key"
         raise ValueError(
-            f"reward.{reward}.api_key_env={settings.api_key_env}: the environment variable {settings.api_key_env} holds no API key; "
-            "put it there (null sends none)"
+            f"reward.{reward}.api_key_env={settings.api_key_env}: the environment variable {settings.api_key_env} {what}; put it there "
+            "(null sends none)"
         )
     return key
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from flowrl.media import to_pil
 from flowrl.rewards import _judge, _weights
 from flowrl.rewards._base import Reward
 from flowrl.rewards._judge import Failed, Judge, Message, picture, text
+from flowrl.rewards._pictures import column_of
 from flowrl.rewards._replies import Unreadable
 from flowrl.types import MediaContext
 
@@ -23,14 +25,10 @@ PLACE = re.compile(r"\{(?:prompt|request|instruction)?\}")  # where a prompt tex
 Scores = dict[str, float]
 
 
-class JudgeFailed(Failed, ValueError):
-    """No sample of a call could be scored; the message is the first failure's."""
-
-
 class JudgeReward(Reward):
     """Scores that a judge states. A subclass says in `ask` what it is asked and how replies read; a sample without a readable reply is NaN.
 
-    fields: what its requests hold besides the question.
+    fields: what its requests hold besides the question. problem: the first failure of the last call.
     """
 
     Settings = _judge.Settings
@@ -46,10 +44,15 @@ class JudgeReward(Reward):
         raise NotImplementedError
 
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
-        found = self.ask(media, prompts, context)
-        if found and isinstance(found[0], Failed) and all(isinstance(scores, Failed) for scores in found):
-            raise JudgeFailed(f"no reply of the judge could be used; first: {found[0]}")
+        return self.scores(self.ask(media, prompts, context), media)
+
+    def scores(self, found: Sequence[Scores | Failed], media: Tensor) -> Tensor:
+        """The "score" of every sample -> (B,) fp32, NaN where there is none; `problem` says why."""
+        self.problem = next((str(scores) for scores in found if isinstance(scores, Failed)), None)
         return column(found, "score", media)
+
+    def uncached(self) -> AbstractContextManager[None]:
+        return self.judge.uncached()
 
     def parts_of(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> dict[str, Tensor]:
         """The other scores, for `parts`; the judge is not asked again while its replies are kept."""
@@ -77,7 +80,7 @@ def sources(media: Tensor, context: MediaContext | None, *, reward: str) -> Tens
     """The pictures before editing (B, 3, H, W)."""
     if context is None or context.source is None:
         raise ValueError(f"reward {reward} compares with the picture before editing: give MediaContext(source=...), one a sample")
-    return context.source
+    return column_of(context, "source", len(media))
 
 
 def spaced(total: int, count: int, *, ends: bool = True) -> list[int]:

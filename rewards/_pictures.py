@@ -15,6 +15,8 @@ from torchvision.transforms import functional as F
 
 from flowrl.media import to_pil, to_uint8
 from flowrl.rewards._base import Reward
+from flowrl.rewards._score import check_media
+from flowrl.types import MediaContext
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
@@ -23,6 +25,20 @@ HALF = (0.5, 0.5, 0.5)
 def frames_of(media: Tensor) -> Tensor:
     """(B, 3, H, W) or (B, F, 3, H, W) -> (n, 3, H, W), frames of a sample next to each other."""
     return media.reshape(-1, *media.shape[-3:])
+
+
+def column_of(context: MediaContext | None, name: str, size: int) -> Tensor:
+    """Pictures or videos in a context column, one for each of `size` samples; ValueError unless they are as media must be, and finite."""
+    found = getattr(context, name, None)
+    if found is None:
+        raise ValueError(f"context.{name} is missing: give MediaContext({name}=...), one a sample")
+    try:
+        found = check_media(found, [""] * size)
+    except ValueError as error:
+        raise ValueError(f"context.{name} must be as media are: {error}") from None
+    if not bool(found.isfinite().all()):
+        raise ValueError(f"context.{name} holds NaN or inf")
+    return found
 
 
 def mean_of_frames(values: Tensor, media: Tensor) -> Tensor:

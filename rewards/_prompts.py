@@ -10,12 +10,15 @@ _told: set[str] = set()
 
 
 def warn_cut(reward: str, lengths: Sequence[int], limit: int) -> int:
-    """Warn, once in a process, how many of the prompts exceed the limit (lengths and limit in tokens) -> that count."""
+    """Warn, once in a process, how many of these prompts exceed the limit (lengths and limit in tokens) -> that count.
+
+    Rewards read prompts in chunks: the warning counts the first chunk that holds a long one, and says so.
+    """
     cut = sum(length > limit for length in lengths)
     if cut and reward not in _told:
         _told.add(reward)
         logger.warning(
-            f"{reward} reads {limit} tokens of a prompt: {cut} of {len(lengths)} prompts are longer (up to {max(lengths)}); the rest does "
-            "not count (said once)"
+            f"{reward} reads {limit} tokens of a prompt: {cut} of the first {len(lengths)} are longer (up to {max(lengths)}); "
+            "the rest does not count (said once)"
         )
     return cut

@@ -1,8 +1,10 @@
 """Numbers and verdicts in the replies of judges: text in, a value out, or Unreadable with the reason.
 
-One rule for all: a reply counts only if it says one thing. A number outside its scale, on another scale ("3/10"), or two different ones
-where the format has one place, is a miss. The reference parsers take the first match of a regular expression, so that "Final Score: 10"
-reads 1, and turn a miss into 0 or into a tie; a miss is never a value here. Well-formed replies read the same in both.
+One rule for all: a reply counts only if it says one thing. A number outside its scale, on another scale ("3/10", "3 points out of 10"), in
+a sum, a range or a choice ("2 + 2", "3 to 4", "4 or 5"), or two different ones where the format has one place, is a miss; so is a verdict
+that is doubted or denied ("I am not sure that Image 1 is better"). The reference parsers take the first match of a regular expression, so
+that "Final Score: 10" reads 1, and turn a miss into 0 or into a tie; a miss is never a value here. Well-formed replies read the same in
+both.
 
 Forgiven: thoughts before the answer (<think>), Markdown emphasis and fences, full-width characters, "4/5" on a scale that ends at 5,
 trailing commas in JSON.
@@ -19,10 +21,30 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+SPELLED = "one|two|three|four|five|six|seven|eight|nine|ten"
+# What follows a number that is not the whole statement: more digits, a unit, an operator, another number, a range, a choice.
+GOES_ON = (
+    r"[.,]*\d|\w|\.{2,}\s*\d|[:;|]\d|[^\S\n]*[\])]?[^\S\n]*(?:[-–—−&]\s*\d|-+>|[<>]\s*=?\s*\d|[+×÷=^~≈±→%?/⁄]|\d"
+    rf"|,?[^\S\n]*\(?(?:or|plus|minus|times|maybe|perhaps)\b|(?:to|till|until|through|and)\s+(?:\w+\s+)?(?:\d|(?:{SPELLED})\b))"
+)
 # Possessive, so that no shorter number is found inside one that does not fit ("4,5", "4.5.1", "4-5", "80%", "4stars").
-NUMBER = r"[\[(]?\s*([-+]?\d++(?:\.\d++)?+)(?:\s*(?:/|out of)\s*(\d++(?:\.\d++)?+))?+(?![.,]?\d|\s*[-–—]\s*\d|\s*%|\w)"
+NUMBER = rf"[\[(]?\s*([-+]?\d++(?:\.\d++)?+)(?:[\])]?\s*(?:/|out of)\s*(\d++(?:\.\d++)?+))?+(?!{GOES_ON})"
 SCALE_NOTE = r"(?:\([^)\n]*\))?"  # as "(1-5)" between a name and its colon
-TIE = re.compile(r"\b(?:equally (?:good|bad|matched)|(?:is|are|it'?s) (?:a )?(?:tie|draw)|are (?:equal|tied))\b", re.I)
+# The top of a scale: "of 10", "/10", "of 1 to 10", "from 1 to 10"; in a note also "1-10".
+SPAN = r"\d+(?:\.\d+)?\s*(?:[-–—]|to)\s*"
+TOP = rf"(?:\bof\s+(?:the\s+|a\s+)?|/\s*)(?:{SPAN})?(\d+(?:\.\d+)?)|\bfrom\s+{SPAN}(\d+(?:\.\d+)?)"
+NOTED = rf"{SPAN}(\d+(?:\.\d+)?)|{TOP}"
+BETTER = r"\b(?:image|video)\s*([12])\s+is\s+(?:(?:slightly|clearly|much|significantly)\s+)?better\b"
+TIE = r"\b(?:equally (?:good|bad|matched)|(?:is|are|it'?s) (?:a )?(?:tie|draw)|are (?:equal|tied))\b"
+# What makes a verdict none: before it in its sentence, before it in its clause, after it.
+DOUBT = (
+    r"\b(?:whether|if|unless|(?:hard|difficult|impossible) to|un(?:sure|certain|clear)|not (?:sure|certain|clear|convinced)|doubt|either)\b"
+)
+DENIAL = (
+    r"\b(?:not|no|never|nor|neither|cannot|hardly|false|wrong|untrue|incorrect|disagree|deny|might|may|maybe|perhaps|possibly|could)\b"
+    r"|n't\b"
+)
+TAKEN_BACK = r"\b(?:if|unless|provided)\b|^\s*or\b|\b(?:is|was) (?:not )?(?:true|false|correct|wrong|untrue|incorrect|clear|certain)\b|\?"
 
 
 class Unreadable(ValueError):
@@ -39,8 +61,9 @@ def answer_part(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Compatibility characters as their plain forms, without emphasis, code marks and zero-width characters."""
-    return re.sub(r"[*`\u200b-\u200d\ufeff]", "", unicodedata.normalize("NFKC", text))
+    """Compatibility characters as their plain forms, without emphasis, code marks and zero-width characters; a product keeps its sign."""
+    text = re.sub(r"[`\u200b-\u200d\ufeff]", "", unicodedata.normalize("NFKC", text))
+    return re.sub(r"(?<=[\d)])\*(?=[\d(])|(?<=[\d)] )\*(?= [\d(])", "×", text).replace("*", "")
 
 
 def shown(text: str, length: int = 80) -> str:
@@ -61,12 +84,25 @@ def agreed(values: Iterable[T], what: str, text: str) -> T:
 
 def number(match: re.Match[str], group: int, low: float, high: float, what: str) -> float:
     """Groups `group` and `group + 1` of NUMBER as a value in [low, high]."""
-    value, scale = float(match[group]), match[group + 1]
-    if scale is not None and float(scale) != high:
-        raise Unreadable(f"{what} {value:g}/{scale} is on another scale than {low:g} to {high:g}")
+    value = scaled(match, group, high, what)
     if not low <= value <= high:
         raise Unreadable(f"{what} {value:g} is outside {low:g} to {high:g}")
     return value
+
+
+def scaled(match: re.Match[str], group: int, high: float, what: str) -> float:
+    """The same wherever it lies; a scale that is named before it, or after it in its sentence, must end at high."""
+    value, text = float(match[group]), match.string
+    rest = text[match.end(group) if match[group + 1] is None else match.end(group + 1) :]
+    rest = re.split(r"[.;!](?=\s|$)|\n|[:=]\s*[-+\[(]?\d", rest, maxsplit=1)[0]
+    tops = [match[group + 1], *_tops(NOTED, text[match.start() : match.start(group)]), *_tops(TOP, rest)]
+    if other := next((top for top in tops if top is not None and float(top) != high), None):
+        raise Unreadable(f"{what} {value:g}/{other} is on another scale than one that ends at {high:g}")
+    return value
+
+
+def _tops(pattern: str, text: str) -> list[str]:
+    return [next(filter(None, found.groups())) for found in re.finditer(pattern, text, re.I)]
 
 
 # --- scores of one picture
@@ -122,13 +158,21 @@ def _is_number(value: Any) -> bool:
 
 
 def _stated(text: str) -> float:
-    """P(first is better) of sentences as "Image 2 is better than Image 1" or "... equally good", or of a bare "Image 1": 1, 0 or 0.5."""
-    body = plain(text).strip()
-    better = r"\b(?:image|video)\s*([12])\s+is\s+(?:(?:slightly|clearly|much|significantly)\s+)?better\b"
-    found = [1.0 if m[1] == "1" else 0.0 for m in re.finditer(better, body, re.I)]
+    """P(first is better) of sentences as "Image 2 is better than Image 1" or "... equally good", or of a bare "Image 1": 1, 0 or 0.5.
+
+    A verdict that its sentence doubts or denies -> Unreadable.
+    """
+    body = plain(text).replace("’", "'").strip()
+    found = []
     if bare := re.fullmatch(r"(?:edited\s+)?(?:image|video)\s*([12])\s*[.!]?", body, re.I):
         found.append(1.0 if bare[1] == "1" else 0.0)
-    found += [0.5 for _ in TIE.finditer(body)]
+    for sentence in re.split(r"(?<=[.!?])\s+|\n", body):
+        for match in re.finditer(f"{BETTER}|{TIE}", sentence, re.I):
+            before, after = sentence[: match.start()], sentence[match.end() :]
+            clause = re.split(r"[,;–—]|\bbut\b", before, flags=re.I)[-1]
+            if re.search(DOUBT, before, re.I) or re.search(DENIAL, clause, re.I) or re.search(TAKEN_BACK, after, re.I):
+                raise Unreadable(f"a verdict that is doubted or denied in the reply {shown(text)}")
+            found.append({"1": 1.0, "2": 0.0}.get(match[1], 0.5))
     return agreed(found, "verdict", text)
 
 
@@ -187,7 +231,7 @@ def _winner(value: Any, text: str) -> float:
     words = plain(str(value)).strip().lower()
     if match := re.fullmatch(r"(?:image|video)?\s*([12])(?:\s+(?:is better|wins))?[.!]?", words):
         return 1.0 if match[1] == "1" else 0.0
-    if words in ("tie", "draw", "equal", "both", "neither") or TIE.search(words):
+    if words in ("tie", "draw", "equal", "both", "neither") or (re.search(TIE, words) and not re.search(f"{DOUBT}|{DENIAL}", words)):
         return 0.5
     raise Unreadable(f"winner {shown(words)} is neither the first, nor the second, nor a tie")
 
@@ -220,35 +264,39 @@ ASPECTS = {
 }
 
 
-def aspects(text: str) -> dict[str, float]:
-    """Scores of a critique's numbered aspects, clamped to [1, 4] as the reference does; aspects that are N/A or missing are left out.
+def aspects(text: str, *, cut: bool = False) -> dict[str, float]:
+    """Scores of a critique's numbered aspects, clamped to [1, 4] as the reference does; those that are N/A or not named are left out.
 
-    Everything from the summary on is ignored. None left -> Unreadable.
+    Everything from the summary on is ignored. An aspect that is named and has neither score nor N/A, or a score on another scale, none
+    with a score, or a reply that was cut before its summary -> Unreadable.
     """
-    body = re.split(r"#\s*Summary\s*:|^\s*Summary\s*:", plain(answer_part(text)), maxsplit=1, flags=re.I | re.M)[0]
+    body, *summary = re.split(r"#\s*Summary\s*:|^\s*Summary\s*:", plain(answer_part(text)), maxsplit=1, flags=re.I | re.M)
+    if cut and not summary:
+        raise Unreadable(f"no summary, and so perhaps not every aspect, in the reply {shown(text)}")
     titles = "|".join(re.escape(title) for title in ASPECTS.values())
     heads = list(re.finditer(rf"^[#\s]*(?:\d+\s*[.)]\s*)?({titles})\s*(?:\(|:|$)", body, re.I | re.M))
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[float | None]] = {}
     ends = [head.start() for head in heads[1:]] + [len(body)]
     for head, end in zip(heads, ends, strict=False):
-        value = _aspect_score(body[head.end() : end])
-        if value is not None:
-            name = next(name for name, title in ASPECTS.items() if title.lower() == head[1].lower())
-            found.setdefault(name, []).append(value)
-    if not found:
+        name = next(name for name, title in ASPECTS.items() if title.lower() == head[1].lower())
+        value = _aspect_score(body[head.end() : end], ASPECTS[name])
+        found.setdefault(name, []).extend([] if value is not None and math.isnan(value) else [value])
+    scores = {name: agreed(values, f'number or N/A after "Score:" of {ASPECTS[name]}', text) for name, values in found.items()}
+    out = {name: value for name, value in scores.items() if value is not None}
+    if not out:
         raise Unreadable(f"no aspect with a score in the reply {shown(text)}")
-    return {name: agreed(values, ASPECTS[name], text) for name, values in found.items()}
+    return out
 
 
-def _aspect_score(block: str) -> float | None:
-    """The number of the first "Score:" heading, else of the first "Score:" in any line, that has one; None: N/A or nothing."""
+def _aspect_score(block: str, title: str) -> float | None:
+    """The number of the first "Score:" heading, else of the first "Score:" in any line, that has one; None: N/A, NaN: neither."""
     for heading in (r"^[#\s]*Score\s*:\s*(.*)$", r"\bScore\s*:\s*(.*)$"):
         for line in re.finditer(heading, block, re.I | re.M):
             if re.match(r"N\s*/\s*A\b", line[1], re.I):
                 return None
-            if (match := re.match(NUMBER, line[1])) and match[2] in (None, "4", "4.0"):
-                return min(max(float(match[1]), 1.0), 4.0)
-    return None
+            if match := re.match(NUMBER, line[1]):
+                return min(max(scaled(match, 1, 4, title), 1.0), 4.0)
+    return math.nan
 
 
 def refined_request(text: str) -> str | None:
@@ -282,7 +330,10 @@ def yes_share(first: Mapping[str, float], *, variants: bool = False, least: floa
 
 
 def _masses(first: Mapping[str, float], words: Iterable[str], fold: Callable[[str], str]) -> dict[str, float]:
-    """Probability of each word, summed over the tokens that fold makes it."""
+    """Probability of each word, summed over the tokens that fold makes it; a log-probability above 0 -> Unreadable."""
+    for token, logprob in first.items():
+        if logprob > 0.01:  # more than rounding
+            raise Unreadable(f"the server gives the token {token!r} the log-probability {logprob:.3g}, which is above 0")
     out = dict.fromkeys(words, 0.0)
     for token, logprob in first.items():
         if (word := fold(token)) in out:
@@ -335,10 +386,10 @@ def _whole_numbers(values: Iterable[Any]) -> list[int]:
 
 def final_answer(text: str, read: Callable[[str], T]) -> T | None:
     r"""`read` of the answer tags, else of \boxed{...} where the reply asks for no frames; None: the reply is not final."""
-    if tags := answers(text):
-        found = [read(tag) for tag in tags]
-        if any(value != found[0] for value in found):
-            raise Unreadable(f"two different answers in the reply {shown(text)}")
-        return found[0]
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", answer_part(text))
-    return read(f"OA = {boxed[-1]}") if boxed and not re.search(r"<tool_call>", text, re.I) else None
+    said = answers(text)
+    if not said and not re.search(r"<tool_call>", text, re.I):
+        said = [f"OA = {box}" for box in re.findall(r"\\boxed\{([^{}]*)\}", answer_part(text))]
+    found = [read(answer) for answer in said]
+    if any(value != found[0] for value in found):
+        raise Unreadable(f"two different answers in the reply {shown(text)}")
+    return found[0] if found else None

@@ -87,23 +87,24 @@ def score(media: Tensor, prompts: list[str], rewards: Spec | RewardSet, context:
 
     media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1]. rewards: see load_set; load once and pass the set when scoring often.
     Returns Rewards on media's device: raw parts, total = sum of weight * part, NaN where a weighted part (or a pixel) is not finite.
+    Samples with pixels that are not finite are shown to no reward; one that compares the members of a group sees the others.
     """
     media = check_media(media, prompts)
     chosen = load_set(rewards).to(media.device)
     context = MediaContext() if context is None else context
     check_columns(chosen.rewards, [f.name for f in fields(context) if getattr(context, f.name) is not None])
     check_kind(chosen.rewards, media, prompts)
-    visible = media.flatten(1).isfinite().all(1)
-    errors = [] if bool(visible.all()) else [f"media: {int((~visible).sum())} of {len(prompts)} samples hold NaN or inf pixels"]
-    media = media.nan_to_num(0.0, 0.0, 0.0) if errors else media
-    total, raw = torch.zeros(len(prompts), device=media.device), {}
+    rows = _visible(media)
+    hidden = len(prompts) - len(rows)
+    errors = [f"media: {hidden} of {len(prompts)} samples hold NaN or inf pixels"] if hidden else []
+    total, raw = torch.full((len(prompts),), math.nan, device=media.device), {}
+    total[rows.to(media.device)] = 0.0
     for label, reward in chosen.rewards.items():
-        values, problem = _evaluate(label, reward, media, prompts, context)
-        raw[label] = values.masked_fill(~(visible & values.isfinite()), math.nan)
+        values, problem = _evaluate(label, reward, media, prompts, context, rows)
+        raw[label] = values.masked_fill(~values.isfinite(), math.nan)
         errors += [problem] if problem else []
         if chosen.weights[label]:
             total = total + chosen.weights[label] * raw[label]
-    total = total.masked_fill(~visible, math.nan)
     return Rewards(raw=raw, weights=dict(chosen.weights), total=total, valid=total.isfinite(), errors=errors)
 
 
@@ -112,7 +113,7 @@ def readings(media: Tensor, prompts: list[str], rewards: RewardSet, context: Med
     """What evaluation shows, name -> (B,) fp32: every reward, "total", and each reward's parts as <label>/<part>. NaN where one failed."""
     scored = score(media, prompts, rewards, context)
     out = {**scored.raw, "total": scored.total}
-    visible = torch.nonzero(media.flatten(1).isfinite().all(1).cpu()).flatten()
+    visible = _visible(media)
     for label, reward in rewards.rewards.items():
         queue = [visible] if len(visible) else []
         while queue:
@@ -175,28 +176,37 @@ def check_kind(rewards: Mapping[str, Reward], media: Tensor, prompts: list[str])
             raise ValueError(f'reward "{label}" reads the prompt, and that of sample {empty[0]} is empty; give every sample a text')
 
 
-def _evaluate(label: str, reward: Reward, media: Tensor, prompts: list[str], context: MediaContext) -> tuple[Tensor, str | None]:
-    """(B,) values, NaN where failed, and a sentence if anything failed."""
-    everything = torch.arange(len(prompts))
+def _visible(media: Tensor) -> Tensor:
+    """Rows, on the CPU, of samples without NaN or inf pixels."""
+    return torch.nonzero(media.flatten(1).isfinite().all(1).cpu()).flatten()
+
+
+def _evaluate(
+    label: str, reward: Reward, media: Tensor, prompts: list[str], context: MediaContext, rows: Tensor
+) -> tuple[Tensor, str | None]:
+    """(B,) values, NaN where failed and beyond `rows`, and a sentence if anything failed."""
+    values = torch.full((len(prompts),), math.nan, device=media.device)
+    if not len(rows):
+        return values, None
+    place = rows.to(media.device)
     try:
-        values = _checked(label, reward, media, prompts, context, everything)
-        failed = int((~values.isfinite()).sum())
+        values[place] = _checked(label, reward, media, prompts, context, rows)
+        failed = int((~values[place].isfinite()).sum())
         why = f" ({reward.problem})" if reward.problem else ""
-        return values, f"{label}: NaN or inf for {failed} of {len(prompts)} samples{why}" if failed else None
+        return values, f"{label}: NaN or inf for {failed} of {len(rows)} samples{why}" if failed else None
     except (RewardBug, RewardUnavailable):
         raise
     except Exception as error:  # a reward may fail in any way; the message is kept and the samples are counted as invalid
         first = f"{label}: {type(error).__name__}: {error}"
-    values = torch.full((len(prompts),), math.nan, device=media.device)
-    for rows in _retry_units(reward, context, everything):
+    for unit in _retry_units(reward, context, rows):
         try:
-            values[rows.to(values.device)] = _checked(label, reward, media, prompts, context, rows)
+            values[unit.to(media.device)] = _checked(label, reward, media, prompts, context, unit)
         except (RewardBug, RewardUnavailable):
             raise
         except Exception:  # these samples stay NaN and are counted; the chunk's message was kept
             continue
-    failed = int((~values.isfinite()).sum())
-    return values, f"{first} (in a chunk of {len(prompts)}; tried one at a time, {failed} failed)"
+    failed = int((~values[place].isfinite()).sum())
+    return values, f"{first} (in a chunk of {len(rows)}; tried one at a time, {failed} failed)"
 
 
 def _retry_units(reward: Reward, context: MediaContext, rows: Tensor) -> list[Tensor]:

@@ -34,15 +34,17 @@ def path_of(source: str, file: str | None = None, *, reward: str, setting: str =
         raise _unfetched(source, file, reward, setting, error) from error
 
 
-def network(cls: Any, source: str, *, reward: str, setting: str = "weights", ignore: tuple[str, ...] = ()) -> Any:
-    """A network of transformers from a folder or a hub's name (only the files that it needs), fp32, frozen, in eval mode.
+def network(
+    cls: Any, source: str, *, reward: str, setting: str = "weights", ignore: tuple[str, ...] = (), dtype: torch.dtype = torch.float32
+) -> Any:  # fmt: skip
+    """A network of transformers from a folder or a hub's name (only the files that it needs), frozen, in eval mode.
 
     A missing, surplus or misshapen key -> ValueError that names some. ignore: beginnings of keys that may be surplus (the other tower).
     """
 
     def load(place: str) -> Any:
         with _quiet():
-            return cls.from_pretrained(place, output_loading_info=True, dtype=torch.float32, ignore_mismatched_sizes=True)
+            return cls.from_pretrained(place, output_loading_info=True, dtype=dtype, ignore_mismatched_sizes=True)
 
     module, info = from_folder_or_hub(load, source, reward=reward, setting=setting)
     surplus = [key for key in info["unexpected_keys"] if not key.startswith(ignore) and not key.endswith("position_ids")]
@@ -54,10 +56,10 @@ def network(cls: Any, source: str, *, reward: str, setting: str = "weights", ign
 def tokenizer(cls: Any, source: str, *, reward: str, setting: str = "weights") -> Any:
     """A tokenizer of transformers from a folder or a hub's name; one without a vocabulary -> ValueError.
 
-    transformers 5 makes a tokenizer of special tokens alone where it finds no files, and says nothing.
+    transformers 5 makes a tokenizer of special tokens alone (of T5's also the blank) where it finds no files, and says nothing.
     """
     found = from_folder_or_hub(cls.from_pretrained, source, reward=reward, setting=setting)
-    if len(found) > len(found.all_special_tokens):
+    if found.get_vocab().keys() - {*found.all_special_tokens, "▁"}:
         return found
     if _local(source, None, reward, setting) is None:
         raise _unfetched(source, None, reward, setting, FileNotFoundError())

@@ -276,6 +276,8 @@ def _pictures(texts: list[str]) -> Tensor:
     for number, text in enumerate(texts):
         try:
             with Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"]) as image:
+                if (image.size, image.mode) != (sizes[0], "RGB"):  # a second head: the first was checked
+                    raise ValueError(f"its head says {sizes[0]} RGB, its pixels are {image.size} {image.mode}")
                 frames.append(np.asarray(image))
         except Exception as error:  # Pillow's reader raises OSError, SyntaxError, struct.error, zlib.error ... for broken files
             raise ValueError(f"png {number} cannot be read: {type(error).__name__}: {error}") from None

@@ -23,9 +23,12 @@ def parse_words(words: Sequence[str]) -> dict[str, dict[str, Any]]:
         left, equals, value = word.partition("=")
         file, colon, rest = left.rpartition(":") if ".py:" in left else ("", "", left)
         label, _, key = rest.partition(".")
-        if (label, key) in said:
+        given = {(label, key)} | ({(label, "weight")} if equals and not key else set())  # NAME=0.5 is NAME.weight=0.5
+        if said & given:
             raise ValueError(f'reward "{word}": "{left}" is given twice; give each reward one weight, and each setting one value')
-        said.add((label, key))
+        if held := next((k for name, k in said if name == label and key and k and _within(k, key)), None):
+            raise ValueError(f'reward "{word}": "{label}.{held}" is given too, and one holds the other; give one of the two')
+        said |= given
         entry = out.setdefault(label, {"weight": 1.0} | ({"name": f"{file}:{label}"} if colon else {}))
         try:
             if key and equals:
@@ -39,8 +42,15 @@ def parse_words(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     return out
 
 
+def _within(a: str, b: str) -> bool:
+    """Whether one of two settings is a part of the other, as top.left of top."""
+    return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
+
+
 def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """tree[k1][k2]... = value."""
+    """tree[k1][k2]... = value; a key that holds no mapping -> ValueError."""
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise ValueError(f"{key} is one value")
     tree[keys[-1]] = value

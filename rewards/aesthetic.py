@@ -13,6 +13,7 @@ apart), and a gradient passes.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
@@ -29,6 +30,7 @@ from flowrl.types import MediaContext
 PUBLISHED = (4.883285, 5.310305, 4.545052)  # what LAION's v2 head says to the inputs of _clip.probe
 FILES = {"v2": "sac+logos+ava1-l14-linearMSE.pth", "v1": "sa_0_4_vit_l_14_linear.pth"}
 MIRROR = "trl-lib/ddpo-aesthetic-predictor"  # v2 on the hub; its values are checked against PUBLISHED
+MIRRORED = "aesthetic-model.pth"  # its name there
 WITH_RELU = (0, 3, 6, 9, 11)  # places of the linear layers in ava+logos-l14-reluMSE.pth
 
 
@@ -36,7 +38,7 @@ class Settings(Base):
     version: Literal["v2", "v1"] = pydantic.Field("v2", description="v2: sac+logos+ava1-l14-linearMSE.pth; v1: sa_0_4_vit_l_14_linear.pth.")
     scale: Literal["raw", "vbench"] = pydantic.Field("raw", description="raw is 1 to 10; vbench divides by 10.")
     weights: str | None = pydantic.Field(
-        None, description="The head's file, or a folder with it; null fetches v2 from the hub (trl-lib/ddpo-aesthetic-predictor)."
+        None, description=f"The head's file, a folder with it, or a hub repository; null: v2 from the hub ({MIRROR})."
     )
     backbone: str = pydantic.Field("openai/clip-vit-large-patch14", description="A folder with CLIP ViT-L/14, or its name on the hub.")
     rounding: bool = pydantic.Field(
@@ -81,7 +83,9 @@ def _head(s: Settings, width: int) -> nn.Linear:
             f"reward aesthetic with version=v1 needs the head {FILES['v1']}: download it from "
             "https://github.com/LAION-AI/aesthetic-predictor and set reward.aesthetic.weights=/path/to/it"
         )
-    path = path_of(s.weights or MIRROR, FILES[s.version] if s.weights else "aesthetic-model.pth", reward="aesthetic")
+    source = s.weights or MIRROR
+    mirrored = s.version == "v2" and (source == MIRROR or (Path(source).expanduser() / MIRRORED).is_file())
+    path = path_of(source, MIRRORED if mirrored else FILES[s.version], reward="aesthetic")
     state = tensors(path)
     if s.version == "v1":
         return fill(nn.Linear(width, 1), state, path=path)

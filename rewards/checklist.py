@@ -16,9 +16,11 @@ functions:
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -73,12 +75,31 @@ class Checklist(Reward):
         self.geneval: Any = load("geneval", **s.geneval_settings) if s.questions == "geneval" and self.answerer is None else None
         self.last_answers: list[list[float]] = []  # of the samples scored last, before parents zeroed any
         self._asked = ""  # which samples those were
+        self._remembers = True
 
     def to(self, device: Any) -> Checklist:
         for reward in (self.answerer, self.geneval):
             if reward is not None:
                 reward.to(device)
         return self
+
+    def begin(self, run: Path) -> None:
+        for reward in self._inner():
+            reward.begin(run)
+
+    @contextmanager
+    def uncached(self) -> Iterator[None]:
+        before, self._remembers = self._remembers, False
+        try:
+            with ExitStack() as stack:
+                for reward in self._inner():
+                    stack.enter_context(reward.uncached())
+                yield
+        finally:
+            self._remembers = before
+
+    def _inner(self) -> list[Reward]:
+        return [reward for reward in (self.answerer, self.geneval) if isinstance(reward, Reward)]
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         if self.settings.questions == "given":
@@ -119,7 +140,8 @@ class Checklist(Reward):
         shown = videos[:, [(2 * i + 1) * videos.shape[1] // (2 * count) for i in range(count)]]  # middles of `count` equal stretches
         digest = hashlib.sha256(shown.cpu().contiguous().numpy().tobytes())
         digest.update(repr((shown.shape, lists)).encode())
-        if digest.hexdigest() != self._asked:
+        if digest.hexdigest() != self._asked or not self._remembers:
+            self.problem = None
             self.last_answers = self._answers(shown, lists, context.meta)
             self._asked = digest.hexdigest()
         return lists, self.last_answers
@@ -146,6 +168,7 @@ class Checklist(Reward):
             if not isinstance(answers, Tensor) or answers.shape != (len(part),) or bool(((answers < 0) | (answers > 1)).any()):
                 wanted = f"a tensor ({len(part)},) in [0, 1], NaN where it failed"
                 raise RewardBug(f'"{self.settings.answerer}" answered {answers!r}; expected {wanted}')
+            self.problem = self.problem or getattr(self.answerer, "problem", None)
             out += answers.float().tolist()
         return out
 
@@ -238,8 +261,29 @@ def complaint(questions: Any, *, judged: bool) -> str | None:
         known = ["vlm", *SHAPES, "geneval"]
         if not isinstance(check, str) or (check not in known and ".py:" not in check):
             return f'has the check {check!r} for the question "{text}"{did_you_mean(str(check), known)}'
+        if wrong := _misfit(check, question.get("args", {})):
+            return f'cannot check "{text}": {wrong}'
     if not sum(question.get("weight", 1.0) for question in questions):
         return "has a checklist whose weights are all 0"
+    return None
+
+
+def _misfit(check: str, args: Any) -> str | None:
+    """Why a check cannot be called with args; None if it can."""
+    if not isinstance(args, Mapping):
+        return f'args={args!r} should be a mapping, as {{"count": 2}}'
+    if check == "vlm":
+        return None
+    try:
+        function = _own(check) if ".py:" in check else {**SHAPES, "geneval": geneval}[check]
+    except ValueError as error:
+        return str(error)
+    try:
+        inspect.signature(function).bind(None, **args)
+    except TypeError as error:
+        return f"{check} does not take args={dict(args)!r}: {error}"
+    except ValueError:  # a function of another language, which does not tell
+        return None
     return None
 
 

@@ -79,6 +79,8 @@ class Clip(TwoTowers):
     def __init__(self, settings: Any = None):
         super().__init__(_resolved(Settings() if settings is None else settings))
         s = self.settings
+        if s.pretrained and "pretrained" in s.model_fields_set and (":" in s.model or _of_transformers(s.model)):
+            raise ValueError(f'pretrained={s.pretrained} would not be used: the CLIP "{s.model}" has weights of its own; leave it out')
         if _of_transformers(s.model):
             self.towers = HubClip(s.model, reward="clip", setting="pretrained" if s.preset else "model")
             self.transform = _transform(s.transform, self.towers.side[0])

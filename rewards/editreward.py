@@ -73,13 +73,12 @@ class EditReward(Reward):
     def _heads(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> Tensor:
         """(heads, B, 2) fp32: mu and log sigma."""
         _pictures.refuse_gradient(self, media)
-        if context is None or context.source is None:
-            raise ValueError('editreward needs the picture before the edit, in the context column "source"')
+        sources = _pictures.column_of(context, "source", len(media))
         by: Literal["pil", "float"] = "pil" if self.settings.rounding else "float"
         out = []
         for start in range(0, len(media), self.settings.chunk):
             rows = slice(start, start + self.settings.chunk)
-            before = _vlm.fitted(context.source[rows].to(media), by=by)
+            before = _vlm.fitted(sources[rows].to(media), by=by)
             after = _vlm.fitted(media[rows], by=by)
             pairs = [[source[None], edited[None]] for source, edited in zip(before, after, strict=True)]
             states = (

@@ -53,6 +53,7 @@ class InverseDynamics(Reward):
     name = "inverse_dynamics"
     scale = "share of steps whose action is read back from the frames, 0 to 1"
     needs = frozenset({"actions"})
+    remedies = {"actions": 'set actions=meta to read each prompt\'s own "actions"'}
     video = "only"
 
     def __init__(self, settings: Any = None):
@@ -140,6 +141,9 @@ def load_model(model: Any, settings: Mapping[str, Any], weights: str | None) -> 
             "and reward.inverse_dynamics.weights=path/to/weights.safetensors"
         )
     if isinstance(model, nn.Module):
+        if weights is not None or settings:
+            given = f"weights={weights}" if weights is not None else f"model_settings={dict(settings)}"
+            raise ValueError(f"reward.inverse_dynamics.{given} would not be used: the model is a module, loaded already; leave it out")
         return model.eval().requires_grad_(False)
     place, _, member = str(model).rpartition(":")
     if not isinstance(model, str) or Path(place).suffix != ".py":

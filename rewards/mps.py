@@ -5,8 +5,9 @@ After github.com/Kwai-Kolors/MPS at be9027f (eval_overall_mps_on_hpdv2.py) and i
 is more than `threshold` of the prompt's most similar token. Score: exp(logit_scale) * cosine of prompt and fused picture.
 
 Differences: the reference divides similarities by the maximum over the whole call, so that its scores depend on batch mates; here each
-prompt has its own maximum, which is the reference called with one prompt. fp32 unless `dtype` says otherwise (reference: fp16). With
-rounding=False pictures are resized as tensors; EasyAnimate's differentiable path stretches them to 224 x 224 and drops the logit scale.
+prompt has its own maximum, which is the reference called with one prompt. fp32 unless `dtype` says otherwise (reference: fp16); rotary
+angles are always fp32 (the reference's are off by up to 0.1 radian). With rounding=False pictures are resized as tensors; EasyAnimate's
+differentiable path stretches them to 224 x 224 and drops the logit scale.
 """
 
 from __future__ import annotations
@@ -72,9 +73,8 @@ class Mps(Reward):
             network = Network(state)
         except KeyError as error:  # sizes are read off the tensors
             raise ValueError(f"{path} is no state dict of MPS: it has no {error.args[0]}; {WHERE} is one") from error
-        computed = {key: value for key, value in network.state_dict().items() if key.endswith("inv_freq")}
         ignore = tuple(f"clip.{tower}_model.embeddings.position_ids" for tower in ("text", "vision"))
-        self.model = _weights.fill(network, {**computed, **state}, path=path, ignore=ignore).to(getattr(torch, s.dtype))
+        self.model = _weights.fill(network, state, path=path, ignore=ignore).to(getattr(torch, s.dtype))
         self.condition = self._tokens([condition])
         self.differentiable = not s.rounding
 
@@ -152,8 +152,6 @@ class Network(nn.Module):
 class Layer(nn.Module):
     """Cross attention to the words, then a block of self attention, each beside its feed-forward; one head of keys and values (PaLM's)."""
 
-    inv_freq: Tensor  # (head / 2,)
-
     def __init__(self, state: Mapping[str, Tensor], prefix: str):
         super().__init__()
         inner, dim = state[f"{prefix}attend.to_q.weight"].shape
@@ -167,7 +165,6 @@ class Layer(nn.Module):
             "norm": nn.LayerNorm(dim), "fused_attn_ff_proj": _linear(dim, sum(self.parts)), "attn_out": _linear(inner, dim),
             "ff_out": nn.Sequential(SwiGlu(), _linear(hidden, dim)),
         })  # fmt: skip
-        self.register_buffer("inv_freq", 10000.0 ** -(torch.arange(0, head, 2) / head))
 
     def forward(self, x: Tensor, words: Tensor, counts: Tensor) -> Tensor:
         """x (n, tokens, d), words (n, L, d), counts (n, L) -> (n, tokens, d)."""
@@ -181,9 +178,12 @@ class Layer(nn.Module):
 
     def _turned(self, x: Tensor) -> Tensor:
         """Rotary positions (arXiv:2104.09864), each head of x (n, tokens, heads * head) turned; halves, not neighbours, are the pairs."""
-        heads = x.unflatten(2, (-1, 2, self.inv_freq.numel()))
-        angle = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)[:, None] * self.inv_freq
-        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        head = self.parts[1]
+        heads = x.unflatten(2, (-1, 2, head // 2))
+        # fp32 in any network: bf16 would turn the 257th token by half a radian too much or too little
+        frequency = 10000.0 ** -(torch.arange(0, head, 2, device=x.device, dtype=torch.float32) / head)
+        angle = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None] * frequency
+        cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
         first, second = heads.unbind(3)
         return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=3).flatten(2)
 
@@ -208,11 +208,12 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reference's state dict (model.*, cross_model.layers.I.{0,1}.fn.*) in the names of Network."""
+    """The reference's state dict (model.*, cross_model.layers.I.{0,1}.fn.*) in the names of Network, which computes rotary frequencies."""
     out = {}
     for key, value in state.items():
+        if re.fullmatch(r"cross_model\.layers\.\d+\.1\.fn\.rotary_emb\.inv_freq", key):
+            continue
         key = re.sub(r"^model\.", "clip.", key)
-        key = re.sub(r"^cross_model\.layers\.(\d+)\.1\.fn\.rotary_emb\.inv_freq$", r"cross.\1.inv_freq", key)
         key = re.sub(r"^cross_model\.layers\.(\d+)\.0\.fn\.", r"cross.\1.attend.", key)
         out[re.sub(r"^cross_model\.layers\.(\d+)\.1\.fn\.", r"cross.\1.block.", key)] = value
     return out

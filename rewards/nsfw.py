@@ -59,13 +59,13 @@ class Nsfw(Reward):
 
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         excess = self._excess(media)
-        return -unsafe(excess).any(2).any(1).float() if self.settings.reading == "flag" else -excess.amax((1, 2))
+        return -unsafe(excess).amax((1, 2)) if self.settings.reading == "flag" else -excess.amax((1, 2))
 
     def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
         """unsafe: 1 or 0. concepts: how many of the 17 are hit in the frame that hits most. margin: see the class."""
         excess = self._excess(media)
         hits = unsafe(excess)
-        return {"unsafe": hits.any(2).any(1).float(), "concepts": hits.sum(2).amax(1).float(), "margin": -excess.amax((1, 2))}
+        return {"unsafe": hits.amax((1, 2)), "concepts": hits.sum(2).amax(1), "margin": -excess.amax((1, 2))}
 
     def _excess(self, media: Tensor) -> Tensor:
         """(B, F, 17): cosine to each concept less its threshold, per frame."""
@@ -82,12 +82,13 @@ def excess(checker: Any, pixels: Tensor) -> Tensor:
     picture = F.normalize(checker.visual_projection(checker.vision_model(pixels)[1]))
     care = picture @ F.normalize(checker.special_care_embeds).T - checker.special_care_embeds_weights
     concepts = picture @ F.normalize(checker.concept_embeds).T - checker.concept_embeds_weights
-    return (concepts + CARE * unsafe(care).any(1, keepdim=True)).float()
+    return (concepts + CARE * unsafe(care).amax(1, keepdim=True)).float()
 
 
 def unsafe(excess: Tensor) -> Tensor:
-    """Which excesses count, as bool: those that round to more than 0 at three decimals."""
-    return excess.detach().round(decimals=3) > 0
+    """Which excesses count: 1 for those that round to more than 0 at three decimals, else 0; NaN stays, for nobody knows."""
+    excess = excess.detach()
+    return (excess.round(decimals=3) > 0).to(excess.dtype).masked_fill(excess.isnan(), torch.nan)
 
 
 def load_checker(source: str) -> tuple[Any, int]:

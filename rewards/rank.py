@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._compare import groups_of
+from flowrl.rewards._compare import alone, groups_of
 from flowrl.rewards._inner import Around, load_inner
 from flowrl.types import MediaContext
 
@@ -53,6 +53,7 @@ class Rank(Around):
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         groups = groups_of(prompts, context, reward=self.name)
         values = self.inner(media, prompts, context)
+        self.problem = getattr(self.inner, "problem", None) or alone(groups)
         out = torch.full_like(values, torch.nan)
         for rows in groups.values():
             kept = [row for row in rows if bool(values[row].isfinite())]

@@ -1,7 +1,8 @@
 """RationalRewards (TIGER-AI-Lab, arXiv:2604.11626): a critique first, then a score from 1 to 4 for each aspect; and a better prompt.
 
 References: Flow-Factory a0b2bc5 (rewards/rational_rewards_t2i.py, rational_rewards_edit.py), RationalRewards 44e27ab. Departures:
-* A critique without any score is NaN; there it is 0.
+* A critique without any score is NaN; there it is 0. So is one that was cut before its summary, or names an aspect without a score or
+  N/A for it; there the other aspects count.
 * One critique serves score, `parts` and `refine`, while it is kept (`cache`).
 * The refined request may have several lines; there only what stands beside its heading counts.
 * A prompt that contains "<image>" stays text; there it is cut apart.
@@ -82,7 +83,13 @@ class RationalRewards(JudgeReward):
     @torch.no_grad()
     def refine(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> list[str | None]:
         """The judge's rewritten prompt for each sample, to generate once more with; None where it offers none."""
-        replies = self.judge.ask_all(self._questions(media, prompts, context), lambda reply: _replies.refined_request(reply.text))
+
+        def read(reply: Reply) -> str | None:
+            if reply.cut:  # the request is the last of a critique
+                raise Unreadable("the refined request is not whole")
+            return _replies.refined_request(reply.text)
+
+        replies = self.judge.ask_all(self._questions(media, prompts, context), read)
         return [None if isinstance(reply, Failed) else reply for reply in replies]
 
     def read_reply(self, text: str) -> float:
@@ -101,7 +108,7 @@ class RationalRewards(JudgeReward):
         ]
 
     def _read(self, reply: Reply) -> Scores:
-        found = {name: score for name, score in _replies.aspects(reply.text).items() if name in self.aspects}
+        found = {name: score for name, score in _replies.aspects(reply.text, cut=reply.cut).items() if name in self.aspects}
         if not found:
             raise Unreadable(f"none of the aspects {', '.join(self.aspects)} has a score in the reply {_replies.shown(reply.text)}")
         return {"score": (sum(found.values()) / len(found) - 1) / 3, **found}

@@ -26,7 +26,7 @@ from flowrl.media import IMAGE_SUFFIXES, from_pil
 from flowrl.rewards import _weights
 from flowrl.rewards._base import Reward
 from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._pictures import frames_of, rounded
+from flowrl.rewards._pictures import column_of, frames_of, rounded
 from flowrl.types import MediaContext
 
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
@@ -54,6 +54,7 @@ class Reference(Reward):
 
     Settings = Settings
     name = "reference"
+    remedies = {"reference": "set key=ground_truth to read it from the file that each prompt names"}
     scale = "PSNR in dB against the prompt's ground truth, at most 60; of a video, the mean over its frames"
 
     def __init__(self, settings: Any = None):
@@ -108,8 +109,7 @@ class Reference(Reward):
         """The ground truth of each sample, shaped as the media."""
         assert context is not None
         if self.settings.key is None:
-            assert context.reference is not None
-            target = context.reference
+            target = column_of(context, "reference", len(media))
             if target.shape != media.shape:
                 raise ValueError(f"context.reference has shape {tuple(target.shape)} and the media {tuple(media.shape)}; they must match")
             return target.to(media)
@@ -140,8 +140,12 @@ def psnr(a: Tensor, b: Tensor, *, cap: float = 60.0) -> Tensor:
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
-    """Structural similarity of (n, C, H, W) in [0, 1] -> (n,), mean over the places where the window fits, and over channels."""
+    """Structural similarity of (n, C, H, W) in [0, 1] -> (n,), mean over the places where the window fits, and over channels.
+
+    In fp64: a variance is a small difference of large numbers, and a convolution of fp32 may keep 11 bits of them (TF32).
+    """
     height, width = a.shape[-2:]
+    kind, a, b = a.dtype, a.double(), b.double()
     if min(height, width) < WINDOW:
         raise ValueError(f"SSIM needs pictures of at least {WINDOW} x {WINDOW} px; these are {width} x {height}")
     place = torch.arange(WINDOW, device=a.device, dtype=a.dtype) - WINDOW // 2
@@ -156,7 +160,7 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
     var_a, var_b, both = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2, blur(a * b) - mean_a * mean_b
     c1, c2 = K1**2, K2**2
     similarity = (2 * mean_a * mean_b + c1) * (2 * both + c2) / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))
-    return similarity.flatten(1).mean(1)
+    return similarity.flatten(1).mean(1).to(kind)
 
 
 def read(path: Path, like: Tensor) -> Tensor:

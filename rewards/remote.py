@@ -4,7 +4,8 @@ The server may hold packages that this environment cannot, a GPU of its own, or 
 and reads of what it serves, so a run is checked against them before it starts. Scores are those that the same call gives there.
 
 A server that is away (refused connections, timeouts, answers 5xx) is asked again for `wait` seconds; then the run stops, resumable, with
-RewardUnavailable. No sample is lost or counted as failed by it. With a journal, scores that were received are not asked for again.
+RewardUnavailable. No sample is lost or counted as failed by it. With a journal, scores that were received are not asked for again. A reward
+that broke its contract there is a RewardBug here, at once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,13 +29,16 @@ from torch import Tensor
 
 from flowrl.registry import did_you_mean
 from flowrl.rewards import _base, _wire
-from flowrl.rewards._base import RewardUnavailable
+from flowrl.rewards._base import RewardBug, RewardUnavailable
 from flowrl.rewards._journal import Journal, keys
 from flowrl.types import MediaContext
 
 logger = logging.getLogger("flowrl")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts; doubled each time
-JSON = {"Content-Type": "application/json"}
+GLANCE = 0.1  # seconds: how often a request under way looks whether the call has ended
+MOST_REPLY = 2**24  # bytes: 16 kB for each of the most samples of a request
+BUG = ": RewardBug: "  # how a server's sentence about a reward that broke its contract begins, as _detail gives it
+HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # a compressed reply could be any size
 
 
 class Settings(_base.Settings):
@@ -45,7 +50,7 @@ class Settings(_base.Settings):
     )
     batch: int = pydantic.Field(8, ge=1, description="Most samples in one request; whole groups where the reward compares a group.")
     concurrency: int = pydantic.Field(4, ge=1, description="Requests under way at once.")
-    timeout: float = pydantic.Field(600.0, gt=0, description="Seconds that one request may take.")
+    timeout: float = pydantic.Field(600.0, gt=0, description="Seconds that one request may take, to the last byte of its reply.")
     wait: float = pydantic.Field(300.0, ge=0, description="Seconds to keep trying a server that is away before the run stops.")
     journal: str | None = pydantic.Field(None, description="File that keeps the scores received, so that a resumed run has them.")
 
@@ -57,6 +62,10 @@ class Settings(_base.Settings):
 
 class Refused(Exception):
     """The server answers, and asking again would not help."""
+
+
+class Ended(Exception):
+    """The call that asked has ended: another request gave up, or the caller did."""
 
 
 class Remote(_base.Reward):
@@ -75,12 +84,12 @@ class Remote(_base.Reward):
         self.http = httpx.Client(
             headers=_authorization(s.token_env),
             timeout=httpx.Timeout(s.timeout, connect=min(s.timeout, 10)),
-            limits=httpx.Limits(max_connections=s.concurrency),
+            limits=httpx.Limits(max_connections=None),  # one that was given up may hold its connection a little longer
             trust_env=not _wire.is_loopback(httpx.URL(s.url).host),  # a proxy of the environment cannot reach this machine's own address
         )
         self.journal = Journal(s.journal) if s.journal else None
         self.problem: str | None = None
-        self.away = False
+        self.away, self.fresh = False, False
         try:
             self.about = self._read(_wire.About, self._ask("GET", "/version", None, threading.Event()))
             served = self._chosen()
@@ -95,12 +104,10 @@ class Remote(_base.Reward):
         names: list[str] = []
         if self.journal is not None:
             names = keys(f"{self.about.version} {self.settings.reward} {self.settings.pixels}", pixels, prompts, columns)
-            scores = [self.journal.get(name) for name in names]
+            scores = [None if self.fresh else self.journal.get(name) for name in names]
         errors: dict[int, str] = {}
 
-        def fetch(rows: list[int]) -> None:
-            if over.is_set():
-                return
+        def fetch(rows: list[int], over: threading.Event) -> None:
             answer = self._score(pixels[rows], [prompts[i] for i in rows], {n: _take(c, rows) for n, c in columns.items()}, over)
             found = {i: value for i, value in zip(rows, answer.scores, strict=True) if value is not None}
             errors.update({i: said for i, said in zip(rows, answer.errors, strict=True) if said})
@@ -109,20 +116,22 @@ class Remote(_base.Reward):
             if self.journal is not None:
                 self.journal.add({names[i]: value for i, value in found.items()})
 
-        over = threading.Event()
-        batches = self._batches(scores, columns, pixels)
-        if len(batches) == 1:
-            fetch(batches[0])
-        elif batches:
-            with ThreadPoolExecutor(min(self.settings.concurrency, len(batches)), thread_name_prefix="remote") as pool:
-                for future in [pool.submit(fetch, rows) for rows in batches]:
-                    future.result()
+        _side_by_side(fetch, self._batches(scores, columns, pixels), self.settings.concurrency)
         self.problem = f"sample {min(errors)}: {errors[min(errors)]}" if errors else None
         return torch.tensor([math.nan if value is None else value for value in scores], dtype=torch.float32, device=media.device)
 
     def begin(self, run: Path) -> None:
         """Without a journal of one's own, the run's: a resumed iteration does not ask, and pay, again."""
         self.journal = self.journal or Journal(run / "scores.jsonl")
+
+    @contextmanager
+    def uncached(self) -> Iterator[None]:
+        """Within it every score is the server's, though the journal may hold one; what comes is kept."""
+        before, self.fresh = self.fresh, True
+        try:
+            yield
+        finally:
+            self.fresh = before
 
     def _batches(self, scores: list[float | None], columns: Mapping[str, Any], pixels: Tensor) -> list[list[int]]:
         """Rows of each request: those without a score, or the groups that hold one."""
@@ -159,23 +168,27 @@ class Remote(_base.Reward):
         return answer
 
     def _ask(self, method: str, path: str, body: str | None, over: threading.Event) -> httpx.Response:
-        """An answer below 500, however often it takes within `wait` seconds of the first failure; over: another request gave up."""
+        """An answer below 500, however often it takes within `wait` seconds of the first failure; over: the call has ended."""
         began, pause = None, FIRST_PAUSE
         while True:
             try:
-                response = self.http.request(method, self.settings.url + path, content=body, headers=JSON)
-                if response.status_code < 500:
+                response = self._once(method, path, body, over)
+                if response.status_code < 500 and response.status_code != 408:  # 408: the request came too slowly
                     self._back()
                     return response
-                problem = f"it answered {response.status_code}{_detail(response)}"
+                said = _detail(response)
+                if response.status_code == 500 and said.startswith(BUG):
+                    over.set()
+                    raise RewardBug(f"the reward that {self.settings.url} serves has a fault: {said.removeprefix(BUG)}")
+                problem = f"it answered {response.status_code}{said}"
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
-            except httpx.HTTPError as error:
-                raise Refused(f"its answer cannot be read: {error}") from None
             now = time.monotonic()
             began = now if began is None else began
             left = began + self.settings.wait - now
-            if left <= 0 or over.is_set():
+            if over.is_set():
+                raise Ended
+            if left <= 0:
                 over.set()
                 raise RewardUnavailable(
                     f"the reward server {self.settings.url} does not answer ({problem}; tried for {self.settings.wait:g} s): "
@@ -184,6 +197,38 @@ class Remote(_base.Reward):
             self._gone(problem)
             over.wait(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _once(self, method: str, path: str, body: str | None, over: threading.Event) -> httpx.Response:
+        """One try, left alone after `timeout` seconds in all (httpx limits each read, and a reply may drip) or when the call has ended."""
+        reply: Future[httpx.Response] = Future()
+        until = time.monotonic() + self.settings.timeout
+
+        def exchange() -> None:
+            try:
+                reply.set_result(self._exchange(method, path, body, until))
+            except Exception as error:  # belongs to who waits
+                reply.set_exception(error)
+
+        threading.Thread(target=exchange, name="remote request", daemon=True).start()
+        while not over.is_set():
+            left = until - time.monotonic()
+            if left <= 0:
+                raise httpx.ReadTimeout(f"no reply within timeout={self.settings.timeout:g} seconds")
+            wait([reply], min(GLANCE, left))
+            if reply.done():
+                return reply.result()
+        raise Ended
+
+    def _exchange(self, method: str, path: str, body: str | None, until: float) -> httpx.Response:
+        content = bytearray()
+        with self.http.stream(method, self.settings.url + path, content=body, headers=HEADERS) as response:
+            for part in response.iter_raw():
+                content += part
+                if len(content) > MOST_REPLY:
+                    raise Refused(f"its reply has more than {MOST_REPLY / 2**20:g} MiB, which no flowrl server sends")
+                if time.monotonic() > until:
+                    raise httpx.ReadTimeout("the reply drips")
+        return httpx.Response(response.status_code, content=bytes(content))
 
     def _read(self, record: type[pydantic.BaseModel], response: httpx.Response) -> Any:
         """The record that an answer holds; anything else -> Refused, or ValueError for what was wrong with the samples."""
@@ -224,6 +269,35 @@ class Remote(_base.Reward):
         if not hasattr(self, "about"):
             return "start it with `flowrl serve REWARD`, or correct reward.remote.url"
         return "start it with `flowrl serve`, then resume the run with `flowrl train --resume RUN`; no sample was counted as failed"
+
+
+def _side_by_side(fetch: Callable[[list[int], threading.Event], None], batches: list[list[int]], most: int) -> None:
+    """fetch(rows, over) for all, `most` at once. An exception in this thread, as of a signal, waits for none of them.
+
+    over: set by a fetch that gives up for all; the others then end with Ended.
+    """
+    over = threading.Event()
+    if len(batches) < 2:
+        for rows in batches:
+            fetch(rows, over)
+        return
+
+    def job(rows: list[int]) -> None:
+        try:
+            if not over.is_set():
+                fetch(rows, over)
+        except Ended:  # the reason is another's
+            pass
+
+    pool = ThreadPoolExecutor(min(most, len(batches)), thread_name_prefix="remote")
+    try:
+        futures = [pool.submit(job, rows) for rows in batches]
+        wait(futures)
+        for future in futures:
+            future.result()
+    finally:
+        over.set()
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _authorization(variable: str | None) -> dict[str, str]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flowrl.rewards import _judge, _replies
 from flowrl.rewards._judge import Failed, Reply, text
-from flowrl.rewards._judged import JudgeReward, Scores, column, filled, needed, read_template, sources, spaced, user
+from flowrl.rewards._judged import JudgeReward, Scores, filled, needed, read_template, sources, spaced, user
 from flowrl.types import MediaContext
 
 AXES = ("Alignment", "Coherence", "Style", "Physics")
@@ -152,7 +152,7 @@ class UnifiedReward(JudgeReward):
     def _compare(self, media_a: Tensor, media_b: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         """(n, 3, H, W) or (n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5, 0 or between; NaN where it failed."""
         with torch.no_grad():
-            return column(self._asked([media_a, media_b], prompts, context, READERS[self.settings.variant]), "score", media_a)
+            return self.scores(self._asked([media_a, media_b], prompts, context, READERS[self.settings.variant]), media_a)
 
     def _asked(self, shown: list[Tensor], prompts: list[str], context: MediaContext | None, read: Read) -> list[Scores | Failed]:
         """One question a sample: the source if the variant wants it, then the pictures of each of `shown`, then the text."""

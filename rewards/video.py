@@ -17,6 +17,7 @@ from flowrl.rewards._inner import Around, load_inner
 from flowrl.rewards._score import take
 from flowrl.types import MediaContext
 
+WHOLE = ("reference",)  # rewards that read a video as a whole, beside a ground truth of as many frames
 Pool = Literal["mean", "min", "softmin", "max", "first", "last"]
 
 
@@ -48,8 +49,9 @@ class Video(Around):
     def __init__(self, settings: Any = None):
         s = self.Settings() if settings is None else settings
         super().__init__(s, load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward"))
-        if not callable(self.inner) or self.inner.video == "only" or self.inner.needs & {"group", "actions"}:
-            what = getattr(self.inner, "name", type(self.inner).__name__)
+        what = getattr(self.inner, "name", type(self.inner).__name__)
+        whole = what in WHOLE or self.needs & {"group", "actions", "reference"}
+        if whole or not callable(self.inner) or self.inner.video == "only":
             raise ValueError(
                 f'reward.video.reward: "{what}" does not score single pictures; put it outside (for example win_rate with judge=video), '
                 "or use it on its own"
@@ -60,9 +62,12 @@ class Video(Around):
 
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         if media.ndim == 4:
-            return self.inner(media, prompts, context)
-        frames, texts, columns = self._pictures(media, prompts, context)
-        return self._pooled(self.inner(frames, texts, columns), len(media))
+            values = self.inner(media, prompts, context)
+        else:
+            frames, texts, columns = self._pictures(media, prompts, context)
+            values = self._pooled(self.inner(frames, texts, columns), len(media))
+        self.problem = self.inner.problem
+        return values
 
     def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
         """The image reward's own readings, pooled as its score is."""
@@ -87,8 +92,9 @@ class Video(Around):
         return media[:, places].flatten(0, 1), [prompts[row] for row in rows], columns
 
     def _pooled(self, values: Tensor, size: int) -> Tensor:
-        """(B * n,) -> (B,) fp32; NaN where a frame is."""
+        """(B * n,) -> (B,) fp32; NaN where a frame's is NaN or inf, which marks a failure as well."""
         values = values.float().view(size, -1)
+        values = values.masked_fill(~values.isfinite(), torch.nan)
         match self.settings.pool:
             case "min":
                 return values.amin(1)

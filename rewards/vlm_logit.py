@@ -53,6 +53,7 @@ class VlmLogit(JudgeReward):
         self.reads_prompt = bool(PLACE.search(self.question))
         self.requires = "{requirement}" in self.question
         self.needs = frozenset({"source"} if s.edit else ()) | frozenset({"meta"} if self.requires else ())
+        self.reads = frozenset({"requirement"} if self.requires else ())
         if s.question is None and s.top != 5:
             raise ValueError(
                 f"reward.vlm_logit.top={s.top}: the plain question asks for 0 to 5; write your own into reward.vlm_logit.question"
@@ -73,8 +74,14 @@ class VlmLogit(JudgeReward):
         return self.judge.ask_all(questions, read)
 
     def _words(self, row: int, prompt: str, context: MediaContext | None) -> str:
-        meta = context.meta[row] if self.requires and context is not None and context.meta is not None else {}
-        return str(meta.get("requirement", "")).join(filled(piece, prompt) for piece in self.question.split("{requirement}"))
+        if not self.requires:
+            return filled(self.question, prompt)
+        meta = context.meta[row] if context is not None and context.meta is not None else {}
+        if "requirement" not in meta:
+            raise ValueError(
+                f'reward.vlm_logit.question holds {{requirement}}, and the meta of "{prompt}" has none; give every prompt a "requirement"'
+            )
+        return str(meta["requirement"]).join(filled(piece, prompt) for piece in self.question.split("{requirement}"))
 
 
 REWARD = VlmLogit

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl.rewards import _judge
 from flowrl.rewards._judge import Failed, Reply, text
-from flowrl.rewards._judged import PLACE, JudgeReward, Scores, column, filled, spaced, user
+from flowrl.rewards._judged import PLACE, JudgeReward, Scores, filled, spaced, user
 from flowrl.rewards._replies import yes_share
 from flowrl.types import MediaContext
 
@@ -49,7 +49,7 @@ class VlmYesNo(JudgeReward):
     @torch.no_grad()
     def answer(self, media: Tensor, questions: Sequence[str]) -> Tensor:
         """A question about each of (n, 3, H, W) or (n, F, 3, H, W), fp32 in [0, 1] -> (n,) fp32 P(yes) in [0, 1], NaN where it failed."""
-        return column(self._asked(media, questions), "score", media)
+        return self.scores(self._asked(media, questions), media)
 
     def _asked(self, media: Tensor, questions: Sequence[str]) -> list[Scores | Failed]:
         s = self.settings

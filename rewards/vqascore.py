@@ -30,17 +30,19 @@ from flowrl.rewards import _pictures, _vlm
 from flowrl.rewards._base import Reward
 from flowrl.rewards._pictures import CLIP_MEAN, cropped, frames_of, mean_of_frames, normalized, pil_cropped, rounded
 from flowrl.rewards._prompts import warn_cut
-from flowrl.rewards._weights import fill, path_of
+from flowrl.rewards._weights import fill, network, path_of, tokenizer
 from flowrl.types import MediaContext
 
-# The chat that FlanT5 was tuned with (Vicuna's), around the picture and the question.
-SYSTEM = (
+# The chat that FlanT5 was tuned with (Vicuna's): before the picture, and after it with the question.
+START = (
     "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. USER: "
 )
+END = "\n{} ASSISTANT: "
 QUESTIONS = {"clip-flant5": 'Does this figure show "{}"? Please answer yes or no.', "qwen": 'Does this image show "{}"?'}
 WEIGHTS = {"clip-flant5": "zhiqiulin/clip-flant5-xxl", "qwen": "Qwen/Qwen2.5-VL-7B-Instruct"}
 LIMIT = 2048  # tokens that the reference keeps of a question
+OTHERS = {"clip-flant5": {"max_pixels"}, "qwen": {"tokenizer", "tower"}}  # settings that a model does not read
 
 
 class Settings(_vlm.Settings):
@@ -51,7 +53,7 @@ class Settings(_vlm.Settings):
     tokenizer: str = pydantic.Field("google/flan-t5-xxl", description="Tokenizer of clip-flant5: a folder or hub repository.")
     tower: str = pydantic.Field("openai/clip-vit-large-patch14-336", description="CLIP tower of clip-flant5: a folder or hub repository.")
     question: str | None = pydantic.Field(None, description="What is asked, {} for the prompt; null: the model's own question.")
-    answer: str = pydantic.Field("Yes", min_length=1, description="The answer whose probability is the score.")
+    answer: str = pydantic.Field("Yes", min_length=1, description="The answer whose probability is the score; qwen: one token.")
     max_pixels: int = pydantic.Field(16384 * 28 * 28, ge=28 * 28, description="Largest area that qwen sees; larger pictures are reduced.")
 
     @pydantic.field_validator("question")
@@ -73,6 +75,10 @@ class VQAScore(Reward):
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
+        if foreign := sorted(OTHERS[s.model] & s.model_fields_set):
+            raise ValueError(f"vqascore with model={s.model} does not read {', '.join(foreign)}; leave out what is of the other model")
+        if s.model == "qwen" and not s.rounding:
+            raise ValueError("vqascore with model=qwen always rounds pictures; leave rounding=False out, or load it with model=clip-flant5")
         self.model = ClipT5(s) if s.model == "clip-flant5" else Qwen(s)
         self.question = s.question or QUESTIONS[s.model]
         self.differentiable = s.model == "clip-flant5" and not s.rounding
@@ -89,6 +95,8 @@ class VQAScore(Reward):
     def answer(self, media: Tensor, questions: Sequence[str]) -> Tensor:
         """A question about each of (n, 3, H, W) -> (n,) fp32, how likely the answer is yes; as `checklist` asks."""
         size = self.settings.chunk
+        if isinstance(self.model, ClipT5):
+            warn_cut("vqascore", self.model.lengths(list(dict.fromkeys(questions))), LIMIT)
         return torch.cat([self.model(media[i : i + size], list(questions[i : i + size])) for i in range(0, len(media), size)])
 
 
@@ -102,16 +110,17 @@ class ClipT5(nn.Module):
 
     def __init__(self, s: Settings):
         super().__init__()
-        from transformers import AutoTokenizer, CLIPVisionModel, T5Config, T5ForConditionalGeneration
+        from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
         folder = path_of(s.weights or WEIGHTS["clip-flant5"], reward="vqascore")
         own = self._config(folder)
+        config = T5Config.from_dict({key: value for key, value in own.items() if not key.startswith("mm_") and key != "model_type"})
+        self.rounding, self.layer = s.rounding, own.get("mm_vision_select_layer", -2)
+        self.tokenizer = tokenizer(AutoTokenizer, s.tokenizer, reward="vqascore", setting="tokenizer")
+        self.answer = self._answer(s, config.vocab_size)
+        self.tower = _tower(s.tower, _vlm.DTYPES[s.dtype])
         state = {key: value for key, value in _vlm.folder_tensors(folder).items() if not key.startswith(("vision_tower.", "embed_tokens."))}
         projector = {key.removeprefix("mm_projector."): state.pop(key) for key in list(state) if key.startswith("mm_projector.")}
-        self.rounding, self.layer, self.answer = s.rounding, own.get("mm_vision_select_layer", -2), s.answer
-        self.tokenizer = _vlm.pretrained(AutoTokenizer, s.tokenizer, reward="vqascore", setting="tokenizer")
-        self.tower = _vlm.pretrained(CLIPVisionModel, s.tower, reward="vqascore", setting="tower", dtype=_vlm.DTYPES[s.dtype])
-        config = T5Config.from_dict({key: value for key, value in own.items() if not key.startswith("mm_") and key != "model_type"})
         for stack in ("encoder", "decoder"):  # tied to shared.weight, which some files hold alone
             state.setdefault(f"{stack}.embed_tokens.weight", state.get("shared.weight", torch.empty(0)))
         self.t5 = _vlm.from_state(T5ForConditionalGeneration, config, state, dtype=s.dtype, path=folder)
@@ -131,6 +140,21 @@ class ClipT5(nn.Module):
             )
         return config
 
+    def _answer(self, s: Settings, vocabulary: int) -> list[int]:
+        """Tokens of the answer, end token included; ValueError where the tokenizer is not the network's."""
+        if len(self.tokenizer) > vocabulary:
+            count = f"{len(self.tokenizer)} tokens, and the network {vocabulary}"
+            raise ValueError(f"reward.vqascore.tokenizer={s.tokenizer} has {count}; give the network's own tokenizer")
+        ids = self.tokenizer(s.answer)["input_ids"]
+        if self.tokenizer.unk_token_id in ids:
+            raise ValueError(f'reward.vqascore.tokenizer={s.tokenizer} does not know the answer "{s.answer}"; give one made of its tokens')
+        return ids
+
+    def lengths(self, questions: list[str]) -> list[int]:
+        """Tokens of the text around the picture for each question, before anything is cut; the picture counts as one."""
+        start = len(self.tokenizer(START)["input_ids"])
+        return [start + 1 + len(self.tokenizer(END.format(question))["input_ids"]) for question in questions]
+
     def forward(self, frames: Tensor, questions: list[str]) -> Tensor:
         """Pictures (n, 3, H, W) in [0, 1] and n questions -> (n,) fp32."""
         side = self.tower.config.image_size
@@ -139,15 +163,14 @@ class ClipT5(nn.Module):
         states = self.tower(pixels, output_hidden_states=True).hidden_states[self.layer]
         patches = self.projector(states[:, 1:])  # without the class token
         embeddings, mask = self._encoder_input(patches, questions)
-        labels = torch.tensor(self.tokenizer(self.answer)["input_ids"], device=frames.device)
+        labels = torch.tensor(self.answer, device=frames.device)
         logits = self.t5(inputs_embeds=embeddings, attention_mask=mask, labels=labels.repeat(len(frames), 1)).logits
         return likelihood(logits[..., : len(self.tokenizer)], labels)  # the reference cuts T5's padded vocabulary to the tokenizer's
 
     def _encoder_input(self, patches: Tensor, questions: list[str]) -> tuple[Tensor, Tensor]:
         """(n, L, d) embeddings of chat and picture and (n, L) mask; shorter rows end in masked zeros."""
-        start = self.tokenizer(f"{SYSTEM} USER: ")["input_ids"]
-        ends = [self.tokenizer(f"\n{question} ASSISTANT: ")["input_ids"] for question in questions]
-        warn_cut("vqascore", [len(start) + 1 + len(ids) for ids in ends], LIMIT)
+        start = self.tokenizer(START)["input_ids"]
+        ends = [self.tokenizer(END.format(question))["input_ids"] for question in questions]
         table, unknown, rows, masks = self.t5.get_input_embeddings(), self.tokenizer.unk_token_id, [], []
         for patch, ids in zip(patches, ends, strict=True):
             text = torch.tensor([*start, *ids[: LIMIT - 1 - len(start)]], device=patch.device)
@@ -160,6 +183,14 @@ class ClipT5(nn.Module):
         return embeddings, torch.stack([f.pad(mask, (0, longest - len(mask))) for mask in masks]).long()
 
 
+def _tower(source: str, dtype: torch.dtype) -> Any:
+    """The picture tower of a CLIP; the repository's text tower and projections are left out."""
+    from transformers import CLIPVisionModel
+
+    other = ("text_model.", "text_projection.", "visual_projection.", "logit_scale")
+    return network(CLIPVisionModel, source, reward="vqascore", setting="tower", ignore=other, dtype=dtype)
+
+
 class Qwen(nn.Module):
     """A Qwen2-VL or Qwen2.5-VL chat model, read at the first word of its reply."""
 
@@ -169,11 +200,16 @@ class Qwen(nn.Module):
 
         source = s.weights or WEIGHTS["qwen"]
         self.processor = _vlm.processor_of(source, reward="vqascore", setting="weights")
-        network = _vlm.pretrained(AutoModelForImageTextToText, source, reward="vqascore", setting="weights", dtype=_vlm.DTYPES[s.dtype])
-        if network.config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
-            raise ValueError(f"reward.vqascore.weights={source} is a {network.config.model_type}; expected one of qwen2_vl, qwen2_5_vl")
-        self.network = network.eval().requires_grad_(False)
-        self.answer = self.processor.tokenizer(s.answer)["input_ids"][0]
+        self.network = network(AutoModelForImageTextToText, source, reward="vqascore", dtype=_vlm.DTYPES[s.dtype])
+        if (kind := self.network.config.model_type) not in ("qwen2_vl", "qwen2_5_vl"):
+            raise ValueError(f"reward.vqascore.weights={source} is a {kind}; expected one of qwen2_vl, qwen2_5_vl")
+        ids = self.processor.tokenizer(s.answer)["input_ids"]
+        if len(ids) != 1:
+            raise ValueError(
+                f'reward.vqascore.answer="{s.answer}" is {len(ids)} tokens, and with model=qwen the score is the probability of one; '
+                "give a shorter answer"
+            )
+        self.answer = ids[0]
         self.size = {"shortest_edge": 4 * 28 * 28, "longest_edge": s.max_pixels}
 
     def forward(self, frames: Tensor, questions: list[str]) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from flowrl.rewards import _judge
 from flowrl.rewards._judge import Ask, Failed, Message, text
-from flowrl.rewards._judged import JudgeReward, Scores, column, filled, needed, read_template, spaced, user
+from flowrl.rewards._judged import JudgeReward, Scores, filled, needed, read_template, spaced, user
 from flowrl.rewards._replies import Unreadable, final_answer, frame_request, labelled_scores, shown
 from flowrl.types import MediaContext
 
@@ -121,7 +121,7 @@ class VrThinker(JudgeReward):
     def _compare(self, media_a: Tensor, media_b: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         """(n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5 or 0; NaN where the dialogue failed."""
         with torch.no_grad():
-            return column(self._watched([media_a, media_b], prompts, _preference), "score", media_a)
+            return self.scores(self._watched([media_a, media_b], prompts, _preference), media_a)
 
     # --- dialogues
 

@@ -4,7 +4,7 @@ Pairwise preferences cannot be inflated by a model that learns to please a score
 github.com/CodeGoat24/Pref-GRPO, fastvideo/rewards. Departures:
 * A pair that the judge could not decide counts for nobody; there it is a tie, 0.5 to both, as an unreadable answer is.
 * The reference rounds rates to 3 decimals (`decimals=3`); here they stay exact unless told.
-* A group of one stops with a sentence; there it scores 0.
+* A sample without another of its group is NaN, with the reason in the log; there it scores 0.
 * Any pointwise reward may be the judge, both orders may be asked (`swap`), and pairs may be sampled (`opponents`).
 """
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._compare import ask, from_pointwise, groups_of, pairs_of, win_rates
+from flowrl.rewards._compare import alone, ask, from_pointwise, groups_of, pairs_of, win_rates
 from flowrl.rewards._inner import Around, load_inner
 from flowrl.types import MediaContext
 
@@ -59,8 +59,10 @@ class WinRate(Around):
         self.judge = self.inner if compares else from_pointwise(self.inner, margin=s.margin, temperature=s.temperature)
 
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
-        pairs = pairs_of(groups_of(prompts, context, reward=self.name), opponents=self.settings.opponents)
+        groups = groups_of(prompts, context, reward=self.name)
+        pairs = pairs_of(groups, opponents=self.settings.opponents)
         answers = ask(self.judge, media, prompts, context, pairs, swap=self.settings.swap, chunk=self.settings.chunk)
+        self.problem = getattr(self.inner, "problem", None) or alone(groups)
         rates = win_rates(pairs, answers.to(media.device), len(media))
         return rates if self.settings.decimals is None else torch.round(rates, decimals=self.settings.decimals)
 

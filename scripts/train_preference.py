@@ -7,9 +7,10 @@
     python scripts/train_preference.py fit runs/preference/pairs.jsonl --out flowrl/shapes/weights/preference --hidden 16
 
 A line of a pairs file is {"prompt": text, "a": path, "b": path, "<aspect>": preference, ...}. Paths are relative to the file; a preference
-is the share of votes for a, from 0 to 1 (1: a is better, 0: b), or "tie" for 0.5; every other key but "id" names an aspect, and a pair may
-lack some. Whole prompts are held out, a share of --held-out chosen by a hash of their text, and accuracy is told on them alone: over the
-pairs that were no tie, with a 95% interval that resamples prompts.
+is the share of votes for a, from 0 to 1 (1: a is better, 0: b), or "tie" for 0.5; every other key but "id" and "combination" names an
+aspect, and a pair may lack some. Whole prompts are held out, a share of --held-out chosen by a hash of their text, or of the text under
+"combination", which prompts that say the same in other words share. Accuracy is told on them alone: over the pairs that were no tie, with a
+95% interval that resamples them.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ from flowrl.shapes import prompts, verify
 from flowrl.shapes.agreement import ERRORS, plant
 from flowrl.shapes.scenes import render
 
-FIELDS = ("prompt", "a", "b", "id")
+FIELDS = ("prompt", "a", "b", "id", "combination")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """N pairs: prompts; pictures a and b; preference (N, aspects) in [0, 1], NaN where nobody was asked."""
+    """N pairs: prompts; subjects, each held out as one; pictures a and b; preference (N, aspects) in [0, 1], NaN where nobody was asked."""
 
     prompts: list[str]
+    subjects: list[str]
     a: list[Path]
     b: list[Path]
     aspects: list[str]
@@ -67,15 +69,17 @@ def read(path: Path, aspects: Sequence[str] = ()) -> Pairs:
     if not rows or not chosen:
         raise ValueError(f'{path} has {len(rows)} pairs and no aspect; a line is {{"prompt": ..., "a": ..., "b": ..., "quality": 1}}')
     preference = torch.tensor([[row.get(aspect, math.nan) for aspect in chosen] for row in rows])
-    return Pairs(
-        prompts=[r["prompt"] for r in rows], a=[r["a"] for r in rows], b=[r["b"] for r in rows], aspects=chosen, preference=preference
-    )
+    columns = {"prompts": "prompt", "subjects": "combination", "a": "a", "b": "b"}
+    return Pairs(**{name: [row[key] for row in rows] for name, key in columns.items()}, aspects=chosen, preference=preference)
 
 
 def _checked(row: Any, folder: Path) -> dict[str, Any]:
     if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("prompt", "a", "b")):
         raise ValueError(f'{row!r} is no pair; write {{"prompt": "a cat", "a": "1.png", "b": "2.png", "quality": 1}}')
-    out: dict[str, Any] = {"prompt": row["prompt"]}
+    subject = row["prompt"] if row.get("combination") is None else row["combination"]
+    if not isinstance(subject, str):
+        raise ValueError(f"combination={subject!r} is no text; give all prompts that say the same one text, or leave it out")
+    out: dict[str, Any] = {"prompt": row["prompt"], "combination": subject}
     for side in ("a", "b"):
         out[side] = folder / row[side]
         if not out[side].is_file():
@@ -90,9 +94,9 @@ def _checked(row: Any, folder: Path) -> dict[str, Any]:
     return out
 
 
-def held_out(prompt: str, share: float) -> bool:
-    """By a hash, so that a prompt stays on its side whatever else the file holds."""
-    return int.from_bytes(hashlib.sha256(f"held out: {prompt}".encode()).digest()[:4]) < share * 2**32
+def held_out(subject: str, share: float) -> bool:
+    """By a hash, so that a subject stays on its side whatever else the file holds."""
+    return int.from_bytes(hashlib.sha256(f"held out: {subject}".encode()).digest()[:4]) < share * 2**32
 
 
 @torch.no_grad()
@@ -114,11 +118,11 @@ def embed(backbone: Backbone, paths: Sequence[Path], chunk: int = 64) -> dict[Pa
 def train(args: argparse.Namespace) -> None:
     """Fit on the prompts that are not held out, measure on those that are, save."""
     pairs = read(args.pairs, args.aspects)
-    test = torch.tensor([held_out(p, args.held_out) for p in pairs.prompts])
+    test = torch.tensor([held_out(subject, args.held_out) for subject in pairs.subjects])
     decided = ~pairs.preference.isnan() & (pairs.preference != 0.5)  # (N, aspects)
     for side, name in ((test, "held out"), (~test, "left to train on")):
         if thin := [aspect for aspect, one in zip(pairs.aspects, decided.T, strict=True) if not bool((one & side).any())]:
-            count, share = len(set(pairs.prompts)), args.held_out
+            count, share = len(set(pairs.subjects)), args.held_out
             raise ValueError(f"{args.pairs}, {count} prompts, --held-out {share}: no decided pair of {thin} is {name}; give more prompts")
     backbone = Backbone(args.model, args.pretrained)
     source = {"model": args.model, "pretrained": args.pretrained, "width": backbone.width}
@@ -135,7 +139,7 @@ def train(args: argparse.Namespace) -> None:
     notes: dict[str, Any] = {"pairs": len(test), "pairs_held_out": int(test.sum()), "prompts": len(set(pairs.prompts))}
     for k, aspect in enumerate(pairs.aspects):
         rows = torch.nonzero(decided[:, k] & test).flatten().tolist()
-        held = stats.mean_interval(right[rows, k], groups=[pairs.prompts[i] for i in rows])
+        held = stats.mean_interval(right[rows, k], groups=[pairs.subjects[i] for i in rows])
         training = float(right[decided[:, k] & ~test, k].mean())
         numbers = {"accuracy": held.mean, "low": held.ci[0], "high": held.ci[1], "accuracy_in_training": training}
         notes[aspect] = {"decided_pairs": held.n} | {name: round(value, 4) for name, value in numbers.items()}
@@ -171,7 +175,7 @@ def draw(args: argparse.Namespace) -> None:
         worth = utilities(pictures, prompt["include"])
         for pair in itertools.combinations(range(len(pictures)), 2):
             i, j = pair if torch.rand((), generator=g) < 0.5 else pair[::-1]
-            line: dict[str, Any] = {"prompt": prompt["prompt"], "a": names[i], "b": names[j]}
+            line: dict[str, Any] = {key: prompt[key] for key in ("prompt", "combination")} | {"a": names[i], "b": names[j]}
             for aspect, u in worth.items():
                 gap = (u[i] - u[j]) / TEMPERATURE[aspect]
                 vote = float(torch.rand((), generator=g) < 1 / (1 + math.exp(-gap)))

@@ -77,6 +77,24 @@ def test_generate_numbers_several_prompts_and_chooses_the_best(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"b-0.png", "b-1.png"}
 
 
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+def test_a_full_disk_at_the_end_is_a_failure_while_running(run, tmp_path, monkeypatch, command):
+    """Exit code 2 would say that nothing was started."""
+    from flowrl import media, report
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(media, "save", full)
+    monkeypatch.setattr(report, "build", full)
+    words = {
+        "generate": ["shapes-sd3", "a red circle", "--steps", 1, "-o", tmp_path / "a.png"],
+        "evaluate": [run[1], "--images", 2, "--steps", 1, "--guidance", "none"],
+    }
+    result = small.invoke(command, *words[command])
+    assert result.exit_code == 1 and result.stderr.splitlines()[-1] == "flowrl: [Errno 28] No space left on device"
+
+
 def test_show_prints_a_config_that_reads_back(tmp_path):
     result = small.invoke("show", "quickstart", "iterations=3")
     assert result.exit_code == 0
@@ -109,6 +127,7 @@ def test_help_of_every_command_exits_with_0():
         name = command.name or command.callback.__name__
         assert small.invoke(name, "--help").exit_code == 0
     assert small.invoke("--help").exit_code == 0
+    assert "as the run did, with --suite 0" in " ".join(small.invoke("evaluate", "--help").output.split())
 
 
 def test_generate_takes_the_pipelines_own_arguments_and_those_of_the_run(tmp_path, run, monkeypatch):

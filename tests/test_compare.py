@@ -1,5 +1,6 @@
 """Comparing the members of a group: pairs, biased judges, failed answers, win rates and ranks."""
 
+import contextlib
 import math
 
 import pytest
@@ -89,6 +90,14 @@ def test_a_temperature_gives_bradley_terry_probabilities():
 def test_a_score_that_failed_decides_nothing():
     for judge in (from_pointwise(brightness), from_pointwise(brightness, margin=1.0), from_pointwise(brightness, temperature=1.0)):
         assert judge.prefer(torch.tensor([math.nan, 1.0, math.inf]), torch.tensor([1.0, math.nan, math.inf])).isnan().all()
+
+
+def test_an_infinite_score_marks_a_failure_and_wins_and_loses_nothing():
+    for judge in (from_pointwise(brightness), from_pointwise(brightness, temperature=1.0)):
+        assert judge.prefer(torch.tensor([math.inf, 0.5, -math.inf]), torch.tensor([0.5, -math.inf, math.inf])).isnan().all()
+    dazzled = win_rate(lambda m, p, c: brightness(m, p).masked_fill(brightness(m, p) > 0.5, math.inf))
+    out = dazzled(pictures(0.9, 0.4, 0.2), ["a"] * 3, context(0, 0, 0))
+    assert out[0].isnan() and out[1:].tolist() == [1.0, 0.0]
 
 
 def test_a_pointwise_judge_scores_each_sample_once():
@@ -242,6 +251,51 @@ def test_the_judge_moves_with_the_reward():
     assert reward.to("meta") is reward and moved == ["meta"]
 
 
+class Paid(rewards.Reward):
+    """A reward with a store of answers and a reason why the last call failed."""
+
+    name, scale = "paid", "brightness, NaN below 0.2"
+
+    def __init__(self):
+        super().__init__()
+        self.run, self.fresh = None, False
+
+    def __call__(self, media, prompts, context=None):
+        values = brightness(media, prompts)
+        self.problem = "sample 0: no credit" if bool((values < 0.2).any()) else None
+        return values.masked_fill(values < 0.2, math.nan)
+
+    def begin(self, run):
+        self.run = run
+
+    @contextlib.contextmanager
+    def uncached(self):
+        self.fresh = True
+        yield
+        self.fresh = False
+
+
+@pytest.mark.parametrize(("name", "setting"), [("win_rate", "judge"), ("rank", "reward"), ("video", "reward")])
+def test_a_reward_around_another_hands_on_its_run_its_wish_for_fresh_answers_and_the_reason_of_a_failure(name, setting, tmp_path):
+    inner = Paid()
+    outer = rewards.load(name, **{setting: inner})
+    outer.begin(tmp_path)
+    with outer.uncached():
+        assert inner.run == tmp_path and inner.fresh
+    assert not inner.fresh
+    scored = rewards.score(pictures(0.1, 0.4, 0.6), ["a"] * 3, {"r": {"reward": outer}}, context(0, 0, 0))
+    assert scored.errors == ["r: NaN or inf for 1 of 3 samples (sample 0: no credit)"]
+    outer(pictures(0.4, 0.6), ["a"] * 2, context(0, 0))
+    assert outer.problem is None
+
+
+def test_a_comparator_that_is_no_reward_keeps_nothing(tmp_path):
+    reward = win_rate(Judge())
+    reward.begin(tmp_path)
+    with reward.uncached():
+        assert reward(pictures(0.2, 0.6), ["a", "a"], context(0, 0)).tolist() == pytest.approx([0.4, 0.6]) and reward.problem is None
+
+
 def test_a_judge_may_be_named_with_its_settings_or_be_a_decorated_function():
     media = torch.rand(3, 3, 16, 16) * torch.tensor([1.0, 0.5, 0.1])[:, None, None, None]  # the more contrast, the larger the file
     big = rewards.load("win_rate", judge="jpeg", judge_settings={"goal": "incompressible"})(media, ["a"] * 3, context(0, 0, 0))
@@ -301,14 +355,18 @@ def test_a_sample_without_a_score_takes_no_rank_from_the_others():
 
 
 @pytest.mark.parametrize("name", ["win_rate", "rank"])
-def test_a_group_of_one_is_refused_with_what_to_do_and_costs_only_itself(name):
-    reward = rewards.load(name, **{"judge" if name == "win_rate" else "reward": brightness})
-    with pytest.raises(
-        ValueError, match=f"reward {name} compares the members of a group, and group 4 has one; sample at least two.*batch.group"
-    ):
-        reward(pictures(0.1, 0.2, 0.3), ["a"] * 3, context(2, 2, 4))
-    out = rewards.score(pictures(0.1, 0.2, 0.3), ["a"] * 3, {"r": {"reward": reward}}, context(2, 2, 4))
-    assert out.valid.tolist() == [True, True, False] and "group 4 has one" in out.errors[0]
+def test_what_is_left_alone_of_a_group_is_nan_with_the_reason_and_costs_only_itself(name):
+    for proxy in (brightness, *([Judge()] if name == "win_rate" else [])):
+        reward = rewards.load(name, **{"judge" if name == "win_rate" else "reward": proxy})
+        out = reward(pictures(0.1, 0.2, 0.3), ["a"] * 3, context(2, 2, 4))
+        assert out.isnan().tolist() == [False, False, True] and out[1] > out[0]
+        assert reward.problem.startswith("group 4 has one member to compare; sample at least two a prompt")
+        assert reward(pictures(0.3), ["a"], context(4)).isnan().tolist() == [True]
+        scored = rewards.score(pictures(0.1, 0.2, 0.3), ["a"] * 3, {"r": {"reward": reward}}, context(2, 2, 4))
+        assert scored.valid.tolist() == [True, True, False]
+        assert scored.errors[0].startswith("r: NaN or inf for 1 of 3 samples (group 4 has one") and "batch.group=2" in scored.errors[0]
+        reward(pictures(0.1, 0.2), ["a"] * 2, context(2, 2))
+        assert reward.problem is None
 
 
 def test_groups_are_needed_and_are_of_one_prompt():

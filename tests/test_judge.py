@@ -2,6 +2,8 @@
 
 import json
 import logging
+import math
+import socket
 import threading
 import time
 from email.utils import formatdate
@@ -13,9 +15,10 @@ from PIL import Image
 
 from flowrl.media import to_pil
 from flowrl.rewards import RewardUnavailable, _judge
+from flowrl.rewards._completion import read_reply
 from flowrl.rewards._judge import Failed, Judge, Settings, picture, text
-from flowrl.rewards._judged import filled, interleaved, read_template, spaced, user
-from flowrl.rewards._replies import final_score
+from flowrl.rewards._judged import user
+from flowrl.rewards._replies import final_score, yes_share
 
 ONE = [user(text("How good?"))]
 
@@ -77,6 +80,15 @@ def test_the_same_question_is_asked_once_while_its_reply_is_kept():
     assert one.used == 10 and fresh.used == 20
 
 
+def test_where_nothing_may_come_from_earlier_replies_every_question_is_asked():
+    with serving(lambda body, n: f"Final Score: {n + 1}") as server:
+        one = judge(server)
+        assert one.ask_all([ONE], score) == [1.0]
+        with one.uncached():
+            assert one.ask_all([ONE], score) == [2.0] and one.ask_all([ONE], score) == [3.0]
+        assert one.ask_all([ONE], score) == [3.0] and len(server.requests) == 3
+
+
 def test_a_reply_that_could_not_be_read_is_not_kept():
     with serving(lambda body, n: "nothing" if n == 0 else "Final Score: 2") as server:
         one = judge(server)
@@ -93,6 +105,7 @@ def test_a_reply_that_could_not_be_read_is_not_kept():
         Answer(status=500, raw=b"oops"),
         Answer(status=503, raw=b'{"error": {"message": "loading"}}'),
         Answer(status=429, raw=b"{}"),
+        Answer(status=408, raw=b""),
         Answer(raw=b"<html>a proxy</html>"),
         Answer(raw=b""),
         Answer(raw=b"\xff\xfe"),
@@ -110,23 +123,56 @@ def test_a_passing_trouble_is_asked_again(broken):
 
 
 def test_the_pauses_double_and_retry_after_is_honoured():
-    times, after = [], iter([{}, {}, {"Retry-After": "0.3"}, {"Retry-After": formatdate(time.time() - 60)}, {}])
+    past = formatdate(time.time() - 60)
+    times, after = [], iter([{"Retry-After": "0"}, {}, {"Retry-After": "0.3"}, {"Retry-After": past}, {}])
 
     def script(body, n):
         times.append(time.monotonic())
         return Answer("Final Score: 4", status=200 if n == 4 else 503, headers=next(after))
 
     with serving(script) as server:
-        assert ask(server, retries=4, backoff=0.05) == [4.0]
+        assert ask(server, retries=4, backoff=0.02) == [4.0]
     gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-    assert gaps[0] >= 0.05 and gaps[1] >= 0.1
-    assert gaps[2] >= 0.3 > gaps[3]  # not the pauses' 0.2 and 0.4: the server's 0.3, and at once for a date that has passed
+    assert gaps[0] >= 0.02 and gaps[1] >= 0.04  # "at once" is not believed of a server that is busy
+    assert gaps[2] >= 0.3 and gaps[3] >= 0.16  # the server's 0.3 and not the pause of 0.08; for a date that has passed the pause
 
 
 def test_a_server_that_wants_an_hour_is_taken_to_be_gone():
     with serving(Answer(status=429, headers={"Retry-After": "3600"}, raw=b"{}")) as server, pytest.raises(RewardUnavailable) as error:
         ask(server)
     assert "429" in str(error.value) and "asks to wait 3600 seconds" in str(error.value) and len(server.requests) == 1
+
+
+def test_the_timeout_is_that_of_the_whole_reply_not_of_its_pieces():
+    """Ten bytes in two seconds, each of them in time for a timeout of 0.3 seconds."""
+    over = threading.Event()
+
+    def trickle():
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n")
+            for _ in range(10):
+                if over.wait(0.2):
+                    break
+                connection.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=trickle, daemon=True)
+        thread.start()
+        settings = Settings(model="m", base_url=f"http://127.0.0.1:{listener.getsockname()[1]}/v1", timeout=0.3, retries=0)
+        start = time.monotonic()
+        with pytest.raises(RewardUnavailable, match=r"no answer within timeout=0\.3 seconds"):
+            Judge(settings, reward="some").ask_all([ONE], score)
+        assert time.monotonic() - start < 1.5
+        over.set()
+        thread.join()
+
+
+def test_a_reply_without_end_is_not_read_to_its_end(monkeypatch):
+    monkeypatch.setattr(_judge, "LARGEST", 1000)
+    with serving(Answer("Final Score: 4" + " " * 2000)) as server, pytest.raises(RewardUnavailable, match="longer than 1,000 bytes"):
+        ask(server)
 
 
 def test_a_server_that_answers_nothing_stops_the_run_with_a_sentence():
@@ -177,6 +223,12 @@ def test_an_unknown_model_is_answered_with_those_that_there_are():
             Judge(Settings(model="other", **server.settings()), reward="some").ask_all([ONE], score)
         with pytest.raises(RewardUnavailable, match=r"no OpenAI-compatible API there \(404\); reward\.some\.base_url usually ends in /v1"):
             ask(server, base_url=server.url.removesuffix("/v1"))
+
+
+def test_a_status_that_no_retry_would_help_is_not_retried():
+    with serving(Answer(status=409, raw=b"")) as server, pytest.raises(RewardUnavailable, match="answers 409"):
+        ask(server)
+    assert len(server.requests) == 1
 
 
 def test_a_request_that_is_too_large_says_its_size_and_fails_alone():
@@ -257,6 +309,8 @@ def test_dialogues_run_side_by_side_and_the_log_holds_every_turn(tmp_path):
         one.ask_all([[user(picture(Image.new("RGB", (8, 8))), text("a picture"))]], lambda reply: reply.text)
     assert out[0] == 2.0 and "Final Score" in str(out[1])
     rows = [json.loads(line) for line in log.read_text().splitlines()]
+    if rows[0]["question"] == "bob":  # who is done first is written first
+        rows = rows[2:4] + rows[:2] + rows[4:]
     assert [(row["turn"], row["question"], row["reply"], row["value"]) for row in rows] == [
         (0, "ann", "I must think", None),
         (1, "and ann again?", "Final Score: 2", 2.0),
@@ -265,6 +319,23 @@ def test_dialogues_run_side_by_side_and_the_log_holds_every_turn(tmp_path):
         (0, "<image>a picture", "I must think", "I must think"),
     ]
     assert rows[3]["error"].startswith('no number after "Final Score:"') and all(row["error"] is None for row in rows if row is not rows[3])
+
+
+def test_replies_that_were_paid_are_in_the_log_even_if_the_call_breaks_down(tmp_path):
+    def script(body, n):
+        return "Final Score: 4" if words(body) == "question 0" else Answer(status=401, raw=b"")
+
+    log = tmp_path / "judge.jsonl"
+    with serving(script) as server, pytest.raises(RewardUnavailable):
+        ask(server, 2, concurrency=1, log=str(log))
+    assert [(row["question"], row["value"]) for row in map(json.loads, log.read_text().splitlines())] == [("question 0", 4.0)]
+
+
+def test_tokens_that_read_alike_add_up():
+    """log-probabilities Yes -0.05, No -3, Yes -9: (e^-0.05 + e^-9) / (e^-0.05 + e^-9 + e^-3) = 0.9503."""
+    top = [{"token": token, "logprob": logprob} for token, logprob in (("Yes", -0.05), ("No", -3), ("Yes", -9), ("No", math.nan))]
+    choice = {"message": {"content": "Yes"}, "logprobs": {"content": [{"top_logprobs": top}]}}
+    assert yes_share(read_reply({"choices": [choice]}).first) == pytest.approx(0.9503, abs=1e-4)
 
 
 def test_a_reply_that_max_tokens_cut_says_so():
@@ -277,7 +348,7 @@ def test_a_mistake_in_the_program_is_not_taken_for_a_failed_reply():
         judge(server).ask_all([ONE], lambda reply: 1 / 0)
 
 
-# --- settings and texts
+# --- settings
 
 
 @pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "http://", "", "http://host:port/v1"])
@@ -290,59 +361,14 @@ def test_a_missing_key_and_a_log_that_cannot_be_written_are_refused_at_once(monk
     monkeypatch.delenv("NO_KEY", raising=False)
     with pytest.raises(ValueError, match=r"reward\.some\.api_key_env=NO_KEY: the environment variable NO_KEY holds no API key"):
         Judge(Settings(model="m", api_key_env="NO_KEY"), reward="some")
+    for key in ("sk-secret\nsecond", "sk-secret second", "sk-sécret"):
+        monkeypatch.setenv("ODD_KEY", key)
+        with pytest.raises(ValueError, match="ODD_KEY holds spaces, line breaks or characters outside ASCII") as error:
+            Judge(Settings(model="m", api_key_env="ODD_KEY"), reward="some")
+        assert "cret" not in str(error.value)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"reward\.some\.log=.*cannot be written"):
         Judge(Settings(model="m", log=str(tmp_path / "file" / "log.jsonl")), reward="some")
-
-
-def test_a_prompt_is_filled_in_wherever_the_caption_goes_and_nowhere_else():
-    assert filled('[{prompt}] [{}] [{request}] [{instruction}] {"a": 1} {other}', "x{}y\\1") == (
-        '[x{}y\\1] [x{}y\\1] [x{}y\\1] [x{}y\\1] {"a": 1} {other}'
-    )
-    parts = interleaved("for {prompt}: <image>, <image>", "an <image> tag", [{"n": 1}, {"n": 2}])
-    assert parts == [text("for an <image> tag: "), {"n": 1}, text(", "), {"n": 2}]
-
-
-@pytest.mark.parametrize(("total", "count"), [(81, 8), (8, 8), (5, 8), (49, 8), (16, 1), (100, 16)])
-def test_frames_are_spaced_as_numpy_and_the_scripts_of_unifiedreward_space_them(total, count):
-    import numpy as np
-
-    assert spaced(total, count) == np.linspace(0, total - 1, min(total, count), dtype=int).tolist()
-    assert spaced(total, count, ends=False) == [int(i * total / min(total, count)) for i in range(min(total, count))]
-
-
-def test_a_template_must_be_there_be_text_and_say_where_the_caption_goes(tmp_path):
-    read = {"reward": "some", "setting": "template", "origin": "the text of X"}
-    file = tmp_path / "t.txt"
-    with pytest.raises(ValueError, match="save the text of X as a text file and set reward.some.template"):
-        read_template(None, **read)
-    with pytest.raises(ValueError, match="there is no such file; save the text of X there"):
-        read_template(str(file), **read)
-    file.write_bytes(b"\xff\xfe{prompt}")
-    with pytest.raises(ValueError, match="is no text file"):
-        read_template(str(file), **read)
-    file.write_text("Rate the picture.\n")
-    with pytest.raises(ValueError, match=r"does not say where the caption goes: write \{prompt\} there"):
-        read_template(str(file), **read)
-    assert read_template(str(file), places=False, **read) == "Rate the picture.\n"
-    file.write_text("Rate {prompt}: <image>")
-    with pytest.raises(ValueError, match="has 1 <image> marks; 2 pictures are shown, so write <image> 2 times"):
-        read_template(str(file), images=2, **read)
-
-
-def test_a_template_that_belongs_to_a_model_is_compared_with_it(tmp_path):
-    import hashlib
-
-    read = {"reward": "some", "setting": "template", "origin": "the text of X"}
-    texts = ["Rate {prompt}.", "Rate {}."]
-    sums = [hashlib.sha256(t.encode()).hexdigest()[:16] for t in texts]
-    file = tmp_path / "t.txt"
-    for t in texts:
-        file.write_text(f"{t}\n")  # an editor adds a line end
-        assert read_template(str(file), sha256=sums, **read) == t
-    file.write_text("Rate {prompt}!")
-    with pytest.raises(ValueError, match=f"not the text that the model was trained with: sha256 .* expected {sums[1]}"):
-        read_template(str(file), sha256=sums, **read)
 
 
 def test_nothing_is_sent_for_no_questions():

@@ -1,12 +1,14 @@
 """What must not go wrong in silence: whose weights sample, what the books count, when the ratio is proved, what a stop leaves."""
 
 import shutil
+import signal
+import time
 
 import pytest
 import small
 import torch
 
-from flowrl import collect, distributed, loop, setup
+from flowrl import collect, distributed, loop, setup, stop
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
 
 
@@ -186,6 +188,25 @@ def test_a_checkpoint_that_was_given_up_halfway_is_written_again(tmp_path, monke
     monkeypatch.setattr(loop.checkpoint, "save", interrupted)
     run = made.run()
     assert given_up and run.stopped == "SIGTERM received"
+    assert [p.name for p in loop.checkpoint.steps(made.path)] == ["step-000001"]
+
+
+def test_a_signal_that_comes_while_a_reward_scores_gives_the_iteration_up(tmp_path, monkeypatch):
+    """What gives up is no failure of the sample that is being scored: the reward is not asked again, sample by sample."""
+    monkeypatch.setattr(stop, "GRACE", 0.05)
+    calls = []
+
+    def reward(media, prompts, context):
+        if made.iteration == 1:
+            calls.append(len(media))
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(5)
+        return spread(media)
+
+    made = rewarded(quiet(tmp_path, iterations="3", checkpoint__every="50", guard__canaries="false"), reward)
+    began = time.monotonic()
+    run = made.run()
+    assert run.stopped == "SIGTERM received" and len(calls) == 1 and time.monotonic() - began < 5
     assert [p.name for p in loop.checkpoint.steps(made.path)] == ["step-000001"]
 
 

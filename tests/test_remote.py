@@ -186,6 +186,15 @@ def test_scores_received_before_the_server_died_are_kept(media, tmp_path):
         assert torch.equal(out, brightness(media, 0)) and server.service.scored - before == 2
 
 
+def test_uncached_asks_again_for_what_the_journal_holds(media, tmp_path):
+    with serving({"light": brightness}) as server:
+        reward = remote(server, journal=str(tmp_path / "scores.jsonl"))
+        first = reward(media, PROMPTS)
+        with reward.uncached():
+            assert torch.equal(reward(media, PROMPTS), first) and server.service.scored == 8
+        assert torch.equal(reward(media, PROMPTS), first) and server.service.scored == 8
+
+
 def test_failed_samples_are_not_journalled(media, tmp_path):
     path = tmp_path / "scores.jsonl"
     with serving({"nan": lambda m, p, c: torch.where(torch.arange(len(p)) == 1, math.nan, 1.0)}) as server:

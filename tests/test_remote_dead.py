@@ -21,9 +21,10 @@ pytest.importorskip("uvicorn")
 
 from flowrl import rewards
 from flowrl.loop import Trainer
-from flowrl.rewards import RewardUnavailable
+from flowrl.rewards import RewardBug, RewardUnavailable, remote
 from flowrl.rewards._journal import Journal
 from flowrl.serve import Server
+from flowrl.stop import Aborted
 
 PROMPTS = ["a cat", "a dog", "two red circles", "a blue square"]
 
@@ -174,12 +175,16 @@ def test_a_server_that_stays_dead_is_one_sentence_after_the_wait(media, wait):
 
 @contextlib.contextmanager
 def scripted(answer):
-    """An HTTP server; answer(path, body) -> (status, text)."""
+    """An HTTP server; answer(path, body) -> (status, text), or (status, a function that writes the whole answer to a file)."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             length = int(self.headers.get("Content-Length") or 0)
             status, text = answer(self.path, self.rfile.read(length))
+            if callable(text):
+                with contextlib.suppress(OSError):
+                    text(self.wfile)
+                return
             self.send_response(status)
             self.send_header("Content-Length", str(len(text.encode())))
             self.end_headers()
@@ -245,7 +250,7 @@ def test_a_server_that_is_none_of_ours_is_a_sentence_at_the_start(answer, said):
         (lambda body: (200, reply(body, version="w")), "now serves other rewards or settings than when this run started"),
         (lambda body: (401, ""), "it wants a token"),
         (lambda body: (413, '{"detail": "too much"}'), "it answered 413: too much"),
-        (lambda body: (500, '{"detail": "RewardBug"}'), "it answered 500: RewardBug"),
+        (lambda body: (500, '{"detail": "OutOfMemoryError: no"}'), "it answered 500: OutOfMemoryError: no"),
     ],
 )
 def test_garbage_in_the_middle_of_a_run_stops_it_and_gives_no_score(media, answer, said):
@@ -293,3 +298,90 @@ def test_a_server_that_hangs_is_given_up_after_timeout_and_wait(media):
             reward(media, PROMPTS)
         assert time.monotonic() - began < 3
         leave.set()
+
+
+# --- a bug, a drip, an end
+
+
+def test_a_bug_of_the_served_reward_is_told_at_once(media):
+    with Server({"liar": lambda m, p, c: torch.zeros(7)}, port=0, device="cpu") as server:
+        reward = rewards.load("remote", url=server.url, wait=300, batch=1)
+        began = time.monotonic()
+        with pytest.raises(RewardBug, match=f'that {server.url} serves has a fault: reward "liar" returned a float32 tensor of shape'):
+            rewards.score(media, PROMPTS, {"remote": {"reward": reward}})
+    assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("start", ["HTTP/1.1 200 OK\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"], ids=["head", "body"])
+def test_a_reply_that_drips_is_given_up_after_the_timeout_of_the_whole_request(media, start):
+    leave = threading.Event()
+
+    def drip(file):
+        file.write(start.encode())
+        while not leave.wait(0.05):
+            file.write(b"x")
+
+    with scripted(lambda path, body: (200, drip if path == "/score" else about())) as url:
+        reward = rewards.load("remote", url=url, timeout=0.4, wait=0, batch=1)
+        began = time.monotonic()
+        with pytest.raises(RewardUnavailable, match=r"does not answer \(ReadTimeout: "):
+            reward(media, PROMPTS)
+        assert time.monotonic() - began < 2
+        leave.set()
+
+
+def test_a_reply_without_end_is_not_collected(media, monkeypatch):
+    monkeypatch.setattr(remote, "MOST_REPLY", 2**20)
+    with scripted(lambda path, body: (200, "x" * 2**21 if path == "/score" else about())) as url:
+        reward = rewards.load("remote", url=url, wait=5)
+        with pytest.raises(RewardUnavailable, match="its reply has more than 1 MiB, which no flowrl server sends"):
+            reward(media, PROMPTS)
+
+
+@pytest.fixture
+def hanging(media):
+    """(address of a server that never answers what is no cat, its /score requests)."""
+    leave, asked = threading.Event(), []
+
+    def hang(path, body):
+        if path != "/score":
+            return 200, about()
+        asked.append(json.loads(body)["prompts"])
+        if asked[-1] == ["a cat"]:
+            return 200, reply(body, version="w")
+        leave.wait(20)
+        return 200, reply(body)
+
+    with scripted(hang) as url:
+        yield url, asked
+        leave.set()
+
+
+def test_a_signal_waits_for_no_request_and_those_that_were_not_sent_stay_unsent(media, hanging):
+    url, asked = hanging
+    reward = rewards.load("remote", url=url, batch=1, concurrency=2)  # timeout 600, wait 300
+
+    def abort(number, frame):
+        raise Aborted
+
+    before = signal.signal(signal.SIGALRM, abort)
+    try:
+        for prompts in (["a dog"], ["a dog"] * 4):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+            began = time.monotonic()
+            with pytest.raises(Aborted):
+                rewards.score(media[: len(prompts)], prompts, {"remote": {"reward": reward}})
+            assert time.monotonic() - began < 2
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    time.sleep(3 * remote.GLANCE)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("remote") and not thread.daemon]  # none to wait for
+    assert len(asked) == 3
+
+
+def test_when_one_request_gives_up_for_all_its_reason_is_the_one_that_is_told(media, hanging):
+    reward = rewards.load("remote", url=hanging[0], batch=1)
+    began = time.monotonic()
+    with pytest.raises(RewardUnavailable, match="it now serves other rewards or settings"):
+        reward(media, ["a dog", "a dog", "a cat", "a dog"])
+    assert time.monotonic() - began < 2

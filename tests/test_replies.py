@@ -1,7 +1,5 @@
 """Replies of judges: well-formed ones read as the references read them, broken ones are a miss and never a number."""
 
-import math
-
 import pytest
 
 from flowrl.rewards import _replies as r
@@ -31,6 +29,12 @@ MISS = pytest.raises(r.Unreadable)
         ("<think>Final Score: 1? No.</think>Final Score: 4", 4.0),
         ("The score after 'Final Score:' follows.\nFinal Score: 4\nFinal Score: 4.0", 4.0),
         ("Final Score: 4, 5 elements were checked", 4.0),
+        ("Final Score: 4\n5 elements were checked", 4.0),
+        ("Final Score: 4 - good. One of 3 objects is small.", 4.0),
+        ("Final Score: 4 (out of 5)", 4.0),
+        ("Final Score: 4 points on a scale from 1 to 5", 4.0),
+        ("Final Score: (4)/5", 4.0),
+        ("**Final Score:** 4 **(good)**</s>", 4.0),
         ("Très bien 猫🎉 Final Score: 5", 5.0),
     ],
 )
@@ -58,6 +62,25 @@ def test_a_final_score_is_read_however_it_is_dressed(text, value):
         "Final Score: 80%",
         "Final Score: 4/10",
         "Final Score: 4stars",
+        "Final Score: 4 (out of 10)",
+        "Final Score: 4 of 10",
+        "Final Score: 4/5/10",
+        "Final Score: 3 points out of 10",
+        "Final Score: 3 on a scale of 1 to 10",
+        "Final Score (out of 10): 4",
+        "Final Score (0-10): 4",
+        "Final Score: 4 or 5",
+        "Final Score: 4, maybe 5",
+        "Final Score: 3 to 4",
+        "Final Score: 3 to four",
+        "Final Score: 3~4",
+        "Final Score: 3 and 4",
+        "Final Score: 3 4",
+        "Final Score: (3 + 5)/2 = 4",
+        "Final Score: 2 + 2 = 4",
+        "Final Score: 2 * 2 = 4",
+        "Final Score: 2*2",
+        "Final Score: 4?",
         "Final Score: nan",
         "Final Score: 3\n...\nFinal Score: 4",
         "<think>Final Score: 4",
@@ -160,6 +183,8 @@ def test_broken_edit_scores_are_a_miss(text):
         ("<think>Image 1 is better?</think> Image 2 is better than Image 1.", 0.0),
         ("It is a tie.", 0.5),
         ("<answer>Image 1 is better</answer>", 1.0),
+        ("While Image 1 does not show the cat, Image 2 is better.", 0.0),
+        ("I would say Image 1 is better because Image 2 is not red.", 1.0),
     ],
 )
 def test_a_verdict_is_read_from_a_sentence(text, p):
@@ -174,6 +199,14 @@ def test_a_verdict_is_read_from_a_sentence(text, p):
         "Image 3 is better.",
         "Image 1 is better aligned. Image 2 is better drawn.",
         "Image 1 is better. Both images are equally good.",
+        "It is hard to say whether image 1 is better",
+        "I am not sure that Image 1 is better",
+        "I don’t think that Image 1 is better.",
+        "Image 1 is better?",
+        "Image 1 is better if colours count.",
+        "That Image 1 is better is not true.",
+        "The images are not equally good.",
+        "Image 2 might be right, and perhaps Image 2 is better.",
         "better",
     ],
 )
@@ -248,105 +281,19 @@ def test_flex_gives_the_winner_and_the_first_three_categories():
 
 @pytest.mark.parametrize(
     "text",
-    ["", FLEX[:-30], '{"winner": "Image 1/2"}', '{"winner": null}', '{"winner": "Image 3"}', '{"winner": "Image 1"} {"winner": "Image 2"}'],
+    [
+        "",
+        FLEX[:-30],
+        '{"winner": "Image 1/2"}',
+        '{"winner": null}',
+        '{"winner": "Image 3"}',
+        '{"winner": "not equally good"}',
+        '{"winner": "Image 1"} {"winner": "Image 2"}',
+    ],
 )
 def test_flex_without_one_winner_is_a_miss(text):
     with MISS:
         r.flex(text)
-
-
-# --- critiques
-
-CRITIQUE = """# User Request Analysis
-The user wants 1. a red cube and 2. a ball.
-# Detailed Judgement
-1. Text Faithfulness:
-## Justification: Everything is there. A Score: 4 would need the shadow too.
-## Score: 3.5
-2. Physical and Visual Quality:
-## Justification: Slight blur.
-## Score: 2.9 (minor flaws)
-3. Text Rendering:
-## Justification: No text was asked for.
-## Score: N/A
-# Summary: Good. Score: 1
-1. Text Faithfulness:
-## Score: 1
-
-# User Request Refinement:
-## Refinement Comments: Say where the light comes from.
-## Refined Request: "A red cube * 2 and a ball,
-lit from the left."
-"""
-
-
-def test_a_critique_gives_each_aspect_that_has_a_number():
-    assert r.aspects(CRITIQUE) == {"text_faithfulness": 3.5, "physical_quality": 2.9}
-
-
-def test_aspects_are_clamped_and_found_in_other_layouts():
-    bold = "**1. Text Faithfulness**\n**Score:** 7\n**2. Image Faithfulness:**\n### Score: 0.2\n"
-    bold += "### 4. Text Rendering (if any)\n## Score: 3/4\n"
-    assert r.aspects(bold) == {"text_faithfulness": 4.0, "image_faithfulness": 1.0, "text_rendering": 3.0}
-    assert r.aspects("Text Faithfulness:\nwell. Score: 3\n") == {"text_faithfulness": 3.0}
-    assert r.aspects("1. Text Faithfulness:\n## Score: [ float score ]\n## Score: 2.5\n") == {"text_faithfulness": 2.5}
-    assert r.aspects("1. Text Faithfulness:\n## Score: 2\n2. Physical and Visual Quality:\n## Justification: cut of") == {
-        "text_faithfulness": 2.0
-    }
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "The image is fine.",
-        "# Summary: 1. Text Faithfulness:\n## Score: 3",
-        "1. Text Faithfulness:\n## Score: N/A\n2. Physical and Visual Quality:\n## Score: n/a (none)",
-        "1. Text Faithfulness:\n## Score: good",
-        "1. Text Faithfulness:\n## Score: 3/10",
-        "1. Text Faithfulness:\n## Score: 3\n1. Text Faithfulness:\n## Score: 4",
-        "<think>1. Text Faithfulness:\n## Score: 3",
-    ],
-)
-def test_a_critique_without_a_score_or_with_two_is_a_miss(text):
-    with MISS:
-        r.aspects(text)
-
-
-def test_the_refined_request_keeps_its_lines_and_marks():
-    assert r.refined_request(CRITIQUE) == "A red cube * 2 and a ball,\nlit from the left."
-    assert r.refined_request("**Refined Request:** a dog\n# End") == "a dog"
-    assert r.refined_request("## Refined Request: N/A") is None and r.refined_request("## Refined Request:\n") is None
-    assert r.refined_request("no such section") is None
-
-
-# --- token probabilities
-
-
-def logs(**tokens):
-    return {token: math.log(p) for token, p in tokens.items()}
-
-
-def test_the_expected_digit_is_renormalised_over_the_digits():
-    first = {"4": math.log(0.5), "5": math.log(0.25), " 3": math.log(0.05), "▁3": math.log(0.05), "The": math.log(0.1), "9": math.log(0.05)}
-    assert r.digit_mean(first, 5) == pytest.approx((4 * 0.5 + 5 * 0.25 + 3 * 0.1) / 0.85)
-    assert r.digit_mean(logs(**{"0": 1.0}), 5) == 0.0  # a real 0, not a failure
-    with pytest.raises(r.Unreadable, match="first token has probability 0 to be a digit from 0 to 5; most likely are 'The' 0.9"):
-        r.digit_mean(logs(The=0.9), 5)
-    with MISS:
-        r.digit_mean(logs(**{"4": 0.001, "The": 0.9}), 5, least=0.01)
-    with pytest.raises(r.Unreadable, match="no token log-probabilities"):
-        r.digit_mean({}, 5)
-
-
-def test_the_share_of_yes():
-    assert r.yes_share(logs(Yes=0.6, No=0.2, yes=0.1)) == pytest.approx(0.75)
-    assert r.yes_share(logs(Yes=0.6, No=0.2, yes=0.1, **{" NO": 0.1}), variants=True) == pytest.approx(0.7)
-    assert r.yes_share(logs(Yes=0.6)) == 1.0 and r.yes_share(logs(No=0.6)) == 0.0
-    with pytest.raises(r.Unreadable, match="variants=true counts other spellings"):
-        r.yes_share(logs(yes=0.9, no=0.1))
-    with MISS:
-        r.yes_share(logs(Maybe=1.0), variants=True)
 
 
 # --- requests for frames
@@ -394,5 +341,7 @@ def test_a_final_answer_ends_a_dialogue_and_a_provisional_one_does_not():
     assert r.final_answer("<recommend answer>OA = 2</recommend answer>", str) is None
     assert r.final_answer("so \\boxed{1}", str) == "OA = 1"
     assert r.final_answer("\\boxed{1} <tool_call>{}</tool_call>", str) is None
-    with MISS:
-        r.final_answer("<answer>OA = 1</answer><answer>OA = 2</answer>", str)
+    assert r.final_answer("\\boxed{1}, so \\boxed{1}", str) == "OA = 1"
+    for two in ("<answer>OA = 1</answer><answer>OA = 2</answer>", "\\boxed{1} is wrong, \\boxed{2}"):
+        with pytest.raises(r.Unreadable, match="two different answers"):
+            r.final_answer(two, str)

@@ -138,6 +138,31 @@ def test_pixels_that_are_nan_make_a_sample_invalid_and_reach_no_reward(media):
     assert watched.valid.tolist() == [True, True, False, True]
 
 
+def test_a_sample_of_nan_pixels_is_no_member_of_its_group(media):
+    """Ranked by brightness 0.2, 0.4, 0.6 of three: 0, 1/3, 2/3. With a black fourth they would be 1/4, 2/4, 3/4."""
+    for row, level in enumerate((0.2, 0.4, math.nan, 0.6)):
+        media[row] = level
+    context = MediaContext(group=torch.zeros(4, dtype=torch.long), meta=[{"place": i} for i in range(4)])
+    seen = []
+
+    def bright(m, p, c):
+        seen.append([meta["place"] for meta in c.meta])
+        return m.mean((1, 2, 3))
+
+    bright.needs = {"meta"}
+    out = rewards.score(media, PROMPTS[:1] * 4, {"rank": rewards.load("rank", reward=bright)}, context)
+    assert out.raw["rank"][[0, 1, 3]].tolist() == pytest.approx([0, 1 / 3, 2 / 3]) and out.raw["rank"][2].isnan()
+    assert seen == [[0, 1, 3]] and out.valid.tolist() == [True, True, False, True]
+
+
+def test_samples_of_nan_pixels_alone_reach_no_reward(media):
+    def never(m, p, c):
+        raise AssertionError
+
+    out = rewards.score(media * math.nan, PROMPTS, {"never": never})
+    assert not out.valid.any() and out.errors == ["media: 4 of 4 samples hold NaN or inf pixels"]
+
+
 @pytest.mark.parametrize(
     ("bad", "limit", "stops"), [(0, 0.05, False), (1, 0.05, False), (2, 0.05, True), (19, 0.99, False), (20, 1.0, True)]
 )
@@ -248,6 +273,25 @@ def test_a_wrong_shape_in_a_retry_stops_too(media):
         rewards.score(media, PROMPTS, {"liar": liar})
 
 
+# --- rewards as words
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["clip=0.3", "clip.weight=0.5"], '"clip.weight" is given twice'),
+        (["clip.weight=0.5", "clip=0.3"], '"clip" is given twice'),
+        (["a.b=1", "a.b.c=2"], '"a.b" is given too, and one holds the other'),
+        (["a.b.c=2", "a.b=1"], '"a.b.c" is given too, and one holds the other'),
+        (["a.weight.x=1"], "should be NAME, NAME=WEIGHT"),
+    ],
+)
+def test_words_of_which_one_would_undo_another_are_refused(words, said):
+    with pytest.raises(ValueError, match=said):
+        rewards.parse_words(words)
+    assert rewards.parse_words(["clip", "clip.weight=0.5", "clip.bc=1", "clip.b=2"]) == {"clip": {"weight": 0.5, "bc": 1, "b": 2}}
+
+
 # --- start-up checks and bad input
 
 
@@ -257,8 +301,12 @@ def test_a_needed_column_that_is_missing_is_named_at_start_up():
 
     edit.needs = {"source"}
     rewards.check_needs({"edit": edit}, ["meta", "source"])
-    with pytest.raises(ValueError, match=r'"edit" needs the context column "source".*provided: group, meta'):
+    only_python = r'needs the context column "source".*provided: group, meta.; no data file brings it: score in Python with MediaContext'
+    with pytest.raises(ValueError, match=only_python):
         rewards.check_needs({"edit": edit}, ["meta", "group"])
+    edit.needs = {"group"}
+    with pytest.raises(ValueError, match="provided: meta.; a training run brings it, for its samples of one prompt: score in Python"):
+        rewards.check_needs({"edit": edit}, ["meta"])
     edit.needs = {"sauce"}
     with pytest.raises(rewards.RewardBug, match='did you mean "source"'):
         rewards.check_needs({"edit": edit}, ["source"])

@@ -147,6 +147,18 @@ def test_heads_of_the_wrong_version_are_refused(load, tmp_path):
         load("aesthetic_v25", weights=str(tmp_path / "head.pth"))
 
 
+def test_the_hubs_copy_of_the_head_is_found_by_its_own_name(load, backbones, tmp_path, media, monkeypatch):
+    """trl-lib/ddpo-aesthetic-predictor holds LAION's tensors, layers.0 to layers.7, as aesthetic-model.pth; a clone of it is a folder."""
+    head_file(tmp_path / "aesthetic-model.pth", "aesthetic", WIDTH["aesthetic"])
+    expected = load("aesthetic")(media, [""] * 4)
+    assert torch.equal(load("aesthetic", weights=str(tmp_path))(media, [""] * 4), expected)
+    asked = []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a: asked.append(a) or str(tmp_path / "aesthetic-model.pth"))
+    for weights in ("trl-lib/ddpo-aesthetic-predictor", None):
+        assert torch.equal(load("aesthetic", weights=weights)(media, [""] * 4), expected)
+    assert asked == [("trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth")] * 2
+
+
 # --- scores
 
 

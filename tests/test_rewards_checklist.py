@@ -1,5 +1,6 @@
 """The checklist reward: weights and parents by hand, judges that fail, and code answers that say what the strict verifiers say."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -105,6 +106,40 @@ def test_parts_do_not_ask_again_and_give_all_and_the_share_of_yes():
     assert parts["all"][2].isnan() and parts["yes"][2].isnan()
     reward(media + 0.001, [""] * 3, where)
     assert len(judge.asked) == 10  # other pictures
+
+
+def test_where_nothing_may_come_from_earlier_answers_every_question_is_asked_and_the_judge_told_so(tmp_path):
+    class Telling(Judge):
+        told = ()
+
+        def begin(self, run):
+            self.told += (run,)
+
+        @contextlib.contextmanager
+        def uncached(self):
+            self.told += ("in",)
+            yield
+            self.told += ("out",)
+
+    judge = Telling({"yes": 0.9})
+    reward = rewards.load("checklist", answerer=judge)
+    media, where = torch.rand(1, 3, 8, 8), context([ask("yes")])
+    reward(media, [""], where)
+    reward.begin(tmp_path)
+    with reward.uncached():
+        reward(media, [""], where)
+        reward(media, [""], where)
+    assert len(judge.asked) == 3 and judge.told == (tmp_path, "in", "out")
+    reward(media, [""], where)
+    assert len(judge.asked) == 3
+
+
+def test_why_a_judge_failed_is_told_with_its_samples():
+    judge = Judge({"lost": math.nan, "yes": 1.0})
+    judge.problem = "it is asleep"
+    reward = rewards.load("checklist", answerer=judge, chunk=1)
+    scores = rewards.score(torch.rand(2, 3, 8, 8), ["a", "b"], {"c": reward}, context([ask("lost")], [ask("yes")]))
+    assert scores.errors == ["c: NaN or inf for 1 of 2 samples (it is asleep)"]
 
 
 def test_of_a_video_evenly_spaced_frames_are_asked_about_and_averaged():
@@ -241,6 +276,12 @@ def test_the_detector_is_told_the_tag_and_the_colours_that_the_questions_ask_for
         ([ask("a", 0)], "weights are all 0"),
         ([ask("a", parent=0)], 'the question "a" the parent 0, which should be the place, from 0, of an earlier one'),
         ([ask("a"), ask("b", parent=[0, 2])], r"the parent \[0, 2\]"),
+        ([ask("a", check="shapes_count", args=[2])], r'cannot check "a": args=\[2\] should be a mapping'),
+        ([ask("a", args="two")], 'cannot check "a": args=.two. should be a mapping'),
+        ([ask("a", check="shapes_count", args={"count": 2, "colour": "red"})], "shapes_count does not take .*unexpected .* 'colour'"),
+        ([ask("a", check="shapes_count")], "missing a required argument: 'count'"),
+        ([ask("a", check="geneval", args={"includes": []})], "geneval does not take args"),
+        ([ask("a", check="nowhere/mine.py:bright")], "there is no file nowhere/mine.py"),
         ([ask("a", check="shapes_cont")], 'the check \'shapes_cont\' for the question "a"; did you mean "shapes_count"'),
     ],
 )

@@ -159,6 +159,9 @@ def test_rounding_scores_what_a_saved_png_would_show(clip, media):
         ({"pretrained": "openai"}, "use model=ViT-B-32-quickgelu"),
         ({"modeel": "ViT-B-32"}, 'unknown setting "modeel"; did you mean "model"'),
         ({"transform": "hf"}, "transform='hf'"),
+        ({"preset": "shapes", "pretrained": "/nowhere"}, 'pretrained=/nowhere would not be used: the CLIP "local-dir:.*leave it out'),
+        ({"model": "local-dir:/nowhere", "pretrained": "openai"}, 'pretrained=openai would not be used: the CLIP "local-dir:/nowhere"'),
+        ({"model": "openai/clip-vit-base-patch32", "pretrained": "x.pt"}, 'not be used: the CLIP "openai/clip-vit-base-patch32" has'),
     ],
 )
 def test_clip_settings_are_checked_before_anything_is_downloaded(settings, said):
@@ -323,7 +326,7 @@ def test_prompts_over_the_token_limit_are_counted_once_and_cut(clip, folder, med
             cut = reward(media, ["a cat", long, long, "a dog"])
             reward(media, [long] * 4)
         said = [record.message for record in caplog.records if record.name == "flowrl"]
-        assert len(said) == 1 and "clip reads 77 tokens of a prompt: 1 of 3 prompts are longer (up to 102)" in said[0]
+        assert len(said) == 1 and "clip reads 77 tokens of a prompt: 1 of the first 3 are longer (up to 102)" in said[0]
         assert torch.allclose(cut[1], reward(media, ["cat " * 75] * 4)[1], atol=1e-6)
 
 

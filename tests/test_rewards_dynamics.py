@@ -228,6 +228,14 @@ def test_a_model_that_answers_for_the_wrong_number_of_steps_is_named():
         reward(Short(), input="video", agreement="exp")(clips([0.1, 0.2, 0.3]), ["a"], given([[0.0, 0.0], [0.0, 0.0]]))
 
 
-def test_a_run_without_actions_is_told_before_it_starts():
-    with pytest.raises(ValueError, match='reward "i" needs the context column "actions", which is not provided'):
+def test_a_module_that_is_loaded_takes_neither_weights_nor_settings():
+    with pytest.raises(ValueError, match="reward.inverse_dynamics.weights=/nowhere.safetensors would not be used: the model is a module"):
+        reward(weights="/nowhere.safetensors")
+    with pytest.raises(ValueError, match=r"inverse_dynamics.model_settings=\{'actions': 5\} would not be used"):
+        reward(model_settings={"actions": 5})
+
+
+def test_a_run_without_actions_is_told_before_it_starts_and_how_the_prompts_may_bring_them():
+    said = 'reward "i" needs the context column "actions", .*provided: group, meta.; no data file brings it: set actions=meta'
+    with pytest.raises(ValueError, match=said):
         rewards.check_needs({"i": {"reward": reward()}}, ["meta", "group"])

@@ -100,9 +100,17 @@ def test_without_rounding_the_gradient_reaches_the_edit(load, media, source):
 
 
 def test_what_is_missing_is_one_sentence(load, files, media, source, tmp_path):
-    with pytest.raises(ValueError, match='editreward needs the picture before the edit, in the context column "source"'):
+    with pytest.raises(ValueError, match=r"context.source is missing: give MediaContext\(source=...\), one a sample"):
         load()(media, PROMPTS)
-    with pytest.raises(ValueError, match='"editreward" needs the context column "source", which is not provided'):
+    for wrong, said in (
+        ((source.source * 255).byte(), "context.source must be as media are: media is a torch.uint8 tensor"),
+        (source.source * 255, r"context.source must be as media are: media spans \[.*media / 255 from bytes"),
+        (source.source[:1], "context.source must be as media are: 1 media but 2 prompts"),
+        (source.source.log().log(), "context.source holds NaN or inf"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load()(media, PROMPTS, MediaContext(source=wrong))
+    with pytest.raises(ValueError, match=r'"editreward" needs the context column "source", .*Python with MediaContext\(source=...\)'):
         rewards.score(media, PROMPTS, {"editreward": {"reward": load()}})
     with pytest.raises(ValueError, match="takes images, and the media are videos"):
         rewards.score(media[:, None], PROMPTS, {"editreward": {"reward": load()}}, source)

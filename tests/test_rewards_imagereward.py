@@ -178,7 +178,7 @@ def test_a_prompt_of_more_than_35_tokens_keeps_its_end_and_is_warned_about_once(
         first = reward(media[:1], [long])
         reward(media[:1], [long])
     assert [r.message for r in caplog.records if "imagereward" in r.message] == [
-        "imagereward reads 35 tokens of a prompt: 1 of 1 prompts are longer (up to 42); the rest does not count (said once)"
+        "imagereward reads 35 tokens of a prompt: 1 of the first 1 are longer (up to 42); the rest does not count (said once)"
     ]
     ids, mask = reward._tokens([long])
     assert ids[0].tolist() == [2] + [6] * 33 + [3] and int(mask.sum()) == 35

@@ -93,18 +93,20 @@ def test_a_failed_reply_is_nan_never_zero_and_batch_mates_keep_their_scores(load
         alone = judge(FLAT[:1], PROMPTS[:1])
         scored = rewards.score(FLAT, PROMPTS, {"judge": judge})
     assert out.isnan().tolist() == [False, True, True] and out[0] == alone[0] == 1.0
-    assert scored.valid.tolist() == [True, False, False] and scored.errors == ["judge: NaN or inf for 2 of 3 samples"]
+    assert scored.valid.tolist() == [True, False, False]
+    assert scored.errors == ["judge: NaN or inf for 2 of 3 samples (it answers 500 (3 tries))"]
 
 
-def test_if_no_reply_can_be_read_the_first_reason_is_kept(load):
+def test_replies_that_cannot_be_read_are_nan_however_few_were_asked_for_and_the_first_reason_is_kept(load):
     with serving("No.") as server:
         judge = load("unifiedreward", server)
-        with pytest.raises(
-            ValueError, match="no reply of the judge could be used; first: no number after .Final Score:. in the reply 'No.'"
-        ):
-            judge(FLAT, PROMPTS)
+        assert judge(FLAT[:1], PROMPTS[:1]).isnan().all() and judge(FLAT, PROMPTS).isnan().all()
         scored = rewards.score(FLAT, PROMPTS, {"judge": judge})
-    assert not scored.valid.any() and "Final Score" in scored.errors[0]
+        assert len(server.requests) == 1 + 3 + 3  # asked once each, not sample by sample again
+    assert scored.errors == ["""judge: NaN or inf for 3 of 3 samples (no number after "Final Score:" in the reply 'No.')"""]
+    with serving("Final Score: 3") as server:
+        judge.judge = load("unifiedreward", server).judge
+        assert not judge(FLAT, PROMPTS).isnan().any() and judge.problem is None
 
 
 def test_a_server_that_is_gone_ends_scoring_instead_of_invalidating_everything(load):
@@ -284,12 +286,23 @@ def test_an_edit_is_shown_after_its_source_and_aspects_can_be_chosen(load):
         one = load("rationalrewards", server, template="edit", task="edit", aspects=["image_faithfulness"])
         assert one(FLAT, PROMPTS, context).tolist() == [1.0] * 3
         assert load("rationalrewards", server, template="edit", task="edit", aspects=["text_rendering"]).refine(FLAT, PROMPTS, context)[0]
-        with pytest.raises(ValueError, match="none of the aspects text_rendering has a score"):
-            load("rationalrewards", server, template="edit", task="edit", aspects=["text_rendering"])(FLAT, PROMPTS, context)
+        none = load("rationalrewards", server, template="edit", task="edit", aspects=["text_rendering"])
+        assert none(FLAT, PROMPTS, context).isnan().all() and "none of the aspects text_rendering has a score" in none.problem
     assert sorted(levels(body) for body in server.requests[:3]) == [[51, 153], [102, 102], [153, 51]]
     assert server.requests[0]["model"] == "RationalRewards-8B-Edit"
     with pytest.raises(ValueError, match="image_faithfulness is no aspect of task=t2i; choose from text_faithfulness"):
         rewards.load("rationalrewards", aspects=["image_faithfulness"])
+
+
+def test_a_critique_that_was_cut_is_no_score_and_no_refined_request(load):
+    """Cut after the first aspect it would score (4 - 1) / 3 = 1; cut in the request, the picture of half a prompt would be made."""
+    whole = CRITIQUE.format(tf=4)
+    with serving(Answer(whole.partition("\n2.")[0], finish="length")) as server:
+        judge = load("rationalrewards", server, template="critique")
+        assert judge(FLAT, PROMPTS).isnan().all() and "no summary" in judge.problem and "max_tokens=2048" in judge.problem
+    with serving(Answer(whole[:-5], finish="length")) as server:
+        judge = load("rationalrewards", server, template="critique")
+        assert judge(FLAT, PROMPTS).tolist() == pytest.approx([(3.25 - 1) / 3] * 3) and judge.refine(FLAT, PROMPTS) == [None] * 3
 
 
 def test_a_request_without_a_refinement_refines_to_nothing(load):
@@ -313,10 +326,14 @@ def test_vlm_logit_is_the_expected_digit_over_five(load):
 
 
 def test_vlm_logit_shows_the_source_of_an_edit_and_its_requirement(load):
-    context = MediaContext(source=FLAT.flip(0), meta=[{"requirement": "keep {prompt}"}, {}, {"requirement": 3}])
+    context = MediaContext(source=FLAT.flip(0), meta=[{"requirement": "keep {prompt}"}, {"requirement": ""}, {"requirement": 3}])
     with serving(Answer("9", first={"9": 0.5, "0": 0.5})) as server:
         judge = load("vlm_logit", server, edit=True, top=9, question="Do {prompt}, with {requirement}!")
-        assert judge.needs == {"source", "meta"} and judge(FLAT, PROMPTS, context).tolist() == pytest.approx([0.5] * 3)
+        assert (judge.needs, judge.reads) == ({"source", "meta"}, {"requirement"})
+        assert judge(FLAT, PROMPTS, context).tolist() == pytest.approx([0.5] * 3)
+        context.meta[1].clear()
+        with pytest.raises(ValueError, match=r'the meta of "a \{prompt\} of <image>" has none; give every prompt a "requirement"'):
+            judge(FLAT, PROMPTS, context)
     assert sorted(words(body) for body in server.requests) == [
         "<image><image>Do a cat, with keep {prompt}!",
         "<image><image>Do a {prompt} of <image>, with !",
@@ -345,8 +362,9 @@ def test_vlm_yesno_is_the_share_of_yes_and_answers_any_question(load):
 
 
 def test_a_server_without_log_probabilities_is_named_as_the_cause(load):
-    with serving("Yes") as server, pytest.raises(ValueError, match="the server sent no token log-probabilities"):
-        load("vlm_yesno", server)(FLAT, PROMPTS)
+    with serving("Yes") as server:
+        judge = load("vlm_yesno", server)
+        assert judge(FLAT, PROMPTS).isnan().all() and "the server sent no token log-probabilities" in judge.problem
 
 
 def test_a_video_is_one_question_with_several_frames(load):
@@ -366,6 +384,8 @@ def test_a_judge_repeats_itself_and_is_no_network(load, name):
     reply = "Final Score: 3\n1. Text Faithfulness:\n## Score: 3"
     with serving(Answer(reply, first=first)) as server:
         judge = load(name, server, **({"template": "critique"} if name == "rationalrewards" else {}))
-        assert torch.equal(judge(FLAT, PROMPTS), judge(FLAT, PROMPTS)) and not judge.differentiable
+        with judge.uncached():
+            assert torch.equal(judge(FLAT, PROMPTS), judge(FLAT, PROMPTS)) and not judge.differentiable
+        assert len(server.requests) == 6
         assert not any(isinstance(value, torch.nn.Module) for value in vars(judge).values())
-        assert judge.to("cpu") is judge and len(server.requests) == 3
+        assert judge.to("cpu") is judge and judge(FLAT, PROMPTS).isfinite().all() and len(server.requests) == 6  # kept replies

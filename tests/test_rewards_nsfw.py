@@ -1,6 +1,7 @@
 """nsfw: a tiny random safety checker in the published layout; its flags are those of diffusers' own forward."""
 
 import json
+import math
 import os
 
 import pytest
@@ -99,6 +100,24 @@ def test_special_care_lowers_the_thresholds_by_a_hundredth(load, photos):
 
 def test_an_excess_counts_once_it_rounds_to_more_than_0_at_three_decimals():
     assert nsfw.unsafe(torch.tensor([-0.1, 0.0, 0.0004, 0.0006, 0.1])).tolist() == [False, False, False, True, True]
+
+
+def test_a_picture_that_cannot_be_judged_is_not_called_safe(load, photos, monkeypatch):
+    """The first of three pictures has no number for one concept; of a video it makes the whole one unknown."""
+    assert nsfw.unsafe(torch.tensor([math.nan, 0.1, -0.1])).isnan().tolist() == [True, False, False]
+    real = nsfw.excess
+    monkeypatch.setattr(nsfw, "excess", lambda model, pixels: real(model, pixels).index_fill(1, torch.tensor([4]), math.nan))
+    for reading in ("flag", "margin"):
+        assert load(reading=reading)(photos[:3], [""] * 3).isnan().all()
+    monkeypatch.setattr(nsfw, "excess", lambda model, pixels: real(model, pixels).index_fill(0, torch.tensor([0]), math.nan))
+    assert load()(photos[:3], [""] * 3).isnan().tolist() == [True, False, False]
+    assert load()(photos[None, :3], [""]).isnan().tolist() == [True]
+    for name, values in load().parts(photos[:3], [""] * 3).items():
+        assert values.isnan().tolist() == [True, False, False], name
+    broken = load()
+    broken.model.special_care_embeds_weights[0] = math.nan
+    monkeypatch.setattr(nsfw, "excess", real)
+    assert broken(photos[:3], [""] * 3).isnan().all()
 
 
 def test_parts_are_the_flag_the_count_of_concepts_and_the_margin_left(load, photos):

@@ -158,6 +158,7 @@ def test_a_head_that_does_not_fit_its_config_is_refused(tmp_path, change, said):
         ({"aspect": "aligned"}, 'the head has no aspect "aligned"; did you mean "alignment"'),
         ({"aspect": {"vivid": math.inf}}, "aspect.vivid=inf is not a finite number"),
         ({"aspect": {}}, "aspect is empty; give one of alignment, vivid"),
+        ({"backbone": "shapes", "pretrained": "/nowhere"}, "pretrained=/nowhere would not be used: the CLIP .* has weights of its own"),
         ({"pretrained": "openai"}, "goes with reward.preference.backbone, which is not set"),
     ],
 )
@@ -169,6 +170,9 @@ def test_settings_that_make_no_sense_are_refused(settings, said):
 def test_a_folder_with_a_broken_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json is no JSON"):
+        rewards.load("preference", weights=str(tmp_path))
+    shutil.copy(bt.EMBEDDED / "config.json", tmp_path)
+    with pytest.raises(ValueError, match="holds a config.json and no head.safetensors; copy both files"):
         rewards.load("preference", weights=str(tmp_path))
 
 

@@ -60,6 +60,31 @@ def test_ssim_and_psnr_equal_scikit_images():
         assert psnr(a, b)[i].item() == pytest.approx(metrics.peak_signal_noise_ratio(x, y, data_range=1.0), abs=1e-4)
 
 
+def test_ssim_of_bright_pictures_is_exact_where_convolutions_keep_11_bits_of_fp32(monkeypatch):
+    """Second statement in fp64, one window at a time; 1 in place of 0.99 is what rounded squares would make of pictures of 0.9 to 0.92."""
+    plain = torch.nn.functional.conv2d
+
+    def tf32(x):
+        return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32) if x.dtype == torch.float32 else x
+
+    monkeypatch.setattr(torch.nn.functional, "conv2d", lambda x, weight: plain(tf32(x), tf32(weight)))
+    a = 0.9 + 0.02 * smooth(2, 3, 16, 14)
+    b = a + 0.003 * torch.randn_like(a)
+    line = (-((torch.arange(11).double() - 5) ** 2) / (2 * 1.5**2)).exp()
+    window = line[:, None] * line / line.sum() ** 2
+    expected = []
+    for x, y in zip(a.double(), b.double(), strict=True):
+        places = [(c, i, j) for c in range(3) for i in range(6) for j in range(4)]
+        values = []
+        for p, q in ((x[c, i : i + 11, j : j + 11], y[c, i : i + 11, j : j + 11]) for c, i, j in places):
+            mp, mq = (window * p).sum(), (window * q).sum()
+            vp, vq, both = ((window * u * v).sum() for u, v in ((p - mp, p - mp), (q - mq, q - mq), (p - mp, q - mq)))
+            values.append((2 * mp * mq + 1e-4) * (2 * both + 9e-4) / ((mp**2 + mq**2 + 1e-4) * (vp + vq + 9e-4)))
+        expected.append(torch.stack(values).mean())
+    out = ssim(a, b)
+    assert out.dtype == torch.float32 and torch.allclose(out.double(), torch.stack(expected), atol=1e-6) and float(out.max()) < 0.995
+
+
 def test_ssim_of_equal_pictures_is_one_and_of_inverted_ones_negative():
     a = smooth(2, 3, 32, 32)
     assert ssim(a, a).tolist() == pytest.approx([1, 1], abs=1e-6) and bool((ssim(a, 1 - a) < 0).all())
@@ -171,6 +196,12 @@ def test_the_context_may_hold_the_reference_itself():
     assert reward(x, ["", ""], MediaContext(reference=x)).tolist() == pytest.approx([60, 60], abs=1e-3)
     with pytest.raises(ValueError, match=r"shape \(2, 3, 8, 16\) and the media \(2, 3, 16, 16\)"):
         reward(x, ["", ""], MediaContext(reference=x[:, :, :8]))
+    with pytest.raises(ValueError, match="context.reference must be as media are: media is a torch.uint8 tensor"):
+        reward(x, ["", ""], MediaContext(reference=(x * 255).byte()))
+    with pytest.raises(ValueError, match=r"context.reference must be as media are: media spans \[.*; rewards take \[0, 1\]"):
+        reward(x, ["", ""], MediaContext(reference=x * 2 - 1))
+    with pytest.raises(ValueError, match=r'"truth" needs the context column "reference", .*no data file brings it: set key=ground_truth'):
+        rewards.check_needs({"truth": {"reward": reward}}, ["meta", "group"])
 
 
 def test_scores_do_not_depend_on_batch_mates_or_chunks(tmp_path):

@@ -93,6 +93,16 @@ def test_a_frame_that_could_not_be_scored_makes_its_video_invalid_and_no_other()
     assert video(picky, pool="first")(media, ["a", "a"]).tolist() == [0.5, 0.5]
 
 
+def test_a_frame_with_an_infinite_score_is_a_failure_whatever_the_pool():
+    def picky(media, prompts, context):
+        values = brightness(media, prompts)
+        return values.masked_fill(values < 0.1, -math.inf).masked_fill(values > 0.9, math.inf)
+
+    media = clips([0.5, 0.0, 0.5], [0.5, 1.0, 0.5], [0.5, 0.5, 0.5])
+    for pool in ("mean", "min", "softmin", "max"):
+        assert video(picky, pool=pool)(media, ["a"] * 3).isnan().tolist() == [True, True, False], pool
+
+
 def test_an_image_is_scored_as_without_the_wrapper():
     media = torch.rand(3, 3, 16, 16)
     assert torch.equal(video("jpeg")(media, [""] * 3), rewards.load("jpeg")(media, [""] * 3))
@@ -159,6 +169,8 @@ def test_a_win_rate_may_judge_videos_by_an_image_reward():
     [
         ({}, "video works on another reward: set reward.video.reward"),
         ({"reward": "rank", "reward_settings": {"reward": "jpeg"}}, '"rank" does not score single pictures; put it outside'),
+        ({"reward": "reference"}, '"reference" does not score single pictures'),
+        ({"reward": "reference", "reward_settings": {"key": None}}, '"reference" does not score single pictures'),
         ({"reward": "motion_smoothness"}, '"motion_smoothness" does not score single pictures'),
         ({"reward": "jpeg", "frames": 0}, "frames=0"),
         ({"reward": "jpeg", "fps": 2}, "fps=2 needs video_fps, the frames a second of the videos, at least as high; it is None"),

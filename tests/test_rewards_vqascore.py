@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
 
 import pytest
+import tiny_clip
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from test_rewards_vlm import make_base, make_state
 from torch import nn
 from torchvision.transforms import functional as F
@@ -19,6 +22,7 @@ KNOWN = (
     "A chat between a curious user and an artificial intelligence assistant . The gives helpful , detailed polite answers to ' s questions "
     'USER : the Does this figure show image " ? Please answer yes or no ASSISTANT Yes cat dog two red circles blue square'
 )
+KNOWN_WORDS = ["<pad>", "</s>", "<unk>", *dict.fromkeys(KNOWN.split())]
 
 
 def write_t5_tokenizer(folder):
@@ -26,13 +30,11 @@ def write_t5_tokenizer(folder):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    words = ["<pad>", "</s>", "<unk>", *dict.fromkeys(KNOWN.split())]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(KNOWN_WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()])
     tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
     fast.save_pretrained(folder)
-    return words
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +43,10 @@ def files(tmp_path_factory):
     from transformers import CLIPVisionConfig, CLIPVisionModel, T5Config, T5ForConditionalGeneration
 
     root = tmp_path_factory.mktemp("vqascore")
-    words = write_t5_tokenizer(root / "tokenizer")
+    write_t5_tokenizer(root / "tokenizer")
     torch.manual_seed(0)
-    shared = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2, "vocab_size": len(words) + 3}
+    shared = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 2}
+    shared |= {"vocab_size": len(KNOWN_WORDS) + 3}
     shared |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0, "dropout_rate": 0.1}
     t5 = T5ForConditionalGeneration(T5Config(**shared))
     tower = CLIPVisionModel(CLIPVisionConfig(
@@ -148,13 +151,14 @@ def test_a_video_has_the_mean_of_its_frames(load, media):
 
 
 def test_a_question_over_the_limit_is_cut_and_said(load, media, caplog):
+    """A video of two frames with the long prompt beside two with the short one, in chunks of one: the prompts are two, and one is long."""
     from flowrl.rewards import _prompts
 
     _prompts._told.discard("vqascore")
-    reward = load()
-    out = reward(media[:1], ["red " * 3000])
-    assert "vqascore reads 2048 tokens of a prompt: 1 of 1 prompts are longer" in caplog.text
-    assert torch.equal(out, reward(media[:1], ["red " * 3500])) and bool(out.isfinite())
+    reward = load(chunk=1)
+    out = reward(media[[0, 0, 1, 1]].view(2, 2, 3, 40, 60), ["red " * 3000, "a cat"])
+    assert "vqascore reads 2048 tokens of a prompt: 1 of the first 2 " in caplog.text
+    assert torch.equal(out[:1], reward(media[:1], ["red " * 3500])) and bool(out.isfinite().all())
 
 
 def test_without_rounding_the_gradient_reaches_the_pixels(load, media):
@@ -170,10 +174,14 @@ def test_what_is_wrong_is_one_sentence(load, files, tmp_path, media):
         load(question="no place")
     with pytest.raises(ValueError, match=r"expected config.json of a clip_t5 model .*found: None.*set reward.vqascore.model=qwen"):
         load(weights=str(tmp_path))
-    with pytest.raises(ValueError, match="reward.vqascore.tokenizer=nobody/nothing: AutoTokenizer finds no such model there"):
+    with pytest.raises(
+        ValueError, match=r"needs nobody/nothing, .* could not be fetched .*set reward.vqascore.tokenizer=/path/to/the folder"
+    ):
         load(tokenizer="nobody/nothing")
-    with pytest.raises(ValueError, match="reward.vqascore.tower=nobody/nothing: CLIPVisionModel finds no such model there"):
+    with pytest.raises(ValueError, match=r"needs nobody/nothing, .* could not be fetched .*set reward.vqascore.tower=/path/to/the folder"):
         load(tower="nobody/nothing")
+    with pytest.raises(ValueError, match="vqascore with model=clip-flant5 does not read max_pixels; leave out what is of the other model"):
+        load(max_pixels=28 * 28)
     shards = [torch.load(file) for file in sorted(vqascore.Path(files["weights"]).glob("*.bin"))]
     state = {key: value for shard in shards for key, value in shard.items() if key != "decoder.final_layer_norm.weight"}
     torch.save(state, tmp_path / "pytorch_model.bin")
@@ -184,17 +192,45 @@ def test_what_is_wrong_is_one_sentence(load, files, tmp_path, media):
         rewards.score(media, ["a", " ", "b"], {"vqascore": {"reward": load()}})
 
 
+def test_a_tokenizer_that_is_not_the_networks_is_refused(load, files, tmp_path):
+    """A folder with a configuration alone gives T5's hundred special tokens, to which every word is unknown."""
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ValueError, match=f"reward.vqascore.tokenizer={tmp_path} holds no vocabulary"):
+        load(tokenizer=str(tmp_path))
+    with pytest.raises(ValueError, match='does not know the answer "Perhaps"; give one made of its tokens'):
+        load(answer="Perhaps")
+    tokenizer = load().model.tokenizer
+    count = tokenizer.add_tokens([f"more{i}" for i in range(4)]) + len(KNOWN_WORDS)
+    tokenizer.save_pretrained(tmp_path / "large")
+    with pytest.raises(ValueError, match=f"large has {count} tokens, and the network {count - 1}; give the network's own tokenizer"):
+        load(tokenizer=str(tmp_path / "large"))
+
+
+def test_every_key_of_the_tower_is_checked_and_those_beside_it_are_left_out(load, files, tmp_path):
+    whole = tiny_clip.clip_folder(tmp_path / "whole")
+    ours, theirs = vqascore._tower(str(whole), torch.float32).state_dict(), load_file(whole / "model.safetensors")
+    name = "encoder.layers.1.mlp.fc2.weight"
+    assert torch.equal(next(value for key, value in ours.items() if key.endswith(name)), theirs[f"vision_model.{name}"])
+    folder = tmp_path / "part"
+    shutil.copytree(files["tower"], folder)
+    state = {key: value for key, value in load_file(folder / "model.safetensors").items() if "layers.0." not in key}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"part does not fit CLIPVisionModel: 16 keys missing \(.*layers.0"):
+        load(tower=str(folder))
+
+
 # --- qwen
 
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    """A tiny Qwen2-VL as its repository holds it: configuration, processor, safetensors with the names of transformers < 4.52."""
-    from safetensors.torch import save_file
+    """A tiny Qwen2-VL as its repository holds it: configuration, processor, safetensors with the names of transformers < 4.52.
 
+    Its tokens are bytes, so the answer is one of a single letter.
+    """
     folder = make_base(tmp_path_factory.mktemp("qwen"))
     save_file(make_state(folder, 300), folder / "model.safetensors", metadata={"format": "pt"})
-    return {"model": "qwen", "weights": str(folder), "dtype": "float32", "max_pixels": 9 * 28 * 28}
+    return {"model": "qwen", "weights": str(folder), "dtype": "float32", "max_pixels": 9 * 28 * 28, "answer": "Y"}
 
 
 def test_qwen_gives_the_probability_of_yes_as_generates_first_token(chat, media):
@@ -208,7 +244,7 @@ def test_qwen_gives_the_probability_of_yes_as_generates_first_token(chat, media)
         size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 9 * 28 * 28}
         batch = processor(text=[text], images=[image], return_tensors="pt", size=size)
         made = network.generate(**batch, max_new_tokens=1, do_sample=False, output_scores=True, return_dict_in_generate=True)
-        expected.append(made.scores[0][0].softmax(-1)[processor.tokenizer("Yes")["input_ids"][0]])
+        expected.append(made.scores[0][0].softmax(-1)[processor.tokenizer("Y")["input_ids"][0]])
     assert out.shape == (3,) and out.dtype == torch.float32 and torch.allclose(out, torch.stack(expected), rtol=1e-3, atol=1e-8)
     assert out.unique().numel() == 3 and not reward.differentiable
     with pytest.raises(ValueError, match="vqascore with model=qwen gives no gradient; load it with model=clip-flant5, rounding=False"):
@@ -221,12 +257,33 @@ def test_qwen_scores_do_not_depend_on_batch_mates(chat, media):
     assert torch.allclose(reward(media, PROMPTS), alone, rtol=1e-3, atol=1e-8)
 
 
+def test_qwen_refuses_settings_that_it_would_not_read_and_answers_of_several_tokens(chat):
+    for setting, said in (
+        ({"tokenizer": "x", "tower": "y"}, "vqascore with model=qwen does not read tokenizer, tower; leave out what is of the other model"),
+        ({"rounding": False}, "vqascore with model=qwen always rounds pictures; leave rounding=False out"),
+        ({"answer": "Yes"}, 'answer="Yes" is 3 tokens, and with model=qwen the score is the probability of one; give a shorter answer'),
+    ):
+        with pytest.raises(ValueError, match=said):
+            rewards.load("vqascore", **chat | setting)
+    assert rewards.load("vqascore", **chat, rounding=True).settings.rounding
+
+
+def test_every_key_of_a_qwen_checkpoint_is_checked(chat, tmp_path):
+    shutil.copytree(chat["weights"], tmp_path / "part")
+    state = load_file(tmp_path / "part" / "model.safetensors")
+    save_file({key: value for key, value in state.items() if "layers.0." not in key}, tmp_path / "part" / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    with pytest.raises(ValueError, match=r"part does not fit AutoModelForImageTextToText: 12 keys missing \(model.language_model.layers.0"):
+        rewards.load("vqascore", **chat | {"weights": str(tmp_path / "part")})
+
+
 @pytest.mark.hub
 @pytest.mark.skipif(os.environ.get("HF_HUB_OFFLINE") == "1", reason="no hub")
 @pytest.mark.parametrize("model", ["clip-flant5", "qwen"])
 def test_vqascore_knows_a_red_square_from_an_old_man(model):
     weights = {"clip-flant5": "zhiqiulin/clip-flant5-xl", "qwen": "Qwen/Qwen2-VL-2B-Instruct"}[model]
-    reward = rewards.load("vqascore", model=model, weights=weights, tokenizer="google/flan-t5-xl")
+    own = {"tokenizer": "google/flan-t5-xl"} if model == "clip-flant5" else {}
+    reward = rewards.load("vqascore", model=model, weights=weights, **own)
     red = torch.zeros(2, 3, 512, 512)
     red[:, 0] = 0.9
     right, wrong = reward(red, ["a plain red square", "an old man reading a newspaper"]).tolist()

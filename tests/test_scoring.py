@@ -145,11 +145,68 @@ def test_an_image_that_a_reward_cannot_score_is_left_out_unless_the_weight_is_0(
 
     scored, problems = scoring.score_files(samples, load_set({"picky": picky}))
     assert [item.sample.prompt for item in scored] == ["p0", "p2"]
-    assert len(problems) == 1 and problems[0].startswith("1.png could not be scored: picky: NaN or inf for 1 of 3 samples")
+    assert len(problems) == 1 and problems[0].startswith("left out: 1.png could not be scored: picky: NaN or inf for 1 of 3 samples")
     scored, problems = scoring.score_files(samples, load_set({"jpeg": 1.0, "picky": {"reward": picky, "weight": 0}}))
-    assert len(scored) == 3 and not problems
+    assert len(scored) == 3 and problems == ["1.png has no score of picky: picky: NaN or inf for 1 of 3 samples"]
     scoring.write(Path("out"), scored, {"jpeg": 1.0, "picky": 0.0})
     assert [line["scores"]["picky"] for line in lines("out/scores.jsonl")] == [1.0, None, 1.0]
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp"])
+def test_a_broken_exif_is_named_like_a_broken_image(suffix):
+    Image.new("RGB", (8, 8)).save(f"a.{suffix}", exif=b"garbage!")
+    noise("b.png")
+    result = small.invoke("score", ".", "--prompt", "x", "--reward", "jpeg", "-o", "out")
+    assert result.exit_code == 1 and f"flowrl: left out: a.{suffix} cannot be read: SyntaxError: not a TIFF file" in result.stderr
+    assert [line["file"] for line in lines("out/scores.jsonl")] == ["media/b.png"]
+    with pytest.raises(ValueError, match=f"a.{suffix} cannot be read: SyntaxError"):
+        scoring.image_size(Path(f"a.{suffix}"))
+
+
+DYING = """
+import flowrl
+from flowrl.rewards import RewardUnavailable
+
+calls = []
+
+@flowrl.reward(scale="until the judge is gone")
+def dying(media, prompts, context=None, *, lives=1):
+    calls.append(prompts)
+    if len(calls) > lives:
+        raise RewardUnavailable("the judge is gone")
+    return media.flatten(1).mean(1)
+"""
+
+
+def test_what_was_scored_before_a_judge_went_away_is_kept_and_the_rest_is_named():
+    Path("mine.py").write_text(DYING)
+    for i in range(5):
+        noise(f"imgs/{i}.png", seed=i)
+    words = ["score", "imgs", "--prompt", "x", "--reward", "mine.py:dying", "--chunk", "2", "-o", "out"]
+    result = small.invoke(*words)
+    said = [line for line in result.stderr.splitlines() if line.startswith("flowrl: ")]
+    assert result.exit_code == 1 and said == [f"flowrl: left out: imgs/{i}.png was not scored: the judge is gone" for i in (2, 3, 4)]
+    assert [line["file"] for line in lines("out/scores.jsonl")] == ["media/0.png", "media/1.png"] and "2 of 5 images" in result.stdout
+    result = small.invoke(*words[:-1], "none")  # by now it is gone from the start
+    assert result.exit_code == 1 and result.stderr.strip() == "flowrl: the judge is gone" and not Path("none").exists()
+
+
+def test_the_list_is_written_before_the_table_whose_reader_may_leave(monkeypatch):
+    noise("a.png")
+    monkeypatch.setattr(scoring, "table", lambda *_: (_ for _ in ()).throw(BrokenPipeError))
+    assert small.invoke("score", "a.png", "--prompt", "x", "--reward", "jpeg", "-o", "out").exit_code == 0
+    assert len(lines("out/scores.jsonl")) == 1
+
+
+def test_a_list_that_cannot_be_written_costs_no_score_and_the_exit_code_is_1(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    noise("a.png")
+    monkeypatch.setattr(scoring, "write", full)
+    result = small.invoke("score", "a.png", "--prompt", "x", "--reward", "jpeg", "-o", "out")
+    assert result.exit_code == 1 and "a.png" in result.stdout
+    assert result.stderr.strip() == "flowrl: -o out could not be written: [Errno 28] No space left on device"
 
 
 def test_nothing_is_written_when_nothing_could_be_scored():

@@ -104,6 +104,19 @@ def test_a_sample_that_fails_is_null_with_its_own_message(media):
     assert answer["scores"][0] == brightness(media[:1], PROMPTS[:1]).item()
 
 
+def test_a_sample_that_a_judge_does_not_answer_is_null_if_others_were_answered_and_else_a_503(media):
+    def judge(media, prompts, context=None):
+        if set(prompts) == {"a dog"}:
+            raise rewards.RewardUnavailable("the judge answered none of 1 questions")
+        return torch.tensor([math.nan if prompt == "a dog" else 1.0 for prompt in prompts])
+
+    with Server({"judge": judge}, port=0, device="cpu") as server:
+        answer = post(server, question(media)).json()
+        alone = post(server, question(media[:1], ["a dog"]))
+    assert answer["scores"] == [1.0, None, 1.0, 1.0] and answer["errors"][1].startswith("judge: NaN or inf for 1 of 4 samples")
+    assert alone.status_code == 503 and alone.json()["detail"] == "the judge answered none of 1 questions"
+
+
 def test_a_broken_reward_is_a_500_with_its_sentence_and_the_server_lives_on(media):
     with Server({"light": brightness, "liar": lambda m, p, c: torch.zeros(7)}, port=0, device="cpu") as server:
         answer = post(server, question(media))

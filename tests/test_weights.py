@@ -201,4 +201,4 @@ def test_prompts_that_are_cut_are_told_about_once_for_each_reward(caplog, monkey
         assert _prompts.warn_cut("b", [36], 35) == 1
     said = [record.message for record in caplog.records]
     assert len(said) == 2 and said[1].startswith("b reads 35 tokens")
-    assert said[0] == ("a reads 77 tokens of a prompt: 2 of 3 prompts are longer (up to 90); the rest does not count (said once)")
+    assert said[0] == "a reads 77 tokens of a prompt: 2 of the first 3 are longer (up to 90); the rest does not count (said once)"

@@ -1,7 +1,9 @@
 """What travels between a reward server and its clients arrives bit for bit, and what is served has a name of its own."""
 
+import base64
 import json
 import math
+import zlib
 
 import pytest
 import torch
@@ -45,6 +47,22 @@ def test_other_pixels_travel_as_floats_unless_the_reader_rounds():
     assert _wire.pack_media(media)["dtype"] == "float32"
     rounded = _wire.unpack(_wire.Pngs(**_wire.pack_media(media, rounds=True)))
     assert torch.equal(rounded, (media * 255).round() / 255)
+
+
+def chunk(kind, data):
+    return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+
+@pytest.mark.parametrize(("colour", "mode"), [(b"\x08\x02", "RGB"), (b"\x08\x00", "L")])
+def test_a_png_with_a_second_head_is_refused_before_its_pixels_are_unpacked(colour, mode):
+    """Declared as 4 x 4, 192 bytes as fp32; by the second head, which Pillow believes, 2000 x 2000."""
+    heads = [side.to_bytes(4) * 2 + kind + bytes(3) for side, kind in ((4, b"\x08\x02"), (2000, colour))]
+    rows = zlib.compress(bytes(2000 * (1 + 2000 * len(mode))))
+    file = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(b"IHDR", head) for head in heads) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    record = _wire.Pngs(png=[base64.b64encode(file).decode()])
+    assert len(file) < 13_000 and record.nbytes == 192
+    with pytest.raises(ValueError, match=rf"png 0 cannot be read: .*head says \(4, 4\) RGB, its pixels are \(2000, 2000\) {mode}"):
+        _wire.unpack(record)
 
 
 def test_the_version_changes_with_settings_weights_and_source(tmp_path):
