@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from flowrl import media, stats
-from flowrl.generation import sample
+from flowrl.data import Prompts
+from flowrl.generation import Solver, sample
 from flowrl.ledger import Ledger
 from flowrl.log import read_json
 from flowrl.policy import Policy
@@ -59,17 +60,48 @@ class Evaluation:
         return {f"eval/{name}": self.mean(name) for name in self.values}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How evaluation samples. micro: most network rows in a forward; decode: most images decoded and scored at once; autocast: context
+    of the sampling network; as in training, decoding and rewards run outside it."""
+
+    steps: int
+    guidance: float | str
+    solver: Solver = "euler"
+    seed: int = 0
+    micro: int = 64
+    decode: int = 32
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+@torch.no_grad()
+def judged(
+    policy: Policy, prompts: Prompts, which: Sequence[int], noise: Tensor, rewards: RewardSet, how: Sampling, ledger: Ledger
+) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
+    """Sample prompts[i] for i in `which` from noise keys (n,), decode and score, chunk by chunk -> (rows, media, readings)."""
+    with how.autocast():
+        x, sigma = sample(
+            policy, [prompts[i]["prompt"] for i in which], noise, steps=how.steps, guidance=how.guidance, solver=how.solver,
+            micro=how.micro, ledger=ledger,
+        )  # fmt: skip
+    for rows, pictures in media_of(policy, x, sigma, decode=how.decode, ledger=ledger):
+        with ledger.phase("reward"), ledger.work("reward"):
+            shown, context = meta_rows(prompts, list(which[rows]))
+            scored = readings(pictures, shown, rewards, context)
+        yield rows, pictures, {name: value.float().cpu() for name, value in scored.items()}
+
+
 @torch.no_grad()
 def evaluate(
-    policy: Policy, prompts: list[dict[str, Any]], rewards: RewardSet, *, images: int, steps: int, guidance: float | str = "none",
-    seed: int = 0, solver: str = "euler", micro: int = 64, decode: int = 32, ledger: Ledger | None = None,
+    policy: Policy, prompts: Prompts, rewards: RewardSet, *, images: int, steps: int, guidance: float | str = "none",
+    seed: int = 0, solver: Solver = "euler", micro: int = 64, decode: int = 32, ledger: Ledger | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Evaluation:  # fmt: skip
-    """Sample and score `images` images, prompt i % P for image i; image i's noise is a function of (seed, i) only.
+    """Sample and score `images` images, prompt i % P for image i; image i's noise is a function of (seed, i) only. See Sampling.
 
-    autocast: context of the sampling network; as in training, decoding and rewards run outside it. Rewards that compare the members of a
-    group say nothing about a model's level and are left out.
+    Rewards that compare the members of a group say nothing about a model's level and are left out.
     """
+    how = Sampling(steps=steps, guidance=guidance, solver=solver, seed=seed, micro=micro, decode=decode, autocast=autocast)
     ledger, rewards = ledger or Ledger(policy.device), rewards.pointwise()
     number = torch.arange(images)
     which = (number % len(prompts)).tolist()
@@ -78,16 +110,10 @@ def evaluate(
     calls, values, kept = policy.calls, {}, {}
     for start in range(0, images, 256):
         rows = order[start : start + 256]
-        texts = [prompts[which[i]]["prompt"] for i in rows]
-        with autocast():
-            x, sigma = sample(policy, texts, noise[rows], steps=steps, guidance=guidance, solver=solver, micro=micro, ledger=ledger)
-        for chunk, pictures in media_of(policy, x, sigma, decode=decode, ledger=ledger):
+        for chunk, pictures, scored in judged(policy, prompts, [which[i] for i in rows], noise[rows], rewards, how, ledger):
             members = rows[chunk]
-            with ledger.phase("reward"), ledger.work("reward"):
-                shown, context = meta_rows(prompts, [which[i] for i in members])
-                scored = readings(pictures, shown, rewards, context)
             for name, value in scored.items():
-                values.setdefault(name, torch.full((images,), float("nan")))[members] = value.float().cpu()
+                values.setdefault(name, torch.full((images,), float("nan")))[members] = value
             kept |= {i: m.cpu() for i, m in zip(members, pictures, strict=True) if i in _shown(images, len(prompts))}
     grid = torch.stack([kept[i] for i in sorted(kept)])
     return Evaluation(values=values, prompt=which, images=grid, nfe=(policy.calls - calls) // images)

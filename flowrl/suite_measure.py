@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.data import Prompts
-from flowrl.generation import Solver, sample
+from flowrl.evaluation import Sampling, judged
 from flowrl.ledger import Ledger
 from flowrl.log import Progress
 from flowrl.policy import Policy
-from flowrl.rewards import Reward, RewardSet, readings
+from flowrl.rewards import Reward, RewardSet
 from flowrl.rewards._clip import TwoTowers
 from flowrl.rewards._pictures import frames_of
 from flowrl.rewards.checklist import YES, Checklist
-from flowrl.rollout import media_of, meta_rows
 from flowrl.samplers import keys
 from flowrl.types import MediaContext
 
@@ -35,19 +33,6 @@ THUMB = 16  # pixels a side of what diversity in pixels compares
 DIMENSION = "dimension/"  # begins the part of a checklist that is the share of yes to one dimension's questions
 
 Features = dict[str, Callable[[Tensor], Tensor]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How all rows of an evaluation are sampled. micro: most network rows in a forward; decode: most images decoded and scored at once."""
-
-    steps: int
-    guidance: float | str
-    solver: Solver = "euler"
-    seed: int = 0
-    micro: int = 64
-    decode: int = 32
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,15 +88,9 @@ def _chunk(
     calls = policy.calls
     values: dict[str, Tensor] = {}
     seen: dict[str, list[Tensor]] = {kind: [] for kind in features}
-    with sampling.autocast():
-        x, sigma = sample(
-            policy, [prompts[p]["prompt"] for p in ids], noise, steps=sampling.steps, guidance=sampling.guidance, solver=sampling.solver,
-            micro=sampling.micro, ledger=ledger,
-        )  # fmt: skip
-    for rows, pictures in media_of(policy, x, sigma, decode=sampling.decode, ledger=ledger):
-        shown, context = meta_rows(prompts, ids[rows])
-        for name, value in readings(pictures, shown, rewards, context).items():
-            values.setdefault(name, torch.full((len(ids),), float("nan")))[rows] = value.float().cpu()
+    for rows, pictures, scored in judged(policy, prompts, ids, noise, rewards, sampling, ledger):
+        for name, value in scored.items():
+            values.setdefault(name, torch.full((len(ids),), float("nan")))[rows] = value
         for kind, feature in features.items():
             seen[kind].append(feature(pictures).float().cpu())
     return {

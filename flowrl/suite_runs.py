@@ -21,8 +21,9 @@ import torch
 
 from flowrl import __version__, checkpoint, config, data, offline, report, setup, suite_stats
 from flowrl.config import Config
+from flowrl.evaluation import Sampling
 from flowrl.log import logger
-from flowrl.suite_measure import DIMENSION, Journal, Measured, Sampling
+from flowrl.suite_measure import DIMENSION, Journal, Measured
 from flowrl.suite_stats import Cells, Design, Rule
 from flowrl.suites import BY_QUESTION, Suite, Task, load, prepare, run_suite
 

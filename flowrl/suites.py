@@ -15,11 +15,12 @@ import pydantic
 from flowrl import data, suite_prompts
 from flowrl.compose import config_folder, options, read_yaml
 from flowrl.config import Guidance
+from flowrl.evaluation import Sampling
 from flowrl.policy import Policy
 from flowrl.registry import did_you_mean
 from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.rewards._base import Settings, parse
-from flowrl.suite_measure import Journal, Measured, Sampling, by_dimension, measure
+from flowrl.suite_measure import Journal, Measured, by_dimension, measure
 from flowrl.suite_prompts import Form
 from flowrl.types import replace
 

@@ -13,9 +13,10 @@ from test_report import Page
 
 from flowrl import data, load_policy, report, suite_measure, suite_prompts, suite_report, suite_runs, suites
 from flowrl.compose import options
+from flowrl.evaluation import Sampling
 from flowrl.log import logger
 from flowrl.rewards import load_set
-from flowrl.suite_measure import Journal, Sampling, measure
+from flowrl.suite_measure import Journal, measure
 from flowrl.suite_runs import Options, evaluate_runs
 
 QUICK = Options(count=2, images=3, steps=2)
