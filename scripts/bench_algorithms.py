@@ -103,6 +103,8 @@ CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, s
     "branch_mix_20": ("branch_grpo_mix", [*BRANCH_20, "algorithm.window.size=4"], 2),
     "prdp_few": ("prdp", SEEN, 1),
     "ddpo_few": ("ddpo", SEEN, 1),
+    "raft_few": ("raft", [*SEEN, "optimizer.lr=3e-4", "algorithm.top=2", "algorithm.steps=8"], 1),
+    "rwr_few": ("rwr", [*SEEN, "optimizer.lr=3e-4", "algorithm.steps=8"], 1),
     **{f"{m}_{t}_steps": (m, [f"sampler.steps={t}", f"eval.steps={t}"], 1 / 3) for m in ("nft", "awm", "dgpo") for t in (1, 2, 4)},
     **{f"{m}_{t}_steps": (m, [f"sampler.steps={t}", f"eval.steps={t}"], 1 / 3) for m in ("flow_grpo", "dance_grpo") for t in (2, 4)},
     "proxy_points": ("mix_grpo_flash", PROXY, 2),
