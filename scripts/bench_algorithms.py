@@ -3,12 +3,12 @@
     python scripts/bench_algorithms.py tune   [METHOD ...]   learning rate, then clip: one seed, a third of the budget
     python scripts/bench_algorithms.py run    [METHOD ...]   the best setting, three seeds for the first tier, one for the others
     python scripts/bench_algorithms.py claims [CLAIM ...]    runs that the papers' claims need beside those
-    python scripts/bench_algorithms.py time   [NAME ...]     seconds an iteration of each method and claim, alone on the machine
+    python scripts/bench_algorithms.py time   [NAME ...]     seconds a row of each method and claim, alone on the machine
     python scripts/bench_algorithms.py table                 docs/results.md and its plots, from the cells that are there
 
 A cell is one run, in docs/results/cells/NAME.json; a cell that is there is not run again. The budget counts network rows: forward of
 the rollout and of references 1, forward and backward of a trained row 3. --workers 2 runs two cells side by side, one thread each. The
-seconds of the table are iterations times those that `time` measured, which takes no --workers: keep the machine free for it.
+seconds of the table are rows times the seconds a row that `time` measured, which takes no --workers: keep the machine free for it.
 """
 
 from __future__ import annotations

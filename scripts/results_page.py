@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import statistics
 from fractions import Fraction
 from typing import Any
@@ -57,8 +56,8 @@ Scores are strict accuracy on {images} held-out images of {prompts} texts, sampl
 from the cells in `docs/results/cells`; `tune`, `run`, `claims` and `time` make those that are missing."""
 
 ABOUT_TABLE = """Rows are sorted by gain. *Rows trained* are terms of the loss. *Seconds* are those of training without evaluation:
-iterations times the median seconds of a few that had the machine to themselves (`time`). *Winner gain* is the last `policy/winner_gain`;
-its unit is the method's. One seed is no ranking."""
+network rows times the seconds a row of a few iterations that had the machine to themselves (`time`). *Winner gain* is the last
+`policy/winner_gain`; its unit is the method's. One seed is no ranking."""
 
 ABOUT_EQUAL = "Strict accuracy at shares of the same runs' budget (mean over seeds; evaluated at the first iteration past the mark)."
 
@@ -114,7 +113,7 @@ def main_table(done: dict[str, list[Cell]]) -> str:
         rows.append([
             f"[{method}](algorithms/{method}.md)", f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]", seeds, setting(cells[0]),
             *(f"{statistics.mean(p[key] for p in last):,.0f}" for key in ("iteration", "calls", "rows")),
-            f"{pace * statistics.mean(p['iteration'] for p in last):.0f}" if pace else "",
+            f"{pace * statistics.mean(p['calls'] for p in last):.0f}" if pace else "",
             f"{statistics.mean(gains):+.2g}" if (gains := winner_gains(cells)) else "",
         ])  # fmt: skip
     head = ["method", "gain [95%]", "after, by seed", "rate, clip", "iterations", "network rows", "rows trained", "seconds", "winner gain"]
@@ -124,9 +123,15 @@ def main_table(done: dict[str, list[Cell]]) -> str:
 
 
 def seconds(name: str) -> float:
-    """Of an iteration of a method or claim, measured alone on the machine; 0: not measured."""
+    """Of a network row of a method or claim, measured alone on the machine; 0: not measured.
+
+    Of a row and not of an iteration: groups without a signal are not trained, so iterations differ over a run.
+    """
     timed = results(bench.timing(name))
-    return statistics.median(b["seconds"] - a["seconds"] for a, b in itertools.pairwise(timed[0]["curve"])) if timed else 0.0
+    if not timed:
+        return 0.0
+    (first, *_), last = timed[0]["curve"], timed[0]["curve"][-1]
+    return (last["seconds"] - first["seconds"]) / (last["calls"] - first["calls"])
 
 
 def winner_gains(cells: list[Cell]) -> list[float]:
@@ -175,9 +180,10 @@ def claims_table(claims: dict[str, list[Cell]]) -> str:
         texts = texts_of("docs/results/few_prompts.jsonl" if name.endswith("_few") else "shapes:eval", len(c["images"]))
         change = paired_bootstrap(marks(c["images_before"]), marks(c["images"]), groups=texts)
         last = c["curve"][-1]
+        each, pace = last["calls"] / last["iteration"], seconds(name)
         rows.append([
             name, f"{change.difference:+.3f} [{change.ci[0]:+.3f}, {change.ci[1]:+.3f}]", f"{bench.score(c):.3f}", setting(c),
-            f"{last['iteration']}", f"{last['calls'] / last['iteration']:,.0f}", f"{pace:.2f}" if (pace := seconds(name)) else "",
+            f"{last['iteration']}", f"{each:,.0f}", f"{pace * each:.2f}" if pace else "",
         ])  # fmt: skip
     return table(["run", "gain [95%]", "after", "rate, clip", "iterations", "network rows an iteration", "seconds an iteration"], rows)
 
@@ -203,7 +209,7 @@ def plots(done: dict[str, list[Cell]]) -> str:
             scale = seconds(method) if key == "seconds" else 1.0
             if method not in bench.FIRST or not scale:
                 continue
-            curves = [curve_of(c, "iteration" if key == "seconds" else key, scale) for c in cells]
+            curves = [curve_of(c, "calls" if key == "seconds" else key, scale) for c in cells]
             length = min(map(len, curves))
             x = [statistics.mean(curve[i][0] for curve in curves) for i in range(length)]
             y = [statistics.mean(curve[i][1] for curve in curves) for i in range(length)]

@@ -129,7 +129,7 @@ def test_the_page_holds_what_the_cells_hold(bench):
     results_page.write()
     page = results_page.PAGE.read_text()
     row = next(line for line in page.splitlines() if "[nft](algorithms/nft.md)" in line)
-    assert f"{gain:+.3f} [" in row and "0.500, 0.500, 0.500" in row and "| 8 |" in row  # 4 iterations of 2 s
+    assert f"{gain:+.3f} [" in row and "0.500, 0.500, 0.500" in row and "| 8 |" in row  # 4 x 100 rows of 0.02 s
     low, high = (float(x) for x in row.split("[+")[1].split("]")[0].split(", +"))
     assert low < gain < high and gain == pytest.approx(29 / 348)
     assert "| nft | **0.300** (1e-3) | 0.300 (3e-3) | 0.300 (1e-2) |" in page
