@@ -12,8 +12,8 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -97,6 +97,16 @@ class Reward:
 
     def __repr__(self) -> str:
         return f"<reward {self.name}: {self.scale}>"
+
+
+@contextmanager
+def forgetful(holder: Any) -> Iterator[None]:
+    """holder.remembers is False inside, and as before after it: what `uncached` is made of."""
+    before, holder.remembers = holder.remembers, False
+    try:
+        yield
+    finally:
+        holder.remembers = before
 
 
 class FunctionReward(Reward):

@@ -19,9 +19,9 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ import pydantic
 from PIL import Image
 
 from flowrl.rewards import _wire
-from flowrl.rewards._base import RewardUnavailable
+from flowrl.rewards._base import RewardUnavailable, forgetful
 from flowrl.rewards._base import Settings as Base
 from flowrl.rewards._completion import Reply, detail, read_reply, retry_after
 from flowrl.rewards._replies import Unreadable
@@ -121,14 +121,9 @@ class Judge:
 
         return self.run([partial(job, question) for question in questions])
 
-    @contextmanager
-    def uncached(self) -> Iterator[None]:
+    def uncached(self) -> AbstractContextManager[None]:
         """Within it every question is asked."""
-        before, self.remembers = self.remembers, False
-        try:
-            yield
-        finally:
-            self.remembers = before
+        return forgetful(self)
 
     def run(self, jobs: Sequence[Callable[[Ask], T]]) -> list[T | Failed]:
         """Run dialogues side by side; a job gets `ask` and returns its value. What a job raises as Failed or Unreadable is its result."""

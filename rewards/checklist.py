@@ -32,7 +32,7 @@ from torch import Tensor
 from flowrl.prompts import checklists
 from flowrl.registry import did_you_mean
 from flowrl.rewards import _geneval
-from flowrl.rewards._base import Reward, RewardBug, load, user_file
+from flowrl.rewards._base import Reward, RewardBug, forgetful, load, user_file
 from flowrl.rewards._base import Settings as Base
 from flowrl.rewards._inner import load_inner
 from flowrl.rewards._pictures import frames_of
@@ -75,7 +75,7 @@ class Checklist(Reward):
         self.geneval: Any = load("geneval", **s.geneval_settings) if s.questions == "geneval" and self.answerer is None else None
         self.last_answers: list[list[float]] = []  # of the samples scored last, before parents zeroed any
         self._asked = ""  # which samples those were
-        self._remembers = True
+        self.remembers = True
 
     def to(self, device: Any) -> Checklist:
         for reward in (self.answerer, self.geneval):
@@ -89,14 +89,11 @@ class Checklist(Reward):
 
     @contextmanager
     def uncached(self) -> Iterator[None]:
-        before, self._remembers = self._remembers, False
-        try:
-            with ExitStack() as stack:
-                for reward in self._inner():
-                    stack.enter_context(reward.uncached())
-                yield
-        finally:
-            self._remembers = before
+        with ExitStack() as stack:
+            stack.enter_context(forgetful(self))
+            for reward in self._inner():
+                stack.enter_context(reward.uncached())
+            yield
 
     def _inner(self) -> list[Reward]:
         return [reward for reward in (self.answerer, self.geneval) if isinstance(reward, Reward)]
@@ -140,7 +137,7 @@ class Checklist(Reward):
         shown = videos[:, [(2 * i + 1) * videos.shape[1] // (2 * count) for i in range(count)]]  # middles of `count` equal stretches
         digest = hashlib.sha256(shown.cpu().contiguous().numpy().tobytes())
         digest.update(repr((shown.shape, lists)).encode())
-        if digest.hexdigest() != self._asked or not self._remembers:
+        if digest.hexdigest() != self._asked or not self.remembers:
             self.problem = None
             self.last_answers = self._answers(shown, lists, context.meta)
             self._asked = digest.hexdigest()

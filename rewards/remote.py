@@ -16,9 +16,9 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -89,7 +89,7 @@ class Remote(_base.Reward):
         )
         self.journal = Journal(s.journal) if s.journal else None
         self.problem: str | None = None
-        self.away, self.fresh = False, False
+        self.away, self.remembers = False, True
         try:
             self.about = self._read(_wire.About, self._ask("GET", "/version", None, threading.Event()))
             served = self._chosen()
@@ -104,7 +104,7 @@ class Remote(_base.Reward):
         names: list[str] = []
         if self.journal is not None:
             names = keys(f"{self.about.version} {self.settings.reward} {self.settings.pixels}", pixels, prompts, columns)
-            scores = [None if self.fresh else self.journal.get(name) for name in names]
+            scores = [self.journal.get(name) if self.remembers else None for name in names]
         errors: dict[int, str] = {}
 
         def fetch(rows: list[int], over: threading.Event) -> None:
@@ -124,14 +124,9 @@ class Remote(_base.Reward):
         """Without a journal of one's own, the run's: a resumed iteration does not ask, and pay, again."""
         self.journal = self.journal or Journal(run / "scores.jsonl")
 
-    @contextmanager
-    def uncached(self) -> Iterator[None]:
+    def uncached(self) -> AbstractContextManager[None]:
         """Within it every score is the server's, though the journal may hold one; what comes is kept."""
-        before, self.fresh = self.fresh, True
-        try:
-            yield
-        finally:
-            self.fresh = before
+        return _base.forgetful(self)
 
     def _batches(self, scores: list[float | None], columns: Mapping[str, Any], pixels: Tensor) -> list[list[int]]:
         """Rows of each request: those without a score, or the groups that hold one."""
