@@ -189,42 +189,69 @@ def claims_table(claims: dict[str, list[Cell]]) -> str:
 
 
 def curve_of(c: Cell, key: str, scale: float) -> list[tuple[float, float]]:
-    """(cost, strict accuracy) before, at the marks and after."""
-    points = [(p[key] * scale, p["strict"]) for p in c["curve"] if "strict" in p]
-    return [(0.0, c["before"]["shapes/strict"]["mean"]), *points, (c["curve"][-1][key] * scale, bench.score(c))]
+    """(cost, strict accuracy) before, at the marks and after; seconds are rows times `scale`."""
+    of = "calls" if key == "seconds" else key
+    points = [(p[of] * scale, p["strict"]) for p in c["curve"] if "strict" in p]
+    return [(0.0, c["before"]["shapes/strict"]["mean"]), *points, (c["curve"][-1][of] * scale, bench.score(c))]
 
 
 def plots(done: dict[str, list[Cell]]) -> str:
-    """Curves of strict accuracy against network rows and seconds -> the lines that show them."""
+    """The gain of every method with its interval, and curves of the first tier -> the lines that show them."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "flowrl"
+    lines = [forest(done)]
+    for key, label in (("calls", "network rows"), ("seconds", "seconds of training"), ("rows", "rows trained")):
+        lines += curves({m: c for m, c in done.items() if m in bench.FIRST}, key, label)
+    return "\n\n".join(lines)
+
+
+def forest(done: dict[str, list[Cell]]) -> str:
+    """Gains and their intervals, the largest on top; hollow marks are those of one seed."""
     import matplotlib.pyplot as plt
 
-    lines = []
-    for key, label in (("calls", "network rows"), ("seconds", "seconds of training"), ("rows", "rows trained")):
-        figure, axes = plt.subplots(figsize=(8, 4.5))
-        for method, cells in done.items():
-            scale = seconds(method) if key == "seconds" else 1.0
-            if method not in bench.FIRST or not scale:
-                continue
-            curves = [curve_of(c, "calls" if key == "seconds" else key, scale) for c in cells]
-            length = min(map(len, curves))
-            x = [statistics.mean(curve[i][0] for curve in curves) for i in range(length)]
-            y = [statistics.mean(curve[i][1] for curve in curves) for i in range(length)]
-            axes.plot(x, y, marker="o", markersize=3, label=method)
-        if not axes.lines:
-            plt.close(figure)
+    ranked = sorted(((gain(cells), m) for m, cells in done.items()), key=lambda item: item[0][0])
+    figure, axes = plt.subplots(figsize=(8, 0.26 * len(ranked) + 1))
+    for y, ((mean, low, high), method) in enumerate(ranked):
+        axes.plot([low, high], [y, y], color="C0", linewidth=1.5)
+        axes.plot(mean, y, "o", color="C0", markerfacecolor="C0" if len(done[method]) > 1 else "white")
+    axes.axvline(0, color="grey", linewidth=0.8)
+    axes.set_yticks(range(len(ranked)), [method for _, method in ranked])
+    axes.set(xlabel="gain in strict accuracy, held out (95% interval)")
+    return saved(figure, axes, "gain.svg", "Gain of every method, with 95% intervals; hollow: one seed")
+
+
+def curves(done: dict[str, list[Cell]], key: str, label: str) -> list[str]:
+    """Means over seeds at each mark; the band is the range of the seeds."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5))
+    axes.set_prop_cycle(color=plt.get_cmap("tab20").colors[::2] + plt.get_cmap("tab20").colors[1::2])
+    for method, cells in done.items():
+        scale = seconds(method) if key == "seconds" else 1.0
+        if not scale:
             continue
-        axes.set(xlabel=label, ylabel="strict accuracy, held out")
-        axes.legend(fontsize=7, ncols=2, frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-        name = f"strict-by-{key}.svg"
-        figure.savefig(bench.FOLDER / name, metadata={"Date": None}, bbox_inches="tight")
+        points = [list(zip(*column, strict=True)) for column in zip(*(curve_of(c, key, scale) for c in cells), strict=False)]
+        x, y = [statistics.mean(xs) for xs, _ in points], [ys for _, ys in points]
+        axes.plot(x, [statistics.mean(ys) for ys in y], marker="o", markersize=3, label=method)
+        axes.fill_between(x, [min(ys) for ys in y], [max(ys) for ys in y], alpha=0.12, linewidth=0)
+    if not axes.lines:
         plt.close(figure)
-        lines.append(f"![Strict accuracy against {label}](results/{name})")
-    return "\n\n".join(lines)
+        return []
+    axes.set(xlabel=label, ylabel="strict accuracy, held out (band: range of the seeds)")
+    axes.legend(fontsize=7, ncols=2, frameon=False)
+    return [saved(figure, axes, f"strict-by-{key}.svg", f"Strict accuracy against {label}")]
+
+
+def saved(figure: Any, axes: Any, name: str, text: str) -> str:
+    """Write a plot -> the line that shows it."""
+    import matplotlib.pyplot as plt
+
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(bench.FOLDER / name, metadata={"Date": None}, bbox_inches="tight")
+    plt.close(figure)
+    return f"![{text}](results/{name})"
 
 
 if __name__ == "__main__":
