@@ -88,6 +88,7 @@ LONG = ["sampler.steps=25"]
 MIX_25 = [*LONG, "algorithm.window.size=4", "algorithm.window.every=2"]
 FLASH_25 = [*MIX_25, "algorithm.tail_count=code"]
 SEEN = ["data.train=docs/results/few_prompts.jsonl", "data.eval=docs/results/few_prompts.jsonl"]
+EARLY = ["algorithm.plan=window", "algorithm.window.size=2", "algorithm.window.high=4", "optimizer.lr=1e-3"]  # 8 noisy steps leave no picture
 PROXY = ["reward=clip", "reward.clip.preset=shapes", "reward.shapes.weight=0"]  # the verifier is only read
 CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, share of the budget)
     "dance_25_14": ("dance_grpo", [*LONG, "algorithm.timestep_fraction=0.5834"], 2),
@@ -101,8 +102,11 @@ CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, s
     "branch_20_depth": ("branch_grpo", [*BRANCH_20, "algorithm.prune.depth=4", "algorithm.prune.every=3"], 2),
     "branch_20_width": ("branch_grpo", [*BRANCH_20, "algorithm.prune.width=parent"], 2),
     "branch_mix_20": ("branch_grpo_mix", [*BRANCH_20, "algorithm.window.size=4"], 2),
-    "prdp_few": ("prdp", SEEN, 1),
-    "ddpo_few": ("ddpo", SEEN, 1),
+    "ddpo_few": ("ddpo", [*SEEN, *EARLY], 1 / 2),
+    "dpok_few": ("dpok", [*SEEN, *EARLY], 1 / 2),
+    "prdp_few": ("prdp", [*SEEN, *EARLY, "algorithm.beta=0.02"], 1 / 2),
+    "ddpo_many": ("ddpo", EARLY, 1),
+    "prdp_many": ("prdp", [*EARLY, "algorithm.beta=0.02"], 1),
     "raft_few": ("raft", [*SEEN, "optimizer.lr=3e-4", "algorithm.top=2", "algorithm.steps=8"], 1),
     "rwr_few": ("rwr", [*SEEN, "optimizer.lr=3e-4", "algorithm.steps=8"], 1),
     **{f"{m}_{t}_steps": (m, [f"sampler.steps={t}", f"eval.steps={t}"], 1 / 3) for m in ("nft", "awm", "dgpo") for t in (1, 2, 4)},
