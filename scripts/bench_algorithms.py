@@ -88,7 +88,12 @@ LONG = ["sampler.steps=25"]
 MIX_25 = [*LONG, "algorithm.window.size=4", "algorithm.window.every=2"]
 FLASH_25 = [*MIX_25, "algorithm.tail_count=code"]
 SEEN = ["data.train=docs/results/few_prompts.jsonl", "data.eval=docs/results/few_prompts.jsonl"]
-EARLY = ["algorithm.plan=window", "algorithm.window.size=2", "algorithm.window.high=4", "optimizer.lr=1e-3"]  # 8 noisy steps leave no picture
+EARLY = [
+    "algorithm.plan=window",
+    "algorithm.window.size=2",
+    "algorithm.window.high=4",
+    "optimizer.lr=1e-3",
+]  # 8 noisy steps leave no picture
 PROXY = ["reward=clip", "reward.clip.preset=shapes", "reward.shapes.weight=0"]  # the verifier is only read
 CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, share of the budget)
     "dance_25_14": ("dance_grpo", [*LONG, "algorithm.timestep_fraction=0.5834"], 2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import bench_algorithms as bench
@@ -14,6 +15,7 @@ from flowrl.stats import paired_bootstrap
 
 PAGE = bench.FOLDER.parent / "results.md"
 IMAGES = 348  # of an evaluation: eval.images of bench.COMMON
+BEGIN, END = "<!-- results: written by scripts/bench_algorithms.py table -->", "<!-- end of results -->"
 Cell = dict[str, Any]
 
 
@@ -36,6 +38,9 @@ def write() -> None:
     if verdicts.exists():
         parts.append(verdicts.read_text().strip())
     PAGE.write_text("\n\n".join(parts) + "\n")
+    for method, cells in done.items():
+        few = claims.get(f"{method}_few", [])
+        fill(PAGE.parent / "algorithms" / f"{method}.md", "\n\n".join([run_said(method, cells), *(few_said(method, c) for c in few)]))
     print(PAGE)
 
 
@@ -65,6 +70,43 @@ ABOUT_PROXY = """Two ways to train on the tiny CLIP's cosine: `proxy_points` as 
 (`algorithm.outcome=win_rate`, Pref-GRPO). The strict verifier is read and never trained on."""
 ABOUT_TUNING = """Strict accuracy on images of training prompts after a third of the budget, seed 0. The best of each row, at a third of
 its rate, is what the runs use."""
+
+
+def run_said(method: str, cells: list[Cell]) -> str:
+    """What a method's runs say, for its page."""
+    change, low, high = gain(cells)
+    before = cells[0]["before"]["shapes/strict"]["mean"]
+    after = ", ".join(f"{bench.score(c):.3f} (seed {c['seed']})" for c in cells)
+    return f"""Strict accuracy on held-out prompts of `shapes-sd3`, at the budget and settings that all methods share: {before:.3f} before,
+{after} after; gain {change:+.3f} [{low:+.3f}, {high:+.3f}]. [Results](../results.md) compares the methods.
+
+    python scripts/bench_algorithms.py run {method}"""
+
+
+def few_said(method: str, c: Cell) -> str:
+    """What its run on the prompts of few_prompts.jsonl says."""
+    change, low, high = few_change(c)
+    options = " ".join(f"`{word}`" for word in bench.CLAIMS[f"{method}_few"][1] if not word.startswith("data."))
+    return f"""Trained on the eight prompts of `docs/results/few_prompts.jsonl` and read on them, with
+{options}: gain {change:+.3f} [{low:+.3f}, {high:+.3f}], to {bench.score(c):.3f}.
+
+    python scripts/bench_algorithms.py claims {method}_few"""
+
+
+def few_change(c: Cell) -> tuple[float, float, float]:
+    """Gain of a run on few prompts, and its interval over images: eight texts are all that it is about."""
+    change = paired_bootstrap(marks(c["images_before"]), marks(c["images"]))
+    return change.difference, *change.ci
+
+
+def fill(path: Path, text: str) -> None:
+    """Put a text between the marks of a page."""
+    page = path.read_text()
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{path} has no lines {BEGIN!r} and {END!r} around its results")
+    path.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -177,12 +219,11 @@ def proxy_table(cells: list[Cell]) -> str:
 def claims_table(claims: dict[str, list[Cell]]) -> str:
     rows = []
     for name, (c, *_) in claims.items():
-        texts = texts_of("docs/results/few_prompts.jsonl" if name.endswith("_few") else "shapes:eval", len(c["images"]))
-        change = paired_bootstrap(marks(c["images_before"]), marks(c["images"]), groups=texts)
+        change, low, high = few_change(c) if name.endswith("_few") else gain([c])
         last = c["curve"][-1]
         each, pace = last["calls"] / last["iteration"], seconds(name)
         rows.append([
-            name, f"{change.difference:+.3f} [{change.ci[0]:+.3f}, {change.ci[1]:+.3f}]", f"{bench.score(c):.3f}", setting(c),
+            name, f"{change:+.3f} [{low:+.3f}, {high:+.3f}]", f"{bench.score(c):.3f}", setting(c),
             f"{last['iteration']}", f"{each:,.0f}", f"{pace * each:.2f}" if pace else "",
         ])  # fmt: skip
     return table(["run", "gain [95%]", "after", "rate, clip", "iterations", "network rows an iteration", "seconds an iteration"], rows)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def bench(tmp_path, monkeypatch):
     module = importlib.import_module("bench_algorithms")
     monkeypatch.setattr(module, "FOLDER", tmp_path / "results")
     monkeypatch.setattr(importlib.import_module("results_page"), "PAGE", tmp_path / "results.md")
+    shutil.copytree(SCRIPTS.parent / "docs" / "algorithms", tmp_path / "algorithms")
     yield module
     for name in ("bench_algorithms", "results_page"):
         sys.modules.pop(name, None)
@@ -133,7 +135,9 @@ def test_the_page_holds_what_the_cells_hold(bench):
     low, high = (float(x) for x in row.split("[+")[1].split("]")[0].split(", +"))
     assert low < gain < high and gain == pytest.approx(29 / 348)
     assert "| nft | **0.300** (1e-3) | 0.300 (3e-3) | 0.300 (1e-2) |" in page
-    assert (bench.FOLDER / "strict-by-seconds.svg").exists()
+    assert (bench.FOLDER / "strict-by-seconds.svg").exists() and (bench.FOLDER / "gain.svg").exists()
+    said = (results_page.PAGE.parent / "algorithms" / "nft.md").read_text()
+    assert f"gain {gain:+.3f} [+{low:.3f}, +{high:.3f}]" in said and said.count(results_page.BEGIN) == said.count(results_page.END) == 1
 
 
 def test_intervals_resample_the_texts_that_evaluation_drew(bench):
