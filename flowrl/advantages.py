@@ -67,7 +67,7 @@ def combine(
     rewards: Rewards,
     group: Tensor,
     *,
-    how: Literal["rewards", "advantages"] = "rewards",
+    how: Literal["rewards", "advantages", "gdpo"] = "rewards",
     std: Std = "group",
     ddof: int = 0,
     eps: float = 1e-4,
@@ -76,7 +76,7 @@ def combine(
     """Advantage of several rewards -> (B,) fp32.
 
     "rewards": z-score of the weighted sum (Flow-GRPO). "advantages": weighted sum of one z-score per reward (DanceGRPO, MixGRPO),
-    which no reward's scale can dominate; clipped after the sum.
+    which no reward's scale can dominate; clipped after the sum. "gdpo" (arXiv:2601.05242): that sum, z-scored over all samples given.
     """
     if how == "rewards":
         return group_relative(rewards.total, group, valid=rewards.valid, std=std, ddof=ddof, eps=eps, clip=clip)
@@ -86,6 +86,9 @@ def combine(
         if weight != 0
     ]
     total = torch.stack(parts).sum(0) if parts else torch.zeros_like(rewards.total)
+    if how == "gdpo":  # the mean of each group is 0 already: subtracting its rounding would give flat groups a signal
+        spread = _standard(total.double(), torch.zeros_like(group), rewards.valid, ddof)[1]
+        total = torch.where(spread >= 1e-6, total / (spread + eps), 0.0).float()
     return total if clip is None else total.clamp(-clip, clip)
 
 

@@ -23,7 +23,7 @@ from flowrl.ordering import grouped, in_groups, right_picture, right_prompt, swa
 from flowrl.rewards import Reward, RewardBug, RewardSet
 from flowrl.specimens import RECODINGS, Specimen, context_of
 from flowrl.tampering import attacked, frame_order, mirror, videos
-from flowrl.trial import Finding, Trial, Verdict, deviation, gap, middle, specimens_of
+from flowrl.trial import ROUNDING, Finding, Trial, Verdict, deviation, gap, middle, specimens_of
 from flowrl.types import MediaContext
 
 FEW = 8  # specimens that the cheap canaries score
@@ -40,7 +40,7 @@ def check(
         raise ValueError(f"{len(specimens)} specimens: a reward is compared over pictures; give at least 2")
     trial = Trial(reward, specimens, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     first: list[Callable[[Trial], list[Finding]]] = [determinism, batch_mates]
-    last = [replies, own_noise, spread]
+    last = [replies, own_noise, reach, spread]
     if cheap:
         trial.specimens = trial.specimens[:FEW]
         return _asked(trial, [*first, own_noise])
@@ -70,15 +70,31 @@ def failed(findings: Iterable[Finding]) -> bool:
 
 
 def contract(trial: Trial) -> list[Finding]:
-    """Shape, dtype and device are held to the contract wherever rewards are scored; here it is a finding."""
+    """Shape, dtype and device are held to the contract wherever rewards are scored, the range here; value: how many could not be scored."""
     try:
         bad, count = int((~trial.honest.isfinite()).sum()), len(trial.honest)
     except RewardBug as error:
         return [Finding(name="contract", verdict="fail", says=str(error))]
+    if beyond := _beyond(trial, trial.honest):
+        return [Finding(name="contract", verdict="fail", says=beyond)]
     if bad:
         says = f"{bad} of {count} could not be scored; {'; '.join(trial.errors[:1])}"
         return [Finding(name="contract", verdict="fail" if bad == count else "warn", value=float(bad), says=says)]
     return [Finding(name="contract", verdict="ok", value=float(count), says=f"{count} fp32 numbers on {trial.device}, all finite")]
+
+
+def _beyond(trial: Trial, scores: Tensor) -> str | None:
+    """What is wrong where scores (n,) leave the range that the reward declares."""
+    scores = scores[scores.isfinite()]
+    if trial.reward.range is None or not len(scores):
+        return None
+    (low, high), slack = trial.reward.range, ROUNDING * float(scores.abs().max())
+    outside = scores[(scores < low - slack) | (scores > high + slack)]
+    if not len(outside):
+        return None
+    return (
+        f"it declares a range of {low:g} to {high:g}, and {len(outside)} of {len(scores)} scores are outside, {float(outside[0]):.4g} first"
+    )
 
 
 def determinism(trial: Trial) -> list[Finding]:
@@ -118,8 +134,17 @@ def own_noise(trial: Trial) -> list[Finding]:
     return [Finding(name="noise", verdict="warn" if trial.noise > everything / 2 else "note", value=trial.noise, says=says)]
 
 
+def reach(trial: Trial) -> list[Finding]:
+    """Whether all scores, of wrong prompts and attacks too, are in the range that the reward declares, if it declares one."""
+    beyond = _beyond(trial, torch.cat(trial.seen))
+    if trial.reward.range is None:
+        return []
+    says = beyond or "all scores are between {:g} and {:g}, as it declares".format(*trial.reward.range)
+    return [Finding(name="range", verdict="fail" if beyond else "ok", says=says)]
+
+
 def spread(trial: Trial) -> list[Finding]:
-    """Whether it tells anything apart: range and standard deviation of all scores, of honest pictures and the rest."""
+    """Whether it tells anything apart: lowest, highest and standard deviation of all scores, of honest pictures and the rest."""
     values = torch.cat(trial.seen)
     values = values[values.isfinite()]
     low, high = float(values.min()), float(values.max())
@@ -223,15 +248,20 @@ def spread_warning(label: str, noise: float, spread: float) -> str | None:
     )
 
 
-def before_training(
-    rewards: RewardSet, media: Tensor, prompts: list[str], context: MediaContext, *, scored: Mapping[str, Tensor], group: Tensor
-) -> list[str]:
-    """The cheap canaries of every reward that is trained on: sentences to warn with; RewardBug where batch mates change a score.
+def below_noise(noise: Mapping[str, float], scored: Mapping[str, Tensor], group: Tensor) -> dict[str, str]:
+    """label -> `spread_warning`, where there is one. noise: of each reward; scored: label -> raw scores (B,) of samples in groups (B,)."""
+    said = {label: spread_warning(label, own, group_spread(scored[label].cpu(), group.cpu())) for label, own in noise.items()}
+    return {label: sentence for label, sentence in said.items() if sentence}
 
-    media, prompts, context: the first samples of a run; a few of them are scored six times more. scored: label -> raw scores (B,) of all
-    samples; group: (B,).
+
+def before_training(rewards: RewardSet, media: Tensor, prompts: list[str], context: MediaContext) -> tuple[list[str], dict[str, float]]:
+    """The cheap canaries of every reward that is trained on -> sentences to warn with, and each reward's own noise by label.
+
+    RewardBug where a reward breaks its contract or batch mates change a score. media, prompts, context: samples of the run's first
+    iteration; FEW of them are scored about six times.
     """
     said: list[str] = []
+    noise: dict[str, float] = {}
     for label, reward in rewards.rewards.items():
         specimens = specimens_of(media[:FEW], prompts[:FEW], context)
         if "group" in reward.needs:  # those that are not alone in theirs
@@ -240,15 +270,16 @@ def before_training(
         if not rewards.weights[label] or len(specimens) < 2:
             continue
         found = {f.name: f for f in check(reward, specimens, cheap=True, device=media.device)}
+        if found["contract"].verdict == "fail" and found["contract"].value is None:
+            raise RewardBug(f'reward "{label}": {found["contract"].says}')
         if "batch mates" not in found:  # none could be scored: the loop counts them
             continue
         if found["batch mates"].verdict == "fail":
             raise RewardBug(f'reward "{label}": {found["batch mates"].says}; a score may depend on nothing but its sample and its context')
         if found["determinism"].verdict == "fail":
             said.append(f'reward "{label}": {found["determinism"].says}; what differs is noise in every advantage')
-        sentence = spread_warning(label, found["noise"].value or 0.0, group_spread(scored[label], group))
-        said += [sentence] if sentence else []
-    return said
+        noise[label] = found["noise"].value or 0.0
+    return said, noise
 
 
 # ---------------------------------------------------------------------------------------------------------------- output

@@ -110,7 +110,7 @@ def generate(
     guidance: Annotated[str, typer.Option(help="A scale, none, or pipeline (the pipeline's own setting).")] = "pipeline",
     rlg: Annotated[float, typer.Option(help="Reinforcement Learning Guidance: extrapolates from the base model through the LoRA.")] = 1.0,
     best_of: Annotated[int, typer.Option(min=1, help="Candidates a prompt; the one with the highest reward is kept.")] = 1,
-    reward: Annotated[str | None, typer.Option(help="Which reward chooses.")] = None,
+    reward: Annotated[list[str] | None, typer.Option(help="What chooses: NAME, NAME=WEIGHT or NAME.SETTING=VALUE; once for each.")] = None,
     pipeline: Call = None,
     seed: Annotated[int, typer.Option(min=0, max=MOST, help="Equal seeds give equal pictures.")] = 0,
     output: Annotated[Path, typer.Option("-o", "--output", help="out.png, out.mp4 ...; several prompts get numbers.")] = Path("out.png"),
@@ -118,6 +118,7 @@ def generate(
     """Make images or videos."""
     from flowrl import generation, log, media
     from flowrl.policy import load_policy
+    from flowrl.rewards import load_set, parse_words
     from flowrl.setup import lora_of, pipeline_of
 
     log.setup()
@@ -125,13 +126,14 @@ def generate(
         scale = _guidance(guidance)
         if rlg != 1 and lora is None:
             raise ValueError("--rlg compares the LoRA with the base model; give --lora too")
+        chooser = load_set(parse_words(reward)) if reward else None
         weights, settings = lora_of(lora) if lora else (None, None)
         call = (pipeline_of(lora) if lora else {}) | _arguments(pipeline)
         policy = load_policy(model, lora=settings, **call)
         if weights:
             policy.load_lora(weights)
         made = generation.generate(
-            policy, prompts, steps=steps, guidance=scale, seed=seed, rlg=rlg, best_of=best_of, reward=reward, meta=_meta(reward, prompts)
+            policy, prompts, steps=steps, guidance=scale, seed=seed, rlg=rlg, best_of=best_of, reward=chooser, meta=_meta(chooser, prompts)
         )
         with _input(disk=1):
             for i, item in enumerate(made):
@@ -190,7 +192,8 @@ def evaluate(
     best_of: Annotated[int | None, typer.Option(min=1, help="With --suite: longest best-of-N curve; default: all images.")] = None,
     count: Annotated[int | None, typer.Option(min=1, help="With --suite: only so many prompts, spread over the file.")] = None,
     prompts: Annotated[str | None, typer.Option(help="With --suite: the prompt file.")] = None,
-    held_out: Annotated[list[str] | None, typer.Option(help="With --suite: a further reward to read; may be repeated.")] = None,
+    reward: Annotated[list[str] | None, typer.Option(help="With --suite: NAME.SETTING=VALUE of its rewards; once for each.")] = None,
+    held_out: Annotated[list[str] | None, typer.Option(help="With --suite: read NAME too, or NAME.SETTING=VALUE; once for each.")] = None,
 ) -> None:
     """Evaluate the averaged weights of a run's newest checkpoint on held-out prompts or on a suite; results join its report."""
     from flowrl import log
@@ -199,11 +202,12 @@ def evaluate(
     with _input():
         scale = None if guidance is None else _guidance(guidance)
         if suite is not None:
-            chosen = {"best_of": best_of, "count": count, "prompts": prompts, "held_out": held_out or ()}
+            chosen = {"best_of": best_of, "count": count, "prompts": prompts, "rewards": reward or (), "held_out": held_out or ()}
             _evaluate_suite(runs, suite, images=images, steps=steps, guidance=scale, seed=seed or 0, **chosen)
             return
-        if len(runs) > 1 or any((best_of, count, prompts, held_out)):
-            raise ValueError("several runs, --best-of, --count, --prompts and --held-out need a suite; add --suite shapes, for example")
+        if len(runs) > 1 or any((best_of, count, prompts, reward, held_out)):
+            options = "--best-of, --count, --prompts, --reward and --held-out"
+            raise ValueError(f"several runs, {options} need a suite; add --suite shapes, for example")
         _evaluate_run(runs[0], images=images, steps=steps, guidance=scale, seed=seed)
 
 
@@ -274,6 +278,7 @@ def check(
     media: Annotated[list[Path] | None, typer.Option(help="Try the reward on these images, or folders of them.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="Their prompts, as for score; default: the folder's own.")] = None,
     count: Annotated[int | None, typer.Option(min=2, help="Pictures to try the reward on.")] = None,
+    frames: Annotated[int | None, typer.Option(min=2, help="Try it on videos of so many frames; default: 8 if it is of videos.")] = None,
     pipeline: Call = None,
 ) -> None:
     """Show what was inferred about a model and how exactly it replays, or try a reward on pictures whose truth is known."""
@@ -281,10 +286,10 @@ def check(
         if (model is None) == (not reward):
             raise ValueError("give a model, or --reward NAME")
         if reward:
-            _check_rewards(reward, media, prompts, count)
+            _check_rewards(reward, media, prompts, count, frames)
             return
-        if media or prompts or count:
-            raise ValueError("--media, --prompts and --count are for a reward; give --reward NAME too")
+        if media or prompts or count or frames:
+            raise ValueError("--media, --prompts, --count and --frames are for a reward; give --reward NAME too")
         from flowrl import log
         from flowrl.policy import load_policy
 
@@ -357,22 +362,25 @@ def _arguments(words: list[str] | None) -> dict[str, Any]:
     return out
 
 
-def _meta(reward: str | None, prompts: list[str]) -> list[dict[str, Any]] | None:
-    """What the shapes reward reads about prompts of its world."""
-    if reward != "shapes":
+def _meta(rewards: Any, prompts: list[str]) -> list[dict[str, Any]] | None:
+    """What the shapes reward, if it is among them, reads about prompts of its world."""
+    if rewards is None or not any(reward.name == "shapes" for reward in rewards.rewards.values()):
         return None
     from flowrl.shapes.prompts import find
 
     return [find(prompt) for prompt in prompts]
 
 
-def _check_rewards(words: list[str], media: list[Path] | None, prompts: Path | None, count: int | None) -> None:
+def _check_rewards(words: list[str], media: list[Path] | None, prompts: Path | None, count: int | None, frames: int | None) -> None:
     from flowrl import canaries, specimens
     from flowrl.rewards import load_set, parse_words
 
+    if media and frames:
+        raise ValueError(f"--frames {frames} is of videos that are drawn, and --media names images; leave one of them out")
     found = []
     for label, reward in load_set(parse_words(words)).rewards.items():
-        shown = specimens.files(reward, media, prompts=prompts, most=count or 16) if media else specimens.fits(reward, count=count)
+        own = specimens.files(reward, media, prompts=prompts, most=count or 16) if media else None
+        shown = own or specimens.fits(reward, count=count, frames=frames)
         findings = canaries.check(reward, shown)
         typer.echo(f"{label}: {reward.scale}\nneeds: {', '.join(sorted(reward.needs | reward.reads)) or 'nothing'}")
         _console().print(canaries.table(findings))

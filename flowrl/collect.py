@@ -6,8 +6,8 @@ draws. Which prompts are drawn again is agreed by all processes, and every sampl
 how prompts are dealt out.
 
 Departures: balance's code knows right and wrong answers; here a sample is good when its reward exceeds draw.positive, or the median of the
-iteration's first round. All samples, of flat groups too, count in the logged rewards. Over several processes, refill adds a multiple of
-their number.
+iteration's first round, and advantages are divided by the spread that algorithm.std names (by none in the code). All samples, of flat
+groups too, count in the logged rewards. Over several processes, refill adds a multiple of their number.
 """
 
 from __future__ import annotations

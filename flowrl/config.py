@@ -204,7 +204,7 @@ def check_reward_entry(label: str, entry: dict[str, Any]) -> None:
     schema = _base.reward_class(str(entry.get("name", label))).Settings
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ValueError(f"reward.{label}={weight!r} should be its weight, a finite number")
-    _base.parse(schema, settings, what=f"reward.{label}")
+    _base.parse(schema, settings, what=f"reward.{label}", prefix=f"reward.{label}.")
 
 
 def algorithm_schema(name: str) -> type[BaseModel]:

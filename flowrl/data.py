@@ -69,7 +69,7 @@ def select(prompts: Prompts, ids: Tensor) -> PromptBatch:
 
 
 def check_meta(rewards: RewardSet, sources: dict[str, Prompts]) -> None:
-    """Every prompt carries what the rewards read of it, as they read it, else ValueError naming the first that does not."""
+    """Every prompt carries what the rewards read of it, else ValueError naming the first that does not; rewards are told all texts."""
     for label, reward in rewards.rewards.items():
         for source, prompts in sources.items():
             for prompt in prompts:
@@ -80,6 +80,9 @@ def check_meta(rewards: RewardSet, sources: dict[str, Prompts]) -> None:
                     )
                 if complaint := reward.complaint(prompt):
                     raise ValueError(f'reward "{label}": the prompt "{prompt["prompt"]}" in {source} {complaint}')
+    texts = [prompt["prompt"] for prompts in sources.values() for prompt in prompts]
+    for reward in rewards.rewards.values():
+        reward.expect(texts)
 
 
 def _entry(line: str, where: str) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from flowrl.generation import Solver, sample
 from flowrl.ledger import Ledger
 from flowrl.log import read_json
 from flowrl.policy import Policy
+from flowrl.report_answers import Answers, joined
 from flowrl.rewards import RewardSet, readings
+from flowrl.rewards.checklist import Checklist
 from flowrl.rollout import media_of, meta_rows
 from flowrl.samplers import keys
 from flowrl.types import replace
@@ -36,12 +38,14 @@ SHOWN = 16  # images kept for the before/after grid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Values of one setting: name -> (n,) fp32 CPU tensors; prompt (n,) row of the held-out prompts; images: the first ones."""
+    """Values of one setting: name -> (n,) fp32 CPU tensors; prompt (n,) row of the held-out prompts; images: the first ones;
+    answers: what checklists said about those (flowrl/report_answers.py)."""
 
     values: dict[str, Tensor]
     prompt: list[int]
     images: Tensor
     nfe: int  # network rows an image, guidance branches included
+    answers: Answers = field(default_factory=dict)
 
     def mean(self, name: str) -> float:
         return self.values[name].nanmean().item()
@@ -91,6 +95,24 @@ def judged(
         yield rows, pictures, {name: value.float().cpu() for name, value in scored.items()}
 
 
+def told(rewards: RewardSet, pictures: Tensor, prompts: Prompts, which: Sequence[int], shown: Mapping[int, int]) -> Answers:
+    """What checklists have just answered about pictures (n, ...) of prompts[i] for i in which, as a row of evaluation.json keeps it.
+
+    shown: row -> number of the image, for those that are kept. Asks nothing: of a chunk in which a check broke down nothing is kept.
+    """
+    checklists = {label: reward for label, reward in rewards.rewards.items() if isinstance(reward, Checklist)}
+    if not checklists or not shown:
+        return {}
+    rows = torch.nonzero(pictures.flatten(1).isfinite().all(1).cpu()).flatten()  # the others were shown to no reward
+    texts, context = meta_rows(prompts, [which[i] for i in rows.tolist()])
+    said = {label: reward.told(pictures[rows.to(pictures.device)], context) for label, reward in checklists.items()}
+    out: Answers = {}
+    for label, every in said.items():
+        entries = zip(rows.tolist(), texts, every or (), strict=every is not None)
+        out[label] = [{"image": shown[row], "prompt": text, "said": own} for row, text, own in entries if row in shown]
+    return out
+
+
 @torch.no_grad()
 def evaluate(
     policy: Policy, prompts: Prompts, rewards: RewardSet, *, images: int, steps: int, guidance: float | str = "none",
@@ -107,19 +129,23 @@ def evaluate(
     which = (number % len(prompts)).tolist()
     order = sorted(range(images), key=lambda i: which[i])  # equal prompts together: encoded once
     noise = keys.key(seed, "evaluation", number)
-    calls, values, kept = policy.calls, {}, {}
+    calls, values, kept, answers = policy.calls, {}, {}, []
+    chosen = spread_rows(images, len(prompts))
     for start in range(0, images, 256):
         rows = order[start : start + 256]
         for chunk, pictures, scored in judged(policy, prompts, [which[i] for i in rows], noise[rows], rewards, how, ledger):
             members = rows[chunk]
             for name, value in scored.items():
                 values.setdefault(name, torch.full((images,), float("nan")))[members] = value
-            kept |= {i: m.cpu() for i, m in zip(members, pictures, strict=True) if i in _shown(images, len(prompts))}
+            shown = {row: i for row, i in enumerate(members) if i in chosen}
+            kept |= {i: pictures[row].cpu() for row, i in shown.items()}
+            answers.append(told(rewards, pictures, prompts, [which[i] for i in members], shown))
     grid = torch.stack([kept[i] for i in sorted(kept)])
-    return Evaluation(values=values, prompt=which, images=grid, nfe=(policy.calls - calls) // images)
+    nfe, said = (policy.calls - calls) // images, joined(answers)
+    return Evaluation(values=values, prompt=which, images=grid, nfe=nfe, answers=said)
 
 
-def _shown(images: int, prompts: int) -> list[int]:
+def spread_rows(images: int, prompts: int) -> list[int]:
     """Images of the grid: spread evenly over the first pass through the prompts; chosen by place, never by score."""
     count = min(images, prompts)
     return sorted({round(i * (count - 1) / max(1, SHOWN - 1)) for i in range(SHOWN)})
@@ -127,7 +153,7 @@ def _shown(images: int, prompts: int) -> list[int]:
 
 def shown_prompts(prompts: list[dict[str, Any]], images: int) -> list[str]:
     """Prompts of `Evaluation.images`, in its order."""
-    return [prompts[i % len(prompts)]["prompt"] for i in _shown(images, len(prompts))]
+    return [prompts[i % len(prompts)]["prompt"] for i in spread_rows(images, len(prompts))]
 
 
 def add_row(run: Path, name: str, evaluation: Evaluation, prompts: list[dict[str, Any]], **setting: Any) -> dict[str, Any]:
@@ -146,6 +172,7 @@ def add_row(run: Path, name: str, evaluation: Evaluation, prompts: list[dict[str
         tasks[key] = _by_task(value, evaluation.prompt, prompts)
     row = {"name": name, **setting, "images": len(clusters), "nfe": evaluation.nfe, "metrics": metrics, "tasks": tasks}
     row["values"] = {key: [None if math.isnan(v) else round(v, 6) for v in value.tolist()] for key, value in evaluation.values.items()}
+    row |= {"answers": evaluation.answers} if evaluation.answers else {}
     record["rows"] = [r for r in record["rows"] if r["name"] != name] + [row]
     by_name = {r["name"]: r for r in record["rows"]}
     if name in ("before", "after") and {"before", "after"} <= by_name.keys():
@@ -163,7 +190,7 @@ def save_images(run: Path, name: str, evaluation: Evaluation, prompts: list[dict
         evaluation = replace(evaluation, images=evaluation.images[:, evaluation.images.shape[1] // 2])
     stem = name.replace(", ", "_").replace(" ", "_")
     media.grid(evaluation.images, captions).save(run / "samples" / f"{stem}.png")
-    verdicts = evaluation.verdicts(_shown(len(evaluation.prompt), len(prompts)))
+    verdicts = evaluation.verdicts(spread_rows(len(evaluation.prompt), len(prompts)))
     judged = {f"verdicts.{key}": np.array([-1 if v is None else v for v in marks], np.int8) for key, marks in verdicts.items()}
     np.savez(run / "samples" / f"{stem}.npz", images=media.to_uint8(evaluation.images).numpy(), **judged)
     before = run / "samples" / "before.npz"

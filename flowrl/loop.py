@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl import canaries, checkpoint, collect, distributed, evaluation, log, media, objective, proof, report, setup
+from flowrl import canaries, checkpoint, collect, distributed, evaluation, log, media, objective, proof, rehearsal, report, setup
 from flowrl.config import Config, dump
 from flowrl.rewards import RewardUnavailable, TooManyInvalid, check_valid
 from flowrl.rollout import rows_of
 from flowrl.samplers import plan as plans
 from flowrl.stop import Aborted, StopRequest, by_signal
-from flowrl.types import Columns, MediaContext, PromptBatch, Rewards, Rollout
+from flowrl.types import Columns, PromptBatch, Rewards, Rollout
 
 COUNTERS = ("step", "nonfinite", "hours", "proved", "recompute")  # of a Trainer, kept in checkpoints
 
@@ -70,6 +70,7 @@ class Trainer:
         self.hours = 0.0
         self.proved = False  # the ratio's self-test was done
         self.recompute = False  # low precision needs old log-probs from the training forward
+        self.noise: dict[str, float] = {}  # own noise of the rewards, as long as no spread was below it
         self.mid_update = False
         self.stopped: str | None = None
         self.saved_at: int | None = None  # iteration of the newest checkpoint
@@ -101,10 +102,10 @@ class Trainer:
         everyone = self.world.gather_rewards(rewards)
         metrics = reward_metrics(everyone)
         check_valid(everyone, cfg.guard.invalid_fraction)
-        if i == 0 and cfg.guard.canaries and self.world.main and len(drawn.shown):
-            self._try_rewards(drawn)
+        group = self.world.gather_groups(rollout.group)
+        self._watch_noise(everyone, group)
         with ledger.phase("advantages"):
-            leaf = algorithm.leaf_advantages(everyone, self.world.gather_groups(rollout.group))[self.world.part(len(rollout.leaf))]
+            leaf = algorithm.leaf_advantages(everyone, group)[self.world.part(len(rollout.leaf))]
             observed = self.world.mean_metrics(algorithm.observe(rollout, rewards))
             kept = collect.chosen(drawn, cfg.batch.group).to(leaf.device)  # baselines are made of all draws
             rollout = collect.take(rollout, kept)
@@ -124,17 +125,12 @@ class Trainer:
         self._samples(i + 1, drawn)
         return Iteration(number=i + 1, rollout=drawn.rollout, rewards=rewards, metrics=metrics | ledger.iteration())
 
-    def _try_rewards(self, drawn: collect.Collected) -> None:
-        """The cheap canaries, on the first samples of the run."""
-        shown, group = drawn.shown[: canaries.FEW].to(self.policy.device), drawn.rollout.group
-        rows = group[: len(shown)].tolist()
-        context = MediaContext(meta=[drawn.batch.meta[g] for g in rows], group=group[: len(shown)])
-        with self.ledger.phase("canaries"), self.ledger.work("reward"):
-            said = canaries.before_training(
-                self.rewards, shown, [drawn.batch.text[g] for g in rows], context, scored=drawn.rewards.raw, group=group
-            )
-        for sentence in said:
-            log.logger.warning(sentence)
+    def _watch_noise(self, rewards: Rewards, group: Tensor) -> None:
+        """Warn, once of each reward, where scores within groups differ by less than its own noise: training narrows them."""
+        if self.world.main and self.cfg.guard.canaries:
+            for label, sentence in canaries.below_noise(self.noise, rewards.raw, group).items():
+                log.logger.warning(sentence)
+                del self.noise[label]
 
     def _update(self, rollout: Rollout, columns: Columns, batch: PromptBatch) -> dict[str, float]:
         """`batch.updates` optimizer steps, each on whole prompts -> policy/* averaged over the rows trained."""
@@ -227,13 +223,15 @@ class Trainer:
     # ------------------------------------------------------------------ around it
 
     def _start(self) -> None:
-        """Write what the run is, open the trackers, and evaluate the untrained policy."""
+        """Write what the run is, open the trackers, try the rewards, and evaluate the untrained policy."""
         if self.world.main:
             (self.path / "samples").mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(dump(self.cfg))
             (self.path / "environment.json").write_text(json.dumps(report.environment()))
             checkpoint.truncate_metrics(self.path, self.iteration)
         self.parts.start_trackers(self.iteration)
+        if self.iteration == 0 and self.cfg.guard.canaries and self.world.main and self.parts.dataset is None:
+            self.noise = rehearsal.rehearse(self.parts, self.rewards)
         if self.iteration == 0 and self.parts.eval_prompts and self.cfg.eval.at_start:
             self._evaluate("before", self.cfg.eval.guidance)
             if self.cfg.eval.baseline_guidance:
@@ -352,7 +350,7 @@ class Trainer:
         tensors |= {view: self.policy.state(view) for view in setup.views(self.algorithm)}
         tensors["optimizer"] = checkpoint.pack_optimizer(self.parts.raw_optimizer, self.parameters)
         meta: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
-        meta["memory"] = self.algorithm.memory
+        meta["memory"], meta["noise"] = self.algorithm.memory, self.noise
         meta["scaler"] = distributed.scaler_state(self.parts.accelerator)
         folder = checkpoint.save(self.path, self.iteration, tensors, meta, keep=self.cfg.checkpoint.keep)
         self.saved_at = self.iteration  # not before it is whole: a signal may interrupt the writing
@@ -363,7 +361,7 @@ class Trainer:
         self.policy.load_state("default", tensors["policy"])
         for view in setup.views(self.algorithm):
             self.policy.load_state(view, tensors[view])
-        self.algorithm.memory = dict(meta.get("memory", {}))
+        self.algorithm.memory, self.noise = dict(meta.get("memory", {})), dict(meta.get("noise", {}))
         self.ema.load_state_dict(tensors["ema"])
         checkpoint.unpack_optimizer(self.parts.raw_optimizer, self.parameters, tensors.get("optimizer", {}))
         if meta["scaler"]:

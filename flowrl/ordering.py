@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowrl.specimens import Specimen, attacks
+from flowrl.specimens import NOTHING, Specimen, attacks
 from flowrl.trial import Finding, Trial, Verdict, gap
 from flowrl.types import replace
 
@@ -74,7 +74,7 @@ def right_picture(trial: Trial) -> list[Finding]:
     """Each picture against pictures of its wrong prompts, under its own prompt: what the members of a group are to each other."""
     if not trial.reads_prompt:
         return []
-    pairs = [(row, foil) for row, s in enumerate(trial.specimens) for foil in {f.attribute: f for f in s.foils}.values()]
+    pairs = [(row, foil) for row, s in enumerate(trial.specimens) for foil in s.foils]
     wrong = trial.scores([replace(trial.specimens[row], media=foil.media) for row, foil in pairs])
     right = trial.honest[[row for row, _ in pairs]]
     return [order("right picture", right, wrong, trial.rounding, "a picture of the prompt above one of a wrong prompt")]
@@ -84,8 +84,8 @@ def swap_matrix(trial: Trial) -> list[Finding]:
     """k close prompts and their pictures, each picture under each prompt: is the diagonal the highest of its row and of its column?"""
     if not trial.reads_prompt:
         return []
-    own = max(trial.specimens, key=lambda s: len({foil.attribute for foil in s.foils}))
-    near = {foil.attribute: foil for foil in own.foils}.values()
+    own = max(trial.specimens, key=lambda s: len({foil.prompt for foil in s.foils}))
+    near = {foil.prompt: foil for foil in own.foils}.values()  # files may hold a prompt several times
     members = [own, *(replace(own, media=f.media, prompt=f.prompt, meta=f.meta) for f in near)]
     k = len(members)
     matrix = trial.scores([picture.under(other.prompt, other.meta) for picture in members for other in members]).view(k, k)
@@ -124,7 +124,8 @@ def in_groups(trial: Trial) -> list[Finding]:
         if kind.startswith("attack: "):
             beaten = float((rival > own + trial.rounding).double().mean())
             says = f"wins against the right picture in {beaten:.0%} of the groups"
-            out.append(Finding(name=kind, verdict="warn" if beaten > 0.5 else "ok", value=beaten, says=says))
+            bad: Verdict = "fail" if trial.reward.quality and kind.removeprefix("attack: ") in NOTHING else "warn"
+            out.append(Finding(name=kind, verdict=bad if beaten > 0.5 else "ok", value=beaten, says=says))
         elif kind != "right" and (trial.reward.reads_prompt or trial.reward.reads):
             out.append(order(f"right picture, {kind}", own, rival, trial.rounding, "the right picture above one of a wrong prompt"))
     return out

@@ -18,7 +18,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from flowrl import suite_report
+from flowrl import report_answers, suite_report
 from flowrl.log import read_json
 from flowrl.page import PAGE, STYLE
 from flowrl.plots import interval_chart, line_chart, stacked_bar
@@ -53,7 +53,7 @@ def build(run_path: str | Path) -> Path:
         *(f'<p class="note">{escape(note)}</p>' for note in run.notes),
         _section("Result", _result(run)),
         *([_section("Evaluation suites", found)] if (found := suite_report.section(run.path)) else []),
-        _section("Before and after", _pictures(run)),
+        _section("Before and after", _pictures(run) + report_answers.folded(_rows(run.evaluation))),
         _section("Learning curves", _curves(run)),
         _section("Where the time went", _ledger(run)),
         _section("Reproduce", _reproduce(run, settings)),

@@ -19,7 +19,7 @@ from flowrl.rewards import RewardSet, concat, score
 from flowrl.samplers import keys, tree
 from flowrl.types import MediaContext, Plan, PromptBatch, Rewards, Rollout
 
-SHOWN = 8  # samples whose media are kept, for the canaries and the log
+SHOWN = 8  # samples whose media are kept, for the log
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flowrl import checkpoint, config, data, distributed, offline, registry
 from flowrl.algorithms._base import Algorithm
-from flowrl.algorithms._transitions import FORKING
+from flowrl.algorithms._transitions import FORKING, OWN_STATISTICS
+from flowrl.unread import unread
 from flowrl.config import Config
 from flowrl.ema import Ema
 from flowrl.ledger import Ledger
@@ -109,6 +110,8 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     check_signal(cfg, algorithm, rewards.needs)
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
     warn_distilled(algorithm, policy, cfg.model.source)
+    for sentence in unread(cfg, algorithm, plan, spare=(len(prompts) - cfg.batch.prompts) // world.size):
+        logger.warning(sentence)
     for view in views(algorithm):
         policy.add_view(view)
     if "reference" in algorithm.needs and cfg.train.mode == "full":
@@ -159,6 +162,8 @@ def check_balance(cfg: Config, needs: frozenset[str]) -> None:
     a, instead = cfg.algorithm, "use draw.mode=refill or once"
     if a.get("plan") in FORKING:
         raise ValueError(f"draw.mode=balance chooses whole samples, and plan={a['plan']} forks; {instead}")
+    if a.get("credit") in OWN_STATISTICS:
+        raise ValueError(f"draw.mode=balance has a baseline of all draws, and credit={a['credit']} one of the samples kept; {instead}")
     if "group" in needs:
         raise ValueError(f"draw.mode=balance compares rewards of several draws, and a reward that compares a group judges one; {instead}")
     if a.get("keep") is not None:
@@ -277,7 +282,9 @@ def load_run(run: Path) -> tuple[Config, Policy, RewardSet, data.Prompts]:
     if not cfg.data.eval:
         raise ValueError(f"{run} was trained without held-out prompts (data.eval); there is nothing to evaluate on")
     policy = load_tuned(cfg, checkpoint.latest(run))
-    return cfg, policy, load_set(cfg.reward).to(policy.device), data.load_prompts(cfg.data.eval)
+    rewards, prompts = load_set(cfg.reward), data.load_prompts(cfg.data.eval)
+    data.check_meta(rewards, {"data.eval": prompts})
+    return cfg, policy, rewards.to(policy.device), prompts
 
 
 def load_tuned(cfg: Config, folder: Path) -> Policy:

@@ -35,6 +35,7 @@ TASKS = ("position", "counting", "position", "color_attr", "counting", "position
 MOST_FOILS = {"relation": 3}  # of one kind for a picture; of others 2
 FRAMES = 8
 DRIFT = 1.0  # px a frame
+NOTHING = ("white", "black", "noise")  # attacks that no reward of quality may put above honest pictures
 COLUMNS = frozenset({"meta", "group", "source", "reference"})  # of MediaContext that pictures of ours can fill
 
 
@@ -78,11 +79,16 @@ def context_of(specimens: Sequence[Specimen], device: torch.device | str = "cpu"
     return MediaContext(meta=[s.meta for s in specimens], **columns)
 
 
-def fits(reward: Reward, *, count: int | None = None) -> list[Specimen]:
-    """`count` specimens that suit a reward, by its name and by what it reads; ValueError where none of ours carry what it needs."""
+def fits(reward: Reward, *, count: int | None = None, frames: int | None = None) -> list[Specimen]:
+    """`count` specimens that suit a reward, by its name and by what it reads; ValueError where none of ours carry what it needs.
+
+    frames: of videos; None: FRAMES of them for a reward of videos, and pictures for any other.
+    """
+    if frames is not None and (reward.name == "ocr" or reward.video == "no"):
+        raise ValueError(f'frames={frames}: reward "{reward.name}" is tried on pictures; leave it out')
     if reward.name == "ocr":
         return texts(6 if count is None else count)
-    found = shapes(16 if count is None else count, frames=FRAMES if reward.video == "only" else None)
+    found = shapes(16 if count is None else count, frames=FRAMES if frames is None and _of_videos(reward) else frames)
     instead = "give pictures of your own, with a metadata.jsonl whose lines carry what it reads"
     if missing := sorted(reward.needs - COLUMNS):
         raise ValueError(
@@ -94,6 +100,12 @@ def fits(reward: Reward, *, count: int | None = None) -> list[Specimen]:
         if complaint := reward.complaint({"prompt": specimen.prompt, **specimen.meta}):
             raise ValueError(f'reward "{reward.name}": the prompt "{specimen.prompt}" of the shapes world {complaint}; {instead}')
     return found
+
+
+def _of_videos(reward: Any) -> bool:
+    """Whether it takes nothing but videos, or pools the frames of one, itself or in what it is made of."""
+    pools = getattr(reward, "name", "") == "video" or getattr(reward, "video", "") == "only"
+    return pools or (hasattr(reward, "inner") and _of_videos(reward.inner))
 
 
 # ---------------------------------------------------------------------------------------------------------------- worlds

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.data import Prompts
-from flowrl.evaluation import Sampling, judged
+from flowrl.evaluation import Sampling, judged, spread_rows, told
 from flowrl.ledger import Ledger
 from flowrl.log import Progress
 from flowrl.policy import Policy
+from flowrl.report_answers import Answers, joined
 from flowrl.rewards import Reward, RewardSet
 from flowrl.rewards._clip import TwoTowers
 from flowrl.rewards._pictures import frames_of
@@ -38,11 +39,12 @@ Features = dict[str, Callable[[Tensor], Tensor]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """values: reading -> (P, n) fp32, NaN where one failed; diversity: kind -> (P,) mean distance of a prompt's images; nfe: network rows
-    an image, guidance branches included."""
+    an image, guidance branches included; answers: of checklists, about the first image of a few prompts, whose places are the numbers."""
 
     values: dict[str, Tensor]
     diversity: dict[str, Tensor]
     nfe: int
+    answers: Answers = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -66,6 +68,7 @@ def measure(
         values=_joined([(which, part["values"]) for which, part in parts], (len(prompts), images)),
         diversity=_joined([(which, part["diversity"]) for which, part in parts], (len(prompts),)),
         nfe=sum(part["calls"] for _, part in parts) // (len(prompts) * images),
+        answers=joined(part["answers"] for _, part in parts),
     )
 
 
@@ -82,10 +85,10 @@ def _chunk(
     policy: Policy, prompts: Prompts, which: Sequence[int], rewards: RewardSet, sampling: Sampling, images: int, features: Features,
     ledger: Ledger,
 ) -> dict[str, Any]:  # fmt: skip
-    """{"values": reading -> lists (prompts of the chunk, images), "diversity": kind -> list (prompts of the chunk), "calls"}."""
+    """{"values": reading -> lists (prompts of the chunk, images), "diversity": kind -> list (prompts of the chunk), "calls", "answers"}."""
     ids = [p for p in which for _ in range(images)]
     noise = keys.key(sampling.seed, "suite", torch.tensor(ids), torch.arange(images).repeat(len(which)))
-    calls = policy.calls
+    calls, answers, chosen = policy.calls, [], spread_rows(len(prompts), len(prompts))
     values: dict[str, Tensor] = {}
     seen: dict[str, list[Tensor]] = {kind: [] for kind in features}
     for rows, pictures, scored in judged(policy, prompts, ids, noise, rewards, sampling, ledger):
@@ -93,10 +96,13 @@ def _chunk(
             values.setdefault(name, torch.full((len(ids),), float("nan")))[rows] = value
         for kind, feature in features.items():
             seen[kind].append(feature(pictures).float().cpu())
+        shown = {row - rows.start: ids[row] for row in range(rows.start, rows.stop) if row % images == 0 and ids[row] in chosen}
+        answers.append(told(rewards, pictures, prompts, ids[rows], shown))
     return {
         "values": {name: value.view(-1, images).tolist() for name, value in values.items() if name != "total"},
         "diversity": {kind: [spread(kind, own).item() for own in torch.cat(rows).split(images)] for kind, rows in seen.items()},
         "calls": policy.calls - calls,
+        "answers": joined(answers),
     }
 
 

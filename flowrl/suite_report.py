@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from flowrl import report_answers
 from flowrl.log import read_json
 from flowrl.plots import COLOURS, ticks
 
@@ -114,7 +115,7 @@ def tables(record: Mapping[str, Any]) -> list[Any]:
     if found := lines(record, "diversity"):
         out.append(_rich("Mean distance between images of a prompt", heads(record), found))
     if len(found := best_lines(record)) > 1:
-        out.append(_rich(f"Best of N by {metric}, mean over prompts", heads(record)[: 1 + len(record["rows"])], found))
+        out.append(_rich(f"Suite's score of the best of N images by {metric}", heads(record)[: 1 + len(record["rows"])], found))
     return [*out, *sentences(record)]
 
 
@@ -163,7 +164,8 @@ def _suite(record: Mapping[str, Any]) -> str:
     curves = {row["name"]: [entry["mean"] for entry in row["best_of"]] for row in record["rows"]}
     if len(record["rows"][-1]["best_of"]) > 1:
         chart = curve_chart(f"best of N by {metric}", curves)
-        parts.append(f"<figure>{chart}<figcaption>Mean over prompts of the best of N images by {escape(metric)}.</figcaption></figure>")
+        parts.append(f"<figure>{chart}<figcaption>The suite's score of the best of N images by {escape(metric)}.</figcaption></figure>")
+    parts.append(report_answers.folded(record["rows"]))
     if matrix := record.get("matrix"):
         parts.append("<h3>Side effects: tuned - base</h3>" + _table(["trained on", *matrix["columns"]], matrix_lines(matrix)))
     notes = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(record))

@@ -25,7 +25,7 @@ from flowrl.evaluation import Sampling
 from flowrl.log import logger
 from flowrl.suite_measure import DIMENSION, Journal, Measured
 from flowrl.suite_stats import Cells, Design, Rule
-from flowrl.suites import BY_QUESTION, Suite, Task, load, prepare, run_suite
+from flowrl.suites import BY_QUESTION, Suite, Task, load, prepare, run_suite, with_rewards
 
 FOLDER = "suites"
 UNMEASURED = {"title", "origin", "metric", "aggregate", "scale"}  # fields of a suite that change no measured value
@@ -35,7 +35,8 @@ Values = dict[str, np.ndarray]  # reading -> (P, n)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line changes; None: as the suite says. best_of: longest curve; held_out: further rewards to read."""
+    """What the command line changes; None: as the suite says. best_of: longest curve; rewards: settings of the suite's
+    rewards, held_out: further rewards to read, both as words (see flowrl.suites.with_rewards)."""
 
     images: int | None = None
     best_of: int | None = None
@@ -44,6 +45,7 @@ class Options:
     guidance: float | str | None = None
     seed: int = 0
     prompts: str | None = None
+    rewards: Sequence[str] = ()
     held_out: Sequence[str] = ()
 
 
@@ -53,7 +55,7 @@ def evaluate_runs(runs: Sequence[Path], name: str, chosen: Options) -> list[dict
     What is wrong with suite, prompts, rewards or runs -> ValueError before anything is sampled. Runs of one base model share its rows.
     """
     suite = load(name, images=chosen.images, count=chosen.count, steps=chosen.steps, guidance=chosen.guidance, prompts=chosen.prompts)
-    suite = suite.model_copy(update={"held_out": {**suite.held_out, **{label: {} for label in chosen.held_out}}})
+    suite = with_rewards(suite, chosen.rewards, chosen.held_out)
     most = suite.images if chosen.best_of is None else chosen.best_of
     if most > suite.images:
         what = f"--best-of {most} needs at least {most} images a prompt, and this evaluation makes {suite.images}"
@@ -93,7 +95,7 @@ def _evaluate(run: Path, cfg: Config, task: Task, seed: int, most: int, known: d
     for row in out["rows"]:
         row["guidance"] = guidances[row["name"]]
     own = {label for label, entry in cfg.reward.items() if str(entry.get("name", label)) in out["trained"]}
-    out["peaks"] = peaks(report.read(run), own)
+    out["peaks"] = peaks(report.read(run), own, cfg.eval.guidance)
     out["contamination"], problem = _contamination(cfg, task)
     out["warnings"] = [*_warnings(task, out), *([problem] if problem else [])]
     for sentence in out["warnings"]:
@@ -235,9 +237,6 @@ def _row(
         }
         for level in ("categories", "details")
     }  # fmt: skip
-    curve = suite_stats.best_of(values[task.suite.headline], most)
-    cells = suite_stats.cells({str(n + 1): curve[:, n : n + 1] for n in range(most)}, chosen)
-    scale = splits[task.suite.headline].scale
     return {
         "name": name,
         "images": len(task.prompts) * task.suite.images,
@@ -249,9 +248,19 @@ def _row(
             kind: suite_stats.score(suite_stats.cells({"": d.double().numpy()[:, None]}, chosen), chosen)
             for kind, d in own.diversity.items()
         },
-        "best_of": [suite_stats.score(cells.only(n), chosen, scale=scale) for n in cells.names],
+        "best_of": _curve(task, chosen, values, most),
+        "answers": own.answers,
         "values": {reading: [[_rounded(v) for v in images] for images in rows.tolist()] for reading, rows in values.items()},
     }
+
+
+def _curve(task: Task, chosen: Design, values: Values, most: int) -> list[dict[str, Any]]:
+    """The suite's score of the best of N images by the headline, N = 1..most, summed up as the headline is."""
+    headline = task.suite.headline
+    read = {name: value for name, value in values.items() if name == headline or name.startswith(f"{headline}/{DIMENSION}")}
+    best = suite_stats.best_of(values[headline], most, read)
+    splits = [split(task, chosen, headline, {name: curve[:, n : n + 1] for name, curve in best.items()}) for n in range(most)]
+    return [suite_stats.score(s.overall, chosen, s.rule, s.scale) for s in splits]
 
 
 def _paired(task: Task, chosen: Design, before: Values, after: Values, readings: list[str]) -> dict[str, Any]:
@@ -281,15 +290,16 @@ def _rounded(value: float) -> float | None:
 # -------------------------------------------------------------------------------------------------------- what else is said
 
 
-def peaks(run: report.Run, trained: Collection[str]) -> dict[str, dict[str, Any]]:
+def peaks(run: report.Run, trained: Collection[str], guidance: float | str) -> dict[str, dict[str, Any]]:
     """Of every eval/ reading that was not trained on (labels of rewards): the iteration of its highest value and what became of it since.
 
-    From metrics.jsonl, and the rows of evaluation.json that say at which iteration they were made.
+    From metrics.jsonl, and the rows of evaluation.json that say at which iteration they were made and have the run's own guidance ("before,
+    guided" has another one).
     -> {"iteration", "value", "last_iteration", "last"} of each reading.
     """
     curves: dict[str, dict[int, float]] = {}
     for row in run.evaluation.get("rows", []):
-        for name, entry in row.get("metrics", {}).items() if "iteration" in row else ():
+        for name, entry in row.get("metrics", {}).items() if "iteration" in row and row["guidance"] == guidance else ():
             curves.setdefault(name, {})[int(row["iteration"])] = entry["mean"]
     for row in run.metrics:
         for name, value in row.items():

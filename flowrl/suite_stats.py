@@ -139,17 +139,21 @@ def _interval(drawn: np.ndarray) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------- best of N
 
 
-def best_of(values: np.ndarray, most: int) -> np.ndarray:
-    """Expected best of N images of a prompt, for N = 1..most: (P, n) -> (P, most); NaN rows where fewer than `most` values are known.
+def best_of(values: np.ndarray, most: int, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the best of N images of a prompt by `values` (P, n) is expected to show, N = 1..most, in each of `read`: (P, n) -> (P, most).
 
-    The mean of the maximum over all subsets of size N: with x_1 <= ... <= x_n, sum_i C(i-1, N-1) / C(n, N) x_i. Unbiased for N fresh
-    images, as pass@k (Chen et al. 2021, arXiv:2107.03374, eq. 1) is for the best of k answers that are right or wrong.
+    The mean over all subsets of size N of what their largest member shows: with values[1] <= ... <= values[n], sum_i C(i-1, N-1) / C(n, N)
+    read[i]. Unbiased for N fresh images, as pass@k (Chen et al. 2021, arXiv:2107.03374, eq. 1) is for the best of k answers that are right
+    or wrong. Equal values share their places. NaN where fewer than `most` values of a prompt are known, or what is read is not.
     """
-    out = np.full((len(values), most), np.nan)
-    for row, own in zip(out, values, strict=True):
-        known = np.sort(own[np.isfinite(own)])
+    out = {name: np.full((len(values), most), np.nan) for name in read}
+    for p, own in enumerate(values):
+        known = own[np.isfinite(own)]
         if len(known) >= most:
-            row[:] = known @ _order_weights(len(known), most)
+            by_place, order = _order_weights(len(known), most), np.sort(known)
+            weights = np.stack([by_place[order == value].mean(0) for value in known])  # (images, N)
+            for name, column in read.items():
+                out[name][p] = column[p][np.isfinite(own)] @ weights
     return out
 
 

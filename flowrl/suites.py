@@ -6,6 +6,7 @@ flowrl/suite_runs.py does this for run folders and writes what came out; the sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from flowrl.config import Guidance
 from flowrl.evaluation import Sampling
 from flowrl.policy import Policy
 from flowrl.registry import did_you_mean
-from flowrl.rewards import RewardSet, check_needs, load_set
+from flowrl.rewards import RewardSet, check_needs, load_set, parse_words
 from flowrl.rewards._base import Settings, parse
 from flowrl.suite_measure import Journal, Measured, by_dimension, measure
 from flowrl.suite_prompts import Form
@@ -79,6 +80,40 @@ def load(name: str, **changes: Any) -> Suite:
         there = "; there is no such file" if path.parent.name != "suite" else did_you_mean(name, options("suite"))
         raise ValueError(f'unknown suite "{name}"{there}')
     return parse(Suite, read_yaml(path) | {k: v for k, v in changes.items() if v is not None}, what=f'suite "{name}"')  # type: ignore[return-value]
+
+
+def with_rewards(suite: Suite, settings: Sequence[str], held_out: Sequence[str]) -> Suite:
+    """The suite with settings of its rewards (words NAME.SETTING=VALUE) and rewards to hold out (NAME, NAME.SETTING=VALUE) added.
+
+    Settings join those that the file gives, key by key.
+    """
+    own, more = {**suite.rewards}, {**suite.held_out}
+    for label, entry in _entries("--reward", settings).items():
+        section = own if label in own else more
+        if label not in section:
+            there = did_you_mean(label, [*own, *more])
+            raise ValueError(f"--reward {label}: the suite reads no reward of that name (--held-out adds one){there}")
+        if not entry:
+            raise ValueError(f"--reward {label} sets nothing; give NAME.SETTING=VALUE, such as geneval.weights=/path/to/the/file")
+        section[label] = _joined(section[label], entry)
+    for label, entry in _entries("--held-out", held_out).items():
+        more[label] = _joined(more.get(label), entry)
+    return suite.model_copy(update={"rewards": own, "held_out": more})
+
+
+def _entries(option: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Label -> settings, without a weight."""
+    out = parse_words(words)
+    for label, entry in out.items():
+        if (weight := entry.pop("weight")) != 1:
+            raise ValueError(f"{option} {label}={weight}: a suite reads each reward by itself, so its weight says nothing; leave it out")
+    return out
+
+
+def _joined(entry: Any, new: dict[str, Any]) -> dict[str, Any]:
+    """An entry of a reward (settings, a weight or nothing), with the values of `new` in place of its own."""
+    old = entry if isinstance(entry, dict) else {} if entry is None else {"weight": entry}
+    return old | {key: _joined(old.get(key, {}), value) if isinstance(value, dict) else value for key, value in new.items()}
 
 
 def prepare(name: str, suite: Suite) -> Task:

@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -51,7 +51,9 @@ class Reward:
     remedies: for such a column, the setting that does without it. reads: keys of each prompt's meta that it cannot do without; checked
     before a run. reads_prompt: whether the text matters, so that an empty one is refused. video: whether it takes videos; images it always
     takes unless it is "only".
-    differentiable: whether a gradient reaches the media (as loaded: settings may decide). problem: why samples of the last call failed.
+    differentiable: whether a gradient reaches the media (as loaded: settings may decide). range: the lowest and the highest score that can
+    be, inf for an open end; None: not known. quality: it is meant to put honest pictures above noise and blank ones. problem: why samples
+    of the last call failed.
     """
 
     Settings: ClassVar[type[Settings]] = Settings
@@ -63,6 +65,8 @@ class Reward:
     reads_prompt: bool = False
     video: Literal["yes", "no", "only"] = "yes"
     differentiable: bool = False
+    range: tuple[float, float] | None = None
+    quality: bool = False
     problem: str | None = None
 
     def __init__(self, settings: Any = None):
@@ -80,6 +84,9 @@ class Reward:
     def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
         """Readings that evaluation shows beside the score, as eval/<label>/<part>: name -> (B,) fp32. Most rewards have none."""
         return {}
+
+    def expect(self, prompts: Sequence[str]) -> None:
+        """The texts that will be scored, as far as they are known at start-up: what there is to say of them all is said once."""
 
     def begin(self, run: Path) -> None:
         """A training run in the folder `run` begins, or goes on; most rewards keep nothing there."""
@@ -124,21 +131,27 @@ class FunctionReward(Reward):
 
 def reward(
     function: Callable[..., Tensor] | None = None, *, scale: str = "as the function gives it", needs: Iterable[str] = (),
-    reads: Iterable[str] = (), reads_prompt: bool = False, differentiable: bool = False,
+    reads: Iterable[str] = (), reads_prompt: bool = False, differentiable: bool = False, range: tuple[float, float] | None = None,
+    quality: bool = False,
 ) -> Any:  # fmt: skip
     """Decorator: a function (media, prompts, context=None, *, setting=default, ...) -> (B,) is a reward, and may be called as before.
 
     Its keyword-only arguments are the reward's settings. The other arguments are attributes of flowrl.rewards.Reward.
     """
 
+    declared = {
+        "scale": scale, "needs": frozenset(needs), "reads": frozenset(reads), "reads_prompt": reads_prompt,
+        "differentiable": differentiable, "range": range, "quality": quality,
+    }  # fmt: skip
+
     def register(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        f.REWARD = _class_of(f, scale, frozenset(needs), frozenset(reads), reads_prompt, differentiable)  # type: ignore[attr-defined]
+        f.REWARD = _class_of(f, declared)  # type: ignore[attr-defined]
         return f
 
     return register if function is None else register(function)
 
 
-def _class_of(f: Callable[..., Tensor], scale: str, needs: frozenset, reads: frozenset, prompt: bool, grad: bool) -> type[Reward]:
+def _class_of(f: Callable[..., Tensor], declared: Mapping[str, Any]) -> type[Reward]:
     signature = inspect.signature(f, eval_str=True)
     positional = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) != 3:
@@ -154,10 +167,8 @@ def _class_of(f: Callable[..., Tensor], scale: str, needs: frozenset, reads: fro
         return f(media, prompts, context, **{key: getattr(self.settings, key) for key in fields})
 
     schema = pydantic.create_model(f"{f.__name__}_settings", __base__=Settings, **fields)
-    return type(f.__name__, (Reward,), {
-        "__call__": call, "function": staticmethod(f), "__doc__": f.__doc__, "Settings": schema,
-        "name": f.__name__, "scale": scale, "needs": needs, "reads": reads, "reads_prompt": prompt, "differentiable": grad,
-    })  # fmt: skip
+    own = {"__call__": call, "function": staticmethod(f), "__doc__": f.__doc__, "Settings": schema, "name": f.__name__}
+    return type(f.__name__, (Reward,), {**own, **declared})
 
 
 def reward_class(name: str) -> type[Reward]:
@@ -205,25 +216,29 @@ def user_file(path: Path, *, what: str) -> dict[str, Any]:
 def load(name: str, **settings: Any) -> Reward:
     """Load reward `name` with its settings. Unknown reward or setting -> ValueError naming the nearest valid ones."""
     cls = reward_class(name)
-    checked = parse(cls.Settings, settings, what=f'reward "{name}"')
+    checked = parse(cls.Settings, settings, what=f'reward "{name}"', prefix=f"{name.rpartition(':')[2]}.")
     try:
         return cls(checked)
     except ImportError as error:
         raise ValueError(f'reward "{name}" needs a package that cannot be imported: {error}') from error
 
 
-def parse(schema: type[Settings], settings: Mapping[str, Any], *, what: str) -> Settings:
-    """Validate settings against schema; all problems are reported together, as one ValueError."""
+def parse(schema: type[Settings], settings: Mapping[str, Any], *, what: str, prefix: str = "") -> Settings:
+    """Validate settings against schema; all problems are reported together, as one ValueError. prefix: what a user puts before a key."""
     try:
         return schema.model_validate(dict(settings))
     except pydantic.ValidationError as error:
-        raise ValueError(f"{what}: " + "; ".join(_sentence(problem, schema) for problem in error.errors())) from None
+        raise ValueError(f"{what}: " + "; ".join(_sentence(problem, schema, prefix) for problem in error.errors())) from None
 
 
-def _sentence(problem: Any, schema: type[Settings]) -> str:
+def _sentence(problem: Any, schema: type[Settings], prefix: str) -> str:
     key = ".".join(map(str, problem["loc"])) or "settings"
     if problem["type"] == "extra_forbidden":
         return f'unknown setting "{key}"' + (did_you_mean(key, schema.model_fields) or "; it has no settings")
+    if problem["type"] == "missing":
+        field = schema.model_fields.get(key)
+        about = f" ({field.description.rstrip('.')})" if field and field.description else ""
+        return f'the setting "{key}" is missing; give {prefix}{key}=VALUE{about}'
     return f"{key}={problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
 
 

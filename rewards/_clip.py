@@ -93,6 +93,9 @@ class TwoTowers(Reward):
         cosine = (image.view(len(media), -1, image.shape[-1]) * text[:, None]).sum(-1)  # (B, F)
         return self.value(cosine).mean(1).float()
 
+    def expect(self, prompts: Sequence[str]) -> None:
+        self._warn_cut([self.prefix + prompt for prompt in dict.fromkeys(prompts)], known=True)
+
     def pictures(self, frames: Tensor) -> Tensor:
         """(n, 3, H, W) in [0, 1] -> (n, d) of unit length."""
         return torch.cat([self.towers.image(self.pixels(part)) for part in frames.split(self.settings.chunk)])
@@ -102,9 +105,12 @@ class TwoTowers(Reward):
         chunk = self.settings.chunk
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         texts = [self.prefix + prompt for prompt in place]
-        warn_cut(self.name, self.towers.lengths(texts), self.towers.limit)
+        self._warn_cut(texts)
         out = torch.cat([self.towers.text(texts[i : i + chunk], device) for i in range(0, len(texts), chunk)])
         return out[[place[prompt] for prompt in prompts]]
+
+    def _warn_cut(self, texts: list[str], *, known: bool = False) -> None:
+        warn_cut(self.name, self.towers.lengths(texts), self.towers.limit, known=known)
 
     def pixels(self, frames: Tensor) -> Tensor:
         """(n, 3, H, W) in [0, 1] -> the network's normalised input."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,10 @@ def load_inner(value: Any, settings: Mapping[str, Any], *, reward: str, setting:
 
 
 class Around(Reward):
-    """A reward that asks `inner`, which moves with it, keeps its records in the same run and says why a sample failed."""
+    """A reward that asks `inner`, which moves with it, keeps its records in the same run and says why a sample failed.
+
+    Of a judge that writes, it passes on what a reply of it says (`read_reply`).
+    """
 
     def __init__(self, settings: Any, inner: Any):
         super().__init__(settings)
@@ -39,9 +42,16 @@ class Around(Reward):
         self.reads_prompt = getattr(inner, "reads_prompt", False)
         self.video = getattr(inner, "video", "yes")
         self.remedies = getattr(inner, "remedies", {})
+        self.quality = getattr(inner, "quality", False)
+        if hasattr(inner, "read_reply"):
+            self.read_reply = inner.read_reply
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         return self.inner.complaint(meta) if isinstance(self.inner, Reward) else None
+
+    def expect(self, prompts: Sequence[str]) -> None:
+        if isinstance(self.inner, Reward):
+            self.inner.expect(prompts)
 
     def begin(self, run: Path) -> None:
         if isinstance(self.inner, Reward):

@@ -17,7 +17,6 @@ from flowrl.media import to_pil
 from flowrl.rewards import _judge, _weights
 from flowrl.rewards._base import Reward
 from flowrl.rewards._judge import Failed, Judge, Message, picture, text
-from flowrl.rewards._pictures import column_of
 from flowrl.rewards._replies import Unreadable
 from flowrl.types import MediaContext
 
@@ -74,13 +73,6 @@ def column(found: Sequence[Scores | Failed], name: str, media: Tensor) -> Tensor
     """One score of every sample -> (B,) fp32 on media's device, NaN where there is none."""
     values = [scores.get(name, math.nan) if isinstance(scores, dict) else math.nan for scores in found]
     return torch.tensor(values, dtype=torch.float32, device=media.device)
-
-
-def sources(media: Tensor, context: MediaContext | None, *, reward: str) -> Tensor:
-    """The pictures before editing (B, 3, H, W)."""
-    if context is None or context.source is None:
-        raise ValueError(f"reward {reward} compares with the picture before editing: give MediaContext(source=...), one a sample")
-    return column_of(context, "source", len(media))
 
 
 def spaced(total: int, count: int, *, ends: bool = True) -> list[int]:

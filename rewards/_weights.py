@@ -17,11 +17,14 @@ T = TypeVar("T")
 FILES = (".pt", ".pth", ".safetensors", ".bin", ".txt")  # endings that no repository of the hub has
 
 
-def path_of(source: str, file: str | None = None, *, reward: str, setting: str = "weights", only: list[str] | None = None) -> Path:
+def path_of(
+    source: str, file: str | None = None, *, reward: str, setting: str = "weights", only: list[str] | None = None, beside: str | None = None
+) -> Path:  # fmt: skip
     """A file or folder on this machine: `source` if it exists, else "owner/repo" of the hub: the whole repository, or one `file` of it.
 
     Of a folder `source`, the `file` in it. only: patterns of files to fetch of a whole repository, which often holds its weights
-    in several forms. What is missing -> ValueError that says what to fetch and where to put it.
+    in several forms. beside: another file that the reward reads of the same folder. What is missing -> ValueError that says what to fetch
+    and where to put it.
     """
     local = _local(source, file, reward, setting)
     if local is not None:
@@ -31,7 +34,9 @@ def path_of(source: str, file: str | None = None, *, reward: str, setting: str =
     try:
         return Path(hf_hub_download(source, file) if file else snapshot_download(source, allow_patterns=only))
     except Exception as error:  # the hub's client raises a dozen kinds: no network, no such repository, a gate, a full disk
-        raise _unfetched(source, file, reward, setting, error) from error
+        if beside:
+            raise unfetched(source, f"{file} and {beside}", reward, setting, error, put="/path/to/the folder with both") from error
+        raise unfetched(source, file, reward, setting, error) from error
 
 
 def network(
@@ -62,7 +67,7 @@ def tokenizer(cls: Any, source: str, *, reward: str, setting: str = "weights") -
     if found.get_vocab().keys() - {*found.all_special_tokens, "▁"}:
         return found
     if _local(source, None, reward, setting) is None:
-        raise _unfetched(source, None, reward, setting, FileNotFoundError())
+        raise unfetched(source, None, reward, setting, FileNotFoundError())
     raise ValueError(
         f"reward.{reward}.{setting}={source} holds no vocabulary; put the tokenizer's files there (vocab.json, merges.txt ...)"
     )
@@ -75,7 +80,7 @@ def from_folder_or_hub(load: Callable[[str], T], source: str, *, reward: str, se
         return load(source if local is None else str(local))
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         if local is None:
-            raise _unfetched(source, None, reward, setting, error) from error
+            raise unfetched(source, None, reward, setting, error) from error
         first = str(error).strip().partition("\n")[0]
         raise ValueError(f"reward.{reward}.{setting}={source} cannot be loaded: {type(error).__name__}: {first}") from error
 
@@ -94,12 +99,25 @@ def _local(source: str, file: str | None, reward: str, setting: str) -> Path | N
     return None
 
 
-def _unfetched(source: str, file: str | None, reward: str, setting: str, error: Exception) -> ValueError:
+def unfetched(source: str, file: str | None, reward: str, setting: str, error: Exception, *, put: str | None = None) -> ValueError:
+    """The sentence about `file` of the hub's repository `source` (None: all of it). put: the setting's value for what was downloaded."""
     what = f"{file} of {source}" if file else source
     return ValueError(
         f"reward {reward} needs {what}, which is not on this machine and could not be fetched ({type(error).__name__}); "
-        f"download it from https://huggingface.co/{source} and set reward.{reward}.{setting}=/path/to/{file or 'the folder'}"
+        f"download it from https://huggingface.co/{source} and set reward.{reward}.{setting}={put or '/path/to/' + (file or 'the folder')}"
     )
+
+
+def fetch_open_clip(model: str, tag: str, *, reward: str, setting: str) -> None:
+    """Have the weights that open_clip knows by this tag on this machine; it logs an error of its own where it fetches them itself."""
+    import open_clip
+
+    config = open_clip.get_pretrained_cfg(model, tag)
+    try:
+        open_clip.download_pretrained(config)
+    except Exception as error:  # the hub's client raises a dozen kinds, and open_clip one more
+        repository, _, file = config["hf_hub"].rpartition("/")
+        raise unfetched(repository, file or "open_clip_pytorch_model.bin", reward, setting, error) from error
 
 
 @contextlib.contextmanager

@@ -53,6 +53,7 @@ class Aesthetic(Reward):
     Settings = Settings
     name = "aesthetic"
     scale = "predicted rating of 1 to 10, mostly 3 to 7"
+    quality = True
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)

@@ -42,6 +42,7 @@ class AestheticV25(Reward):
     Settings = Settings
     name = "aesthetic_v25"
     scale = "predicted rating of about 1 to 10; 5.5 and above is very good"
+    quality = True
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)

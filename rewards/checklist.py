@@ -65,6 +65,7 @@ class Checklist(Reward):
     Settings = Settings
     name = "checklist"
     scale = "0 to 1: weighted share of the prompt's questions answered yes; a question counts only if its parents are answered yes"
+    range = (0.0, 1.0)
     needs = frozenset({"meta"})
 
     def __init__(self, settings: Any = None):
@@ -125,23 +126,34 @@ class Checklist(Reward):
         share = torch.tensor([sum(answer >= YES for answer in row) / len(row) for row in answers], device=media.device)
         return {"all": all_yes + failed, "yes": share + failed}
 
+    def told(self, media: Tensor, context: MediaContext) -> list[list[dict[str, Any]]] | None:
+        """What was answered about these samples, if they are the ones that were asked about last: {"question", "answer" (None: it failed),
+        "counted" (after parents and `binary`), "zeroed" (a parent is no)} of each question of each sample."""
+        assert context.meta is not None
+        lists = [self.questions(meta) for meta in context.meta]
+        if _digest(self._frames(media), lists) != self._asked:
+            return None
+        return [self._said(questions, row) for questions, row in zip(lists, self.last_answers, strict=True)]
+
     def _ask(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> tuple[list[Sequence[Question]], list[list[float]]]:
         """Each sample's questions and answers. What was asked last is not asked again: a judge is dear, and may not repeat itself."""
         assert context is not None and context.meta is not None
         for prompt, meta in zip(prompts, context.meta, strict=True):
             if wrong := self.complaint(meta):
                 raise ValueError(f'the prompt "{prompt}" {wrong}')
-        lists = [self.questions(meta) for meta in context.meta]
-        videos = media.detach() if media.ndim == 5 else media.detach()[:, None]
-        count = min(self.settings.frames, videos.shape[1])
-        shown = videos[:, [(2 * i + 1) * videos.shape[1] // (2 * count) for i in range(count)]]  # middles of `count` equal stretches
-        digest = hashlib.sha256(shown.cpu().contiguous().numpy().tobytes())
-        digest.update(repr((shown.shape, lists)).encode())
-        if digest.hexdigest() != self._asked or not self.remembers:
+        lists, shown = [self.questions(meta) for meta in context.meta], self._frames(media)
+        asked = _digest(shown, lists)
+        if asked != self._asked or not self.remembers:
             self.problem = None
             self.last_answers = self._answers(shown, lists, context.meta)
-            self._asked = digest.hexdigest()
+            self._asked = asked
         return lists, self.last_answers
+
+    def _frames(self, media: Tensor) -> Tensor:
+        """(B, frames, 3, H, W): what is asked about, the middles of `frames` equal stretches."""
+        videos = media.detach() if media.ndim == 5 else media.detach()[:, None]
+        count = min(self.settings.frames, videos.shape[1])
+        return videos[:, [(2 * i + 1) * videos.shape[1] // (2 * count) for i in range(count)]]
 
     def _answers(self, shown: Tensor, lists: list[Sequence[Question]], metas: list[dict[str, Any]]) -> list[list[float]]:
         """Of (B, frames, 3, H, W), each sample's answers, the mean over its frames."""
@@ -182,16 +194,23 @@ class Checklist(Reward):
             out.append(0.0 if any(out[parent] < YES for parent in _parents(question)) and not math.isnan(answer) else value)
         return out
 
+    def _said(self, questions: Sequence[Question], answers: list[float]) -> list[dict[str, Any]]:
+        counted = self._counted(questions, answers)
+        return [
+            {
+                "question": question["question"], "answer": _number(answer), "counted": _number(own),
+                "zeroed": any(counted[parent] < YES for parent in _parents(question)),
+            }
+            for question, answer, own in zip(questions, answers, counted, strict=True)
+        ]  # fmt: skip
+
     def _write(self, prompts: list[str], lists: list[Sequence[Question]], answers: list[list[float]], scores: list[float]) -> None:
         path = Path(self.settings.log).expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             for prompt, questions, row, score in zip(prompts, lists, answers, scores, strict=True):
-                said = [
-                    {"question": q["question"], "answer": _number(a), "counted": _number(c)}
-                    for q, a, c in zip(questions, row, self._counted(questions, row), strict=True)
-                ]
-                file.write(json.dumps({"prompt": prompt, "score": _number(score), "answers": said}) + "\n")
+                line = {"prompt": prompt, "score": _number(score), "answers": self._said(questions, row)}
+                file.write(json.dumps(line) + "\n")
 
 
 class _Code:
@@ -282,6 +301,13 @@ def _misfit(check: str, args: Any) -> str | None:
     except ValueError:  # a function of another language, which does not tell
         return None
     return None
+
+
+def _digest(shown: Tensor, lists: list[Sequence[Question]]) -> str:
+    """Which pictures are asked which questions."""
+    digest = hashlib.sha256(shown.cpu().contiguous().numpy().tobytes())
+    digest.update(repr((shown.shape, lists)).encode())
+    return digest.hexdigest()
 
 
 def _parents(question: Question) -> list[Any]:

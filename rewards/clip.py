@@ -29,7 +29,7 @@ from flowrl.registry import did_you_mean
 from flowrl.rewards._base import Settings as Base
 from flowrl.rewards._clip import HubClip, OpenClip, TwoTowers
 from flowrl.rewards._pictures import by_pil, cropped, normalized, pil_cropped, rounded
-from flowrl.rewards._weights import path_of
+from flowrl.rewards._weights import fetch_open_clip, path_of, unfetched
 from flowrl.shapes.clip import SOURCE as SHAPES
 
 VIT_L14 = "openai/clip-vit-large-patch14"
@@ -90,6 +90,7 @@ class Clip(TwoTowers):
             self.transform = _open_clip_transform(s.transform, preprocess, min(self.towers.side))
         self.prefix = s.prefix
         self.scale = "2.5 * max(cosine of image and prompt embeddings, 0)" if s.scale == "hessel" else self.scale
+        self.range = (0.0, 2.5) if s.scale == "hessel" else (-1.0, 1.0)
         self.differentiable = s.transform != "pil" and not s.rounding
 
     def pixels(self, frames: Tensor) -> Tensor:
@@ -126,7 +127,9 @@ def _open_clip(s: Settings) -> tuple[Any, Any, Any]:
 
     _check_source(open_clip, s)
     weights = None if ":" in s.model else s.pretrained
-    if weights and not os.path.isfile(weights) and weights not in open_clip.list_pretrained_tags_by_model(s.model):
+    if weights in open_clip.list_pretrained_tags_by_model(s.model):
+        fetch_open_clip(s.model, weights, reward="clip", setting="pretrained")
+    elif weights and not os.path.isfile(weights):
         weights = str(path_of(weights, "open_clip_pytorch_model.bin", reward="clip", setting="pretrained"))
     # A preset's weights from a file are preprocessed for as under their tag.
     published = open_clip.get_pretrained_cfg(s.model, tag) if (tag := s.preset and PRESETS[s.preset]["pretrained"]) else {}
@@ -135,8 +138,10 @@ def _open_clip(s: Settings) -> tuple[Any, Any, Any]:
         model, _, preprocess = open_clip.create_model_and_transforms(s.model, pretrained=weights, precision="fp32", **own)
         return model, preprocess, open_clip.get_tokenizer(s.model)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
-        what = f'CLIP "{s.model}" with pretrained="{weights}" could not be loaded'
-        raise ValueError(f"{what}: {error} Without a network, give a file: pretrained=/path/to/weights") from error
+        if s.model.startswith("hf-hub:"):
+            source = s.model.removeprefix("hf-hub:")
+            raise unfetched(source, None, "clip", "model", error, put="local-dir:/path/to/the folder") from error
+        raise ValueError(f'CLIP "{s.model}" with pretrained="{weights}" could not be loaded: {error}') from error
 
 
 def _check_source(open_clip: Any, settings: Settings) -> None:

@@ -66,6 +66,7 @@ class Coherence(Reward):
     Settings = Settings
     name = "coherence"
     scale = "cosine of predicted and actual V-JEPA 2 features, worst windows first, in [-1, 1]"
+    range = (-1.0, 1.0)
     video = "only"
 
     def __init__(self, settings: Any = None, world: World | None = None):

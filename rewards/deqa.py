@@ -48,6 +48,7 @@ class DeQA(Reward):
     Settings = Settings
     name = "deqa"
     scale = "quality of the picture by DeQA-Score, 1 to 5"
+    quality = True
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
@@ -58,6 +59,7 @@ class DeQA(Reward):
         self.question = [torch.tensor(part) for part in question]
         self.factor = 1.0 if s.scale == "mos" else 0.2
         self.scale = "quality of the picture by DeQA-Score, 1 to 5" + ("" if s.scale == "mos" else ", divided by 5")
+        self.range = (self.factor, 5 * self.factor)
         self.differentiable = not s.rounding
 
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:

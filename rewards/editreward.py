@@ -16,8 +16,7 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards import _pictures, _vlm
-from flowrl.rewards._base import Reward
+from flowrl.rewards import _pictures, _source, _vlm
 from flowrl.rewards._weights import path_of, template, tensors
 from flowrl.types import MediaContext
 
@@ -26,7 +25,7 @@ WHERE = "of EditReward/dataset/prompts.py in github.com/TIGER-AI-Lab/EditReward,
 ORIGINS = {key: f"the literal INSTRUCTION_EDIT_{key.upper()} {WHERE}" for key in RUBRICS}
 
 
-class Settings(_vlm.Settings):
+class Settings(_source.Settings, _vlm.Settings):
     weights: str = pydantic.Field(
         "TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508", description="Folder with model.pth or model.safetensors, or its hub repository."
     )
@@ -39,19 +38,20 @@ class Settings(_vlm.Settings):
     pooling: Literal["mean", "min", "sum"] = pydantic.Field("mean", description="How two heads become one score; released models: mean.")
 
 
-class EditReward(Reward):
+class EditReward(_source.Sourced):
     """Pooled mean of two preference distributions, unbounded; needs the picture before the edit; the prompt is the instruction."""
 
     Settings = Settings
     name = "editreward"
     scale = "pooled mean (mu) of following the instruction and of visual quality by EditReward, unbounded"
-    needs = frozenset({"source"})
+    quality = True
     reads_prompt = True
     video = "no"
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
+        self.declare_source(True)
         self.rubrics = [
             template(getattr(s, key), sha256=checksum, reward="editreward", setting=key, origin=ORIGINS[key])
             for key, checksum in RUBRICS.items()
@@ -73,12 +73,12 @@ class EditReward(Reward):
     def _heads(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> Tensor:
         """(heads, B, 2) fp32: mu and log sigma."""
         _pictures.refuse_gradient(self, media)
-        sources = _pictures.column_of(context, "source", len(media))
+        sources = self.sources(media, context)
         by: Literal["pil", "float"] = "pil" if self.settings.rounding else "float"
         out = []
         for start in range(0, len(media), self.settings.chunk):
             rows = slice(start, start + self.settings.chunk)
-            before = _vlm.fitted(sources[rows].to(media), by=by)
+            before = [_vlm.fitted(source[None].to(media), by=by)[0] for source in sources[rows]]
             after = _vlm.fitted(media[rows], by=by)
             pairs = [[source[None], edited[None]] for source, edited in zip(before, after, strict=True)]
             states = (

@@ -85,6 +85,7 @@ class Geneval(Reward):
                 "strict": "1 if every clause of the prompt is exactly right, else 0",
                 "official": "1 if the picture passes GenEval's own check, else 0",
             }[s.reading]
+        self.range = (-math.inf if s.reading == "partial" else 0.0, 1.0)
         self.detector = _load_detector(s.weights)
         self.clip, self.preprocess, self.tokenizer = _load_clip(s.clip, s.clip_weights)
         self._classifiers: dict[str, Tensor] = {}
@@ -226,6 +227,8 @@ def _load_detector(source: str) -> Any:
 def _load_clip(model: str, weights: str | None) -> tuple[Any, Any, Any]:
     import open_clip
 
+    if weights in open_clip.list_pretrained_tags_by_model(model):
+        _weights.fetch_open_clip(model, weights, reward="geneval", setting="clip_weights")
     try:
         clip, _, preprocess = open_clip.create_model_and_transforms(model, pretrained=weights, precision="fp32")
     except Exception as error:  # no such model, no such tag, no network: each library below raises its own kind

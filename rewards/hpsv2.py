@@ -48,6 +48,8 @@ class Hpsv2(TwoTowers):
     Settings = Settings
     name = "hpsv2"
     scale = "cosine of image and prompt embeddings, about 0.20 to 0.38 (v2.1) or 0.25 to 0.29 (v2); papers print it times 100"
+    range = (-1.0, 1.0)
+    quality = True
     architecture = "ViT-H-14"
 
     def __init__(self, settings: Any = None):

@@ -38,6 +38,7 @@ class HPSv3(Reward):
     Settings = Settings
     name = "hpsv3"
     scale = "mean human preference (mu) by HPSv3, about -5 to 13"
+    quality = True
     reads_prompt = True
 
     def __init__(self, settings: Any = None):

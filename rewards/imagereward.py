@@ -9,6 +9,7 @@ rounding=False pictures are resized as tensors (antialiased bicubic, about 55 dB
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class ImageReward(Reward):
     Settings = Settings
     name = "imagereward"
     scale = "human preference, z-scored over ImageReward's training set: about -2.3 to 2"
+    quality = True
     reads_prompt = True
 
     def __init__(self, settings: Any = None):
@@ -49,10 +51,10 @@ class ImageReward(Reward):
         from tokenizers import BertWordPieceTokenizer
 
         s = self.settings
-        checkpoint = _weights.path_of(s.weights, "ImageReward.pt", reward="imagereward")
+        checkpoint = _weights.path_of(s.weights, "ImageReward.pt", reward="imagereward", beside="med_config.json")
         source = str(checkpoint.parent) if Path(s.weights).expanduser().is_file() else s.weights
-        med_config = json.loads(_weights.path_of(source, "med_config.json", reward="imagereward").read_text())
-        self.model = load_network(checkpoint, med_config)
+        config = _weights.path_of(source, "med_config.json", reward="imagereward", beside="ImageReward.pt")
+        self.model = load_network(checkpoint, json.loads(config.read_text()))
         vocab = _weights.path_of(s.vocab, "vocab.txt", reward="imagereward", setting="vocab")
         self.tokenizer = BertWordPieceTokenizer(str(vocab), lowercase=True)
         self.tokenizer.add_special_tokens(["[DEC]", "[ENC]"])  # BLIP's, read only where a prompt spells them
@@ -69,10 +71,18 @@ class ImageReward(Reward):
             values.append(self.model(normalized(pixels), ids[rows], mask[rows]))
         return mean_of_frames(torch.cat(values), media)
 
+    def expect(self, prompts: Sequence[str]) -> None:
+        self._encoded(list(dict.fromkeys(prompts)), known=True)
+
+    def _encoded(self, prompts: list[str], *, known: bool = False) -> list[list[int]]:
+        """[CLS] prompt [SEP] of each, uncut."""
+        found = [encoding.ids for encoding in self.tokenizer.encode_batch(prompts)]
+        warn_cut("imagereward", [len(ids) for ids in found], TOKENS, known=known)
+        return found
+
     def _tokens(self, prompts: list[str]) -> tuple[Tensor, Tensor]:
         """ids and mask (B, 35): [CLS] prompt [SEP], cut so that [SEP] stays, padded with [PAD]."""
-        found = [encoding.ids for encoding in self.tokenizer.encode_batch(prompts)]
-        warn_cut("imagereward", [len(ids) for ids in found], TOKENS)
+        found = self._encoded(prompts)
         ids, mask = torch.zeros(2, len(found), TOKENS, dtype=torch.long)  # bert's [PAD] is 0
         for row, tokens in enumerate(found):
             tokens = [*tokens[: TOKENS - 1], tokens[-1]] if len(tokens) > TOKENS else tokens

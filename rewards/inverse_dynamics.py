@@ -52,6 +52,7 @@ class InverseDynamics(Reward):
     Settings = Settings
     name = "inverse_dynamics"
     scale = "share of steps whose action is read back from the frames, 0 to 1"
+    range = (0.0, 1.0)
     needs = frozenset({"actions"})
     remedies = {"actions": 'set actions=meta to read each prompt\'s own "actions"'}
     video = "only"

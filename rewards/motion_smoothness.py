@@ -54,6 +54,7 @@ class MotionSmoothness(Reward):
     Settings = Settings
     name = "motion_smoothness"
     scale = "0 to 1: evenness of the change between frames, 0 for a frozen video"
+    range = (0.0, 1.0)
     video = "only"
     differentiable = True
 

@@ -13,7 +13,7 @@ differentiable path stretches them to 224 x 224 and drops the logit scale.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import pydantic
@@ -53,6 +53,7 @@ class Mps(Reward):
     Settings = Settings
     name = "mps"
     scale = "about 100 times the cosine of prompt and fused picture: about 5 to 15"
+    quality = True
     reads_prompt = True
 
     def __init__(self, settings: Any = None):
@@ -95,10 +96,18 @@ class Mps(Reward):
             values.append(self.model.clip.logit_scale.float().exp() * F.cosine_similarity(fused.float(), sentence[rows].float()))
         return mean_of_frames(torch.cat(values), media)
 
+    def expect(self, prompts: Sequence[str]) -> None:
+        self._encoded(list(dict.fromkeys(prompts)), known=True)
+
+    def _encoded(self, texts: list[str], *, known: bool = False) -> list[list[int]]:
+        """Start, text, end of each, uncut."""
+        found = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
+        warn_cut("mps", [len(ids) for ids in found], self.model.length, known=known)
+        return found
+
     def _tokens(self, texts: list[str]) -> Tensor:
         """ids (B, 77): start, text, end; cut so that end stays, padded with end."""
-        found, length = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)], self.model.length
-        warn_cut("mps", [len(ids) for ids in found], length)
+        found, length = self._encoded(texts), self.model.length
         cut = [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids in found]
         return torch.tensor([ids + ids[-1:] * (length - len(ids)) for ids in cut])
 

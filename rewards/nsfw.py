@@ -53,6 +53,7 @@ class Nsfw(Reward):
         super().__init__(settings)
         s = self.settings
         self.model, self.side = load_checker(s.weights)
+        self.range = (-1.0, 0.0) if s.reading == "flag" else None
         self.differentiable = s.reading == "margin" and not s.rounding
         if s.reading == "margin":
             self.scale = "cosine left to the nearest unsafe concept's threshold: positive safe, negative unsafe"
@@ -98,11 +99,11 @@ def load_checker(source: str) -> tuple[Any, int]:
 
     if Path(source).expanduser().is_file():
         source = str(Path(source).expanduser().parent)
-    config = CLIPConfig.from_json_file(str(_weights.path_of(source, "config.json", reward="nsfw")))
+    config = CLIPConfig.from_json_file(str(_weights.path_of(source, "config.json", reward="nsfw", beside="model.safetensors")))
     try:
         path = _weights.path_of(source, "model.safetensors", reward="nsfw")
     except ValueError:  # older copies hold a torch file only; its absence too is said in full
-        path = _weights.path_of(source, "pytorch_model.bin", reward="nsfw")
+        path = _weights.path_of(source, "pytorch_model.bin", reward="nsfw", beside="config.json")
     checker = StableDiffusionSafetyChecker(config)
     nested = any(key.startswith("vision_model.vision_model.") for key in checker.state_dict())  # transformers before 5; the published files
     state = {}

@@ -48,6 +48,7 @@ class Ocr(Reward):
     Settings = Settings
     name = "ocr"
     scale = "0 to 1: 1 if the text asked for was read, else 1 minus the edit distance over its length, at least 0"
+    range = (0.0, 1.0)
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)

@@ -48,12 +48,14 @@ class PickScore(TwoTowers):
     Settings = Settings
     name = "pickscore"
     scale = SCALES["raw"]
+    quality = True
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
         self.towers = HubClip(s.weights, reward="pickscore", tokenizer=s.tokenizer)
         self.scale, self.differentiable = SCALES[s.scale], not s.rounding
+        self.range = (-1.0, 1.0) if s.scale == "cosine" else None
 
     def pixels(self, frames: Tensor) -> Tensor:
         resize = pil_cropped if self.settings.rounding else cropped

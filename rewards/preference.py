@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pydantic
@@ -43,6 +44,7 @@ class Preference(_base.Reward):
     Settings = Settings
     name = "preference"
     scale = "log-odds: the sigmoid of a difference is the probability of being preferred"
+    quality = True
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
@@ -66,6 +68,10 @@ class Preference(_base.Reward):
         self.head.to(device)
         self.backbone.to(device)
         return self
+
+    def expect(self, prompts: Sequence[str]) -> None:
+        if self.reads_prompt:
+            self.backbone.expect(prompts)
 
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         parts = self.parts(media, prompts, context)

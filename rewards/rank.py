@@ -48,7 +48,7 @@ class Rank(Around):
             raise ValueError(
                 f"reward.rank.reward={type(self.inner).__name__} compares and gives no score; rank by a reward, or use win_rate"
             )
-        self.scale = SCALES[s.form]
+        self.scale, self.range = SCALES[s.form], (-1.0 if s.form == "centred" else 0.0, 1.0)
 
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         groups = groups_of(prompts, context, reward=self.name)

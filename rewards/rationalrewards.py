@@ -17,9 +17,9 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards import _judge, _replies
+from flowrl.rewards import _judge, _replies, _source
 from flowrl.rewards._judge import Failed, Message, Reply
-from flowrl.rewards._judged import JudgeReward, Scores, interleaved, read_template, sources, user
+from flowrl.rewards._judged import JudgeReward, Scores, interleaved, read_template, user
 from flowrl.rewards._replies import Unreadable
 from flowrl.types import MediaContext
 
@@ -29,7 +29,7 @@ SYSTEMS = {"t2i": ("2fa66ca8679e6eed",), "edit": ("5463ca34f3c70f45",)}
 ASPECTS = {task: [name for name in _replies.ASPECTS if task == "edit" or name != "image_faithfulness"] for task in TEXTS}
 
 
-class Settings(_judge.Settings):
+class Settings(_source.Settings, _judge.Settings):
     task: Literal["t2i", "edit"] = pydantic.Field("t2i", description="Text to image, or an edit judged beside the picture before it.")
     model: str | None = pydantic.Field(  # type: ignore[assignment]
         None, description="The model's name on that server; null: RationalRewards-8B-T2I or RationalRewards-8B-Edit."
@@ -44,12 +44,14 @@ class Settings(_judge.Settings):
     max_tokens: int = pydantic.Field(2048, ge=1, description="Longest reply, in tokens; the authors refine prompts with 20480.")
 
 
-class RationalRewards(JudgeReward):
+class RationalRewards(_source.Sourced, JudgeReward):
     """(m - 1) / 3, m the mean of the aspects' scores, each clamped to [1, 4]; an aspect that is N/A does not count."""
 
     Settings = Settings
     name = "rationalrewards"
     scale = "0 to 1: the mean of aspect scores from 1 to 4, less 1, over 3"
+    range = (0.0, 1.0)
+    quality = True
     video = "no"
 
     def __init__(self, settings: Any = None):
@@ -62,7 +64,7 @@ class RationalRewards(JudgeReward):
             raise ValueError(
                 f"reward.rationalrewards.aspects: {unknown[0]} is no aspect of task={task}; choose from {', '.join(ASPECTS[task])}"
             )
-        self.needs = frozenset({"source"}) if task == "edit" else frozenset()
+        self.declare_source(task == "edit", "task=edit")
         origin = f"the user message of Flow-Factory's rewards/rational_rewards_{task}.py"
         self.template = read_template(
             s.template, reward=self.name, setting="template", origin=origin, sha256=() if s.own_template else TEXTS[task],
@@ -100,7 +102,7 @@ class RationalRewards(JudgeReward):
             return math.nan
 
     def _questions(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> list[list[Message]]:
-        shown = [sources(media, context, reward=self.name), media] if self.settings.task == "edit" else [media]
+        shown = [self.sources(media, context), media] if self.settings.task == "edit" else [media]
         system = {"role": "system", "content": self.system}
         return [
             [system, user(*interleaved(self.template, prompt, [part for images in shown for part in self.pictures(images[row])]))]

@@ -1,7 +1,7 @@
 """How near is what was generated to what it should have been? PSNR, SSIM and LPIPS against a ground-truth file or array.
 
-For world models and other tasks with one right answer. Of a video, the mean over frames or the worst frame; both are in `parts`. Higher is
-better everywhere (LPIPS is negated).
+For world models and other tasks with one right answer. Of a video, the mean over frames or the worst frame; both are in `parts`, and the
+value of every frame in `last_frames`. Higher is better everywhere (LPIPS is negated).
 * PSNR (dB): 10 log10(1 / mse) over all pixels and channels of a frame, at most `cap`: two equal pictures would be infinitely near.
 * SSIM: Wang, Bovik, Sheikh, Simoncelli 2004, Gaussian window 11 x 11 with sigma 1.5, K = (0.01, 0.03), where the window fits, mean over
   the RGB channels (the paper uses grey pictures).
@@ -10,6 +10,7 @@ better everywhere (LPIPS is negated).
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,12 +57,14 @@ class Reference(Reward):
     name = "reference"
     remedies = {"reference": "set key=ground_truth to read it from the file that each prompt names"}
     scale = "PSNR in dB against the prompt's ground truth, at most 60; of a video, the mean over its frames"
+    last_frames: Tensor | None = None  # (B, F) fp32 on the CPU: one value a frame of the last call's samples
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
         what = {"psnr": f"PSNR in dB, at most {s.cap:g},", "ssim": "SSIM, -1 to 1,", "lpips": "minus LPIPS, 0 is best,"}[s.metric]
         over = "the mean over" if s.over == "mean" else "the worst of"
+        self.range = {"psnr": (0.0, s.cap), "ssim": (-1.0, 1.0), "lpips": (-math.inf, 0.0)}[s.metric]
         self.scale = f"{what} against the prompt's ground truth; of a video, {over} its frames"
         self.needs, self.reads = (frozenset({"meta"}), frozenset({s.key})) if s.key else (frozenset({"reference"}), frozenset())
         self.differentiable = not s.rounding
@@ -95,7 +98,9 @@ class Reference(Reward):
         frames = rounded(frames_of(media)) if self.settings.rounding else frames_of(media)
         chunk = self.settings.chunk
         values = [self._nearness(a, b) for a, b in zip(frames.split(chunk), target.split(chunk), strict=True)]
-        return torch.cat(values).float().view(len(media), -1)
+        found = torch.cat(values).float().view(len(media), -1)
+        self.last_frames = found.detach().cpu()
+        return found
 
     def _nearness(self, a: Tensor, b: Tensor) -> Tensor:
         if self.settings.metric == "psnr":

@@ -32,6 +32,7 @@ class Saturation(Reward):
     Settings = Settings
     name = "saturation"
     scale = "mean HSV saturation: 0 grey, 0.3 to 0.7 photos, 1 pure colours"
+    range = (0.0, 1.0)
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)

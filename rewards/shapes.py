@@ -26,6 +26,7 @@ class Shapes(_base.Reward):
     Settings = Settings
     name = "shapes"
     scale = "0 to 1: share of the prompt's clauses that hold (partial), 1 only when all hold and nothing else is in the picture (strict)"
+    range = (0.0, 1.0)
     needs = frozenset({"meta"})
     reads = frozenset({"include"})
     video = "no"

@@ -8,6 +8,7 @@ depend on the number of pixels: compare pictures of one size.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import pydantic
@@ -40,6 +41,7 @@ class Sharpness(Reward):
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
+        self.range = (0.0, math.inf if self.settings.reading == "laplacian" else 1.0)
         if self.settings.reading == "high_frequency":
             self.scale = "share of the energy above half the Nyquist frequency, 0 to 1"
 

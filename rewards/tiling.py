@@ -55,6 +55,7 @@ class Tiling(Reward):
     Settings = Settings
     name = "tiling"
     scale = "how much the picture repeats itself: below 0.2 photos, 1 exact copies or a pure grid; higher is worse"
+    range = (0.0, 1.0)
     differentiable = True
 
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:

@@ -4,7 +4,9 @@ The checkpoints are served by vLLM or sglang; `variant` names the model generati
 to the models: give each as a text file, with {prompt} where the caption goes (docs/rewards/judges.md says where they are found).
 
 References: flow_grpo ac4c86e (flow_grpo/rewards.py: point_v15), MixGRPO e5cdd6a (unified_reward.py: mix_score, mix_semantic), Pref-GRPO
-3e787f6 (fastvideo/rewards: point_v2, think, flex, edit_*), UnifiedReward ff6f520 (the other pairs and videos). Departures:
+3e787f6 (fastvideo/rewards: point_v2, think, flex, edit_*), UnifiedReward ff6f520 (the other pairs and videos). MixGRPO's two texts are
+told apart by what they ask for: QUESTION_TEMPLATE_SCORE has 804 characters (sha256 b691b5ff...), QUESTION_TEMPLATE_SEMANTIC 1,350
+(776575c9...); lists that give them the other way round have them swapped. Departures:
 * A reply that cannot be read is NaN. The references score it 0, give it the batch's mean (point_v2) or count it as a tie (pairs).
 * Pictures are sent as PNG; only flow_grpo does so, the others send JPEG of quality 95.
 * A pair is judged by its own reply: flex weighs overall and mean category outcome of each pair, which is the reference's formula wherever
@@ -24,9 +26,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowrl.rewards import _judge, _replies
+from flowrl.rewards import _judge, _replies, _source
 from flowrl.rewards._judge import Failed, Reply, text
-from flowrl.rewards._judged import JudgeReward, Scores, filled, needed, read_template, sources, spaced, user
+from flowrl.rewards._judged import JudgeReward, Scores, filled, needed, read_template, spaced, user
 from flowrl.types import MediaContext
 
 AXES = ("Alignment", "Coherence", "Style", "Physics")
@@ -35,9 +37,10 @@ VIDEO_AXES = ("visual quality", "temporal consistency", "dynamic degree", "text-
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """pair: asked about two. source: shown the picture before editing first. frames: of a video, by default."""
+    """range: of the score. pair: asked about two. source: shown the picture before editing first. frames: of a video, by default."""
 
     scale: str
+    range: tuple[float, float] = (0.0, 1.0)
     origin: str
     sha256: tuple[str, ...] = ()
     pair: bool = False
@@ -58,13 +61,15 @@ FLOW, MIX, PREF, UNIFIED = (
 WINS = "probability that the first is better"
 
 VARIANTS = {
-    "point_v15": Variant(scale="Final Score 1 to 5, divided by 5", origin=FLOW, sha256=("d68ab1dcf4dc3a39",), stretch=512),
-    "mix_score": Variant(scale="Final Score, 0 to 5", origin=MIX, sha256=("b691b5ff2d2a0a37",)),
-    "mix_semantic": Variant(scale="Alignment Score, 0 to 5", origin=MIX, sha256=("776575c9a5e4e899",)),
-    "point_v2": Variant(scale="mean of the chosen axes, 0 to 5", origin=PREF, video="yes", frames=16, ends=False),
-    "point_video": Variant(scale="Final Score, 1 to 10", origin=UNIFIED, video="only"),
-    "edit_quality": Variant(scale="mean of naturalness and freedom from artifacts, 0 to 25", origin=PREF, caption=False),
-    "edit_instruction": Variant(scale="mean of edit success and restraint, 0 to 25", origin=PREF, source=True),
+    "point_v15": Variant(
+        scale="Final Score 1 to 5, divided by 5", range=(0.2, 1.0), origin=FLOW, sha256=("d68ab1dcf4dc3a39",), stretch=512
+    ),
+    "mix_score": Variant(scale="Final Score, 0 to 5", range=(0.0, 5.0), origin=MIX, sha256=("b691b5ff2d2a0a37",)),
+    "mix_semantic": Variant(scale="Alignment Score, 0 to 5", range=(0.0, 5.0), origin=MIX, sha256=("776575c9a5e4e899",)),
+    "point_v2": Variant(scale="mean of the chosen axes, 0 to 5", range=(0.0, 5.0), origin=PREF, video="yes", frames=16, ends=False),
+    "point_video": Variant(scale="Final Score, 1 to 10", range=(1.0, 10.0), origin=UNIFIED, video="only"),
+    "edit_quality": Variant(scale="mean of naturalness and freedom from artifacts, 0 to 25", range=(0.0, 25.0), origin=PREF, caption=False),
+    "edit_instruction": Variant(scale="mean of edit success and restraint, 0 to 25", range=(0.0, 25.0), origin=PREF, source=True),
     "pair_v1": Variant(scale=WINS, origin=UNIFIED, pair=True, video="yes"),
     "pair_v2": Variant(scale=WINS, origin=UNIFIED, pair=True, video="yes", ends=False),
     "think": Variant(scale=WINS, origin=PREF, pair=True, video="yes"),
@@ -73,7 +78,7 @@ VARIANTS = {
 }
 
 
-class Settings(_judge.Settings):
+class Settings(_source.Settings, _judge.Settings):
     model: str = pydantic.Field("UnifiedReward", description="The model's name on that server.")
     variant: Literal[
         "point_v15",
@@ -110,19 +115,20 @@ class Settings(_judge.Settings):
 Read = Callable[[str, Settings], Scores]
 
 
-class UnifiedReward(JudgeReward):
+class UnifiedReward(_source.Sourced, JudgeReward):
     """Scores of the point variants; the pair variants have `compare` instead, for win_rate and rank."""
 
     Settings = Settings
     name = "unifiedreward"
     scale = "what the model states: of the default variant Final Score 1 to 5, divided by 5"
+    quality = True
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s, variant = self.settings, VARIANTS[self.settings.variant]
         self.variant, self.scale, self.reads_prompt = variant, variant.scale, variant.caption
-        self.needs = frozenset({"source"}) if variant.source else frozenset()
-        self.video = variant.video
+        self.declare_source(variant.source, "a variant that sees it: edit_instruction, edit_pair")
+        self.video, self.range = variant.video, variant.range
         self.template = read_template(
             s.template, reward=self.name, setting="template", origin=variant.origin, sha256=() if s.own_template else variant.sha256,
             places=variant.caption,
@@ -156,7 +162,7 @@ class UnifiedReward(JudgeReward):
 
     def _asked(self, shown: list[Tensor], prompts: list[str], context: MediaContext | None, read: Read) -> list[Scores | Failed]:
         """One question a sample: the source if the variant wants it, then the pictures of each of `shown`, then the text."""
-        before = [sources(shown[0], context, reward=self.name)] if self.variant.source else []
+        before = [self.sources(shown[0], context)] if self.variant.source else []
         questions = []
         for row, prompt in enumerate(prompts):
             pictures = [part for media in before + shown for part in self._seen(media[row])]

@@ -57,7 +57,7 @@ class Video(Around):
                 "or use it on its own"
             )
         self.video = "yes"
-        self.differentiable = self.inner.differentiable
+        self.differentiable, self.range = self.inner.differentiable, self.inner.range
         self.scale = f"{self.inner.scale} ({s.pool} over frames)"
 
     def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:

@@ -56,6 +56,7 @@ class VideoAlign(Reward):
     Settings = Settings
     name = "videoalign"
     scale = "sum of z-scored visual quality, motion quality and text alignment by VideoReward; 0 is average"
+    quality = True
     reads_prompt = True
     video = "only"
 

@@ -12,9 +12,9 @@ from typing import Any
 import pydantic
 from torch import Tensor
 
-from flowrl.rewards import _judge
+from flowrl.rewards import _judge, _source
 from flowrl.rewards._judge import Failed, Reply, text
-from flowrl.rewards._judged import PLACE, JudgeReward, Scores, filled, sources, spaced, user
+from flowrl.rewards._judged import PLACE, JudgeReward, Scores, filled, spaced, user
 from flowrl.rewards._replies import digit_mean
 from flowrl.types import MediaContext
 
@@ -25,7 +25,7 @@ ASK_EDIT = (
 )
 
 
-class Settings(_judge.Settings):
+class Settings(_source.Settings, _judge.Settings):
     model: str = pydantic.Field("Qwen2.5-VL-32B-Instruct", description="The model's name on that server.")
     edit: bool = pydantic.Field(False, description="Show the picture before editing first.")
     question: str | None = pydantic.Field(
@@ -37,12 +37,13 @@ class Settings(_judge.Settings):
     max_tokens: int = pydantic.Field(1, ge=1, description="Longest reply, in tokens; only the first counts.")
 
 
-class VlmLogit(JudgeReward):
+class VlmLogit(_source.Sourced, JudgeReward):
     """Expectation of the first token over the digits 0 to `top`, divided by `top`."""
 
     Settings = Settings
     name = "vlm_logit"
     scale = "expected grade from 0 to 5 over the first token, divided by 5"
+    range = (0.0, 1.0)
     fields = {"logprobs": True, "top_logprobs": 20}
 
     def __init__(self, settings: Any = None):
@@ -52,8 +53,9 @@ class VlmLogit(JudgeReward):
         self.question = s.question or (ASK_EDIT if s.edit else ASK)
         self.reads_prompt = bool(PLACE.search(self.question))
         self.requires = "{requirement}" in self.question
-        self.needs = frozenset({"source"} if s.edit else ()) | frozenset({"meta"} if self.requires else ())
+        self.needs = frozenset({"meta"} if self.requires else ())
         self.reads = frozenset({"requirement"} if self.requires else ())
+        self.declare_source(s.edit, "edit=true")
         if s.question is None and s.top != 5:
             raise ValueError(
                 f"reward.vlm_logit.top={s.top}: the plain question asks for 0 to 5; write your own into reward.vlm_logit.question"
@@ -61,7 +63,7 @@ class VlmLogit(JudgeReward):
 
     def ask(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> list[Scores | Failed]:
         s = self.settings
-        before = sources(media, context, reward=self.name) if s.edit else None
+        before = self.sources(media, context) if s.edit else None
         questions = []
         for row, prompt in enumerate(prompts):
             shown = [] if before is None else self.pictures(before[row])

@@ -37,6 +37,7 @@ class VlmYesNo(JudgeReward):
     Settings = Settings
     name = "vlm_yesno"
     scale = "probability of Yes against No, 0 to 1"
+    range = (0.0, 1.0)
     fields = {"logprobs": True, "top_logprobs": 20}
 
     def __init__(self, settings: Any = None):

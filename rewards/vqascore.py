@@ -70,6 +70,7 @@ class VQAScore(Reward):
     Settings = Settings
     name = "vqascore"
     scale = 'probability of the answer "Yes" to whether the picture shows the prompt, 0 to 1'
+    range = (0.0, 1.0)
     reads_prompt = True
 
     def __init__(self, settings: Any = None):
@@ -88,15 +89,24 @@ class VQAScore(Reward):
             raise ValueError("vqascore with model=qwen gives no gradient; load it with model=clip-flant5, rounding=False")
         _pictures.refuse_gradient(self, media)
         frames = frames_of(media)
-        before, after = self.question.split("{}")
-        questions = [before + prompt + after for prompt in prompts for _ in range(len(frames) // len(prompts))]
+        questions = [question for question in self._asked(prompts) for _ in range(len(frames) // len(prompts))]
         return mean_of_frames(self.answer(frames, questions), media)
+
+    def expect(self, prompts: Sequence[str]) -> None:
+        self._warn_cut(self._asked(prompts), known=True)
+
+    def _asked(self, prompts: Sequence[str]) -> list[str]:
+        before, after = self.question.split("{}")
+        return [before + prompt + after for prompt in prompts]
+
+    def _warn_cut(self, questions: Sequence[str], *, known: bool = False) -> None:
+        if isinstance(self.model, ClipT5):
+            warn_cut("vqascore", self.model.lengths(list(dict.fromkeys(questions))), LIMIT, known=known)
 
     def answer(self, media: Tensor, questions: Sequence[str]) -> Tensor:
         """A question about each of (n, 3, H, W) -> (n,) fp32, how likely the answer is yes; as `checklist` asks."""
         size = self.settings.chunk
-        if isinstance(self.model, ClipT5):
-            warn_cut("vqascore", self.model.lengths(list(dict.fromkeys(questions))), LIMIT)
+        self._warn_cut(questions)
         return torch.cat([self.model(media[i : i + size], list(questions[i : i + size])) for i in range(0, len(media), size)])
 
 

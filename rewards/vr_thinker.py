@@ -16,6 +16,7 @@ qunwang13/vr-thinker. Departures:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -86,11 +87,14 @@ class VrThinker(JudgeReward):
     name = "vr_thinker"
     scale = "probability that the first video is better: 1, 0.5 or 0"
     video = "only"
+    quality = True
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
         self.pair = s.mode == "pairwise"
+        self.read = _preference if self.pair else _grades
+        self.range = (0.0, 1.0) if self.pair else (0.2, 1.0)
         opening = s.initial * (2 if self.pair else 1)
         if s.images <= opening:
             raise ValueError(
@@ -112,7 +116,7 @@ class VrThinker(JudgeReward):
                 "vr_thinker with mode=pairwise says which of two is better and scores none alone; make it the judge of win_rate, or set "
                 "mode=pointwise"
             )
-        return self._watched([media], prompts, _grades)
+        return self._watched([media], prompts)
 
     def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
         """The grades of a pointwise judge, 1 to 5."""
@@ -121,11 +125,19 @@ class VrThinker(JudgeReward):
     def _compare(self, media_a: Tensor, media_b: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
         """(n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5 or 0; NaN where the dialogue failed."""
         with torch.no_grad():
-            return self.scores(self._watched([media_a, media_b], prompts, _preference), media_a)
+            return self.scores(self._watched([media_a, media_b], prompts), media_a)
+
+    def read_reply(self, reply: str) -> float:
+        """The score, or of pairs the preference, that a reply of this text gives; NaN where it gives none, or asks for frames."""
+        try:
+            found = final_answer(reply, self.read)
+        except Unreadable:
+            return math.nan
+        return math.nan if found is None else found["score"]
 
     # --- dialogues
 
-    def _watched(self, videos: list[Tensor], prompts: list[str], read: Callable[[str], Scores]) -> list[Scores | Failed]:
+    def _watched(self, videos: list[Tensor], prompts: list[str]) -> list[Scores | Failed]:
         """One dialogue a sample, side by side. videos: one or two of (n, F, 3, H, W)."""
         s, jobs = self.settings, []
         places = [spaced(video.shape[1], s.workspace) for video in videos]
@@ -134,7 +146,7 @@ class VrThinker(JudgeReward):
         for row, prompt in enumerate(prompts):
             frames = torch.cat([video[row, place] for video, place in zip(videos, places, strict=True)])
             words = self._instructions(prompt, first=len(places[0]), total=len(frames))
-            jobs.append(partial(self._dialogue, frames, words, opening, read))
+            jobs.append(partial(self._dialogue, frames, words, opening))
         return self.judge.run(jobs)
 
     def _instructions(self, prompt: str, *, first: int, total: int) -> str:
@@ -152,14 +164,14 @@ class VrThinker(JudgeReward):
             words = words.replace(f"{{{name}}}", str(number))
         return filled(words, prompt)
 
-    def _dialogue(self, frames: Tensor, words: str, opening: list[int], read: Callable[[str], Scores], ask: Ask) -> Scores:
+    def _dialogue(self, frames: Tensor, words: str, opening: list[int], ask: Ask) -> Scores:
         """Reply by reply until an answer; frames: (N, 3, H, W), numbered from 1. No answer within `turns` -> Unreadable."""
         show = cache(lambda number: self.pictures(frames[number - 1])[0])
         rounds: list[Round] = []
         for turn in range(self.settings.turns):
             reply = ask(self._messages(words, opening, rounds, show)).text
             try:
-                scores = final_answer(reply, read)
+                scores = final_answer(reply, self.read)
                 if scores is not None:
                     return scores
                 asked = frame_request(reply)

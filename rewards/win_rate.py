@@ -45,6 +45,7 @@ class WinRate(Around):
     Settings = Settings
     name = "win_rate"
     scale = "share of the group's other members that a sample is preferred to, 0 to 1 (ties count half)"
+    range = (0.0, 1.0)
     needs = frozenset({"group"})
 
     def __init__(self, settings: Any = None):

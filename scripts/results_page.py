@@ -33,8 +33,8 @@ def write() -> None:
     if claims:
         parts += ["## Runs for the papers' claims", claims_table(claims)]
     if proxies:
-        parts += ["## Training on a proxy", ABOUT_PROXY, proxy_table(proxies)]
-    verdicts = bench.FOLDER / "claims.md"
+        parts += ["## Training on a proxy", ABOUT_PROXY, proxy_table(proxies), proxy_difference(proxies)]
+    verdicts = bench.FOLDER / "claims.txt"
     if verdicts.exists():
         parts.append(verdicts.read_text().strip())
     PAGE.write_text("\n\n".join(parts) + "\n")
@@ -214,6 +214,22 @@ def proxy_table(cells: list[Cell]) -> str:
         said = [f"{g['difference']:+.3f} [{g['ci'][0]:+.3f}, {g['ci'][1]:+.3f}]" for g in gains]
         rows.append([c["claim"], str(c["seed"]), *said, f"{max(p.get('strict', 0) for p in c['curve']):.3f}", f"{bench.score(c):.3f}"])
     return table(["run", "seed", "proxy gain [95%]", "verifier gain [95%]", "verifier, best reading on the way", "verifier, after"], rows)
+
+
+def proxy_difference(cells: list[Cell]) -> str:
+    """What win rates change in the verifier, over the seeds that both ways have."""
+    points, wins = ({c["seed"]: c for c in cells if c["claim"] == name} for name in ("proxy_points", "proxy_wins"))
+    seeds = sorted(points.keys() & wins.keys())
+    if not seeds:
+        return ""
+    means = [[statistics.mean(column) for column in zip(*(marks(way[s]["images"]) for s in seeds), strict=True)] for way in (points, wins)]
+    change = paired_bootstrap(*means, groups=texts_of("shapes:eval", len(means[0])))
+    each = ", ".join(f"{bench.score(wins[s]) - bench.score(points[s]):+.3f}" for s in seeds)
+    low, high = change.ci
+    return (
+        f"Verifier after win rates minus after points: {change.difference:+.3f} [{low:+.3f}, {high:+.3f}] over texts; by seed {each},\n"
+        "a spread that the interval does not hold."
+    )
 
 
 def claims_table(claims: dict[str, list[Cell]]) -> str:

@@ -1,12 +1,44 @@
-"""Every test runs offline and on one thread, so that numbers repeat."""
+"""Every test runs on one thread, so that numbers repeat, and offline; `pytest -m hub` asks the model hub, and skips where none answers."""
 
+import functools
 import os
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+import re
 
 import pytest
 import torch
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_configure(config):
+    """Before any test module imports the hub's client, which reads the variable once."""
+    os.environ.setdefault("HF_HUB_OFFLINE", offline(config.option.markexpr))
+
+
+def offline(markexpr):
+    """HF_HUB_OFFLINE for tests chosen by -m: "0" where it asks for those of the hub."""
+    return "0" if re.search(r"(?<!not )\bhub\b", markexpr) else "1"
+
+
+@functools.cache
+def why_no_hub(endpoint=None):
+    """Why no test of published weights can run; None: a hub answers (asked once)."""
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    url = f"{endpoint or constants.ENDPOINT}/api/models/openai/clip-vit-large-patch14"
+    try:
+        httpx.get(url, timeout=5, follow_redirects=True).raise_for_status()
+    except httpx.HTTPError as error:
+        return f"no model hub answers: {type(error).__name__}: {error}"
+
+
+@pytest.fixture(autouse=True)
+def a_hub_where_one_is_needed(request):
+    if request.node.get_closest_marker("hub") and (reason := why_no_hub()):
+        pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)

@@ -91,6 +91,47 @@ def test_weights_one_and_zero_are_a_single_reward():
     assert torch.equal(credit.combine(rewards, G, how="advantages"), credit.combine(rewards, G, how="rewards"))
 
 
+def test_gdpo_of_one_reward_is_its_z_score_standardised_once_more_over_all_samples():
+    """The second group is flat: the z-scores of the first have spread 1 / sqrt(2) over all six samples, and flat groups keep exactly 0."""
+    r = torch.tensor([1.0, 2.0, 3.0, 7.0, 7.0, 7.0])
+    for ddof in (0, 1):
+        options = {"ddof": ddof, "eps": 0.0}
+        adv = credit.combine(make(r), G, how="gdpo", **options)
+        once = credit.group_relative(r, G, **options)
+        assert torch.allclose(adv, credit.group_relative(once, torch.zeros_like(G), **options), atol=1e-6)
+        assert float(adv.std(correction=ddof)) == pytest.approx(1) and adv[3:].tolist() == [0, 0, 0]
+    assert float(once.std(correction=0)) < 0.7
+
+
+def test_gdpo_is_a_weighted_sum_of_z_scores_over_its_spread():
+    """Whatever the rewards' scales; weights (1, 0) are a single reward; clipped at the end; an invalid sample gets 0 and counts nowhere."""
+    b, options = torch.tensor([3.0, 1.0, 2.0, 0.0, 5.0, 1.0]), {"how": "gdpo", "eps": 0.0}
+    adv = credit.combine(make(R, {"a": R, "b": b}, {"a": 1.0, "b": 3.0}), G, **options)
+    total = sum(w * torch.cat([z(r[:3], eps=0.0), z(r[3:], eps=0.0)]) for w, r in ((1, R), (3, b)))
+    assert torch.allclose(adv, total / total.std(correction=0), atol=1e-6)
+    scaled = credit.combine(make(R, {"a": R, "b": 100 * b}, {"a": 1.0, "b": 3.0}), G, **options)
+    assert torch.allclose(adv, scaled, atol=1e-6)
+    assert torch.equal(credit.combine(make(R, {"a": R, "b": b}, {"a": 1.0, "b": 0.0}), G, **options), credit.combine(make(R), G, **options))
+    assert float(credit.combine(make(R), G, **options, clip=1.1).abs().max()) == pytest.approx(1.1)
+    more = torch.cat([R, torch.tensor([torch.nan])])
+    with_failed = credit.combine(make(more), torch.cat([G, torch.tensor([1])]), **options)
+    assert torch.equal(with_failed[:6], credit.combine(make(R), G, **options)) and float(with_failed[6]) == 0
+
+
+def test_gdpos_spread_is_that_of_the_samples_of_all_processes():
+    """Two processes with two groups each, one with flat groups: gathered in either order a sample gets the same; alone, less by sqrt(2)."""
+    r, b = torch.rand(12, generator=torch.Generator().manual_seed(0)), torch.arange(12.0) % 5
+    r[6:] = b[6:] = 1.0
+    group, order = torch.arange(4).repeat_interleave(3), torch.tensor([*range(6, 12), *range(6)])
+
+    def combined(rows):
+        return credit.combine(make(r[rows] + b[rows], {"r": r[rows], "b": b[rows]}, {"r": 1.0, "b": 1.0}), group[rows], how="gdpo")
+
+    whole = combined(torch.arange(12))
+    assert torch.allclose(combined(order), whole[order], atol=1e-6)
+    assert torch.allclose(2**0.5 * combined(torch.arange(6)), whole[:6], atol=1e-3) and float(whole[:6].abs().min()) > 0.01
+
+
 def test_on_paths_every_transition_has_the_advantage_of_its_leaf():
     grown = grow(plan.full(GRID, eta=0.7), [0, 0, 1])
     leaf = torch.tensor([0.5, -0.5, 2.0])

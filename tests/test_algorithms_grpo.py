@@ -76,10 +76,11 @@ def test_clipped_surrogate_by_hand(adv, log_ratio, term, clipped):
 
 
 def test_kl_closed_forms():
-    """Spec 12.8: D x exact = (dt/2)(1/g + g(1-s)/2s)^2 |v - v_ref|^2; flow_grpo = exact x dt; velocity = mean square."""
+    """Spec 12.8: D x exact = (dt/2)(1/g + g(1-s)/2s)^2 |v - v_ref|^2; flow_grpo = exact x dt; velocity = mean square;
+    mean = exact x 2 std^2, which tends to velocity x dt^2 without noise (Flow-Factory's two)."""
     policy = ToyPolicy(0.3)
     _, rollout, _, rows = prepared(make(), policy)
-    kl = {kind: make(kl=kind, kl_weight=1.0).score(policy, rollout, rows)["kl"] for kind in ("exact", "flow_grpo", "velocity")}
+    kl = {kind: make(kl=kind, kl_weight=1.0).score(policy, rollout, rows)["kl"] for kind in ("exact", "flow_grpo", "velocity", "mean")}
     x, s, dt = rollout.states[rows.src], rows.sigma, rows.sigma - rows.sigma_next
     v = policy.velocity(x, s, None, rows.prompt)
     with policy.view("reference"):
@@ -90,6 +91,7 @@ def test_kl_closed_forms():
     assert torch.allclose(2 * kl["exact"].double(), expected, rtol=1e-4, atol=1e-8)
     assert torch.allclose(kl["flow_grpo"].double(), kl["exact"].double() * dt, rtol=1e-5)
     assert torch.allclose(2 * kl["velocity"].double(), square, rtol=1e-5)
+    assert torch.allclose(kl["mean"].double(), kl["exact"].double() * 2 * g**2 * dt, rtol=1e-4)
     assert all(value.requires_grad for value in kl.values())
 
 
@@ -293,7 +295,7 @@ WINDOW = {"schedule": "progressive", "size": 2, "every": 5}
 SHIPPED = {
     "flow_grpo": (1, 7, {}),
     "flow_grpo_fast": (1, 3, {}),
-    "dance_grpo": (1, 4, {}),  # 60% of 7
+    "dance_grpo": (1, 9, {}),  # 60% of 15
     "mix_grpo": (1, 4, {}),
     "mix_grpo_flash": (1, 4, {}),
     "branch_grpo": (16, 218 - 16, {"tree": {"splits": (0, 2, 4), "correlation": 1.0}}),  # 218 edges, the last of each leaf ODE
@@ -303,13 +305,13 @@ SHIPPED = {
     "granular_grpo": (288, 96, {"tree": {"children": 4, "steps": (0, 1, 2, 3), "strides": (1, 2)}}),
     "grpo_guard": (1, 7, {}),
     "reg_grpo": (1, 7, {"ratio_eps": 0.05}),
-    "prdp": (1, 7, {"beta": 0.3, "clip": 0.2}),
+    "prdp": (1, 49, {"beta": 0.3, "clip": 0.2}),
     "pref_grpo": (1, 14, {}),  # 60% of 24
-    "ddpo": (1, 7, {}),
-    "dpok": (1, 7, {}),
+    "ddpo": (1, 49, {}),
+    "dpok": (1, 49, {}),
 }
 NFE = {  # calls of one copy that are not one a step: spec 12, with the last step ODE and the trunks cut off
-    "mix_grpo_flash": 4 + 2,  # ceil(.4 x 4)
+    "mix_grpo_flash": 4 + 9,  # ceil(.4 x 21)
     "branch_grpo": 203,
     "branch_grpo_mix": 203,
     "tree_grpo": 1 + (1 + 3 + 9) + 27 * 4,  # of 8 steps, from the step drawn for iteration 0

@@ -75,7 +75,39 @@ def test_dual_clip_bounds_what_a_bad_sample_costs(ratio, bound):
     of = math.exp if ratio == "ppo" else float
     assert without[0] == pytest.approx(2 * (of(1.5) if ratio == "ppo" else 1)) and slope[0] == 0
     assert slope[1:] == without[1:] and slope[2] == 0 and slope[1] > 0 > slope[3]
+    assert float(plain.metrics["policy/clip_fraction"]) == 1 and float(dual.metrics["policy/clip_fraction"]) == 2  # row 2; row 0 too
     assert float(plain.loss - dual.loss) == pytest.approx(2 * (of(1.5) - bound), rel=1e-6)
+
+
+def test_log_ratio_clip_goes_with_a_kl_of_drifts():
+    """ratio=log and kl=velocity: loss and gradient are those of the clipped logarithm plus weight times mean((v - v_ref)^2)."""
+    options, policy = {"ratio": "log", "clip": (0.02, 0.02), "kl": "velocity"}, ToyPolicy(0.1)
+    both, alone = make(**options, kl_weight=0.7), make(**options)
+    _, rollout, _, rows = prepared(both, policy)
+    move(policy)
+    loss, grad = backward(both, policy, rollout, rows)
+    without, rest = backward(alone, policy, rollout, rows)
+    x, s = rollout.states[rows.src], rows.sigma
+    policy.zero_grad()
+    with policy.view("reference"):
+        v_ref = policy.velocity(x, s, None, rows.prompt)
+    kl = (policy.velocity(x, s, None, rows.prompt) - v_ref).square().mean(1).sum()
+    kl.backward()
+    kl = float(kl.detach())
+    assert float(loss - without) == pytest.approx(0.7 * kl, rel=1e-4) and kl > 0.1
+    assert torch.allclose(grad - rest, 0.7 * gradient(policy.net), rtol=1e-3, atol=1e-3)
+    metrics = both.loss(both.score(policy, rollout, rows), rows).metrics
+    assert 0 < float(metrics["policy/clip_fraction"]) < len(rows) and float(metrics["policy/kl"]) == pytest.approx(kl, rel=1e-5)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_approx_kl_is_half_the_mean_square_change_of_the_log_prob(ratio):
+    """Spec other 6; of each step's own log-prob, whatever the ratio makes of it: (.2^2 + .4^2 + 0) / 2, summed over rows."""
+    batch = Columns({
+        "adv": torch.ones(3), "weight": torch.ones(3), "log_prob": torch.ones(3), "normed": torch.zeros(3), "unit": torch.arange(3)
+    })  # fmt: skip
+    out = make(ratio=ratio).loss({"log_prob": torch.tensor([1.2, 0.6, 1.0]), "normed": torch.rand(3)}, batch)
+    assert float(out.metrics["policy/approx_kl"]) == pytest.approx(0.1, rel=1e-5)
 
 
 # --- one ratio a sample

@@ -171,3 +171,16 @@ def test_the_page_shows_proxy_and_verifier_of_each_run(bench):
     cell = {"claim": "proxy_points", "seed": 1, "paired": gain, "curve": [{"strict": 0.31}, {}], "after": {"shapes/strict": {"mean": 0.25}}}
     *_, row = results_page.proxy_table([cell]).splitlines()
     assert row == "| proxy_points | 1 | +0.200 [+0.100, +0.300] | -0.050 [-0.100, +0.000] | 0.310 | 0.250 |"
+
+
+def test_ways_to_train_on_a_proxy_are_compared_seed_by_seed(bench):
+    import results_page
+
+    none, some = "1000" * 87, "1100" * 87
+    cells = [
+        {"claim": name, "seed": seed, "images": images, "after": {"shapes/strict": {"mean": images.count("1") / 348}}}
+        for name, seed, images in (("proxy_points", 0, none), ("proxy_points", 2, none), ("proxy_wins", 0, some), ("proxy_wins", 1, some))
+    ]
+    said = results_page.proxy_difference(cells)
+    assert "points: +0.250 [" in said and "by seed +0.250,\n" in said
+    assert results_page.proxy_difference(cells[:2]) == ""

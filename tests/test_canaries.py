@@ -9,8 +9,9 @@ import torch
 from planted import SHAPES, brightness, check, planted, tried
 from rich.console import Console
 
+import flowrl
 from flowrl import canaries, rewards, specimens
-from flowrl.tampering import videos
+from flowrl.tampering import attacked, videos
 from flowrl.trial import Trial
 
 
@@ -95,6 +96,24 @@ def test_a_plain_function_can_be_checked(pictures):
 def test_a_broken_contract_fails_and_nothing_else_is_asked(pictures, function, said):
     (finding,) = canaries.check(planted(function), pictures)
     assert finding.verdict == "fail" and re.search(said, finding.says) and canaries.failed([finding])
+
+
+def test_scores_outside_the_declared_range_break_the_contract(pictures):
+    @flowrl.reward(range=(0.0, 1.0))
+    def of_bytes(media, prompts, context=None):
+        return 255 * brightness(media)
+
+    (finding,) = canaries.check(of_bytes, pictures)
+    assert finding.verdict == "fail" and "declares a range of 0 to 1, and 8 of 8 scores are outside" in finding.says
+    assert check(planted(brightness, range=(0.0, math.inf)), pictures)["range"].verdict == "ok"
+    assert "range" not in check(planted(brightness), pictures)
+
+
+def test_a_range_that_only_attacks_leave_is_found_and_rounding_leaves_none(pictures):
+    most = float(brightness(torch.stack([s.media for s in pictures])).max())
+    finding = check(planted(brightness, range=(0.0, most + 0.01)), pictures)["range"]  # white is 1
+    assert finding.verdict == "fail" and "scores are outside" in finding.says
+    assert check(planted(lambda m, p, c: brightness(m) * (1 + 1e-6), range=(0.0, 1.0)), pictures)["range"].verdict == "ok"
 
 
 def test_samples_that_cannot_be_scored_are_counted_and_none_at_all_fails(pictures):
@@ -192,6 +211,21 @@ def test_a_reply_that_says_nothing_must_not_be_a_score(pictures, answer, verdict
         assert "5 of 8 replies" in finding.says and "'.' is 0" in finding.says
 
 
+class Talkative:
+    """A judge of pairs that takes every reply for a tie."""
+
+    def compare(self, media_a, media_b, prompts, context=None):
+        return (brightness(media_a) > brightness(media_b)).float()
+
+    def read_reply(self, text):
+        return 0.5
+
+
+def test_a_judge_of_pairs_is_asked_for_replies_that_say_nothing_through_the_win_rate(pictures):
+    found = check(rewards.load("win_rate", judge=Talkative()), pictures[:2])["replies"]
+    assert found.verdict == "fail" and "8 of 8 replies that say nothing are scores: '' is 0.5" in found.says
+
+
 def test_a_reward_without_replies_is_not_asked_for_them(pictures):
     assert tried(canaries.replies, planted(brightness), pictures) == []
 
@@ -210,6 +244,31 @@ def test_a_group_reward_that_looks_at_other_groups_fails(pictures):
     leaky = planted(lambda m, p, c: brightness(m) / brightness(m).sum(), needs=frozenset({"group"}))
     finding = check(leaky, pictures)["batch mates"]
     assert finding.verdict == "fail" and "without other groups" in finding.says
+
+
+# --- noise and blank pictures above honest ones
+
+
+def flatness(media, prompts=None, context=None):
+    """Highest for a blank picture."""
+    return -media.flatten(1).std(1)
+
+
+def test_a_reward_of_quality_fails_on_blank_pictures_above_honest_ones_and_any_other_is_warned(pictures):
+    for quality, verdict in ((True, "fail"), (False, "warn")):
+        reward = flowrl.reward(quality=quality)(lambda media, prompts, context=None: flatness(media))
+        found = check(reward, pictures)
+        assert found["attack: white"].verdict == found["attack: black"].verdict == verdict
+        assert found["attack: noise"].verdict == "ok" and found["attack: blurred"].verdict == "warn"  # softer, and no blank
+        assert canaries.failed(found.values()) == quality
+
+
+def test_noise_above_honest_pictures_fails_a_reward_of_quality_and_what_is_made_of_it(pictures):
+    rough = planted(lambda m, p, c: m.diff(dim=-1).abs().flatten(1).mean(1), quality=True)
+    assert {f.name: f.verdict for f in tried(attacked, rough, pictures)}["attack: noise"] == "fail"
+    for wrapped in (rewards.load("rank", reward=rough), rewards.load("video", reward=rough)):
+        assert check(wrapped, pictures[:2])["attack: noise"].verdict == "fail"
+    assert rewards.load("preference").quality
 
 
 # --- what is shown

@@ -63,8 +63,31 @@ def test_a_colour_blind_reward_is_found_by_its_attribute_alone(pictures):
 
 def test_the_swap_matrix_names_the_nearest_wrong_prompt(pictures):
     (finding,) = tried(ordering.swap_matrix, reading_clauses(placed(lambda relation: "left of")), pictures[:1])
-    relation = [foil for foil in pictures[0].foils if foil.attribute == "relation"][-1]
+    relation = next(foil for foil in pictures[0].foils if foil.attribute == "relation")
     assert finding.value < 1 and f'the picture of "{pictures[0].prompt}" gets 1, and 1 as "{relation.prompt}"' in finding.says
+
+
+def test_every_wrong_prompt_of_an_attribute_is_in_the_swap_matrix_and_every_picture_of_one_is_compared():
+    """Files: all wrong prompts are those of other files, one attribute. Grey i + 1 tenths has the prompt "i"; the reward knows."""
+    greys = [torch.full((3, 8, 8), (i + 1) / 10) for i in range(6)]
+    files = []
+    for i, media in enumerate(greys):
+        foils = tuple(specimens.Foil(attribute="other file", prompt=f"{j}", meta={}, media=greys[j]) for j in range(6) if j != i)
+        files.append(specimens.Specimen(media=media, prompt=f"{i}", meta={}, foils=foils))
+    knows = planted(lambda m, p, c: -(brightness(m) - torch.tensor([(int(t) + 1) / 10 for t in p])).abs(), reads_prompt=True)
+    (matrix,) = tried(ordering.swap_matrix, knows, files)
+    assert matrix.value == 1.0 and "of 6 close prompts and their pictures" in matrix.says
+    (pictures,) = tried(ordering.right_picture, knows, files)
+    assert pictures.value == 1.0 and "30 of 30" in pictures.says
+
+
+def test_a_prompt_of_several_files_is_in_the_swap_matrix_once():
+    cat, dog = torch.zeros(3, 8, 8), torch.ones(3, 8, 8)
+    foils = tuple(specimens.Foil(attribute="other file", prompt="a dog", meta={}, media=dog) for _ in range(2))
+    own = specimens.Specimen(media=cat, prompt="a cat", meta={}, foils=foils)
+    knows = planted(lambda m, p, c: -(brightness(m) - torch.tensor([float("dog" in t) for t in p])).abs())
+    (matrix,) = tried(ordering.swap_matrix, knows, [own, own])
+    assert matrix.value == 1.0 and "of 2 close prompts" in matrix.says
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
-"""The reward's own noise, and what is said before a run: scores that differ by less within a group teach noise."""
+"""The reward's own noise, and what is said before a run and in it: scores that differ by less within a group teach noise."""
 
 import math
 
 import pytest
+import small
 import torch
 from planted import SHAPES, brightness, check, planted
 
-from flowrl import canaries, rewards, specimens
+from flowrl import canaries, loop, rewards, specimens
 from flowrl.advantages import group_relative
 from flowrl.rewards import RewardBug
 from flowrl.types import MediaContext
@@ -102,13 +103,13 @@ def before(spec, pictures):
     """What is said of the first chunk of a run: two groups of four, each the picture of the prompt and three near misses."""
     members = [(s, media) for s in pictures[:2] for media in (s.media, *(foil.media for foil in s.foils[:3]))]
     context = MediaContext(meta=[s.meta for s, _ in members], group=torch.tensor([0] * 4 + [1] * 4))
-    media, prompts, chosen = torch.stack([m for _, m in members]), [s.prompt for s, _ in members], rewards.load_set(spec)
-    scored = rewards.score(media, prompts, chosen, context).raw
-    return canaries.before_training(chosen, media, prompts, context, scored=scored, group=context.group)
+    media, prompts = torch.stack([m for _, m in members]), [s.prompt for s, _ in members]
+    return canaries.before_training(rewards.load_set(spec), media, prompts, context)
 
 
 def test_good_rewards_are_passed_over_in_silence(pictures):
-    assert before({"jpeg": 1.0, "shapes": 1.0, "rank": rewards.load("rank", reward=SHAPES)}, pictures) == []
+    said, noise = before({"jpeg": 1.0, "shapes": 1.0, "rank": rewards.load("rank", reward=SHAPES)}, pictures)
+    assert said == [] and noise.keys() == {"jpeg", "shapes", "rank"} and noise["jpeg"] > 0 == noise["shapes"]
 
 
 def test_a_reward_normalised_by_its_batch_stops_the_run(pictures):
@@ -116,31 +117,101 @@ def test_a_reward_normalised_by_its_batch_stops_the_run(pictures):
         before({"mine": planted(lambda m, p, c: brightness(m) - brightness(m).mean())}, pictures)
 
 
+def test_a_reward_that_leaves_its_declared_range_stops_the_run(pictures):
+    with pytest.raises(RewardBug, match='reward "mine": it declares a range of 0 to 0.5, and . of 8 scores are outside'):
+        before({"mine": planted(brightness, range=(0.0, 0.5))}, pictures)
+
+
 def test_a_reward_that_draws_is_warned_of(pictures):
-    sentences = before({"dice": planted(lambda m, p, c: brightness(m) + torch.rand(len(m)))}, pictures)
-    assert sentences[0].startswith('reward "dice": two equal calls differ by up to')
+    said, _ = before({"dice": planted(lambda m, p, c: brightness(m) + torch.rand(len(m)))}, pictures)
+    assert said[0].startswith('reward "dice": two equal calls differ by up to')
 
 
-def test_scores_within_a_group_that_differ_by_less_than_the_noise_are_warned_of(pictures):
-    media, prompts, context = media_of(pictures)
-    spec = rewards.load_set({"bits": planted(last_bits)})
-    scored = {"bits": torch.linspace(0, 0.01, 16)}
-    (sentence,) = canaries.before_training(spec, media, prompts, context, scored=scored, group=torch.arange(16) // 8)
-    assert sentence.startswith('reward "bits": scores within a group differ by 0.00163') and "correlate by about 0.00" in sentence
+def test_scores_within_a_group_that_differ_by_less_than_the_noise_are_warned_of():
+    scored, group = {"bits": torch.linspace(0, 0.01, 16), "jpeg": torch.linspace(0, 0.01, 16)}, torch.arange(16) // 8
+    said = canaries.below_noise({"bits": 1.0, "jpeg": 1e-3}, scored, group)
+    assert said.keys() == {"bits"} and said["bits"].startswith('reward "bits": scores within a group differ by 0.00163')
+    assert "correlate by about 0.00" in said["bits"]
 
 
 def test_a_reward_that_is_only_measured_is_not_asked(pictures):
     calls = []
     watched = planted(lambda m, p, c: calls.append(len(m)) or torch.rand(len(m)))
-    assert before({"jpeg": 1.0, "dice": {"reward": watched, "weight": 0}}, pictures) == [] and calls == [8]
+    said, noise = before({"jpeg": 1.0, "dice": {"reward": watched, "weight": 0}}, pictures)
+    assert said == [] and noise.keys() == {"jpeg"} and calls == []
 
 
 def test_a_reward_that_scores_nothing_is_left_to_the_loop(pictures):
-    assert before({"jpeg": 1.0, "none": planted(lambda m, p, c: torch.full((len(m),), math.nan))}, pictures) == []
+    said, noise = before({"jpeg": 1.0, "none": planted(lambda m, p, c: torch.full((len(m),), math.nan))}, pictures)
+    assert said == [] and noise.keys() == {"jpeg"}
 
 
 def test_members_that_are_alone_in_the_chunk_are_left_out_for_a_reward_that_compares(pictures):
     media, prompts, context = media_of(pictures)
     one_each = MediaContext(meta=context.meta, group=torch.arange(4))
     ranks = rewards.load_set({"rank": rewards.load("rank", reward="jpeg")})
-    assert canaries.before_training(ranks, media, prompts, one_each, scored={}, group=torch.arange(4)) == []
+    assert canaries.before_training(ranks, media, prompts, one_each) == ([], {})
+
+
+# --- in a run
+
+
+def test_a_reward_that_no_run_can_train_on_is_refused_before_any_evaluation(tmp_path):
+    scored = []
+
+    def centred(media, prompts, context):
+        scored.append(len(media))
+        return brightness(media) - brightness(media).mean()
+
+    made = small.trainer(tmp_path / "run", batch__group="4", eval__baseline_guidance="2.0")
+    made.rewards = rewards.load_set({"centred": centred})
+    with pytest.raises(RewardBug, match='reward "centred": a score changes by up to .*: it depends on the rest of the batch'):
+        made.run()
+    assert set(scored) == {8, 1}  # two groups of four, and single ones; held-out images come in fours
+    assert {p.name for p in made.path.iterdir()} == {"samples", "config.yaml", "environment.json"}
+
+
+def test_trying_the_rewards_changes_no_number_of_a_run(tmp_path):
+    for name in ("true", "false"):
+        small.trainer(tmp_path / name, iterations="1", guard__canaries=name).run()
+    tried, untried = tmp_path / "true", tmp_path / "false"
+    assert small.numbers(tried) == small.numbers(untried) and small.lines(tried)[0]["nfe/rollout"] == 4 * 4
+    assert small.values(tried, "before") == small.values(untried, "before")
+    one, other = small.weights(tried), small.weights(untried)
+    assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_the_samples_that_rewards_are_tried_on_are_the_runs_first(tmp_path):
+    seen = []
+    made = small.trainer(tmp_path / "run", data__eval="null", iterations="1")
+    made.rewards = rewards.load_set({"seen": planted(lambda m, p, c: seen.append((m.clone(), list(p), c.group.tolist())) or brightness(m))})
+    list(made)
+    (first, prompts, group), (trained, again, _) = seen[0], seen[-1]
+    assert group == [0, 0, 1, 1] and prompts == again and torch.allclose(first, trained, atol=1e-5)
+
+
+def narrowing(factor):
+    """Brightness, which training may lose (factor[0] = 0), and last bits worth 0.001."""
+    return rewards.load_set({"narrow": planted(lambda m, p, c: factor[0] * brightness(m) + 1e-3 * last_bits(m, p, c))})
+
+
+def test_a_spread_that_falls_below_the_noise_is_warned_of_once(tmp_path, caplog):
+    factor = [1.0]
+    made = small.trainer(tmp_path / "run", data__eval="null", batch__group="4", iterations="4")
+    made.rewards = narrowing(factor)
+    for it in made:
+        assert caplog.text.count('reward "narrow": scores within a group differ by') == (it.number > 2)
+        assert made.noise.keys() == ({"narrow"} if it.number < 3 else set())
+        factor[0] = float(it.number < 2)
+
+
+def test_the_noise_outlives_a_resume(tmp_path, caplog):
+    factor = [1.0]
+    made = small.trainer(tmp_path / "run", data__eval="null", batch__group="4", iterations="1")
+    made.rewards = narrowing(factor)
+    made.run()
+    again = loop.Trainer(small.config(made.path, data__eval="null", batch__group="4", iterations="3"), resume=made.path)
+    assert again.noise == made.noise and 2e-4 < again.noise["narrow"] < 1e-2
+    again.rewards, factor[0] = narrowing(factor), 0.0
+    list(again)
+    assert caplog.text.count('reward "narrow": scores within a group differ by') == 1

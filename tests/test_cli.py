@@ -77,6 +77,22 @@ def test_generate_numbers_several_prompts_and_chooses_the_best(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"b-0.png", "b-1.png"}
 
 
+def test_generate_and_suites_take_settings_of_rewards_as_score_does(run, tmp_path):
+    words = ["generate", "shapes-sd3", "a red circle", "--steps", 1, "--guidance", "none", "--best-of", 2, "--reward"]
+    chosen = small.invoke(*words, "clip.preset=shapes", "--reward", "shapes=2", "-o", tmp_path / "a.png")
+    assert chosen.exit_code == 0 and (tmp_path / "a.png").exists(), chosen.output
+    unknown = small.invoke(*words, "jpeg.qualty=80", "-o", tmp_path / "b.png")
+    assert unknown.exit_code == 2 and 'unknown setting "qualty"; did you mean "quality"' in unknown.stderr
+    words = ["evaluate", run[1], "--suite", "shapes", "--count", 1, "--images", 1, "--steps", 1]
+    measured = small.invoke(*words, "--reward", "jpeg.quality=10", "--held-out", "clip.preset=shapes")
+    assert measured.exit_code == 0, measured.output
+    record = json.loads((run[1] / "suites" / "shapes.json").read_text())
+    assert record["suite"]["held_out"]["jpeg"] == {"quality": 10} and record["suite"]["held_out"]["clip"] == {"preset": "shapes"}
+    assert record["rows"][0]["scores"].keys() >= {"shapes", "jpeg", "clip"}
+    refused = small.invoke("evaluate", run[1], "--reward", "jpeg.quality=10")
+    assert refused.exit_code == 2 and "--reward and --held-out need a suite" in refused.stderr
+
+
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
 def test_a_full_disk_at_the_end_is_a_failure_while_running(run, tmp_path, monkeypatch, command):
     """Exit code 2 would say that nothing was started."""

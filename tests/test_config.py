@@ -6,8 +6,9 @@ import shutil
 import pytest
 import yaml
 
-from flowrl import compose, config
+from flowrl import compose, config, setup
 from flowrl.config import Config, ConfigError, check_batch, load_config, options, read_config
+from flowrl.samplers import sigmas
 
 
 def problems(*overrides, name=None):
@@ -24,10 +25,62 @@ def test_the_default_run_is_nft_on_the_embedded_world():
 
 @pytest.mark.parametrize(("model", "algorithm"), itertools.product(options("model"), options("algorithm")))
 def test_every_model_goes_with_every_algorithm(model, algorithm):
+    """No command `model=M algorithm=A` is refused: the plan fits the model's steps, and the batch whole copies of the plan."""
     cfg = load_config(overrides=[f"model={model}", f"algorithm={algorithm}"])
-    check_batch(cfg, processes=1, leaves=1)
+    made = setup.make_algorithm(cfg)
+    plan = made.plan(sigmas.linear(cfg.sampler.steps), sampler=cfg.sampler, iteration=0, seed=cfg.seed)
+    made.check(plan)
+    check_batch(cfg, processes=1, leaves=plan.leaves)
     schema = config.algorithm_schema(cfg.algorithm["name"])
     assert cfg.algorithm == {"name": cfg.algorithm["name"]} | schema(**{k: v for k, v in cfg.algorithm.items() if k != "name"}).model_dump()
+
+
+# (algorithm, a model of its paper): sampler.steps T, batch.group G, batch.updates, optimizer.lr, sampler.eta as paper or code state them;
+# None: not stated, or another number here, which the method's page lists
+PAPERS = {
+    ("flow_grpo", "sd3.5-medium"): (10, 24, 2, 3e-4, 0.7),
+    ("flow_grpo", "flux.1-dev"): (6, 24, 2, 3e-4, None),
+    ("flow_grpo", "wan2.1-1.3b"): (20, 4, 2, 1e-4, None),
+    ("flow_grpo_fast", "sd3.5-medium"): (10, 24, 2, 3e-4, 0.8),
+    ("grpo_guard", "sd3.5-medium"): (10, 24, 2, 1e-4, 0.7),
+    ("dance_grpo", "flux.1-dev"): (16, 12, None, 3e-4, 0.3),
+    ("mix_grpo", "flux.1-dev"): (25, 12, 4, None, 0.7),
+    ("mix_grpo_flash", "flux.1-dev"): (25, 12, 4, None, 0.7),
+    ("branch_grpo", "flux.1-dev"): (20, 16, None, None, 0.3),
+    ("branch_grpo_mix", "flux.1-dev"): (20, 16, None, None, 0.3),
+    ("tree_grpo", "sd3.5-medium"): (10, 27, None, None, None),
+    ("tempflow_grpo", "sd3.5-medium"): (10, None, None, None, 0.7),
+    ("granular_grpo", "flux.1-dev"): (16, 8 * 12 * 3, None, None, 0.7),
+    ("pref_grpo", "flux.1-dev"): (25, 8, 2, 1e-5, 0.7),
+    ("ddpo", "sd1.5"): (50, None, 4, 3e-4, 1.0),
+    ("dpok", "sd1.5"): (50, None, None, 1e-5, 1.0),
+    ("prdp", "sd1.5"): (50, 16, None, None, None),
+    ("nft", "sd3.5-medium"): (10, 24, 1, 3e-4, None),
+    ("awm", "sd3.5-medium"): (14, 24, 1, 3e-4, None),
+    ("dgpo", "sd3.5-medium"): (10, 24, 1, 3e-4, None),
+    ("crd", "sd3.5-medium"): (10, 24, 2, 3e-4, None),
+    ("dpo", "sd3.5-medium"): (40, 24, 1, 3e-4, None),
+    ("raft", "sd3.5-medium"): (40, 24, 1, 3e-4, None),
+    ("rwr", "sd3.5-medium"): (40, 24, 1, 3e-4, None),
+}
+
+
+@pytest.mark.parametrize(("algorithm", "model"), PAPERS)
+def test_a_method_runs_with_the_numbers_of_its_paper(algorithm, model):
+    cfg = load_config(overrides=[f"model={model}", f"algorithm={algorithm}"])
+    got = (cfg.sampler.steps, cfg.batch.group, cfg.batch.updates, cfg.optimizer.lr, cfg.sampler.eta)
+    stated = PAPERS[algorithm, model]
+    assert tuple(g for g, s in zip(got, stated, strict=True) if s is not None) == tuple(s for s in stated if s is not None)
+
+
+def test_every_method_has_its_papers_numbers_but_reg_grpo_which_is_of_language_models():
+    assert {algorithm for algorithm, _ in PAPERS} == {*options("algorithm")} - {"reg_grpo"}
+
+
+def test_the_quickstart_keeps_its_own_numbers():
+    """Whatever DiffusionNFT's paper has: what `make quickstart` takes is what its table was measured with."""
+    cfg = load_config("quickstart")
+    assert (cfg.sampler.steps, cfg.batch.prompts, cfg.batch.group, cfg.batch.updates, cfg.optimizer.lr) == (8, 8, 16, 1, 1e-3)
 
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g in ("reward", "experiment") for o in options(g)])

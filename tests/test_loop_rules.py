@@ -52,7 +52,7 @@ def test_the_ratio_is_proved_at_the_first_iteration_with_rows_and_not_again_afte
         scored.append(len(media))
         return spread(media) * (len(scored) > 1)
 
-    made = rewarded(quiet(tmp_path, "flow_grpo", iterations="3"), reward)
+    made = rewarded(quiet(tmp_path, "flow_grpo", iterations="3", guard__canaries="false"), reward)
     told, proved = [], []
     for it in made:
         told.append("policy/ratio_error" in it.metrics)

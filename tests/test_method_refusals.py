@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import small
 import torch
+from toy import GRID, SAMPLER
 
 from flowrl import media, setup
 from flowrl.algorithms.grpo import ALGORITHM as GRPO
 from flowrl.algorithms.nft import ALGORITHM as NFT
-from flowrl.config import ConfigError
+from flowrl.config import ConfigError, load_config
 from flowrl.log import logger
 
 PROMPTS = ("a red circle", "a blue square")
@@ -85,6 +86,19 @@ def test_balance_refuses_what_needs_whole_groups(tmp_path):
     refused(tmp_path, "dgpo", "dgpo needs advantages that add up to 0", draw__mode="balance", algorithm__steps="2")
 
 
+@pytest.mark.parametrize("credit", ["depth", "siblings", "granular"])
+def test_balance_refuses_credit_whose_baseline_would_be_of_the_samples_kept(credit):
+    """Their statistics are those of what is trained, not of all draws, on plans that do not fork too."""
+    cfg = load_config(None, ["algorithm=ddpo", "reward=jpeg", "draw.mode=balance", f"algorithm.credit={credit}"])
+    with pytest.raises(ValueError, match=f"draw.mode=balance has a baseline of all draws, and credit={credit}"):
+        setup.check_balance(cfg, frozenset())
+
+
+def test_dgpo_refuses_half_groups():
+    with pytest.raises(ConfigError, match="dgpo needs advantages that add up to 0 over a group, of which algorithm.keep=2 trains a part"):
+        load_config(None, ["algorithm=dgpo", "reward=jpeg", "algorithm.keep=2"])
+
+
 def test_settings_without_effect_are_refused(tmp_path):
     refused(tmp_path, "mix_grpo", "algorithm.reference=ema is read only with algorithm.kl_weight", algorithm__reference="ema")
     refused(tmp_path, "raft", "algorithm.reference=reset is read only with algorithm.kl_weight", algorithm__reference="reset")
@@ -100,6 +114,21 @@ def test_no_sde_step_and_an_only_child_are_refused(tmp_path):
     refused(tmp_path, "flow_grpo", "GRPO needs SDE steps.*sampler.steps >= 2", sampler__steps="1")
     small.ALGORITHMS["tempflow_grpo"] = {"batch.group": "3"}
     refused(tmp_path, "tempflow_grpo", "algorithm.tree.children=1 leaves credit=siblings nothing to compare", algorithm__tree__children="1")
+
+
+def test_an_adaptive_window_needs_forks_at_each_of_its_steps():
+    """BranchGRPO-Mix forks at its splits, which may lie in the window, but not at its other steps."""
+    for options in ({"plan": "window"}, {"plan": "branch", "tree": {"splits": (1,), "noisy": "window"}}):
+        algorithm = GRPO(GRPO.Config(window={"schedule": "adaptive", "size": 2}, **options))
+        with pytest.raises(ValueError, match=f"plan={options['plan']} does not fork at all of them; set algorithm.plan=tree"):
+            algorithm.plan(GRID, sampler=SAMPLER, iteration=0, seed=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"plan": "window"}, {"plan": "branch", "tree": {"children": 1, "splits": (0,)}}])
+def test_a_tree_of_one_leaf_is_not_compared_with_itself(options):
+    algorithm = GRPO(GRPO.Config(credit="depth", scope="tree", **options))
+    with pytest.raises(ValueError, match=f"algorithm.scope=tree .* a tree of plan={algorithm.config.plan} has a single one"):
+        algorithm.plan(GRID, sampler=SAMPLER, iteration=0, seed=0)
 
 
 @pytest.mark.parametrize(

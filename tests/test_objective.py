@@ -5,7 +5,7 @@ import torch
 from toy import ToyPolicy, advantages_of, gradient, roll_out, to_the_right
 
 from flowrl import objective
-from flowrl.algorithms import awm, crd, dgpo, dpo, grpo, nft
+from flowrl.algorithms import awm, crd, dgpo, dpo, grpo, nft, prdp, raft, reg_grpo
 from flowrl.samplers import keys
 from flowrl.types import Columns
 
@@ -20,11 +20,12 @@ ALGORITHMS = {
     "crd bce": (crd, {"steps": 2, "form": "bce", "kl_weight": 0.0}),
     "dpo": (dpo, {"steps": 3, "beta": 5.0}),
 }
+METHODS = {**ALGORITHMS, "prdp": (prdp, {}), "reg_grpo": (reg_grpo, {}), "raft": (raft, {"steps": 3})}
 COUPLED = ["grpo of sequences", "awm of samples", "dgpo", "crd", "crd bce", "dpo"]
 
 
 def make(name):
-    module, options = ALGORITHMS[name]
+    module, options = METHODS[name]
     return module.ALGORITHM(module.ALGORITHM.Config(**options))
 
 
@@ -201,7 +202,7 @@ def trained(algorithm, policy, rollout, rows, sign):
         optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["grpo", "nft", "awm", "dgpo", "crd", "dpo"])
+@pytest.mark.parametrize("name", ["grpo", "nft", "awm", "dgpo", "crd", "dpo", "prdp", "reg_grpo", "raft"])
 def test_winners_gain_where_the_policy_moved_towards_them(name):
     """Exactly 0 while the policy is the reference; above 0 after fitting winners, below 0 after unfitting them."""
     algorithm = make(name)

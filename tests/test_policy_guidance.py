@@ -1,10 +1,15 @@
-"""Guidance is an explicit argument: "pipeline", "none" or a number."""
+"""Guidance is an explicit argument: "pipeline", "none" or a number; and what guidance by the reference (RLG) stands for."""
+
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 
+from flowrl import generation
+from flowrl.policy import load_policy
 from flowrl.policy.guidance import Guidance, fit
+from flowrl.samplers import keys
 
 OFF = {
     "sd15": {"guidance_scale": 1.0},
@@ -116,3 +121,63 @@ def test_fit_reads_weights_sign_and_conditional_branch_from_random_outputs():
     found = fit([([c, u], rescaled)], None)
     assert (found.rule, found.cond) == ("norm", 0) and found.weights == pytest.approx((2.5, -1.5), abs=1e-4)
     assert fit([([c, u], torch.tanh(c) + u**3)], None).rule == "pipeline"
+
+
+# --- Reinforcement Learning Guidance, v = v_ref + w (v - v_ref): spec other 14 and 18.11
+
+
+class Gaussian(tiny.GaussianFlow):
+    """With a spread that training moves too."""
+
+    def __init__(self):
+        super().__init__(2, 0.5)
+        self.std = torch.nn.Parameter(torch.tensor(self.std))
+
+
+def tuned(*, shift=0.0, std=0.5):
+    """The policy of N(cond + shift, std^2), whose reference is N(cond, .25)."""
+    policy = load_policy(Gaussian(), shape=(2,), cond=tiny.toy_cond)
+    policy.add_view("reference")
+    (module,) = policy.modules.values()
+    module.shift.data += shift
+    module.std.data.fill_(std)
+    return policy
+
+
+def sampled(policy, w, steps=4, n=200):
+    """Final states (n, 2) of the first prompt."""
+    noise = keys.key("rlg", torch.arange(n))
+    return generation.sample(policy, [tiny.PROMPTS[0]] * n, noise, steps=steps, guidance="none", rlg=w, micro=n)[0]
+
+
+def test_where_nothing_was_learned_the_weight_of_the_reference_does_not_matter():
+    policy = tiny.policy("sd3", lora={"rank": 2, "alpha": 2})  # B = 0: the policy is its reference
+    made = [generation.sample(policy, tiny.PROMPTS, keys.key(0, torch.arange(2)), steps=2, guidance=2.0, rlg=w)[0] for w in (0, 1, 1.5, 3)]
+    assert all(torch.equal(x, made[0]) for x in made) and float(made[0].std()) > 0.1
+
+
+@pytest.mark.parametrize("w", [0.5, 1.0, 2.0])
+def test_a_linear_reward_is_followed_w_times_as_far(w):
+    """pi ~ pi_ref exp(r / beta), r = k x, var c: the mean moves by c k / beta, and with beta / w by w times that; exact at every level."""
+    moved = 0.3
+    policy = tuned(shift=moved)
+    whole = sampled(policy, 1.0) - sampled(policy, 0.0)
+    assert torch.allclose(sampled(policy, w) - sampled(policy, 0.0), w * whole, atol=1e-5)
+    far = sampled(policy, w, steps=200) - sampled(policy, 0.0, steps=200)
+    assert torch.allclose(far, torch.full_like(far, w * moved), atol=0.01)
+
+
+@pytest.mark.parametrize("w", [0.5, 2.0])
+def test_beta_is_divided_by_w_as_the_noise_goes_to_zero(w, monkeypatch):
+    """r = -k (x - m)^2 / 2 adds k / beta to the precision, and w k / beta with beta / w: the combined score is that of the sharper law as
+    sigma -> 0 and not at sigma .5 (noised geometric mixtures are no mixtures of noised laws). Tweedie: score = ((1-s) x0_hat - x) / s^2."""
+    policy = tuned(std=0.3)
+    mean, precision = tiny.toy_cond(tiny.PROMPTS)[0], 4 + w * (1 / 0.09 - 4)
+    x = mean + torch.randn(200, 2)
+    monkeypatch.setattr(policy, "init", lambda noise, sigma: x)
+    for s in (0.01, 0.5):
+        monkeypatch.setattr(policy, "schedule", lambda steps, s=s: SimpleNamespace(sigmas=torch.tensor([s, 0.0], dtype=torch.float64)))
+        score = ((1 - s) * sampled(policy, w, steps=1) - x) / s**2  # one step to 0 ends at x0_hat
+        expected = -(x - (1 - s) * mean) / ((1 - s) ** 2 / precision + s**2)
+        gap = float((score - expected).abs().max() / expected.abs().max())
+        assert gap < 0.002 if s == 0.01 else gap > 0.02

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toy import rewards_of
+from toy import ToyPolicy, advantages_of, rewards_of, roll_out
 
 from flowrl.advantages import group_relative, win_rate
 from flowrl.algorithms.grpo import ALGORITHM as GRPO
@@ -16,6 +16,35 @@ GROUP = torch.tensor([0, 0, 0, 1, 1, 1, 1])
 def test_a_win_rate_is_the_share_of_the_others_that_are_exceeded():
     values = torch.tensor([3.0, 1.0, 2.0, 5.0, 5.0, 0.0, 9.0])
     assert win_rate(values, GROUP).tolist() == pytest.approx([1, 0, 0.5, 1.5 / 3, 1.5 / 3, 0, 1])
+
+
+@pytest.mark.parametrize("values", ["distinct", "with ties"])
+def test_win_rates_of_a_group_have_mean_one_half(values):
+    """Spec 12.13: a group of G makes G (G - 1) / 2 comparisons, each of which gives one point, so the rates add up to G / 2."""
+    group = torch.arange(5).repeat_interleave(8)
+    r = torch.randn(40, generator=torch.Generator().manual_seed(0))
+    r = r if values == "distinct" else r.round()
+    rates = win_rate(r, group).view(5, 8)
+    assert torch.allclose(rates.mean(1), torch.full((5,), 0.5), atol=1e-6)
+    assert torch.allclose((7 * rates).sum(1), torch.full((5,), 28.0), atol=1e-5) and float(rates.std(1).min()) > 0.2
+
+
+@pytest.mark.parametrize("rule", ["leaf", "depth", "backup", "td", "siblings", "granular"])
+def test_every_credit_rule_starts_from_win_rates(rule):
+    """Credit is that of the win rates as rewards, so an increasing change of the reward is not seen; without the option it is."""
+    plan = {"plan": "granular", "tree": {"steps": (0, 3), "children": 4, "strides": (1, 2)}}
+    tree = {"plan": "tree", "tree": {"children": 3}, "window": {"schedule": "frozen", "size": 2}}
+    options = {"credit": rule, **(plan if rule == "granular" else tree)}
+    rollout = roll_out(ToyPolicy(0.5), GRPO(GRPO.Config(**options)), copies=2)
+    r = torch.randn(len(rollout.leaf), generator=torch.Generator().manual_seed(0))
+
+    def credit(values, outcome):
+        return advantages_of(GRPO(GRPO.Config(**options, outcome=outcome)), rollout, rewards_of(values)).transition
+
+    got = credit(r, "win_rate")
+    assert torch.equal(got, credit(r.exp() * 100, "win_rate")) and float(got.abs().max()) > 0.5
+    assert torch.equal(got, credit(win_rate(r, rollout.group), "reward"))
+    assert not torch.allclose(got, credit(r, "reward"), atol=0.01)
 
 
 def test_any_increasing_change_of_the_reward_leaves_win_rates_as_they_are():

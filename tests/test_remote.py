@@ -225,7 +225,7 @@ def test_an_address_that_is_none_is_a_sentence(url):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match="url.*field required"):
+    with pytest.raises(ValueError, match=r'"url" is missing; give remote.url=VALUE .Address of the server, as http://127'):
         rewards.load("remote")
     with pytest.raises(ValueError, match='batch=0.*unknown setting "time_out"; did you mean "timeout"'):
         rewards.load("remote", url="http://127.0.0.1:1", batch=0, time_out=1)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from flowrl import media, plots, report
+from flowrl import media, plots, report, report_answers
 from flowrl.config import diff, dump, load_config
 
 VOID = {"meta", "img"}
@@ -243,6 +243,21 @@ def test_a_damaged_file_is_named(run, file, text, said):
     with pytest.raises(ValueError, match=said) as error:
         report.build(run)
     assert file in str(error.value)
+
+
+def test_a_table_of_answers_pairs_rows_by_image_and_says_what_failed():
+    def said(text, answer):
+        return {"question": text, "answer": answer, "counted": answer, "zeroed": False}
+
+    entry = {"image": 3, "prompt": "p", "said": [said("red?", 0.5)]}
+    rows = [
+        {"name": "before", "answers": {"c": [entry]}},
+        {"name": "old"},  # without checklists
+        {"name": "after", "answers": {"c": [entry | {"said": [said("red?", None)]}, entry | {"said": [said("blue?", 1.0)]}]}},
+    ]
+    text = re.sub(r"\s+", " ", re.sub("<[^>]+>", " ", report_answers.folded(rows)))
+    assert text.strip() == "c: answers about 2 images before after image 3: p blue? yes image 3: p red? 0.50 failed"
+    assert report_answers.folded(rows[1:2]) == ""
 
 
 def test_building_again_replaces_the_page_and_leaves_nothing_else(run):

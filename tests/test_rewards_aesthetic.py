@@ -1,6 +1,7 @@
 """The aesthetic predictors: backbones on their processors, heads that are affine maps, and which head a file is."""
 
 import logging
+import urllib.request
 
 import pytest
 import tiny_clip
@@ -57,11 +58,11 @@ def load(backbones, tmp_path):
     return loaded
 
 
-def reference(name, folder, head, media):
+def reference(name, folder, head, media, side=None):
     """Each step by transformers and the layered head: processor on PIL images, embedding, unit length, MLP."""
     from transformers import CLIPModel, SiglipVisionModel
 
-    processor = tiny_clip.processor("clip", 32) if name == "aesthetic" else tiny_clip.processor("siglip", 28)
+    processor = tiny_clip.processor("clip", side or 32) if name == "aesthetic" else tiny_clip.processor("siglip", side or 28)
     pixels = torch.as_tensor(processor(tiny_clip.pil(media), return_tensors="pt")["pixel_values"])
     with torch.no_grad():
         if name == "aesthetic":
@@ -236,7 +237,6 @@ def test_missing_heads_and_backbones_say_what_to_fetch(backbones, tmp_path, name
 
 @pytest.mark.hub
 def test_the_published_v2_head_answers_its_goldens_and_rates_a_photograph(caplog):
-    tiny_clip.needs_hub()
     with caplog.at_level(logging.WARNING, "flowrl"):
         reward = rewards.load("aesthetic")
     assert "not the published head" not in caplog.text
@@ -246,3 +246,40 @@ def test_the_published_v2_head_answers_its_goldens_and_rates_a_photograph(caplog
     )
     photo, noise = reward(tiny_clip.photo(), [""]), reward(torch.rand(1, 3, 512, 512), [""])
     assert 4 < float(photo) < 7 and float(photo) > float(noise)
+
+
+def fetched(url, path):
+    """A head that lies in its authors' repository, outside the hub."""
+    try:
+        urllib.request.urlretrieve(url, path)
+    except OSError as error:
+        pytest.skip(f"the head cannot be fetched: {error}")
+    return path
+
+
+@pytest.mark.hub
+def test_the_published_v1_head_rates_a_photograph_as_the_one_layer_that_it_is(tmp_path):
+    """LAION publishes no rating of a picture: the same by transformers' own processor and forward, in the head's range."""
+    path = fetched("https://github.com/LAION-AI/aesthetic-predictor/raw/main/sa_0_4_vit_l_14_linear.pth", tmp_path / "v1.pth")
+    head = nn.Linear(768, 1)
+    head.load_state_dict(torch.load(path, weights_only=True))
+    reward = rewards.load("aesthetic", version="v1", weights=str(path))
+    pictures = torch.cat([tiny_clip.photo(), torch.rand(1, 3, 600, 512)])
+    photo, noise = out = reward(pictures, [""] * 2)
+    torch.testing.assert_close(out, reference("aesthetic", V2.Settings().backbone, head, pictures, 224), atol=1e-3, rtol=0)
+    assert 4 < float(photo) < 7 and float(photo) > float(noise)
+    assert torch.allclose(rewards.load("aesthetic", version="v1", scale="vbench", weights=str(path))(pictures, [""] * 2), out / 10)
+
+
+@pytest.mark.hub
+def test_the_published_v25_head_answers_its_goldens_and_rates_a_photograph(tmp_path, caplog):
+    place = "https://github.com/discus0434/aesthetic-predictor-v2-5/raw/main/models/aesthetic_predictor_v2_5.pth"
+    path = fetched(place, tmp_path / "v25.pth")
+    with caplog.at_level(logging.WARNING, "flowrl"):
+        reward = rewards.load("aesthetic_v25", weights=str(path))
+    assert "not the published head" not in caplog.text
+    assert _clip.probe(reward.head) == pytest.approx(V25.PUBLISHED, abs=1e-5)
+    assert float(reward.head.bias) == pytest.approx(1.939038, abs=1e-5)
+    assert float(reward.head.weight.norm()) == pytest.approx(25.4523, abs=1e-3)
+    photo, noise = reward(tiny_clip.photo(), [""]), reward(torch.rand(1, 3, 512, 512), [""])
+    assert 3 < float(photo) < 8 and float(photo) > float(noise)

@@ -172,7 +172,23 @@ def test_answers_are_written_to_the_log(tmp_path):
     scored({"a": 0.0, "b": 1.0}, [ask("a"), ask("b", parent=0)], [ask("b")], log=str(path))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["score"] for line in lines] == [0, 1] and lines[0]["prompt"] == "a picture"
-    assert lines[0]["answers"][1] == {"question": "b", "answer": 1.0, "counted": 0.0}
+    assert lines[0]["answers"][1] == {"question": "b", "answer": 1.0, "counted": 0.0, "zeroed": True}
+
+
+def test_what_was_answered_last_is_told_again_without_asking_and_says_what_a_parent_zeroed():
+    judge = Judge({"yes": 0.9, "no": 0.25, "lost": math.nan})
+    reward = rewards.load("checklist", answerer=judge)
+    media, where = torch.rand(2, 3, 8, 8), context([ask("no"), ask("yes", parent=0)], [ask("yes"), ask("lost", parent=0)])
+    assert reward.told(media, where) is None
+    reward(media, ["", ""], where)
+    reward.parts(media, ["", ""], where)
+    told = reward.told(media, where)
+    assert [[(q["answer"], q["counted"], q["zeroed"]) for q in sample] for sample in told] == [
+        [(0.25, 0.25, False), (0.9, 0.0, True)],
+        [(0.9, 0.9, False), (None, None, False)],
+    ]
+    assert [q["question"] for q in told[0]] == ["no", "yes"] and len(judge.asked) == 4
+    assert reward.told(media + 0.001, where) is None and reward.told(media[:1], context([ask("no")])) is None and len(judge.asked) == 4
 
 
 # --- code

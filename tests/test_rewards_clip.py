@@ -342,11 +342,15 @@ def test_tokens_of_an_open_clip_model_with_a_tokenizer_of_transformers_are_count
 # --- what is missing or does not fit
 
 
-def test_weights_that_cannot_be_fetched_are_named_with_the_place_to_put_them():
+def test_weights_that_cannot_be_fetched_are_named_with_the_place_to_put_them(caplog):
     with pytest.raises(ValueError, match=r"clip needs openai/clip-vit-large-patch14.*set reward.clip.pretrained=/path/to/the folder"):
         rewards.load("clip", preset="nft")
-    with pytest.raises(ValueError, match=r"open_clip_pytorch_model.bin of apple/DFN5B.*set reward.clip.pretrained=/path/to/open_clip_py"):
-        rewards.load("clip", preset="dance_grpo")
+    for preset, place in (("dance_grpo", "apple/DFN5B"), ("mix_grpo", "apple/DFN5B"), (None, "laion/CLIP-ViT-B-32-laion2B-s34B-b79K")):
+        with pytest.raises(ValueError, match=rf"open_clip_pytorch_model.bin of {place}.*set reward.clip.pretrained=/path/to/open_clip_py"):
+            rewards.load("clip", preset=preset)
+    with pytest.raises(ValueError, match=r"clip needs nobody/nothing.*set reward.clip.model=local-dir:/path/to/the folder"):
+        rewards.load("clip", model="hf-hub:nobody/nothing")
+    assert not caplog.records  # open_clip logs an error of its own
     with pytest.raises(ValueError, match=r"reward.clip.model=/nowhere/clip: there is no such file or folder"):
         rewards.load("clip", model="/nowhere/clip")
     with pytest.raises(ValueError, match='unknown CLIP model "ViT-B/32"; did you mean "ViT-B-32"'):
@@ -379,7 +383,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_its_keys(folder, tmp_path,
 @pytest.mark.hub
 @pytest.mark.parametrize("name", ["nft", "flow_factory", "mix_grpo", "dance_grpo", "imagereward", "hessel"])
 def test_published_presets_tell_right_from_wrong_on_a_photo(name):
-    tiny_clip.needs_hub()
     right, wrong = "a portrait photograph of a navy officer in uniform", "a bowl of ramen on a wooden table"
     photo = tiny_clip.photo()
     good, bad = rewards.load("clip", preset=name)(photo.expand(2, -1, -1, -1), [right, wrong]).tolist()
@@ -390,7 +393,6 @@ def test_published_presets_tell_right_from_wrong_on_a_photo(name):
 
 @pytest.mark.hub
 def test_nft_on_openais_network_is_a_hundredth_of_the_logit():
-    tiny_clip.needs_hub()
     photo, prompt = tiny_clip.photo(), "a portrait of a woman in uniform"
     flow_factory = rewards.load("clip", preset="flow_factory")(photo, [prompt])
     assert torch.allclose(flow_factory, logits(MODULE.VIT_L14, photo, [prompt], side=224) / 100, atol=1e-4)

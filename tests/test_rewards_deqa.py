@@ -1,7 +1,6 @@
 """DeQA: the arithmetic of five words, mPLUG-Owl2's parts against independent implementations, the reference's layout and key names."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -300,7 +299,6 @@ def test_what_is_wrong_is_one_sentence(load, folder, tmp_path):
 
 
 @pytest.mark.hub
-@pytest.mark.skipif(os.environ.get("HF_HUB_OFFLINE") == "1", reason="no hub")
 def test_deqa_gives_the_published_score_of_the_example_picture(tmp_path):
     """The reference's README scores its singapore_flyer.jpg 1.9404 (fp16 on a GPU)."""
     import urllib.request

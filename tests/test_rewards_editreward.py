@@ -11,6 +11,7 @@ from test_rewards_vlm import make_base, make_head, make_state
 from torch import nn
 
 from flowrl import rewards
+from flowrl.media import save
 from flowrl.registry import find
 from flowrl.types import MediaContext
 
@@ -99,6 +100,17 @@ def test_without_rounding_the_gradient_reaches_the_edit(load, media, source):
     assert bool((x.grad.abs().amax((1, 2, 3)) > 0).all())
 
 
+def test_a_source_that_each_prompt_names_is_the_source_in_the_context(load, media, source, tmp_path):
+    """Files of two sizes, one above the other would not stack."""
+    other = torch.rand(3, 60, 40)
+    names = [save(source.source[0], tmp_path / "a.png").name, save(other, tmp_path / "b.png").name]
+    reward = load(source="meta", folder=str(tmp_path))
+    assert (reward.needs, reward.reads) == ({"meta"}, {"source"}) and reward.complaint({"source": names[0]}) is None
+    out = reward(media, PROMPTS, MediaContext(meta=[{"source": name} for name in names]))
+    alone = [load()(media[i : i + 1], PROMPTS[i : i + 1], MediaContext(source=x[None])) for i, x in enumerate((source.source[0], other))]
+    assert torch.allclose(out, torch.cat(alone), atol=1e-6)
+
+
 def test_what_is_missing_is_one_sentence(load, files, media, source, tmp_path):
     with pytest.raises(ValueError, match=r"context.source is missing: give MediaContext\(source=...\), one a sample"):
         load()(media, PROMPTS)
@@ -124,7 +136,6 @@ def test_what_is_missing_is_one_sentence(load, files, media, source, tmp_path):
 
 
 @pytest.mark.hub
-@pytest.mark.skipif(os.environ.get("HF_HUB_OFFLINE") == "1", reason="no hub")
 def test_editreward_prefers_the_edit_that_was_asked_for():
     """Needs FLOWRL_EDITREWARD_RUBRICS, a folder with following.txt and quality.txt."""
     folder = os.environ.get("FLOWRL_EDITREWARD_RUBRICS")

@@ -1,7 +1,6 @@
 """GenEval: the arithmetic on planted detections, by hand; the detector's output to objects; loaders on tiny random checkpoints."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -377,10 +376,13 @@ def test_missing_weights_say_what_is_needed(load, tmp_path):
         load(weights=str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match='CLIP "ViT-L-14-quickgelu" and clip_weights="nonsense", which could not be loaded'):
         load(clip="ViT-L-14-quickgelu", clip_weights="nonsense")
+    with pytest.raises(
+        ValueError, match="of timm/vit_large_patch14_clip_224.openai, .* set reward.geneval.clip_weights=/path/to/open_clip"
+    ):
+        load(clip="ViT-L-14-quickgelu", clip_weights="openai")
 
 
 @pytest.mark.hub
-@pytest.mark.skipif(os.environ.get("HF_HUB_OFFLINE") == "1", reason="no hub")
 def test_the_published_detector_finds_the_cat_and_calls_it_no_dog():
     skimage = pytest.importorskip("skimage.data")
     reward = rewards.load("geneval")

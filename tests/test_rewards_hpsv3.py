@@ -105,7 +105,6 @@ def load_with(load, files, **changed):
 
 
 @pytest.mark.hub
-@pytest.mark.skipif(os.environ.get("HF_HUB_OFFLINE") == "1", reason="no hub")
 def test_hpsv3_ranks_prompts_on_its_own_weights():
     """Needs FLOWRL_HPSV3_RUBRIC, the path of the rubric. FLUX-dev pictures average 10.43 on the leaderboard; a grey square is below 5."""
     rubric = os.environ.get("FLOWRL_HPSV3_RUBRIC")

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 
 import numpy as np
 import pytest
@@ -175,6 +174,11 @@ def test_a_prompt_of_more_than_35_tokens_keeps_its_end_and_is_warned_about_once(
     monkeypatch.setattr(_prompts, "_told", set())
     reward, long = load(), "red " * 40
     with caplog.at_level(logging.WARNING, logger="flowrl"):
+        reward.expect(["red", long, long, f"{long} red"])
+    assert "imagereward reads 35 tokens of a prompt: 2 of 3 are longer (up to 43);" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(_prompts, "_told", set())
+    with caplog.at_level(logging.WARNING, logger="flowrl"):
         first = reward(media[:1], [long])
         reward(media[:1], [long])
     assert [r.message for r in caplog.records if "imagereward" in r.message] == [
@@ -227,7 +231,8 @@ def test_what_is_missing_is_said_with_where_to_put_it(checkpoint, load, tmp_path
         load(weights="/nowhere/at/all")
     with pytest.raises(ValueError, match=r"reward.imagereward.vocab=.*no such file"):
         load(vocab=str(tmp_path / "vocab.txt"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match=r"needs ImageReward.pt and med_config.json of THUDM/ImageReward, .*weights=/path/to/the folder"):
+        rewards.load("imagereward")
     torch.save(state, tmp_path / "ImageReward.pt")
     with pytest.raises(ValueError, match="med_config.json"):
         load(weights=str(tmp_path / "ImageReward.pt"))
@@ -258,19 +263,18 @@ def test_a_checkpoint_that_does_not_fit_is_refused_with_the_keys(checkpoint, loa
 
 
 @pytest.mark.hub
-@pytest.mark.skipif(os.environ.get("HF_HUB_OFFLINE") == "1", reason="needs a model hub")
 def test_published_weights_give_the_scores_of_the_readme(tmp_path):
     import httpx
 
     from flowrl.media import from_pil
 
+    reward = rewards.load("imagereward")
     try:
-        reward = rewards.load("imagereward")
         for i in range(1, 5):
             answer = httpx.get(f"https://raw.githubusercontent.com/THUDM/ImageReward/main/assets/images/{i}.webp", follow_redirects=True)
             (tmp_path / f"{i}.webp").write_bytes(answer.raise_for_status().content)
-    except (ValueError, httpx.HTTPError) as error:
-        pytest.skip(str(error))
+    except httpx.HTTPError as error:
+        pytest.skip(f"the pictures cannot be fetched: {error}")
     prompt = "a painting of an ocean with clouds and birds, day time, low depth field effect"
     pictures = [from_pil(Image.open(tmp_path / f"{i}.webp")) for i in range(1, 5)]
     scores = torch.cat([reward(picture, [prompt]) for picture in pictures])

@@ -212,6 +212,11 @@ def test_a_prompt_beyond_the_context_keeps_its_end_and_is_warned_about_once(load
     reward, long = load(), "red " * 20
     monkeypatch.setattr(_prompts, "_told", set())
     with caplog.at_level(logging.WARNING, logger="flowrl"):
+        reward.expect(["red", long, long, f"{long} red"])
+    assert "mps reads 12 tokens of a prompt: 2 of 3 are longer (up to 23);" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(_prompts, "_told", set())
+    with caplog.at_level(logging.WARNING, logger="flowrl"):
         first = reward(media[:1], [long])
         reward(media[:1], [long])
     said = [r.message for r in caplog.records if r.message.startswith("mps")]
@@ -316,7 +321,6 @@ def test_the_released_pickle_of_a_whole_module_is_refused_with_the_way_out(load,
 
 
 @pytest.mark.hub
-@pytest.mark.skipif(os.environ.get("HF_HUB_OFFLINE") == "1", reason="needs a model hub")
 def test_published_weights_prefer_the_right_prompt_and_the_clean_picture():
     """Needs FLOWRL_MPS_WEIGHTS and FLOWRL_MPS_CONDITION. The model's authors publish accuracies and no scores: orders and the range."""
     from matplotlib import cbook
@@ -324,10 +328,10 @@ def test_published_weights_prefer_the_right_prompt_and_the_clean_picture():
 
     from flowrl.media import from_pil
 
-    try:
-        reward = rewards.load("mps", weights=os.environ.get("FLOWRL_MPS_WEIGHTS"), condition=os.environ.get("FLOWRL_MPS_CONDITION"))
-    except ValueError as error:
-        pytest.skip(str(error))
+    weights, condition = os.environ.get("FLOWRL_MPS_WEIGHTS"), os.environ.get("FLOWRL_MPS_CONDITION")
+    if not weights or not condition:
+        pytest.skip("FLOWRL_MPS_WEIGHTS and FLOWRL_MPS_CONDITION name no files")
+    reward = rewards.load("mps", weights=weights, condition=condition)
     with cbook.get_sample_data("grace_hopper.jpg") as file:
         photo = from_pil(Image.open(file))
     noisy = (photo + 0.5 * torch.randn_like(photo)).clamp(0, 1)

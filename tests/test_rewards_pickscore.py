@@ -101,7 +101,6 @@ def test_an_empty_prompt_is_refused_and_a_missing_model_says_where_to_put_it(pic
 
 @pytest.mark.hub
 def test_the_published_model_scores_a_photograph_as_its_model_card_does():
-    tiny_clip.needs_hub()
     reward, photo = rewards.load("pickscore"), tiny_clip.photo()
     prompts = ["a portrait photograph of a navy officer in uniform", "a bowl of ramen on a wooden table"]
     good, bad = reward(photo.expand(2, -1, -1, -1), prompts).tolist()

@@ -204,6 +204,17 @@ def test_the_context_may_hold_the_reference_itself():
         rewards.check_needs({"truth": {"reward": reward}}, ["meta", "group"])
 
 
+def test_every_frame_has_its_value_and_the_score_is_their_mean_or_their_worst():
+    """Frames off by 0, 0.1 and 0.2 everywhere: PSNR 60 (the cap), 20 and -20 log10(0.2) = 13.98."""
+    truth = torch.full((2, 3, 3, 16, 16), 0.5)
+    media = truth + torch.tensor([[0.0, 0.1, 0.2], [0.2, 0.1, 0.0]])[..., None, None, None]
+    for over, score in (("mean", (60 + 20 + 13.9794) / 3), ("worst", 13.9794)):
+        reward = rewards.load("reference", key=None, over=over, rounding=False)
+        assert reward(media, [""] * 2, MediaContext(reference=truth)).tolist() == pytest.approx([score] * 2, abs=1e-3)
+        frames = [[60, 20, 13.9794], [13.9794, 20, 60]]
+        assert torch.allclose(reward.last_frames, torch.tensor(frames), atol=1e-3) and not reward.last_frames.requires_grad
+
+
 def test_scores_do_not_depend_on_batch_mates_or_chunks(tmp_path):
     x = smooth(5, 3, 24, 24)
     for i in range(5):

@@ -132,6 +132,9 @@ class Picky(rewards.Reward):
     def complaint(self, meta):
         return "is odd" if meta["k"] else None
 
+    def expect(self, prompts):
+        self.expected = prompts
+
     def parts(self, media, prompts, context=None):
         return {"red": media[:, 0].flatten(1).mean(1)}
 
@@ -140,6 +143,8 @@ def test_what_the_image_reward_needs_reads_and_refuses_the_video_reward_does_too
     reward = video(Picky())
     assert reward.needs == {"meta"} and reward.reads == {"k"} and reward.reads_prompt and reward.video == "yes" and reward.differentiable
     assert reward.complaint({"k": 1}) == "is odd" and not video().differentiable
+    reward.expect(["a", "b"])
+    assert reward.inner.expected == ["a", "b"]
     out = rewards.score(clips([0.25, 0.75]), ["a"], {"v": {"reward": reward}}, MediaContext(meta=[{"k": 0}]))
     assert out.total.tolist() == [0.5]
 

@@ -208,7 +208,6 @@ def test_what_is_wrong_is_one_sentence(load, files, media, tmp_path):
 
 
 @pytest.mark.hub
-@pytest.mark.skipif(os.environ.get("HF_HUB_OFFLINE") == "1", reason="no hub")
 def test_videoalign_sees_that_a_still_has_no_motion():
     """Needs FLOWRL_VIDEOALIGN_RUBRIC, the path of the rubric, which says that static videos get a low motion score."""
     rubric = os.environ.get("FLOWRL_VIDEOALIGN_RUBRIC")

@@ -323,6 +323,17 @@ def test_a_file_that_a_folders_own_list_names_in_vain_is_left_out():
     assert result.exit_code == 1 and "imgs/gone.png cannot be read: it does not exist" in result.stderr
 
 
+def test_prompts_that_are_cut_are_counted_over_the_whole_list(caplog, monkeypatch):
+    monkeypatch.setattr("flowrl.rewards._prompts._told", set())
+    chosen = load_set({"clip": {"preset": "shapes"}, "preference": 1.0})
+    long = "a red circle and " * 9 + "a blue square"
+    texts = ["a red circle", long, "a blue square", f"{long} again", long]
+    samples = [Sample(path=noise(f"{i}.png"), prompt=text, meta={}) for i, text in enumerate(texts)]
+    scoring.score_files(scoring.with_meta(samples, chosen), chosen, chunk=2)
+    assert [message.partition(" tokens")[0] for message in caplog.messages] == ["clip reads 16", "preference reads 16"]
+    assert all(": 2 of 4 are longer (up to " in message for message in caplog.messages)
+
+
 def test_a_reward_that_compares_groups_cannot_score_files():
     class Compare:
         needs = frozenset({"group"})

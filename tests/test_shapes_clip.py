@@ -7,6 +7,7 @@ from pathlib import Path
 
 import open_clip
 import pytest
+import small
 import torch
 from safetensors.torch import load_file
 
@@ -186,3 +187,16 @@ def test_the_clip_reward_takes_it_by_its_path_and_prefers_the_true_prompt():
     x = pictures[:2].requires_grad_()
     steep(x, [p["prompt"] for p in chosen[:2]]).sum().backward()
     assert bool((x.grad.abs().amax((1, 2, 3)) > 1e-5).all())
+
+
+# --- training
+
+
+@pytest.mark.parametrize(("reward", "settings"), [("clip", {"reward__clip__preset": "shapes"}), ("preference", {})])
+def test_a_run_trains_on_the_embedded_networks(tmp_path, reward, settings):
+    """Two iterations without a hub: every sample has a score, and the weights move."""
+    made = small.trainer(tmp_path / "run", reward=reward, iterations="2", data__eval="null", **settings)
+    before = [weight.detach().clone() for weight in made.parameters.values()]
+    found = [iteration.metrics for iteration in made]
+    assert len(found) == 2 and all(metrics["reward/invalid"] == 0 and metrics[f"reward/{reward}/std"] > 0 for metrics in found)
+    assert any(not torch.equal(old, new) for old, new in zip(before, made.parameters.values(), strict=True))

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+import small
 import torch
 from PIL import Image
 
@@ -157,6 +158,28 @@ def test_a_reward_of_videos_gets_videos_and_the_others_pictures():
     assert specimens.fits(rewards.load("motion_smoothness"), count=2)[0].media.shape == (specimens.FRAMES, 3, 64, 64)
     assert specimens.fits(rewards.load("jpeg"), count=2)[0].media.shape == (3, 64, 64)
     assert len(specimens.fits(rewards.load("shapes"))) == 16
+
+
+def test_a_reward_that_pools_frames_gets_videos_by_itself_and_inside_another():
+    pooled = rewards.load("video", reward="jpeg", pool="softmin")
+    for reward in (pooled, rewards.load("rank", reward=pooled), rewards.load("win_rate", judge=pooled)):
+        assert specimens.fits(reward, count=2)[0].media.shape == (specimens.FRAMES, 3, 64, 64)
+    assert specimens.fits(pooled, count=2, frames=3)[0].media.shape == (3, 3, 64, 64)
+    assert specimens.fits(rewards.load("jpeg"), count=2, frames=5)[1].media.shape == (5, 3, 64, 64)
+
+
+def test_the_command_line_tries_pooled_frames_on_videos_of_any_length(tmp_path):
+    said = small.invoke("check", "--reward", "video.reward=jpeg", "--count", "2", "--frames", "3").output
+    assert "frames shuffled" in said and "frozen" in said
+    assert "shuffled" not in small.invoke("check", "--reward", "jpeg", "--count", "2").output
+    refused = small.invoke("check", "--reward", "jpeg", "--media", folder(tmp_path, ["a cat", "a dog"]), "--frames", "3")
+    assert refused.exit_code == 2 and "--frames 3 is of videos that are drawn" in refused.output
+
+
+@pytest.mark.parametrize("attributes", [{"name": "ocr"}, {"video": "no"}])
+def test_frames_for_a_reward_that_is_tried_on_pictures_are_refused(attributes):
+    with pytest.raises(ValueError, match="frames=4: reward .* is tried on pictures; leave it out"):
+        specimens.fits(reading(**attributes), frames=4)
 
 
 def test_a_reward_of_written_text_gets_words():

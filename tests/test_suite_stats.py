@@ -59,7 +59,10 @@ def questions(*dimensions):
 
 
 def test_unigenbench_pools_test_points_by_dimension_and_averages_dimensions():
-    """Color 1 of 2 + shape 4 of 4 (two points a picture, all yes) = Attribute 5/6; Style 1/2; overall 100 (5/6 + 1/2) / 2."""
+    """Color 1 of 2 + shape 4 of 4 (two points a picture, all yes) = Attribute 5/6; Style 1/2; overall 100 (5/6 + 1/2) / 2.
+
+    Of two pictures the better one of "a" is the second: Attribute 3 of 3, Style 0 of 1; overall 50.
+    """
     nan = float("nan")
     prompts = [
         {"prompt": "a", "checklist": questions("Style", "Attribute - Color")},
@@ -72,8 +75,9 @@ def test_unigenbench_pools_test_points_by_dimension_and_averages_dimensions():
         "Attribute - Color": [[0.0, 1.0], [nan, nan]],
         "Attribute - Shape": [[nan, nan], [1.0, 1.0]],
     }
-    own = measured(c=[[0.5, 0.5], [1.0, 1.0]], **{begin + name: v for name, v in values.items()})
-    (row,) = suite_runs.summary(chosen, {"tuned": own}, 1)["rows"]
+    own = measured(c=[[0.4, 0.6], [1.0, 1.0]], **{begin + name: v for name, v in values.items()})
+    (row,) = suite_runs.summary(chosen, {"tuned": own}, 2)["rows"]
+    assert [entry["mean"] for entry in row["best_of"]] == pytest.approx([100 * (5 / 6 + 1 / 2) / 2, 50.0])
     assert row["scores"]["c"]["mean"] == pytest.approx(100 * (5 / 6 + 1 / 2) / 2) and list(row["scores"]) == ["c"]
     assert row["categories"]["c"]["Attribute"]["mean"] == pytest.approx(500 / 6) and row["categories"]["c"]["Attribute"]["n"] == 6
     assert row["details"]["c"]["Attribute - Color"]["mean"] == pytest.approx(50.0)
@@ -122,7 +126,7 @@ def test_a_paired_interval_is_narrower_than_the_values_it_compares():
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
 def test_best_of_n_is_the_mean_maximum_over_all_subsets_and_never_falls(n):
     values = np.random.default_rng(n).integers(0, 4, (3, n)).astype(float)  # with ties
-    got = suite_stats.best_of(values, n)
+    got = suite_stats.best_of(values, n, {"own": values})["own"]
     want = [[np.mean([max(c) for c in combinations(row, size)]) for size in range(1, n + 1)] for row in values]
     np.testing.assert_allclose(got, want)
     assert (np.diff(got, axis=1) >= -1e-12).all()
@@ -131,11 +135,32 @@ def test_best_of_n_is_the_mean_maximum_over_all_subsets_and_never_falls(n):
 
 
 def test_best_of_n_is_unbiased_and_leaves_out_prompts_with_too_few_images():
+    def best_of(values, most):
+        return suite_stats.best_of(values, most, {"own": values})["own"]
+
     draws = np.random.default_rng(0).uniform(size=(20_000, 6))
-    np.testing.assert_allclose(suite_stats.best_of(draws, 3).mean(0), [1 / 2, 2 / 3, 3 / 4], atol=0.01)  # of uniforms: N / (N + 1)
-    some = suite_stats.best_of(np.array([[1.0, np.nan, 3.0], [np.nan, np.nan, 1.0]]), 2)
+    np.testing.assert_allclose(best_of(draws, 3).mean(0), [1 / 2, 2 / 3, 3 / 4], atol=0.01)  # of uniforms: N / (N + 1)
+    some = best_of(np.array([[1.0, np.nan, 3.0], [np.nan, np.nan, 1.0]]), 2)
     np.testing.assert_allclose(some, [[2.0, 3.0], [np.nan, np.nan]])
-    assert np.isfinite(suite_stats.best_of(np.random.default_rng(0).normal(size=(1, 1000)), 64)).all()
+    assert np.isfinite(best_of(np.random.default_rng(0).normal(size=(1, 1000)), 64)).all()
+
+
+def test_what_is_read_of_the_best_image_is_that_of_the_image_and_of_equal_ones_their_mean():
+    """Of 0.2, 0.9, 0.9 the best is one of the two 0.9, whichever: (5 + 7) / 2 = 6; of pairs it always holds one: 5 or 7 or their mean."""
+    values, read = np.array([[0.2, 0.9, 0.9]]), {"other": np.array([[3.0, 5.0, 7.0]]), "unasked": np.full((1, 3), np.nan)}
+    got = suite_stats.best_of(values, 3, read)
+    np.testing.assert_allclose(got["other"], [[5.0, 6.0, 6.0]])
+    assert np.isnan(got["unasked"]).all()
+
+
+def test_best_of_one_is_the_headline_whatever_the_rule():
+    """Mean of categories: counting 1 of 6 right, colors 2 of 2: 7/12. Of the best of two: counting 1 of 3 prompts, colors 1: 2/3."""
+    prompts = [{"prompt": text, "tag": tag} for text, tag in (("a", "counting"), ("b", "counting"), ("c", "counting"), ("d", "colors"))]
+    right = measured(jpeg=[[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+    out = suite_runs.summary(task(prompts, category="tag", aggregate="category_mean", scale=100), {"tuned": right}, 2)["rows"][0]
+    assert out["scores"]["jpeg"]["mean"] == out["best_of"][0]["mean"] == pytest.approx(100 * 7 / 12)
+    assert out["best_of"][0]["ci"] == pytest.approx(out["scores"]["jpeg"]["ci"])
+    assert out["best_of"][1]["mean"] == pytest.approx(100 * 2 / 3)
 
 
 def test_contamination_counts_copies_near_copies_and_shared_8_grams():

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from test_report import Page
 
-from flowrl import data, load_policy, report, suite_measure, suite_prompts, suite_report, suite_runs, suites
+from flowrl import data, evaluation, load_policy, report, suite_measure, suite_prompts, suite_report, suite_runs, suites
 from flowrl.compose import options
 from flowrl.evaluation import Sampling
 from flowrl.log import logger
@@ -299,14 +299,15 @@ def test_files_that_hold_rewards_are_part_of_what_an_evaluation_depends_on(tmp_p
 
 def test_peaks_are_of_rewards_that_were_not_trained_on():
     rows = [
-        {"name": "before", "iteration": 0, "metrics": {"held": {"mean": 1.0}, "own/x": {"mean": 0.0}}},
-        {"name": "after", "iteration": 2, "metrics": {"held": {"mean": 3.0}}},  # of a run that went on to 3
+        {"name": "before", "iteration": 0, "guidance": "none", "metrics": {"held": {"mean": 1.0}, "own/x": {"mean": 0.0}}},
+        {"name": "before, guided", "iteration": 0, "guidance": 3.0, "metrics": {"held": {"mean": 9.0}}},
+        {"name": "after", "iteration": 2, "guidance": "none", "metrics": {"held": {"mean": 3.0}}},  # of a run that went on to 3
         {"name": "other", "metrics": {"held": {"mean": 9.0}}},
     ]
     metrics = [
         {"iteration": i, **({"eval/held": v, "eval/own": v, "eval/total": v} if v else {})} for i, v in ((1, None), (2, None), (3, 2.0))
     ]
-    found = suite_runs.peaks(report.Run(path=None, config="", metrics=metrics, evaluation={"rows": rows}), {"own"})
+    found = suite_runs.peaks(report.Run(path=None, config="", metrics=metrics, evaluation={"rows": rows}), {"own"}, "none")
     assert found == {"held": {"iteration": 2, "value": 3.0, "last_iteration": 3, "last": 2.0}}
 
 
@@ -315,6 +316,17 @@ def test_peaks_are_of_rewards_that_were_not_trained_on():
     [
         (Options(best_of=8), "shapes", "--best-of 8 needs at least 8 images a prompt, and this evaluation makes 4; add --images 8"),
         (Options(held_out=["jpge"]), "shapes", 'unknown reward "jpge"; did you mean "jpeg"'),
+        (
+            Options(held_out=["tiling=0.5"]),
+            "shapes",
+            "--held-out tiling=0.5: a suite reads each reward by itself, so its weight says nothing",
+        ),
+        (Options(held_out=["tiling.tile=2"]), "shapes", 'reward "tiling": unknown setting "tile"'),
+        (Options(rewards=["jpge.quality=80"]), "shapes", 'reads no reward of that name (--held-out adds one); did you mean "jpeg"'),
+        (Options(rewards=["jpeg"]), "shapes", "--reward jpeg sets nothing; give NAME.SETTING=VALUE"),
+        (Options(rewards=["jpeg=0.5"]), "shapes", "--reward jpeg=0.5: a suite reads each reward by itself"),
+        (Options(rewards=["jpeg.qualty=80"]), "shapes", 'unknown setting "qualty"; did you mean "quality"'),
+        (Options(rewards=["jpeg.quality"]), "shapes", 'reward "jpeg.quality" should be NAME'),
         (Options(prompts="gone.jsonl"), "geneval", "there is no prompt file gone.jsonl; download https://github.com/djghosh13/geneval"),
     ],
 )
@@ -323,6 +335,60 @@ def test_wrong_options_are_refused_before_a_model_is_loaded(run, monkeypatch, op
     with pytest.raises(ValueError) as error:
         evaluate_runs([run], name, options)
     assert sentence in str(error.value)
+
+
+def test_a_judge_of_a_suite_is_chosen_in_words_and_the_rest_of_its_settings_stay(tmp_path):
+    (tmp_path / "dpg.csv").write_text(DPG)
+    suite = suites.load("dpg", prompts=str(tmp_path / "dpg.csv"))
+    words = ["checklist.answerer_settings.model=judge", "checklist.answerer_settings.base_url=http://localhost:1/v1"]
+    checklist = suites.prepare("dpg", suites.with_rewards(suite, words, ())).rewards.rewards["checklist"]
+    assert (checklist.answerer.settings.model, checklist.answerer.settings.base_url) == ("judge", "http://localhost:1/v1")
+    assert checklist.settings.binary and suite.rewards == suites.load("dpg").rewards
+    with pytest.raises(ValueError, match='unknown setting "mdel"; did you mean "model"'):
+        suites.prepare("dpg", suites.with_rewards(suite, ["checklist.answerer_settings.mdel=judge"], ()))
+
+
+def test_words_join_what_a_suite_says_of_a_reward_key_by_key(tmp_path):
+    rewards = {"jpeg": 2.0, "ocr": {"name": "jpeg", "scale": "ddpo", "deep": {"a": 1, "b": 2}}}
+    suite = suites.Suite(title="t", rewards=rewards, held_out={"tiling": None, "sharpness": {"side": 8}})
+    got = suites.with_rewards(
+        suite, ["jpeg.quality=80", "ocr.deep.b=3", "sharpness.side=9"], ["clip.preset=shapes", f"{tmp_path}/a.py:red"]
+    )
+    assert got.rewards == {"jpeg": {"weight": 2.0, "quality": 80}, "ocr": rewards["ocr"] | {"deep": {"a": 1, "b": 3}}}
+    red = {"name": f"{tmp_path}/a.py:red"}
+    assert got.held_out == {"tiling": None, "sharpness": {"side": 9}, "clip": {"preset": "shapes"}, "red": red}
+
+
+def test_answers_of_a_checklist_about_the_first_image_of_prompts_are_kept_and_shown_beside_each_other(policy, tmp_path, monkeypatch):
+    question = {"check": "shapes_count", "args": {"count": 99}}
+    many, none = {"question": "99 <objects>?", **question}, {"question": "And red?", "parent": 0, **question, "args": {"count": 0}}
+    prompts = [{"prompt": text, "checklist": [many, none]} for text in ("a red circle", "two blue squares", "a green triangle")]
+    monkeypatch.setattr(suite_measure, "CHUNK", 2)
+    rewards, sampling = load_set({"checklist": {}, "jpeg": {}}), Sampling(steps=1, guidance="none", decode=1)
+    got = measure(policy, prompts, rewards, sampling, images=2, journal=Journal(tmp_path / "j.jsonl", "k"))
+    assert [(entry["image"], entry["prompt"]) for entry in got.answers["checklist"]] == list(enumerate(p["prompt"] for p in prompts))
+    assert got.answers.keys() == {"checklist"}
+    for entry in got.answers["checklist"]:
+        first, second = entry["said"]
+        assert first == {"question": "99 <objects>?", "answer": 0.0, "counted": 0.0, "zeroed": False}
+        assert second["zeroed"] and second["counted"] == 0.0
+    again = measure(policy, prompts, rewards, sampling, images=2, journal=Journal(tmp_path / "j.jsonl", "k"))
+    assert again.answers == got.answers  # read from the journal
+
+
+def test_the_runs_own_evaluation_keeps_the_answers_about_the_pictures_that_it_shows_and_the_report_escapes_them(policy, tmp_path):
+    many = {"question": "99 <b>objects</b>?", "check": "shapes_count", "args": {"count": 99}}
+    none = {"question": "Of them, none?", "parent": 0, "check": "shapes_count", "args": {"count": 0}}
+    prompts = [{"prompt": f"a {shape} & more", "checklist": [many, none]} for shape in ("circle", "square")]
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    for name, steps in (("before", 1), ("after", 2)):
+        made = evaluation.evaluate(policy, prompts, load_set({"checklist": 1.0}), images=5, steps=steps, decode=2)
+        assert [entry["image"] for entry in made.answers["checklist"]] == [0, 1] and len(made.images) == 2
+        evaluation.add_row(tmp_path, name, made, prompts)
+    html = report.build(tmp_path).read_text()
+    for shown in ("checklist: answers about 2 images", "image 1: a square & more", "99 <b>objects</b>?"):
+        assert shown in Page(html).text, shown
+    assert "<b>objects" not in html and html.count("counts 0: a parent is no") == 4  # of two images, before and after
 
 
 def test_a_folder_that_is_no_run_is_refused(run, tmp_path):

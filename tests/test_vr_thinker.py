@@ -241,3 +241,16 @@ def test_the_models_own_instructions_replace_ours(tmp_path):
         with pytest.raises(ValueError, match="there is no such file; save the instructions on the model card of qunwang13/vr-thinker"):
             load(server, template=str(tmp_path / "none"))
     assert words(server.requests[0], 0) == "<image>" * 8 + "Compare for a cat; 24 frames."
+
+
+# --- what a reply says
+
+
+def test_a_reply_is_a_score_only_if_it_answers():
+    with serving(answer(1)) as server:
+        pair, point = load(server), load(server, mode="pointwise")
+    assert [pair.read_reply(answer(oa)) for oa in (0, 1, 2)] == [0.5, 1.0, 0.0]
+    assert point.read_reply("<answer>TA = 4, VQ = 3, MQ = 3, OA = 3.5</answer>") == pytest.approx(0.7)
+    for text in ("", " ", "...", "**", "<answer></answer>", "<answer>...</answer>", "<answer>OA = 9</answer>", call(3)):
+        assert math.isnan(pair.read_reply(text)) and math.isnan(point.read_reply(text))
+    assert rewards.load("win_rate", judge=pair).read_reply(answer(2)) == 0.0

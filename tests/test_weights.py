@@ -4,6 +4,7 @@ import hashlib
 import logging
 import pickle
 
+import conftest
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -51,6 +52,14 @@ def test_a_hub_out_of_reach_says_what_to_fetch_and_where_to_put_it(monkeypatch, 
     said = f"{needs}.*could not be fetched .*download it from https://huggingface.co/owner/name and set reward.r.place=/path/to/{put}"
     with pytest.raises(ValueError, match=said):
         _weights.path_of("owner/name", file, reward="r", setting="place")
+
+
+def test_of_a_file_that_is_not_read_alone_the_other_one_is_named_too(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match="reward r needs a.pt and a.json of owner/name, .* set reward.r.weights=/path/to/the folder with both"
+    ):
+        _weights.path_of("owner/name", "a.pt", reward="r", beside="a.json")
 
 
 def test_a_file_of_the_hub_is_fetched_alone_and_a_repository_whole(monkeypatch, tmp_path):
@@ -202,3 +211,26 @@ def test_prompts_that_are_cut_are_told_about_once_for_each_reward(caplog, monkey
     said = [record.message for record in caplog.records]
     assert len(said) == 2 and said[1].startswith("b reads 35 tokens")
     assert said[0] == "a reads 77 tokens of a prompt: 2 of the first 3 are longer (up to 90); the rest does not count (said once)"
+
+
+def test_prompts_that_are_all_known_are_counted_as_all(caplog, monkeypatch):
+    monkeypatch.setattr(_prompts, "_told", set())
+    with caplog.at_level(logging.WARNING, "flowrl"):
+        assert _prompts.warn_cut("a", [78, 5, 90], 77, known=True) == 2
+    assert caplog.messages == ["a reads 77 tokens of a prompt: 2 of 3 are longer (up to 90); the rest does not count (said once)"]
+
+
+# --- tests that need a hub
+
+
+@pytest.mark.parametrize(
+    ("chosen", "offline"), [("hub", "0"), ("not gpu and (hub)", "0"), ("", "1"), ("not hub", "1"), ("gpu and not hub", "1")]
+)
+def test_only_pytest_m_hub_goes_online(chosen, offline):
+    assert conftest.offline(chosen) == offline
+
+
+def test_tests_of_published_weights_are_skipped_offline_and_where_no_hub_answers(monkeypatch):
+    assert conftest.why_no_hub.__wrapped__() == "HF_HUB_OFFLINE is set"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert conftest.why_no_hub.__wrapped__("http://127.0.0.1:9").startswith("no model hub answers: ConnectError")

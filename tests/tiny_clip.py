@@ -1,10 +1,8 @@
 """Tiny CLIPs in the file layouts of the hub's: two layers, random weights, the real vocabulary."""
 
 import json
-import os
 from pathlib import Path
 
-import pytest
 import torch
 from PIL import Image
 from safetensors.torch import save_file
@@ -100,12 +98,6 @@ def processor(kind: str, side: int):
     if kind == "clip":
         return Processor(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
     return Processor(size={"height": side, "width": side})
-
-
-def needs_hub() -> None:
-    """Skips a test of published weights where no hub is to be asked."""
-    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        pytest.skip("HF_HUB_OFFLINE is set")
 
 
 def photo() -> torch.Tensor:

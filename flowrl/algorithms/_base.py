@@ -37,7 +37,9 @@ class Credit(Options):
     outcome: Literal["reward", "win_rate"] = Field(
         "reward", description="What credit starts from: the reward, or the share of the group's other members whose reward it exceeds."
     )
-    combine: Literal["rewards", "advantages"] = Field("rewards", description="Several rewards: z-score of the sum, or sum of z-scores.")
+    combine: Literal["rewards", "advantages", "gdpo"] = Field(
+        "rewards", description="Several rewards: z-score of the sum; sum of z-scores; or that over its spread in the iteration (GDPO)."
+    )
     std: Literal["group", "global"] | None = Field("group", description="An advantage is divided by the spread of its group, all, or none.")
     ddof: Literal[0, 1] = Field(0, description="Degrees of freedom taken from the standard deviation.")
     eps: NonNegativeFloat = Field(1e-4, description="Added to the standard deviation.")
@@ -92,11 +94,15 @@ class Algorithm:
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
         """(B,) fp32 from the rewards and groups of the whole iteration, over all processes; the config is a Credit."""
         c = self.config
-        if c.outcome == "win_rate":
-            raw = {label: credit.win_rate(value, group) for label, value in rewards.raw.items()}
-            rewards = types.replace(rewards, raw=raw, total=credit.win_rate(rewards.total, group))
-        adv = credit.combine(rewards, group, how=c.combine, std=c.std, ddof=c.ddof, eps=c.eps, clip=c.adv_clip)
+        adv = credit.combine(self.outcome(rewards, group), group, how=c.combine, std=c.std, ddof=c.ddof, eps=c.eps, clip=c.adv_clip)
         return adv if c.keep is None else credit.best_worst(adv, group, c.keep)
+
+    def outcome(self, rewards: Rewards, group: Tensor) -> Rewards:
+        """What credit starts from: the rewards, or win rates within groups, of each reward and of their sum."""
+        if self.config.outcome == "reward":
+            return rewards
+        raw = {label: credit.win_rate(value, group) for label, value in rewards.raw.items()}
+        return types.replace(rewards, raw=raw, total=credit.win_rate(rewards.total, group))
 
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
         """Credit of this process's leaves and transitions from its leaf advantages (B,)."""

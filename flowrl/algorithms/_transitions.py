@@ -8,7 +8,8 @@ Departures that every such method shares:
 * Transitions with zero advantage are left out, KL included (Flow-GRPO's filter without its random refill); the loss is the mean over
   what is left.
 * kl="exact" is the Gaussian KL per latent dim (Flow-GRPO's paper and its Wan code); "flow_grpo" is that times the step (its SD3 and FLUX
-  code); "velocity" the mean square of the velocities' difference (the drifts'). Their weights do not transfer.
+  code); "velocity" the mean square of the velocities' difference (the drifts'); "mean" that of the steps' means, which holds the step
+  (Flow-Factory's x-based KL). Their weights do not transfer.
 * Two places of a batch with equal prompt text are two groups (Flow-GRPO merges them by text).
 """
 
@@ -77,7 +78,9 @@ class TransitionConfig(_base.Credit, _base.Anchor):
     temperature: PositiveFloat = Field(1.0, description="credit=backup: of the softmax over siblings' mean log-probs.")
     prune: Prune = Field(Prune(), description="Edges of plan=branch that are walked but not trained.")
     timestep_fraction: float = Field(1.0, gt=0, le=1, description="Share of its SDE steps that each sample trains, drawn at random.")
-    kl: Literal["exact", "flow_grpo", "velocity"] = Field("exact", description="Which distance to the reference kl_weight multiplies.")
+    kl: Literal["exact", "flow_grpo", "velocity", "mean"] = Field(
+        "exact", description="Which distance to the reference kl_weight multiplies."
+    )
     detach_uncond: bool = Field(False, description="No gradient through the unconditional branch of guidance.")
 
     @model_validator(mode="after")
@@ -168,12 +171,17 @@ class TransitionMethod(_base.Anchored):
                 f"algorithm.tree.children=1 leaves credit={c.credit} nothing to compare: an only child has no siblings; set children to 2 "
                 "or more, or credit=leaf"
             )
+        if c.credit == "depth" and c.scope == "tree" and plan.leaves == 1:
+            raise ValueError(
+                f"algorithm.scope=tree compares the leaves of one tree, and a tree of plan={c.plan} has a single one here; use "
+                "scope=prompt, or a plan that forks, as algorithm.plan=branch"
+            )
         if c.credit == "granular" and c.plan != "granular":
             raise ValueError(f"algorithm.credit=granular sums over strides, which plan={c.plan} has not; set algorithm.plan=granular")
         if c.window.schedule == "adaptive" and c.plan != "tree":
             raise ValueError(
-                f"algorithm.window.schedule=adaptive measures how children differ, and plan={c.plan} has no forks in its window; set "
-                "algorithm.plan=tree"
+                f"algorithm.window.schedule=adaptive measures how children differ at each step of the window, and plan={c.plan} does not "
+                "fork at all of them; set algorithm.plan=tree"
             )
         if c.prune.active and c.plan != "branch":
             raise ValueError(f"algorithm.prune leaves out edges of plan=branch, and the plan is {c.plan}; set algorithm.plan=branch")
@@ -184,9 +192,10 @@ class TransitionMethod(_base.Anchored):
     # ------------------------------------------------------------------ credit
 
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
-        """z-scores, or the rewards themselves where the credit rule has statistics of its own; NaN of an invalid sample."""
+        """z-scores, or the outcome itself where the credit rule has statistics of its own; NaN of an invalid sample."""
         own = self.config.credit in OWN_STATISTICS and self.config.combine == "rewards"
-        return torch.where(rewards.valid, rewards.total if own else super().leaf_advantages(rewards, group), torch.nan)
+        leaf = self.outcome(rewards, group).total if own else super().leaf_advantages(rewards, group)
+        return torch.where(rewards.valid, leaf, torch.nan)
 
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
         """Invalid samples have leaf NaN or 0 and enter no transition."""
@@ -276,7 +285,8 @@ class TransitionMethod(_base.Anchored):
         if self.compares_reference:
             scores["log_prob_ref"] = sde.log_prob(rollout.plan, other, y)
         if c.kl_weight:
-            gap = v - v_ref if c.kl == "velocity" else (step.mean - other.mean) / step.std / 2**0.5
+            moved = step.mean - other.mean
+            gap = {"velocity": v - v_ref, "mean": moved}.get(c.kl, moved / step.std / 2**0.5)
             kl = gap.square().flatten(1).mean(1)
             scores["kl"] = kl * (batch.sigma - batch.sigma_next).to(kl) if c.kl == "flow_grpo" else kl
         return scores

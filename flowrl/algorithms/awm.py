@@ -6,7 +6,8 @@ the mean over a sample's noise levels (ratio="sample": GSPO). A is clipped to +-
 Departures from the reference code (scxue/advantage_weighted_matching), beside those of _forward.py:
 * Rollouts by DPM++2M, not SA-Solver; so its stochastic middle part (noise 0.4 at 0.3 <= s <= 0.9) is missing.
 * The levels' bins share the schedule from step `first` to `range` of it, as the code's discrete modes do (first=1 is its "wo_init").
-* levels=uniform draws from (0.01, 1]; the code from 0.2 on.
+* levels=uniform draws from (0.01, 1]; the code from 0.2 on. A shift above 1 means more noise, as there (Flow-Factory's port: less).
+* The KL is of velocities; the code's "ELBO" weighting, over 2 std^2 of a Flow-SDE step, is missing.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ c = adv_clip. Both minus their group's weighted mean, (beta r_hat - rho)^2 c / b
 Departures from the code (Flow-Factory's port; the authors' was not seen), beside those of _forward.py:
 * Centred within each group at each noise level; the port centres over whatever its global micro-batch holds.
 * Rollouts are of the current policy: the port's sampling snapshot equals it for the first 75 steps and then lags behind.
+* The old policy's decay min(0.25 + 0.005 n, 0.999) counts optimizer steps n; the port's counts epochs.
+* The levels of a sample differ; the port's 20 come one from each of 20 equal parts of a schedule of 10, so that they repeat.
+* reference_guidance=none by default; the port distils a reference of guidance 4.5.
 * temperature=none gives uniform weights; the port's 0 was meant to select signs, but its negative mask is always empty.
 """
 

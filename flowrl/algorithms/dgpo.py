@@ -7,7 +7,9 @@ Advantages add up to 0, so the partition function of the implicit rewards cancel
 Departures from the reference code (Luo-Yihong/DGPO), beside those of _forward.py:
 * Rollouts are of the current policy; the code changes to the averaged one after 200 steps. Its solver is Sana's DPM++, ours DPM++2M.
 * Clipping compares with the old policy, which follows once an iteration, not once an optimizer step.
-* Its dynamic reference is reference=ema; its guided one is reference_guidance.
+* Its dynamic reference is reference=ema, here with one decay from the start (reference_decay; the code's rises, min(0.001 n, 0.3)); its
+  guided one is reference_guidance.
+* kl_weight=0 by default; the code's configs add a KL of 0.02 or 1e-3.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from flowrl.algorithms import _base, _forward
@@ -29,6 +31,14 @@ class DGPOConfig(_forward.ForwardConfig, _forward.Follower):
     beta: PositiveFloat = Field(100.0, description="Sharpness: 10 to 100 with a frozen reference, 2000 to 5000 with a moving one.")
     clip: PositiveFloat | None = Field(1e-3, description="No gradient once exp(d_old - d) is this far past 1; none: off.")
     reference_guidance: float | Literal["none"] = Field("none", description="Guidance of the reference: a scale, or none.")
+
+    @model_validator(mode="after")
+    def check_keep(self) -> DGPOConfig:
+        if self.keep is not None:
+            raise ValueError(
+                f"dgpo needs advantages that add up to 0 over a group, of which algorithm.keep={self.keep} trains a part; set it to null"
+            )
+        return self
 
 
 class DGPO(_forward.ForwardMethod):

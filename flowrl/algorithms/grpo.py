@@ -92,7 +92,7 @@ class GRPO(_transitions.TransitionMethod):
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c, (low, high) = self.config, self.config.clip
-        log_ratio = scores["log_prob"] - batch.log_prob
+        step = log_ratio = scores["log_prob"] - batch.log_prob
         if c.ratio == "guard":
             log_ratio = scores["normed"] - batch.normed
         if c.ratio == "sequence":
@@ -105,9 +105,10 @@ class GRPO(_transitions.TransitionMethod):
         term, stopped = _base.clipped_surrogate(ratio, clipped, batch.adv)
         if c.dual_clip is not None:
             bound = -batch.adv * (math.log(c.dual_clip) if c.ratio == "log" else c.dual_clip)
-            term = torch.where(batch.adv < 0, torch.minimum(term, bound), term)
+            past = (batch.adv < 0) & (term > bound)
+            term, stopped = torch.where(past, bound, term), torch.where(past, 1.0, stopped)
         term = term * batch.scale if "scale" in batch.data else term
-        metrics = {"policy/clip_fraction": stopped, "policy/log_ratio": log_ratio.abs()}
+        metrics = {"policy/clip_fraction": stopped, "policy/log_ratio": log_ratio.abs(), "policy/approx_kl": step.square() / 2}
         term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 

@@ -6,6 +6,7 @@ loss is the mean of max(l, l_clip) over pairs. Its optimum is the KL-regularised
 
 Departures from the paper (it has no public code):
 * SDE steps of a flow in place of DDPM's. Log-probs stay sums, as in the paper: means over D dims would multiply beta by D.
+* An update visits each sample once, and batch.updates split the prompts; the paper takes K gradient steps on the same samples.
 * Rewards are the group's advantages (std=none: rewards minus their mean), so that std="group" makes beta independent of their scale.
 """
 
@@ -63,6 +64,7 @@ class PRDP(_transitions.GroupMethod):
         term, held = pair_terms(r_hat - target, r_clip - target, batch.unit[first])
         metrics = {
             "policy/log_ratio": (ratio - old).abs() / batch.dims,
+            "policy/approx_kl": ((ratio - old) / batch.dims).square() / 2,
             "policy/clip_fraction": (ratio != clipped).float(),
             "policy/held": held[place],
         }

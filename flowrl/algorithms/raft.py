@@ -6,6 +6,7 @@ select="softmax" is reward-weighted regression (DDPO's RWR, arXiv:2305.13301, eq
 Departures, beside those of _forward.py:
 * Groups whose rewards are all equal are left out; Flow-GRPO's code then trains on every sample, failures too.
 * Of samples with equal rewards the first ones are taken; that code takes all that reach the maximum.
+* A group of one is refused (its advantage is 0); RAFT with one sample a prompt would distil the policy into itself.
 * RWR weighs advantages, so that temperature does not depend on the reward's scale (std="group").
 """
 

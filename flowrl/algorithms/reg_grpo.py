@@ -47,7 +47,7 @@ class RegGRPO(_transitions.GroupMethod):
         first = _transitions.first_rows(place)
         predicted = standardised(total / steps, batch.unit[first], c.ratio_eps, c.scale == "std")
         term = (batch.adv[first] - predicted).square()[place]
-        metrics = {"policy/log_ratio": log_ratio.abs(), "policy/regression_error": term}
+        metrics = {"policy/log_ratio": log_ratio.abs(), "policy/approx_kl": log_ratio.square() / 2, "policy/regression_error": term}
         term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 
