@@ -17,7 +17,6 @@ from torch import Tensor
 from flowrl import checkpoint, config, data, distributed, offline, registry
 from flowrl.algorithms._base import Algorithm
 from flowrl.algorithms._transitions import FORKING, OWN_STATISTICS
-from flowrl.unread import unread
 from flowrl.config import Config
 from flowrl.ema import Ema
 from flowrl.ledger import Ledger
@@ -27,6 +26,7 @@ from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.samplers import flow_sde, sigmas
 from flowrl.types import Plan
+from flowrl.unread import unread
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 RESUMABLE = ("iterations", "stop.", "checkpoint.", "guard.", "trackers")  # may differ in a resumed run: they change no number

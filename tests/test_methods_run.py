@@ -8,11 +8,11 @@ import small
 import torch
 
 from flowrl import setup
-from flowrl.unread import RULES, unread
 from flowrl.compose import options
 from flowrl.config import load_config
 from flowrl.log import logger
 from flowrl.samplers import sigmas
+from flowrl.unread import RULES, unread
 
 SMALL = {  # what makes each small enough, of four steps
     "branch_grpo": {"batch.group": "4", "algorithm.tree.splits": "[0, 1]"},
