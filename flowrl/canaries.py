@@ -88,7 +88,9 @@ def _beyond(trial: Trial, scores: Tensor) -> str | None:
     scores = scores[scores.isfinite()]
     if trial.reward.range is None or not len(scores):
         return None
-    (low, high), slack = trial.reward.range, ROUNDING * float(scores.abs().max())
+    low, high = trial.reward.range
+    width = high - low if math.isfinite(high - low) else 0.0
+    slack = ROUNDING * max(width, float(scores.abs().max()))
     outside = scores[(scores < low - slack) | (scores > high + slack)]
     if not len(outside):
         return None
@@ -249,8 +251,12 @@ def spread_warning(label: str, noise: float, spread: float) -> str | None:
 
 
 def below_noise(noise: Mapping[str, float], scored: Mapping[str, Tensor], group: Tensor) -> dict[str, str]:
-    """label -> `spread_warning`, where there is one. noise: of each reward; scored: label -> raw scores (B,) of samples in groups (B,)."""
-    said = {label: spread_warning(label, own, group_spread(scored[label].cpu(), group.cpu())) for label, own in noise.items()}
+    """label -> `spread_warning`, where there is one. noise: of each reward; scored: label -> raw scores (B,) of samples in groups (B,).
+
+    Groups that are all flat train nothing, so they say nothing of later ones.
+    """
+    spread = {label: group_spread(scored[label].cpu(), group.cpu()) for label in noise}
+    said = {label: spread_warning(label, noise[label], value) for label, value in spread.items() if value}
     return {label: sentence for label, sentence in said.items() if sentence}
 
 

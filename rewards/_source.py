@@ -68,6 +68,8 @@ def _read(path: Path) -> Tensor:
     """(3, H, W) fp32 in [0, 1], upright; a file that cannot be read -> ValueError that names it."""
     try:
         with Image.open(path) as image:
+            if image.mode.startswith(("I", "F")):  # Pillow would clip these to white
+                raise ValueError(f"its pixels are of mode {image.mode}; save it with 8 bits a channel")
             return from_pil(ImageOps.exif_transpose(image))[0]
     except Exception as error:  # Pillow's readers raise OSError, SyntaxError, struct.error ... for broken files
         raise ValueError(f"the picture before editing {path} cannot be read: {type(error).__name__}: {error}") from error

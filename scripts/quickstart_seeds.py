@@ -45,7 +45,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=Path("runs"))
-    args, overrides = parser.parse_known_args()
+    overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]  # --seeds would take them for numbers
+    args = parser.parse_args([word for word in sys.argv[1:] if word not in overrides])
     folders = {seed: args.output / f"quickstart-seed-{seed}" for seed in args.seeds}
     for seed, folder in folders.items():
         if not (folder / "seconds.json").exists():

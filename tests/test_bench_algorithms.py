@@ -41,6 +41,15 @@ def finish(bench, cell, strict, *, images=BASE):
     bench.path_of(cell).write_text(json.dumps(record))
 
 
+@pytest.fixture
+def committed(monkeypatch):
+    """The script, with the cells of the repository."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    yield importlib.import_module("bench_algorithms")
+    for name in ("bench_algorithms", "results_page"):
+        sys.modules.pop(name, None)
+
+
 def planned(cell):
     cfg = load_config(None, cell["settings"])
     algorithm = setup.make_algorithm(cfg)
@@ -184,3 +193,27 @@ def test_ways_to_train_on_a_proxy_are_compared_seed_by_seed(bench):
     said = results_page.proxy_difference(cells)
     assert "points: +0.250 [" in said and "by seed +0.250,\n" in said
     assert results_page.proxy_difference(cells[:2]) == ""
+
+
+def test_every_method_but_rwr_has_improved_significantly_in_a_committed_run(committed):
+    """On held-out prompts at the shared settings, or, where that is too much for it, on the eight prompts it trained on."""
+    import results_page
+
+    low = {}
+    for method in committed.METHODS:
+        low[method] = results_page.gain(results_page.results(committed.finals(method)))[1]
+        few = results_page.results(committed.claims(f"{method}_few")) if f"{method}_few" in committed.CLAIMS else []
+        low[method] = max([low[method], *(results_page.few_change(c)[1] for c in few)])
+    assert len(low) == 22 and {method for method, value in low.items() if value <= 0} == {"rwr"}
+
+
+def test_the_quickstarts_seeds_may_be_followed_by_overrides(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    seeds = importlib.import_module("quickstart_seeds")
+    asked = []
+    monkeypatch.setattr(seeds, "run", lambda seed, folder, overrides: asked.append((seed, overrides)))
+    monkeypatch.setattr(seeds, "row", lambda seed, folder: "")
+    for words in (["--seeds", "0", "2", "algorithm=awm", "--output", str(tmp_path)], ["optimizer.lr=5e-4", "--seeds", "1"]):
+        monkeypatch.setattr(sys, "argv", ["quickstart_seeds.py", *words])
+        seeds.main()
+    assert asked == [(0, ["algorithm=awm"]), (2, ["algorithm=awm"]), (1, ["optimizer.lr=5e-4"])]

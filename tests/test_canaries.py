@@ -290,3 +290,9 @@ def test_the_table_shows_every_finding():
     shown = captured.get()
     assert all(word in shown for word in ("contract", "ok", "8 numbers", "right prompt, [x]", "fail", "[not markup]"))
     assert canaries.failed(findings) and not canaries.failed(findings[:1])
+
+
+def test_a_rounding_below_the_end_of_its_range_is_not_outside():
+    reward = planted(lambda m, p, c: torch.full((len(m),), -1e-9) + torch.arange(len(m)) * 1e-12)
+    reward.range = (0.0, 1.0)
+    assert check(reward, specimens.shapes(2))["contract"].verdict == "ok"

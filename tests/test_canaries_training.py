@@ -215,3 +215,9 @@ def test_the_noise_outlives_a_resume(tmp_path, caplog):
     again.rewards, factor[0] = narrowing(factor), 0.0
     list(again)
     assert caplog.text.count('reward "narrow": scores within a group differ by') == 1
+
+
+def test_groups_that_are_all_flat_do_not_use_up_the_warning():
+    group = torch.tensor([0, 0, 1, 1])
+    assert canaries.below_noise({"a": 0.05}, {"a": torch.tensor([1.0, 1.0, 0.0, 0.0])}, group) == {}
+    assert list(canaries.below_noise({"a": 0.05}, {"a": torch.tensor([0.5, 0.501, 0.2, 0.201])}, group)) == ["a"]

@@ -1,6 +1,7 @@
 """Prompt files are read or refused with one sentence; the prompts of an iteration are a function of seed and iteration."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,3 +81,14 @@ def test_a_batch_is_a_function_of_seed_and_iteration():
 def test_more_prompts_than_there_are_is_refused():
     with pytest.raises(ValueError, match="batch.prompts=11 is more than the 10 prompts"):
         data.batch(PROMPTS, iteration=0, size=11, seed=0)
+
+
+def test_without_prompts_nothing_is_expected_of_rewards():
+    """Offline data without held-out prompts: there is no text whose tokens could be counted."""
+    told = []
+    reward = SimpleNamespace(reads=frozenset(), complaint=lambda prompt: None, expect=told.append)
+    rewards = SimpleNamespace(rewards={"r": reward})
+    data.check_meta(rewards, {"data.train": [], "data.eval": []})
+    assert told == []
+    data.check_meta(rewards, {"data.train": PROMPTS[:2], "data.eval": []})
+    assert told == [["p0", "p1"]]

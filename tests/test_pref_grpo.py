@@ -8,7 +8,7 @@ from flowrl.advantages import group_relative, win_rate
 from flowrl.algorithms.grpo import ALGORITHM as GRPO
 from flowrl.config import load_config
 from flowrl.rewards import load, score
-from flowrl.types import MediaContext, replace
+from flowrl.types import MediaContext, Rewards, replace
 
 GROUP = torch.tensor([0, 0, 0, 1, 1, 1, 1])
 
@@ -86,3 +86,12 @@ def test_it_is_the_reward_win_rate_of_a_judge_that_goes_by_the_score():
 def test_the_config_is_grpo_with_win_rates():
     cfg = load_config(None, ["algorithm=pref_grpo", "reward=jpeg"])
     assert (cfg.algorithm["name"], cfg.algorithm["outcome"], cfg.sampler.steps, cfg.batch.group) == ("grpo", "win_rate", 25, 8)
+
+
+def test_what_another_reward_could_not_judge_enters_no_win_rate():
+    raw = {"a": torch.tensor([1.0, 2.0, 3.0, 2.5]), "b": torch.tensor([1.0, 1.0, 1.0, torch.nan])}
+    valid = torch.tensor([True, True, True, False])
+    total = (raw["a"] + raw["b"]).where(valid, torch.nan)
+    rewards = Rewards(raw=raw, weights={"a": 1.0, "b": 1.0}, total=total, valid=valid)
+    found = GRPO(GRPO.Config(outcome="win_rate")).outcome(rewards, torch.zeros(4))
+    assert found.raw["a"][:3].tolist() == [0.0, 0.5, 1.0] and found.raw["a"][3].isnan()

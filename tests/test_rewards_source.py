@@ -76,3 +76,10 @@ def test_the_refusal_of_a_column_that_no_file_brings_names_the_setting_and_a_sou
         rewards.check_needs({"vlm_logit": {"edit": True}}, ("meta", "group"))
     with pytest.raises(ValueError, match="reward.vlm_logit.source=meta would not be used: .* without edit=true"):
         rewards.load("vlm_logit", source="meta")
+
+
+def test_a_source_of_16_bits_is_refused_rather_than_clipped_to_white(tmp_path):
+    Image.fromarray(np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16)).save(tmp_path / "deep.png")
+    reward = rewards.load("vlm_logit", **NAMED, base_url="http://127.0.0.1:9", folder=str(tmp_path))
+    with pytest.raises(ValueError, match="deep.png cannot be read: .*mode I;16; save it with 8 bits"):
+        reward(torch.zeros(1, 3, 8, 8), ["a"], MediaContext(meta=[{"source": "deep.png"}]))

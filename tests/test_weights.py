@@ -224,7 +224,8 @@ def test_prompts_that_are_all_known_are_counted_as_all(caplog, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "offline"), [("hub", "0"), ("not gpu and (hub)", "0"), ("", "1"), ("not hub", "1"), ("gpu and not hub", "1")]
+    ("chosen", "offline"),
+    [("hub", "0"), ("not gpu and (hub)", "0"), ("", "1"), ("not hub", "1"), ("gpu and not hub", "1"), ("not (hub or gpu)", "1")],
 )
 def test_only_pytest_m_hub_goes_online(chosen, offline):
     assert conftest.offline(chosen) == offline

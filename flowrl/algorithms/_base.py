@@ -101,7 +101,7 @@ class Algorithm:
         """What credit starts from: the rewards, or win rates within groups, of each reward and of their sum."""
         if self.config.outcome == "reward":
             return rewards
-        raw = {label: credit.win_rate(value, group) for label, value in rewards.raw.items()}
+        raw = {label: credit.win_rate(value.masked_fill(~rewards.valid, float("nan")), group) for label, value in rewards.raw.items()}
         return types.replace(rewards, raw=raw, total=credit.win_rate(rewards.total, group))
 
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
