@@ -5,19 +5,22 @@ One rounding rule everywhere: byte = round(255 * x) after a clamp to [0, 1], wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".gif")
+ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF, and its values with which width and height change places
 INK, FAINT, PAPER = (31, 35, 40), (110, 118, 129), (255, 255, 255)
+
+T = TypeVar("T")
 
 
 def to_uint8(media: Tensor) -> Tensor:
@@ -41,6 +44,33 @@ def from_pil(images: Image.Image | Sequence[Image.Image]) -> Tensor:
         raise ValueError(f"images of one size make a batch; there are {len(images)} images of sizes {sizes}")
     pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float() / 255
+
+
+def read_image(path: Path) -> Tensor:
+    """(3, H, W) fp32 in [0, 1], upright as its EXIF says, without alpha; what cannot be read -> ValueError that names the file."""
+    return _read(path, lambda image: from_pil(ImageOps.exif_transpose(image))[0])
+
+
+def image_size(path: Path) -> tuple[int, int]:
+    """(width, height) of `read_image`, from the file's head alone."""
+    return _read(path, lambda image: image.size[::-1] if _turned(image) else image.size)
+
+
+def _turned(image: Image.Image) -> bool:
+    return "exif" in image.info and image.getexif().get(ORIENTATION) in TURNED
+
+
+def _read(path: Path, read: Callable[[Image.Image], T]) -> T:
+    try:
+        with Image.open(path) as image:
+            clipped = image.mode.startswith(("I", "F"))  # Pillow would clip these to white
+            found = None if clipped else read(image)
+    except Exception as error:  # Pillow's readers raise OSError, SyntaxError, struct.error ... for broken files, and for broken EXIF
+        reason = f"{type(error).__name__}: {error}" if path.is_file() else "it does not exist"
+        raise ValueError(f"{path} cannot be read: {reason}") from None
+    if found is None:
+        raise ValueError(f"{path} cannot be read: its pixels are of mode {image.mode}; save it with 8 bits a channel")
+    return found
 
 
 def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:

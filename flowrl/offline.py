@@ -21,10 +21,11 @@ from torch import Tensor
 
 from flowrl import types
 from flowrl.data import Prompts
+from flowrl.media import image_size, read_image
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, concat, score
 from flowrl.samplers import keys
-from flowrl.scoring import image_size, list_of, meta_of, read_image, read_list
+from flowrl.scoring import list_of, meta_of, read_list
 from flowrl.types import MediaContext, Plan, PromptBatch, Rewards, Rollout
 
 LARGEST = 3.4e38  # of fp32

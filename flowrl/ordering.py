@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowrl.specimens import NOTHING, Specimen, attacks
+from flowrl.specimens import Specimen, attacks
 from flowrl.trial import Finding, Trial, Verdict, gap
 from flowrl.types import replace
 
@@ -124,7 +124,7 @@ def in_groups(trial: Trial) -> list[Finding]:
         if kind.startswith("attack: "):
             beaten = float((rival > own + trial.rounding).double().mean())
             says = f"wins against the right picture in {beaten:.0%} of the groups"
-            bad: Verdict = "fail" if trial.reward.quality and kind.removeprefix("attack: ") in NOTHING else "warn"
+            bad = trial.blame(kind.removeprefix("attack: "))
             out.append(Finding(name=kind, verdict=bad if beaten > 0.5 else "ok", value=beaten, says=says))
         elif kind != "right" and (trial.reward.reads_prompt or trial.reward.reads):
             out.append(order(f"right picture, {kind}", own, rival, trial.rounding, "the right picture above one of a wrong prompt"))

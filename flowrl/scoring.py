@@ -14,27 +14,24 @@ import math
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from flowrl.data import check_meta, load_prompts
-from flowrl.media import IMAGE_SUFFIXES, from_pil
+from flowrl.media import IMAGE_SUFFIXES, read_image
 from flowrl.rewards import RewardBug, RewardSet, RewardUnavailable, check_needs, score
 from flowrl.types import MediaContext, replace
 
-T = TypeVar("T")
 LIST = "scores.jsonl"
 OWN_LISTS = (LIST, "metadata.jsonl")  # of a folder, the first that is there
 RESERVED = ("file", "file_name", "prompt", "scores", "weights", "total")  # keys of a line that are no meta
 WAITING = 4  # chunks of images, of all sizes, that are held until some size has a whole one
-ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)  # EXIF, and its values with which width and height change places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,36 +246,6 @@ def with_meta(samples: Sequence[Sample], rewards: RewardSet, *, columns: Sequenc
         samples = [s if "include" in s.meta else replace(s, meta=known[s.prompt] | s.meta) for s in samples]
     check_meta(rewards, {"the list of images": [{"prompt": s.prompt, **s.meta} for s in samples]})
     return samples
-
-
-# ---------------------------------------------------------------------------------------------------------------- images
-
-
-def read_image(path: Path) -> Tensor:
-    """(3, H, W) fp32 in [0, 1], upright as its EXIF says, without alpha; what cannot be read -> ValueError that names the file."""
-    return _read(path, lambda image: from_pil(ImageOps.exif_transpose(image))[0])
-
-
-def image_size(path: Path) -> tuple[int, int]:
-    """(width, height) of `read_image`, from the file's head alone."""
-    return _read(path, lambda image: image.size[::-1] if _turned(image) else image.size)
-
-
-def _turned(image: Image.Image) -> bool:
-    return "exif" in image.info and image.getexif().get(ORIENTATION) in TURNED
-
-
-def _read(path: Path, read: Callable[[Image.Image], T]) -> T:
-    try:
-        with Image.open(path) as image:
-            clipped = image.mode.startswith(("I", "F"))  # Pillow would clip these to white
-            found = None if clipped else read(image)
-    except Exception as error:  # Pillow's readers raise OSError, SyntaxError, struct.error ... for broken files, and for broken EXIF
-        reason = f"{type(error).__name__}: {error}" if path.is_file() else "it does not exist"
-        raise ValueError(f"{path} cannot be read: {reason}") from None
-    if found is None:
-        raise ValueError(f"{path} cannot be read: its pixels are of mode {image.mode}; save it with 8 bits a channel")
-    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- output

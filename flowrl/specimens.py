@@ -21,7 +21,7 @@ from torch import Tensor
 from torchvision.transforms import functional as TF
 
 from flowrl import scoring
-from flowrl.media import from_pil, to_pil, to_uint8
+from flowrl.media import from_pil, read_image, to_pil, to_uint8
 from flowrl.prompts.checklists import from_shapes
 from flowrl.prompts.ocr import WORDS
 from flowrl.rewards import Reward, load_set
@@ -237,7 +237,7 @@ def files(
         scoring.collect(media, prompt=prompt, prompts=prompts), load_set({reward.name: reward}), columns=("meta", "group")
     )
     samples = [samples[i * len(samples) // most] for i in range(most)] if len(samples) > most else samples
-    pictures = [scoring.read_image(sample.path) for sample in samples]
+    pictures = [read_image(sample.path) for sample in samples]
     out = []
     for i, sample in enumerate(samples):
         others = [j for step in range(1, len(samples)) if samples[j := (i + step) % len(samples)].prompt != sample.prompt][:4]

@@ -68,7 +68,7 @@ def measure(
         values=_joined([(which, part["values"]) for which, part in parts], (len(prompts), images)),
         diversity=_joined([(which, part["diversity"]) for which, part in parts], (len(prompts),)),
         nfe=sum(part["calls"] for _, part in parts) // (len(prompts) * images),
-        answers=joined(part.get("answers", {}) for _, part in parts),  # a journal of before they were kept has none,
+        answers=joined(part.get("answers", {}) for _, part in parts),  # a journal of before they were kept has none
     )
 
 

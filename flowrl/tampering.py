@@ -8,8 +8,8 @@ import torch
 
 from flowrl.ordering import GOOD
 from flowrl.rewards import RewardBug
-from flowrl.specimens import NOTHING, attacks
-from flowrl.trial import Finding, Trial, Verdict, deviation, middle
+from flowrl.specimens import attacks
+from flowrl.trial import Finding, Trial, deviation, middle
 from flowrl.types import replace
 
 
@@ -23,8 +23,7 @@ def attacked(trial: Trial) -> list[Finding]:
         won = value > honest + trial.rounding
         says = f"median {value:.3g}, {'above the' if won else 'and'} {honest:.3g} of the honest pictures"
         says = says if math.isfinite(value) else "it is not scored"
-        bad: Verdict = "fail" if trial.reward.quality and name in NOTHING else "warn"
-        out.append(Finding(name=f"attack: {name}", verdict=bad if won else "ok", value=value, says=says))
+        out.append(Finding(name=f"attack: {name}", verdict=trial.blame(name) if won else "ok", value=value, says=says))
     return out
 
 

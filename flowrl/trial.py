@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards import Reward, load_set, score
-from flowrl.specimens import RECODINGS, Specimen, context_of, recoded
+from flowrl.specimens import NOTHING, RECODINGS, Specimen, context_of, recoded
 from flowrl.types import MediaContext, replace
 
 CHUNK = 16  # specimens scored at once
@@ -84,6 +84,10 @@ class Trial:
     def deviation(self) -> float:
         """Standard deviation of the honest scores."""
         return deviation(self.honest)
+
+    def blame(self, attack: str) -> Verdict:
+        """What it deserves if an attack of this name wins."""
+        return "fail" if self.reward.quality and attack in NOTHING else "warn"
 
     @cached_property
     def noise(self) -> float:

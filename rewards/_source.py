@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
-from PIL import Image, ImageOps
 from torch import Tensor
 
-from flowrl.media import IMAGE_SUFFIXES, from_pil
+from flowrl.media import IMAGE_SUFFIXES, read_image
 from flowrl.rewards._base import Reward
 from flowrl.rewards._base import Settings as Base
 from flowrl.rewards._pictures import column_of
@@ -65,11 +64,7 @@ class Sourced(Reward):
 
 
 def _read(path: Path) -> Tensor:
-    """(3, H, W) fp32 in [0, 1], upright; a file that cannot be read -> ValueError that names it."""
     try:
-        with Image.open(path) as image:
-            if image.mode.startswith(("I", "F")):  # Pillow would clip these to white
-                raise ValueError(f"its pixels are of mode {image.mode}; save it with 8 bits a channel")
-            return from_pil(ImageOps.exif_transpose(image))[0]
-    except Exception as error:  # Pillow's readers raise OSError, SyntaxError, struct.error ... for broken files
-        raise ValueError(f"the picture before editing {path} cannot be read: {type(error).__name__}: {error}") from error
+        return read_image(path)
+    except ValueError as error:
+        raise ValueError(f"the picture before editing {error}") from error

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from flowrl.media import save
+from flowrl.media import read_image, save
 from flowrl.rewards import load_set, parse_words, score
-from flowrl.scoring import Sample, read_image, score_files
+from flowrl.scoring import Sample, score_files
 from flowrl.shapes.prompts import eval_prompts, scene
 from flowrl.shapes.scenes import render
 from flowrl.types import MediaContext

@@ -12,11 +12,10 @@ from flowrl import data, load_policy, offline
 from flowrl.algorithms.nft import ALGORITHM as NFT
 from flowrl.generation import sample
 from flowrl.ledger import Ledger
-from flowrl.media import save
+from flowrl.media import read_image, save
 from flowrl.rewards import load_set, score
 from flowrl.rollout import Scorer, decode_into, roll_out
 from flowrl.samplers import keys, plan
-from flowrl.scoring import read_image
 from flowrl.types import MediaContext, PromptBatch
 
 TEXTS = ["a red circle", "two blue squares"]

@@ -11,7 +11,7 @@ from PIL import Image
 
 from flowrl import scoring
 from flowrl.cli import app  # noqa: F401  imported before a test changes folders
-from flowrl.media import save
+from flowrl.media import ORIENTATION, image_size, save
 from flowrl.rewards import load_set, parse_words, score
 from flowrl.scoring import Sample, Scored
 from flowrl.shapes import prompts
@@ -116,12 +116,12 @@ def test_a_photo_is_read_upright_and_its_head_tells_the_same_size(tmp_path):
     stored = Image.new("RGB", (8, 4), "white")
     stored.paste("black", (0, 0, 4, 4))
     exif = Image.Exif()
-    exif[scoring.ORIENTATION] = 6
+    exif[ORIENTATION] = 6
     stored.save("photo.jpg", exif=exif, quality=95)
     image = scoring.read_image(Path("photo.jpg"))
-    assert image.shape == (3, 8, 4) and scoring.image_size(Path("photo.jpg")) == (4, 8)
+    assert image.shape == (3, 8, 4) and image_size(Path("photo.jpg")) == (4, 8)
     assert image[:, :4].max() < 0.1 and image[:, 4:].min() > 0.9
-    assert scoring.image_size(noise("plain.png", height=5, width=7)) == (7, 5)
+    assert image_size(noise("plain.png", height=5, width=7)) == (7, 5)
 
 
 def test_a_broken_image_is_named_and_skipped_and_the_exit_code_is_1():
@@ -160,7 +160,7 @@ def test_a_broken_exif_is_named_like_a_broken_image(suffix):
     assert result.exit_code == 1 and f"flowrl: left out: a.{suffix} cannot be read: SyntaxError: not a TIFF file" in result.stderr
     assert [line["file"] for line in lines("out/scores.jsonl")] == ["media/b.png"]
     with pytest.raises(ValueError, match=f"a.{suffix} cannot be read: SyntaxError"):
-        scoring.image_size(Path(f"a.{suffix}"))
+        image_size(Path(f"a.{suffix}"))
 
 
 DYING = """
