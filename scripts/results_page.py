@@ -234,15 +234,16 @@ def proxy_difference(cells: list[Cell]) -> str:
 
 def claims_table(claims: dict[str, list[Cell]]) -> str:
     rows = []
-    for name, (c, *_) in claims.items():
-        change, low, high = few_change(c) if name.endswith("_few") else gain([c])
-        last = c["curve"][-1]
-        each, pace = last["calls"] / last["iteration"], seconds(name)
+    for name, cells in claims.items():
+        change, low, high = few_change(cells[0]) if name.endswith("_few") else gain(cells)
+        ends = [c["curve"][-1] for c in cells]
+        iterations = statistics.mean(p["iteration"] for p in ends)
+        each, pace = statistics.mean(p["calls"] for p in ends) / iterations, seconds(name)
         rows.append([
-            name, f"{change:+.3f} [{low:+.3f}, {high:+.3f}]", f"{bench.score(c):.3f}", setting(c),
-            f"{last['iteration']}", f"{each:,.0f}", f"{pace * each:.2f}" if pace else "",
+            name, f"{change:+.3f} [{low:+.3f}, {high:+.3f}]", ", ".join(f"{bench.score(c):.3f}" for c in cells), setting(cells[0]),
+            f"{iterations:.0f}", f"{each:,.0f}", f"{pace * each:.2f}" if pace else "",
         ])  # fmt: skip
-    return table(["run", "gain [95%]", "after", "rate, clip", "iterations", "network rows an iteration", "seconds an iteration"], rows)
+    return table(["run", "gain [95%]", "after, by seed", "rate, clip", "iterations", "network rows an iteration", "seconds an iteration"], rows)
 
 
 def curve_of(c: Cell, key: str, scale: float) -> list[tuple[float, float]]:
