@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageSequence
 from torch import Tensor, nn
 
-from flowrl.media import IMAGE_SUFFIXES, from_pil
+from flowrl.media import IMAGE_SUFFIXES, from_pil, read_image
 from flowrl.rewards import _weights
 from flowrl.rewards._base import Reward
 from flowrl.rewards._base import Settings as Base
@@ -179,7 +179,7 @@ def read(path: Path, like: Tensor) -> Tensor:
     elif suffix == ".gif" or suffix in VIDEO_SUFFIXES:
         found = from_pil(_video(path))
     elif suffix in IMAGE_SUFFIXES:
-        found = from_pil(Image.open(path))[0]
+        found = read_image(path)
     else:
         known = ", ".join([*IMAGE_SUFFIXES, ".gif", *VIDEO_SUFFIXES, ".npy", ".safetensors"])
         raise ValueError(f"the ground truth {path} is of no kind that can be read; give one of {known}")

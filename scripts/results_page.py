@@ -243,7 +243,8 @@ def claims_table(claims: dict[str, list[Cell]]) -> str:
             name, f"{change:+.3f} [{low:+.3f}, {high:+.3f}]", ", ".join(f"{bench.score(c):.3f}" for c in cells), setting(cells[0]),
             f"{iterations:.0f}", f"{each:,.0f}", f"{pace * each:.2f}" if pace else "",
         ])  # fmt: skip
-    return table(["run", "gain [95%]", "after, by seed", "rate, clip", "iterations", "network rows an iteration", "seconds an iteration"], rows)
+    head = ["run", "gain [95%]", "after, by seed", "rate, clip", "iterations", "network rows an iteration", "seconds an iteration"]
+    return table(head, rows)
 
 
 def curve_of(c: Cell, key: str, scale: float) -> list[tuple[float, float]]:

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 import flowrl
@@ -107,10 +106,10 @@ def embed(backbone: Backbone, paths: Sequence[Path], chunk: int = 64) -> dict[Pa
     for start in range(0, len(unique), chunk):
         by_size = defaultdict(list)
         for path in unique[start : start + chunk]:
-            with Image.open(path) as image:
-                by_size[image.size].append((path, image.convert("RGB")))
+            image = media.read_image(path)
+            by_size[image.shape].append((path, image))
         for members in by_size.values():
-            vectors = backbone.pictures(media.from_pil([image for _, image in members]))
+            vectors = backbone.pictures(torch.stack([image for _, image in members]))
             out |= {path: vector for (path, _), vector in zip(members, vectors, strict=True)}
     return out
 
