@@ -113,7 +113,7 @@ CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, s
     "ddpo_many": ("ddpo", EARLY, 1),
     "prdp_many": ("prdp", [*EARLY, "algorithm.beta=0.02"], 1),
     "raft_few": ("raft", [*SEEN, "optimizer.lr=3e-4", "algorithm.top=2", "algorithm.steps=8"], 1),
-    "rwr_few": ("rwr", [*SEEN, "optimizer.lr=3e-4", "algorithm.temperature=0.2", "batch.updates=4"], 1),
+    "rwr_few": ("rwr", [*SEEN, "optimizer.lr=3e-4", "algorithm.temperature=0.2"], 1),
     **{f"{m}_{t}_steps": (m, [f"sampler.steps={t}", f"eval.steps={t}"], 1 / 3) for m in ("nft", "awm", "dgpo") for t in (1, 2, 4)},
     **{f"{m}_{t}_steps": (m, [f"sampler.steps={t}", f"eval.steps={t}"], 1 / 3) for m in ("flow_grpo", "dance_grpo") for t in (2, 4)},
     "nft_fifth": ("nft", [], 0.11),  # three iterations, a sixth of Flow-GRPO's 18

@@ -8,6 +8,7 @@ Departures, beside those of _forward.py:
 * Of samples with equal rewards the first ones are taken; that code takes all that reach the maximum.
 * A group of one is refused (its advantage is 0); RAFT with one sample a prompt would distil the policy into itself.
 * RWR weighs advantages, so that temperature does not depend on the reward's scale (std="group").
+* Rows with less than LEAST of their group's weight are left out: at a low temperature a failure would cost as much as a success.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from flowrl.algorithms import _base, _forward
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
+
+LEAST = 1e-4
 
 
 class RAFTConfig(_forward.ForwardConfig):
@@ -50,7 +53,8 @@ class RAFT(_forward.ForwardMethod):
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         if self.config.select == "best" or not len(rows):
             return rows
-        return Columns({**rows.data, "weight": _forward.softmax(rows.adv / self.config.temperature, rows.unit)})
+        weight = _forward.softmax(rows.adv / self.config.temperature, rows.unit)
+        return Columns({**rows.data, "weight": weight})[weight >= LEAST]
 
     def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
         """error (n,); kl (n,) when it has a weight."""
