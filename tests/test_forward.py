@@ -242,15 +242,6 @@ def test_a_group_of_equal_rewards_is_not_trained(name):
     assert len(prepared(algorithm, reward=torch.full((24,), 0.7))[3]) == 0
 
 
-def test_a_cold_softmax_trains_no_samples_without_weight():
-    reward = torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0] * 3)
-    rows = prepared(make(raft.ALGORITHM, select="softmax", temperature=0.2), reward=reward)[3]
-    assert set(rows.state.tolist()) == {int(leaf) for leaf in prepared(make())[1].leaf[reward > 0]}
-    assert torch.allclose(rows.weight, torch.tensor(0.5), atol=1e-4)
-    warm = prepared(make(raft.ALGORITHM, select="softmax"), reward=reward)[3]
-    assert len(set(warm.state.tolist())) == 24 and float(warm.weight.min()) > raft.LEAST
-
-
 # ------------------------------------------------------------------------------------------------- errors, views and references
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from toy import ToyPolicy, backward, learn, noised, prepared
 
-from flowrl.algorithms.raft import ALGORITHM
+from flowrl.algorithms.raft import ALGORITHM, LEAST
 
 
 def make(**options):
@@ -78,6 +78,16 @@ def test_a_cold_softmax_is_the_best_sample_and_a_hot_one_is_even():
     assert cold.weight.tolist() == [1.0] and cold.adv.item() > 1  # the others are not trained
     hot = prepared(make(select="softmax", temperature=1e6, steps=1), reward=reward, copies=4, prompts=1)[3]
     assert hot.weight.tolist() == pytest.approx([0.25] * 4, rel=1e-4)
+
+
+def test_samples_without_weight_are_not_trained():
+    """Two of eight good: at a low temperature they share the weight, and the other six would cost as much as they do."""
+    reward = torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0] * 3)
+    _, rollout, _, rows = prepared(make(select="softmax", temperature=0.2), reward=reward)
+    assert set(samples(rollout, rows)) == {0, 1, 8, 9, 16, 17}
+    assert torch.allclose(rows.weight, torch.tensor(0.5), atol=1e-4)
+    _, rollout, _, rows = prepared(make(select="softmax"), reward=reward)
+    assert set(samples(rollout, rows)) == {*range(24)} and float(rows.weight.min()) > LEAST
 
 
 def test_weights_of_groups_do_not_depend_on_the_rewards_scale():

@@ -11,7 +11,7 @@ from PIL import Image
 
 from flowrl import scoring
 from flowrl.cli import app  # noqa: F401  imported before a test changes folders
-from flowrl.media import ORIENTATION, image_size, save
+from flowrl.media import ORIENTATION, image_size, read_image, save
 from flowrl.rewards import load_set, parse_words, score
 from flowrl.scoring import Sample, Scored
 from flowrl.shapes import prompts
@@ -118,7 +118,7 @@ def test_a_photo_is_read_upright_and_its_head_tells_the_same_size(tmp_path):
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     stored.save("photo.jpg", exif=exif, quality=95)
-    image = scoring.read_image(Path("photo.jpg"))
+    image = read_image(Path("photo.jpg"))
     assert image.shape == (3, 8, 4) and image_size(Path("photo.jpg")) == (4, 8)
     assert image[:, :4].max() < 0.1 and image[:, 4:].min() > 0.9
     assert image_size(noise("plain.png", height=5, width=7)) == (7, 5)
