@@ -292,9 +292,9 @@ def win_rate(values: Tensor, group: Tensor) -> Tensor:
 
 
 def best_worst(adv: Tensor, group: Tensor, keep: int) -> Tensor:
-    """DanceGRPO's best-of-N: the ceil(keep/2) highest and floor(keep/2) lowest of each group as they are, 0 elsewhere: (B,), (B,) -> (B,).
+    """DanceGRPO's best-of-N: the ceil(keep/2) highest and floor(keep/2) lowest of each group: (B,), (B,) -> (B,) bool.
 
-    Of equal advantages the earlier counts as the lower. A group of at most `keep` stays as it is.
+    Of equal advantages the earlier counts as the lower. A group of at most `keep` is kept whole.
     """
     if keep < 1:
         raise ValueError(f"keep={keep} must be at least 1: the samples of each group that are trained")
@@ -302,5 +302,4 @@ def best_worst(adv: Tensor, group: Tensor, keep: int) -> Tensor:
     order = adv.argsort(stable=True)
     rank = torch.empty_like(order)
     rank[order] = _place(g[order])
-    kept = (rank < keep // 2) | (rank >= size[g] - (keep - keep // 2))
-    return torch.where(kept, adv, 0.0)
+    return (rank < keep // 2) | (rank >= size[g] - (keep - keep // 2))

@@ -17,6 +17,7 @@ from torch import Tensor
 from flowrl import checkpoint, config, data, distributed, offline, registry
 from flowrl.algorithms._base import Algorithm
 from flowrl.algorithms._transitions import FORKING, OWN_STATISTICS
+from flowrl.algorithms.raft import RAFTConfig
 from flowrl.config import Config
 from flowrl.ema import Ema
 from flowrl.ledger import Ledger
@@ -107,7 +108,7 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     guidance = algorithm.guidance if algorithm.guidance is not None else cfg.sampler.guidance
     for used in (guidance, cfg.eval.guidance, cfg.eval.baseline_guidance or "none", reference_guidance(algorithm)):
         policy.branches(used)  # a guidance that the model does not know is refused here
-    check_signal(cfg, algorithm, rewards.needs)
+    check_signal(cfg, algorithm, plan, rewards.needs)
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
     warn_distilled(algorithm, policy, cfg.model.source)
     for sentence in unread(cfg, algorithm, plan, spare=(len(prompts) - cfg.batch.prompts) // world.size):
@@ -138,13 +139,15 @@ def views(algorithm: Algorithm) -> list[str]:
     return sorted(algorithm.needs & {"old", "anchor"})
 
 
-def check_signal(cfg: Config, algorithm: Algorithm, needs: frozenset[str]) -> None:
+def check_signal(cfg: Config, algorithm: Algorithm, plan: Plan, needs: frozenset[str]) -> None:
     """Settings with which a run would go on without doing what it says -> ValueError, or a warning where the run still trains.
 
     needs: columns that the rewards declare.
     """
     if cfg.batch.group == 1:
         raise ValueError("batch.group=1: an advantage is a reward minus its group's mean, which is 0 for a single sample; use at least 2")
+    if not cfg.data.offline:
+        check_samples(cfg, algorithm, plan)
     if cfg.draw.mode == "balance":
         check_balance(cfg, needs)
     if cfg.stop.kl is not None and not getattr(algorithm.config, "kl_weight", 0):
@@ -154,6 +157,20 @@ def check_signal(cfg: Config, algorithm: Algorithm, needs: frozenset[str]) -> No
         logger.warning(
             f"ema.every={cfg.ema.every} exceeds the run's {steps} optimizer steps: the averaged weights, which are evaluated and "
             "exported, will be those before training"
+        )
+
+
+def check_samples(cfg: Config, algorithm: Algorithm, plan: Plan) -> None:
+    """Samples of a prompt that are all equal, or all trained whatever their rewards -> ValueError."""
+    if plan.init != "sample" and not bool(plan.kind.any()):
+        raise ValueError(
+            f"sampler.init_noise={plan.init} starts all samples of a prompt from one noise, and this method's sampler adds none, so that "
+            "they would be equal; use sampler.init_noise=sample"
+        )
+    c = algorithm.config
+    if isinstance(c, RAFTConfig) and c.select == "best" and c.top >= cfg.batch.group:
+        raise ValueError(
+            f"algorithm.top={c.top} of batch.group={cfg.batch.group} trains every sample, whatever its reward; lower it, or raise the group"
         )
 
 

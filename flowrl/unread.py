@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flowrl.algorithms._base import Algorithm, Anchor
+from flowrl.algorithms._base import Algorithm, Anchor, Credit
 from flowrl.algorithms._transitions import FORKING, TransitionConfig
 from flowrl.algorithms.awm import AWMConfig
 from flowrl.algorithms.crd import CRDConfig
@@ -147,12 +147,30 @@ RULES = [
         ": it is of algorithm.prune.width=extremes, and the width is {s.c.prune.width}",
     ),
     Rule(
+        TransitionConfig, ("algorithm.prune.width",),
+        lambda s: s.c.prune.width == "extremes" and 2 * s.c.prune.leaves >= s.cfg.batch.group,
+        ": prune.leaves={s.c.prune.leaves} best and as many worst are all of batch.group={s.cfg.batch.group}; lower prune.leaves",
+    ),
+    Rule(
         TransitionConfig, ("algorithm.prune.every", "algorithm.prune.slide"), lambda s: not s.c.prune.depth,
         ": no depths are left out that could move; set algorithm.prune.depth above 0",
     ),
     Rule(
+        TransitionConfig, ("algorithm.prune.every", "algorithm.prune.slide"),
+        lambda s: s.c.plan == "branch" and s.c.prune.depth >= s.depths,
+        ": algorithm.prune.depth={s.c.prune.depth} covers all {s.depths} noisy steps from the last split on, so nothing can move",
+    ),
+    Rule(
         TransitionConfig, ("algorithm.prune.depth",), lambda s: s.c.plan == "branch" and s.c.prune.depth > s.depths,
         " beyond {s.depths}, the noisy steps from the last split on: all of them are left out, always; choose less",
+    ),
+    Rule(
+        Credit, ("algorithm.keep",), lambda s: s.c.keep is not None and s.c.keep >= s.cfg.batch.group,
+        ": a group has batch.group={s.cfg.batch.group} samples; choose less",
+    ),
+    Rule(
+        AWMConfig, ("algorithm.clip", "algorithm.ratio"), lambda s: not s.c.off_policy,
+        ": on-policy the ratio is 1 whatever is learned; set algorithm.off_policy=true",
     ),
     Rule(
         AWMConfig, ("algorithm.power",), lambda s: s.c.weighting != "ghuber",

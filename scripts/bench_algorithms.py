@@ -61,6 +61,7 @@ SECOND = {
     "prdp": [],
     "ddpo": [],
     "dpok": [],
+    "pref_grpo": [],
     "crd": FORWARD,
     "rwr": FORWARD,
 }
@@ -73,7 +74,7 @@ CLIPS = {  # the paper's first; none: the method does not clip, or its clip cann
     **dict.fromkeys(
         ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "tree_grpo", "tempflow_grpo"), ("[1e-4,1e-4]", "[1e-3,1e-3]")
     ),
-    **dict.fromkeys(("granular_grpo", "ddpo", "dpok"), ("[1e-4,1e-4]", "[1e-3,1e-3]")),
+    **dict.fromkeys(("granular_grpo", "ddpo", "dpok", "pref_grpo"), ("[1e-4,1e-4]", "[1e-3,1e-3]")),
     **dict.fromkeys(("branch_grpo", "branch_grpo_mix"), ("[1e-3,1e-3]", "[1e-4,1e-4]")),
     "flow_grpo_fast": ("[1e-5,1e-5]", "[1e-4,1e-4]"),
     "grpo_guard": ("[2e-6,2e-6]", "[2e-5,2e-5]"),

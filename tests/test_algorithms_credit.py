@@ -313,6 +313,7 @@ def test_ties_go_to_the_earliest_place_and_the_range_is_kept():
         ({"plan": "window", "window": {"schedule": "adaptive"}}, "algorithm.window.schedule=adaptive measures how children differ"),
         ({"prune": {"width": "parent"}}, "set algorithm.plan=branch"),
         ({"plan": "tree", "window": {"size": 2}, "prune": {"depth": 1}}, "set algorithm.plan=branch"),
+        ({"plan": "branch", "tree": {"splits": (0,)}, "prune": {"depth": 7}}, "algorithm.prune.depth=7 leaves out every noisy step"),
         ({"plan": "branch", "tree": {"splits": (0, 7)}}, "step 7 is the last of the schedule"),
         ({"plan": "fan", "tree": {"steps": ()}}, "must be one or more steps"),
         ({"plan": "tree", "window": {"schedule": "geometric", "size": 2, "rate": 1.0}}, "must lie between 0 and 1"),

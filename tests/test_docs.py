@@ -117,7 +117,7 @@ def check_run(where, words):
         plan = algorithm.plan(sigmas.linear(cfg.sampler.steps), sampler=cfg.sampler, iteration=iteration, seed=cfg.seed)
         algorithm.check(plan)
         config.check_batch(cfg, processes=1, leaves=plan.leaves)
-    setup.check_signal(cfg, algorithm, frozenset().union(*(cls.needs for cls in classes)))
+    setup.check_signal(cfg, algorithm, plan, frozenset().union(*(cls.needs for cls in classes)))
 
 
 @pytest.mark.parametrize(("where", "words"), FLOWRL, ids=[" ".join(words) for _, words in FLOWRL])

@@ -221,6 +221,8 @@ def test_failed_samples_and_those_that_keep_drops_are_nobodys_members_but_a_samp
     assert make().chosen(rollout, leaf)[0].tolist() == [0, 2, 4, 5, 6, 7]
     two = advantages_of(make(keep=2), rollout, rewards_of(total))
     assert _forward.members_with_signal(rollout, two)[0].tolist() == [0, 2, 4, 5] == make().chosen(rollout, two)[0].tolist()
+    four = advantages_of(make(keep=4), rollout, rewards_of(total))
+    assert torch.equal(four.leaf.nan_to_num(9), leaf.leaf.nan_to_num(9))  # a group of at most `keep` is kept whole
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -67,6 +67,21 @@ def test_forward_methods_train_on_a_folder_and_on_a_group_with_a_reference(tmp_p
     assert torch.bincount(it.rollout.group)[of] == 3 and len(it.rollout.leaf) == 5 and it.metrics["policy/rows"] > 0
 
 
+@pytest.mark.parametrize("init", ["group", "batch"])
+def test_methods_without_noisy_steps_refuse_one_noise_for_all_samples_of_a_prompt(tmp_path, init):
+    sentence = f"sampler.init_noise={init} starts all samples of a prompt.*use sampler.init_noise=sample"
+    refused(tmp_path, "nft", sentence, sampler__init_noise=init)
+    small.trainer(tmp_path / "offline", "nft", data__offline=pictures(tmp_path / "folder"), sampler__init_noise=init)  # samples nothing
+
+
+def test_raft_refuses_to_train_every_sample_whatever_its_reward(tmp_path):
+    changes = {"algorithm__steps": "2", "batch__group": "4"}
+    refused(tmp_path, "raft", "algorithm.top=4 of batch.group=4 trains every sample", algorithm__top="4", **changes)
+    small.trainer(tmp_path / "best", "raft", algorithm__top="3", **changes)
+    offline = {"data__offline": pictures(tmp_path / "folder"), "algorithm__top": "4"}  # the folder's choice is the reward's
+    small.trainer(tmp_path / "offline", "raft", **changes | offline)
+
+
 def test_files_that_cannot_be_trained_on_are_refused(tmp_path):
     refused(tmp_path, "nft", "single image of every prompt", data__offline=pictures(tmp_path / "one", each=1))
     refused(tmp_path, "nft", "is 32x32 pixels, but the model makes 64x64", data__offline=pictures(tmp_path / "small", size=32))
@@ -84,6 +99,7 @@ def test_balance_and_best_of_n_refuse_samples_that_share_steps(tmp_path):
 def test_balance_refuses_what_needs_whole_groups(tmp_path):
     refused(tmp_path, "nft", "draw.mode=balance and algorithm.keep=2 both choose", draw__mode="balance", algorithm__keep="2")
     refused(tmp_path, "dgpo", "dgpo needs advantages that add up to 0", draw__mode="balance", algorithm__steps="2")
+    refused(tmp_path, "dpo", "dpo trains the best and the worst of each group whatever algorithm.keep=2 says", algorithm__keep="2")
 
 
 @pytest.mark.parametrize("credit", ["depth", "siblings", "granular"])

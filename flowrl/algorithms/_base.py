@@ -74,6 +74,7 @@ class Algorithm:
     couples: Literal["row", "sample", "group"] = "row"  # what one term of the loss joins; if not a row: rows of equal column "unit"
     rollout_view: Literal["default", "old"] = "default"  # which weights sample
     guidance: Literal["none"] | None = None  # of the rollout; None: the sampler's setting
+    left_out: float = 0.0  # advantage of a sample that `keep` does not train
     clip_size: float = 1e-4  # what the ratio's self-test compares low-precision errors with
 
     def __init__(self, config: Any):
@@ -95,7 +96,7 @@ class Algorithm:
         """(B,) fp32 from the rewards and groups of the whole iteration, over all processes; the config is a Credit."""
         c = self.config
         adv = credit.combine(self.outcome(rewards, group), group, how=c.combine, std=c.std, ddof=c.ddof, eps=c.eps, clip=c.adv_clip)
-        return adv if c.keep is None else credit.best_worst(adv, group, c.keep)
+        return adv if c.keep is None else torch.where(credit.best_worst(adv, group, c.keep), adv, self.left_out)
 
     def outcome(self, rewards: Rewards, group: Tensor) -> Rewards:
         """What credit starts from: the rewards, or win rates within groups, of each reward and of their sum."""

@@ -86,6 +86,7 @@ class ForwardMethod(_base.Anchored):
     guidance: Literal["none"] | None = "none"
     shared_noise = False  # whether the members of a group get the same noise
     compares_reference = False  # whether the loss reads errors of the reference
+    left_out = float("nan")
     reads_old = False  # whether the loss reads velocities of the old policy
 
     def __init__(self, config: ForwardConfig):
@@ -154,9 +155,7 @@ class ForwardMethod(_base.Anchored):
 
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
         """As Algorithm's; NaN, not 0, for samples that failed or that `keep` leaves out: 0 is also what a sample at the mean gets."""
-        adv = super().leaf_advantages(rewards, group)
-        out = ~rewards.valid if self.config.keep is None else ~rewards.valid | (adv == 0)
-        return torch.where(out, torch.nan, adv)
+        return torch.where(rewards.valid, super().leaf_advantages(rewards, group), torch.nan)
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
         """Leaves that are trained and what stands in their column adv -> (m,) int64, (m,) fp32."""

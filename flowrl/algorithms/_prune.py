@@ -14,7 +14,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from flowrl.algorithms._base import Options
-from flowrl.types import Advantages, Rollout
+from flowrl.types import Advantages, Plan, Rollout
 
 
 class Prune(Options):
@@ -50,6 +50,12 @@ def pruned(prune: Prune, rollout: Rollout, advantages: Advantages, *, splits: tu
     elif prune.width == "extremes":
         out |= (depth >= last) & ~_leads_to(rollout, _extremes(advantages.leaf, rollout.group, prune.leaves))
     return out
+
+
+def prunes_all(prune: Prune, plan: Plan, splits: tuple[int, ...]) -> bool:
+    """Whether `depth` covers every noisy step of a branching plan, and so leaves nothing to train."""
+    depth, last = plan.depth[plan.trained], max(splits)
+    return int(depth.min()) >= last and prune.depth > int(depth.max()) - last
 
 
 def _first(prune: Prune, last: int, deepest: int, iteration: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from flowrl import advantages as credit
 from flowrl.algorithms import _base
-from flowrl.algorithms._prune import Prune, pruned
+from flowrl.algorithms._prune import Prune, pruned, prunes_all
 from flowrl.samplers import keys, sde, tree
 from flowrl.samplers import plan as plans
 from flowrl.types import Advantages, Columns, Plan, Rewards, Rollout, Transition
@@ -185,6 +185,11 @@ class TransitionMethod(_base.Anchored):
             )
         if c.prune.active and c.plan != "branch":
             raise ValueError(f"algorithm.prune leaves out edges of plan=branch, and the plan is {c.plan}; set algorithm.plan=branch")
+        if c.prune.depth and prunes_all(c.prune, plan, c.tree.splits):
+            raise ValueError(
+                f"algorithm.prune.depth={c.prune.depth} leaves out every noisy step of this plan, so that nothing would be trained; choose "
+                "less"
+            )
 
     def rows_per_copy(self, plan: Plan) -> int:
         return max(int(int(plan.trained.sum()) * self.config.timestep_fraction + 1e-9), 1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,6 +30,12 @@ class DPOConfig(_forward.ForwardConfig):
     share: Literal["group", "all"] = Field("group", description="Who is trained at the same noise levels: winner and loser, or all.")
     adv_clip: PositiveFloat = Field(1e6, description="Advantages are clipped to this size; a pair is ranked by them.")
     beta: PositiveFloat = Field(100.0, description="Strength of the pull to the reference: 100 online, 2000 to 5000 from a data set.")
+
+    @model_validator(mode="after")
+    def check_keep(self) -> DPOConfig:
+        if self.keep is not None:
+            raise ValueError(f"dpo trains the best and the worst of each group whatever algorithm.keep={self.keep} says; set it to null")
+        return self
 
 
 class DPO(_forward.ForwardMethod):
