@@ -298,7 +298,12 @@ def _sentence(key: str, error: Any, algorithm: Any) -> str:
     if error["type"] == "invalid_key":
         return f'"{key}" is no key: keys are words'
     if error["type"] == "missing":
-        return f"{key} is missing"
+        whole, _, place = key.rpartition(".")
+        return f"{whole}={error['input']} should have {int(place) + 1} values or more" if place.isdigit() else f"{key} is missing"
+    if error["type"] == "tuple_type":
+        return f"{key}={error['input']!r} should be values in brackets, as [1,2]"
+    if error["type"] == "too_long":
+        return f"{key}={error['input']!r} should have at most {error['ctx']['max_length']} values"
     if error["type"] == "value_error":
         text = str(error["ctx"]["error"])
         return text if key in ("reward", "algorithm") else f"{key}: {text}"

@@ -314,19 +314,21 @@ class Trainer:
     def describe(self) -> str:
         """What an iteration will do, before it does it."""
         b, plan, p = self.cfg.batch, self.parts.plan, self.parts
-        samples, copies = b.prompts * b.group, b.prompts * b.group // plan.leaves
+        samples = b.prompts * b.group
         calls = plans.nfe(plan, b.group // plan.leaves) * b.prompts * self.policy.branches(p.guidance)
         own = "" if p.guidance == self.cfg.sampler.guidance else f" (the algorithm's own, not sampler.guidance={self.cfg.sampler.guidance})"
         sampled = f"{len(self.sigmas) - 1} steps, guidance {p.guidance}{own}: {calls:,} network calls"
         sampled = sampled if p.dataset is None else f"or fewer, read from {self.cfg.data.offline}"
-        rows = self.algorithm.rows_per_copy(plan) * copies
+        rows = self.algorithm.most_rows(plan, b.group + p.references) * b.prompts
+        rewards = ", ".join(f"{w:g} x {n}" for n, w in self.rewards.weights.items())
+        rewards += f" (of evaluations; trained on are the scores in {self.cfg.data.offline})" if p.dataset else ""
         done, last = self.iteration, self.cfg.iterations
         left = f"iterations {done + 1} to {last}" if done < last else f"all {done} iterations are done; evaluated again"
         weights = sum(w.numel() for w in self.parameters.values())
         return "\n".join(
             [
                 f"model      {self.cfg.model.source}, {weights:,} trained weights on {self.policy.device}",
-                f"algorithm  {self.cfg.algorithm['name']}, reward {', '.join(f'{w:g} x {n}' for n, w in self.rewards.weights.items())}",
+                f"algorithm  {self.cfg.algorithm['name']}, reward {rewards}",
                 f"iteration  {b.prompts} prompts x {b.group} = {samples} samples on {self.world.size} process(es); {sampled}",
                 f"update     at most {rows:,} trained rows in {b.updates} optimizer step(s), {b.micro} network rows a forward",
                 f"run        {left}, in {self.path}",

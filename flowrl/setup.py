@@ -146,6 +146,8 @@ def check_signal(cfg: Config, algorithm: Algorithm, plan: Plan, needs: frozenset
     """
     if cfg.batch.group == 1:
         raise ValueError("batch.group=1: an advantage is a reward minus its group's mean, which is 0 for a single sample; use at least 2")
+    if not cfg.data.offline and not any(entry["weight"] for entry in cfg.reward.values()):
+        raise ValueError(f"every reward has weight 0 ({', '.join(cfg.reward)}), so nothing would be trained; give one another weight")
     if not cfg.data.offline:
         check_samples(cfg, algorithm, plan)
     if cfg.draw.mode == "balance":

@@ -289,10 +289,16 @@ def window_start(
     in (0, 1), small: early (TreeGRPO, arXiv:2512.08153, r = .5). frozen: always `low`.
     """
     high = steps - 1 if high is None else high
-    if size < 1 or low < 0 or high > steps - 1 or low + size > high:
+    if steps < 2:
+        raise ValueError(f"a window needs at least 2 steps, of which the last stays ODE; sampler.steps={steps}")
+    if high > steps - 1:
+        raise ValueError(f"a window cannot end at window.high={high} of {steps} steps: the last stays ODE; choose at most {steps - 1}")
+    if not 0 <= low < high:
+        raise ValueError(f"a window cannot start at window.low={low} and end at {high}; choose low in 0..{high - 1}")
+    if not 1 <= size <= high - low:
         raise ValueError(
             f"a window of {size} steps does not fit into steps {low}..{high - 1} of {steps} (the last stays ODE); "
-            f"choose size in 1..{max(min(high, steps - 1) - max(low, 0), 1)} or a wider range"
+            f"choose size in 1..{high - low}, or a wider range"
         )
     _at_least_one(every=every, stride=stride, every_min=every_min)
     positions = range(low, high - size + 1, stride)

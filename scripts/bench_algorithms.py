@@ -284,8 +284,12 @@ def work(cells_of: Any, methods: list[str], workers: int) -> None:
     """Run every cell that `cells_of(method)` names and that is missing, until it names no more."""
     tried: set[str] = set()
     while True:
-        todo = [c for m in methods for c in cells_of(m) if not path_of(c).exists() and c["name"] not in tried]
+        cells = [c for m in methods for c in cells_of(m)]
+        todo = [c for c in cells if not path_of(c).exists() and c["name"] not in tried]
         if not todo:
+            if not tried:
+                there = f"all {len(cells)} cells are there; to run one again, remove it: {path_of(cells[0])}" if cells else ""
+                print(there or "no cell can be named yet: `tune` comes first")
             return
         tried |= {c["name"] for c in todo}
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:

@@ -29,9 +29,10 @@ def write() -> None:
     if done:
         parts += ["## What each method buys", ABOUT_TABLE, main_table(done), plots(done)]
         parts += ["## At equal cost", ABOUT_EQUAL, equal_table(done)]
+    parts += ["## Settings", ABOUT_SETTINGS, settings_table()]
     parts += ["## Tuning", ABOUT_TUNING, tuning_table()]
     if claims:
-        parts += ["## Runs for the papers' claims", claims_table(claims)]
+        parts += ["## Runs for the papers' claims", ABOUT_CLAIMS, claims_table(claims)]
     if proxies:
         parts += ["## Training on a proxy", ABOUT_PROXY, proxy_table(proxies), proxy_difference(proxies)]
     verdicts = bench.FOLDER / "claims.txt"
@@ -49,12 +50,15 @@ HEAD = """# Results
 One table for all methods: the same embedded model (`shapes-sd3`), prompts, strict 0/1 reward, LoRA (rank 16) and optimizer, and the same
 budget of {budget} network rows, in which the forward of a rollout or a reference counts 1 and the forward and backward of a trained row 3.
 Eight steps, eight prompts an iteration, no guidance, groups of 16 (28 and 48 where a plan has that many leaves). What is the paper's own
-stays the paper's where it says: plan, SDE, noise level, KL, statistics; the number of updates is that of `configs/algorithm`. Three
-learning rates, and at the best of them a second clip where there is one, were tried for each method, with one seed and {third} rows, and
-judged by images of training prompts (the first {images} of them, in which `color_attr` is missing and counting frequent); `raft` and `rwr`,
-which the usual rates ruin, got two lower ones more. The runs then take a third of the best rate, for all methods alike, since they take
-three times as many steps; that rule was chosen after two runs at the full rate (`nft` and `dgpo`, seed 1), judged by held-out images, had
-fallen again after their first third. A run ends with the iteration that passes the budget; its rows include the few that measure winners.
+stays the paper's: SDE, noise level, KL, statistics, and the number of updates, all as in `configs/algorithm`; windows, trees and the noise
+levels of a sample are cut to eight steps, as [Settings](#settings) lists.
+
+Three learning rates, and at the best of them a second clip where there is one, were tried for each method, with one seed and {third} rows,
+and judged by images of training prompts (the first {images} of them, in which `color_attr` is missing and counting frequent); `raft` and
+`rwr`, which the usual rates ruin, got two lower ones more. The runs then take a third of the best rate, for all methods alike, since they
+take three times as many steps; that rule was chosen after two runs at the full rate (`nft` and `dgpo`, seed 1), judged by held-out images,
+had fallen again after their first third. A run ends with the iteration that passes the budget; its rows include the few that measure
+winners.
 
 Scores are strict accuracy on {images} held-out images of {prompts} texts, sampled without guidance from averaged weights. Intervals are
 95%, by resampling texts; over several seeds, of the mean over seeds. This page is written by `python scripts/bench_algorithms.py table`
@@ -66,10 +70,21 @@ network rows times the seconds a row of a few iterations that had the machine to
 
 ABOUT_EQUAL = "Strict accuracy at shares of the same runs' budget (mean over seeds; evaluated at the first iteration past the mark)."
 
-ABOUT_PROXY = """Two ways to train on the tiny CLIP's cosine: `proxy_points` as it is, `proxy_wins` by win rates within the group
-(`algorithm.outcome=win_rate`, Pref-GRPO). The strict verifier is read and never trained on."""
+ABOUT_PROXY = """Two ways to train `mix_grpo_flash` on the tiny CLIP's cosine, for twice the budget: `proxy_points` as it is, `proxy_wins`
+by win rates within the group (`algorithm.outcome=win_rate`, what Pref-GRPO does). The strict verifier is read and never trained on."""
+ABOUT_SETTINGS = """What the runs set beside `configs/algorithm/NAME.yaml` and the settings that all share (`COMMON` in
+`scripts/bench_algorithms.py`). A method that is missing here sets nothing more."""
+ABOUT_CLAIMS = """Runs beside those of the main table, at their method's best setting where *settings* does not say otherwise; names without
+a section are of `algorithm`. *Budget* is in network rows. `*_few` train on the eight prompts of `docs/results/few_prompts.jsonl` and are
+read on them, with intervals over images; `*_steps` sample with so few steps in training and in evaluation."""
 ABOUT_TUNING = """Strict accuracy on images of training prompts after a third of the budget, seed 0. The best of each row, at a third of
 its rate, is what the runs use."""
+
+
+def named(words: list[str]) -> str:
+    """Settings as a table shows them: the last value of each key, without `algorithm.`; what is trained on has a name of its own."""
+    last = dict(word.split("=", 1) for word in words if not word.startswith("data."))
+    return " ".join(f"`{key.removeprefix('algorithm.')}={value}`" for key, value in last.items())
 
 
 def run_said(method: str, cells: list[Cell]) -> str:
@@ -77,8 +92,9 @@ def run_said(method: str, cells: list[Cell]) -> str:
     change, low, high = gain(cells)
     before = cells[0]["before"]["shapes/strict"]["mean"]
     after = ", ".join(f"{bench.score(c):.3f} (seed {c['seed']})" for c in cells)
-    return f"""Strict accuracy on held-out prompts of `shapes-sd3`, at the budget and settings that all methods share: {before:.3f} before,
-{after} after; gain {change:+.3f} [{low:+.3f}, {high:+.3f}]. [Results](../results.md) compares the methods.
+    own = named([*bench.METHODS[method], *cells[0]["words"]])
+    return f"""Strict accuracy on held-out prompts of `shapes-sd3`, at the budget and settings that all methods share, with {own}:
+{before:.3f} before, {after} after; gain {change:+.3f} [{low:+.3f}, {high:+.3f}]. [Results](../results.md) compares the methods.
 
     python scripts/bench_algorithms.py run {method}"""
 
@@ -86,9 +102,9 @@ def run_said(method: str, cells: list[Cell]) -> str:
 def few_said(method: str, c: Cell) -> str:
     """What its run on the prompts of few_prompts.jsonl says."""
     change, low, high = few_change(c)
-    options = " ".join(f"`{word}`" for word in bench.CLAIMS[f"{method}_few"][1] if not word.startswith("data."))
-    return f"""Trained on the eight prompts of `docs/results/few_prompts.jsonl` and read on them, with
-{options}: gain {change:+.3f} [{low:+.3f}, {high:+.3f}], to {bench.score(c):.3f}.
+    share = c["budget"] / bench.BUDGET
+    return f"""Trained on the eight prompts of `docs/results/few_prompts.jsonl` and read on them, for {share:g} of that budget and with
+{named([*bench.METHODS[method], *c["words"]])}: gain {change:+.3f} [{low:+.3f}, {high:+.3f}], to {bench.score(c):.3f}.
 
     python scripts/bench_algorithms.py claims {method}_few"""
 
@@ -196,6 +212,10 @@ def equal_table(done: dict[str, list[Cell]]) -> str:
     return table(["method", *(str(Fraction(share).limit_denominator(9)) for share in bench.MARKS), "all"], rows)
 
 
+def settings_table() -> str:
+    return table(["method", "settings"], [[method, named(words)] for method, words in bench.METHODS.items() if words])
+
+
 def tuning_table() -> str:
     rows = []
     for method in bench.METHODS:
@@ -240,11 +260,12 @@ def claims_table(claims: dict[str, list[Cell]]) -> str:
         iterations = statistics.mean(p["iteration"] for p in ends)
         each, pace = statistics.mean(p["calls"] for p in ends) / iterations, seconds(name)
         rows.append([
-            name, f"{change:+.3f} [{low:+.3f}, {high:+.3f}]", ", ".join(f"{bench.score(c):.3f}" for c in cells), setting(cells[0]),
+            name, bench.CLAIMS[name][0], named(cells[0]["words"]), f"{cells[0]['budget']:,}", f"{change:+.3f} [{low:+.3f}, {high:+.3f}]",
+            f"{cells[0]['before']['shapes/strict']['mean']:.3f}", ", ".join(f"{bench.score(c):.3f}" for c in cells),
             f"{iterations:.0f}", f"{each:,.0f}", f"{pace * each:.2f}" if pace else "",
         ])  # fmt: skip
-    head = ["run", "gain [95%]", "after, by seed", "rate, clip", "iterations", "network rows an iteration", "seconds an iteration"]
-    return table(head, rows)
+    head = ["run", "method", "settings", "budget", "gain [95%]", "before", "after, by seed", "iterations"]
+    return table([*head, "rows an iteration", "seconds an iteration"], rows)
 
 
 def curve_of(c: Cell, key: str, scale: float) -> list[tuple[float, float]]:

@@ -220,7 +220,7 @@ def test_rows_of_one_state_share_a_network_row(options, init, copies, states, ro
     rollout = roll_out(policy, algorithm, copies=copies, prompts=1, sampler=shared(init))
     edges = Advantages(leaf=torch.ones(len(rollout.leaf)), transition=torch.randn(len(rollout.src)))
     batch = algorithm.columns(rollout, edges, seed=0, iteration=0)
-    assert len(batch) == copies * rows == copies * algorithm.rows_per_copy(rollout.plan)
+    assert len(batch) == copies * rows == algorithm.most_rows(rollout.plan, copies * rollout.plan.leaves)
     policy.rows = 0
     _, whole = backward(algorithm, policy, rollout, batch)
     assert policy.rows == round(copies * states) == torch.unique(algorithm.network_rows(batch)).numel()

@@ -248,9 +248,9 @@ def test_dance_trains_a_random_share_of_each_samples_steps():
     assert bool(((draw.float().mean(0) - 4 / 7).abs() < 0.13).all())
     again, next_iteration = (algorithm._drawn(rollout, 0, i).view(200, 7) for i in (0, 1))
     assert torch.equal(draw, again) and not torch.equal(draw, next_iteration)
-    assert len(algorithm.columns(rollout, advantages, seed=0, iteration=0)) == 800 == 200 * algorithm.rows_per_copy(rollout.plan)
+    assert len(algorithm.columns(rollout, advantages, seed=0, iteration=0)) == 800 == algorithm.most_rows(rollout.plan, 200)
     least = make(timestep_fraction=0.1)  # never none
-    assert int(least._drawn(rollout, 0, 0).sum()) == 200 * least.rows_per_copy(rollout.plan) == 200
+    assert int(least._drawn(rollout, 0, 0).sum()) == least.most_rows(rollout.plan, 200) == 200
 
 
 def test_plans_follow_the_config():
@@ -331,7 +331,7 @@ def test_a_shipped_configuration_has_a_plan_that_its_batch_fits(name):
     cfg, algorithm = shipped(name)
     planned = algorithm.plan(sigmas.shifted(cfg.sampler.steps, 3), sampler=cfg.sampler, iteration=0, seed=0)
     check_batch(cfg, processes=1, leaves=planned.leaves)
-    assert (planned.leaves, algorithm.rows_per_copy(planned)) == SHIPPED[name][:2]
+    assert (planned.leaves, algorithm.most_rows(planned, planned.leaves)) == SHIPPED[name][:2]
     assert plan.nfe(planned) == NFE.get(name, cfg.sampler.steps)
 
 

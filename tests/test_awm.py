@@ -131,7 +131,7 @@ def test_the_published_levels_are_one_of_each_pair_between_pure_noise_and_the_la
     bins = [[1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     assert [sorted(set(column.tolist())) for column in steps.T] == bins
     assert all(abs((column == column.min()).double().mean() - 1 / len(b)) < 0.1 for column, b in zip(steps.T, bins, strict=True))
-    assert algorithm.config.share == "all" and algorithm.rows_per_copy(plan) == 6
+    assert algorithm.config.share == "all" and algorithm.most_rows(plan, 24) == 24 * 6
 
 
 @pytest.mark.parametrize("off_policy", [False, True])

@@ -68,6 +68,16 @@ def test_a_mistake_is_named_and_nothing_is_written(tmp_path, wrong, sentence):
         (["algorithm=flow_grpo", "sampler.eta=0"], "GRPO needs SDE steps and this plan has none: set sampler.eta > 0"),
         (["algorithm=flow_grpo", "sampler.steps=1"], "GRPO needs SDE steps and this plan has none"),
         (["algorithm=mix_grpo", "sampler.steps=4"], "a window of 4 steps does not fit into steps 0..2 of 4"),
+        (["algorithm=mix_grpo", "sampler.steps=1"], "a window needs at least 2 steps"),
+        (["algorithm=flow_grpo_fast", "sampler.steps=4"], "cannot end at window.high=5 of 4 steps: the last stays ODE; choose at most 3"),
+        (
+            ["algorithm=mix_grpo", "algorithm.window.low=9", "algorithm.window.high=5"],
+            "cannot start at window.low=9 and end at 5; choose low in 0..4",
+        ),
+        (["algorithm=flow_grpo", "algorithm.clip=1e-3"], "algorithm.clip=0.001 should be values in brackets"),
+        (["algorithm=flow_grpo", "algorithm.clip=[1e-4]"], "algorithm.clip=[0.0001] should have 2 values or more"),
+        (["algorithm=flow_grpo", "algorithm.clip=[1e-4,1e-4,1]"], "algorithm.clip=[0.0001, 0.0001, 1] should have at most 2 values"),
+        (["reward.shapes=0"], "every reward has weight 0 (shapes), so nothing would be trained"),
         (["algorithm=flow_grpo", "model.pipeline.guidance_scale=1.0", "sampler.guidance=3"], "guidance=3.0 needs an unconditional branch"),
         (["model.pipeline.guidance_scale=1.0", "eval.baseline_guidance=4"], "guidance=4.0 needs an unconditional branch"),
         (

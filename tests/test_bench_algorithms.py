@@ -11,6 +11,7 @@ import pytest
 from flowrl import setup
 from flowrl.config import load_config
 from flowrl.data import load_prompts
+from flowrl.loop import Trainer
 from flowrl.samplers import sigmas
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
@@ -64,7 +65,7 @@ def test_every_method_has_a_valid_cell_and_all_share_what_is_compared(bench):
         cfg, plan = planned(bench.tuning(method)[0])
         assert cfg.batch.group % plan.leaves == 0 and cfg.batch.prompts % cfg.batch.updates == 0
         shared.add((cfg.model.source, str(cfg.reward), str(cfg.train), cfg.batch.prompts, cfg.sampler.steps, str(cfg.eval), str(cfg.ema)))
-    assert len(shared) == 1 and len(bench.METHODS) == 22
+    assert len(shared) == 1 and len(bench.METHODS) == 23
     assert set(bench.CLIPS) <= set(bench.METHODS)
 
 
@@ -204,7 +205,19 @@ def test_every_method_has_improved_significantly_in_a_committed_run(committed):
         low[method] = results_page.gain(results_page.results(committed.finals(method)))[1]
         few = results_page.results(committed.claims(f"{method}_few")) if f"{method}_few" in committed.CLAIMS else []
         low[method] = max([low[method], *(results_page.few_change(c)[1] for c in few)])
-    assert len(low) == 22 and not {method for method, value in low.items() if value <= 0}
+    assert len(low) == 23 and not {method for method, value in low.items() if value <= 0}
+
+
+@pytest.mark.parametrize(("method", "seed"), [("mix_grpo_flash", 1), ("tree_grpo", 0), ("dpo", 0), ("nft", 0)])
+def test_the_code_as_it_is_makes_the_committed_runs(committed, tmp_path, method, seed):
+    """Their first iteration: the samples' mean reward, the gradient's size, and by winner_gain its direction."""
+    cell = committed.result(committed.finals(method)[seed])
+    only = ["eval.at_start=false", "guard.canaries=false", f"output={tmp_path}/run"]
+    now, then = next(iter(Trainer(load_config(None, [*cell["settings"], *only])))).metrics, cell["curve"][0]
+    assert now["policy/rows"] == then["rows"] > 0
+    for key, rel in (("reward/total", 0.1), ("policy/grad_norm", 0.03), ("policy/winner_gain", 0.1)):
+        assert now[key] == pytest.approx(then[key], rel=rel), key
+    assert then["policy/winner_gain"] > 0
 
 
 def test_the_quickstarts_seeds_may_be_followed_by_overrides(tmp_path, monkeypatch):

@@ -160,7 +160,7 @@ def test_the_references_guidance_is_its_own():
 def test_the_old_policy_follows_slowly():
     assert [make(clip=1e-3).follow(n, 0)["old"] for n in (0, 1, 300, 1000)] == pytest.approx([0, 0.001, 0.3, 0.3])
     assert make().follow(9, 0) == {} and make(old_slope=0.01, old_decay=0.5, clip=1.0).follow(20, 0) == {"old": 0.2}
-    assert make().rows_per_copy(make().plan(GRID, sampler=SAMPLER, iteration=0, seed=0)) == 4
+    assert make().most_rows(make().plan(GRID, sampler=SAMPLER, iteration=0, seed=0), 8) == 8 * 4
 
 
 @pytest.mark.parametrize("options", [{"beta": 1.0, "clip": 1e-3}, {"beta": 10.0, "levels": "stratified", "share": "group"}])

@@ -285,8 +285,9 @@ def test_every_algorithm_has_a_page_with_the_same_sections(name):
 def test_every_metric_that_code_writes_is_explained():
     sources = "".join(p.read_text(encoding="utf-8") for p in [*ROOT.glob("flowrl/*.py"), *ROOT.glob("flowrl/algorithms/*.py")])
     written = set(re.findall(r'"((?:policy|optimizer|reward)/[a-z0-9_]+)"', sources))
+    written |= {f"time/{phase}" for phase in re.findall(r'(?:\.phase|\.add_time)\("(\w+)"', sources)}
     explained = "".join(PAGES.values())
-    assert {"policy/clip_fraction", "policy/x0_error", "reward/total", "optimizer/lr"} <= written
+    assert {"policy/clip_fraction", "policy/x0_error", "reward/total", "optimizer/lr", "time/advantages"} <= written
     assert not [metric for metric in written if f"`{metric}`" not in explained]
 
 

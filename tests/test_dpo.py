@@ -138,9 +138,9 @@ def test_the_reference_may_become_the_policy_every_forty_iterations():
     assert loss() == pytest.approx(math.log(2)) != pytest.approx(before, abs=0.1)
 
 
-def test_no_more_rows_are_announced_than_a_sample_can_give():
+def test_no_more_rows_are_announced_than_a_pair_can_give():
     plan = make().plan(GRID, sampler=SAMPLER, iteration=0, seed=0)
-    assert make(steps=3).rows_per_copy(plan) == 3 and make(steps=None).rows_per_copy(plan) == 1
+    assert make(steps=3).most_rows(plan, 24) == 6 and make(steps=None).most_rows(plan, 24) == 2
 
 
 @pytest.mark.parametrize("options", [{"beta": 5.0, "steps": 4}, {"beta": 50.0, "reference": "reset", "reference_every": 3, "error": "eps"}])

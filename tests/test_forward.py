@@ -96,7 +96,7 @@ def test_uniform_levels_are_stratified_and_stay_off_the_data():
 def test_continuous_levels_are_one_per_sample_unless_told(levels):
     plan = make().plan(GRID, sampler=SAMPLER, iteration=0, seed=0)
     assert make(levels=levels).draws(plan) == 1 and make(levels=levels, steps=20).draws(plan) == 20
-    assert make(levels=levels, steps=20).rows_per_copy(plan) == 20
+    assert make(levels=levels, steps=20).most_rows(plan, 8) == 8 * 20 == 2 * make(levels=levels, steps=20, keep=4).most_rows(plan, 8)
 
 
 def test_continuous_levels_stay_where_the_model_knows_noise():

@@ -111,3 +111,9 @@ def test_the_gradient_is_the_weighted_errors():
 def test_a_toy_flow_learns(options):
     history = learn(make(**options), iterations=30)
     assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.2
+
+
+def test_no_more_rows_are_announced_than_are_trained():
+    _, rollout, _, rows = prepared(make(top=3), reward=torch.arange(24.0))
+    assert len(rows) == 3 * make(top=3).most_rows(rollout.plan, 8) == 3 * 3 * 2
+    assert make(top=9).most_rows(rollout.plan, 8) == 8 * 2 == make(select="softmax").most_rows(rollout.plan, 8)

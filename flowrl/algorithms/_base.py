@@ -88,9 +88,9 @@ class Algorithm:
     def check(self, plan: Plan) -> None:
         """ValueError, saying which setting to change, when the plan cannot serve."""
 
-    def rows_per_copy(self, plan: Plan) -> int:
-        """Rows of the loss that one copy of the plan gives at most; told to the user before a run."""
-        return int(plan.trained.sum())
+    def most_rows(self, plan: Plan, group: int) -> int:
+        """Rows of the loss that a group of `group` samples gives at most; told to the user before a run."""
+        return int(plan.trained.sum()) * group // plan.leaves
 
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
         """(B,) fp32 from the rewards and groups of the whole iteration, over all processes; the config is a Credit."""

@@ -101,8 +101,8 @@ class ForwardMethod(_base.Anchored):
         self.check_anchor()
         self.draws(plan)
 
-    def rows_per_copy(self, plan: Plan) -> int:
-        return plan.leaves * self.draws(plan)
+    def most_rows(self, plan: Plan, group: int) -> int:
+        return self.draws(plan) * min(group, self.config.keep or group)
 
     # ------------------------------------------------------------------ noise levels
 

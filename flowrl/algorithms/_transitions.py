@@ -191,8 +191,9 @@ class TransitionMethod(_base.Anchored):
                 "less"
             )
 
-    def rows_per_copy(self, plan: Plan) -> int:
-        return max(int(int(plan.trained.sum()) * self.config.timestep_fraction + 1e-9), 1)
+    def most_rows(self, plan: Plan, group: int) -> int:
+        each = max(int(int(plan.trained.sum()) * self.config.timestep_fraction + 1e-9), 1)
+        return each * min(group, self.config.keep or group) // plan.leaves
 
     # ------------------------------------------------------------------ credit
 

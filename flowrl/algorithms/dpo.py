@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl.algorithms import _base, _forward
-from flowrl.types import Advantages, Columns, LossOutput, Rollout
+from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
 
 class DPOConfig(_forward.ForwardConfig):
@@ -45,6 +45,9 @@ class DPO(_forward.ForwardMethod):
     guidance = None
     shared_noise = True
     compares_reference = True
+
+    def most_rows(self, plan: Plan, group: int) -> int:
+        return 2 * self.draws(plan)
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
         """The best and the worst leaf of each group with a signal; ties within the best or the worst go to the first."""

@@ -20,7 +20,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from flowrl.algorithms import _base, _forward
-from flowrl.types import Advantages, Columns, LossOutput, Rollout
+from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
 LEAST = 1e-4
 
@@ -39,6 +39,9 @@ class RAFT(_forward.ForwardMethod):
     Config = RAFTConfig
     config: RAFTConfig
     guidance = None
+
+    def most_rows(self, plan: Plan, group: int) -> int:
+        return super().most_rows(plan, min(group, self.config.top) if self.config.select == "best" else group)
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
         leaf, adv = _forward.members_with_signal(rollout, advantages)
