@@ -52,6 +52,7 @@ def refused(tmp_path, *arguments):
         ("train.lora.targets=[to_z]", "lora targets ['to_z'] match no Linear layer"),
         ("train.init_lora=nowhere", "nowhere"),
         ("model.pipeline.heigth=64", "heigth"),
+        ("model=nobody/nothing", '"nobody/nothing" is no diffusers folder, and cannot be fetched: HF_HUB_OFFLINE is set'),
     ],
 )
 def test_a_mistake_is_named_and_nothing_is_written(tmp_path, wrong, sentence):

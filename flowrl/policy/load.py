@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from torch import Tensor, nn
 
 from flowrl.log import quiet
@@ -83,9 +84,13 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
         package, _, folder = source.removeprefix("package:").partition("/")
         source = str(resources.files(package) / folder)
     try:
-        index = DiffusionPipeline.load_config(source)
+        with quiet(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The `local_dir_use_symlinks`", UserWarning)  # diffusers' own argument
+            index = DiffusionPipeline.load_config(source)
     except OSError as error:
-        raise ValueError(f'model "{source}" is no diffusers folder, and cannot be fetched: {" ".join(str(error).split())[:300]}') from error
+        away = constants.HF_HUB_OFFLINE and not Path(source).exists()
+        why = "HF_HUB_OFFLINE is set, and the cache does not hold it" if away else " ".join(str(error).split())[:300]
+        raise ValueError(f'model "{source}" is no diffusers folder, and cannot be fetched: {why}') from error
     absent = {name: None for name, entry in index.items() if isinstance(entry, list | tuple) and entry[0] is None}
     with quiet(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)  # 0.40 knows no other name
