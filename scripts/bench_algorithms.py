@@ -111,6 +111,7 @@ CLAIMS: dict[str, tuple[str, list[str], float]] = {  # name -> (method, words, s
     "ddpo_few": ("ddpo", [*SEEN, *EARLY], 1 / 2),
     "dpok_few": ("dpok", [*SEEN, *EARLY], 1 / 2),
     "prdp_few": ("prdp", [*SEEN, *EARLY, "algorithm.beta=0.02"], 1 / 2),
+    "pref_grpo_few": ("pref_grpo", [*SEEN, *EARLY, "algorithm.timestep_fraction=1"], 1 / 2),
     "ddpo_many": ("ddpo", EARLY, 1),
     "prdp_many": ("prdp", [*EARLY, "algorithm.beta=0.02"], 1),
     "raft_few": ("raft", [*SEEN, "optimizer.lr=3e-4", "algorithm.top=2", "algorithm.steps=8"], 1),
