@@ -72,7 +72,7 @@ ABOUT_EQUAL = "Strict accuracy at shares of the same runs' budget (mean over see
 
 ABOUT_PROXY = """Two ways to train `mix_grpo_flash` on the tiny CLIP's cosine, for twice the budget: `proxy_points` as it is, `proxy_wins`
 by win rates within the group (`algorithm.outcome=win_rate`, what Pref-GRPO does). The strict verifier is read and never trained on."""
-ABOUT_SETTINGS = """What the runs set beside `configs/algorithm/NAME.yaml` and the settings that all share (`COMMON` in
+ABOUT_SETTINGS = """What the runs set beside their file in `configs/algorithm` and the settings that all share (`COMMON` in
 `scripts/bench_algorithms.py`). A method that is missing here sets nothing more."""
 ABOUT_CLAIMS = """Runs beside those of the main table, at their method's best setting where *settings* does not say otherwise; names without
 a section are of `algorithm`. *Budget* is in network rows. `*_few` train on the eight prompts of `docs/results/few_prompts.jsonl` and are
