@@ -146,8 +146,6 @@ def check_signal(cfg: Config, algorithm: Algorithm, plan: Plan, needs: frozenset
     """
     if cfg.batch.group == 1:
         raise ValueError("batch.group=1: an advantage is a reward minus its group's mean, which is 0 for a single sample; use at least 2")
-    if not cfg.data.offline and not any(entry["weight"] for entry in cfg.reward.values()):
-        raise ValueError(f"every reward has weight 0 ({', '.join(cfg.reward)}), so nothing would be trained; give one another weight")
     if not cfg.data.offline:
         check_samples(cfg, algorithm, plan)
     if cfg.draw.mode == "balance":
@@ -163,7 +161,9 @@ def check_signal(cfg: Config, algorithm: Algorithm, plan: Plan, needs: frozenset
 
 
 def check_samples(cfg: Config, algorithm: Algorithm, plan: Plan) -> None:
-    """Samples of a prompt that are all equal, or all trained whatever their rewards -> ValueError."""
+    """Samples that all score 0, that are all equal within a prompt, or all trained whatever their rewards -> ValueError."""
+    if not any(entry["weight"] for entry in cfg.reward.values()):
+        raise ValueError(f"every reward has weight 0 ({', '.join(cfg.reward)}), so nothing would be trained; give one another weight")
     if plan.init != "sample" and not bool(plan.kind.any()):
         raise ValueError(
             f"sampler.init_noise={plan.init} starts all samples of a prompt from one noise, and this method's sampler adds none, so that "

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flowrl.algorithms._base import Algorithm, Anchor, Credit
+from flowrl.algorithms._prune import depths
 from flowrl.algorithms._transitions import FORKING, TransitionConfig
 from flowrl.algorithms.awm import AWMConfig
 from flowrl.algorithms.crd import CRDConfig
@@ -36,7 +37,7 @@ class Start:
     @property
     def depths(self) -> int:
         """Noisy steps of plan=branch from the last split on."""
-        return int(self.plan.depth[self.plan.trained].max()) + 1 - max(self.c.tree.splits)
+        return depths(self.plan, self.c.tree.splits)
 
 
 class Rule(NamedTuple):

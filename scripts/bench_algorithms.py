@@ -288,9 +288,10 @@ def work(cells_of: Any, methods: list[str], workers: int) -> None:
         cells = [c for m in methods for c in cells_of(m)]
         todo = [c for c in cells if not path_of(c).exists() and c["name"] not in tried]
         if not todo:
-            if not tried:
-                there = f"all {len(cells)} cells are there; to run one again, remove it: {path_of(cells[0])}" if cells else ""
-                print(there or "no cell can be named yet: `tune` comes first")
+            if not cells:
+                print("no cell can be named yet: `tune` comes first")
+            elif not tried:
+                print(f"all {len(cells)} cells are there; to run one again, remove it: {path_of(cells[0])}")
             return
         tried |= {c["name"] for c in todo}
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:

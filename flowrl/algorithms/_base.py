@@ -93,10 +93,12 @@ class Algorithm:
         return int(plan.trained.sum()) * group // plan.leaves
 
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
-        """(B,) fp32 from the rewards and groups of the whole iteration, over all processes; the config is a Credit."""
+        """(B,) fp32 from the rewards and groups of the whole iteration, over all processes; NaN: failed. The config is a Credit."""
         c = self.config
         adv = credit.combine(self.outcome(rewards, group), group, how=c.combine, std=c.std, ddof=c.ddof, eps=c.eps, clip=c.adv_clip)
-        return adv if c.keep is None else torch.where(credit.best_worst(adv, group, c.keep), adv, self.left_out)
+        if c.keep is not None:
+            adv = torch.where(credit.best_worst(adv, group, c.keep), adv, self.left_out)
+        return torch.where(rewards.valid, adv, torch.nan)
 
     def outcome(self, rewards: Rewards, group: Tensor) -> Rewards:
         """What credit starts from: the rewards, or win rates within groups, of each reward and of their sum."""

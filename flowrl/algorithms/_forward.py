@@ -23,7 +23,7 @@ from flowrl.algorithms import _base
 from flowrl.samplers import keys
 from flowrl.samplers import plan as plans
 from flowrl.samplers.sigmas import shift
-from flowrl.types import Advantages, Columns, Plan, Rewards, Rollout, expand
+from flowrl.types import Advantages, Columns, Plan, Rollout, expand
 
 LOWEST = 0.01  # continuous noise levels stay above it (AWM's code): nearer to data, errors of v say nothing
 
@@ -86,7 +86,7 @@ class ForwardMethod(_base.Anchored):
     guidance: Literal["none"] | None = "none"
     shared_noise = False  # whether the members of a group get the same noise
     compares_reference = False  # whether the loss reads errors of the reference
-    left_out = float("nan")
+    left_out = float("nan")  # not 0, which is also what a sample at the mean gets
     reads_old = False  # whether the loss reads velocities of the old policy
 
     def __init__(self, config: ForwardConfig):
@@ -152,10 +152,6 @@ class ForwardMethod(_base.Anchored):
         return shift(s, c.shift).clamp(LOWEST, most), place.expand(len(names), -1)
 
     # ------------------------------------------------------------------ rows
-
-    def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
-        """As Algorithm's; NaN, not 0, for samples that failed or that `keep` leaves out: 0 is also what a sample at the mean gets."""
-        return torch.where(rewards.valid, super().leaf_advantages(rewards, group), torch.nan)
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
         """Leaves that are trained and what stands in their column adv -> (m,) int64, (m,) fp32."""

@@ -52,10 +52,14 @@ def pruned(prune: Prune, rollout: Rollout, advantages: Advantages, *, splits: tu
     return out
 
 
+def depths(plan: Plan, splits: tuple[int, ...]) -> int:
+    """Noisy steps of a branching plan from the last split on."""
+    return int(plan.depth[plan.trained].max()) + 1 - max(splits)
+
+
 def prunes_all(prune: Prune, plan: Plan, splits: tuple[int, ...]) -> bool:
     """Whether `depth` covers every noisy step of a branching plan, and so leaves nothing to train."""
-    depth, last = plan.depth[plan.trained], max(splits)
-    return int(depth.min()) >= last and prune.depth > int(depth.max()) - last
+    return int(plan.depth[plan.trained].min()) >= max(splits) and prune.depth >= depths(plan, splits)
 
 
 def _first(prune: Prune, last: int, deepest: int, iteration: int) -> int:

@@ -200,8 +200,7 @@ class TransitionMethod(_base.Anchored):
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
         """z-scores, or the outcome itself where the credit rule has statistics of its own; NaN of an invalid sample."""
         own = self.config.credit in OWN_STATISTICS and self.config.combine == "rewards"
-        leaf = self.outcome(rewards, group).total if own else super().leaf_advantages(rewards, group)
-        return torch.where(rewards.valid, leaf, torch.nan)
+        return torch.where(rewards.valid, self.outcome(rewards, group).total, torch.nan) if own else super().leaf_advantages(rewards, group)
 
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
         """Invalid samples have leaf NaN or 0 and enter no transition."""
