@@ -28,9 +28,19 @@ _HOMES = {
     "score": "flowrl.rewards",
 }
 __all__ = [
-    "Config", "Policy", "Run", "Trainer", "__version__",
-    "evaluate", "generate", "load_config", "load_policy", "reward", "score", "train",
-]  # fmt: skip
+    "Config",
+    "Policy",
+    "Run",
+    "Trainer",
+    "__version__",
+    "evaluate",
+    "generate",
+    "load_config",
+    "load_policy",
+    "reward",
+    "score",
+    "train",
+]
 
 if TYPE_CHECKING:
     from flowrl.config import Config, load_config
@@ -43,5 +53,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'flowrl' has no attribute {name!r}; it offers {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'flowrl' has no attribute {name!r}; it offers {', '.join(__all__)}"
+        )
     return getattr(importlib.import_module(_HOMES[name]), name)

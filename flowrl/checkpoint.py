@@ -1,7 +1,8 @@
 """Checkpoints that are whole or absent: safetensors, json and a manifest of sha256, never a pickle.
 
-A checkpoint is written to a temporary folder, flushed to disk, and renamed to checkpoints/step-000100: a run killed at any moment leaves
-the previous one. `load` verifies the size and hash of every file before it returns a number.
+A checkpoint is written to a temporary folder, flushed to disk, and renamed to
+checkpoints/step-000100: a run killed at any moment leaves the previous one. `load` verifies the
+size and hash of every file before it returns a number.
 """
 
 from __future__ import annotations
@@ -31,10 +32,18 @@ def folder_of(run: str | Path, iteration: int) -> Path:
     return Path(run) / "checkpoints" / f"step-{iteration:06d}"
 
 
-def save(run: str | Path, iteration: int, tensors: Mapping[str, Mapping[str, Tensor]], meta: Mapping[str, Any], *, keep: int = 2) -> Path:
+def save(
+    run: str | Path,
+    iteration: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    meta: Mapping[str, Any],
+    *,
+    keep: int = 2,
+) -> Path:
     """Write checkpoints/step-<iteration> of a run atomically and remove all but the newest `keep`.
 
-    iteration: the last one finished, counted from 1. tensors: file stem -> name -> tensor on any device; meta: anything json can hold.
+    iteration: the last one finished, counted from 1. tensors: file stem -> name -> tensor on any
+    device; meta: anything json can hold.
     A checkpoint of the same iteration is replaced. One process writes at a time. -> its folder.
     """
     final = folder_of(run, iteration)
@@ -46,7 +55,10 @@ def save(run: str | Path, iteration: int, tensors: Mapping[str, Mapping[str, Ten
     for stem, group in tensors.items():
         write_tensors(temporary / f"{stem}.safetensors", group)
     _write(temporary / META, json.dumps({"iteration": iteration, **meta}, indent=1).encode())
-    files = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(temporary.iterdir())}
+    files = {
+        p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)}
+        for p in sorted(temporary.iterdir())
+    }
     _write(temporary / MANIFEST, json.dumps({"files": files}, indent=1).encode())
     _sync(temporary)
     if final.exists():  # a rename cannot replace a folder with files
@@ -65,9 +77,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def steps(run: str | Path) -> list[Path]:
-    """Finished checkpoints of a run, oldest first; leftovers of interrupted writes are not listed."""
+    """Finished checkpoints of a run, oldest first; leftovers of interrupted writes are not
+    listed."""
     parent = Path(run) / "checkpoints"
-    found = [p for p in parent.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)] if parent.is_dir() else []
+    found = (
+        [p for p in parent.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)]
+        if parent.is_dir()
+        else []
+    )
     return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
 
@@ -75,33 +92,50 @@ def latest(run: str | Path) -> Path:
     """The newest checkpoint. None there -> CheckpointError."""
     found = steps(run)
     if not found:
-        raise CheckpointError(f"{Path(run) / 'checkpoints'} holds no checkpoint; start the run anew, without --resume")
+        raise CheckpointError(
+            f"{Path(run) / 'checkpoints'} holds no checkpoint; start the run anew, without --resume"
+        )
     return found[-1]
 
 
 def load(folder: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """(tensors, meta) as given to `save`, after every file's size and hash were verified; meta also holds "iteration"."""
+    """(tensors, meta) as given to `save`, after every file's size and hash were verified; meta also
+    holds "iteration"."""
     folder = Path(folder)
     manifest = _json(folder / MANIFEST).get("files")
-    if not isinstance(manifest, dict) or META not in manifest or not all(isinstance(e, dict) for e in manifest.values()):
+    if (
+        not isinstance(manifest, dict)
+        or META not in manifest
+        or not all(isinstance(e, dict) for e in manifest.values())
+    ):
         raise CheckpointError(f"{folder / MANIFEST} is not a manifest of files; {_advice(folder)}")
     for name, entry in manifest.items():
         _verify(folder / name, entry)
-    tensors = {Path(n).stem: safetensors.torch.load_file(folder / n) for n in manifest if n.endswith(".safetensors")}
+    tensors = {
+        Path(n).stem: safetensors.torch.load_file(folder / n)
+        for n in manifest
+        if n.endswith(".safetensors")
+    }
     return tensors, _json(folder / META)
 
 
 def truncate_metrics(run: str | Path, iteration: int) -> None:
-    """Forget what a run recorded after `iteration`, so that a resumed run records each iteration once.
+    """Forget what a run recorded after `iteration`, so that a resumed run records each iteration
+    once.
 
-    Later lines of metrics.jsonl and a half-written last one go (the file is replaced atomically), and so do later samples/, told by the
-    six digits in their names; names without digits stay.
-    Tracker logs are append-only: write later events with `purge_step=iteration + 1` (TensorBoard drops the old ones).
+    Later lines of metrics.jsonl and a half-written last one go (the file is replaced atomically),
+    and so do later samples/, told by the six digits in their names; names without digits stay.
+    Tracker logs are append-only: write later events with `purge_step=iteration + 1` (TensorBoard
+    drops the old ones).
     """
     run = Path(run)
     metrics = run / "metrics.jsonl"
     if metrics.exists():
-        kept = [line for line in metrics.read_bytes().splitlines(keepends=True) if _iteration(line) <= iteration]
+        kept = [
+            line
+            for line in metrics.read_bytes().splitlines(keepends=True)
+            if _iteration(line) <= iteration
+        ]
         temporary = metrics.with_suffix(".tmp")
         _write(temporary, b"".join(kept))
         os.replace(temporary, metrics)
@@ -112,8 +146,11 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
             _remove(sample)
 
 
-def pack_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """AdamW's state as {"<parameter>/exp_avg": ...}, keyed by the parameters' names instead of their order. names: name -> parameter."""
+def pack_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """AdamW's state as {"<parameter>/exp_avg": ...}, keyed by the parameters' names instead of
+    their order. names: name -> parameter."""
     by_id = {id(p): name for name, p in names.items()}
     packed = {}
     for parameter, state in optimizer.state.items():
@@ -122,8 +159,11 @@ def pack_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]
     return packed
 
 
-def unpack_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], packed: Mapping[str, Tensor]) -> None:
-    """Inverse of `pack_optimizer`: moments go to their parameter's device, step counts stay where AdamW keeps them.
+def unpack_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], packed: Mapping[str, Tensor]
+) -> None:
+    """Inverse of `pack_optimizer`: moments go to their parameter's device, step counts stay where
+    AdamW keeps them.
 
     A name that is not trained now, or a moment of another shape -> CheckpointError.
     """
@@ -133,14 +173,24 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[str, Tenso
         states.setdefault(name, {})[key] = value
     unknown = sorted(states.keys() - names.keys())
     if unknown:
-        raise CheckpointError(f"the checkpoint holds optimizer state of {unknown[0]}, which is not trained by this config")
+        raise CheckpointError(
+            f"the checkpoint holds optimizer state of {unknown[0]}, which is not trained by this"
+            " config"
+        )
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for name, state in states.items():
         parameter = names[name]
         for key, value in state.items():
             if key != "step" and value.shape != parameter.shape:
-                raise CheckpointError(f"{name}: {key} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}")
-            state[key] = value.clone() if key == "step" and not fused else value.to(parameter.device, copy=True)
+                raise CheckpointError(
+                    f"{name}: {key} has shape {tuple(value.shape)}, the parameter"
+                    f" {tuple(parameter.shape)}"
+                )
+            state[key] = (
+                value.clone()
+                if key == "step" and not fused
+                else value.to(parameter.device, copy=True)
+            )
         optimizer.state[parameter] = state
 
 
@@ -149,14 +199,23 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path} is missing; {_advice(path.parent)}")
     size = path.stat().st_size
     if size != entry.get("bytes"):
-        raise CheckpointError(f"{path} has {size} bytes instead of {entry['bytes']}, so it is truncated or altered; {_advice(path.parent)}")
+        raise CheckpointError(
+            f"{path} has {size} bytes instead of {entry['bytes']}, so it is truncated or altered;"
+            f" {_advice(path.parent)}"
+        )
     if _sha256(path) != entry.get("sha256"):
-        raise CheckpointError(f"{path} does not match its sha256, so it was altered; {_advice(path.parent)}")
+        raise CheckpointError(
+            f"{path} does not match its sha256, so it was altered; {_advice(path.parent)}"
+        )
 
 
 def _advice(folder: Path) -> str:
     others = [p for p in steps(folder.parent.parent) if p != folder]
-    return f"remove {folder} to resume from {others[-1].name}" if others else "no other checkpoint is there to resume from"
+    return (
+        f"remove {folder} to resume from {others[-1].name}"
+        if others
+        else "no other checkpoint is there to resume from"
+    )
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -165,7 +224,9 @@ def _json(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; {_advice(path.parent)}") from error
     except ValueError as error:  # also non-UTF-8 bytes
-        raise CheckpointError(f"{path} is not json, so it is truncated or altered; {_advice(path.parent)}") from error
+        raise CheckpointError(
+            f"{path} is not json, so it is truncated or altered; {_advice(path.parent)}"
+        ) from error
 
 
 def _iteration(line: bytes) -> float:
@@ -198,7 +259,8 @@ def _sync(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder; a checkpoint is renamed first, so that a kill halfway leaves no half checkpoint under its name."""
+    """Remove a file or folder; a checkpoint is renamed first, so that a kill halfway leaves no half
+    checkpoint under its name."""
     if path.is_dir():
         doomed = path.with_name(f".tmp-gone-{path.name}")
         os.rename(path, doomed)

@@ -15,13 +15,29 @@ from typing import Annotated, Any
 import typer
 
 app = typer.Typer(
-    name="flowrl", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    name="flowrl",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     help="Align image and video generators with reinforcement learning.",
-)  # fmt: skip
+)
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="A YAML file or experiment name first, then group=option or key.sub=value.")]
-Call = Annotated[list[str] | None, typer.Option(help="NAME=VALUE of the pipeline's call, as height=512; with --lora RUN, its own.")]
-Model = Annotated[str, typer.Argument(help="A name of configs/model, a folder in diffusers layout, or a hub id.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="A YAML file or experiment name first, then group=option or key.sub=value."
+    ),
+]
+Call = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="NAME=VALUE of the pipeline's call, as height=512; with --lora RUN, its own."
+    ),
+]
+Model = Annotated[
+    str, typer.Argument(help="A name of configs/model, a folder in diffusers layout, or a hub id.")
+]
 
 MOST = 2**63 - 1  # of a seed
 
@@ -33,7 +49,8 @@ def main() -> None:
 
 @contextmanager
 def _input(*, disk: int = 2) -> Iterator[None]:
-    """ValueError inside means that the user's input was wrong, a RewardBug that their reward is: one sentence, exit code 2.
+    """ValueError inside means that the user's input was wrong, a RewardBug that their reward is:
+    one sentence, exit code 2.
 
     disk: the exit code of an OSError; 1 where something was done before it.
     """
@@ -67,14 +84,19 @@ def _config(overrides: list[str] | None) -> Any:
     if named and not words[0].endswith((".yaml", ".yml")) and words[0] not in options("experiment"):
         from flowrl.registry import did_you_mean
 
-        raise ValueError(f'"{words[0]}" is no YAML file, experiment or key=value{did_you_mean(words[0], options("experiment"))}')
+        raise ValueError(
+            f'"{words[0]}" is no YAML file, experiment or'
+            f" key=value{did_you_mean(words[0], options('experiment'))}"
+        )
     return load_config(words.pop(0) if named else None, words)
 
 
 @app.command()
 def train(
     overrides: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue this run folder from its newest checkpoint.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue this run folder from its newest checkpoint.")
+    ] = None,
 ) -> None:
     """Train. Prints what an iteration will cost before it starts."""
     from flowrl import log, loop, report
@@ -90,30 +112,60 @@ def train(
     try:
         run = trainer.run()
     except (RuntimeError, ValueError, OSError) as error:
-        hint = f"\nflowrl: resume with: flowrl train --resume {trainer.path}" if trainer.saved else ""
+        hint = (
+            f"\nflowrl: resume with: flowrl train --resume {trainer.path}" if trainer.saved else ""
+        )
         _stop(RuntimeError(f"{error}{hint}"), 1)
     if not trainer.world.main:
         return
     if run.evaluation:
         _console().print(report.table(run.evaluation))
     if run.stopped:
-        _console().print(f"Stopped: {run.stopped}. Resume with:\n  flowrl train --resume {run.path}", soft_wrap=True)
-    _console().print(f"Run folder: {run.path}\nReport:     {run.path / 'report.html'}", soft_wrap=True)
+        _console().print(
+            f"Stopped: {run.stopped}. Resume with:\n  flowrl train --resume {run.path}",
+            soft_wrap=True,
+        )
+    _console().print(
+        f"Run folder: {run.path}\nReport:     {run.path / 'report.html'}", soft_wrap=True
+    )
 
 
 @app.command()
 def generate(
     model: Model,
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts.")],
-    lora: Annotated[Path | None, typer.Option(help="A run folder, or a folder with LoRA weights.")] = None,
+    lora: Annotated[
+        Path | None, typer.Option(help="A run folder, or a folder with LoRA weights.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 28,
-    guidance: Annotated[str, typer.Option(help="A scale, none, or pipeline (the pipeline's own setting).")] = "pipeline",
-    rlg: Annotated[float, typer.Option(help="Reinforcement Learning Guidance: extrapolates from the base model through the LoRA.")] = 1.0,
-    best_of: Annotated[int, typer.Option(min=1, help="Candidates a prompt; the one with the highest reward is kept.")] = 1,
-    reward: Annotated[list[str] | None, typer.Option(help="What chooses: NAME, NAME=WEIGHT or NAME.SETTING=VALUE; once for each.")] = None,
+    guidance: Annotated[
+        str, typer.Option(help="A scale, none, or pipeline (the pipeline's own setting).")
+    ] = "pipeline",
+    rlg: Annotated[
+        float,
+        typer.Option(
+            help=(
+                "Reinforcement Learning Guidance: extrapolates from the base model through the"
+                " LoRA."
+            )
+        ),
+    ] = 1.0,
+    best_of: Annotated[
+        int,
+        typer.Option(min=1, help="Candidates a prompt; the one with the highest reward is kept."),
+    ] = 1,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(help="What chooses: NAME, NAME=WEIGHT or NAME.SETTING=VALUE; once for each."),
+    ] = None,
     pipeline: Call = None,
-    seed: Annotated[int, typer.Option(min=0, max=MOST, help="Equal seeds give equal pictures.")] = 0,
-    output: Annotated[Path, typer.Option("-o", "--output", help="out.png, out.mp4 ...; several prompts get numbers.")] = Path("out.png"),
+    seed: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Equal seeds give equal pictures.")
+    ] = 0,
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", help="out.png, out.mp4 ...; several prompts get numbers."),
+    ] = Path("out.png"),
 ) -> None:
     """Make images or videos."""
     from flowrl import generation, log, media
@@ -133,7 +185,15 @@ def generate(
         if weights:
             policy.load_lora(weights)
         made = generation.generate(
-            policy, prompts, steps=steps, guidance=scale, seed=seed, rlg=rlg, best_of=best_of, reward=chooser, meta=_meta(chooser, prompts)
+            policy,
+            prompts,
+            steps=steps,
+            guidance=scale,
+            seed=seed,
+            rlg=rlg,
+            best_of=best_of,
+            reward=chooser,
+            meta=_meta(chooser, prompts),
         )
         with _input(disk=1):
             for i, item in enumerate(made):
@@ -144,13 +204,28 @@ def generate(
 @app.command()
 def score(
     media: Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")],
-    reward: Annotated[list[str], typer.Option(help="NAME, NAME=WEIGHT or NAME.SETTING=VALUE; once for each.")],
+    reward: Annotated[
+        list[str], typer.Option(help="NAME, NAME=WEIGHT or NAME.SETTING=VALUE; once for each.")
+    ],
     prompt: Annotated[str | None, typer.Option(help="The prompt of all images.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A .jsonl list of file and prompt a line; default: the folder's own.")] = None,
-    keep_top: Annotated[str | None, typer.Option(help="Of each prompt, keep the best by total: a share such as 20%, or a count.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="A .jsonl list of file and prompt a line; default: the folder's own."),
+    ] = None,
+    keep_top: Annotated[
+        str | None,
+        typer.Option(
+            help="Of each prompt, keep the best by total: a share such as 20%, or a count."
+        ),
+    ] = None,
     chunk: Annotated[int, typer.Option(min=1, help="Most images scored at once.")] = 16,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="A folder for scores.jsonl and copies of the images, or a .jsonl file.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="A folder for scores.jsonl and copies of the images, or a .jsonl file.",
+        ),
     ] = None,
 ) -> None:
     """Score images, and make the folder that `flowrl train` learns from offline."""
@@ -169,7 +244,10 @@ def score(
         written = ""
         if output is not None and kept:  # before the table, whose reader may leave
             try:
-                written = f"{len(kept)} of {len(samples)} images: {scoring.write(output, kept, rewards.weights)}"
+                written = (
+                    f"{len(kept)} of {len(samples)} images:"
+                    f" {scoring.write(output, kept, rewards.weights)}"
+                )
             except OSError as error:
                 problems.append(f"-o {output} could not be written: {error}")
         _console().print(scoring.table(kept, rewards.weights))
@@ -184,34 +262,83 @@ def score(
 @app.command()
 def evaluate(
     runs: Annotated[list[Path], typer.Argument(help="A run folder; with --suite, one or more.")],
-    suite: Annotated[str | None, typer.Option(help="A name of configs/suite or a YAML file; default: the run's held-out prompts.")] = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Images, with --suite of each prompt; default: as run or suite say.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="ODE steps; default: as the run did.")] = None,
-    guidance: Annotated[str | None, typer.Option(help="A scale or none; default: as the run did.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, max=MOST, help="Seed of the noise; default: as the run did, with --suite 0.")] = None,
-    best_of: Annotated[int | None, typer.Option(min=1, help="With --suite: longest best-of-N curve; default: all images.")] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="With --suite: only so many prompts, spread over the file.")] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="A name of configs/suite or a YAML file; default: the run's held-out prompts."
+        ),
+    ] = None,
+    images: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Images, with --suite of each prompt; default: as run or suite say."
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="ODE steps; default: as the run did.")
+    ] = None,
+    guidance: Annotated[
+        str | None, typer.Option(help="A scale or none; default: as the run did.")
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=MOST, help="Seed of the noise; default: as the run did, with --suite 0."
+        ),
+    ] = None,
+    best_of: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --suite: longest best-of-N curve; default: all images."),
+    ] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --suite: only so many prompts, spread over the file."),
+    ] = None,
     prompts: Annotated[str | None, typer.Option(help="With --suite: the prompt file.")] = None,
-    reward: Annotated[list[str] | None, typer.Option(help="With --suite: NAME.SETTING=VALUE of its rewards; once for each.")] = None,
-    held_out: Annotated[list[str] | None, typer.Option(help="With --suite: read NAME too, or NAME.SETTING=VALUE; once for each.")] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(help="With --suite: NAME.SETTING=VALUE of its rewards; once for each."),
+    ] = None,
+    held_out: Annotated[
+        list[str] | None,
+        typer.Option(help="With --suite: read NAME too, or NAME.SETTING=VALUE; once for each."),
+    ] = None,
 ) -> None:
-    """Evaluate the averaged weights of a run's newest checkpoint on held-out prompts or on a suite; results join its report."""
+    """Evaluate the averaged weights of a run's newest checkpoint on held-out prompts or on a suite;
+    results join its report."""
     from flowrl import log
 
     log.setup()
     with _input():
         scale = None if guidance is None else _guidance(guidance)
         if suite is not None:
-            chosen = {"best_of": best_of, "count": count, "prompts": prompts, "rewards": reward or (), "held_out": held_out or ()}
-            _evaluate_suite(runs, suite, images=images, steps=steps, guidance=scale, seed=seed or 0, **chosen)
+            chosen = {
+                "best_of": best_of,
+                "count": count,
+                "prompts": prompts,
+                "rewards": reward or (),
+                "held_out": held_out or (),
+            }
+            _evaluate_suite(
+                runs, suite, images=images, steps=steps, guidance=scale, seed=seed or 0, **chosen
+            )
             return
         if len(runs) > 1 or any((best_of, count, prompts, reward, held_out)):
             options = "--best-of, --count, --prompts, --reward and --held-out"
-            raise ValueError(f"several runs, {options} need a suite; add --suite shapes, for example")
+            raise ValueError(
+                f"several runs, {options} need a suite; add --suite shapes, for example"
+            )
         _evaluate_run(runs[0], images=images, steps=steps, guidance=scale, seed=seed)
 
 
-def _evaluate_run(run: Path, *, images: int | None, steps: int | None, guidance: float | str | None, seed: int | None) -> None:
+def _evaluate_run(
+    run: Path,
+    *,
+    images: int | None,
+    steps: int | None,
+    guidance: float | str | None,
+    seed: int | None,
+) -> None:
     """Add a row to a run's evaluation.json."""
     from flowrl import evaluation, report
     from flowrl.setup import autocast, load_run
@@ -220,7 +347,12 @@ def _evaluate_run(run: Path, *, images: int | None, steps: int | None, guidance:
     report.read(run)  # its files are readable, before time is spent
     e = cfg.eval
     scale = e.guidance if guidance is None else guidance
-    setting = {"guidance": scale, "steps": steps or e.steps, "solver": e.solver, "seed": e.seed if seed is None else seed}
+    setting = {
+        "guidance": scale,
+        "steps": steps or e.steps,
+        "solver": e.solver,
+        "seed": e.seed if seed is None else seed,
+    }
     policy.branches(scale)
     with _input(disk=1):
         result = evaluation.evaluate(
@@ -273,15 +405,30 @@ def show(overrides: Overrides = None) -> None:
 
 @app.command()
 def check(
-    model: Annotated[str | None, typer.Argument(help="A name of configs/model, a folder, or a hub id.")] = None,
-    reward: Annotated[list[str] | None, typer.Option(help="Check this reward instead: NAME, and NAME.SETTING=VALUE.")] = None,
-    media: Annotated[list[Path] | None, typer.Option(help="Try the reward on these images, or folders of them.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Their prompts, as for score; default: the folder's own.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A name of configs/model, a folder, or a hub id.")
+    ] = None,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(help="Check this reward instead: NAME, and NAME.SETTING=VALUE."),
+    ] = None,
+    media: Annotated[
+        list[Path] | None, typer.Option(help="Try the reward on these images, or folders of them.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Their prompts, as for score; default: the folder's own.")
+    ] = None,
     count: Annotated[int | None, typer.Option(min=2, help="Pictures to try the reward on.")] = None,
-    frames: Annotated[int | None, typer.Option(min=2, help="Try it on videos of so many frames; default: 8 if it is of videos.")] = None,
+    frames: Annotated[
+        int | None,
+        typer.Option(
+            min=2, help="Try it on videos of so many frames; default: 8 if it is of videos."
+        ),
+    ] = None,
     pipeline: Call = None,
 ) -> None:
-    """Show what was inferred about a model and how exactly it replays, or try a reward on pictures whose truth is known."""
+    """Show what was inferred about a model and how exactly it replays, or try a reward on pictures
+    whose truth is known."""
     with _input():
         if (model is None) == (not reward):
             raise ValueError("give a model, or --reward NAME")
@@ -289,24 +436,36 @@ def check(
             _check_rewards(reward, media, prompts, count, frames)
             return
         if media or prompts or count or frames:
-            raise ValueError("--media, --prompts, --count and --frames are for a reward; give --reward NAME too")
+            raise ValueError(
+                "--media, --prompts, --count and --frames are for a reward; give --reward NAME too"
+            )
         from flowrl import log
         from flowrl.policy import load_policy
 
         log.setup()
-        policy: Any = load_policy(model, **_arguments(pipeline))  # of a name or folder: a pipeline's
+        policy: Any = load_policy(
+            model, **_arguments(pipeline)
+        )  # of a name or folder: a pipeline's
         typer.echo(policy.describe())
         typer.echo(str(policy.self_check()))
 
 
 @app.command()
 def serve(
-    reward: Annotated[list[str], typer.Argument(help="REWARD, REWARD=WEIGHT or REWARD.SETTING=VALUE.")],
-    host: Annotated[str, typer.Option(help="Address; beyond this machine it needs --token-env.")] = "127.0.0.1",
+    reward: Annotated[
+        list[str], typer.Argument(help="REWARD, REWARD=WEIGHT or REWARD.SETTING=VALUE.")
+    ],
+    host: Annotated[
+        str, typer.Option(help="Address; beyond this machine it needs --token-env.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.")] = 8321,
-    token_env: Annotated[str | None, typer.Option(help="Environment variable with the token that clients send.")] = None,
+    token_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the token that clients send.")
+    ] = None,
     max_mb: Annotated[float, typer.Option(min=1, help="Of one request, in megabytes.")] = 512,
-    max_batch: Annotated[int, typer.Option(min=1, help="Most samples of several requests scored together.")] = 64,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Most samples of several requests scored together.")
+    ] = 64,
     device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
 ) -> None:
     """Serve rewards to other processes; reward=remote asks them."""
@@ -314,18 +473,32 @@ def serve(
     from flowrl.serve import Server
 
     with _input():
-        server = Server(parse_words(reward), host=host, port=port, token_env=token_env, max_mb=max_mb, max_batch=max_batch, device=device)
+        server = Server(
+            parse_words(reward),
+            host=host,
+            port=port,
+            token_env=token_env,
+            max_mb=max_mb,
+            max_batch=max_batch,
+            device=device,
+        )
     typer.echo(server.describe())
     server.run()
 
 
 @app.command("list")
-def list_(what: Annotated[str | None, typer.Argument(help="models, algorithms, rewards, data, experiments or suites.")] = None) -> None:
+def list_(
+    what: Annotated[
+        str | None, typer.Argument(help="models, algorithms, rewards, data, experiments or suites.")
+    ] = None,
+) -> None:
     """List what a config can name."""
     from flowrl.compose import GROUPS, options
     from flowrl.registry import choices, did_you_mean
 
-    groups: dict[str, Callable[[], list[str]]] = {("data" if g == "data" else f"{g}s"): partial(options, g) for g in GROUPS}
+    groups: dict[str, Callable[[], list[str]]] = {
+        ("data" if g == "data" else f"{g}s"): partial(options, g) for g in GROUPS
+    }
     groups["rewards"] = lambda: choices("flowrl.rewards")
     groups["suites"] = partial(options, "suite")
     with _input():
@@ -371,18 +544,30 @@ def _meta(rewards: Any, prompts: list[str]) -> list[dict[str, Any]] | None:
     return [find(prompt) for prompt in prompts]
 
 
-def _check_rewards(words: list[str], media: list[Path] | None, prompts: Path | None, count: int | None, frames: int | None) -> None:
+def _check_rewards(
+    words: list[str],
+    media: list[Path] | None,
+    prompts: Path | None,
+    count: int | None,
+    frames: int | None,
+) -> None:
     from flowrl import canaries, specimens
     from flowrl.rewards import load_set, parse_words
 
     if media and frames:
-        raise ValueError(f"--frames {frames} is of videos that are drawn, and --media names images; leave one of them out")
+        raise ValueError(
+            f"--frames {frames} is of videos that are drawn, and --media names images; leave one of"
+            " them out"
+        )
     found = []
     for label, reward in load_set(parse_words(words)).rewards.items():
         own = specimens.files(reward, media, prompts=prompts, most=count or 16) if media else None
         shown = own or specimens.fits(reward, count=count, frames=frames)
         findings = canaries.check(reward, shown)
-        typer.echo(f"{label}: {reward.scale}\nneeds: {', '.join(sorted(reward.needs | reward.reads)) or 'nothing'}")
+        typer.echo(
+            f"{label}: {reward.scale}\nneeds:"
+            f" {', '.join(sorted(reward.needs | reward.reads)) or 'nothing'}"
+        )
         _console().print(canaries.table(findings))
         found += findings
     if canaries.failed(found):

@@ -1,13 +1,16 @@
-"""What one iteration trains on: sampled once, in rounds until groups can teach something, or read from a scored folder.
+"""What one iteration trains on: sampled once, in rounds until groups can teach something, or read
+from a scored folder.
 
-draw.mode=refill is DAPO's dynamic sampling (arXiv:2503.14476): prompts whose rewards do not differ are joined by fresh ones. balance is
-Reinforce-Ada (arXiv:2510.04996): a prompt is sampled again until half a group is good and half is not; its baseline comes from all
-draws. Which prompts are drawn again is agreed by all processes, and every sample is named by (prompt, copy), so results do not depend on
-how prompts are dealt out.
+draw.mode=refill is DAPO's dynamic sampling (arXiv:2503.14476): prompts whose rewards do not differ
+are joined by fresh ones. balance is Reinforce-Ada (arXiv:2510.04996): a prompt is sampled again
+until half a group is good and half is not; its baseline comes from all draws. Which prompts are
+drawn again is agreed by all processes, and every sample is named by (prompt, copy), so results do
+not depend on how prompts are dealt out.
 
-Departures: balance's code knows right and wrong answers; here a sample is good when its reward exceeds draw.positive, or the median of the
-iteration's first round, and advantages are divided by the spread that algorithm.std names (by none in the code). All samples, of flat
-groups too, count in the logged rewards. Over several processes, refill adds a multiple of their number.
+Departures: balance's code knows right and wrong answers; here a sample is good when its reward
+exceeds draw.positive, or the median of the iteration's first round, and advantages are divided by
+the spread that algorithm.std names (by none in the code). All samples, of flat groups too, count in
+the logged rewards. Over several processes, refill adds a multiple of their number.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ class Collector:
 
     def __call__(self, iteration: int, plan: Plan, rewards: RewardSet) -> Collected:
         cfg, parts = self.cfg, self.parts
-        whole = data.batch(parts.prompts, iteration=iteration, size=cfg.batch.prompts, seed=cfg.seed)
+        whole = data.batch(
+            parts.prompts, iteration=iteration, size=cfg.batch.prompts, seed=cfg.seed
+        )
         mine = whole.ids[self.world.share(len(whole))]
         if parts.dataset is not None:
             return self._from_files(iteration, plan, mine)
@@ -63,42 +68,87 @@ class Collector:
             return first
         with parts.ledger.phase("reward"):
             rollout, scored = self._agreed(
-                lambda: offline.with_references(parts.policy, first.rollout, first.batch, first.rewards, rewards, decode=cfg.batch.decode)
+                lambda: offline.with_references(
+                    parts.policy,
+                    first.rollout,
+                    first.batch,
+                    first.rewards,
+                    rewards,
+                    decode=cfg.batch.decode,
+                )
             )
         return replace(first, rollout=rollout, rewards=scored)
 
     def _from_files(self, iteration: int, plan: Plan, ids: Tensor) -> Collected:
         cfg, parts = self.cfg, self.parts
         batch = data.select(parts.prompts, ids)
-        items = offline.gather(parts.dataset, batch, cfg.batch.group, seed=cfg.seed, iteration=iteration)
+        items = offline.gather(
+            parts.dataset, batch, cfg.batch.group, seed=cfg.seed, iteration=iteration
+        )
         with parts.ledger.phase("rollout"), parts.autocast():
-            rollout, rewards = offline.rollout(parts.policy, batch, items, plan, weights=parts.dataset.weights, decode=cfg.batch.decode)
+            rollout, rewards = offline.rollout(
+                parts.policy,
+                batch,
+                items,
+                plan,
+                weights=parts.dataset.weights,
+                decode=cfg.batch.decode,
+            )
         return Collected(batch=batch, rollout=rollout, rewards=rewards, shown=torch.empty(0))
 
-    def _sample(self, iteration: int, plan: Plan, rewards: RewardSet, ids: Tensor, round_: int = 0) -> Collected:
+    def _sample(
+        self, iteration: int, plan: Plan, rewards: RewardSet, ids: Tensor, round_: int = 0
+    ) -> Collected:
         """One group of each prompt; round_ r numbers its copies from r groups on.
 
-        With batch.overlap, a few prompts at a time: their rewards are computed while the next ones are sampled.
+        With batch.overlap, a few prompts at a time: their rewards are computed while the next ones
+        are sampled.
         """
         cfg, parts = self.cfg, self.parts
         made, shown = [], torch.empty(0)
         with Scorer(rewards, parts.ledger, overlap=bool(cfg.batch.overlap)) as scorer:
             for some in ids.split(cfg.batch.overlap or len(ids)):
                 batch = data.select(parts.prompts, some)
-                with parts.ledger.phase("rollout"), parts.autocast(), parts.policy.view(parts.algorithm.rollout_view):
+                with (
+                    parts.ledger.phase("rollout"),
+                    parts.autocast(),
+                    parts.policy.view(parts.algorithm.rollout_view),
+                ):
                     rollout = roll_out(
-                        parts.policy, batch, plan, group=cfg.batch.group, guidance=parts.guidance, seed=cfg.seed, iteration=iteration,
-                        micro=cfg.batch.micro, ledger=parts.ledger, round_=round_,
-                    )  # fmt: skip
-                first = decode_into(scorer, parts.policy, rollout, batch, decode=cfg.batch.decode, ledger=parts.ledger)
+                        parts.policy,
+                        batch,
+                        plan,
+                        group=cfg.batch.group,
+                        guidance=parts.guidance,
+                        seed=cfg.seed,
+                        iteration=iteration,
+                        micro=cfg.batch.micro,
+                        ledger=parts.ledger,
+                        round_=round_,
+                    )
+                first = decode_into(
+                    scorer,
+                    parts.policy,
+                    rollout,
+                    batch,
+                    decode=cfg.batch.decode,
+                    ledger=parts.ledger,
+                )
                 made.append((batch, rollout))
-                shown = first if not len(shown) else torch.cat([shown, first]) if len(shown) < SHOWN else shown
+                shown = (
+                    first
+                    if not len(shown)
+                    else torch.cat([shown, first])
+                    if len(shown) < SHOWN
+                    else shown
+                )
             scored = scorer.scores()
         batch = data.select(parts.prompts, ids)
         return Collected(batch=batch, rollout=self._one(made, batch), rewards=scored, shown=shown)
 
     def _agreed(self, make: Callable[[], T]) -> T:
-        """What `make` gives, called by all processes; where a reward is gone for one of them, all of them stop."""
+        """What `make` gives, called by all processes; where a reward is gone for one of them, all
+        of them stop."""
         out, gone = None, None
         try:
             out = make()
@@ -114,15 +164,28 @@ class Collector:
             return made[0][1]
         places = torch.arange(len(batch)).split([len(part) for part, _ in made])
         with self.parts.ledger.phase("rollout"), self.parts.autocast():
-            return replace(join([rollout for _, rollout in made], list(places)), cond=self.parts.policy.encode(batch.text))
+            return replace(
+                join([rollout for _, rollout in made], list(places)),
+                cond=self.parts.policy.encode(batch.text),
+            )
 
-    def _refilled(self, iteration: int, plan: Plan, rewards: RewardSet, whole: PromptBatch, first: Collected) -> Collected:
-        """Add a fresh prompt for each flat group of the round before, over all processes, up to draw.rounds more rounds."""
+    def _refilled(
+        self, iteration: int, plan: Plan, rewards: RewardSet, whole: PromptBatch, first: Collected
+    ) -> Collected:
+        """Add a fresh prompt for each flat group of the round before, over all processes, up to
+        draw.rounds more rounds."""
         cfg, world, out = self.cfg, self.world, [first]
         order = keys.permutation(keys.key(cfg.seed, "refill", iteration), len(self.parts.prompts))
         fresh = order[~torch.isin(order, whole.ids)]
         for _ in range(cfg.draw.rounds):
-            flat = int(world.sum(torch.tensor(float((~spread_out(out[-1], cfg.draw.spread)).sum()), device=self.parts.policy.device)))
+            flat = int(
+                world.sum(
+                    torch.tensor(
+                        float((~spread_out(out[-1], cfg.draw.spread)).sum()),
+                        device=self.parts.policy.device,
+                    )
+                )
+            )
             flat = min(flat, len(fresh)) // world.size * world.size  # every process the same number
             if not flat:
                 break
@@ -131,7 +194,9 @@ class Collector:
             out.append(self._agreed(partial(self._sample, iteration, plan, rewards, part)))
         return self._joined(out, [torch.arange(len(c.batch)) for c in out], merge=False)
 
-    def _balanced(self, iteration: int, plan: Plan, rewards: RewardSet, first: Collected) -> Collected:
+    def _balanced(
+        self, iteration: int, plan: Plan, rewards: RewardSet, first: Collected
+    ) -> Collected:
         """Sample unbalanced prompts again, up to draw.rounds more rounds."""
         cfg, world = self.cfg, self.world
         threshold = cfg.draw.positive
@@ -141,10 +206,16 @@ class Collector:
         good, bad = counts(first, threshold)
         for r in range(1, cfg.draw.rounds + 1):
             again = torch.nonzero((good < half) | (bad < cfg.batch.group - half)).flatten().cpu()
-            if not float(world.sum(torch.tensor(float(len(again)), device=self.parts.policy.device))):
+            if not float(
+                world.sum(torch.tensor(float(len(again)), device=self.parts.policy.device))
+            ):
                 break
             ids = first.batch.ids[again]
-            drawn = self._agreed(partial(self._sample, iteration, plan, rewards, ids, round_=r) if len(ids) else lambda: None)
+            drawn = self._agreed(
+                partial(self._sample, iteration, plan, rewards, ids, round_=r)
+                if len(ids)
+                else lambda: None
+            )
             if drawn is not None:
                 out.append(drawn)
                 rows.append(again)
@@ -153,7 +224,8 @@ class Collector:
         return replace(self._joined(out, rows, merge=True), threshold=threshold)
 
     def _joined(self, parts: list[Collected], rows: list[Tensor], *, merge: bool) -> Collected:
-        """One Collected of several. merge: prompts of part i are rows[i] of the first one's batch, else its own."""
+        """One Collected of several. merge: prompts of part i are rows[i] of the first one's batch,
+        else its own."""
         if len(parts) == 1:
             return parts[0]
         batch, cond = parts[0].batch, parts[0].rollout.cond
@@ -165,8 +237,11 @@ class Collector:
             rows = [row + start for row, start in zip(rows, starts, strict=False)]
         rollout = join([p.rollout for p in parts], rows)
         return Collected(
-            batch=batch, rollout=replace(rollout, cond=cond), rewards=concat_rewards([p.rewards for p in parts]), shown=parts[0].shown,
-        )  # fmt: skip
+            batch=batch,
+            rollout=replace(rollout, cond=cond),
+            rewards=concat_rewards([p.rewards for p in parts]),
+            shown=parts[0].shown,
+        )
 
 
 def spread_out(collected: Collected, least: float) -> Tensor:
@@ -180,7 +255,8 @@ def spread_out(collected: Collected, least: float) -> Tensor:
 
 
 def middle(total: Tensor) -> float:
-    """Median of the valid rewards (B,), or the highest reward below it where none is above: 0/1 rewards, mostly 1, are split at 0."""
+    """Median of the valid rewards (B,), or the highest reward below it where none is above: 0/1
+    rewards, mostly 1, are split at 0."""
     r = total[~total.isnan()]
     if not len(r):
         return 0.0
@@ -197,7 +273,8 @@ def counts(collected: Collected, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def chosen(collected: Collected, group_size: int) -> Tensor:
-    """Rows of the leaves that are trained, in order: all, or after balance of each prompt the first `group_size`, half of them good.
+    """Rows of the leaves that are trained, in order: all, or after balance of each prompt the first
+    `group_size`, half of them good.
 
     Where one side has too few the other fills up, as in Reinforce-Ada's fallback.
     """
@@ -216,22 +293,44 @@ def chosen(collected: Collected, group_size: int) -> Tensor:
 def take(rollout: Rollout, rows: Tensor) -> Rollout:
     """The rollout with leaves `rows` only; states and transitions stay."""
     rows = rows.to(rollout.leaf.device)
-    return replace(rollout, **{name: getattr(rollout, name)[rows] for name in ("leaf", "leaf_edge", "leaf_key", "group", "tree")})
+    return replace(
+        rollout,
+        **{
+            name: getattr(rollout, name)[rows]
+            for name in ("leaf", "leaf_edge", "leaf_key", "group", "tree")
+        },
+    )
 
 
 def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
-    """One rollout of several by the same plan; rows[i][p]: conditioning row, in the whole, of prompt p of rollout i."""
+    """One rollout of several by the same plan; rows[i][p]: conditioning row, in the whole, of
+    prompt p of rollout i."""
     states = transitions = trees = 0
-    parts: dict[str, list[Tensor]] = {f.name: [] for f in dataclasses.fields(Rollout) if f.name not in ("plan", "nfe", "cond", "guidance")}
+    parts: dict[str, list[Tensor]] = {
+        f.name: []
+        for f in dataclasses.fields(Rollout)
+        if f.name not in ("plan", "nfe", "cond", "guidance")
+    }
     for r, at in zip(rollouts, rows, strict=True):
         place = at.to(r.prompt.device)
         moved = {
-            "prompt": place[r.prompt], "group": place[r.group], "src": r.src + states, "dst": r.dst + states, "leaf": r.leaf + states,
+            "prompt": place[r.prompt],
+            "group": place[r.group],
+            "src": r.src + states,
+            "dst": r.dst + states,
+            "leaf": r.leaf + states,
             "parent": torch.where(r.parent < 0, -1, r.parent + transitions),
-            "leaf_edge": torch.where(r.leaf_edge < 0, -1, r.leaf_edge + transitions), "tree": r.tree + trees,
-        }  # fmt: skip
+            "leaf_edge": torch.where(r.leaf_edge < 0, -1, r.leaf_edge + transitions),
+            "tree": r.tree + trees,
+        }
         for name, column in parts.items():
             column.append(moved.get(name, getattr(r, name)))
-        states, transitions, trees = states + len(r.states), transitions + len(r.src), trees + int(r.tree.max()) + 1
-    whole = {name: None if column[0] is None else torch.cat(column) for name, column in parts.items()}
+        states, transitions, trees = (
+            states + len(r.states),
+            transitions + len(r.src),
+            trees + int(r.tree.max()) + 1,
+        )
+    whole = {
+        name: None if column[0] is None else torch.cat(column) for name, column in parts.items()
+    }
     return replace(rollouts[0], nfe=sum(r.nfe for r in rollouts), **whole)

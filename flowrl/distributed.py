@@ -1,7 +1,10 @@
-"""What a run asks of accelerate: precision, trackers, and, over several processes, who am I, sum and gather.
+"""What a run asks of accelerate: precision, trackers, and, over several processes, who am I, sum
+and gather.
 
-Prompts are dealt to processes whole (a group never spreads over two), and gradients are summed after the last micro-batch, so ranks
-may differ in their number of micro-batches. Statistics are made from gathered rewards, so they do not depend on the number of processes.
+Prompts are dealt to processes whole (a group never spreads over two), and gradients are summed
+after the last micro-batch, so ranks
+may differ in their number of micro-batches. Statistics are made from gathered rewards, so they do
+not depend on the number of processes.
 """
 
 from __future__ import annotations
@@ -20,18 +23,30 @@ from flowrl.types import Rewards, replace
 
 
 def start(precision: str, trackers: list[str], folder: Path) -> Accelerator:
-    """An Accelerator that writes nothing yet. An unknown or missing tracker, or fp16 without a GPU -> ValueError."""
+    """An Accelerator that writes nothing yet. An unknown or missing tracker, or fp16 without a GPU
+    -> ValueError."""
     if precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("train.precision=fp16 needs a GPU, and there is none; use bf16 or no")
-    AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process may have had another precision
+    AcceleratorState._reset_state(
+        reset_partial_state=False
+    )  # an earlier run of this process may have had another precision
     project = ProjectConfiguration(str(folder), logging_dir=str(folder))
     try:
-        accelerator = Accelerator(mixed_precision=precision, log_with=trackers or None, project_config=project)
+        accelerator = Accelerator(
+            mixed_precision=precision, log_with=trackers or None, project_config=project
+        )
     except (ValueError, ImportError) as error:
         raise ValueError(f"train.precision={precision}, trackers={trackers}: {error}") from error
-    missing = set(trackers) - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with} - {"all"}
+    missing = (
+        set(trackers)
+        - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
+        - {"all"}
+    )
     if missing:
-        raise ValueError(f"trackers={trackers}: {sorted(missing)[0]} is not installed; install it, or leave it out")
+        raise ValueError(
+            f"trackers={trackers}: {sorted(missing)[0]} is not installed; install it, or leave"
+            " it out"
+        )
     return accelerator
 
 
@@ -45,7 +60,9 @@ class World:
 
     def share(self, count: int) -> slice:
         """This process's part of `count` prompts; count divides by the number of processes."""
-        return slice(self.rank, count, self.size)  # every size-th, so that an update trains the same prompts on any number of processes
+        return slice(
+            self.rank, count, self.size
+        )  # every size-th, so that an update trains the same prompts on any number of processes
 
     def part(self, rows: int) -> slice:
         """Where this process's `rows` rows lie in what `gather` returns."""
@@ -67,12 +84,16 @@ class World:
         """Rows of every process."""
         if self.size == 1:
             return [rows]
-        return self.accelerator.gather(torch.tensor([rows], device=self.accelerator.device)).tolist()
+        return self.accelerator.gather(
+            torch.tensor([rows], device=self.accelerator.device)
+        ).tolist()
 
     def gather_rewards(self, rewards: Rewards) -> Rewards:
         """Rewards of all processes; errors stay local."""
         raw = {name: self.gather(value) for name, value in rewards.raw.items()}
-        return replace(rewards, raw=raw, total=self.gather(rewards.total), valid=self.gather(rewards.valid))
+        return replace(
+            rewards, raw=raw, total=self.gather(rewards.total), valid=self.gather(rewards.valid)
+        )
 
     def gather_groups(self, group: Tensor) -> Tensor:
         """Groups (B,) of all processes, numbered apart."""
@@ -88,17 +109,23 @@ class World:
         if self.size == 1:
             return mine
         everyone = gather_object([mine])
-        return {name: sum(m.get(name, 0.0) for m in everyone) for name in sorted(set().union(*everyone))}
+        return {
+            name: sum(m.get(name, 0.0) for m in everyone) for name in sorted(set().union(*everyone))
+        }
 
     def mean_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Mean by name over the processes that have it."""
         if self.size == 1:
             return metrics
         everyone = gather_object([metrics])
-        return {name: sum(v := [m[name] for m in everyone if name in m]) / len(v) for name in sorted(set().union(*everyone))}
+        return {
+            name: sum(v := [m[name] for m in everyone if name in m]) / len(v)
+            for name in sorted(set().union(*everyone))
+        }
 
     def agree(self, reason: str | None) -> str | None:
-        """The first process's reason to stop, if any has one: all leave the loop at the same iteration."""
+        """The first process's reason to stop, if any has one: all leave the loop at the same
+        iteration."""
         return reason if self.size == 1 else next((r for r in gather_object([reason]) if r), None)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:

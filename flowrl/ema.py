@@ -1,4 +1,5 @@
-"""Averaged weights: what evaluation and export use, while rollouts and updates use the raw ones (Flow-GRPO, DiffusionNFT)."""
+"""Averaged weights: what evaluation and export use, while rollouts and updates use the raw ones
+(Flow-GRPO, DiffusionNFT)."""
 
 from __future__ import annotations
 
@@ -15,19 +16,26 @@ def decay_at(step: int, most: float) -> float:
 
 
 class Ema:
-    """Average of named parameters: every k-th optimizer step, average <- d * average + (1 - d) * parameter, in fp32.
+    """Average of named parameters: every k-th optimizer step, average <- d * average + (1 - d) *
+    parameter, in fp32.
 
-    parameters: name -> live parameter. decay in [0, 1); 0 switches averaging off (`swapped` then changes nothing).
+    parameters: name -> live parameter. decay in [0, 1); 0 switches averaging off (`swapped` then
+    changes nothing).
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], *, decay: float, every: int = 1) -> None:
         self.parameters, self.decay, self.every = dict(parameters), decay, every
         self.step_count = 0
-        self.average = {name: p.detach().float().clone() for name, p in self.parameters.items()} if decay else {}
+        self.average = (
+            {name: p.detach().float().clone() for name, p in self.parameters.items()}
+            if decay
+            else {}
+        )
 
     @torch.no_grad()
     def step(self) -> None:
-        """Call once after each optimizer step; averages when (n + 1) % every == 0, n counted from 0."""
+        """Call once after each optimizer step; averages when (n + 1) % every == 0, n counted from
+        0."""
         n, self.step_count = self.step_count, self.step_count + 1
         if self.average and self.step_count % self.every == 0:
             weight = 1 - decay_at(n, self.decay)
@@ -36,7 +44,8 @@ class Ema:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """The parameters hold their averages inside, and their own values again after, also when an error is raised."""
+        """The parameters hold their averages inside, and their own values again after, also when an
+        error is raised."""
         own = {name: self.parameters[name].detach().clone() for name in self.average}
         self._write(self.average)
         try:
@@ -53,7 +62,9 @@ class Ema:
         averages = {name: value for name, value in state.items() if name != "step"}
         if averages.keys() != self.average.keys():
             odd = sorted(averages.keys() ^ self.average.keys())[0]
-            raise ValueError(f"the saved averages and the trained parameters differ, for example in {odd}")
+            raise ValueError(
+                f"the saved averages and the trained parameters differ, for example in {odd}"
+            )
         self.step_count = int(state["step"])
         for name, value in averages.items():
             self.average[name].copy_(value)

@@ -16,23 +16,30 @@ logger = logging.getLogger("flowrl")
 
 
 def setup(level: str = "INFO") -> None:
-    """Send flowrl's messages to stderr through rich; of diffusers and transformers, errors only and no progress bars."""
+    """Send flowrl's messages to stderr through rich; of diffusers and transformers, errors only and
+    no progress bars."""
     from rich.logging import RichHandler
 
     _hush()
     if not logger.handlers:
-        logger.addHandler(RichHandler(console=_console(), show_path=False, show_time=False, markup=False))
+        logger.addHandler(
+            RichHandler(console=_console(), show_path=False, show_time=False, markup=False)
+        )
         logger.propagate = False
     logger.setLevel(level)
 
 
 def _hush() -> list[tuple[Any, int, bool]]:
-    """Errors only and no progress bars of diffusers and transformers -> what they said before: (logging, verbosity, bars)."""
+    """Errors only and no progress bars of diffusers and transformers -> what they said before:
+    (logging, verbosity, bars)."""
     import diffusers
     import transformers
 
     libraries = [library.utils.logging for library in (diffusers, transformers)]
-    before = [(library, library.get_verbosity(), library.is_progress_bar_enabled()) for library in libraries]
+    before = [
+        (library, library.get_verbosity(), library.is_progress_bar_enabled())
+        for library in libraries
+    ]
     for library in libraries:
         library.set_verbosity_error()
         library.disable_progress_bar()
@@ -53,7 +60,8 @@ def quiet() -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """A number that JSON can hold: tensors become floats, NaN and infinities null, integers stay."""
+    """A number that JSON can hold: tensors become floats, NaN and infinities null, integers
+    stay."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float):
@@ -68,7 +76,9 @@ class MetricsFile:
         self.path = Path(run) / "metrics.jsonl"
 
     def write(self, iteration: int, metrics: Mapping[str, Any]) -> None:
-        line = json.dumps({"iteration": iteration, **{k: plain(v) for k, v in metrics.items()}}, allow_nan=False)
+        line = json.dumps(
+            {"iteration": iteration, **{k: plain(v) for k, v in metrics.items()}}, allow_nan=False
+        )
         with self.path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -78,39 +88,73 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not readable JSON ({error}); delete it or write it again with flowrl evaluate") from error
+        raise ValueError(
+            f"{path} is not readable JSON ({error}); delete it or write it again with flowrl"
+            " evaluate"
+        ) from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds a {type(value).__name__}, not an object; write it again with flowrl evaluate")
+        raise ValueError(
+            f"{path} holds a {type(value).__name__}, not an object; write it again with flowrl"
+            " evaluate"
+        )
     return value
 
 
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """Lines of a run's metrics.jsonl, oldest first; [] before the first iteration."""
     path = Path(run) / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 class Progress:
-    """`with Progress(total) as bar: bar.update(iteration, reward=..., ...)`: a live bar on a terminal, a line each few seconds elsewhere.
+    """`with Progress(total) as bar: bar.update(iteration, reward=..., ...)`: a live bar on a
+    terminal, a line each few seconds elsewhere.
 
     show: False on all but the main process.
     """
 
-    def __init__(self, total: int, *, done: int = 0, title: str = "train", show: bool = True, every: float = 10.0) -> None:
+    def __init__(
+        self,
+        total: int,
+        *,
+        done: int = 0,
+        title: str = "train",
+        show: bool = True,
+        every: float = 10.0,
+    ) -> None:
         self.total, self.done, self.title, self.every = total, done, title, every
         self.show = show
         self.live = show and sys.stderr.isatty()
         self.last = -math.inf
-        self.first: tuple[float, int] | None = None  # when the first iteration here ended; what came before says nothing of the rest
+        self.first: tuple[float, int] | None = (
+            None  # when the first iteration here ended; what came before says nothing of the rest
+        )
 
     def __enter__(self) -> Progress:
         if self.live:
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
             from rich.progress import Progress as Bar
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+            )
             self.bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=_console())
-            self.task = self.bar.add_task(self.title, total=self.total, completed=self.done, numbers="")
+            self.task = self.bar.add_task(
+                self.title, total=self.total, completed=self.done, numbers=""
+            )
             self.bar.start()
         return self
 
@@ -132,12 +176,19 @@ class Progress:
         if now - self.last >= self.every or iteration >= self.total:
             self.last = now
             began, start = self.first
-            left = f"  {(now - began) / (iteration - start) * (self.total - iteration):.0f} s left" if iteration > start else ""
-            print(f"{self.title} {iteration}/{self.total}  {text}{left}", file=sys.stderr, flush=True)
+            left = (
+                f"  {(now - began) / (iteration - start) * (self.total - iteration):.0f} s left"
+                if iteration > start
+                else ""
+            )
+            print(
+                f"{self.title} {iteration}/{self.total}  {text}{left}", file=sys.stderr, flush=True
+            )
 
 
 def _console() -> Any:
-    """One console on stderr, shared by the bar and by messages, so that they do not overwrite each other."""
+    """One console on stderr, shared by the bar and by messages, so that they do not overwrite each
+    other."""
     global _shared
     from rich.console import Console
 

@@ -1,7 +1,9 @@
-"""THE training loop. `for it in Trainer(cfg): it.rollout, it.rewards, it.metrics`, or `train(cfg)` to the end.
+"""THE training loop. `for it in Trainer(cfg): it.rollout, it.rewards, it.metrics`, or `train(cfg)`
+to the end.
 
-One iteration: prompts -> rollout -> rewards -> advantages -> updates -> old policy -> log. Start-up (what a run is made of, and everything
-that can be wrong with it) is in flowrl/setup.py, so that nothing is written before all of it was checked.
+One iteration: prompts -> rollout -> rewards -> advantages -> updates -> old policy -> log. Start-up
+(what a run is made of, and everything that can be wrong with it) is in flowrl/setup.py, so that
+nothing is written before all of it was checked.
 """
 
 from __future__ import annotations
@@ -17,7 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl import canaries, checkpoint, collect, distributed, evaluation, log, media, objective, proof, rehearsal, report, setup
+from flowrl import (
+    canaries,
+    checkpoint,
+    collect,
+    distributed,
+    evaluation,
+    log,
+    media,
+    objective,
+    proof,
+    rehearsal,
+    report,
+    setup,
+)
 from flowrl.config import Config, dump
 from flowrl.rewards import RewardUnavailable, TooManyInvalid, check_valid
 from flowrl.rollout import rows_of
@@ -25,12 +40,19 @@ from flowrl.samplers import plan as plans
 from flowrl.stop import Aborted, StopRequest, by_signal
 from flowrl.types import Columns, PromptBatch, Rewards, Rollout
 
-COUNTERS = ("step", "nonfinite", "hours", "proved", "recompute")  # of a Trainer, kept in checkpoints
+COUNTERS = (
+    "step",
+    "nonfinite",
+    "hours",
+    "proved",
+    "recompute",
+)  # of a Trainer, kept in checkpoints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """What one iteration did: number (from 1), rollout, rewards and the line that metrics.jsonl holds."""
+    """What one iteration did: number (from 1), rollout, rewards and the line that metrics.jsonl
+    holds."""
 
     number: int
     rollout: Rollout
@@ -58,19 +80,35 @@ class Trainer:
     def __init__(self, cfg: Config, *, resume: Path | None = None) -> None:
         self.cfg = cfg
         parts = setup.build(cfg, resume)
-        self.parts, self.path, self.world, self.policy = parts, parts.path, parts.world, parts.policy
-        self.algorithm, self.rewards, self.prompts, self.ledger = parts.algorithm, parts.rewards, parts.prompts, parts.ledger
+        self.parts, self.path, self.world, self.policy = (
+            parts,
+            parts.path,
+            parts.world,
+            parts.policy,
+        )
+        self.algorithm, self.rewards, self.prompts, self.ledger = (
+            parts.algorithm,
+            parts.rewards,
+            parts.prompts,
+            parts.ledger,
+        )
         self.optimizer, self.ema, self.parameters = parts.optimizer, parts.ema, parts.parameters
         self.sigmas = setup.schedule(cfg, self.policy)
-        dearest = max((parts.guidance, setup.reference_guidance(parts.algorithm)), key=self.policy.branches)
+        dearest = max(
+            (parts.guidance, setup.reference_guidance(parts.algorithm)), key=self.policy.branches
+        )
         self.micro = rows_of(cfg.batch.micro, self.policy, dearest)
         self.booked = setup.Booked(parts)
         self.collect = collect.Collector(parts)
-        self.iteration = self.step = self.nonfinite = 0  # iterations and optimizer steps finished; non-finite updates in a row
+        self.iteration = self.step = self.nonfinite = (
+            0  # iterations and optimizer steps finished; non-finite updates in a row
+        )
         self.hours = 0.0
         self.proved = False  # the ratio's self-test was done
         self.recompute = False  # low precision needs old log-probs from the training forward
-        self.noise: dict[str, float] = {}  # own noise of the rewards, as long as no spread was below it
+        self.noise: dict[
+            str, float
+        ] = {}  # own noise of the rewards, as long as no spread was below it
         self.mid_update = False
         self.stopped: str | None = None
         self.saved_at: int | None = None  # iteration of the newest checkpoint
@@ -90,7 +128,11 @@ class Trainer:
             self.mid_update = False
             yield result
             self.stopped = self.world.agree(self.stopped or self._stop_rule(result.metrics))
-            if self.iteration % self.cfg.checkpoint.every == 0 or self.iteration == self.cfg.iterations or self.stopped:
+            if (
+                self.iteration % self.cfg.checkpoint.every == 0
+                or self.iteration == self.cfg.iterations
+                or self.stopped
+            ):
                 self.save()
 
     def _iterate(self, i: int) -> Iteration:
@@ -107,7 +149,9 @@ class Trainer:
         with ledger.phase("advantages"):
             leaf = algorithm.leaf_advantages(everyone, group)[self.world.part(len(rollout.leaf))]
             observed = self.world.mean_metrics(algorithm.observe(rollout, rewards))
-            kept = collect.chosen(drawn, cfg.batch.group).to(leaf.device)  # baselines are made of all draws
+            kept = collect.chosen(drawn, cfg.batch.group).to(
+                leaf.device
+            )  # baselines are made of all draws
             rollout = collect.take(rollout, kept)
             advantages = algorithm.advantages(rollout, leaf[kept])
             columns = algorithm.columns(rollout, advantages, seed=cfg.seed, iteration=i)
@@ -118,22 +162,31 @@ class Trainer:
         with ledger.phase("update"):
             metrics |= self._update(rollout, columns, drawn.batch)
         metrics |= self._winners(rollout, columns)
-        self.mid_update = True  # from here on the iteration is finished and recorded, whatever signal comes
+        self.mid_update = (
+            True  # from here on the iteration is finished and recorded, whatever signal comes
+        )
         algorithm.remember(observed)
         for view, decay in algorithm.follow(self.step, i).items():
             self.policy.copy_view("default", view, decay=decay)
         self._samples(i + 1, drawn)
-        return Iteration(number=i + 1, rollout=drawn.rollout, rewards=rewards, metrics=metrics | ledger.iteration())
+        return Iteration(
+            number=i + 1,
+            rollout=drawn.rollout,
+            rewards=rewards,
+            metrics=metrics | ledger.iteration(),
+        )
 
     def _watch_noise(self, rewards: Rewards, group: Tensor) -> None:
-        """Warn, once of each reward, where scores within groups differ by less than its own noise: training narrows them."""
+        """Warn, once of each reward, where scores within groups differ by less than its own noise:
+        training narrows them."""
         if self.world.main and self.cfg.guard.canaries:
             for label, sentence in canaries.below_noise(self.noise, rewards.raw, group).items():
                 log.logger.warning(sentence)
                 del self.noise[label]
 
     def _update(self, rollout: Rollout, columns: Columns, batch: PromptBatch) -> dict[str, float]:
-        """`batch.updates` optimizer steps, each on whole prompts -> policy/* averaged over the rows trained."""
+        """`batch.updates` optimizer steps, each on whole prompts -> policy/* averaged over the rows
+        trained."""
         updates = self.cfg.batch.updates
         sums: dict[str, float] = {}
         trained = 0.0
@@ -152,14 +205,17 @@ class Trainer:
                 continue
             self._step()
             trained += weight
-            out["policy/rows"] += float(self.world.sum(torch.tensor(float(len(part)), device=part.weight.device)))
+            out["policy/rows"] += float(
+                self.world.sum(torch.tensor(float(len(part)), device=part.weight.device))
+            )
             out["policy/grad_norm"] += norm / updates
             for name, value in self.world.sum_metrics(metrics).items():
                 sums[name] = sums.get(name, 0.0) + value
         return out | {name: value / trained for name, value in sums.items()}
 
     def _proved(self, rollout: Rollout, columns: Columns) -> tuple[Columns, float | None]:
-        """The ratio's self-test, at the first iteration with rows to train; where it asks for it, old log-probs from the training forward.
+        """The ratio's self-test, at the first iteration with rows to train; where it asks for it,
+        old log-probs from the training forward.
 
         -> the columns, and max |log ratio| of this process's rows, None without any.
         """
@@ -167,29 +223,51 @@ class Trainer:
             old = proof.old_scores(self.algorithm, self.booked, rollout, columns, self.micro)
         recomputed = old.get("log_prob", columns.log_prob)
         if not self.proved:
-            low = proof.prove(recomputed, columns, precision=setup.precision(self.cfg), clip=self.algorithm.clip_size)
-            rows, low = self.world.sum(torch.tensor([float(len(columns)), float(low)], device=self.policy.device)).tolist()
+            low = proof.prove(
+                recomputed,
+                columns,
+                precision=setup.precision(self.cfg),
+                clip=self.algorithm.clip_size,
+            )
+            rows, low = self.world.sum(
+                torch.tensor([float(len(columns)), float(low)], device=self.policy.device)
+            ).tolist()
             self.proved, self.recompute = rows > 0, low > 0
         error = float((recomputed - columns.log_prob).abs().max()) if len(columns) else None
         return (Columns({**columns.data, **old}) if self.recompute else columns), error
 
     def _winners(self, rollout: Rollout, columns: Columns) -> dict[str, float]:
-        """policy/winner_gain, where a reference is at hand: with full weights only if the method has one."""
+        """policy/winner_gain, where a reference is at hand: with full weights only if the method
+        has one."""
         if self.cfg.train.mode == "full" and "reference" not in self.algorithm.needs:
             return {}
         with self.ledger.phase("reference"):
             gain = objective.winner_gain(
-                self.algorithm, self.booked, rollout, columns, micro=self.micro, gather=self.world.gather, total=self.world.sum
+                self.algorithm,
+                self.booked,
+                rollout,
+                columns,
+                micro=self.micro,
+                gather=self.world.gather,
+                total=self.world.sum,
             )
         return {} if gain is None else {"policy/winner_gain": gain}
 
-    def _gradient(self, rollout: Rollout, part: Columns, weight: float) -> tuple[dict[str, Tensor], float]:
+    def _gradient(
+        self, rollout: Rollout, part: Columns, weight: float
+    ) -> tuple[dict[str, Tensor], float]:
         """Gradient of the update's mean loss -> (summed metrics, its norm before clipping)."""
         self.optimizer.zero_grad(set_to_none=True)
         metrics: dict[str, Tensor] = {}
         if len(part):
             metrics = objective.accumulate(
-                self.algorithm, self.booked, rollout, part, micro=self.micro, total_weight=weight, backward=self.booked.backward
+                self.algorithm,
+                self.booked,
+                rollout,
+                part,
+                micro=self.micro,
+                total_weight=weight,
+                backward=self.booked.backward,
             )
         self.world.sum_gradients(self.parameters.values())
         return metrics, self.parts.clip()
@@ -211,26 +289,40 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         folder = self.path / "nonfinite"
         folder.mkdir(exist_ok=True)
-        used = {f"columns.{k}": v.cpu() for k, v in part.data.items()} | {"states": rollout.states.cpu(), "prompt": rollout.prompt.cpu()}
-        checkpoint.write_tensors(folder / f"step-{self.step:06d}-rank-{self.world.rank}.safetensors", used)
-        log.logger.warning(f"update {self.step}: loss or gradient is not finite; skipped, its batch is in {folder}")
+        used = {f"columns.{k}": v.cpu() for k, v in part.data.items()} | {
+            "states": rollout.states.cpu(),
+            "prompt": rollout.prompt.cpu(),
+        }
+        checkpoint.write_tensors(
+            folder / f"step-{self.step:06d}-rank-{self.world.rank}.safetensors", used
+        )
+        log.logger.warning(
+            f"update {self.step}: loss or gradient is not finite; skipped, its batch is in {folder}"
+        )
         if self.nonfinite >= self.cfg.guard.nonfinite:
             raise Failed(
-                f"{self.nonfinite} updates in a row had a non-finite loss or gradient; lower optimizer.lr or use "
-                f"train.precision=no, and look at {folder}; the last checkpoint stands"
+                f"{self.nonfinite} updates in a row had a non-finite loss or gradient; lower"
+                f" optimizer.lr or use train.precision=no, and look at {folder}; the last"
+                " checkpoint stands"
             )
 
     # ------------------------------------------------------------------ around it
 
     def _start(self) -> None:
-        """Write what the run is, open the trackers, try the rewards, and evaluate the untrained policy."""
+        """Write what the run is, open the trackers, try the rewards, and evaluate the untrained
+        policy."""
         if self.world.main:
             (self.path / "samples").mkdir(parents=True, exist_ok=True)
             (self.path / "config.yaml").write_text(dump(self.cfg))
             (self.path / "environment.json").write_text(json.dumps(report.environment()))
             checkpoint.truncate_metrics(self.path, self.iteration)
         self.parts.start_trackers(self.iteration)
-        if self.iteration == 0 and self.cfg.guard.canaries and self.world.main and self.parts.dataset is None:
+        if (
+            self.iteration == 0
+            and self.cfg.guard.canaries
+            and self.world.main
+            and self.parts.dataset is None
+        ):
             self.noise = rehearsal.rehearse(self.parts, self.rewards)
         if self.iteration == 0 and self.parts.eval_prompts and self.cfg.eval.at_start:
             self._evaluate("before", self.cfg.eval.guidance)
@@ -238,32 +330,58 @@ class Trainer:
                 self._evaluate("before, guided", self.cfg.eval.baseline_guidance)
 
     def _evaluate(self, name: str, guidance: float | str) -> evaluation.Evaluation:
-        """Evaluate averaged weights on held-out prompts; a named row goes into evaluation.json and its images into samples/."""
+        """Evaluate averaged weights on held-out prompts; a named row goes into evaluation.json and
+        its images into samples/."""
         cfg = self.cfg.eval
         if name and self.world.main:
             log.logger.info(f"evaluating: {name}, {cfg.images} images")
         with self.ema.swapped(), self.policy.view("default"):
             result = evaluation.evaluate(
-                self.policy, self.parts.eval_prompts, self.rewards, images=cfg.images, steps=cfg.steps, guidance=guidance, seed=cfg.seed,
-                solver=cfg.solver, micro=self.cfg.batch.micro, decode=self.cfg.batch.decode, autocast=self.parts.autocast,
-            )  # fmt: skip
+                self.policy,
+                self.parts.eval_prompts,
+                self.rewards,
+                images=cfg.images,
+                steps=cfg.steps,
+                guidance=guidance,
+                seed=cfg.seed,
+                solver=cfg.solver,
+                micro=self.cfg.batch.micro,
+                decode=self.cfg.batch.decode,
+                autocast=self.parts.autocast,
+            )
         if name and self.world.main:
-            setting = {"iteration": self.iteration, "guidance": guidance, "steps": cfg.steps, "solver": cfg.solver, "seed": cfg.seed}
+            setting = {
+                "iteration": self.iteration,
+                "guidance": guidance,
+                "steps": cfg.steps,
+                "solver": cfg.solver,
+                "seed": cfg.seed,
+            }
             evaluation.add_row(self.path, name, result, self.parts.eval_prompts, **setting)
             evaluation.save_images(self.path, name, result, self.parts.eval_prompts)
         return result
 
     def run(self) -> Run:
         """Iterate to the end with a progress bar; see `train`."""
-        with StopRequest(self), log.Progress(self.cfg.iterations, done=self.iteration, show=self.world.main) as bar:
+        with (
+            StopRequest(self),
+            log.Progress(self.cfg.iterations, done=self.iteration, show=self.world.main) as bar,
+        ):
             try:
                 for it in self:
-                    bar.update(it.number, reward=it.metrics["reward/total"], grad=it.metrics["policy/grad_norm"])
+                    bar.update(
+                        it.number,
+                        reward=it.metrics["reward/total"],
+                        grad=it.metrics["policy/grad_norm"],
+                    )
                 if self.parts.eval_prompts and not by_signal(self.stopped):
                     self._evaluate("after", self.cfg.eval.guidance)
             except Aborted:
                 pass  # self.stopped says why
-            except (TooManyInvalid, RewardUnavailable):  # before an update or after it: weights are those of the last finished iteration
+            except (
+                TooManyInvalid,
+                RewardUnavailable,
+            ):  # before an update or after it: weights are those of the last finished iteration
                 self.save()
                 raise
             if self.stopped:
@@ -276,20 +394,33 @@ class Trainer:
             if self.cfg.train.mode == "lora":
                 with self.ema.swapped():
                     self.policy.save_lora(self.path / "lora")
-                (self.path / "lora" / setup.LORA_SETTINGS).write_text(json.dumps(self.cfg.train.lora.model_dump()))
+                (self.path / "lora" / setup.LORA_SETTINGS).write_text(
+                    json.dumps(self.cfg.train.lora.model_dump())
+                )
             report.build(self.path)
         self.parts.end_trackers()
         path = self.path / evaluation.FILE
         record = json.loads(path.read_text()) if path.exists() else {}
-        return Run(path=self.path, metrics=log.read_metrics(self.path), evaluation=record, stopped=self.stopped)
+        return Run(
+            path=self.path,
+            metrics=log.read_metrics(self.path),
+            evaluation=record,
+            stopped=self.stopped,
+        )
 
     def _record(self, result: Iteration) -> None:
-        """Held-out numbers when they are due, then one line in metrics.jsonl and in the trackers."""
+        """Held-out numbers when they are due, then one line in metrics.jsonl and in the
+        trackers."""
         cfg = self.cfg
         result.metrics["optimizer/lr"] = setup.learning_rate(cfg, max(0, self.step - 1))
         result.metrics["optimizer/step"] = self.step
         try:
-            if self.parts.eval_prompts and cfg.eval.every and result.number % cfg.eval.every == 0 and result.number < cfg.iterations:
+            if (
+                self.parts.eval_prompts
+                and cfg.eval.every
+                and result.number % cfg.eval.every == 0
+                and result.number < cfg.iterations
+            ):
                 result.metrics.update(self._evaluate("", cfg.eval.guidance).metrics())
         finally:  # a reward may be gone by now, and the run stop; the iteration itself is finished
             if self.world.main:
@@ -297,9 +428,17 @@ class Trainer:
             self.parts.track(result.metrics, result.number)
 
     def _samples(self, number: int, drawn: collect.Collected) -> None:
-        if self.world.main and (number == 1 or number % self.cfg.checkpoint.every == 0) and drawn.shown.ndim == 4:
-            captions = [drawn.batch.text[g] for g in drawn.rollout.group[: len(drawn.shown)].tolist()]
-            media.grid(drawn.shown, captions).save(self.path / "samples" / f"iteration-{number:06d}.png")
+        if (
+            self.world.main
+            and (number == 1 or number % self.cfg.checkpoint.every == 0)
+            and drawn.shown.ndim == 4
+        ):
+            captions = [
+                drawn.batch.text[g] for g in drawn.rollout.group[: len(drawn.shown)].tolist()
+            ]
+            media.grid(drawn.shown, captions).save(
+                self.path / "samples" / f"iteration-{number:06d}.png"
+            )
 
     def _stop_rule(self, metrics: dict[str, float]) -> str | None:
         stop = self.cfg.stop
@@ -315,22 +454,47 @@ class Trainer:
         """What an iteration will do, before it does it."""
         b, plan, p = self.cfg.batch, self.parts.plan, self.parts
         samples = b.prompts * b.group
-        calls = plans.nfe(plan, b.group // plan.leaves) * b.prompts * self.policy.branches(p.guidance)
-        own = "" if p.guidance == self.cfg.sampler.guidance else f" (the algorithm's own, not sampler.guidance={self.cfg.sampler.guidance})"
-        sampled = f"{len(self.sigmas) - 1} steps, guidance {p.guidance}{own}: {calls:,} network calls"
+        calls = (
+            plans.nfe(plan, b.group // plan.leaves) * b.prompts * self.policy.branches(p.guidance)
+        )
+        own = (
+            ""
+            if p.guidance == self.cfg.sampler.guidance
+            else f" (the algorithm's own, not sampler.guidance={self.cfg.sampler.guidance})"
+        )
+        sampled = (
+            f"{len(self.sigmas) - 1} steps, guidance {p.guidance}{own}: {calls:,} network calls"
+        )
         sampled = sampled if p.dataset is None else f"or fewer, read from {self.cfg.data.offline}"
         rows = self.algorithm.most_rows(plan, b.group + p.references) * b.prompts
         rewards = ", ".join(f"{w:g} x {n}" for n, w in self.rewards.weights.items())
-        rewards += f" (of evaluations; trained on are the scores in {self.cfg.data.offline})" if p.dataset else ""
+        rewards += (
+            f" (of evaluations; trained on are the scores in {self.cfg.data.offline})"
+            if p.dataset
+            else ""
+        )
         done, last = self.iteration, self.cfg.iterations
-        left = f"iterations {done + 1} to {last}" if done < last else f"all {done} iterations are done; evaluated again"
+        left = (
+            f"iterations {done + 1} to {last}"
+            if done < last
+            else f"all {done} iterations are done; evaluated again"
+        )
         weights = sum(w.numel() for w in self.parameters.values())
         return "\n".join(
             [
-                f"model      {self.cfg.model.source}, {weights:,} trained weights on {self.policy.device}",
+                (
+                    f"model      {self.cfg.model.source}, {weights:,} trained weights on"
+                    f" {self.policy.device}"
+                ),
                 f"algorithm  {self.cfg.algorithm['name']}, reward {rewards}",
-                f"iteration  {b.prompts} prompts x {b.group} = {samples} samples on {self.world.size} process(es); {sampled}",
-                f"update     at most {rows:,} trained rows in {b.updates} optimizer step(s), {b.micro} network rows a forward",
+                (
+                    f"iteration  {b.prompts} prompts x {b.group} = {samples} samples on"
+                    f" {self.world.size} process(es); {sampled}"
+                ),
+                (
+                    f"update     at most {rows:,} trained rows in {b.updates} optimizer step(s),"
+                    f" {b.micro} network rows a forward"
+                ),
                 f"run        {left}, in {self.path}",
             ]
         )
@@ -343,7 +507,8 @@ class Trainer:
         return bool(checkpoint.steps(self.path))
 
     def save(self) -> Path | None:
-        """Everything that a later `--resume` needs, once for each iteration; taken between iterations."""
+        """Everything that a later `--resume` needs, once for each iteration; taken between
+        iterations."""
         if not self.world.main:
             return None
         if self.saved_at == self.iteration:
@@ -354,7 +519,9 @@ class Trainer:
         meta: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
         meta["memory"], meta["noise"] = self.algorithm.memory, self.noise
         meta["scaler"] = distributed.scaler_state(self.parts.accelerator)
-        folder = checkpoint.save(self.path, self.iteration, tensors, meta, keep=self.cfg.checkpoint.keep)
+        folder = checkpoint.save(
+            self.path, self.iteration, tensors, meta, keep=self.cfg.checkpoint.keep
+        )
         self.saved_at = self.iteration  # not before it is whole: a signal may interrupt the writing
         return folder
 
@@ -363,9 +530,14 @@ class Trainer:
         self.policy.load_state("default", tensors["policy"])
         for view in setup.views(self.algorithm):
             self.policy.load_state(view, tensors[view])
-        self.algorithm.memory, self.noise = dict(meta.get("memory", {})), dict(meta.get("noise", {}))
+        self.algorithm.memory, self.noise = (
+            dict(meta.get("memory", {})),
+            dict(meta.get("noise", {})),
+        )
         self.ema.load_state_dict(tensors["ema"])
-        checkpoint.unpack_optimizer(self.parts.raw_optimizer, self.parameters, tensors.get("optimizer", {}))
+        checkpoint.unpack_optimizer(
+            self.parts.raw_optimizer, self.parameters, tensors.get("optimizer", {})
+        )
         if meta["scaler"]:
             self.parts.accelerator.scaler.load_state_dict(meta["scaler"])
         self.iteration = self.saved_at = meta["iteration"]
@@ -375,13 +547,24 @@ class Trainer:
 
 def reward_metrics(rewards: Rewards) -> dict[str, float]:
     """reward/<name>/mean|std, reward/total and reward/invalid of an iteration."""
-    out = {"reward/total": rewards.total.nanmean().item(), "reward/invalid": float((~rewards.valid).sum())}
+    out = {
+        "reward/total": rewards.total.nanmean().item(),
+        "reward/invalid": float((~rewards.valid).sum()),
+    }
     for name, value in rewards.raw.items():
         value = value[~value.isnan()]
-        out |= {f"reward/{name}/mean": value.mean().item(), f"reward/{name}/std": value.std(correction=0).item()} if len(value) else {}
+        out |= (
+            {
+                f"reward/{name}/mean": value.mean().item(),
+                f"reward/{name}/std": value.std(correction=0).item(),
+            }
+            if len(value)
+            else {}
+        )
     return out
 
 
 def train(cfg: Config, *, resume: str | Path | None = None) -> Run:
-    """Train to the end, a stop rule, or SIGTERM / Ctrl-C (both checkpoint; `Run.stopped` says so)."""
+    """Train to the end, a stop rule, or SIGTERM / Ctrl-C (both checkpoint; `Run.stopped` says
+    so)."""
     return Trainer(cfg, resume=None if resume is None else Path(resume)).run()

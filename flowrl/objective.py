@@ -20,7 +20,8 @@ def _alone(value: Tensor) -> Tensor:
 
 
 def split(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor]:
-    """Row numbers of micro-batches with at most `micro` distinct network rows each; rows that share one stay together."""
+    """Row numbers of micro-batches with at most `micro` distinct network rows each; rows that share
+    one stay together."""
     if micro < 1:
         raise ValueError(f"micro={micro} network rows must be at least 1")
     _, number = torch.unique(algorithm.network_rows(batch), return_inverse=True)
@@ -30,7 +31,8 @@ def split(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor]:
 
 
 def split_units(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor] | None:
-    """Row numbers of micro-batches of whole units (rows that one term of the loss joins); None when a unit exceeds `micro` network rows."""
+    """Row numbers of micro-batches of whole units (rows that one term of the loss joins); None when
+    a unit exceeds `micro` network rows."""
     network = algorithm.network_rows(batch)
     parts: list[Tensor] = []
     for unit in torch.unique(batch.unit).tolist():
@@ -55,15 +57,29 @@ def accumulate(
     total_weight: float,
     backward: Callable[[Tensor], None],
 ) -> dict[str, Tensor]:
-    """Add the gradient of loss(batch) / total_weight to the policy's parameters -> metrics, summed over rows.
+    """Add the gradient of loss(batch) / total_weight to the policy's parameters -> metrics, summed
+    over rows.
 
-    Where a term of the loss joins rows (algorithm.couples), micro-batches hold whole units. If one does not fit, the exact two-pass form:
-    scores of the whole batch without gradient, c = d loss / d scores, then micro-batches of sum(c * score). Groups never spread over
-    processes, so neither form needs other processes' rows.
+    Where a term of the loss joins rows (algorithm.couples), micro-batches hold whole units. If one
+    does not fit, the exact two-pass form: scores of the whole batch without gradient, c = d loss /
+    d scores, then micro-batches of sum(c * score). Groups never spread over processes, so neither
+    form needs other processes' rows.
     """
-    parts = split(algorithm, batch, micro) if algorithm.couples == "row" else split_units(algorithm, batch, micro)
+    parts = (
+        split(algorithm, batch, micro)
+        if algorithm.couples == "row"
+        else split_units(algorithm, batch, micro)
+    )
     if parts is None:
-        return _two_pass(algorithm, policy, rollout, batch, split(algorithm, batch, micro), total_weight, backward)
+        return _two_pass(
+            algorithm,
+            policy,
+            rollout,
+            batch,
+            split(algorithm, batch, micro),
+            total_weight,
+            backward,
+        )
     metrics: dict[str, Tensor] = {}
     for rows in parts:
         part = batch[rows]
@@ -74,8 +90,11 @@ def accumulate(
     return metrics
 
 
-def coefficients(algorithm: Algorithm, scores: dict[str, Tensor], batch: Columns) -> tuple[LossOutput, dict[str, Tensor]]:
-    """Loss of given scores and its derivative by each of them (those it does not depend on are left out)."""
+def coefficients(
+    algorithm: Algorithm, scores: dict[str, Tensor], batch: Columns
+) -> tuple[LossOutput, dict[str, Tensor]]:
+    """Loss of given scores and its derivative by each of them (those it does not depend on are left
+    out)."""
     leaves = {name: value.detach().requires_grad_() for name, value in scores.items()}
     with torch.enable_grad():
         out = algorithm.loss(leaves, batch)
@@ -83,7 +102,9 @@ def coefficients(algorithm: Algorithm, scores: dict[str, Tensor], batch: Columns
     return out, {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}
 
 
-def _two_pass(algorithm, policy, rollout, batch, parts, total_weight, backward) -> dict[str, Tensor]:
+def _two_pass(
+    algorithm, policy, rollout, batch, parts, total_weight, backward
+) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     with torch.no_grad():
         for rows in parts:
@@ -92,19 +113,35 @@ def _two_pass(algorithm, policy, rollout, batch, parts, total_weight, backward) 
     out, c = coefficients(algorithm, whole, batch)
     for rows in parts:
         scores = algorithm.score(policy, rollout, batch[rows])
-        backward(sum((c[name][rows] * value).sum() for name, value in scores.items() if name in c and value.requires_grad) / total_weight)
+        backward(
+            sum(
+                (c[name][rows] * value).sum()
+                for name, value in scores.items()
+                if name in c and value.requires_grad
+            )
+            / total_weight
+        )
     return out.metrics
 
 
 @torch.no_grad()
 def winner_gain(
-    algorithm: Algorithm, policy: Any, rollout: Rollout, batch: Columns, *, micro: int = 64, most: int = 16, gather: Across = _alone,
+    algorithm: Algorithm,
+    policy: Any,
+    rollout: Rollout,
+    batch: Columns,
+    *,
+    micro: int = 64,
+    most: int = 16,
+    gather: Across = _alone,
     total: Across = _alone,
-) -> float | None:  # fmt: skip
-    """Mean of fit(policy) - fit(reference) over about `most` rows of positive advantage, drawn by their noise keys; None without any.
+) -> float | None:
+    """Mean of fit(policy) - fit(reference) over about `most` rows of positive advantage, drawn by
+    their noise keys; None without any.
 
-    Below 0 the update makes good samples less likely, as preference losses do when they push bad ones away further. gather, total:
-    concatenate and sum over processes, so that the same rows are looked at on any number of them.
+    Below 0 the update makes good samples less likely, as preference losses do when they push bad
+    ones away further. gather, total: concatenate and sum over processes, so that the same rows are
+    looked at on any number of them.
     """
     rows = torch.nonzero(batch.adv > 0).flatten()
     draw = keys.uniform(keys.key("winners", batch.noise_key[rows]))

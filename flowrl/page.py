@@ -1,4 +1,5 @@
-"""The frame and the style of report.html: one file, no script, nothing fetched; light and dark. Imports nothing of ours."""
+"""The frame and the style of report.html: one file, no script, nothing fetched; light and dark.
+Imports nothing of ours."""
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

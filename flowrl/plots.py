@@ -1,6 +1,8 @@
-"""Small pictures for the report, as SVG and HTML text: a line chart, intervals, a stacked bar. Imports nothing of ours.
+"""Small pictures for the report, as SVG and HTML text: a line chart, intervals, a stacked bar.
+Imports nothing of ours.
 
-Colours are CSS variables of the page (--ink, --faint, --rule, --s0 to --s7), so that light and dark need no second picture.
+Colours are CSS variables of the page (--ink, --faint, --rule, --s0 to --s7), so that light and dark
+need no second picture.
 """
 
 from __future__ import annotations
@@ -23,11 +25,14 @@ def number(value: float) -> str:
     size = abs(value)
     if size >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.1e}" if size < 1e-3 else f"{value:.{max(0, 2 - math.floor(math.log10(size)))}f}"
+    return (
+        f"{value:.1e}" if size < 1e-3 else f"{value:.{max(0, 2 - math.floor(math.log10(size)))}f}"
+    )
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About `count` round numbers (1, 2, 2.5 or 5 times a power of ten apart) that cover [low, high]."""
+    """About `count` round numbers (1, 2, 2.5 or 5 times a power of ten apart) that cover [low,
+    high]."""
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
@@ -51,8 +56,17 @@ def smooth(points: Points) -> list[tuple[float, float]]:
     return out
 
 
-def line_chart(title: str, points: Points, *, xlabel: str = "iteration", width: int = 340, height: int = 190, colour: int = 0) -> str:
-    """One curve with axes; points show their value on hover. Noisy curves (over 30 points) get an average drawn on top."""
+def line_chart(
+    title: str,
+    points: Points,
+    *,
+    xlabel: str = "iteration",
+    width: int = 340,
+    height: int = 190,
+    colour: int = 0,
+) -> str:
+    """One curve with axes; points show their value on hover. Noisy curves (over 30 points) get an
+    average drawn on top."""
     points = thin([(x, y) for x, y in points if math.isfinite(y)])
     if not points:
         return ""
@@ -65,18 +79,34 @@ def line_chart(title: str, points: Points, *, xlabel: str = "iteration", width: 
 
     def place(x: float, y: float) -> tuple[float, float]:
         along = (x - x0) / (x1 - x0) if x1 > x0 else 0.5
-        return left + along * (width - left - right), height - bottom - (y - ys[0]) / (ys[-1] - ys[0]) * (height - top - bottom)
+        return left + along * (width - left - right), height - bottom - (y - ys[0]) / (
+            ys[-1] - ys[0]
+        ) * (height - top - bottom)
 
-    parts = [f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">']
+    parts = [
+        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img"'
+        f' aria-label="{escape(title)}">'
+    ]
     parts.append(f'<text class="name" x="{left - 40}" y="16">{escape(title)}</text>')
     for y in ys:
         _, at = place(x0, y)
-        parts.append(f'<line class="rule" x1="{left}" x2="{width - right}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick" x="{left - 6}" y="{at + 3.5:.1f}" text-anchor="end">{_tick(y, ys)}</text>')
+        parts.append(
+            f'<line class="rule" x1="{left}" x2="{width - right}" y1="{at:.1f}" y2="{at:.1f}"/>'
+        )
+        parts.append(
+            f'<text class="tick" x="{left - 6}" y="{at + 3.5:.1f}"'
+            f' text-anchor="end">{_tick(y, ys)}</text>'
+        )
     for x in xs:
         at, _ = place(x, ys[0])
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{height - bottom + 15}" text-anchor="middle">{_tick(x, xs)}</text>')
-    parts.append(f'<text class="tick" x="{width - right}" y="{height - 4}" text-anchor="end">{escape(xlabel)}</text>')
+        parts.append(
+            f'<text class="tick" x="{at:.1f}" y="{height - bottom + 15}"'
+            f' text-anchor="middle">{_tick(x, xs)}</text>'
+        )
+    parts.append(
+        f'<text class="tick" x="{width - right}" y="{height - 4}"'
+        f' text-anchor="end">{escape(xlabel)}</text>'
+    )
     parts += _curve(points, place, colour, xlabel)
     return "".join([*parts, "</svg>"])
 
@@ -93,7 +123,10 @@ def _tick(value: float, all_ticks: Sequence[float]) -> str:
 
 def _curve(points: Points, place, colour: int, xlabel: str) -> list[str]:
     def path(which: Points, css: str) -> str:
-        d = " ".join(f"{'L' if i else 'M'}{a:.1f} {b:.1f}" for i, (a, b) in enumerate(place(x, y) for x, y in which))
+        d = " ".join(
+            f"{'L' if i else 'M'}{a:.1f} {b:.1f}"
+            for i, (a, b) in enumerate(place(x, y) for x, y in which)
+        )
         return f'<path class="{css}" d="{d}" style="stroke: var(--s{colour % COLOURS})"/>'
 
     noisy = len(points) > 30
@@ -102,11 +135,16 @@ def _curve(points: Points, place, colour: int, xlabel: str) -> list[str]:
         at = "cx='{:.1f}' cy='{:.1f}'".format(*place(x, y))
         if not noisy:
             parts.append(f'<circle {at} r="2.4" style="fill: var(--s{colour % COLOURS})"/>')
-        parts.append(f'<circle class="hit" {at} r="7"><title>{escape(xlabel)} {x:g}: {number(y)}</title></circle>')
+        parts.append(
+            f'<circle class="hit" {at} r="7"><title>{escape(xlabel)} {x:g}:'
+            f" {number(y)}</title></circle>"
+        )
     return parts
 
 
-def interval_chart(rows: Sequence[tuple[str, float, float, float]], *, width: int = 640, label_width: int = 190) -> str:
+def interval_chart(
+    rows: Sequence[tuple[str, float, float, float]], *, width: int = 640, label_width: int = 190
+) -> str:
     """Means with whiskers, one row each: (label, mean, low, high)."""
     low, high = min(r[2] for r in rows), max(r[3] for r in rows)
     if low >= 0 and high <= 1:
@@ -118,19 +156,37 @@ def interval_chart(rows: Sequence[tuple[str, float, float, float]], *, width: in
     def place(x: float) -> float:
         return label_width + (x - xs[0]) / (xs[-1] - xs[0]) * (width - label_width - 30)
 
-    parts = [f'<svg class="chart wide" viewBox="0 0 {width} {height}" role="img" aria-label="intervals">']
+    parts = [
+        f'<svg class="chart wide" viewBox="0 0 {width} {height}" role="img" aria-label="intervals">'
+    ]
     for x in xs:
-        parts.append(f'<line class="rule" x1="{place(x):.1f}" x2="{place(x):.1f}" y1="{top}" y2="{height - 24}"/>')
-        parts.append(f'<text class="tick" x="{place(x):.1f}" y="{height - 8}" text-anchor="middle">{_tick(x, xs)}</text>')
+        parts.append(
+            f'<line class="rule" x1="{place(x):.1f}" x2="{place(x):.1f}" y1="{top}"'
+            f' y2="{height - 24}"/>'
+        )
+        parts.append(
+            f'<text class="tick" x="{place(x):.1f}" y="{height - 8}"'
+            f' text-anchor="middle">{_tick(x, xs)}</text>'
+        )
     for i, (label, mean, lo, hi) in enumerate(rows):
         y, style = top + step * (i + 0.5), "var(--s0)" if i == len(rows) - 1 else "var(--s7)"
-        parts.append(f'<text class="label" x="{label_width - 14}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>')
-        parts.append(f'<line x1="{place(lo):.1f}" x2="{place(hi):.1f}" y1="{y}" y2="{y}" style="stroke: {style}; stroke-width: 3"/>')
         parts.append(
-            f'<circle cx="{place(mean):.1f}" cy="{y}" r="6" style="fill: {style}"><title>{escape(label)}: {number(mean)} '
-            f"[{number(lo)}, {number(hi)}]</title></circle>"
+            f'<text class="label" x="{label_width - 14}" y="{y + 4:.1f}"'
+            f' text-anchor="end">{escape(label)}</text>'
         )
-        parts.append(f'<text class="value" x="{place(mean):.1f}" y="{y - 9:.1f}" text-anchor="middle">{mean:.3f}</text>')
+        parts.append(
+            f'<line x1="{place(lo):.1f}" x2="{place(hi):.1f}" y1="{y}" y2="{y}" style="stroke:'
+            f' {style}; stroke-width: 3"/>'
+        )
+        parts.append(
+            f'<circle cx="{place(mean):.1f}" cy="{y}" r="6" style="fill:'
+            f' {style}"><title>{escape(label)}: {number(mean)} [{number(lo)},'
+            f" {number(hi)}]</title></circle>"
+        )
+        parts.append(
+            f'<text class="value" x="{place(mean):.1f}" y="{y - 9:.1f}"'
+            f' text-anchor="middle">{mean:.3f}</text>'
+        )
     return "".join([*parts, "</svg>"])
 
 
@@ -143,8 +199,13 @@ def stacked_bar(parts: dict[str, float], *, unit: str) -> str:
         share = 100 * value / total if total else 0
         text = f"{name}: {number(value)} {unit} ({share:.1f}%)"
         colour = f"var(--s{min(i, COLOURS - 1)})"
-        bar.append(f'<span style="width: {share:.3f}%; background: {colour}" title="{escape(text)}"></span>')
+        bar.append(
+            f'<span style="width: {share:.3f}%; background: {colour}"'
+            f' title="{escape(text)}"></span>'
+        )
         legend.append(
-            f'<li><i style="background: {colour}"></i>{escape(name)}<b>{share:.1f}%</b><em>{number(value)} {escape(unit)}</em></li>'
+            '<li><i style="background:'
+            f' {colour}"></i>{escape(name)}<b>{share:.1f}%</b><em>{number(value)}'
+            f" {escape(unit)}</em></li>"
         )
     return f'<div class="bar">{"".join(bar)}</div><ul class="legend">{"".join(legend)}</ul>'

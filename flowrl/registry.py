@@ -1,6 +1,7 @@
 """The file is the registration: a plugin is a module in a package, found by its name.
 
-`choices("flowrl.rewards")` lists the modules without importing them (names that start with "_" are shared parts);
+`choices("flowrl.rewards")` lists the modules without importing them (names that start with "_" are
+shared parts);
 `find` imports one, and an unknown name is answered with the nearest valid ones.
 """
 
@@ -20,7 +21,8 @@ def choices(package: str) -> list[str]:
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """'; did you mean "a" or "b"?' or, with nothing near, '; choose from ...', where a choice of at most 60 helps."""
+    """'; did you mean "a" or "b"?' or, with nothing near, '; choose from ...', where a choice of at
+    most 60 helps."""
     valid = sorted(valid)
     near = difflib.get_close_matches(name, valid, n=3, cutoff=0.5)
     if near:
@@ -29,11 +31,14 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 
 def find(package: str, name: str, *, what: str) -> ModuleType:
-    """Import plugin `name` of `package`. Unknown, or its import fails -> ValueError with the nearest valid names, or the reason."""
+    """Import plugin `name` of `package`. Unknown, or its import fails -> ValueError with the
+    nearest valid names, or the reason."""
     valid = choices(package)
     if name not in valid:
         raise ValueError(f'unknown {what} "{name}"{did_you_mean(name, valid)}')
     try:
         return importlib.import_module(f"{package}.{name}")
     except Exception as error:  # whatever a file does when it is imported
-        raise ValueError(f'{what} "{name}": its file cannot be imported: {type(error).__name__}: {error}') from error
+        raise ValueError(
+            f'{what} "{name}": its file cannot be imported: {type(error).__name__}: {error}'
+        ) from error

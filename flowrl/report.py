@@ -1,7 +1,8 @@
-"""report.html: one file that shows what a run did, readable without a network and without this program.
+"""report.html: one file that shows what a run did, readable without a network and without this
+program.
 
-Reads a run folder (config.yaml, metrics.jsonl, evaluation.json, environment.json, samples/). A missing piece leaves a sentence in its
-place; only a folder that holds no run is an error.
+Reads a run folder (config.yaml, metrics.jsonl, evaluation.json, environment.json, samples/). A
+missing piece leaves a sentence in its place; only a folder that holds no run is an error.
 """
 
 from __future__ import annotations
@@ -23,8 +24,22 @@ from flowrl.log import read_json
 from flowrl.page import PAGE, STYLE
 from flowrl.plots import interval_chart, line_chart, stacked_bar
 
-PACKAGES = ("flowrl", "torch", "diffusers", "transformers", "accelerate", "peft", "open-clip-torch", "numpy")
-NOT_PHASES = ("/iteration", "/total", "_work", "_fraction")  # endings of sums, kinds of work and shares
+PACKAGES = (
+    "flowrl",
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "open-clip-torch",
+    "numpy",
+)
+NOT_PHASES = (
+    "/iteration",
+    "/total",
+    "_work",
+    "_fraction",
+)  # endings of sums, kinds of work and shares
 HEADS = ("guidance", "steps", "images", "calls/image")
 CURVES = {  # heading -> prefixes of metrics.jsonl
     "Reward": ("reward/",),
@@ -52,7 +67,11 @@ def build(run_path: str | Path) -> Path:
         _header(run, settings),
         *(f'<p class="note">{escape(note)}</p>' for note in run.notes),
         _section("Result", _result(run)),
-        *([_section("Evaluation suites", found)] if (found := suite_report.section(run.path)) else []),
+        *(
+            [_section("Evaluation suites", found)]
+            if (found := suite_report.section(run.path))
+            else []
+        ),
         _section("Before and after", _pictures(run) + report_answers.folded(_rows(run.evaluation))),
         _section("Learning curves", _curves(run)),
         _section("Where the time went", _ledger(run)),
@@ -71,10 +90,19 @@ def read(path: Path) -> Run:
     """Load a run folder; ValueError if it is none or if a file in it cannot be read."""
     path = path.resolve()
     if not path.is_dir():
-        raise ValueError(f'"{path}" is no folder; give the folder of a run, such as runs/quickstart')
-    config, metrics, evaluation = path / "config.yaml", path / "metrics.jsonl", path / "evaluation.json"
+        raise ValueError(
+            f'"{path}" is no folder; give the folder of a run, such as runs/quickstart'
+        )
+    config, metrics, evaluation = (
+        path / "config.yaml",
+        path / "metrics.jsonl",
+        path / "evaluation.json",
+    )
     if not config.exists() and not metrics.exists():
-        raise ValueError(f'"{path}" holds no run: neither config.yaml nor metrics.jsonl is there; give a folder that flowrl train wrote')
+        raise ValueError(
+            f'"{path}" holds no run: neither config.yaml nor metrics.jsonl is there; give a folder'
+            " that flowrl train wrote"
+        )
     notes: list[str] = []
     return Run(
         path=path,
@@ -86,27 +114,47 @@ def read(path: Path) -> Run:
 
 
 def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Objects of metrics.jsonl. A last line cut short (the run is being written) is left out and noted; another bad line is an error."""
+    """Objects of metrics.jsonl. A last line cut short (the run is being written) is left out and
+    noted; another bad line is an error."""
     rows, text = [], path.read_text(encoding="utf-8").splitlines()
     for i, line in enumerate(text, 1):
         try:
             rows.append(json.loads(line))
         except ValueError as error:
             if i < len(text):
-                raise ValueError(f"{path}, line {i} is not JSON ({error}); the file was edited or damaged") from error
-            notes.append(f"The last line of metrics.jsonl (line {i}) is cut short and was left out.")
+                raise ValueError(
+                    f"{path}, line {i} is not JSON ({error}); the file was edited or damaged"
+                ) from error
+            notes.append(
+                f"The last line of metrics.jsonl (line {i}) is cut short and was left out."
+            )
     return rows
 
 
 def table(evaluation: dict[str, Any]):
-    """The headline table for the terminal: one row a setting, mean and interval of the metrics, the paired difference below."""
+    """The headline table for the terminal: one row a setting, mean and interval of the metrics, the
+    paired difference below."""
     from rich import box
     from rich.table import Table
 
-    rows, metrics, paired = _rows(evaluation), _distinct(evaluation)[:2], evaluation.get("paired", {})
-    same = [f"{rows[0][key]} {key}" for key in ("images", "steps") if rows and len({row.get(key) for row in rows}) == 1 and key in rows[0]]
+    rows, metrics, paired = (
+        _rows(evaluation),
+        _distinct(evaluation)[:2],
+        evaluation.get("paired", {}),
+    )
+    same = [
+        f"{rows[0][key]} {key}"
+        for key in ("images", "steps")
+        if rows and len({row.get(key) for row in rows}) == 1 and key in rows[0]
+    ]
     title = ", ".join(["Held-out prompts", *same])
-    out = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left", padding=(0, 1))
+    out = Table(
+        title=title,
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+        padding=(0, 1),
+    )
     out.add_column("", overflow="fold")
     for name in (HEADS[0], HEADS[-1].replace("/", "/\n"), *metrics):
         out.add_column(name, justify="right", no_wrap=True)
@@ -114,13 +162,22 @@ def table(evaluation: dict[str, Any]):
         name, guidance, *_, calls = _row_head(row)
         cells = [_interval(row.get("metrics", {}).get(metric), "\n") for metric in metrics]
         out.add_row(name, guidance, calls, *cells, style="bold" if row is rows[-1] else "")
-    out.caption = "\n".join(_paired_sentence(metric, paired[metric]) for metric in metrics if metric in paired) or None
+    out.caption = (
+        "\n".join(
+            _paired_sentence(metric, paired[metric]) for metric in metrics if metric in paired
+        )
+        or None
+    )
     return out
 
 
 def environment() -> dict[str, str]:
     """Versions and machine, for a run's environment.json and for this page."""
-    found = {"python": platform.python_version(), "platform": platform.platform(), "processors": str(os.cpu_count())}
+    found = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": str(os.cpu_count()),
+    }
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
@@ -134,21 +191,29 @@ def environment() -> dict[str, str]:
 
 def _rows(evaluation: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows with "before" first and "after" last, whatever was measured in between and since."""
-    return sorted(evaluation.get("rows", []), key=lambda row: (row.get("name") == "after") - (row.get("name") == "before"))
+    return sorted(
+        evaluation.get("rows", []),
+        key=lambda row: (row.get("name") == "after") - (row.get("name") == "before"),
+    )
 
 
 def _distinct(evaluation: dict[str, Any]) -> list[str]:
     """Metrics, without those that repeat an earlier one in every row (a total of one reward)."""
     out: dict[str, str] = {}
     for name in _metric_names(evaluation):
-        out.setdefault(json.dumps([row.get("metrics", {}).get(name) for row in _rows(evaluation)]), name)
+        out.setdefault(
+            json.dumps([row.get("metrics", {}).get(name) for row in _rows(evaluation)]), name
+        )
     return list(out.values())
 
 
 def _metric_names(evaluation: dict[str, Any]) -> list[str]:
-    """Metrics of any row; the headline comes first: one that is called strict, else the first with a paired difference."""
+    """Metrics of any row; the headline comes first: one that is called strict, else the first with
+    a paired difference."""
     paired = evaluation.get("paired", {})
-    names = list(dict.fromkeys(name for row in _rows(evaluation) for name in row.get("metrics", {})))
+    names = list(
+        dict.fromkeys(name for row in _rows(evaluation) for name in row.get("metrics", {}))
+    )
     return sorted(names, key=lambda name: (name not in paired, not name.endswith("strict")))
 
 
@@ -166,7 +231,9 @@ def _interval(entry: Any, between: str = " ") -> str:
     if mean is None:
         return ""
     digits = _digits(ci)
-    return f"{mean:.{digits}f}" + (f"{between}[{ci[0]:.{digits}f}, {ci[1]:.{digits}f}]" if ci else "")
+    return f"{mean:.{digits}f}" + (
+        f"{between}[{ci[0]:.{digits}f}, {ci[1]:.{digits}f}]" if ci else ""
+    )
 
 
 def _digits(ci: Any) -> int:
@@ -179,7 +246,10 @@ def _paired_sentence(metric: str, paired: dict[str, Any]) -> str:
     low, high = paired["ci"]
     digits = _digits(paired["ci"])
     p = f", p = {paired['p']:.2g}" if paired.get("p") is not None else ""
-    return f"{metric} {paired['difference']:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]{p}, 95% paired bootstrap"
+    return (
+        f"{metric} {paired['difference']:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]{p},"
+        " 95% paired bootstrap"
+    )
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -200,7 +270,11 @@ def _section(title: str, body: str) -> str:
 
 
 def _folded(summary: str, text: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>" if text else ""
+    return (
+        f"<details><summary>{escape(summary)}</summary><pre>{escape(text)}</pre></details>"
+        if text
+        else ""
+    )
 
 
 def _missing(sentence: str) -> str:
@@ -212,7 +286,11 @@ def _header(run: Run, settings: dict[str, Any]) -> str:
     for key in ("model", "algorithm", "reward", "seed"):
         value = settings.get(key)
         if isinstance(value, dict):
-            value = value.get("name") or value.get("source") or (", ".join(map(str, value)) if key == "reward" else None)
+            value = (
+                value.get("name")
+                or value.get("source")
+                or (", ".join(map(str, value)) if key == "reward" else None)
+            )
         if value is not None:
             chips.append(f"<li><span>{escape(key)}</span>{escape(str(value))}</li>")
     if run.metrics:
@@ -220,7 +298,10 @@ def _header(run: Run, settings: dict[str, Any]) -> str:
         chips.append(f"<li><span>iterations</span>{len(run.metrics)}</li>")
         chips.append(f"<li><span>training time</span>{_duration(seconds)}</li>" if seconds else "")
     kind = f'<p class="kind">flowrl report · {datetime.date.today().isoformat()}</p>'
-    return f'<header>{kind}<h1>{escape(run.path.name)}</h1><ul class="chips">{"".join(chips)}</ul></header>'
+    return (
+        f"<header>{kind}<h1>{escape(run.path.name)}</h1><ul"
+        f' class="chips">{"".join(chips)}</ul></header>'
+    )
 
 
 def _duration(seconds: float) -> str:
@@ -231,31 +312,58 @@ def _duration(seconds: float) -> str:
 def _result(run: Run) -> str:
     rows, metrics = _rows(run.evaluation), _metric_names(run.evaluation)
     if not rows or not metrics:
-        return _missing("There is no evaluation.json with rows: flowrl evaluate measures the policy before and after on held-out prompts.")
+        return _missing(
+            "There is no evaluation.json with rows: flowrl evaluate measures the policy before and"
+            " after on held-out prompts."
+        )
     first, paired = metrics[0], run.evaluation.get("paired", {})
-    return _headline(first, paired.get(first), rows) + _intervals(first, rows) + _table(rows, metrics, paired) + _parts(first, rows)
+    return (
+        _headline(first, paired.get(first), rows)
+        + _intervals(first, rows)
+        + _table(rows, metrics, paired)
+        + _parts(first, rows)
+    )
 
 
 def _headline(metric: str, paired: dict[str, Any] | None, rows: list[dict[str, Any]]) -> str:
     if paired is None:
-        return _missing("There is no paired difference in evaluation.json, so no interval of the improvement can be shown.")
+        return _missing(
+            "There is no paired difference in evaluation.json, so no interval of the improvement"
+            " can be shown."
+        )
     digits = _digits(paired["ci"])
     gain, low, high = (f"{value:+.{digits}f}" for value in (paired["difference"], *paired["ci"]))
     before, after = (_mean(row.get("metrics", {}).get(metric)) for row in (rows[0], rows[-1]))
-    verdict = "improved" if paired["ci"][0] > 0 else "got worse" if paired["ci"][1] < 0 else "no clear change"
+    verdict = (
+        "improved"
+        if paired["ci"][0] > 0
+        else "got worse"
+        if paired["ci"][1] < 0
+        else "no clear change"
+    )
     css = {"improved": "good", "got worse": "bad"}.get(verdict, "")
-    over = f"; {paired['clusters']} different prompts were resampled" if "clusters" in paired else ""
+    over = (
+        f"; {paired['clusters']} different prompts were resampled" if "clusters" in paired else ""
+    )
     from_to = f": {before:.3f} → {after:.3f}" if before is not None and after is not None else ""
     return (
-        f'<div class="headline"><strong class="{css}">{gain}</strong><div><b>{escape(metric)} {verdict}{from_to}</b>'
-        f"<p>95% interval of the paired difference: {low} to {high}, same held-out prompts, same seeds{over}.</p></div></div>"
+        f'<div class="headline"><strong class="{css}">{gain}</strong><div><b>{escape(metric)}'
+        f" {verdict}{from_to}</b><p>95% interval of the paired difference: {low} to {high}, same"
+        f" held-out prompts, same seeds{over}.</p></div></div>"
     )
 
 
 def _intervals(metric: str, rows: list[dict[str, Any]]) -> str:
     entries = [(str(row.get("name", "")), row.get("metrics", {}).get(metric)) for row in rows]
-    drawn = [(name, e["mean"], *e["ci"]) for name, e in entries if isinstance(e, dict) and e.get("ci")]
-    return f"<figure>{interval_chart(drawn)}<figcaption>{escape(metric)}, mean and 95% interval</figcaption></figure>" if drawn else ""
+    drawn = [
+        (name, e["mean"], *e["ci"]) for name, e in entries if isinstance(e, dict) and e.get("ci")
+    ]
+    return (
+        f"<figure>{interval_chart(drawn)}<figcaption>{escape(metric)}, mean and 95%"
+        " interval</figcaption></figure>"
+        if drawn
+        else ""
+    )
 
 
 def _table(rows: list[dict[str, Any]], metrics: list[str], paired: dict[str, Any]) -> str:
@@ -266,34 +374,65 @@ def _table(rows: list[dict[str, Any]], metrics: list[str], paired: dict[str, Any
             mean, _, ci = _interval(row.get("metrics", {}).get(metric)).partition(" ")
             cells.append(f"{mean}<small>{ci}</small>")
         lines.append(cells)
-    foot = "".join(f"<li>{escape(_paired_sentence(metric, paired[metric]))}</li>" for metric in metrics if metric in paired)
-    return _html_table(["", *HEADS, *metrics], lines, css="result") + f'<ul class="foot">{foot}</ul>'
+    foot = "".join(
+        f"<li>{escape(_paired_sentence(metric, paired[metric]))}</li>"
+        for metric in metrics
+        if metric in paired
+    )
+    return (
+        _html_table(["", *HEADS, *metrics], lines, css="result") + f'<ul class="foot">{foot}</ul>'
+    )
 
 
 def _html_table(heads: list[str], lines: list[list[str]], css: str = "") -> str:
     """heads are text, cells are HTML."""
     head = "".join(f"<th>{escape(h)}</th>" for h in heads)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in lines)
-    return f'<div class="scroll"><table class="{css}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    body = "".join(
+        "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for cells in lines
+    )
+    return (
+        '<div class="scroll"><table'
+        f' class="{css}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _parts(metric: str, rows: list[dict[str, Any]]) -> str:
     """Accuracy a task, from the rows' "tasks": {metric: {task: mean}}."""
     columns = {str(row.get("name", "")): row.get("tasks", {}).get(metric, {}) for row in rows}
     tasks = list(dict.fromkeys(task for column in columns.values() for task in column))
-    lines = [[escape(task.replace("_", " ")), *(_interval(column.get(task)) for column in columns.values())] for task in tasks]
-    return f"<h3>{escape(metric)} by task</h3>{_html_table(['task', *columns], lines, css='even')}" if tasks else ""
+    lines = [
+        [
+            escape(task.replace("_", " ")),
+            *(_interval(column.get(task)) for column in columns.values()),
+        ]
+        for task in tasks
+    ]
+    return (
+        f"<h3>{escape(metric)} by task</h3>{_html_table(['task', *columns], lines, css='even')}"
+        if tasks
+        else ""
+    )
 
 
 def _pictures(run: Run) -> str:
     pair = run.path / "samples" / "before_after.png"
     if pair.exists():
-        legend = "Same prompt, same noise in each pair. Coloured edges, if there are any: green where the verifier accepts, red where not."
+        legend = (
+            "Same prompt, same noise in each pair. Coloured edges, if there are any: green where"
+            " the verifier accepts, red where not."
+        )
         return f"<figure>{_image(pair)}<figcaption>{legend}</figcaption></figure>"
     single = [run.path / "samples" / f"{name}.png" for name in ("before", "after")]
-    there = [f"<figure>{_image(p)}<figcaption>{p.stem}</figcaption></figure>" for p in single if p.exists()]
+    there = [
+        f"<figure>{_image(p)}<figcaption>{p.stem}</figcaption></figure>"
+        for p in single
+        if p.exists()
+    ]
     missing = [p.name for p in single if not p.exists()]
-    lacking = f"samples/before_after.png and samples/{' and samples/'.join(missing)} are missing: the run ended before it drew them."
+    lacking = (
+        f"samples/before_after.png and samples/{' and samples/'.join(missing)} are missing: the run"
+        " ended before it drew them."
+    )
     return "".join(there) + (_missing(lacking) if missing else "")
 
 
@@ -303,20 +442,36 @@ def _image(path: Path) -> str:
 
 
 def _curves(run: Run) -> str:
-    names = list(dict.fromkeys(key for row in run.metrics for key, v in row.items() if isinstance(v, int | float)))
+    names = list(
+        dict.fromkeys(
+            key for row in run.metrics for key, v in row.items() if isinstance(v, int | float)
+        )
+    )
     out = []
     for colour, (heading, prefixes) in enumerate(CURVES.items()):
         charts = []
-        for name in sorted((n for n in names if n.startswith(prefixes)), key=lambda n: (n != "reward/total", n)):
-            points = [(row.get("iteration", i), row[name]) for i, row in enumerate(run.metrics) if isinstance(row.get(name), int | float)]
+        for name in sorted(
+            (n for n in names if n.startswith(prefixes)), key=lambda n: (n != "reward/total", n)
+        ):
+            points = [
+                (row.get("iteration", i), row[name])
+                for i, row in enumerate(run.metrics)
+                if isinstance(row.get(name), int | float)
+            ]
             charts.append(line_chart(name, points, colour=colour))
-        out.append(f'<h3>{heading}</h3><div class="charts">{"".join(charts)}</div>' if any(charts) else "")
+        out.append(
+            f'<h3>{heading}</h3><div class="charts">{"".join(charts)}</div>' if any(charts) else ""
+        )
     out.append(_decisive(run))
-    return "".join(out) or _missing("metrics.jsonl is missing or holds no curves: the run stopped before its first iteration was over.")
+    return "".join(out) or _missing(
+        "metrics.jsonl is missing or holds no curves: the run stopped before its first iteration"
+        " was over."
+    )
 
 
 def _decisive(run: Run) -> str:
-    """Of a run whose plan forks: how much of the variance of rewards each step decides, a mean over iterations."""
+    """Of a run whose plan forks: how much of the variance of rewards each step decides, a mean over
+    iterations."""
     by_step: dict[int, list[float]] = {}
     for row in run.metrics:
         for key, value in row.items():
@@ -326,12 +481,15 @@ def _decisive(run: Run) -> str:
         return ""
     points = [(float(step), sum(values) / len(values)) for step, values in sorted(by_step.items())]
     return (
-        f'<h3>Variance of rewards decided by each step</h3><div class="charts">{line_chart("tree/variance", points, xlabel="step")}</div>'
+        "<h3>Variance of rewards decided by each step</h3><div"
+        f' class="charts">{line_chart("tree/variance", points, xlabel="step")}</div>'
     )
 
 
 def _is_phase(key: str, value: Any, prefix: str) -> bool:
-    return key.startswith(prefix) and not key.endswith(NOT_PHASES) and isinstance(value, int | float)
+    return (
+        key.startswith(prefix) and not key.endswith(NOT_PHASES) and isinstance(value, int | float)
+    )
 
 
 def _sums(run: Run, keep) -> dict[str, float]:
@@ -345,30 +503,63 @@ def _sums(run: Run, keep) -> dict[str, float]:
 
 
 def _ledger(run: Run) -> str:
-    phases = {key[5:]: value for key, value in _sums(run, lambda k, v: _is_phase(k, v, "time/")).items()}
-    calls = {key[4:]: value for key, value in _sums(run, lambda k, v: _is_phase(k, v, "nfe/")).items()}
+    phases = {
+        key[5:]: value for key, value in _sums(run, lambda k, v: _is_phase(k, v, "time/")).items()
+    }
+    calls = {
+        key[4:]: value for key, value in _sums(run, lambda k, v: _is_phase(k, v, "nfe/")).items()
+    }
     whole = _sums(run, lambda k, v: k == "time/iteration" and v).get("time/iteration", 0.0)
-    work = {k[5:-5]: v for k, v in _sums(run, lambda k, v: k.startswith("time/") and k.endswith("_work") and v).items()}
+    work = {
+        k[5:-5]: v
+        for k, v in _sums(
+            run, lambda k, v: k.startswith("time/") and k.endswith("_work") and v
+        ).items()
+    }
     if whole > sum(phases.values()) > 0:
         phases["between phases"] = whole - sum(phases.values())
     if work and whole > sum(work.values()):
         work["everything else"] = whole - sum(work.values())
-    bars = (("Time by phase", phases, "s"), ("Time by kind of work", work, "s"), ("Network rows by phase", calls, "rows"))
-    out = [f"<h3>{heading}</h3>{stacked_bar(parts, unit=unit)}" for heading, parts, unit in bars if sum(parts.values()) > 0]
+    bars = (
+        ("Time by phase", phases, "s"),
+        ("Time by kind of work", work, "s"),
+        ("Network rows by phase", calls, "rows"),
+    )
+    out = [
+        f"<h3>{heading}</h3>{stacked_bar(parts, unit=unit)}"
+        for heading, parts, unit in bars
+        if sum(parts.values()) > 0
+    ]
     return "".join(out) or _missing("metrics.jsonl holds no time/ entries.")
 
 
 def _reproduce(run: Run, settings: dict[str, Any]) -> str:
-    """A command that trains the same again, into another folder, from where this run was started."""
+    """A command that trains the same again, into another folder, from where this run was
+    started."""
     folder = Path(settings.get("output") or f"runs/{run.path.name}")
     if run.path.parts[-len(folder.parts) :] != folder.parts:  # the run was moved
         folder = run.path
     again = shlex.join(["flowrl", "train", str(folder / "config.yaml"), f"output={folder}-again"])
-    return f"<pre>{escape(again)}</pre><p>Type it where this run was started.</p>" if run.config else ""
+    return (
+        f"<pre>{escape(again)}</pre><p>Type it where this run was started.</p>"
+        if run.config
+        else ""
+    )
 
 
 def _environment(run: Run) -> str:
     recorded = run.path / "environment.json"
     versions = read_json(recorded) if recorded.exists() else environment()
-    note = "" if recorded.exists() else "<p>Of the machine that wrote this report; the run itself recorded none.</p>"
-    return note + '<dl class="env">' + "".join(f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in versions.items()) + "</dl>"
+    note = (
+        ""
+        if recorded.exists()
+        else "<p>Of the machine that wrote this report; the run itself recorded none.</p>"
+    )
+    return (
+        note
+        + '<dl class="env">'
+        + "".join(
+            f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in versions.items()
+        )
+        + "</dl>"
+    )

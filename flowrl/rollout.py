@@ -1,4 +1,5 @@
-"""Prompts x group -> Rollout: encode once and grow the plan's forest; apart from it, turn leaves into scored media, chunk by chunk."""
+"""Prompts x group -> Rollout: encode once and grow the plan's forest; apart from it, turn leaves
+into scored media, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def velocity_of(policy: Policy, cond: Cond, *, guidance: float | str, ledger: Ledger) -> Velocity:
-    """velocity(x, sigma, rows) of the policy for an engine that samples; its time, FLOPs and network rows are booked."""
+    """velocity(x, sigma, rows) of the policy for an engine that samples; its time, FLOPs and
+    network rows are booked."""
 
     @torch.no_grad()
     def velocity(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
@@ -45,28 +47,47 @@ def rows_of(micro: int, policy: Policy, guidance: float | str) -> int:
 
 @torch.no_grad()
 def roll_out(
-    policy: Policy, batch: PromptBatch, plan: Plan, *, group: int, guidance: float | str, seed: int, iteration: int, micro: int,
-    ledger: Ledger, round_: int = 0,
-) -> Rollout:  # fmt: skip
-    """Grow group / plan.leaves copies of the plan for each prompt; noise is a function of (seed, iteration, prompt id, node path).
+    policy: Policy,
+    batch: PromptBatch,
+    plan: Plan,
+    *,
+    group: int,
+    guidance: float | str,
+    seed: int,
+    iteration: int,
+    micro: int,
+    ledger: Ledger,
+    round_: int = 0,
+) -> Rollout:
+    """Grow group / plan.leaves copies of the plan for each prompt; noise is a function of (seed,
+    iteration, prompt id, node path).
 
-    Leaves are data at sigma 0, as decode takes them, even where the schedule ends above it. round_: how often these prompts were rolled out
-    in this iteration before; the copies are others each time.
+    Leaves are data at sigma 0, as decode takes them, even where the schedule ends above it. round_:
+    how often these prompts were rolled out in this iteration before; the copies are others each
+    time.
     """
     cond, copies = policy.encode(batch.text), group // plan.leaves
     rows = torch.arange(len(batch)).repeat_interleave(copies)
     numbers = round_ * copies + torch.arange(copies).repeat(len(batch))
     prompt_keys = keys.key(seed, "rollout", iteration, batch.ids)
     grown = tree.grow(
-        velocity_of(policy, cond, guidance=guidance, ledger=ledger), noise_of(policy), plan, shape=policy.latent_shape, rows=rows,
-        prompt_keys=prompt_keys[rows], copies=numbers, shared_key=keys.key(seed, "shared", iteration), init=init_of(policy, plan),
+        velocity_of(policy, cond, guidance=guidance, ledger=ledger),
+        noise_of(policy),
+        plan,
+        shape=policy.latent_shape,
+        rows=rows,
+        prompt_keys=prompt_keys[rows],
+        copies=numbers,
+        shared_key=keys.key(seed, "shared", iteration),
+        init=init_of(policy, plan),
         micro=rows_of(micro, policy, guidance),
-    )  # fmt: skip
+    )
     return types.replace(_with_clean_leaves(policy, grown), cond=cond, guidance=guidance)
 
 
 def _with_clean_leaves(policy: Policy, grown: Rollout) -> Rollout:
-    """Where final states lie above sigma 0, what decode makes of them becomes states of its own; transitions keep theirs."""
+    """Where final states lie above sigma 0, what decode makes of them becomes states of its own;
+    transitions keep theirs."""
     end = grown.state_sigma[grown.leaf]
     if not bool(end.any()):
         return grown
@@ -90,8 +111,11 @@ def noise_of(policy: Policy) -> Callable[[Tensor], Tensor]:
 
 
 @torch.no_grad()
-def media_of(policy: Policy, x: Tensor, sigma: Tensor, *, decode: int, ledger: Ledger) -> Iterator[tuple[slice, Tensor]]:
-    """Decode (B, *L) final states at sigma (B,), the same for all, in chunks of `decode` -> (rows, media)."""
+def media_of(
+    policy: Policy, x: Tensor, sigma: Tensor, *, decode: int, ledger: Ledger
+) -> Iterator[tuple[slice, Tensor]]:
+    """Decode (B, *L) final states at sigma (B,), the same for all, in chunks of `decode` -> (rows,
+    media)."""
     assert bool((sigma == sigma[0]).all())
     for i in range(0, len(x), decode):
         rows = slice(i, min(i + decode, len(x)))
@@ -100,10 +124,21 @@ def media_of(policy: Policy, x: Tensor, sigma: Tensor, *, decode: int, ledger: L
         yield rows, media
 
 
-def decode_into(scorer: Scorer, policy: Policy, rollout: Rollout, batch: PromptBatch, *, decode: int, ledger: Ledger) -> Tensor:
-    """Decode all leaves and hand them to the scorer, which drops them, chunk by chunk -> the first chunks, SHOWN samples or more."""
+def decode_into(
+    scorer: Scorer,
+    policy: Policy,
+    rollout: Rollout,
+    batch: PromptBatch,
+    *,
+    decode: int,
+    ledger: Ledger,
+) -> Tensor:
+    """Decode all leaves and hand them to the scorer, which drops them, chunk by chunk -> the first
+    chunks, SHOWN samples or more."""
     first: list[Tensor] = []
-    for rows, media in media_of(policy, rollout.leaves, rollout.state_sigma[rollout.leaf], decode=decode, ledger=ledger):
+    for rows, media in media_of(
+        policy, rollout.leaves, rollout.state_sigma[rollout.leaf], decode=decode, ledger=ledger
+    ):
         scorer.add(media, batch, rollout.group[rows])
         first += [media.cpu()] if sum(map(len, first)) < SHOWN else []
     scorer.finish_groups()
@@ -111,10 +146,12 @@ def decode_into(scorer: Scorer, policy: Policy, rollout: Rollout, batch: PromptB
 
 
 class Scorer:
-    """Scores decoded media in the order they come: at once, or with overlap in a thread of its own, while the caller samples on.
+    """Scores decoded media in the order they come: at once, or with overlap in a thread of its own,
+    while the caller samples on.
 
-    A reward that compares the members of a group sees whole groups: media come group by group, and those of an unfinished one wait. Results
-    are the same with and without overlap; time/reward is what the caller waited, time/reward_hidden what it did not.
+    A reward that compares the members of a group sees whole groups: media come group by group, and
+    those of an unfinished one wait. Results are the same with and without overlap; time/reward is
+    what the caller waited, time/reward_hidden what it did not.
     """
 
     AHEAD = 2  # chunks that may wait for the thread: bounds memory
@@ -135,11 +172,14 @@ class Scorer:
             self.pool.shutdown(wait=True, cancel_futures=True)
 
     def add(self, media: Tensor, batch: PromptBatch, group: Tensor) -> None:
-        """media of samples whose prompts are rows `group` of batch; not the same batch as before: after `finish_groups`."""
+        """media of samples whose prompts are rows `group` of batch; not the same batch as before:
+        after `finish_groups`."""
         if self.waiting is not None:
             media, group = torch.cat([self.waiting[0], media]), torch.cat([self.waiting[2], group])
             self.waiting = None
-        ready = int((group == group[-1]).nonzero()[0]) if self.whole_groups else len(group)  # the newest group may go on
+        ready = (
+            int((group == group[-1]).nonzero()[0]) if self.whole_groups else len(group)
+        )  # the newest group may go on
         if ready < len(group):
             self.waiting = (media[ready:], batch, group[ready:])
         if ready:
@@ -177,7 +217,9 @@ class Scorer:
         self.parts.append(rewards)
 
 
-def _timed(media: Tensor, texts: list[str], rewards: RewardSet, context: MediaContext) -> tuple[Rewards, float]:
+def _timed(
+    media: Tensor, texts: list[str], rewards: RewardSet, context: MediaContext
+) -> tuple[Rewards, float]:
     began = time.perf_counter()
     return score(media, texts, rewards, context), time.perf_counter() - began
 

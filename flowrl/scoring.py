@@ -1,10 +1,14 @@
-"""Scores of image files: which prompt each file belongs to, its rewards, the best of each prompt, and a folder that holds the result.
+"""Scores of image files: which prompt each file belongs to, its rewards, the best of each prompt,
+and a folder that holds the result.
 
-A scored folder is scores.jsonl, one line a sample, and the media that it names by their path from the folder:
+A scored folder is scores.jsonl, one line a sample, and the media that it names by their path from
+the folder:
 
-    {"file": "media/a.png", "prompt": "a red circle", "scores": {"jpeg": -0.004}, "weights": {"jpeg": 1.0}, "total": -0.004, **meta}
+    {"file": "media/a.png", "prompt": "a red circle", "scores": {"jpeg": -0.004}, "weights":
+    {"jpeg": 1.0}, "total": -0.004, **meta}
 
-Every line carries the weights of its total, so lists can be cut and joined. flowrl/offline.py trains on such folders.
+Every line carries the weights of its total, so lists can be cut and joined. flowrl/offline.py
+trains on such folders.
 """
 
 from __future__ import annotations
@@ -30,7 +34,14 @@ from flowrl.types import MediaContext, replace
 
 LIST = "scores.jsonl"
 OWN_LISTS = (LIST, "metadata.jsonl")  # of a folder, the first that is there
-RESERVED = ("file", "file_name", "prompt", "scores", "weights", "total")  # keys of a line that are no meta
+RESERVED = (
+    "file",
+    "file_name",
+    "prompt",
+    "scores",
+    "weights",
+    "total",
+)  # keys of a line that are no meta
 WAITING = 4  # chunks of images, of all sizes, that are held until some size has a whole one
 
 
@@ -45,21 +56,27 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A sample, its raw score by reward (NaN where a reward of weight 0 failed) and their weighted sum, which is finite."""
+    """A sample, its raw score by reward (NaN where a reward of weight 0 failed) and their weighted
+    sum, which is finite."""
 
     sample: Sample
     scores: dict[str, float]
     total: float
 
 
-# ---------------------------------------------------------------------------------------------------------------- scores
+# ---------------------------------------------------------------------------
+# scores
 
 
-def score_files(samples: Sequence[Sample], rewards: RewardSet, *, chunk: int = 16) -> tuple[list[Scored], list[str]]:
-    """Scores in the order of `samples`, and a sentence for each file that is left out, or lacks the score of a reward of weight 0.
+def score_files(
+    samples: Sequence[Sample], rewards: RewardSet, *, chunk: int = 16
+) -> tuple[list[Scored], list[str]]:
+    """Scores in the order of `samples`, and a sentence for each file that is left out, or lacks the
+    score of a reward of weight 0.
 
-    Images of equal size are scored `chunk` at a time; at most WAITING x chunk are in memory, whatever the number of files. When a reward
-    breaks down after the first scores, the files that are left have its sentence: scores may have been paid for.
+    Images of equal size are scored `chunk` at a time; at most WAITING x chunk are in memory,
+    whatever the number of files. When a reward breaks down after the first scores, the files that
+    are left have its sentence: scores may have been paid for.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scored: dict[int, Scored] = {}
@@ -68,13 +85,22 @@ def score_files(samples: Sequence[Sample], rewards: RewardSet, *, chunk: int = 1
         for rows, media in _chunks(samples, chunk, problems):
             context = MediaContext(meta=[samples[i].meta for i in rows])
             found = score(media.to(device), [samples[i].prompt for i in rows], rewards, context)
-            raw, why = {label: value.tolist() for label, value in found.raw.items()}, "; ".join(found.errors)
+            raw, why = (
+                {label: value.tolist() for label, value in found.raw.items()},
+                "; ".join(found.errors),
+            )
             for place, (i, total) in enumerate(zip(rows, found.total.tolist(), strict=True)):
                 if not math.isfinite(total):
                     problems[i] = f"left out: {samples[i].path} could not be scored: {why}"
                     continue
-                scored[i] = Scored(sample=samples[i], scores={label: value[place] for label, value in raw.items()}, total=total)
-                if lacking := [label for label, value in scored[i].scores.items() if not math.isfinite(value)]:
+                scored[i] = Scored(
+                    sample=samples[i],
+                    scores={label: value[place] for label, value in raw.items()},
+                    total=total,
+                )
+                if lacking := [
+                    label for label, value in scored[i].scores.items() if not math.isfinite(value)
+                ]:
                     problems[i] = f"{samples[i].path} has no score of {', '.join(lacking)}: {why}"
     except (RewardBug, RewardUnavailable) as error:
         if not scored:
@@ -84,8 +110,11 @@ def score_files(samples: Sequence[Sample], rewards: RewardSet, *, chunk: int = 1
     return [scored[i] for i in sorted(scored)], [problems[i] for i in sorted(problems)]
 
 
-def _chunks(samples: Sequence[Sample], most: int, problems: dict[int, str]) -> Iterator[tuple[list[int], Tensor]]:
-    """(rows of samples, their images (n, 3, H, W)), n <= most, of one size; a file that cannot be read enters `problems` instead."""
+def _chunks(
+    samples: Sequence[Sample], most: int, problems: dict[int, str]
+) -> Iterator[tuple[list[int], Tensor]]:
+    """(rows of samples, their images (n, 3, H, W)), n <= most, of one size; a file that cannot be
+    read enters `problems` instead."""
     waiting: dict[torch.Size, dict[int, Tensor]] = {}
     for i, sample in enumerate(samples):
         try:
@@ -106,7 +135,8 @@ def _batch(pictures: dict[int, Tensor]) -> tuple[list[int], Tensor]:
 
 
 def keep_top(scored: Sequence[Scored], top: int | Fraction) -> list[Scored]:
-    """The best of each prompt by total, in their order: `top` of them, or that share rounded down; at least one. Ties: the earlier."""
+    """The best of each prompt by total, in their order: `top` of them, or that share rounded down;
+    at least one. Ties: the earlier."""
     of_prompt: dict[str, list[int]] = defaultdict(list)
     for place, item in enumerate(scored):
         of_prompt[item.sample.prompt].append(place)
@@ -118,33 +148,45 @@ def keep_top(scored: Sequence[Scored], top: int | Fraction) -> list[Scored]:
 
 
 def parse_keep(text: str) -> int | Fraction:
-    """A share of each prompt's images, "20%" -> Fraction(1, 5), or a count, "3" -> 3; else, or out of range -> ValueError."""
+    """A share of each prompt's images, "20%" -> Fraction(1, 5), or a count, "3" -> 3; else, or out
+    of range -> ValueError."""
     share = text.endswith("%")
     try:
         top = Fraction(text[:-1]) / 100 if share else int(text)
     except (ValueError, ZeroDivisionError):
         top = 0
     if top <= 0 or (share and top > 1):
-        raise ValueError(f"--keep-top {text} should be a share of each prompt's images, such as 20%, or a count from 1, such as 3")
+        raise ValueError(
+            f"--keep-top {text} should be a share of each prompt's images, such as 20%, or a count"
+            " from 1, such as 3"
+        )
     return top
 
 
-# --------------------------------------------------------------------------------------------------- files and prompts
+# ---------------------------------------------------------------------------
+# files and prompts
 
 
-def collect(media: Sequence[Path], *, prompt: str | None = None, prompts: Path | None = None) -> list[Sample]:
-    """Images with their prompts; a folder stands for every image below it, in the order of their paths.
+def collect(
+    media: Sequence[Path], *, prompt: str | None = None, prompts: Path | None = None
+) -> list[Sample]:
+    """Images with their prompts; a folder stands for every image below it, in the order of their
+    paths.
 
-    prompt: of all. prompts: a .jsonl file with {"file", "prompt", **meta} a line, "file" from the place of the list, or a bare name;
-    an image may have several lines. Neither: each folder's own scores.jsonl or metadata.jsonl ("file_name" is read as "file"), whose
-    lines are the samples. An image without a prompt, given twice for one, or sharing a line with another -> ValueError.
+    prompt: of all. prompts: a .jsonl file with {"file", "prompt", **meta} a line, "file" from the
+    place of the list, or a bare name;
+    an image may have several lines. Neither: each folder's own scores.jsonl or metadata.jsonl
+    ("file_name" is read as "file"), whose lines are the samples. An image without a prompt, given
+    twice for one, or sharing a line with another -> ValueError.
     """
     if prompt is not None and prompts is not None:
         raise ValueError("give --prompt, for all images, or --prompts, a list; not both")
     if prompt is not None:
         if not prompt.strip():
             raise ValueError("--prompt is empty; give the text that the images are judged by")
-        samples = [Sample(path=path, prompt=prompt, meta={}) for place in media for path in images(place)]
+        samples = [
+            Sample(path=path, prompt=prompt, meta={}) for place in media for path in images(place)
+        ]
     elif prompts is not None:
         samples = _listed([path for place in media for path in images(place)], prompts)
     else:
@@ -153,16 +195,24 @@ def collect(media: Sequence[Path], *, prompt: str | None = None, prompts: Path |
     for sample in samples:
         name = (sample.path.resolve(), sample.prompt)
         if name in seen:
-            raise ValueError(f'{sample.path} is given twice for the prompt "{sample.prompt}"; name each image once')
+            raise ValueError(
+                f'{sample.path} is given twice for the prompt "{sample.prompt}"; name each image'
+                " once"
+            )
         seen.add(name)
     return samples
 
 
 def images(place: Path) -> list[Path]:
-    """The file itself, or every image below a folder but hidden ones; none, or a file of another kind -> ValueError."""
+    """The file itself, or every image below a folder but hidden ones; none, or a file of another
+    kind -> ValueError."""
     known = ", ".join(IMAGE_SUFFIXES)
     if place.is_dir():
-        found = sorted(path for path in place.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES and path.name[0] != ".")
+        found = sorted(
+            path
+            for path in place.rglob("*")
+            if path.suffix.lower() in IMAGE_SUFFIXES and path.name[0] != "."
+        )
         if not found:
             raise ValueError(f"{place} holds no image ({known})")
         return found
@@ -174,16 +224,27 @@ def images(place: Path) -> list[Path]:
 
 
 def read_list(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(where, entry) of each line of a .jsonl list, every entry with a "file" and a "prompt"; else ValueError naming file and line."""
+    """(where, entry) of each line of a .jsonl list, every entry with a "file" and a "prompt"; else
+    ValueError naming file and line."""
     if path.suffix != ".jsonl":
-        raise ValueError(f'{path} is no .jsonl list; each line of one is like {{"file": "a.png", "prompt": "a red circle"}}')
+        raise ValueError(
+            f'{path} is no .jsonl list; each line of one is like {{"file": "a.png", "prompt": "a'
+            ' red circle"}'
+        )
     entries = load_prompts(str(path))  # judges the file, its JSON and the prompts
-    numbers = [n for n, line in enumerate(path.read_bytes().decode("utf-8-sig").split("\n"), 1) if line.strip()]
+    numbers = [
+        n
+        for n, line in enumerate(path.read_bytes().decode("utf-8-sig").split("\n"), 1)
+        if line.strip()
+    ]
     out = []
     for number, entry in zip(numbers, entries, strict=True):
         file = entry.get("file", entry.get("file_name"))
         if not isinstance(file, str) or not file:
-            raise ValueError(f'{path}, line {number} needs a "file", the path of an image, as in {{"file": "a.png", "prompt": "..."}}')
+            raise ValueError(
+                f'{path}, line {number} needs a "file", the path of an image, as in {{"file":'
+                ' "a.png", "prompt": "..."}'
+            )
         out.append((f"{path}, line {number}", {**entry, "file": file}))
     return out
 
@@ -208,11 +269,16 @@ def _listed(paths: Sequence[Path], source: Path) -> list[Sample]:
     for path in paths:
         lines = by_file.get(path.resolve()) or by_file.get(path.name)
         if not lines:
-            raise ValueError(f'{path} has no line in {source}; add {{"file": "{path.name}", "prompt": "..."}}')
+            raise ValueError(
+                f'{path} has no line in {source}; add {{"file": "{path.name}", "prompt": "..."}}'
+            )
         for where, entry in lines:
             other = served.setdefault(where, path)
             if other != path:
-                raise ValueError(f'{where} names both {other} and {path}; write paths as "file", or give each image once')
+                raise ValueError(
+                    f'{where} names both {other} and {path}; write paths as "file", or give each'
+                    " image once"
+                )
             out.append(_sample(path, entry))
     return out
 
@@ -222,17 +288,24 @@ def _own(place: Path) -> list[Sample]:
     source = next((place / name for name in OWN_LISTS if (place / name).is_file()), None)
     if source is None:
         known = f" or a {' or '.join(OWN_LISTS)} in it" if place.is_dir() else ""
-        raise ValueError(f"{place} has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl{known}")
+        raise ValueError(
+            f"{place} has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl{known}"
+        )
     samples = [_sample(place / entry["file"], entry) for _, entry in read_list(source)]
     named = {sample.path.resolve() for sample in samples}
     for path in images(place):
         if path.resolve() not in named:
-            raise ValueError(f"{path} has no line in {source}; add one, or give --prompts with another list")
+            raise ValueError(
+                f"{path} has no line in {source}; add one, or give --prompts with another list"
+            )
     return samples
 
 
-def with_meta(samples: Sequence[Sample], rewards: RewardSet, *, columns: Sequence[str] = ("meta",)) -> list[Sample]:
-    """Samples that carry what the rewards read; of prompts of the shapes world it is known. Missing or wrong -> ValueError.
+def with_meta(
+    samples: Sequence[Sample], rewards: RewardSet, *, columns: Sequence[str] = ("meta",)
+) -> list[Sample]:
+    """Samples that carry what the rewards read; of prompts of the shapes world it is known. Missing
+    or wrong -> ValueError.
 
     columns: of the context, that the caller will offer.
     """
@@ -241,26 +314,43 @@ def with_meta(samples: Sequence[Sample], rewards: RewardSet, *, columns: Sequenc
     if any(reward.name == "shapes" for reward in rewards.rewards.values()):
         from flowrl.shapes.prompts import find
 
-        world = {text: find(text) for text in dict.fromkeys(s.prompt for s in samples if "include" not in s.meta)}
-        known = {text: {key: value for key, value in prompt.items() if key != "prompt"} for text, prompt in world.items()}
-        samples = [s if "include" in s.meta else replace(s, meta=known[s.prompt] | s.meta) for s in samples]
+        world = {
+            text: find(text)
+            for text in dict.fromkeys(s.prompt for s in samples if "include" not in s.meta)
+        }
+        known = {
+            text: {key: value for key, value in prompt.items() if key != "prompt"}
+            for text, prompt in world.items()
+        }
+        samples = [
+            s if "include" in s.meta else replace(s, meta=known[s.prompt] | s.meta) for s in samples
+        ]
     check_meta(rewards, {"the list of images": [{"prompt": s.prompt, **s.meta} for s in samples]})
     return samples
 
 
-# ---------------------------------------------------------------------------------------------------------------- output
+# ---------------------------------------------------------------------------
+# output
 
 
 def check_target(target: Path, samples: Sequence[Sample]) -> None:
-    """ValueError unless `write` can put its list there without replacing one, or mixing copies with their originals."""
+    """ValueError unless `write` can put its list there without replacing one, or mixing copies with
+    their originals."""
     path = list_of(target)
     if path.exists():
         raise ValueError(f"{path} exists; choose another place for -o, or remove it")
     if path.parent.exists() and not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is a file; give a folder for -o, or a name that ends in .jsonl")
-    inside = [s.path for s in samples if target != path and target.resolve() in s.path.resolve().parents]
+        raise ValueError(
+            f"{path.parent} is a file; give a folder for -o, or a name that ends in .jsonl"
+        )
+    inside = [
+        s.path for s in samples if target != path and target.resolve() in s.path.resolve().parents
+    ]
     if inside:
-        raise ValueError(f"-o {target} holds {inside[0]} itself; choose another folder, or -o {path} for a list without copies")
+        raise ValueError(
+            f"-o {target} holds {inside[0]} itself; choose another folder, or -o {path} for a list"
+            " without copies"
+        )
 
 
 def list_of(target: Path) -> Path:
@@ -269,16 +359,24 @@ def list_of(target: Path) -> Path:
 
 
 def write(target: Path, scored: Sequence[Scored], weights: Mapping[str, float]) -> Path:
-    """Write a folder with copies of the media, which can be moved, or (X.jsonl) a list that names them where they are -> the list."""
+    """Write a folder with copies of the media, which can be moved, or (X.jsonl) a list that names
+    them where they are -> the list."""
     path = list_of(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = _copy([item.sample.path for item in scored], target / "media") if target != path else [item.sample.path for item in scored]
+    files = (
+        _copy([item.sample.path for item in scored], target / "media")
+        if target != path
+        else [item.sample.path for item in scored]
+    )
     lines = []
     for item, file in zip(scored, files, strict=True):
         line = {
             "file": Path(os.path.relpath(file.resolve(), path.parent.resolve())).as_posix(),
             "prompt": item.sample.prompt,
-            "scores": {label: value if math.isfinite(value) else None for label, value in item.scores.items()},
+            "scores": {
+                label: value if math.isfinite(value) else None
+                for label, value in item.scores.items()
+            },
             "weights": dict(weights),
             "total": item.total,
         }
@@ -318,5 +416,9 @@ def table(scored: Sequence[Scored], weights: Mapping[str, float]) -> Any:
         out.add_column(label if weight == 1 else f"{label} x {weight:g}", justify="right")
     out.add_column("total", justify="right")
     for item in scored:
-        out.add_row(Text(str(item.sample.path)), *(f"{item.scores[label]:.4g}" for label in weights), f"{item.total:.4g}")
+        out.add_row(
+            Text(str(item.sample.path)),
+            *(f"{item.scores[label]:.4g}" for label in weights),
+            f"{item.total:.4g}",
+        )
     return out

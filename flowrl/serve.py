@@ -1,14 +1,17 @@
 """Rewards behind HTTP: `flowrl serve jpeg` on one side, reward=remote on the other.
 
-GET /health (open to all), GET /version and POST /score; the records are in rewards/_wire.py. One thread scores, because rewards need not be
-safe in several. Requests that wait together, with media of one size and without a column "group", are scored as one batch of at most
-`max_batch` samples: batch mates do not change a score, but for the last bits of a network's sums, and max_batch=1 keeps every request to
-itself. What fails in one request fails there alone.
+GET /health (open to all), GET /version and POST /score; the records are in rewards/_wire.py. One
+thread scores, because rewards need not be safe in several. Requests that wait together, with media
+of one size and without a column "group", are scored as one batch of at most `max_batch` samples:
+batch mates do not change a score, but for the last bits of a network's sums, and max_batch=1 keeps
+every request to itself. What fails in one request fails there alone.
 
-This file imports neither diffusers nor transformers, so that an environment with other versions of them, or none, can serve.
+This file imports neither diffusers nor transformers, so that an environment with other versions of
+them, or none, can serve.
 """
 
-# Without `from __future__ import annotations`: FastAPI reads what a handler takes from its annotations.
+# Without `from __future__ import annotations`: FastAPI reads what a handler takes from its
+# annotations.
 
 import asyncio
 import hmac
@@ -42,17 +45,28 @@ class Server:
     """
 
     def __init__(
-        self, rewards: Any, *, host: str = "127.0.0.1", port: int = 8321, token_env: str | None = None, max_mb: float = 512.0,
-        max_batch: int = 64, device: str | None = None,
-    ):  # fmt: skip
-        """rewards: what load_set takes. port: 0 for any. max_mb: of a request, as JSON or unpacked. device: None: a GPU if any."""
+        self,
+        rewards: Any,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8321,
+        token_env: str | None = None,
+        max_mb: float = 512.0,
+        max_batch: int = 64,
+        device: str | None = None,
+    ):
+        """rewards: what load_set takes. port: 0 for any. max_mb: of a request, as JSON or unpacked.
+        device: None: a GPU if any."""
         try:
             import uvicorn
         except ImportError as error:
-            raise ValueError(f"serving needs the extra \"server\": pip install 'flowrl[server]' ({error})") from None
+            raise ValueError(
+                f"serving needs the extra \"server\": pip install 'flowrl[server]' ({error})"
+            ) from None
         if token_env is None and not _wire.is_loopback(host):
             raise ValueError(
-                f"host={host} can be reached from other machines; put a secret in an environment variable and name it: token_env"
+                f"host={host} can be reached from other machines; put a secret in an environment"
+                " variable and name it: token_env"
             )
         token = None if token_env is None else _wire.token_of(token_env)
         self.socket = _bind(host, port)
@@ -60,13 +74,26 @@ class Server:
         self.socket.listen(1024)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"
         app = create_app(self.service, token=token)
-        self.uvicorn = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75))
+        self.uvicorn = uvicorn.Server(
+            uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75)
+        )
 
     def describe(self) -> str:
         """What is served, and how a run uses it."""
         about = self.service.about
-        lines = [f"{label} (weight {served.weight:g}): {served.scale}" for label, served in about.rewards.items()]
-        return "\n".join([*lines, f"{self.url} on {self.service.device}; train with: reward=remote reward.remote.url={self.url}"])
+        lines = [
+            f"{label} (weight {served.weight:g}): {served.scale}"
+            for label, served in about.rewards.items()
+        ]
+        return "\n".join(
+            [
+                *lines,
+                (
+                    f"{self.url} on {self.service.device}; train with: reward=remote"
+                    f" reward.remote.url={self.url}"
+                ),
+            ]
+        )
 
     def run(self) -> None:
         try:
@@ -87,25 +114,35 @@ class Server:
         self.thread.join()
 
 
-# ---------------------------------------------------------------------------------------------------------------- HTTP
+# ---------------------------------------------------------------------------
+# HTTP
 
 
 def create_app(service: "Service", *, token: str | None = None) -> Any:
-    """The FastAPI app; every refusal is {"detail": one sentence}. token: what /version and /score want as a bearer token."""
+    """The FastAPI app; every refusal is {"detail": one sentence}. token: what /version and /score
+    want as a bearer token."""
     from fastapi import Depends, FastAPI, HTTPException, Request
     from fastapi.responses import JSONResponse
     from starlette.requests import ClientDisconnect
 
     def authorize(request: Request) -> None:
         given = request.headers.get("authorization", "")
-        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-            raise HTTPException(401, "send the server's token: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
+        if token is not None and not hmac.compare_digest(
+            given.encode(), f"Bearer {token}".encode()
+        ):
+            raise HTTPException(
+                401,
+                "send the server's token: Authorization: Bearer TOKEN",
+                {"WWW-Authenticate": "Bearer"},
+            )
 
     def length_of(request: Request) -> int:
         if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise HTTPException(415, "send JSON, with Content-Type: application/json")
         if "content-length" not in request.headers or "transfer-encoding" in request.headers:
-            raise HTTPException(411, "send the length of the body, as Content-Length, and no Transfer-Encoding")
+            raise HTTPException(
+                411, "send the length of the body, as Content-Length, and no Transfer-Encoding"
+            )
         length = int(request.headers["content-length"])  # the HTTP layer refuses what is no number
         service.check_size(length, "as JSON")
         return length
@@ -117,9 +154,14 @@ def create_app(service: "Service", *, token: str | None = None) -> Any:
                 async for part in request.stream():
                     body += part
                     if len(body) > length:
-                        raise ValueError(f"the body is longer than the {length} bytes of its Content-Length")
+                        raise ValueError(
+                            f"the body is longer than the {length} bytes of its Content-Length"
+                        )
         except TimeoutError:
-            said = f"the body did not come within {ARRIVAL:g} seconds ({len(body)} of {length} bytes did); send fewer samples at once"
+            said = (
+                f"the body did not come within {ARRIVAL:g} seconds ({len(body)} of {length} bytes"
+                " did); send fewer samples at once"
+            )
             raise HTTPException(408, said, {"Connection": "close"}) from None
         return bytes(body)
 
@@ -130,7 +172,9 @@ def create_app(service: "Service", *, token: str | None = None) -> Any:
             await stack.enter_async_context(service.unpacked.hold(question.nbytes))
             return await asyncio.to_thread(service.job, question)
 
-    app = FastAPI(title="flowrl rewards", version=__version__, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="flowrl rewards", version=__version__, docs_url=None, redoc_url=None, openapi_url=None
+    )
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -145,7 +189,9 @@ def create_app(service: "Service", *, token: str | None = None) -> Any:
         async with AsyncExitStack() as stack:
             job = await arrive(request, stack)
             future = asyncio.wrap_future(service.submit(job))
-            gone = asyncio.ensure_future(request.receive())  # after the body: only that the client has gone
+            gone = asyncio.ensure_future(
+                request.receive()
+            )  # after the body: only that the client has gone
             await asyncio.wait({future, gone}, return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
             if not future.done():
@@ -155,18 +201,28 @@ def create_app(service: "Service", *, token: str | None = None) -> Any:
 
     def said(status: int) -> Any:
         async def handler(request: Request, error: Exception) -> JSONResponse:
-            return JSONResponse({"detail": f"{type(error).__name__}: {error}" if status == 500 else str(error)}, status)
+            return JSONResponse(
+                {"detail": f"{type(error).__name__}: {error}" if status == 500 else str(error)},
+                status,
+            )
 
         return handler
 
-    kinds = {ValueError: 422, _wire.TooLarge: 413, RewardUnavailable: 503, ClientDisconnect: 400, Exception: 500}
+    kinds = {
+        ValueError: 422,
+        _wire.TooLarge: 413,
+        RewardUnavailable: 503,
+        ClientDisconnect: 400,
+        Exception: 500,
+    }
     for kind, status in kinds.items():
         app.add_exception_handler(kind, said(status))
     return app
 
 
 class Gate:
-    """Lets bytes in while those inside stay within a limit, or when nothing is inside; others wait in the order they came."""
+    """Lets bytes in while those inside stay within a limit, or when nothing is inside; others wait
+    in the order they came."""
 
     def __init__(self, limit: float):
         self.limit, self.inside = limit, 0
@@ -175,7 +231,9 @@ class Gate:
     @asynccontextmanager
     async def hold(self, amount: int) -> AsyncIterator[None]:
         async with self.turn, self.changed:
-            await self.changed.wait_for(lambda: self.inside == 0 or self.inside + amount <= self.limit)
+            await self.changed.wait_for(
+                lambda: self.inside == 0 or self.inside + amount <= self.limit
+            )
             self.inside += amount
         try:
             yield
@@ -185,7 +243,8 @@ class Gate:
                 self.changed.notify_all()
 
 
-# ------------------------------------------------------------------------------------------------------------- scoring
+# ---------------------------------------------------------------------------
+# scoring
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -203,18 +262,25 @@ class Job:
     def kind(self) -> tuple:
         """Jobs of one kind may share a batch."""
         tensors = [(name, getattr(self.context, name)) for name in _wire.TENSORS]
-        shapes = [(name, column.dtype, column.shape[1:]) for name, column in tensors if column is not None]
+        shapes = [
+            (name, column.dtype, column.shape[1:]) for name, column in tensors if column is not None
+        ]
         return self.reward, self.media.shape[1:], self.context.meta is None, *shapes
 
 
 class Service:
-    """What the HTTP handlers call: limits, and one thread that scores. max_mb: of a request, as JSON and unpacked."""
+    """What the HTTP handlers call: limits, and one thread that scores. max_mb: of a request, as
+    JSON and unpacked."""
 
-    def __init__(self, rewards: RewardSet, *, max_mb: float, max_batch: int, device: str | None = None):
+    def __init__(
+        self, rewards: RewardSet, *, max_mb: float, max_batch: int, device: str | None = None
+    ):
         self.device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.rewards = rewards.to(self.device)
         self.max_mb, self.max_batch = max_mb, max_batch
-        self.about = _wire.about(rewards.rewards, rewards.weights, flowrl=__version__, max_mb=max_mb)
+        self.about = _wire.about(
+            rewards.rewards, rewards.weights, flowrl=__version__, max_mb=max_mb
+        )
         self.arriving, self.unpacked = Gate(2e6 * max_mb), Gate(2e6 * max_mb)
         self.scored = 0
         self.jobs: deque[Job] = deque()
@@ -231,8 +297,8 @@ class Service:
     def check_size(self, size: int, what: str) -> None:
         if size > self.max_mb * 1e6:
             raise _wire.TooLarge(
-                f"a request may have {self.max_mb:g} MB, and this one has {size / 1e6:.1f} MB {what}; send fewer samples at once, or serve "
-                "with a larger --max-mb"
+                f"a request may have {self.max_mb:g} MB, and this one has {size / 1e6:.1f} MB"
+                f" {what}; send fewer samples at once, or serve with a larger --max-mb"
             )
 
     def read(self, body: bytes) -> _wire.Question:
@@ -242,7 +308,10 @@ class Service:
         except pydantic.ValidationError as error:
             raise ValueError(_sentence(error)) from None
         if len(question.prompts) > _wire.MAX_SAMPLES:
-            raise _wire.TooLarge(f"a request may have {_wire.MAX_SAMPLES} samples, and this one has {len(question.prompts)}; send several")
+            raise _wire.TooLarge(
+                f"a request may have {_wire.MAX_SAMPLES} samples, and this one has"
+                f" {len(question.prompts)}; send several"
+            )
         self.check_size(question.nbytes, "unpacked")
         return question
 
@@ -256,13 +325,25 @@ class Service:
         columns["group"] = None if question.group is None else torch.tensor(question.group)
         given = {name: column for name, column in columns.items() if column is not None}
         for name, column in given.items():
-            if column.shape[:1] != (len(question.prompts),) if isinstance(column, Tensor) else len(column) != len(question.prompts):
-                raise ValueError(f'"{name}" should have one row for each of the {len(question.prompts)} prompts')
+            if (
+                column.shape[:1] != (len(question.prompts),)
+                if isinstance(column, Tensor)
+                else len(column) != len(question.prompts)
+            ):
+                raise ValueError(
+                    f'"{name}" should have one row for each of the {len(question.prompts)} prompts'
+                )
         media = check_media(_wire.unpack(question.media), question.prompts)
         check_columns(rewards, given)
         check_kind(rewards, media, question.prompts)
         context = MediaContext(**columns)
-        return Job(id=question.id, reward=question.reward, media=media, prompts=question.prompts, context=context)
+        return Job(
+            id=question.id,
+            reward=question.reward,
+            media=media,
+            prompts=question.prompts,
+            context=context,
+        )
 
     def submit(self, job: Job) -> "Future[_wire.Answer]":
         with self.changed:
@@ -274,7 +355,9 @@ class Service:
         if label is None:
             return self.rewards
         if label not in self.rewards.rewards:
-            raise ValueError(f'reward "{label}" is not served{did_you_mean(label, self.rewards.rewards)}')
+            raise ValueError(
+                f'reward "{label}" is not served{did_you_mean(label, self.rewards.rewards)}'
+            )
         return RewardSet(rewards={label: self.rewards.rewards[label]}, weights={label: 1.0})
 
     def _work(self) -> None:
@@ -290,7 +373,11 @@ class Service:
             first = self.jobs.popleft()
             batch, size = [first], len(first.prompts)
             for job in list(self.jobs) if first.context.group is None else []:
-                if job.context.group is None and size + len(job.prompts) <= self.max_batch and job.kind == first.kind:
+                if (
+                    job.context.group is None
+                    and size + len(job.prompts) <= self.max_batch
+                    and job.kind == first.kind
+                ):
                     self.jobs.remove(job)
                     batch.append(job)
                     size += len(job.prompts)
@@ -301,7 +388,9 @@ class Service:
             return
         try:
             answers = self._score(jobs)
-        except Exception as error:  # whatever a reward raises belongs to the requests, and the thread must live
+        except (
+            Exception
+        ) as error:  # whatever a reward raises belongs to the requests, and the thread must live
             if len(jobs) == 1:
                 jobs[0].future.set_exception(error)
                 return
@@ -313,19 +402,34 @@ class Service:
 
     def _score(self, jobs: list[Job]) -> list[_wire.Answer]:
         rewards = self._chosen(jobs[0].reward)
-        media, prompts = torch.cat([job.media for job in jobs]), [prompt for job in jobs for prompt in job.prompts]
+        media, prompts = (
+            torch.cat([job.media for job in jobs]),
+            [prompt for job in jobs for prompt in job.prompts],
+        )
         context = _joined([job.context for job in jobs])
         whole = score(media.to(self.device), prompts, rewards, context)
         self.scored += len(prompts)
-        parts, total = {label: _plain(column) for label, column in whole.raw.items()}, _plain(whole.total)
+        parts, total = (
+            {label: _plain(column) for label, column in whole.raw.items()},
+            _plain(whole.total),
+        )
         errors: list[str | None] = [None] * len(prompts)
-        failed = [i for i in range(len(prompts)) if any(column[i] is None for column in parts.values())]
+        failed = [
+            i for i in range(len(prompts)) if any(column[i] is None for column in parts.values())
+        ]
         for i in failed:
             alone = whole
             if context.group is None and len(prompts) > 1:
                 try:
-                    alone = score(media[i : i + 1].to(self.device), prompts[i : i + 1], rewards, _row(context, i))
-                except RewardUnavailable:  # what the reward relies on is there if it answered for another sample
+                    alone = score(
+                        media[i : i + 1].to(self.device),
+                        prompts[i : i + 1],
+                        rewards,
+                        _row(context, i),
+                    )
+                except (
+                    RewardUnavailable
+                ):  # what the reward relies on is there if it answered for another sample
                     if len(failed) == len(prompts):
                         raise
             errors[i] = "; ".join(alone.errors) or "it failed once, and not when it was tried again"
@@ -333,20 +437,40 @@ class Service:
         for job in jobs:
             rows = slice(start, start := start + len(job.prompts))
             own = {label: column[rows] for label, column in parts.items()}
-            answers.append(_wire.Answer(id=job.id, version=self.about.version, scores=total[rows], parts=own, errors=errors[rows]))
+            answers.append(
+                _wire.Answer(
+                    id=job.id,
+                    version=self.about.version,
+                    scores=total[rows],
+                    parts=own,
+                    errors=errors[rows],
+                )
+            )
         return answers
 
 
 def _joined(contexts: list[MediaContext]) -> MediaContext:
     """The columns of jobs of one kind, one after the other."""
     first = contexts[0]
-    tensors = {name: torch.cat([getattr(c, name) for c in contexts]) for name in _wire.TENSORS if getattr(first, name) is not None}
-    return MediaContext(meta=None if first.meta is None else [row for c in contexts for row in c.meta or []], group=first.group, **tensors)
+    tensors = {
+        name: torch.cat([getattr(c, name) for c in contexts])
+        for name in _wire.TENSORS
+        if getattr(first, name) is not None
+    }
+    return MediaContext(
+        meta=None if first.meta is None else [row for c in contexts for row in c.meta or []],
+        group=first.group,
+        **tensors,
+    )
 
 
 def _row(context: MediaContext, i: int) -> MediaContext:
     """Of a context without groups."""
-    tensors = {name: getattr(context, name)[i : i + 1] for name in _wire.TENSORS if getattr(context, name) is not None}
+    tensors = {
+        name: getattr(context, name)[i : i + 1]
+        for name in _wire.TENSORS
+        if getattr(context, name) is not None
+    }
     return MediaContext(meta=None if context.meta is None else context.meta[i : i + 1], **tensors)
 
 
@@ -358,13 +482,19 @@ def _plain(column: Tensor) -> list[float | None]:
 def _sentence(error: pydantic.ValidationError) -> str:
     """The first problem of a request."""
     problem = error.errors(include_url=False)[0]
-    place, said = ".".join(str(part) for part in problem["loc"]), problem["msg"][:1].lower() + problem["msg"][1:]
+    place, said = (
+        ".".join(str(part) for part in problem["loc"]),
+        problem["msg"][:1].lower() + problem["msg"][1:],
+    )
     if problem["type"] == "json_invalid":
         return f"the body is no JSON: {said}"
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         return f'unknown key "{place}"{did_you_mean(place, _wire.Question.model_fields)}'
     if problem["loc"][:1] in [(name,) for name in ("media", *_wire.TENSORS)]:
-        return f'{problem["loc"][0]} should be {{"png": [...]}} or {{"dtype": ..., "shape": ..., "data": ...}}, see docs/rewards/serving.md'
+        return (
+            f'{problem["loc"][0]} should be {{"png": [...]}} or {{"dtype": ..., "shape": ...,'
+            ' "data": ...}, see docs/rewards/serving.md'
+        )
     return f"{place or 'the body'}: {said}"
 
 
@@ -376,12 +506,17 @@ def _device(name: str) -> torch.device:
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A socket at an address, not listening yet; one that is taken, or not this machine's -> ValueError."""
+    """A socket at an address, not listening yet; one that is taken, or not this machine's ->
+    ValueError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         return sock
     except (OSError, OverflowError) as error:
-        raise ValueError(f"host={host}, port={port} cannot be served: {error}; choose another port, or 0 for any") from None
+        raise ValueError(
+            f"host={host}, port={port} cannot be served: {error}; choose another port, or 0 for any"
+        ) from None

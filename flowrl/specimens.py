@@ -1,7 +1,9 @@
-"""Pictures and videos whose truth is known, to try rewards on: what they show, near misses, attacks, mirror images, imperceptible copies.
+"""Pictures and videos whose truth is known, to try rewards on: what they show, near misses,
+attacks, mirror images, imperceptible copies.
 
-Worlds: coloured shapes (flowrl.shapes, also moving ones for rewards of videos), written words for text recognition, and files of the user's
-own with their prompts. A foil is a prompt that a picture does not fulfil, different from its own in one attribute.
+Worlds: coloured shapes (flowrl.shapes, also moving ones for rewards of videos), written words for
+text recognition, and files of the user's own with their prompts. A foil is a prompt that a picture
+does not fulfil, different from its own in one attribute.
 """
 
 from __future__ import annotations
@@ -31,17 +33,33 @@ from flowrl.shapes.scenes import PIXELS, RELATIONS, Object, render
 from flowrl.types import MediaContext, replace
 
 # a round of eight; relations are the hardest, and come in four kinds
-TASKS = ("position", "counting", "position", "color_attr", "counting", "position", "colors", "two_object")
+TASKS = (
+    "position",
+    "counting",
+    "position",
+    "color_attr",
+    "counting",
+    "position",
+    "colors",
+    "two_object",
+)
 MOST_FOILS = {"relation": 3}  # of one kind for a picture; of others 2
 FRAMES = 8
 DRIFT = 1.0  # px a frame
-NOTHING = ("white", "black", "noise")  # attacks that no reward of quality may put above honest pictures
-COLUMNS = frozenset({"meta", "group", "source", "reference"})  # of MediaContext that pictures of ours can fill
+NOTHING = (
+    "white",
+    "black",
+    "noise",
+)  # attacks that no reward of quality may put above honest pictures
+COLUMNS = frozenset(
+    {"meta", "group", "source", "reference"}
+)  # of MediaContext that pictures of ours can fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foil:
-    """A near miss. attribute: in what it differs; prompt, meta: what the picture does not show; media: a picture that shows it."""
+    """A near miss. attribute: in what it differs; prompt, meta: what the picture does not show;
+    media: a picture that shows it."""
 
     attribute: str
     prompt: str
@@ -53,7 +71,8 @@ class Foil:
 class Specimen:
     """A picture (3, H, W) or video (F, 3, H, W), fp32 in [0, 1], with a prompt that it fulfils.
 
-    mirrored: prompt and meta that its mirror image fulfils; None: that is not known. columns: its other columns of a MediaContext.
+    mirrored: prompt and meta that its mirror image fulfils; None: that is not known. columns: its
+    other columns of a MediaContext.
     """
 
     media: Tensor
@@ -69,50 +88,72 @@ class Specimen:
 
     def mirror(self) -> Specimen:
         """Mirror image under the same prompt."""
-        columns = {name: value.flip(-1) if value.ndim > 2 else value for name, value in self.columns.items()}
+        columns = {
+            name: value.flip(-1) if value.ndim > 2 else value
+            for name, value in self.columns.items()
+        }
         return replace(self, media=self.media.flip(-1), columns=columns)
 
 
 def context_of(specimens: Sequence[Specimen], device: torch.device | str = "cpu") -> MediaContext:
     """Their columns as a reward gets them."""
-    columns = {name: torch.stack([s.columns[name] for s in specimens]).to(device) for name in specimens[0].columns}
+    columns = {
+        name: torch.stack([s.columns[name] for s in specimens]).to(device)
+        for name in specimens[0].columns
+    }
     return MediaContext(meta=[s.meta for s in specimens], **columns)
 
 
 def fits(reward: Reward, *, count: int | None = None, frames: int | None = None) -> list[Specimen]:
-    """`count` specimens that suit a reward, by its name and by what it reads; ValueError where none of ours carry what it needs.
+    """`count` specimens that suit a reward, by its name and by what it reads; ValueError where none
+    of ours carry what it needs.
 
     frames: of videos; None: FRAMES of them for a reward of videos, and pictures for any other.
     """
     if frames is not None and (reward.name == "ocr" or reward.video == "no"):
-        raise ValueError(f'frames={frames}: reward "{reward.name}" is tried on pictures; leave it out')
+        raise ValueError(
+            f'frames={frames}: reward "{reward.name}" is tried on pictures; leave it out'
+        )
     if reward.name == "ocr":
         return texts(6 if count is None else count)
-    found = shapes(16 if count is None else count, frames=FRAMES if frames is None and _of_videos(reward) else frames)
+    found = shapes(
+        16 if count is None else count,
+        frames=FRAMES if frames is None and _of_videos(reward) else frames,
+    )
     instead = "give pictures of your own, with a metadata.jsonl whose lines carry what it reads"
     if missing := sorted(reward.needs - COLUMNS):
         raise ValueError(
-            f'reward "{reward.name}" needs the context column "{missing[0]}", which no picture of ours has; check it in Python'
+            f'reward "{reward.name}" needs the context column "{missing[0]}", which no picture of'
+            " ours has; check it in Python"
         )
     if unread := sorted(reward.reads - found[0].meta.keys()):
-        raise ValueError(f'reward "{reward.name}" reads "{unread[0]}" of each prompt, which no prompt of ours carries; {instead}')
+        raise ValueError(
+            f'reward "{reward.name}" reads "{unread[0]}" of each prompt, which no prompt of ours'
+            f" carries; {instead}"
+        )
     for specimen in found:
         if complaint := reward.complaint({"prompt": specimen.prompt, **specimen.meta}):
-            raise ValueError(f'reward "{reward.name}": the prompt "{specimen.prompt}" of the shapes world {complaint}; {instead}')
+            raise ValueError(
+                f'reward "{reward.name}": the prompt "{specimen.prompt}" of the shapes world'
+                f" {complaint}; {instead}"
+            )
     return found
 
 
 def _of_videos(reward: Any) -> bool:
-    """Whether it takes nothing but videos, or pools the frames of one, itself or in what it is made of."""
+    """Whether it takes nothing but videos, or pools the frames of one, itself or in what it is made
+    of."""
     pools = getattr(reward, "name", "") == "video" or getattr(reward, "video", "") == "only"
     return pools or (hasattr(reward, "inner") and _of_videos(reward.inner))
 
 
-# ---------------------------------------------------------------------------------------------------------------- worlds
+# ---------------------------------------------------------------------------
+# worlds
 
 
 def shapes(count: int = 16, *, seed: int = 0, frames: int | None = None) -> list[Specimen]:
-    """Scenes of random prompts of all tasks, 64 x 64; with `frames`, videos in which the whole scene drifts to the right."""
+    """Scenes of random prompts of all tasks, 64 x 64; with `frames`, videos in which the whole
+    scene drifts to the right."""
     _check_count(count)
     generator = torch.Generator().manual_seed(seed)
     return [_scene(_prompt(i, generator), generator, frames) for i in range(count)]
@@ -142,33 +183,55 @@ def _by_task() -> dict[str, list[Prompt]]:
 def _scene(prompt: Prompt, generator: torch.Generator, frames: int | None) -> Specimen:
     objects = scene(prompt, generator)
     foils = _foils(prompt, objects, generator, frames)
-    media, source, mirrored = _drawn(objects, frames), foils[0].media, _mirrored(prompt)  # source: what an edit could have started from
+    media, source, mirrored = (
+        _drawn(objects, frames),
+        foils[0].media,
+        _mirrored(prompt),
+    )  # source: what an edit could have started from
     return Specimen(
-        media=media, prompt=prompt["prompt"], meta=_meta(prompt), foils=foils, mirrored=(mirrored["prompt"], _meta(mirrored)),
+        media=media,
+        prompt=prompt["prompt"],
+        meta=_meta(prompt),
+        foils=foils,
+        mirrored=(mirrored["prompt"], _meta(mirrored)),
         columns={"source": source if frames is None else source[0], "reference": media},
-    )  # fmt: skip
+    )
 
 
-def _foils(prompt: Prompt, objects: list[Object], generator: torch.Generator, frames: int | None) -> tuple[Foil, ...]:
-    """Prompts that the objects do not show, with pictures that show neither the prompt nor another foil."""
+def _foils(
+    prompt: Prompt, objects: list[Object], generator: torch.Generator, frames: int | None
+) -> tuple[Foil, ...]:
+    """Prompts that the objects do not show, with pictures that show neither the prompt nor another
+    foil."""
     chosen: list[tuple[str, Prompt]] = []
     for kind, members in clip.foils(prompt).items():
         false = [p for p in members if not _shows(objects, p)]
         order = torch.randperm(len(false), generator=generator).tolist()
         chosen += [(kind, false[place]) for place in order[: MOST_FOILS.get(kind, 2)]]
     out = []
-    for kind, foil in sorted(chosen, key=lambda pair: pair[0] != "swap"):  # of two equal ones, the first that is tried is dropped
+    for kind, foil in sorted(
+        chosen, key=lambda pair: pair[0] != "swap"
+    ):  # of two equal ones, the first that is tried is dropped
         others = [prompt, *(p for _, p in chosen if p is not foil)]
         shown = _scene_without(others, foil, generator)
         if shown is None:  # another foil says the same in other words
             chosen.remove((kind, foil))
         else:
-            out.append(Foil(attribute=kind, prompt=foil["prompt"], meta=_meta(foil), media=_drawn(shown, frames)))
+            out.append(
+                Foil(
+                    attribute=kind,
+                    prompt=foil["prompt"],
+                    meta=_meta(foil),
+                    media=_drawn(shown, frames),
+                )
+            )
     return tuple(out)
 
 
 def _meta(prompt: Prompt) -> dict[str, Any]:
-    return {key: value for key, value in prompt.items() if key != "prompt"} | {"checklist": from_shapes(prompt)}
+    return {key: value for key, value in prompt.items() if key != "prompt"} | {
+        "checklist": from_shapes(prompt)
+    }
 
 
 def _shows(objects: list[Object], prompt: Prompt) -> bool:
@@ -176,8 +239,11 @@ def _shows(objects: list[Object], prompt: Prompt) -> bool:
     return verify.strict(found, prompt["include"])
 
 
-def _scene_without(others: list[Prompt], prompt: Prompt, generator: torch.Generator) -> list[Object] | None:
-    """A scene of the prompt that shows none of the others (a thing to the upper left is above and left of another); None: there is none."""
+def _scene_without(
+    others: list[Prompt], prompt: Prompt, generator: torch.Generator
+) -> list[Object] | None:
+    """A scene of the prompt that shows none of the others (a thing to the upper left is above and
+    left of another); None: there is none."""
     for _ in range(50):
         objects = scene(prompt, generator)
         if not any(_shows(objects, other) for other in others):
@@ -188,15 +254,26 @@ def _scene_without(others: list[Prompt], prompt: Prompt, generator: torch.Genera
 def _mirrored(prompt: Prompt) -> Prompt:
     """What the mirror image of its pictures shows."""
     opposite = {"left of": "right of", "right of": "left of"}
-    relation = next((clause["position"][0] for clause in prompt["include"] if "position" in clause), None)
-    return find(prompt["prompt"].replace(relation, opposite[relation])) if relation in opposite else prompt
+    relation = next(
+        (clause["position"][0] for clause in prompt["include"] if "position" in clause), None
+    )
+    return (
+        find(prompt["prompt"].replace(relation, opposite[relation]))
+        if relation in opposite
+        else prompt
+    )
 
 
 def _drawn(objects: list[Object], frames: int | None) -> Tensor:
     if frames is None:
         return render(objects)
     middle = PIXELS / 2
-    small = [replace(o, x=middle + 0.8 * (o.x - middle), y=middle + 0.8 * (o.y - middle), size=0.8 * o.size) for o in objects]
+    small = [
+        replace(
+            o, x=middle + 0.8 * (o.x - middle), y=middle + 0.8 * (o.y - middle), size=0.8 * o.size
+        )
+        for o in objects
+    ]
     drift = [(t - (frames - 1) / 2) * DRIFT for t in range(frames)]
     return torch.stack([render([replace(o, x=o.x + d) for o in small]) for d in drift])
 
@@ -210,10 +287,22 @@ def texts(count: int = 6, *, seed: int = 0, side: int = 192) -> list[Specimen]:
     for i in range(count):
         word, other = WORDS[order[i % len(WORDS)]], WORDS[order[(i + 1) % len(WORDS)]]
         foils = tuple(
-            Foil(attribute=kind, prompt=_sign(text), meta={"text": text}, media=written(text, side, side))
+            Foil(
+                attribute=kind,
+                prompt=_sign(text),
+                meta={"text": text},
+                media=written(text, side, side),
+            )
             for kind, text in (("word", other), ("letter", _misspelt(word, generator)))
         )
-        out.append(Specimen(media=written(word, side, side), prompt=_sign(word), meta={"text": word}, foils=foils))
+        out.append(
+            Specimen(
+                media=written(word, side, side),
+                prompt=_sign(word),
+                meta={"text": word},
+                foils=foils,
+            )
+        )
     return out
 
 
@@ -225,36 +314,66 @@ def _misspelt(word: str, generator: torch.Generator) -> str:
     """The word with another letter in its middle."""
     middle = len(word) // 2
     others = [c for c in "aeioubdkmrstz" if c != word[middle]]
-    return word[:middle] + others[int(torch.randint(len(others), (), generator=generator))] + word[middle + 1 :]
+    return (
+        word[:middle]
+        + others[int(torch.randint(len(others), (), generator=generator))]
+        + word[middle + 1 :]
+    )
 
 
 def files(
-    reward: Reward, media: Sequence[Path], *, prompt: str | None = None, prompts: Path | None = None, most: int = 16
+    reward: Reward,
+    media: Sequence[Path],
+    *,
+    prompt: str | None = None,
+    prompts: Path | None = None,
+    most: int = 16,
 ) -> list[Specimen]:
-    """At most `most` images of the user's own, evenly out of all; their prompts as for `flowrl score`. Foils: prompts of other files."""
+    """At most `most` images of the user's own, evenly out of all; their prompts as for `flowrl
+    score`. Foils: prompts of other files."""
     _check_count(most)
     samples = scoring.with_meta(
-        scoring.collect(media, prompt=prompt, prompts=prompts), load_set({reward.name: reward}), columns=("meta", "group")
+        scoring.collect(media, prompt=prompt, prompts=prompts),
+        load_set({reward.name: reward}),
+        columns=("meta", "group"),
     )
-    samples = [samples[i * len(samples) // most] for i in range(most)] if len(samples) > most else samples
+    samples = (
+        [samples[i * len(samples) // most] for i in range(most)] if len(samples) > most else samples
+    )
     pictures = [read_image(sample.path) for sample in samples]
     out = []
     for i, sample in enumerate(samples):
-        others = [j for step in range(1, len(samples)) if samples[j := (i + step) % len(samples)].prompt != sample.prompt][:4]
-        foils = tuple(Foil(attribute="other file", prompt=samples[j].prompt, meta=samples[j].meta, media=pictures[j]) for j in others)
+        others = [
+            j
+            for step in range(1, len(samples))
+            if samples[j := (i + step) % len(samples)].prompt != sample.prompt
+        ][:4]
+        foils = tuple(
+            Foil(
+                attribute="other file",
+                prompt=samples[j].prompt,
+                meta=samples[j].meta,
+                media=pictures[j],
+            )
+            for j in others
+        )
         out.append(Specimen(media=pictures[i], prompt=sample.prompt, meta=sample.meta, foils=foils))
     return out
 
 
-# ------------------------------------------------------------------------------------------- what is made of a picture
+# ------------------------------------------------------------------------------------------- what
+# is made of a picture
 
 
 def attacks(media: Tensor, prompt: str) -> dict[str, Tensor]:
-    """What nobody should reward for this prompt, shaped as media: nothing, noise, the prompt as text, the picture nine times, spoilt."""
+    """What nobody should reward for this prompt, shaped as media: nothing, noise, the prompt as
+    text, the picture nine times, spoilt."""
     frames = media if media.ndim == 4 else media[None]
     height, width = frames.shape[-2:]
     noise = torch.rand(frames.shape, generator=torch.Generator().manual_seed(0)).to(media)
-    small = F.interpolate(frames, [-(-height // 3), -(-width // 3)], mode="bilinear", antialias=True)
+    small = F.interpolate(
+        frames, [-(-height // 3), -(-width // 3)], mode="bilinear", antialias=True
+    )
     softer = TF.gaussian_blur(frames, [5, 5], [1.5, 1.5])
     side = max(1, min(height, width) // 8)
     out = {
@@ -277,11 +396,15 @@ def written(text: str, height: int, width: int) -> Tensor:
     draw = ImageDraw.Draw(image)
     for size in range(max(8, height // 3), 5, -1):
         font = _font(size)
-        lines = "\n".join(textwrap.wrap(text, max(1, int(1.8 * width / size)), break_long_words=size <= 8))
+        lines = "\n".join(
+            textwrap.wrap(text, max(1, int(1.8 * width / size)), break_long_words=size <= 8)
+        )
         left, top, right, bottom = draw.multiline_textbbox((0, 0), lines, font=font)
         if right - left <= 0.94 * width and bottom - top <= 0.94 * height:
             break
-    draw.multiline_text((width / 2, height / 2), lines, font=font, fill="black", anchor="mm", align="center")
+    draw.multiline_text(
+        (width / 2, height / 2), lines, font=font, fill="black", anchor="mm", align="center"
+    )
     return from_pil(image)[0]
 
 
@@ -294,10 +417,15 @@ RECODINGS = ("JPEG of quality 98", "one level of dither", "half a percent of bri
 
 
 def recoded(media: Tensor, kind: int, *, seed: int = 0) -> Tensor:
-    """A copy (..., 3, H, W) that nobody can tell from the original, made in the way RECODINGS[kind % 3]."""
+    """A copy (..., 3, H, W) that nobody can tell from the original, made in the way RECODINGS[kind
+    % 3]."""
     generator = torch.Generator().manual_seed(seed)
     if kind % 3 == 0:
-        return from_pil([_jpeg(image) for image in to_pil(media.reshape(-1, *media.shape[-3:]))]).reshape(media.shape).to(media)
+        return (
+            from_pil([_jpeg(image) for image in to_pil(media.reshape(-1, *media.shape[-3:]))])
+            .reshape(media.shape)
+            .to(media)
+        )
     if kind % 3 == 1:
         levels = torch.randint(-1, 2, media.shape, generator=generator).to(media.device)
         return (to_uint8(media) + levels).clamp(0, 255).to(media) / 255
@@ -307,5 +435,7 @@ def recoded(media: Tensor, kind: int, *, seed: int = 0) -> Tensor:
 
 def _jpeg(image: Image.Image) -> Image.Image:
     buffer = io.BytesIO()
-    image.save(buffer, format="JPEG", quality=98, subsampling=0)  # full colour resolution: PIL's default bleeds at sharp edges
+    image.save(
+        buffer, format="JPEG", quality=98, subsampling=0
+    )  # full colour resolution: PIL's default bleeds at sharp edges
     return Image.open(buffer)

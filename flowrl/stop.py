@@ -1,4 +1,5 @@
-"""SIGTERM and Ctrl-C end a run with a checkpoint: the iteration is finished, or given up after 30 seconds if no weight was touched yet."""
+"""SIGTERM and Ctrl-C end a run with a checkpoint: the iteration is finished, or given up after 30
+seconds if no weight was touched yet."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ def by_signal(reason: str | None) -> bool:
 
 
 class Aborted(BaseException):
-    """The iteration was given up; weights are those of the last finished one. No Exception: scoring takes those for a failed sample."""
+    """The iteration was given up; weights are those of the last finished one. No Exception: scoring
+    takes those for a failed sample."""
 
 
 class StopRequest:
-    """Inside `with`, a signal sets trainer.stopped, which the loop reads between iterations; a second one does not wait."""
+    """Inside `with`, a signal sets trainer.stopped, which the loop reads between iterations; a
+    second one does not wait."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -46,5 +49,7 @@ class StopRequest:
         signal.setitimer(signal.ITIMER_REAL, 0.01 if again else GRACE)
 
     def _abort(self, number: int, frame: Any) -> None:
-        if not self.trainer.mid_update:  # else the iteration ends soon, and only then weights are whole
+        if (
+            not self.trainer.mid_update
+        ):  # else the iteration ends soon, and only then weights are whole
             raise Aborted

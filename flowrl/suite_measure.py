@@ -1,4 +1,5 @@
-"""Sampling and scoring for evaluation suites: every prompt several times, chunk by chunk, pictures dropped as soon as they are scored.
+"""Sampling and scoring for evaluation suites: every prompt several times, chunk by chunk, pictures
+dropped as soon as they are scored.
 
 What a chunk gave is kept in a journal, so an evaluation that was stopped goes on where it was.
 """
@@ -31,15 +32,18 @@ from flowrl.types import MediaContext
 
 CHUNK = 256  # images sampled at a time; more only where one prompt has more
 THUMB = 16  # pixels a side of what diversity in pixels compares
-DIMENSION = "dimension/"  # begins the part of a checklist that is the share of yes to one dimension's questions
+# begins the part of a checklist that is the share of yes to one dimension's questions
+DIMENSION = "dimension/"
 
 Features = dict[str, Callable[[Tensor], Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """values: reading -> (P, n) fp32, NaN where one failed; diversity: kind -> (P,) mean distance of a prompt's images; nfe: network rows
-    an image, guidance branches included; answers: of checklists, about the first image of a few prompts, whose places are the numbers."""
+    """values: reading -> (P, n) fp32, NaN where one failed; diversity: kind -> (P,) mean distance
+    of a prompt's images; nfe: network rows an image, guidance branches included; answers: of
+    checklists, about the first image of a few prompts, whose places are the numbers.
+    """
 
     values: dict[str, Tensor]
     diversity: dict[str, Tensor]
@@ -49,11 +53,22 @@ class Measured:
 
 @torch.no_grad()
 def measure(
-    policy: Policy, prompts: Prompts, rewards: RewardSet, sampling: Sampling, *, images: int, journal: Journal | None = None,
+    policy: Policy,
+    prompts: Prompts,
+    rewards: RewardSet,
+    sampling: Sampling,
+    *,
+    images: int,
+    journal: Journal | None = None,
     setting: str = "",
-) -> Measured:  # fmt: skip
-    """`images` pictures of each prompt under the view that is active. Image k of prompt p has the noise of (seed, p, k)."""
-    journal, ledger, features = journal or Journal(), Ledger(policy.device), features_of(rewards, images)
+) -> Measured:
+    """`images` pictures of each prompt under the view that is active. Image k of prompt p has the
+    noise of (seed, p, k)."""
+    journal, ledger, features = (
+        journal or Journal(),
+        Ledger(policy.device),
+        features_of(rewards, images),
+    )
     each, parts = max(1, CHUNK // images), []
     with Progress(len(prompts), title=setting or "evaluate") as bar:
         for start in range(0, len(prompts), each):
@@ -68,26 +83,40 @@ def measure(
         values=_joined([(which, part["values"]) for which, part in parts], (len(prompts), images)),
         diversity=_joined([(which, part["diversity"]) for which, part in parts], (len(prompts),)),
         nfe=sum(part["calls"] for _, part in parts) // (len(prompts) * images),
-        answers=joined(part.get("answers", {}) for _, part in parts),  # a journal of before they were kept has none
+        answers=joined(
+            part.get("answers", {}) for _, part in parts
+        ),  # a journal of before they were kept has none
     )
 
 
 def _joined(parts: list[tuple[range, dict[str, Any]]], shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Chunks of rows -> whole columns; a reading that a chunk does not have (a dimension of other prompts) is NaN there."""
+    """Chunks of rows -> whole columns; a reading that a chunk does not have (a dimension of other
+    prompts) is NaN there."""
     out: dict[str, Tensor] = {}
     for which, columns in parts:
         for name, rows in columns.items():
-            out.setdefault(name, torch.full(shape, float("nan")))[which.start : which.stop] = torch.as_tensor(rows)
+            out.setdefault(name, torch.full(shape, float("nan")))[which.start : which.stop] = (
+                torch.as_tensor(rows)
+            )
     return out
 
 
 def _chunk(
-    policy: Policy, prompts: Prompts, which: Sequence[int], rewards: RewardSet, sampling: Sampling, images: int, features: Features,
+    policy: Policy,
+    prompts: Prompts,
+    which: Sequence[int],
+    rewards: RewardSet,
+    sampling: Sampling,
+    images: int,
+    features: Features,
     ledger: Ledger,
-) -> dict[str, Any]:  # fmt: skip
-    """{"values": reading -> lists (prompts of the chunk, images), "diversity": kind -> list (prompts of the chunk), "calls", "answers"}."""
+) -> dict[str, Any]:
+    """{"values": reading -> lists (prompts of the chunk, images), "diversity": kind -> list
+    (prompts of the chunk), "calls", "answers"}."""
     ids = [p for p in which for _ in range(images)]
-    noise = keys.key(sampling.seed, "suite", torch.tensor(ids), torch.arange(images).repeat(len(which)))
+    noise = keys.key(
+        sampling.seed, "suite", torch.tensor(ids), torch.arange(images).repeat(len(which))
+    )
     calls, answers, chosen = policy.calls, [], spread_rows(len(prompts), len(prompts))
     values: dict[str, Tensor] = {}
     seen: dict[str, list[Tensor]] = {kind: [] for kind in features}
@@ -96,25 +125,42 @@ def _chunk(
             values.setdefault(name, torch.full((len(ids),), float("nan")))[rows] = value
         for kind, feature in features.items():
             seen[kind].append(feature(pictures).float().cpu())
-        shown = {row - rows.start: ids[row] for row in range(rows.start, rows.stop) if row % images == 0 and ids[row] in chosen}
+        shown = {
+            row - rows.start: ids[row]
+            for row in range(rows.start, rows.stop)
+            if row % images == 0 and ids[row] in chosen
+        }
         answers.append(told(rewards, pictures, prompts, ids[rows], shown))
     return {
-        "values": {name: value.view(-1, images).tolist() for name, value in values.items() if name != "total"},
-        "diversity": {kind: [spread(kind, own).item() for own in torch.cat(rows).split(images)] for kind, rows in seen.items()},
+        "values": {
+            name: value.view(-1, images).tolist()
+            for name, value in values.items()
+            if name != "total"
+        },
+        "diversity": {
+            kind: [spread(kind, own).item() for own in torch.cat(rows).split(images)]
+            for kind, rows in seen.items()
+        },
         "calls": policy.calls - calls,
         "answers": joined(answers),
     }
 
 
-# ------------------------------------------------------------------------------------------------------------- diversity
+# ---------------------------------------------------------------------------
+# diversity
 
 
 def features_of(rewards: RewardSet, images: int) -> Features:
-    """What distances between a prompt's images are measured on, media -> (n, d): thumbnails, and embeddings of the first CLIP, if any."""
+    """What distances between a prompt's images are measured on, media -> (n, d): thumbnails, and
+    embeddings of the first CLIP, if any."""
     if images < 2:
         return {}
-    clips = {label: reward for label, reward in rewards.rewards.items() if isinstance(reward, TwoTowers)}
-    return {"pixels": thumbnails} | {label: _embedding_of(reward) for label, reward in list(clips.items())[:1]}
+    clips = {
+        label: reward for label, reward in rewards.rewards.items() if isinstance(reward, TwoTowers)
+    }
+    return {"pixels": thumbnails} | {
+        label: _embedding_of(reward) for label, reward in list(clips.items())[:1]
+    }
 
 
 def thumbnails(media: Tensor) -> Tensor:
@@ -131,47 +177,61 @@ def _embedding_of(reward: TwoTowers) -> Callable[[Tensor], Tensor]:
 
 
 def spread(kind: str, own: Tensor) -> Tensor:
-    """Mean distance over the pairs of (n, d): of pixels the root mean square difference, of embeddings 1 - cosine."""
+    """Mean distance over the pairs of (n, d): of pixels the root mean square difference, of
+    embeddings 1 - cosine."""
     distance = torch.pdist(own)
     return (distance / own.shape[1] ** 0.5).mean() if kind == "pixels" else (distance**2 / 2).mean()
 
 
-# ------------------------------------------------------------------------------------------------------------ checklists
+# ---------------------------------------------------------------------------
+# checklists
 
 
 class ByDimension(Checklist):
-    """A checklist that also reads the share of yes to each "dimension" of questions, before parents zero any (DPG-Bench, UniGenBench)."""
+    """A checklist that also reads the share of yes to each "dimension" of questions, before parents
+    zero any (DPG-Bench, UniGenBench)."""
 
     def __init__(self, loaded: Checklist):
         self.__dict__.update(vars(loaded))  # shares its judge
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
         out = super().parts(media, prompts, context)
         assert context is not None and context.meta is not None
         for i, (meta, answers) in enumerate(zip(context.meta, self.last_answers, strict=True)):
             by_name: dict[str, list[float]] = {}
             for question, answer in zip(self.questions(meta), answers, strict=True):
-                by_name.setdefault(question["dimension"], []).append(answer if answer != answer else float(answer >= YES))  # NaN stays
+                by_name.setdefault(question["dimension"], []).append(
+                    answer if answer != answer else float(answer >= YES)
+                )  # NaN stays
             for name, own in by_name.items():
-                column = out.setdefault(DIMENSION + name, torch.full((len(prompts),), float("nan"), device=media.device))
+                column = out.setdefault(
+                    DIMENSION + name, torch.full((len(prompts),), float("nan"), device=media.device)
+                )
                 column[i] = sum(own) / len(own)
         return out
 
 
 def by_dimension(rewards: RewardSet) -> RewardSet:
     """The set with its checklists read by dimension."""
-    read: dict[str, Reward] = {k: ByDimension(r) if isinstance(r, Checklist) else r for k, r in rewards.rewards.items()}
+    read: dict[str, Reward] = {
+        k: ByDimension(r) if isinstance(r, Checklist) else r for k, r in rewards.rewards.items()
+    }
     return RewardSet(rewards=read, weights=rewards.weights)
 
 
-# --------------------------------------------------------------------------------------------------------------- journal
+# ---------------------------------------------------------------------------
+# journal
 
 
 @dataclass
 class Journal:
-    """What an evaluation has measured so far: a file with a line a chunk, or, without a path, nothing.
+    """What an evaluation has measured so far: a file with a line a chunk, or, without a path,
+    nothing.
 
-    key: what is measured and how; the file of another key is begun anew. A last line cut short is dropped.
+    key: what is measured and how; the file of another key is begun anew. A last line cut short is
+    dropped.
     """
 
     path: Path | None = None

@@ -1,8 +1,10 @@
-"""Suites on run folders: base and tuned model side by side, written to run/suites/<name>.json, and several runs as a side-effect matrix.
+"""Suites on run folders: base and tuned model side by side, written to run/suites/<name>.json, and
+several runs as a side-effect matrix.
 
-A record holds, for each row (base, tuned, and "base, guided" where the run's config asks for it), scores over all and by category with 95%
-intervals, diversity, the best-of-N curve and every value; the paired differences of "tuned" to the others; at which iteration held-out
-rewards peaked in training; how much of the suite was trained on; and warnings.
+A record holds, for each row (base, tuned, and "base, guided" where the run's config asks for it),
+scores over all and by category with 95% intervals, diversity, the best-of-N curve and every value;
+the paired differences of "tuned" to the others; at which iteration held-out rewards peaked in
+training; how much of the suite was trained on; and warnings.
 """
 
 from __future__ import annotations
@@ -28,14 +30,21 @@ from flowrl.suite_stats import Cells, Design, Rule
 from flowrl.suites import BY_QUESTION, Suite, Task, load, prepare, run_suite, with_rewards
 
 FOLDER = "suites"
-UNMEASURED = {"title", "origin", "metric", "aggregate", "scale"}  # fields of a suite that change no measured value
+UNMEASURED = {
+    "title",
+    "origin",
+    "metric",
+    "aggregate",
+    "scale",
+}  # fields of a suite that change no measured value
 
 Values = dict[str, np.ndarray]  # reading -> (P, n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line changes; None: as the suite says. best_of: longest curve; rewards: settings of the suite's
+    """What the command line changes; None: as the suite says. best_of: longest curve; rewards:
+    settings of the suite's
     rewards, held_out: further rewards to read, both as words (see flowrl.suites.with_rewards)."""
 
     images: int | None = None
@@ -50,15 +59,27 @@ class Options:
 
 
 def evaluate_runs(runs: Sequence[Path], name: str, chosen: Options) -> list[dict[str, Any]]:
-    """Evaluate finished runs on a suite and write run/suites/<name>.json of each -> the records; several get their side-effect matrix.
+    """Evaluate finished runs on a suite and write run/suites/<name>.json of each -> the records;
+    several get their side-effect matrix.
 
-    What is wrong with suite, prompts, rewards or runs -> ValueError before anything is sampled. Runs of one base model share its rows.
+    What is wrong with suite, prompts, rewards or runs -> ValueError before anything is sampled.
+    Runs of one base model share its rows.
     """
-    suite = load(name, images=chosen.images, count=chosen.count, steps=chosen.steps, guidance=chosen.guidance, prompts=chosen.prompts)
+    suite = load(
+        name,
+        images=chosen.images,
+        count=chosen.count,
+        steps=chosen.steps,
+        guidance=chosen.guidance,
+        prompts=chosen.prompts,
+    )
     suite = with_rewards(suite, chosen.rewards, chosen.held_out)
     most = suite.images if chosen.best_of is None else chosen.best_of
     if most > suite.images:
-        what = f"--best-of {most} needs at least {most} images a prompt, and this evaluation makes {suite.images}"
+        what = (
+            f"--best-of {most} needs at least {most} images a prompt, and this evaluation makes"
+            f" {suite.images}"
+        )
         raise ValueError(f"{what}; add --images {most}, or give a smaller --best-of")
     configs = [_config_of(run) for run in runs]
     task = prepare(Path(name).stem, suite)
@@ -75,7 +96,9 @@ def evaluate_runs(runs: Sequence[Path], name: str, chosen: Options) -> list[dict
     return records
 
 
-def _evaluate(run: Path, cfg: Config, task: Task, seed: int, most: int, known: dict[str, dict[str, Measured]]) -> dict[str, Any]:
+def _evaluate(
+    run: Path, cfg: Config, task: Task, seed: int, most: int, known: dict[str, dict[str, Measured]]
+) -> dict[str, Any]:
     """known: rows of base models that were measured for other runs, by what they depend on."""
     weights = checkpoint.latest(run)  # the run may go on and write another one
     policy = setup.load_tuned(cfg, weights)
@@ -84,17 +107,33 @@ def _evaluate(run: Path, cfg: Config, task: Task, seed: int, most: int, known: d
     for guidance in (sampling.guidance, baseline or "none"):
         policy.branches(guidance)  # one that the model does not know is refused here
     key = _key(task, cfg, sampling, baseline)
-    journal = Journal(run / FOLDER / f"{task.name}.part.jsonl", key=f"{key} {_digest((weights / checkpoint.MANIFEST).read_bytes())}")
-    measured = run_suite(policy, task, sampling, baseline=baseline, journal=journal, known=known.setdefault(key, {}))
+    journal = Journal(
+        run / FOLDER / f"{task.name}.part.jsonl",
+        key=f"{key} {_digest((weights / checkpoint.MANIFEST).read_bytes())}",
+    )
+    measured = run_suite(
+        policy, task, sampling, baseline=baseline, journal=journal, known=known.setdefault(key, {})
+    )
     guidances = {"base": sampling.guidance, "base, guided": baseline, "tuned": sampling.guidance}
     out = {
-        "suite": task.suite.model_dump(mode="json"), "name": task.name, "run": str(run), "checkpoint": weights.name,
-        "prompts": len(task.prompts), "seed": seed, "steps": sampling.steps, "solver": sampling.solver, "trained": trained_on(cfg),
+        "suite": task.suite.model_dump(mode="json"),
+        "name": task.name,
+        "run": str(run),
+        "checkpoint": weights.name,
+        "prompts": len(task.prompts),
+        "seed": seed,
+        "steps": sampling.steps,
+        "solver": sampling.solver,
+        "trained": trained_on(cfg),
         **summary(task, measured, most),
-    }  # fmt: skip
+    }
     for row in out["rows"]:
         row["guidance"] = guidances[row["name"]]
-    own = {label for label, entry in cfg.reward.items() if str(entry.get("name", label)) in out["trained"]}
+    own = {
+        label
+        for label, entry in cfg.reward.items()
+        if str(entry.get("name", label)) in out["trained"]
+    }
     out["peaks"] = peaks(report.read(run), own, cfg.eval.guidance)
     out["contamination"], problem = _contamination(cfg, task)
     out["warnings"] = [*_warnings(task, out), *([problem] if problem else [])]
@@ -104,7 +143,8 @@ def _evaluate(run: Path, cfg: Config, task: Task, seed: int, most: int, known: d
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------------ runs
+# ---------------------------------------------------------------------------
+# runs
 
 
 def _config_of(run: Path) -> Config:
@@ -120,18 +160,32 @@ def sampling_of(suite: Suite, cfg: Config, *, seed: int, device: torch.device) -
     e = cfg.eval
     guidance = e.guidance if suite.guidance is None else suite.guidance
     return Sampling(
-        steps=suite.steps or e.steps, guidance=guidance, solver=suite.solver or e.solver, seed=seed, micro=cfg.batch.micro,
-        decode=cfg.batch.decode, autocast=partial(setup.autocast, cfg.train.precision, device),
-    )  # fmt: skip
+        steps=suite.steps or e.steps,
+        guidance=guidance,
+        solver=suite.solver or e.solver,
+        seed=seed,
+        micro=cfg.batch.micro,
+        decode=cfg.batch.decode,
+        autocast=partial(setup.autocast, cfg.train.precision, device),
+    )
 
 
 def _key(task: Task, cfg: Config, sampling: Sampling, baseline: float | str | None) -> str:
     """A hash of all that the base rows depend on."""
     suite = task.suite.model_dump(mode="json", exclude=UNMEASURED)
     parts = [
-        suite, [_digest(path.read_bytes()) for path in python_files(suite)], __version__, task.prompts, cfg.model.model_dump(mode="json"),
-        cfg.train.precision, sampling.steps, sampling.guidance, sampling.solver, sampling.seed, baseline,
-    ]  # fmt: skip
+        suite,
+        [_digest(path.read_bytes()) for path in python_files(suite)],
+        __version__,
+        task.prompts,
+        cfg.model.model_dump(mode="json"),
+        cfg.train.precision,
+        sampling.steps,
+        sampling.guidance,
+        sampling.solver,
+        sampling.seed,
+        baseline,
+    ]
     return _digest(json.dumps(parts, sort_keys=True, default=str).encode())
 
 
@@ -145,13 +199,23 @@ def python_files(value: Any) -> list[Path]:
         return [path for item in value.items() for part in item for path in python_files(part)]
     if isinstance(value, list | tuple):
         return [path for part in value for path in python_files(part)]
-    path = Path(value[: value.rfind(".py") + 3]).expanduser() if isinstance(value, str) and ".py" in value else None
+    path = (
+        Path(value[: value.rfind(".py") + 3]).expanduser()
+        if isinstance(value, str) and ".py" in value
+        else None
+    )
     return [path] if path is not None and path.is_file() else []
 
 
 def trained_on(cfg: Config) -> list[str]:
     """Rewards whose weight is not 0, by their names."""
-    return sorted({str(entry.get("name", label)) for label, entry in cfg.reward.items() if entry.get("weight", 1.0)})
+    return sorted(
+        {
+            str(entry.get("name", label))
+            for label, entry in cfg.reward.items()
+            if entry.get("weight", 1.0)
+        }
+    )
 
 
 def write(run: Path, name: str, record: dict[str, Any]) -> Path:
@@ -164,12 +228,14 @@ def write(run: Path, name: str, record: dict[str, Any]) -> Path:
     return path
 
 
-# --------------------------------------------------------------------------------------------------------------- summary
+# ---------------------------------------------------------------------------
+# summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A reading's sums: overall with its rule, and by category (None: there are none); details: below categories, as "a - b" below "a"."""
+    """A reading's sums: overall with its rule, and by category (None: there are none); details:
+    below categories, as "a - b" below "a"."""
 
     overall: Cells
     rule: Rule
@@ -179,16 +245,39 @@ class Split:
 
 
 def summary(task: Task, measured: dict[str, Measured], most: int) -> dict[str, Any]:
-    """{"rows", "paired": other row -> reading -> difference of "tuned" to it, overall and by category}."""
-    chosen = suite_stats.design([p["prompt"] for p in task.prompts], task.categories or [""] * len(task.prompts))
-    values: dict[str, Values] = {name: {k: v.double().numpy() for k, v in own.values.items()} for name, own in measured.items()}
+    """{"rows", "paired": other row -> reading -> difference of "tuned" to it, overall and by
+    category}."""
+    chosen = suite_stats.design(
+        [p["prompt"] for p in task.prompts], task.categories or [""] * len(task.prompts)
+    )
+    values: dict[str, Values] = {
+        name: {k: v.double().numpy() for k, v in own.values.items()}
+        for name, own in measured.items()
+    }
     readings = _distinct(values, task.suite.headline)
-    readings.sort(key=lambda name: (name != task.suite.headline, name.partition("/")[0] not in task.suite.rewards))
-    rows = [_row(task, chosen, name, values[name], own, readings, most) for name, own in measured.items()]
-    paired = {name: _paired(task, chosen, values[name], values["tuned"], readings) for name in measured if name != "tuned"}
+    readings.sort(
+        key=lambda name: (
+            name != task.suite.headline,
+            name.partition("/")[0] not in task.suite.rewards,
+        )
+    )
+    rows = [
+        _row(task, chosen, name, values[name], own, readings, most)
+        for name, own in measured.items()
+    ]
+    paired = {
+        name: _paired(task, chosen, values[name], values["tuned"], readings)
+        for name in measured
+        if name != "tuned"
+    }
     for name, differences in paired.items():
-        first, second = ({k: d.double().numpy()[:, None] for k, d in measured[row].diversity.items()} for row in (name, "tuned"))
-        differences["diversity"] = {kind: _difference(first[kind], second[kind], chosen) for kind in second}
+        first, second = (
+            {k: d.double().numpy()[:, None] for k, d in measured[row].diversity.items()}
+            for row in (name, "tuned")
+        )
+        differences["diversity"] = {
+            kind: _difference(first[kind], second[kind], chosen) for kind in second
+        }
     return {"rows": rows, "paired": paired}
 
 
@@ -197,82 +286,142 @@ def _distinct(values: dict[str, Values], headline: str) -> list[str]:
 
     def repeats(name: str) -> bool:
         label, _, part = name.partition("/")
-        return bool(part) and name != headline and all(np.array_equal(v[name], v[label], equal_nan=True) for v in values.values())
+        return (
+            bool(part)
+            and name != headline
+            and all(np.array_equal(v[name], v[label], equal_nan=True) for v in values.values())
+        )
 
-    return [headline, *(name for name in values["tuned"] if name != headline and DIMENSION not in name and not repeats(name))]
+    return [
+        headline,
+        *(
+            name
+            for name in values["tuned"]
+            if name != headline and DIMENSION not in name and not repeats(name)
+        ),
+    ]
 
 
 def split(task: Task, chosen: Design, reading: str, values: Values) -> Split:
-    """How a reading is summed up: the suite's own rewards by the suite's rule, all others by the mean over images."""
+    """How a reading is summed up: the suite's own rewards by the suite's rule, all others by the
+    mean over images."""
     suite, label = task.suite, reading.partition("/")[0]
     own = label in suite.rewards
     rule: Rule = suite.aggregate if own else "mean"
     whole, scale = suite_stats.cells({"": values[reading]}, chosen), suite.scale if own else 1.0
     if suite.category == BY_QUESTION:
         begin = f"{label}/{DIMENSION}"
-        columns = {name.removeprefix(begin): value for name, value in values.items() if name.startswith(begin)}
+        columns = {
+            name.removeprefix(begin): value
+            for name, value in values.items()
+            if name.startswith(begin)
+        }
         if reading != label or not columns:
             return Split(overall=whole, rule="mean", scale=scale)
-        asked = {name: np.array([sum(q["dimension"] == name for q in p["checklist"]) for p in task.prompts], float) for name in columns}
+        asked = {
+            name: np.array(
+                [sum(q["dimension"] == name for q in p["checklist"]) for p in task.prompts], float
+            )
+            for name in columns
+        }
         details = suite_stats.cells(columns, chosen, asked)
         categories = details.merged(lambda name: name.partition("-")[0].strip())
         overall = categories if rule == "category_mean" else whole
-        return Split(overall=overall, rule=rule, scale=scale, categories=categories, details=details)
+        return Split(
+            overall=overall, rule=rule, scale=scale, categories=categories, details=details
+        )
     if task.categories is None:
         return Split(overall=whole, rule="mean", scale=scale)
     member = np.array(task.categories)
-    columns = {name: np.where((member == name)[:, None], values[reading], np.nan) for name in dict.fromkeys(task.categories)}
+    columns = {
+        name: np.where((member == name)[:, None], values[reading], np.nan)
+        for name in dict.fromkeys(task.categories)
+    }
     categories = suite_stats.cells(columns, chosen)
     return Split(overall=categories, rule=rule, scale=scale, categories=categories)
 
 
 def _row(
-    task: Task, chosen: Design, name: str, values: Values, own: Measured, readings: list[str], most: int,
-) -> dict[str, Any]:  # fmt: skip
+    task: Task,
+    chosen: Design,
+    name: str,
+    values: Values,
+    own: Measured,
+    readings: list[str],
+    most: int,
+) -> dict[str, Any]:
     splits = {reading: split(task, chosen, reading, values) for reading in readings}
     tables = {
         level: {
-            reading: {part: suite_stats.score(table.only(part), chosen, scale=s.scale) for part in table.names}
-            for reading, s in splits.items() if (table := getattr(s, level)) is not None
+            reading: {
+                part: suite_stats.score(table.only(part), chosen, scale=s.scale)
+                for part in table.names
+            }
+            for reading, s in splits.items()
+            if (table := getattr(s, level)) is not None
         }
         for level in ("categories", "details")
-    }  # fmt: skip
+    }
     return {
         "name": name,
         "images": len(task.prompts) * task.suite.images,
         "nfe": own.nfe,
-        "scores": {reading: suite_stats.score(s.overall, chosen, s.rule, s.scale) for reading, s in splits.items()},
+        "scores": {
+            reading: suite_stats.score(s.overall, chosen, s.rule, s.scale)
+            for reading, s in splits.items()
+        },
         **tables,
-        "invalid": {reading: n for reading in readings if (n := int(np.isnan(values[reading]).sum()))},
+        "invalid": {
+            reading: n for reading in readings if (n := int(np.isnan(values[reading]).sum()))
+        },
         "diversity": {
-            kind: suite_stats.score(suite_stats.cells({"": d.double().numpy()[:, None]}, chosen), chosen)
+            kind: suite_stats.score(
+                suite_stats.cells({"": d.double().numpy()[:, None]}, chosen), chosen
+            )
             for kind, d in own.diversity.items()
         },
         "best_of": _curve(task, chosen, values, most),
         "answers": own.answers,
-        "values": {reading: [[_rounded(v) for v in images] for images in rows.tolist()] for reading, rows in values.items()},
+        "values": {
+            reading: [[_rounded(v) for v in images] for images in rows.tolist()]
+            for reading, rows in values.items()
+        },
     }
 
 
 def _curve(task: Task, chosen: Design, values: Values, most: int) -> list[dict[str, Any]]:
-    """The suite's score of the best of N images by the headline, N = 1..most, summed up as the headline is."""
+    """The suite's score of the best of N images by the headline, N = 1..most, summed up as the
+    headline is."""
     headline = task.suite.headline
-    read = {name: value for name, value in values.items() if name == headline or name.startswith(f"{headline}/{DIMENSION}")}
+    read = {
+        name: value
+        for name, value in values.items()
+        if name == headline or name.startswith(f"{headline}/{DIMENSION}")
+    }
     best = suite_stats.best_of(values[headline], most, read)
-    splits = [split(task, chosen, headline, {name: curve[:, n : n + 1] for name, curve in best.items()}) for n in range(most)]
+    splits = [
+        split(task, chosen, headline, {name: curve[:, n : n + 1] for name, curve in best.items()})
+        for n in range(most)
+    ]
     return [suite_stats.score(s.overall, chosen, s.rule, s.scale) for s in splits]
 
 
-def _paired(task: Task, chosen: Design, before: Values, after: Values, readings: list[str]) -> dict[str, Any]:
+def _paired(
+    task: Task, chosen: Design, before: Values, after: Values, readings: list[str]
+) -> dict[str, Any]:
     both = {name: suite_stats.common(before[name], after[name]) for name in after if name in before}
     first, second = ({name: pair[i] for name, pair in both.items()} for i in (0, 1))
     out: dict[str, Any] = {"scores": {}, "categories": {}}
     for reading in readings:
         a, b = split(task, chosen, reading, first), split(task, chosen, reading, second)
-        out["scores"][reading] = suite_stats.difference(a.overall, b.overall, chosen, a.rule, a.scale)
+        out["scores"][reading] = suite_stats.difference(
+            a.overall, b.overall, chosen, a.rule, a.scale
+        )
         if a.categories is not None and b.categories is not None:
             out["categories"][reading] = {
-                part: suite_stats.difference(a.categories.only(part), b.categories.only(part), chosen, scale=a.scale)
+                part: suite_stats.difference(
+                    a.categories.only(part), b.categories.only(part), chosen, scale=a.scale
+                )
                 for part in a.categories.names
             }
     return out
@@ -287,63 +436,111 @@ def _rounded(value: float) -> float | None:
     return round(value, 6) if np.isfinite(value) else None
 
 
-# -------------------------------------------------------------------------------------------------------- what else is said
+# ---------------------------------------------------------------------------
+# what else is said
 
 
-def peaks(run: report.Run, trained: Collection[str], guidance: float | str) -> dict[str, dict[str, Any]]:
-    """Of every eval/ reading that was not trained on (labels of rewards): the iteration of its highest value and what became of it since.
+def peaks(
+    run: report.Run, trained: Collection[str], guidance: float | str
+) -> dict[str, dict[str, Any]]:
+    """Of every eval/ reading that was not trained on (labels of rewards): the iteration of its
+    highest value and what became of it since.
 
-    From metrics.jsonl, and the rows of evaluation.json that say at which iteration they were made and have the run's own guidance ("before,
-    guided" has another one).
+    From metrics.jsonl, and the rows of evaluation.json that say at which iteration they were made
+    and have the run's own guidance ("before, guided" has another one).
     -> {"iteration", "value", "last_iteration", "last"} of each reading.
     """
     curves: dict[str, dict[int, float]] = {}
     for row in run.evaluation.get("rows", []):
-        for name, entry in row.get("metrics", {}).items() if "iteration" in row and row["guidance"] == guidance else ():
+        for name, entry in (
+            row.get("metrics", {}).items()
+            if "iteration" in row and row["guidance"] == guidance
+            else ()
+        ):
             curves.setdefault(name, {})[int(row["iteration"])] = entry["mean"]
     for row in run.metrics:
         for name, value in row.items():
             if name.startswith("eval/") and isinstance(value, int | float):
-                curves.setdefault(name.removeprefix("eval/"), {})[int(row["iteration"])] = float(value)
+                curves.setdefault(name.removeprefix("eval/"), {})[int(row["iteration"])] = float(
+                    value
+                )
     out: dict[str, dict[str, Any]] = {}
     for name, curve in curves.items():
         label = name.partition("/")[0]
-        if name != "total" and label not in trained and len(curve) > 1 and (name == label or curve != curves.get(label)):
+        if (
+            name != "total"
+            and label not in trained
+            and len(curve) > 1
+            and (name == label or curve != curves.get(label))
+        ):
             best, last = max(curve, key=lambda i: (curve[i], -i)), max(curve)
-            out[name] = {"iteration": best, "value": curve[best], "last_iteration": last, "last": curve[last]}
+            out[name] = {
+                "iteration": best,
+                "value": curve[best],
+                "last_iteration": last,
+                "last": curve[last],
+            }
     return out
 
 
 def _contamination(cfg: Config, task: Task) -> tuple[dict[str, Any] | None, str | None]:
     """(counts, None), or (None, why the training prompts cannot be read any more)."""
     try:
-        prompts = offline.load(cfg.data.offline).prompts if cfg.data.offline else data.load_prompts(cfg.data.train)
+        prompts = (
+            offline.load(cfg.data.offline).prompts
+            if cfg.data.offline
+            else data.load_prompts(cfg.data.train)
+        )
     except ValueError as error:
         return None, f"training prompts were not compared with the suite's: {error}"
-    return suite_stats.contamination((p["prompt"] for p in prompts), (p["prompt"] for p in task.prompts)), None
+    return (
+        suite_stats.contamination(
+            (p["prompt"] for p in prompts), (p["prompt"] for p in task.prompts)
+        ),
+        None,
+    )
 
 
 def _warnings(task: Task, record: dict[str, Any]) -> list[str]:
     out = []
     for label, entry in task.suite.held_out.items():
         if (name := str((entry or {}).get("name", label))) in record["trained"]:
-            out.append(f'{record["run"]} was trained on the reward "{name}", so in suite "{task.name}" it is no held-out reward')
+            out.append(
+                f'{record["run"]} was trained on the reward "{name}", so in suite "{task.name}" it'
+                " is no held-out reward"
+            )
     found = record["contamination"]
     if found and found["exact"]:
-        out.append(f'{found["exact"]} of the {found["suite"]} prompts of suite "{task.name}" are training prompts of {record["run"]}')
+        out.append(
+            f'{found["exact"]} of the {found["suite"]} prompts of suite "{task.name}" are training'
+            f" prompts of {record['run']}"
+        )
     for row in record["rows"]:
         for reading, count in row["invalid"].items():
-            out.append(f"{row['name']}: {reading} could not score {count} of {row['images']} images; they are left out")
+            out.append(
+                f"{row['name']}: {reading} could not score {count} of {row['images']} images; they"
+                " are left out"
+            )
     return out
 
 
 def matrix(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Side effects: a row a run (what was trained), a column a reading (what was measured), entries tuned minus base with intervals."""
+    """Side effects: a row a run (what was trained), a column a reading (what was measured), entries
+    tuned minus base with intervals."""
     first = records[0]
-    shown = [name for name in first["paired"]["base"]["scores"] if "/" not in name or name == first["suite"]["metric"]]
+    shown = [
+        name
+        for name in first["paired"]["base"]["scores"]
+        if "/" not in name or name == first["suite"]["metric"]
+    ]
     return {
         "columns": shown,
         "rows": [
-            {"run": r["run"], "trained": r["trained"], "entries": [r["paired"]["base"]["scores"].get(c) for c in shown]} for r in records
+            {
+                "run": r["run"],
+                "trained": r["trained"],
+                "entries": [r["paired"]["base"]["scores"].get(c) for c in shown],
+            }
+            for r in records
         ],
     }

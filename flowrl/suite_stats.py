@@ -1,8 +1,10 @@
-"""Statistics of evaluation suites: scores by category with intervals that resample prompts, best-of-N, diversity, contamination.
+"""Statistics of evaluation suites: scores by category with intervals that resample prompts,
+best-of-N, diversity, contamination.
 
-Every score is a ratio of two sums over prompts: of values, and of their number. A bootstrap resample (Davison & Hinkley 1997, ch. 2-3)
-weighs whole prompts, the same for all settings, so a difference between two settings is paired. Prompts are drawn within strata (a
-benchmark's tasks), because their sizes are part of the benchmark. Imports nothing of ours.
+Every score is a ratio of two sums over prompts: of values, and of their number. A bootstrap
+resample (Davison & Hinkley 1997, ch. 2-3) weighs whole prompts, the same for all settings, so a
+difference between two settings is paired. Prompts are drawn within strata (a benchmark's tasks),
+because their sizes are part of the benchmark. Imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -21,12 +23,16 @@ Rule = Literal["mean", "category_mean"]
 RESAMPLES = 2000
 LEVEL = 0.95
 GRAM = 8  # words in a row that count as copied
-NEAR = (4, 5)  # Jaccard index of two prompts' words from which they are near duplicates, as a fraction
+NEAR = (
+    4,
+    5,
+)  # Jaccard index of two prompts' words from which they are near duplicates, as a fraction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """cluster: (P,) place of each prompt's cluster; weights: (R, C) how often each resample drew each cluster."""
+    """cluster: (P,) place of each prompt's cluster; weights: (R, C) how often each resample drew
+    each cluster."""
 
     cluster: np.ndarray
     weights: np.ndarray
@@ -51,8 +57,11 @@ class Cells:
         return Cells(names=names, total=self.total @ member, count=self.count @ member)
 
 
-def design(texts: Sequence[str], strata: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0) -> Design:
-    """Resamples of prompts: equal texts of a stratum are one cluster, and each stratum keeps its number of clusters.
+def design(
+    texts: Sequence[str], strata: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0
+) -> Design:
+    """Resamples of prompts: equal texts of a stratum are one cluster, and each stratum keeps its
+    number of clusters.
 
     Strata of one cluster would never vary; they are drawn together.
     """
@@ -64,12 +73,19 @@ def design(texts: Sequence[str], strata: Sequence[str], *, resamples: int = RESA
         drawn[stratum if size[stratum] > 1 else None].append(i)
     rng, weights = np.random.default_rng(seed), np.empty((resamples, len(place)))
     for rows in drawn.values():
-        weights[:, rows] = rng.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), size=resamples)
+        weights[:, rows] = rng.multinomial(
+            len(rows), np.full(len(rows), 1 / len(rows)), size=resamples
+        )
     return Design(cluster=np.array([place[pair] for pair in pairs]), weights=weights)
 
 
-def cells(columns: Mapping[str, np.ndarray], chosen: Design, questions: Mapping[str, np.ndarray] | None = None) -> Cells:
-    """columns: category -> (P, n) values, NaN where a prompt has none; questions: category -> (P,) how many each value is the mean of."""
+def cells(
+    columns: Mapping[str, np.ndarray],
+    chosen: Design,
+    questions: Mapping[str, np.ndarray] | None = None,
+) -> Cells:
+    """columns: category -> (P, n) values, NaN where a prompt has none; questions: category -> (P,)
+    how many each value is the mean of."""
     clusters = chosen.weights.shape[1]
     total, count = np.zeros((clusters, len(columns))), np.zeros((clusters, len(columns)))
     for k, (name, values) in enumerate(columns.items()):
@@ -80,24 +96,40 @@ def cells(columns: Mapping[str, np.ndarray], chosen: Design, questions: Mapping[
 
 
 def statistic(data: Cells, weights: np.ndarray, rule: Rule) -> np.ndarray:
-    """(R,) scores of weighted clusters. mean: over all values. category_mean: mean of the categories' means (GenEval, UniGenBench)."""
+    """(R,) scores of weighted clusters. mean: over all values. category_mean: mean of the
+    categories' means (GenEval, UniGenBench)."""
     total, count = weights @ data.total, weights @ data.count
     if rule == "mean":
         return _ratio(total.sum(1), count.sum(1))
     means = _ratio(total, count)
-    return means.mean(1) if len(means) == 1 else _nanmean(means)  # a resample may have missed a category, the benchmark itself must not
+    return (
+        means.mean(1) if len(means) == 1 else _nanmean(means)
+    )  # a resample may have missed a category, the benchmark itself must not
 
 
 def score(data: Cells, chosen: Design, rule: Rule = "mean", scale: float = 1.0) -> dict[str, Any]:
-    """{"mean", "ci" (95%; None where fewer than two prompts speak), "n" values, "prompts"}; mean None where nothing is known."""
+    """{"mean", "ci" (95%; None where fewer than two prompts speak), "n" values, "prompts"}; mean
+    None where nothing is known."""
     n, prompts = int(round(data.count.sum())), int((data.count.sum(1) > 0).sum())
     mean = statistic(data, np.ones((1, len(data.total))), rule)[0]
-    ci = _interval(scale * statistic(data, chosen.weights, rule)) if prompts > 1 and math.isfinite(mean) else None
-    return {"mean": scale * float(mean) if math.isfinite(mean) else None, "ci": ci, "n": n, "prompts": prompts}
+    ci = (
+        _interval(scale * statistic(data, chosen.weights, rule))
+        if prompts > 1 and math.isfinite(mean)
+        else None
+    )
+    return {
+        "mean": scale * float(mean) if math.isfinite(mean) else None,
+        "ci": ci,
+        "n": n,
+        "prompts": prompts,
+    }
 
 
-def difference(before: Cells, after: Cells, chosen: Design, rule: Rule = "mean", scale: float = 1.0) -> dict[str, Any] | None:
-    """after - before, both on the same resamples: {"difference", "ci", "p" (two-sided, of "no difference"), "n", "prompts"}."""
+def difference(
+    before: Cells, after: Cells, chosen: Design, rule: Rule = "mean", scale: float = 1.0
+) -> dict[str, Any] | None:
+    """after - before, both on the same resamples: {"difference", "ci", "p" (two-sided, of "no
+    difference"), "n", "prompts"}."""
     ones = np.ones((1, len(before.total)))
     value = (statistic(after, ones, rule) - statistic(before, ones, rule))[0]
     prompts = int((before.count.sum(1) > 0).sum())
@@ -136,15 +168,19 @@ def _interval(drawn: np.ndarray) -> list[float]:
     return [float(q) for q in np.nanquantile(drawn, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2])]
 
 
-# ------------------------------------------------------------------------------------------------------------- best of N
+# ---------------------------------------------------------------------------
+# best of N
 
 
 def best_of(values: np.ndarray, most: int, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the best of N images of a prompt by `values` (P, n) is expected to show, N = 1..most, in each of `read`: (P, n) -> (P, most).
+    """What the best of N images of a prompt by `values` (P, n) is expected to show, N = 1..most, in
+    each of `read`: (P, n) -> (P, most).
 
-    The mean over all subsets of size N of what their largest member shows: with values[1] <= ... <= values[n], sum_i C(i-1, N-1) / C(n, N)
-    read[i]. Unbiased for N fresh images, as pass@k (Chen et al. 2021, arXiv:2107.03374, eq. 1) is for the best of k answers that are right
-    or wrong. Equal values share their places. NaN where fewer than `most` values of a prompt are known, or what is read is not.
+    The mean over all subsets of size N of what their largest member shows: with values[1] <= ... <=
+    values[n], sum_i C(i-1, N-1) / C(n, N) read[i]. Unbiased for N fresh images, as pass@k (Chen et
+    al. 2021, arXiv:2107.03374, eq. 1) is for the best of k answers that are right or wrong. Equal
+    values share their places. NaN where fewer than `most` values of a prompt are known, or what is
+    read is not.
     """
     out = {name: np.full((len(values), most), np.nan) for name in read}
     for p, own in enumerate(values):
@@ -159,28 +195,49 @@ def best_of(values: np.ndarray, most: int, read: Mapping[str, np.ndarray]) -> di
 
 def _order_weights(n: int, most: int) -> np.ndarray:
     """(n, most): the share of subsets of size N whose largest member is the i-th of n."""
-    return np.array([[math.comb(i, size - 1) / math.comb(n, size) for size in range(1, most + 1)] for i in range(n)])
+    return np.array(
+        [
+            [math.comb(i, size - 1) / math.comb(n, size) for size in range(1, most + 1)]
+            for i in range(n)
+        ]
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- contamination
+# ---------------------------------------------------------------------------
+# contamination
 
 
 def contamination(training: Iterable[str], suite: Iterable[str]) -> dict[str, Any]:
-    """How much of a suite was trained on: of its different prompts, how many are training prompts, and how many come close.
+    """How much of a suite was trained on: of its different prompts, how many are training prompts,
+    and how many come close.
 
-    exact: equal after normalisation (words alone, lower case, Unicode NFKC). near: not equal, but the sets of words have a Jaccard index
-    of at least 0.8, whatever their order. shared_8_grams: eight words in a row occur in a training prompt too. examples: [kind, prompt].
+    exact: equal after normalisation (words alone, lower case, Unicode NFKC). near: not equal, but
+    the sets of words have a Jaccard index of at least 0.8, whatever their order. shared_8_grams:
+    eight words in a row occur in a training prompt too. examples: [kind, prompt].
     """
     seen = {words(text) for text in training}
     texts = {words(text): text for text in suite}
     copied = {gram for own in seen for gram in grams(own)}
     exact = [own for own in texts if own in seen]
     rest = [own for own in texts if own not in seen]
-    near = [own for own, close in zip(rest, near_duplicates([set(own) for own in seen], [set(own) for own in rest]), strict=True) if close]
+    near = [
+        own
+        for own, close in zip(
+            rest,
+            near_duplicates([set(own) for own in seen], [set(own) for own in rest]),
+            strict=True,
+        )
+        if close
+    ]
     shared = [own for own in texts if not copied.isdisjoint(grams(own))]
     named = (("exact", exact), ("near", near), ("shared_8_grams", shared))
     examples = [[kind, texts[own]] for kind, members in named for own in members[:3]]
-    return {"training": len(seen), "suite": len(texts), **{kind: len(members) for kind, members in named}, "examples": examples}
+    return {
+        "training": len(seen),
+        "suite": len(texts),
+        **{kind: len(members) for kind, members in named},
+        "examples": examples,
+    }
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -198,8 +255,8 @@ def grams(own: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
 def near_duplicates(training: Sequence[set[str]], suite: Sequence[set[str]]) -> list[bool]:
     """Whether a set of the suite has a Jaccard index of at least 4/5 with any training set.
 
-    Such sets share one of their rarest words: the first |A| - ceil(4/5 |A|) + 1 of each in a common order (prefix filtering, Chaudhuri et
-    al. 2006), so few pairs are compared.
+    Such sets share one of their rarest words: the first |A| - ceil(4/5 |A|) + 1 of each in a common
+    order (prefix filtering, Chaudhuri et al. 2006), so few pairs are compared.
     """
     frequency = Counter(word for own in training for word in own)
     a, b = NEAR
@@ -212,4 +269,11 @@ def near_duplicates(training: Sequence[set[str]], suite: Sequence[set[str]]) -> 
     for own in training:
         for word in rarest(own):
             index[word].append(own)
-    return [any(b * len(own & other) >= a * len(own | other) for word in rarest(own) for other in index[word]) for own in suite]
+    return [
+        any(
+            b * len(own & other) >= a * len(own | other)
+            for word in rarest(own)
+            for other in index[word]
+        )
+        for own in suite
+    ]

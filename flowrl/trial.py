@@ -1,4 +1,5 @@
-"""A reward on trial: it scores specimens as training does, and holds what several canaries compare with."""
+"""A reward on trial: it scores specimens as training does, and holds what several canaries compare
+with."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Verdict = Literal["ok", "fail", "warn", "note"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """The answer of a canary. value: the number behind the verdict, where there is one; says: a sentence."""
+    """The answer of a canary. value: the number behind the verdict, where there is one; says: a
+    sentence."""
 
     name: str
     verdict: Verdict
@@ -34,11 +36,17 @@ class Finding:
 class Trial:
     """A reward, specimens, and what is found out about them on the way.
 
-    kinds: of a reward that compares the members of a group, what each specimen is: "right", a foil's attribute, or an attack.
-    deterministic, reads_prompt: taken for granted until a canary finds otherwise.
+    kinds: of a reward that compares the members of a group, what each specimen is: "right", a
+    foil's attribute, or an attack. deterministic, reads_prompt: taken for granted until a canary
+    finds otherwise.
     """
 
-    def __init__(self, reward: Reward | Callable[..., Tensor], specimens: Sequence[Specimen], device: torch.device | str) -> None:
+    def __init__(
+        self,
+        reward: Reward | Callable[..., Tensor],
+        specimens: Sequence[Specimen],
+        device: torch.device | str,
+    ) -> None:
         self.label = getattr(reward, "name", "") or getattr(reward, "__name__", "reward")
         self.rewards = load_set({self.label: reward})
         self.reward = self.rewards.rewards[self.label]
@@ -56,7 +64,9 @@ class Trial:
             some = [specimens[row] for row in rows]
             media = torch.stack([s.media for s in some]).to(self.device)
             with self.reward.uncached():
-                found = score(media, [s.prompt for s in some], self.rewards, context_of(some, self.device))
+                found = score(
+                    media, [s.prompt for s in some], self.rewards, context_of(some, self.device)
+                )
             out[rows] = found.raw[self.label].cpu()
             self.errors += found.errors
         self.seen.append(out)
@@ -98,13 +108,18 @@ class Trial:
         changes = []
         for number in range(rounds):
             copies = [
-                replace(s, media=recoded(s.media, number, seed=number * len(self.specimens) + i)) for i, s in enumerate(self.specimens)
+                replace(s, media=recoded(s.media, number, seed=number * len(self.specimens) + i))
+                for i, s in enumerate(self.specimens)
             ]
             change = self.scores(copies) - self.honest
             changes.append(change[change.isfinite()].double())
         kept = [change for change in changes if len(change) > 1]
         freedom = sum(len(change) - 1 for change in kept)
-        return math.sqrt(sum(float((c - c.mean()).square().sum()) for c in kept) / freedom) if freedom else 0.0
+        return (
+            math.sqrt(sum(float((c - c.mean()).square().sum()) for c in kept) / freedom)
+            if freedom
+            else 0.0
+        )
 
 
 def deviation(values: Tensor) -> float:
@@ -123,12 +138,23 @@ def middle(values: Tensor) -> float:
     return float(values.double().nanquantile(0.5))
 
 
-def specimens_of(media: Tensor, prompts: list[str], context: MediaContext | None = None) -> list[Specimen]:
+def specimens_of(
+    media: Tensor, prompts: list[str], context: MediaContext | None = None
+) -> list[Specimen]:
     """Samples of training as specimens: nothing is known about what they show."""
-    given = {f.name: getattr(context, f.name) for f in fields(MediaContext)} if context is not None else {}
+    given = (
+        {f.name: getattr(context, f.name) for f in fields(MediaContext)}
+        if context is not None
+        else {}
+    )
     metas = given.pop("meta", None) or [{} for _ in prompts]
     columns: dict[str, Tensor] = {name: value for name, value in given.items() if value is not None}
     return [
-        Specimen(media=media[i], prompt=prompt, meta=metas[i], columns={name: value[i] for name, value in columns.items()})
+        Specimen(
+            media=media[i],
+            prompt=prompt,
+            meta=metas[i],
+            columns={name: value[i] for name, value in columns.items()},
+        )
         for i, prompt in enumerate(prompts)
     ]

@@ -1,7 +1,9 @@
 """The records that travel through one iteration. This module imports nothing of ours.
 
-Letters: P prompts, G samples per prompt, B = P*G samples, T steps, E edges of a plan, N stored transitions,
-M stored states, *L latent dims. Everything is a flow: x_s = (1-s) x0 + s eps, s = sigma in [0, 1], 1 = noise, v = eps - x0.
+Letters: P prompts, G samples per prompt, B = P*G samples, T steps, E edges of a plan, N stored
+transitions,
+M stored states, *L latent dims. Everything is a flow: x_s = (1-s) x0 + s eps, s = sigma in [0, 1],
+1 = noise, v = eps - x0.
 """
 
 from __future__ import annotations
@@ -20,12 +22,17 @@ ODE, SDE = 0, 1
 
 def expand(value: Tensor, like: Tensor) -> Tensor:
     """Append dims of length 1 to value, (B,) or (), until it broadcasts against like, (B, *L)."""
-    return value if value.ndim in (0, like.ndim) else value.reshape(value.shape + (1,) * (like.ndim - value.ndim))
+    return (
+        value
+        if value.ndim in (0, like.ndim)
+        else value.reshape(value.shape + (1,) * (like.ndim - value.ndim))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """Gaussian p(y | x) of one sampling step: mean (B, *L) fp32, std () or (B, 1, ...) fp32, 0 for a deterministic step."""
+    """Gaussian p(y | x) of one sampling step: mean (B, *L) fp32, std () or (B, 1, ...) fp32, 0 for
+    a deterministic step."""
 
     mean: Tensor
     std: Tensor
@@ -34,18 +41,23 @@ class Transition:
         """mean + std * noise; noise: (B, *L) fp32."""
         return self.mean + self.std * noise
 
-    def log_prob(self, y: Tensor, *, reduction: Literal["mean", "sum"] = "mean", mask: Tensor | None = None) -> Tensor:
+    def log_prob(
+        self, y: Tensor, *, reduction: Literal["mean", "sum"] = "mean", mask: Tensor | None = None
+    ) -> Tensor:
         """Log-density of y (B, *L), detached, over latent dims where mask is true -> (B,).
 
-        "mean" divides by the number of dims D (the field's convention: ratios become r**(1/D)). std == 0 where mask is true ->
-        ValueError. What mask leaves out enters neither value nor gradient, even if it is NaN; a row without any dim has log-density 0.
+        "mean" divides by the number of dims D (the field's convention: ratios become r**(1/D)). std
+        == 0 where mask is true -> ValueError. What mask leaves out enters neither value nor
+        gradient, even if it is NaN; a row without any dim has log-density 0.
         """
         gap, std = y.detach().float() - self.mean, self.std
         if mask is not None:  # select before arithmetic: 0 * NaN is NaN
             mask = mask.expand_as(gap)
             gap, std = torch.where(mask, gap, 0.0), torch.where(mask, std, 1.0)
         if not bool((std > 0).all()):
-            raise ValueError("log_prob of a deterministic transition (std = 0); only SDE steps have a density")
+            raise ValueError(
+                "log_prob of a deterministic transition (std = 0); only SDE steps have a density"
+            )
         lp = -0.5 * (gap / std).square() - torch.log(std) - 0.5 * math.log(2 * math.pi)
         if mask is None:
             flat = lp.flatten(1)
@@ -56,10 +68,11 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An explicit forest of sampling edges for one prompt; the constructors live in flowrl.samplers.plan.
+    """An explicit forest of sampling edges for one prompt; the constructors live in
+    flowrl.samplers.plan.
 
-    Edge e leads from the end of edge parent[e] (or from the noise x_T of root[e] when parent[e] == -1) at sigma[e] to sigma_next[e].
-    Edges are in topological order: parent[e] < e.
+    Edge e leads from the end of edge parent[e] (or from the noise x_T of root[e] when parent[e] ==
+    -1) at sigma[e] to sigma_next[e]. Edges are in topological order: parent[e] < e.
     """
 
     parent: Tensor  # (E,) int64, -1 at a root
@@ -71,8 +84,12 @@ class Plan:
     trained: Tensor  # (E,) bool, subset of SDE edges
     sde: str = "flow_sde"  # module of flowrl.samplers that gives SDE transitions
     solver: Literal["euler", "dpm2"] = "euler"  # of ODE edges
-    dpm_from: float = 1.0  # ODE edges that start at sigma <= dpm_from use dpm2 when solver == "dpm2"
-    init: Literal["sample", "group", "batch"] = "sample"  # which roots share x_T: none, those of one prompt, all
+    dpm_from: float = (
+        1.0  # ODE edges that start at sigma <= dpm_from use dpm2 when solver == "dpm2"
+    )
+    init: Literal["sample", "group", "batch"] = (
+        "sample"  # which roots share x_T: none, those of one prompt, all
+    )
     sigma_cap: float | None = None  # Flow-SDE: stands in for a first sigma of 1
     correlation: float | None = None  # BranchGRPO's s of correlated siblings; None: independent
 
@@ -107,7 +124,8 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBatch:
-    """Prompts of one iteration. ids are stable over the run (their place in the data), meta is what rewards may read."""
+    """Prompts of one iteration. ids are stable over the run (their place in the data), meta is what
+    rewards may read."""
 
     text: list[str]
     ids: Tensor  # (P,) int64
@@ -119,7 +137,8 @@ class PromptBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """Denoising trajectories as a forest: states are stored once, transitions point to them by row."""
+    """Denoising trajectories as a forest: states are stored once, transitions point to them by
+    row."""
 
     states: Tensor  # (M, *L) fp32, flow coordinates
     prompt: Tensor  # (M,) int64, row of cond
@@ -132,11 +151,14 @@ class Rollout:
     sigma_next: Tensor  # (N,) fp64
     eta: Tensor  # (N,) fp64
     noise_key: Tensor  # (N,) int64
-    log_prob: Tensor | None  # (N,) fp32 under the behaviour policy; None: nothing stochastic was stored
+    log_prob: (
+        Tensor | None
+    )  # (N,) fp32 under the behaviour policy; None: nothing stochastic was stored
     trained: Tensor  # (N,) bool
     leaf: Tensor  # (B,) int64 rows of states
     leaf_edge: Tensor  # (B,) int64 last stored transition on the leaf's path, or -1
-    leaf_key: Tensor  # (B,) int64 hash of (prompt key, copy, path): names a sample wherever it lies in the batch
+    # (B,) int64 hash of (prompt key, copy, path): names a sample wherever it lies in the batch
+    leaf_key: Tensor
     group: Tensor  # (B,) int64 row of cond: leaves of one prompt are one group
     tree: Tensor  # (B,) int64 which root (copy, root) the leaf grew from
     plan: Plan
@@ -163,7 +185,8 @@ class MediaContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """Scores of B samples. raw keeps every part as the reward gave it; total is the weighted sum."""
+    """Scores of B samples. raw keeps every part as the reward gave it; total is the weighted
+    sum."""
 
     raw: dict[str, Tensor]  # name -> (B,) fp32
     weights: dict[str, float]
@@ -182,7 +205,8 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """loss (): sum over the rows given, divided by weight by the caller; metrics: detached scalars, summed likewise."""
+    """loss (): sum over the rows given, divided by weight by the caller; metrics: detached scalars,
+    summed likewise."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
@@ -190,7 +214,8 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Named tensors of equal length n: the rows that one optimizer step trains. Index it to take a micro-batch."""
+    """Named tensors of equal length n: the rows that one optimizer step trains. Index it to take a
+    micro-batch."""
 
     data: dict[str, Tensor]
 

@@ -1,7 +1,25 @@
-"""Rewards: media, prompts and declared context in, one number a sample out. One file a reward; `flowrl list rewards` names them."""
+"""Rewards: media, prompts and declared context in, one number a sample out. One file a reward;
+`flowrl list rewards` names them."""
 
-from flowrl.rewards._base import Reward, RewardBug, RewardUnavailable, Settings, load, reward, reward_class
-from flowrl.rewards._score import RewardSet, TooManyInvalid, check_needs, check_valid, concat, load_set, readings, score
+from flowrl.rewards._base import (
+    Reward,
+    RewardBug,
+    RewardUnavailable,
+    Settings,
+    load,
+    reward,
+    reward_class,
+)
+from flowrl.rewards._score import (
+    RewardSet,
+    TooManyInvalid,
+    check_needs,
+    check_valid,
+    concat,
+    load_set,
+    readings,
+    score,
+)
 from flowrl.rewards._words import parse_words
 
 __all__ = [

@@ -1,4 +1,5 @@
-"""What an OpenAI-compatible server sends: a chat completion as a Reply, its words about an error, and when it wants to be asked again."""
+"""What an OpenAI-compatible server sends: a chat completion as a Reply, its words about an error,
+and when it wants to be asked again."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """text: what the model said, "" if nothing. first: log-probability of each likely first token. cut: max_tokens ended it."""
+    """text: what the model said, "" if nothing. first: log-probability of each likely first token.
+    cut: max_tokens ended it."""
 
     text: str
     tokens: int | None
@@ -36,10 +38,17 @@ def read_reply(data: Any) -> Reply:
     first: dict[str, float] = {}
     for item in positions[0].get("top_logprobs", ()):
         token, logprob = item["token"], float(item["logprob"])
-        if not math.isnan(logprob):  # several tokens may read alike, as two spellings of the same bytes: their probabilities add up
+        if not math.isnan(
+            logprob
+            # several tokens may read alike, as two spellings of the same bytes: their probabilities
+            # add
+            # up
+        ):
             first[token] = float(np.logaddexp(first.get(token, -math.inf), logprob))
     cut = choice.get("finish_reason") == "length"
-    return Reply(text=content or "", tokens=None if total is None else int(total), cut=cut, first=first)
+    return Reply(
+        text=content or "", tokens=None if total is None else int(total), cut=cut, first=first
+    )
 
 
 def detail(response: httpx.Response) -> str:

@@ -1,7 +1,8 @@
-"""GenEval's arithmetic (arXiv:2310.11513): what was detected in a picture, judged by the clauses of its prompt. Needs no network.
+"""GenEval's arithmetic (arXiv:2310.11513): what was detected in a picture, judged by the clauses of
+its prompt. Needs no network.
 
-Sources: djghosh13/geneval, evaluation/evaluate_images.py (`official`); yifan123/reward-server, reward_server/gen_eval.py (`partial` and
-`strict`).
+Sources: djghosh13/geneval, evaluation/evaluate_images.py (`official`); yifan123/reward-server,
+reward_server/gen_eval.py (`partial` and `strict`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ SHRINK = 0.1  # of both sizes, taken off the offset of two centres
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One detected object: box (left, top, right, bottom) in px, confidence in [0, 1], colour (None: not asked for)."""
+    """One detected object: box (left, top, right, bottom) in px, confidence in [0, 1], colour
+    (None: not asked for)."""
 
     box: tuple[float, float, float, float]
     score: float
@@ -41,11 +43,14 @@ def readings(found: Detections, meta: Mapping[str, Any]) -> dict[str, float]:
 
 
 def partial(found: Detections, include: Clauses) -> float:
-    """The score that Flow-GRPO trains on, with its quirks: the mean of the terms that the clauses collect.
+    """The score that Flow-GRPO trains on, with its quirks: the mean of the terms that the clauses
+    collect.
 
-    A clause that asks for n and meets f gives 1 - |n - f| / n, below 0 where f > 2n. If f != n, a colour or a position (or both) adds one
-    0. Else a colour adds 1 - |n - right| / n; and where that is 1, a position adds 0 if its target did not match, 1 if it holds for
-    all pairs, and 0 *and* 1 if it does not. So the number of terms depends on the picture. `exclude` does not count.
+    A clause that asks for n and meets f gives 1 - |n - f| / n, below 0 where f > 2n. If f != n, a
+    colour or a position (or both) adds one 0. Else a colour adds 1 - |n - right| / n; and where
+    that is 1, a position adds 0 if its target did not match, 1 if it holds for
+    all pairs, and 0 *and* 1 if it does not. So the number of terms depends on the picture.
+    `exclude` does not count.
     """
     terms: list[float] = []
     matched: list[Sequence[Found] | None] = []
@@ -68,10 +73,12 @@ def partial(found: Detections, include: Clauses) -> float:
 
 
 def partial_fixed(found: Detections, include: Clauses) -> float:
-    """Partial credit in [0, 1]: each clause has a term for its count, its colour and its position, and none is paid for what failed.
+    """Partial credit in [0, 1]: each clause has a term for its count, its colour and its position,
+    and none is paid for what failed.
 
-    Against `partial`: the count term is floored at 0; a wrong position gives 0, not 0 and 1; colour and position terms stay, as 0, when an
-    earlier term of the clause is not 1, so the mean is always over the same number of terms. It is 1 exactly where `strict` is.
+    Against `partial`: the count term is floored at 0; a wrong position gives 0, not 0 and 1; colour
+    and position terms stay, as 0, when an earlier term of the clause is not 1, so the mean is
+    always over the same number of terms. It is 1 exactly where `strict` is.
     """
     terms: list[float] = []
     matched: list[Sequence[Found] | None] = []
@@ -91,12 +98,14 @@ def partial_fixed(found: Detections, include: Clauses) -> float:
 
 
 def strict(found: Detections, include: Clauses) -> bool:
-    """The server's strict verdict: every clause exactly right, counts equal. Other classes and `exclude` do not count."""
+    """The server's strict verdict: every clause exactly right, counts equal. Other classes and
+    `exclude` do not count."""
     return partial_fixed(found, include) == 1.0
 
 
 def official(found: Detections, include: Clauses, exclude: Clauses = ()) -> bool:
-    """The benchmark's verdict: at least as many as asked for, the most confident of them judged; fewer than each exclude clause says."""
+    """The benchmark's verdict: at least as many as asked for, the most confident of them judged;
+    fewer than each exclude clause says."""
     matched: list[Sequence[Found] | None] = []
     for clause in include:
         n = clause["count"]
@@ -107,14 +116,17 @@ def official(found: Detections, include: Clauses, exclude: Clauses = ()) -> bool
         if ok and clause.get("position"):
             ok = _stands(objects, clause["position"], matched)
         matched.append(objects if ok else None)
-    return None not in matched and all(len(found.get(clause["class"], [])) < clause["count"] for clause in exclude)
+    return None not in matched and all(
+        len(found.get(clause["class"], [])) < clause["count"] for clause in exclude
+    )
 
 
 def relations(a: Found, b: Found) -> set[str]:
     """Where a is, seen from b: none, one or two of RELATIONS.
 
-    The offset of the centres, each component shrunk by a tenth of both sizes, over the length of the offset *before* shrinking: a component
-    beyond 0.5 counts. So objects that nearly overlap stand in no relation.
+    The offset of the centres, each component shrunk by a tenth of both sizes, over the length of
+    the offset *before* shrinking: a component beyond 0.5 counts. So objects that nearly overlap
+    stand in no relation.
     """
     ax, ay, aw, ah = _centre(a)
     bx, by, bw, bh = _centre(b)
@@ -128,12 +140,19 @@ def relations(a: Found, b: Found) -> set[str]:
 
 
 def complaint(meta: Mapping[str, Any]) -> str | None:
-    """What is wrong with a prompt's clauses, as the end of a sentence; None if they can be judged."""
+    """What is wrong with a prompt's clauses, as the end of a sentence; None if they can be
+    judged."""
     include, exclude = meta.get("include"), meta.get("exclude", [])
     if not isinstance(include, list) or not include:
-        return f'has include={include!r}, which should be a list of clauses {{"class": "dog", "count": 1, "color": "red"}}'
+        return (
+            f'has include={include!r}, which should be a list of clauses {{"class": "dog", "count":'
+            ' 1, "color": "red"}'
+        )
     if not isinstance(exclude, list):
-        return f'has exclude={exclude!r}, which should be a list of clauses {{"class": "dog", "count": 3}}'
+        return (
+            f'has exclude={exclude!r}, which should be a list of clauses {{"class": "dog",'
+            ' "count": 3}'
+        )
     for number, clause in enumerate([*include, *exclude]):
         if not isinstance(clause, Mapping) or not isinstance(clause.get("class"), str):
             return f'has the clause {clause!r}, which should be like {{"class": "dog", "count": 1}}'
@@ -142,9 +161,15 @@ def complaint(meta: Mapping[str, Any]) -> str | None:
             return f"has the clause {clause!r}, whose count should be a whole number from 1 on"
         for key, names in (("class", CLASSES), ("color", COLORS)):
             if clause.get(key) is not None and clause[key] not in names:
-                return f'asks for the {key} "{clause[key]}", which GenEval cannot detect{did_you_mean(str(clause[key]), names)}'
+                return (
+                    f'asks for the {key} "{clause[key]}", which GenEval cannot'
+                    f" detect{did_you_mean(str(clause[key]), names)}"
+                )
         if clause.get("position") is not None and not _points_back(clause["position"], number):
-            return f'has the position {clause["position"]!r}, which should be like ["left of", 0]: a relation and an earlier clause'
+            return (
+                f'has the position {clause["position"]!r}, which should be like ["left of", 0]: a'
+                " relation and an earlier clause"
+            )
     return None
 
 
@@ -159,8 +184,11 @@ def _colored(objects: Sequence[Found], color: str) -> int:
     return sum(found.color == color for found in objects)
 
 
-def _stands(objects: Sequence[Found], position: Sequence[Any], matched: Sequence[Sequence[Found] | None]) -> bool:
-    """Whether all objects stand in the relation to all objects of an earlier clause, which must have matched."""
+def _stands(
+    objects: Sequence[Found], position: Sequence[Any], matched: Sequence[Sequence[Found] | None]
+) -> bool:
+    """Whether all objects stand in the relation to all objects of an earlier clause, which must
+    have matched."""
     relation, target = position
     others = matched[target]
     return others is not None and all(relation in relations(a, b) for a in objects for b in others)

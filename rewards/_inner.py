@@ -1,4 +1,5 @@
-"""A reward made of another one: how the inner one is named, and that what it needs, reads and refuses is asked of the outer one too."""
+"""A reward made of another one: how the inner one is named, and that what it needs, reads and
+refuses is asked of the outer one too."""
 
 from __future__ import annotations
 
@@ -11,25 +12,36 @@ from flowrl.rewards._base import FunctionReward, Reward, load
 
 
 def load_inner(value: Any, settings: Mapping[str, Any], *, reward: str, setting: str) -> Any:
-    """The reward that `setting` of `reward` names, loaded with its settings; in Python also a loaded one, a comparator or a function."""
+    """The reward that `setting` of `reward` names, loaded with its settings; in Python also a
+    loaded one, a comparator or a function."""
     key = f"reward.{reward}.{setting}"
     if value is None:
-        raise ValueError(f"reward {reward} works on another reward: set {key} to its name, for example {key}=clip")
+        raise ValueError(
+            f"reward {reward} works on another reward: set {key} to its name, for example"
+            f" {key}=clip"
+        )
     if isinstance(value, str):
         return load(value, **settings)
     if settings:
-        raise ValueError(f"{key} is already loaded, so {sorted(settings)} cannot be set; leave {key}_settings out")
+        raise ValueError(
+            f"{key} is already loaded, so {sorted(settings)} cannot be set; leave"
+            f" {key}_settings out"
+        )
     if hasattr(value, "REWARD"):  # a function under @flowrl.reward
         return value.REWARD()
     if isinstance(value, Reward) or hasattr(value, "compare"):
         return value
     if callable(value):
         return FunctionReward(value, getattr(value, "__name__", setting))
-    raise ValueError(f"{key}={value!r} is no reward; give a reward's name, or in Python a reward, a comparator or a function")
+    raise ValueError(
+        f"{key}={value!r} is no reward; give a reward's name, or in Python a reward, a comparator"
+        " or a function"
+    )
 
 
 class Around(Reward):
-    """A reward that asks `inner`, which moves with it, keeps its records in the same run and says why a sample failed.
+    """A reward that asks `inner`, which moves with it, keeps its records in the same run and says
+    why a sample failed.
 
     Of a judge that writes, it passes on what a reply of it says (`read_reply`).
     """

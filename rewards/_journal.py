@@ -1,9 +1,11 @@
-"""Scores that were already paid for, by the content of what was scored: a run that is resumed does not ask for them again.
+"""Scores that were already paid for, by the content of what was scored: a run that is resumed does
+not ask for them again.
 
-One JSON line a score, {"key": sha256 in hex, "score": number}, appended in one write per batch: what a killed process had received is
-there, and several processes may share the file. Python writes a float so that it reads back as the same float. A line that was torn by a
-kill is skipped, and so is an empty one, which a process leaves that looked at the end of the file while another one wrote. Failed samples
-are not kept: they are tried again.
+One JSON line a score, {"key": sha256 in hex, "score": number}, appended in one write per batch:
+what a killed process had received is there, and several processes may share the file. Python writes
+a float so that it reads back as the same float. A line that was torn by a kill is skipped, and so
+is an empty one, which a process leaves that looked at the end of the file while another one wrote.
+Failed samples are not kept: they are tried again.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from flowrl.rewards._wire import meta_text
 
 
 class Journal:
-    """Key -> score, on disk without limit, in memory the newest `keep`. Safe to use from threads."""
+    """Key -> score, on disk without limit, in memory the newest `keep`. Safe to use from
+    threads."""
 
     def __init__(self, path: str | Path, *, keep: int = 200_000):
         """path: made when the first score comes. A file of something else -> ValueError."""
@@ -38,16 +41,22 @@ class Journal:
             if (entry := _entry(line)) is not None:
                 self.scores[entry[0]] = entry[1]
         if lines and not self.scores and lines[0].endswith(b"\n"):
-            raise ValueError(f"{self.path} is no journal of scores: none of its lines holds a key and a score; name another file")
+            raise ValueError(
+                f"{self.path} is no journal of scores: none of its lines holds a key and a score;"
+                " name another file"
+            )
 
     def get(self, key: str) -> float | None:
         return self.scores.get(key)
 
     def add(self, scores: Mapping[str, float]) -> None:
-        """Keep some more. They are in the file, though not yet forced to the disk, when this returns."""
+        """Keep some more. They are in the file, though not yet forced to the disk, when this
+        returns."""
         if not scores:
             return
-        text = "".join(json.dumps({"key": key, "score": score}) + "\n" for key, score in scores.items())
+        text = "".join(
+            json.dumps({"key": key, "score": score}) + "\n" for key, score in scores.items()
+        )
         with self.lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+", buffering=0) as file:
@@ -60,15 +69,22 @@ class Journal:
 def keys(version: str, media: Tensor, prompts: list[str], columns: Mapping[str, Any]) -> list[str]:
     """sha256 of what the score of each sample depends on -> B hex texts.
 
-    version: of the reward and its settings. media: (B, ...) on CPU. columns: those that the reward needs (columns_of). With a column
-    "group" a score depends on the whole group, in order.
+    version: of the reward and its settings. media: (B, ...) on CPU. columns: those that the reward
+    needs (columns_of). With a column "group" a score depends on the whole group, in order.
     """
     own = []
     for i, prompt in enumerate(prompts):
         parts = [version.encode(), prompt.encode(), *_tensor(media[i])]
         for name, column in columns.items():
             if name != "group":
-                parts += [name.encode(), *(_tensor(column[i]) if isinstance(column, Tensor) else (meta_text(column[i]).encode(),))]
+                parts += [
+                    name.encode(),
+                    *(
+                        _tensor(column[i])
+                        if isinstance(column, Tensor)
+                        else (meta_text(column[i]).encode(),)
+                    ),
+                ]
         own.append(_hash(*parts))
     if "group" not in columns:
         return own

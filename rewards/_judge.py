@@ -1,13 +1,19 @@
-"""Asking a vision-language model behind an OpenAI-compatible server (vLLM, sglang, llama.cpp, a cloud): one client for all judges.
+"""Asking a vision-language model behind an OpenAI-compatible server (vLLM, sglang, llama.cpp, a
+cloud): one client for all judges.
 
-* Tried again, with exponential pauses: a server that is busy or broken (408, 429, 5xx, no connection, a timeout, a reply that is no chat
-  completion, or a huge one). A Retry-After that asks for more is honoured.
-* Stops at once, because no retry would help: a refused key (401, 403), an unknown model or path (404), a spent token budget.
-* Fails alone: a request that the server finds too large (413) or wrong (400, 422), and a reply that cannot be read.
+* Tried again, with exponential pauses: a server that is busy or broken (408, 429, 5xx, no
+  connection, a timeout, a reply that is no chat completion, or a huge one). A Retry-After that asks
+  for more is honoured.
+* Stops at once, because no retry would help: a refused key (401, 403), an unknown model or path
+  (404), a spent token budget.
+* Fails alone: a request that the server finds too large (413) or wrong (400, 422), and a reply that
+  cannot be read.
 
-A failed question is NaN, never 0. If the server answers none of the questions of a call, RewardUnavailable ends the run, resumable;
-answers that cannot be read, however many, are failed samples.
-Pictures travel as PNG in data URLs: the judge sees the pixels of a saved picture (most references send JPEG of quality 75 or 95).
+A failed question is NaN, never 0. If the server answers none of the questions of a call,
+RewardUnavailable ends the run, resumable; answers that cannot be read, however many, are failed
+samples.
+Pictures travel as PNG in data URLs: the judge sees the pixels of a saved picture (most references
+send JPEG of quality 75 or 95).
 """
 
 from __future__ import annotations
@@ -41,27 +47,59 @@ logger = logging.getLogger("flowrl")
 T = TypeVar("T")
 Message = dict[str, Any]
 LONGEST_PAUSE = 300.0  # seconds: a server that asks for more is taken to be gone
-LARGEST = 64 * 2**20  # bytes of a reply: thousands of tokens with 20 log-probabilities each are fewer
+LARGEST = (
+    64 * 2**20
+)  # bytes of a reply: thousands of tokens with 20 log-probabilities each are fewer
 
 
 class Settings(Base):
-    base_url: str = pydantic.Field("http://127.0.0.1:8000/v1", description="Where the server's API begins; it usually ends in /v1.")
-    model: str = pydantic.Field(description="The model's name on that server.")
-    api_key_env: str | None = pydantic.Field(None, description="Environment variable that holds the API key; null: none is sent.")
-    timeout: float = pydantic.Field(180.0, gt=0, description="Seconds to wait for one reply.")
-    retries: int = pydantic.Field(5, ge=0, description="Further tries of a question that the server did not answer.")
-    backoff: float = pydantic.Field(1.0, gt=0, description="Seconds before the first further try; doubled each time.")
-    concurrency: int = pydantic.Field(8, ge=1, description="Questions under way at once.")
-    temperature: float = pydantic.Field(0.0, ge=0, description="Sampling temperature of the replies.")
-    max_tokens: int = pydantic.Field(4096, ge=1, description="Longest reply, in tokens.")
-    seed: int | None = pydantic.Field(None, description="Seed of the replies, where the server takes one; null: none is sent.")
-    token_budget: int | None = pydantic.Field(
-        None, ge=1, description="Most tokens, questions and replies together, that this reward may use in this process; then the run stops."
+    base_url: str = pydantic.Field(
+        "http://127.0.0.1:8000/v1",
+        description="Where the server's API begins; it usually ends in /v1.",
     )
-    cache: int = pydantic.Field(1024, ge=0, description="Replies kept, so that the same question is not asked twice; 0: always ask.")
-    side: int | None = pydantic.Field(None, ge=16, description="Pictures with a longer side are reduced to it; null: sent as they are.")
-    extra: dict[str, Any] = pydantic.Field(default_factory=dict, description="More fields of the request; null removes one of ours.")
-    log: str | None = pydantic.Field(None, description="A .jsonl file to which every question, reply and value is added.")
+    model: str = pydantic.Field(description="The model's name on that server.")
+    api_key_env: str | None = pydantic.Field(
+        None, description="Environment variable that holds the API key; null: none is sent."
+    )
+    timeout: float = pydantic.Field(180.0, gt=0, description="Seconds to wait for one reply.")
+    retries: int = pydantic.Field(
+        5, ge=0, description="Further tries of a question that the server did not answer."
+    )
+    backoff: float = pydantic.Field(
+        1.0, gt=0, description="Seconds before the first further try; doubled each time."
+    )
+    concurrency: int = pydantic.Field(8, ge=1, description="Questions under way at once.")
+    temperature: float = pydantic.Field(
+        0.0, ge=0, description="Sampling temperature of the replies."
+    )
+    max_tokens: int = pydantic.Field(4096, ge=1, description="Longest reply, in tokens.")
+    seed: int | None = pydantic.Field(
+        None, description="Seed of the replies, where the server takes one; null: none is sent."
+    )
+    token_budget: int | None = pydantic.Field(
+        None,
+        ge=1,
+        description=(
+            "Most tokens, questions and replies together, that this reward may use in this process;"
+            " then the run stops."
+        ),
+    )
+    cache: int = pydantic.Field(
+        1024,
+        ge=0,
+        description="Replies kept, so that the same question is not asked twice; 0: always ask.",
+    )
+    side: int | None = pydantic.Field(
+        None,
+        ge=16,
+        description="Pictures with a longer side are reduced to it; null: sent as they are.",
+    )
+    extra: dict[str, Any] = pydantic.Field(
+        default_factory=dict, description="More fields of the request; null removes one of ours."
+    )
+    log: str | None = pydantic.Field(
+        None, description="A .jsonl file to which every question, reply and value is added."
+    )
 
     @pydantic.field_validator("base_url")
     @classmethod
@@ -97,7 +135,8 @@ class Exchange:
 class Judge:
     """A model behind a server. Safe to use from several threads.
 
-    used: tokens so far. fields: what every request of this judge adds, as logprobs. remembers: whether kept replies are used.
+    used: tokens so far. fields: what every request of this judge adds, as logprobs. remembers:
+    whether kept replies are used.
     """
 
     def __init__(self, settings: Settings, *, reward: str, fields: Mapping[str, Any] | None = None):
@@ -109,12 +148,19 @@ class Judge:
         self.key_sent = bool(settings.api_key_env)
         headers = {"Authorization": f"Bearer {_api_key(settings, reward)}"} if self.key_sent else {}
         self.client = httpx.Client(
-            headers=headers, timeout=settings.timeout, limits=httpx.Limits(max_connections=None),
-            trust_env=not _wire.is_loopback(httpx.URL(settings.base_url).host),  # no proxy leads to this machine's own ports
-        )  # fmt: skip
+            headers=headers,
+            timeout=settings.timeout,
+            limits=httpx.Limits(max_connections=None),
+            trust_env=not _wire.is_loopback(
+                httpx.URL(settings.base_url).host
+            ),  # no proxy leads to this machine's own ports
+        )
 
-    def ask_all(self, questions: Sequence[list[Message]], read: Callable[[Reply], T]) -> list[T | Failed]:
-        """Ask all questions, `concurrency` at a time -> what `read` makes of each reply, or why there is none, in the order asked."""
+    def ask_all(
+        self, questions: Sequence[list[Message]], read: Callable[[Reply], T]
+    ) -> list[T | Failed]:
+        """Ask all questions, `concurrency` at a time -> what `read` makes of each reply, or why
+        there is none, in the order asked."""
 
         def job(question: list[Message], ask: Ask) -> T:
             return read(ask(question))
@@ -126,14 +172,20 @@ class Judge:
         return forgetful(self)
 
     def run(self, jobs: Sequence[Callable[[Ask], T]]) -> list[T | Failed]:
-        """Run dialogues side by side; a job gets `ask` and returns its value. What a job raises as Failed or Unreadable is its result."""
+        """Run dialogues side by side; a job gets `ask` and returns its value. What a job raises as
+        Failed or Unreadable is its result."""
         if not jobs:
             return []
         stop = threading.Event()
         talks: list[list[Exchange]] = [[] for _ in jobs]
-        pool = ThreadPoolExecutor(min(self.settings.concurrency, len(jobs)), thread_name_prefix="judge")
+        pool = ThreadPoolExecutor(
+            min(self.settings.concurrency, len(jobs)), thread_name_prefix="judge"
+        )
         try:
-            futures = [pool.submit(self._outcome, job, talk, stop) for job, talk in zip(jobs, talks, strict=True)]
+            futures = [
+                pool.submit(self._outcome, job, talk, stop)
+                for job, talk in zip(jobs, talks, strict=True)
+            ]
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()  # an exception of one ends all
         finally:
@@ -143,8 +195,11 @@ class Judge:
         self._report(outcomes)
         return outcomes
 
-    def _outcome(self, job: Callable[[Ask], T], talk: list[Exchange], stop: threading.Event) -> T | Failed:
-        """What a job returns, written to the log as soon as it is there: replies are paid for, also those of a call that another ends."""
+    def _outcome(
+        self, job: Callable[[Ask], T], talk: list[Exchange], stop: threading.Event
+    ) -> T | Failed:
+        """What a job returns, written to the log as soon as it is there: replies are paid for, also
+        those of a call that another ends."""
         try:
             outcome = self._value(job, talk, stop)
         except Exception as error:  # the call ends with it
@@ -154,13 +209,19 @@ class Judge:
         self._write(talk, outcome)
         return outcome
 
-    def _value(self, job: Callable[[Ask], T], talk: list[Exchange], stop: threading.Event) -> T | Failed:
+    def _value(
+        self, job: Callable[[Ask], T], talk: list[Exchange], stop: threading.Event
+    ) -> T | Failed:
         try:
             value = job(partial(self._ask, talk=talk, stop=stop))
         except Failed as error:
             return error
         except Unreadable as error:
-            cut = f" (the reply was cut at max_tokens={self.settings.max_tokens})" if talk and talk[-1].reply.cut else ""
+            cut = (
+                f" (the reply was cut at max_tokens={self.settings.max_tokens})"
+                if talk and talk[-1].reply.cut
+                else ""
+            )
             return Failed(f"{error}{cut}")
         with self.lock:  # what could not be read is asked again next time
             self.kept.update((exchange.key, exchange.reply) for exchange in talk)
@@ -171,16 +232,24 @@ class Judge:
     def _report(self, outcomes: Sequence[Any]) -> None:
         """Warn of failures; if the server answered nothing at all, RewardUnavailable."""
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        if len(failures) == len(outcomes) and all(isinstance(failure, Unanswered) for failure in failures):
+        if len(failures) == len(outcomes) and all(
+            isinstance(failure, Unanswered) for failure in failures
+        ):
             raise RewardUnavailable(
-                f"reward {self.reward}: the server at {self.settings.base_url} answered none of {len(outcomes)} questions: {failures[0]}"
+                f"reward {self.reward}: the server at {self.settings.base_url} answered none of"
+                f" {len(outcomes)} questions: {failures[0]}"
             )
         if failures:
-            logger.warning(f"{self.reward}: {len(failures)} of {len(outcomes)} questions failed; first: {failures[0]}")
+            logger.warning(
+                f"{self.reward}: {len(failures)} of {len(outcomes)} questions failed; first:"
+                f" {failures[0]}"
+            )
 
     # --- one question
 
-    def _ask(self, messages: list[Message], *, talk: list[Exchange], stop: threading.Event) -> Reply:
+    def _ask(
+        self, messages: list[Message], *, talk: list[Exchange], stop: threading.Event
+    ) -> Reply:
         body = json.dumps(self._body(messages))
         key = hashlib.sha256(body.encode()).hexdigest()
         with self.lock:
@@ -192,8 +261,18 @@ class Judge:
 
     def _body(self, messages: list[Message]) -> dict[str, Any]:
         s = self.settings
-        own = {"model": s.model, "messages": messages, "temperature": s.temperature, "max_tokens": s.max_tokens, "seed": s.seed}
-        return {key: value for key, value in {**own, **self.fields, **s.extra}.items() if value is not None}
+        own = {
+            "model": s.model,
+            "messages": messages,
+            "temperature": s.temperature,
+            "max_tokens": s.max_tokens,
+            "seed": s.seed,
+        }
+        return {
+            key: value
+            for key, value in {**own, **self.fields, **s.extra}.items()
+            if value is not None
+        }
 
     def _tried(self, body: str, stop: threading.Event) -> Reply:
         reason, pause = "", self.settings.backoff
@@ -214,7 +293,8 @@ class Judge:
         raise Unanswered(f"{reason} ({self.settings.retries + 1} tries)")
 
     def _once(self, body: str) -> Reply | tuple[str, float | None]:
-        """One request: a reply, or why to try again and after how many seconds the server wants that (None: it does not say)."""
+        """One request: a reply, or why to try again and after how many seconds the server wants
+        that (None: it does not say)."""
         try:
             response = self._fetch("POST", "/chat/completions", body)
         except httpx.TimeoutException:
@@ -224,16 +304,22 @@ class Judge:
         except httpx.RequestError as error:
             return f"{type(error).__name__}: {error}", None
         if response.status_code in (408, 429) or response.status_code >= 500:
-            return f"it answers {response.status_code} {detail(response)}".rstrip(), retry_after(response)
+            return f"it answers {response.status_code} {detail(response)}".rstrip(), retry_after(
+                response
+            )
         if response.status_code != 200:
             self._refused(response, body)
         try:
             return read_reply(response.json())
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            return f"it answers 200 with something that is no chat completion: {response.text[:80]!r}", None
+            return (
+                f"it answers 200 with something that is no chat completion: {response.text[:80]!r}",
+                None,
+            )
 
     def _fetch(self, method: str, path: str, body: str | None = None) -> httpx.Response:
-        """The whole answer to a request; one that is too long or takes too long -> httpx.RequestError."""
+        """The whole answer to a request; one that is too long or takes too long ->
+        httpx.RequestError."""
         deadline, content = time.monotonic() + self.settings.timeout, bytearray()
         url, kind = self.settings.base_url + path, {"Content-Type": "application/json"}
         with self.client.stream(method, url, content=body, headers=kind) as answer:
@@ -243,7 +329,11 @@ class Judge:
                     raise httpx.ReadError(f"its answer is longer than {LARGEST:,} bytes")
                 if time.monotonic() > deadline:
                     raise httpx.ReadTimeout("")
-        headers = {name: answer.headers[name] for name in ("Content-Type", "Retry-After") if name in answer.headers}
+        headers = {
+            name: answer.headers[name]
+            for name in ("Content-Type", "Retry-After")
+            if name in answer.headers
+        }
         return httpx.Response(answer.status_code, headers=headers, content=bytes(content))
 
     def _refused(self, response: httpx.Response, body: str) -> None:
@@ -251,20 +341,33 @@ class Judge:
         s, status, words = self.settings, response.status_code, detail(response)
         where = f"reward {self.reward}: the server at {s.base_url}"
         if status in (401, 403):
-            key = f"the API key in the environment variable {s.api_key_env}" if self.key_sent else "a request without an API key"
-            cure = "put a valid key there" if self.key_sent else f"name the variable that holds it in reward.{self.reward}.api_key_env"
+            key = (
+                f"the API key in the environment variable {s.api_key_env}"
+                if self.key_sent
+                else "a request without an API key"
+            )
+            cure = (
+                "put a valid key there"
+                if self.key_sent
+                else f"name the variable that holds it in reward.{self.reward}.api_key_env"
+            )
             raise RewardUnavailable(f"{where} refuses {key} ({status}); {cure}")
         if status == 404:
             raise RewardUnavailable(f"{where} {self._unknown()}")
         if status == 413:
             size, pictures = len(body) / 2**20, body.count('"image_url": {')
             raise Failed(
-                f"the server finds a request of {size:.1f} MiB with {pictures} pictures too large (413); send smaller pictures "
-                f"(reward.{self.reward}.side=512) or raise its limit"
+                f"the server finds a request of {size:.1f} MiB with {pictures} pictures too large"
+                f" (413); send smaller pictures (reward.{self.reward}.side=512) or raise its limit"
             )
         if status in (400, 422):
-            raise Failed(f"the server refuses the request ({status}): {words or 'it does not say why'}")
-        raise RewardUnavailable(f"{where} answers {status}, which no OpenAI-compatible server does; check reward.{self.reward}.base_url")
+            raise Failed(
+                f"the server refuses the request ({status}): {words or 'it does not say why'}"
+            )
+        raise RewardUnavailable(
+            f"{where} answers {status}, which no OpenAI-compatible server does; check"
+            f" reward.{self.reward}.base_url"
+        )
 
     def _unknown(self) -> str:
         """What a 404 means, by asking which models there are."""
@@ -272,8 +375,14 @@ class Judge:
             listed = self._fetch("GET", "/models").json()["data"]
             names = ", ".join(str(model["id"]) for model in listed)
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            return f"has no OpenAI-compatible API there (404); reward.{self.reward}.base_url usually ends in /v1"
-        return f"has no model {self.settings.model} (404); set reward.{self.reward}.model to one that it serves: {names}"
+            return (
+                f"has no OpenAI-compatible API there (404); reward.{self.reward}.base_url usually"
+                " ends in /v1"
+            )
+        return (
+            f"has no model {self.settings.model} (404); set reward.{self.reward}.model to one that"
+            f" it serves: {names}"
+        )
 
     # --- the budget and the log
 
@@ -281,29 +390,39 @@ class Judge:
         budget = self.settings.token_budget
         if budget is not None and self.used >= budget:
             raise RewardUnavailable(
-                f"reward {self.reward} has used {self.used} tokens, and token_budget={budget}; raise reward.{self.reward}.token_budget "
-                "to go on, or leave the reward out"
+                f"reward {self.reward} has used {self.used} tokens, and token_budget={budget};"
+                f" raise reward.{self.reward}.token_budget to go on, or leave the reward out"
             )
 
     def _count(self, reply: Reply) -> None:
         if reply.tokens is None and self.settings.token_budget is not None:
             raise RewardUnavailable(
-                f"reward {self.reward}: the server at {self.settings.base_url} does not say how many tokens a reply used, so "
-                f"token_budget={self.settings.token_budget} cannot be kept; leave token_budget out"
+                f"reward {self.reward}: the server at {self.settings.base_url} does not say how"
+                f" many tokens a reply used, so token_budget={self.settings.token_budget} cannot be"
+                " kept; leave token_budget out"
             )
         with self.lock:
             self.used += reply.tokens or 0
 
     def _write(self, talk: list[Exchange], outcome: Any) -> None:
-        """One line of the log for each exchange of a dialogue; value and error stand in the last."""
+        """One line of the log for each exchange of a dialogue; value and error stand in the
+        last."""
         if self.log is None or (isinstance(outcome, Stopped) and not talk):
             return
         error = str(outcome) if isinstance(outcome, Failed) else None
-        rows: list[dict[str, Any]] = [{"question": e.question, "reply": e.reply.text} for e in talk] or [{"question": None, "reply": None}]
+        rows: list[dict[str, Any]] = [
+            {"question": e.question, "reply": e.reply.text} for e in talk
+        ] or [{"question": None, "reply": None}]
         lines = []
         for turn, row in enumerate(rows):
-            end = {"value": None if error else outcome, "error": error} if row is rows[-1] else {"value": None, "error": None}
-            lines.append(json.dumps({"reward": self.reward, "turn": turn, **row, **end}, ensure_ascii=False))
+            end = (
+                {"value": None if error else outcome, "error": error}
+                if row is rows[-1]
+                else {"value": None, "error": None}
+            )
+            lines.append(
+                json.dumps({"reward": self.reward, "turn": turn, **row, **end}, ensure_ascii=False)
+            )
         with self.lock, self.log.open("a", encoding="utf-8") as file:
             file.write("".join(f"{line}\n" for line in lines))
 
@@ -314,7 +433,10 @@ class Judge:
 def picture(image: Image.Image, side: int | None = None) -> dict[str, Any]:
     """A picture as a part of a message: PNG in a data URL, its longer side at most `side`."""
     if side is not None and max(image.size) > side:
-        image = image.resize([max(1, round(n * side / max(image.size))) for n in image.size], Image.Resampling.BICUBIC)
+        image = image.resize(
+            [max(1, round(n * side / max(image.size))) for n in image.size],
+            Image.Resampling.BICUBIC,
+        )
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_wire.png(image)}"}}
 
 
@@ -325,7 +447,11 @@ def text(words: str) -> dict[str, Any]:
 def said(message: Message) -> str:
     """The words of a message, <image> where a picture stands."""
     content = message["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+    return (
+        content
+        if isinstance(content, str)
+        else "".join(part.get("text", "<image>") for part in content)
+    )
 
 
 # --- start-up
@@ -334,10 +460,14 @@ def said(message: Message) -> str:
 def _api_key(settings: Settings, reward: str) -> str:
     key = os.environ.get(settings.api_key_env or "", "").strip()
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        what = "holds spaces, line breaks or characters outside ASCII, so it is no API key" if key else "holds no API key"
+        what = (
+            "holds spaces, line breaks or characters outside ASCII, so it is no API key"
+            if key
+            else "holds no API key"
+        )
         raise ValueError(
-            f"reward.{reward}.api_key_env={settings.api_key_env}: the environment variable {settings.api_key_env} {what}; put it there "
-            "(null sends none)"
+            f"reward.{reward}.api_key_env={settings.api_key_env}: the environment variable"
+            f" {settings.api_key_env} {what}; put it there (null sends none)"
         )
     return key
 

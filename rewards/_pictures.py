@@ -1,6 +1,8 @@
-"""How pictures reach a network. Published scores depend on the resize as much as on the weights, so each way is named and tested.
+"""How pictures reach a network. Published scores depend on the resize as much as on the weights, so
+each way is named and tested.
 
-All take frames (n, 3, H, W) fp32 in [0, 1]. `rounded` gives what a saved PNG holds; without it the gradient passes.
+All take frames (n, 3, H, W) fp32 in [0, 1]. `rounded` gives what a saved PNG holds; without it the
+gradient passes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def frames_of(media: Tensor) -> Tensor:
 
 
 def column_of(context: MediaContext | None, name: str, size: int) -> Tensor:
-    """Pictures or videos in a context column, one for each of `size` samples; ValueError unless they are as media must be, and finite."""
+    """Pictures or videos in a context column, one for each of `size` samples; ValueError unless
+    they are as media must be, and finite."""
     found = getattr(context, name, None)
     if found is None:
         raise ValueError(f"context.{name} is missing: give MediaContext({name}=...), one a sample")
@@ -51,12 +54,21 @@ def rounded(frames: Tensor) -> Tensor:
     return to_uint8(frames).float() / 255
 
 
-def normalized(frames: Tensor, mean: tuple[float, ...] = CLIP_MEAN, std: tuple[float, ...] = CLIP_STD) -> Tensor:
+def normalized(
+    frames: Tensor, mean: tuple[float, ...] = CLIP_MEAN, std: tuple[float, ...] = CLIP_STD
+) -> Tensor:
     return F.normalize(frames, list(mean), list(std))
 
 
-def cropped(frames: Tensor, side: int, interpolation: InterpolationMode = InterpolationMode.BICUBIC, *, floor: bool = False) -> Tensor:
-    """Shortest side to `side` (antialiased, bicubic unless told), centre crop; what a bicubic overshoots is clamped, as PIL does."""
+def cropped(
+    frames: Tensor,
+    side: int,
+    interpolation: InterpolationMode = InterpolationMode.BICUBIC,
+    *,
+    floor: bool = False,
+) -> Tensor:
+    """Shortest side to `side` (antialiased, bicubic unless told), centre crop; what a bicubic
+    overshoots is clamped, as PIL does."""
     return _centre(F.resize(frames, [side], interpolation, antialias=True), side, floor).clamp(0, 1)
 
 
@@ -81,17 +93,26 @@ def by_pil(frames: Tensor, to_tensor: Callable[..., Tensor]) -> Tensor:
 
 
 def pil_cropped(frames: Tensor, side: int, *, floor: bool = False) -> Tensor:
-    """`cropped` by PIL (bicubic, bytes in between): what the processors of CLIP do -> (n, 3, side, side) in [0, 1]."""
-    return by_pil(frames, lambda image: F.to_tensor(_centre(F.resize(image, [side], InterpolationMode.BICUBIC), side, floor)))
+    """`cropped` by PIL (bicubic, bytes in between): what the processors of CLIP do -> (n, 3, side,
+    side) in [0, 1]."""
+    return by_pil(
+        frames,
+        lambda image: F.to_tensor(
+            _centre(F.resize(image, [side], InterpolationMode.BICUBIC), side, floor)
+        ),
+    )
 
 
 def pil_stretched(frames: Tensor, side: int) -> Tensor:
     """`stretched` by PIL: what SigLIP's processor does."""
-    return by_pil(frames, lambda image: F.to_tensor(F.resize(image, [side, side], InterpolationMode.BICUBIC)))
+    return by_pil(
+        frames, lambda image: F.to_tensor(F.resize(image, [side, side], InterpolationMode.BICUBIC))
+    )
 
 
 def _centre(image: Any, side: int, floor: bool) -> Any:
-    """Centre crop. Where an odd number of pixels goes, torchvision rounds the offset to even and transformers' processors down (floor)."""
+    """Centre crop. Where an odd number of pixels goes, torchvision rounds the offset to even and
+    transformers' processors down (floor)."""
     if not floor:
         return F.center_crop(image, [side, side])
     _, height, width = F.get_dimensions(image)
@@ -101,4 +122,7 @@ def _centre(image: Any, side: int, floor: bool) -> Any:
 def refuse_gradient(reward: Reward, media: Tensor, remedy: str = "rounding=False") -> None:
     """ValueError where media ask for a gradient that this reward, as loaded, does not give."""
     if media.requires_grad and torch.is_grad_enabled() and not reward.differentiable:
-        raise ValueError(f"{reward.name} as it is loaded rounds pictures and gives no gradient; load it with {remedy}")
+        raise ValueError(
+            f"{reward.name} as it is loaded rounds pictures and gives no gradient; load it with"
+            f" {remedy}"
+        )

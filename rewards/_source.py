@@ -1,4 +1,5 @@
-"""The picture before an edit, for rewards that judge edits: the context column `source`, or the image that each prompt names."""
+"""The picture before an edit, for rewards that judge edits: the context column `source`, or the
+image that each prompt names."""
 
 from __future__ import annotations
 
@@ -18,22 +19,40 @@ from flowrl.types import MediaContext
 
 class Settings(Base):
     source: Literal["column", "meta"] = pydantic.Field(
-        "column", description='Where the picture before editing is: context.source, or the image that each prompt names under "source".'
+        "column",
+        description=(
+            "Where the picture before editing is: context.source, or the image that each prompt"
+            ' names under "source".'
+        ),
     )
-    folder: str | None = pydantic.Field(None, description="source=meta: where images with relative paths are; null: the working directory.")
+    folder: str | None = pydantic.Field(
+        None,
+        description=(
+            "source=meta: where images with relative paths are; null: the working directory."
+        ),
+    )
 
 
 class Sourced(Reward):
-    """A reward that may be shown the picture before editing; it says so once, by `declare_source`."""
+    """A reward that may be shown the picture before editing; it says so once, by
+    `declare_source`."""
 
-    remedies = {"source": 'set source=meta to read it from the image that each prompt names under "source"'}
+    remedies = {
+        "source": 'set source=meta to read it from the image that each prompt names under "source"'
+    }
 
     def declare_source(self, shown: bool, setting: str = "") -> None:
-        """shown: whether it sees the picture as it is loaded; setting: what makes it so, where it does not."""
+        """shown: whether it sees the picture as it is loaded; setting: what makes it so, where it
+        does not."""
         meta = self.settings.source == "meta"
         if meta and not shown:
-            raise ValueError(f"reward.{self.name}.source=meta would not be used: no picture before editing is shown without {setting}")
-        self.needs = self.needs | (frozenset({"meta" if meta else "source"}) if shown else frozenset())
+            raise ValueError(
+                f"reward.{self.name}.source=meta would not be used: no picture before editing is"
+                f" shown without {setting}"
+            )
+        self.needs = self.needs | (
+            frozenset({"meta" if meta else "source"}) if shown else frozenset()
+        )
         self.reads = self.reads | (frozenset({"source"}) if meta else frozenset())
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
@@ -45,7 +64,8 @@ class Sourced(Reward):
         return super().complaint(meta)
 
     def sources(self, media: Tensor, context: MediaContext | None) -> list[Tensor]:
-        """The picture before editing of each sample, (3, H, W) fp32 in [0, 1] on media's device; files may differ in size."""
+        """The picture before editing of each sample, (3, H, W) fp32 in [0, 1] on media's device;
+        files may differ in size."""
         if self.settings.source == "column":
             return list(column_of(context, "source", len(media)).to(media.device))
         assert context is not None and context.meta is not None  # declared
@@ -56,10 +76,16 @@ class Sourced(Reward):
     def _path(self, meta: Mapping[str, Any]) -> Path:
         name = meta.get("source")
         if not isinstance(name, str) or Path(name).suffix.lower() not in IMAGE_SUFFIXES:
-            raise ValueError(f"source={name!r}, which should be the path of an image ({', '.join(IMAGE_SUFFIXES)})")
+            raise ValueError(
+                f"source={name!r}, which should be the path of an image"
+                f" ({', '.join(IMAGE_SUFFIXES)})"
+            )
         path = Path(self.settings.folder or "", name).expanduser()
         if not path.is_file():
-            raise ValueError(f"source={name}: there is no file {path}; set reward.{self.name}.folder to where the images are")
+            raise ValueError(
+                f"source={name}: there is no file {path}; set reward.{self.name}.folder to where"
+                " the images are"
+            )
         return path
 
 

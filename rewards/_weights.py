@@ -1,4 +1,5 @@
-"""Weights and prompt templates of rewards: a path or a hub's name for it; tensors only, never pickles; every key is checked."""
+"""Weights and prompt templates of rewards: a path or a hub's name for it; tensors only, never
+pickles; every key is checked."""
 
 from __future__ import annotations
 
@@ -18,13 +19,21 @@ FILES = (".pt", ".pth", ".safetensors", ".bin", ".txt")  # endings that no repos
 
 
 def path_of(
-    source: str, file: str | None = None, *, reward: str, setting: str = "weights", only: list[str] | None = None, beside: str | None = None
-) -> Path:  # fmt: skip
-    """A file or folder on this machine: `source` if it exists, else "owner/repo" of the hub: the whole repository, or one `file` of it.
+    source: str,
+    file: str | None = None,
+    *,
+    reward: str,
+    setting: str = "weights",
+    only: list[str] | None = None,
+    beside: str | None = None,
+) -> Path:
+    """A file or folder on this machine: `source` if it exists, else "owner/repo" of the hub: the
+    whole repository, or one `file` of it.
 
-    Of a folder `source`, the `file` in it. only: patterns of files to fetch of a whole repository, which often holds its weights
-    in several forms. beside: another file that the reward reads of the same folder. What is missing -> ValueError that says what to fetch
-    and where to put it.
+    Of a folder `source`, the `file` in it. only: patterns of files to fetch of a whole repository,
+    which often holds its weights
+    in several forms. beside: another file that the reward reads of the same folder. What is missing
+    -> ValueError that says what to fetch and where to put it.
     """
     local = _local(source, file, reward, setting)
     if local is not None:
@@ -32,36 +41,68 @@ def path_of(
     from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
-        return Path(hf_hub_download(source, file) if file else snapshot_download(source, allow_patterns=only))
-    except Exception as error:  # the hub's client raises a dozen kinds: no network, no such repository, a gate, a full disk
+        return Path(
+            hf_hub_download(source, file)
+            if file
+            else snapshot_download(source, allow_patterns=only)
+        )
+    except (
+        Exception
+        # the hub's client raises a dozen kinds: no network, no such repository, a gate, a full disk
+    ) as error:
         if beside:
-            raise unfetched(source, f"{file} and {beside}", reward, setting, error, put="/path/to/the folder with both") from error
+            raise unfetched(
+                source,
+                f"{file} and {beside}",
+                reward,
+                setting,
+                error,
+                put="/path/to/the folder with both",
+            ) from error
         raise unfetched(source, file, reward, setting, error) from error
 
 
 def network(
-    cls: Any, source: str, *, reward: str, setting: str = "weights", ignore: tuple[str, ...] = (), dtype: torch.dtype = torch.float32
-) -> Any:  # fmt: skip
-    """A network of transformers from a folder or a hub's name (only the files that it needs), frozen, in eval mode.
+    cls: Any,
+    source: str,
+    *,
+    reward: str,
+    setting: str = "weights",
+    ignore: tuple[str, ...] = (),
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """A network of transformers from a folder or a hub's name (only the files that it needs),
+    frozen, in eval mode.
 
-    A missing, surplus or misshapen key -> ValueError that names some. ignore: beginnings of keys that may be surplus (the other tower).
+    A missing, surplus or misshapen key -> ValueError that names some. ignore: beginnings of keys
+    that may be surplus (the other tower).
     """
 
     def load(place: str) -> Any:
         with _quiet():
-            return cls.from_pretrained(place, output_loading_info=True, dtype=dtype, ignore_mismatched_sizes=True)
+            return cls.from_pretrained(
+                place, output_loading_info=True, dtype=dtype, ignore_mismatched_sizes=True
+            )
 
     module, info = from_folder_or_hub(load, source, reward=reward, setting=setting)
-    surplus = [key for key in info["unexpected_keys"] if not key.startswith(ignore) and not key.endswith("position_ids")]
-    shapes = [f"{key} {tuple(got)} instead of {tuple(own)}" for key, got, own in info["mismatched_keys"]]
+    surplus = [
+        key
+        for key in info["unexpected_keys"]
+        if not key.startswith(ignore) and not key.endswith("position_ids")
+    ]
+    shapes = [
+        f"{key} {tuple(got)} instead of {tuple(own)}" for key, got, own in info["mismatched_keys"]
+    ]
     _complain(source, cls.__name__, list(info["missing_keys"]), surplus, shapes)
     return module.eval().requires_grad_(False)
 
 
 def tokenizer(cls: Any, source: str, *, reward: str, setting: str = "weights") -> Any:
-    """A tokenizer of transformers from a folder or a hub's name; one without a vocabulary -> ValueError.
+    """A tokenizer of transformers from a folder or a hub's name; one without a vocabulary ->
+    ValueError.
 
-    transformers 5 makes a tokenizer of special tokens alone (of T5's also the blank) where it finds no files, and says nothing.
+    transformers 5 makes a tokenizer of special tokens alone (of T5's also the blank) where it finds
+    no files, and says nothing.
     """
     found = from_folder_or_hub(cls.from_pretrained, source, reward=reward, setting=setting)
     if found.get_vocab().keys() - {*found.all_special_tokens, "▁"}:
@@ -69,12 +110,16 @@ def tokenizer(cls: Any, source: str, *, reward: str, setting: str = "weights") -
     if _local(source, None, reward, setting) is None:
         raise unfetched(source, None, reward, setting, FileNotFoundError())
     raise ValueError(
-        f"reward.{reward}.{setting}={source} holds no vocabulary; put the tokenizer's files there (vocab.json, merges.txt ...)"
+        f"reward.{reward}.{setting}={source} holds no vocabulary; put the tokenizer's files there"
+        " (vocab.json, merges.txt ...)"
     )
 
 
-def from_folder_or_hub(load: Callable[[str], T], source: str, *, reward: str, setting: str = "weights") -> T:
-    """load(folder) or load("owner/repo") by a library that fetches what it needs itself, its complaints as one ValueError."""
+def from_folder_or_hub(
+    load: Callable[[str], T], source: str, *, reward: str, setting: str = "weights"
+) -> T:
+    """load(folder) or load("owner/repo") by a library that fetches what it needs itself, its
+    complaints as one ValueError."""
     local = _local(source, None, reward, setting)
     try:
         return load(source if local is None else str(local))
@@ -82,7 +127,9 @@ def from_folder_or_hub(load: Callable[[str], T], source: str, *, reward: str, se
         if local is None:
             raise unfetched(source, None, reward, setting, error) from error
         first = str(error).strip().partition("\n")[0]
-        raise ValueError(f"reward.{reward}.{setting}={source} cannot be loaded: {type(error).__name__}: {first}") from error
+        raise ValueError(
+            f"reward.{reward}.{setting}={source} cannot be loaded: {type(error).__name__}: {first}"
+        ) from error
 
 
 def _local(source: str, file: str | None, reward: str, setting: str) -> Path | None:
@@ -92,24 +139,41 @@ def _local(source: str, file: str | None, reward: str, setting: str) -> Path | N
         local = local / file
     if local.exists():
         return local
-    if source.count("/") != 1 or source.startswith((".", "/", "~")) or Path(source).suffix in FILES or Path(source).is_dir():
+    if (
+        source.count("/") != 1
+        or source.startswith((".", "/", "~"))
+        or Path(source).suffix in FILES
+        or Path(source).is_dir()
+    ):
         raise ValueError(
-            f"reward.{reward}.{setting}={source}: there is no such file or folder{f' ({local})' if str(local) != source else ''}"
+            f"reward.{reward}.{setting}={source}: there is no such file or"
+            f" folder{f' ({local})' if str(local) != source else ''}"
         )
     return None
 
 
-def unfetched(source: str, file: str | None, reward: str, setting: str, error: Exception, *, put: str | None = None) -> ValueError:
-    """The sentence about `file` of the hub's repository `source` (None: all of it). put: the setting's value for what was downloaded."""
+def unfetched(
+    source: str,
+    file: str | None,
+    reward: str,
+    setting: str,
+    error: Exception,
+    *,
+    put: str | None = None,
+) -> ValueError:
+    """The sentence about `file` of the hub's repository `source` (None: all of it). put: the
+    setting's value for what was downloaded."""
     what = f"{file} of {source}" if file else source
     return ValueError(
-        f"reward {reward} needs {what}, which is not on this machine and could not be fetched ({type(error).__name__}); "
-        f"download it from https://huggingface.co/{source} and set reward.{reward}.{setting}={put or '/path/to/' + (file or 'the folder')}"
+        f"reward {reward} needs {what}, which is not on this machine and could not be fetched"
+        f" ({type(error).__name__}); download it from https://huggingface.co/{source} and set"
+        f" reward.{reward}.{setting}={put or '/path/to/' + (file or 'the folder')}"
     )
 
 
 def fetch_open_clip(model: str, tag: str, *, reward: str, setting: str) -> None:
-    """Have the weights that open_clip knows by this tag on this machine; it logs an error of its own where it fetches them itself."""
+    """Have the weights that open_clip knows by this tag on this machine; it logs an error of its
+    own where it fetches them itself."""
     import open_clip
 
     config = open_clip.get_pretrained_cfg(model, tag)
@@ -117,12 +181,15 @@ def fetch_open_clip(model: str, tag: str, *, reward: str, setting: str) -> None:
         open_clip.download_pretrained(config)
     except Exception as error:  # the hub's client raises a dozen kinds, and open_clip one more
         repository, _, file = config["hf_hub"].rpartition("/")
-        raise unfetched(repository, file or "open_clip_pytorch_model.bin", reward, setting, error) from error
+        raise unfetched(
+            repository, file or "open_clip_pytorch_model.bin", reward, setting, error
+        ) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers prints a table of keys that do not fit; they are checked here, and said in one sentence."""
+    """transformers prints a table of keys that do not fit; they are checked here, and said in one
+    sentence."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -134,9 +201,11 @@ def _quiet() -> Iterator[None]:
 
 
 def tensors(path: Path, *, under: str | None = None) -> dict[str, Tensor]:
-    """The state dict in a .safetensors or torch file, on CPU; under: the key that holds it where the file has others too.
+    """The state dict in a .safetensors or torch file, on CPU; under: the key that holds it where
+    the file has others too.
 
-    A torch file is read with weights_only: one that holds more than tensors and plain containers -> ValueError.
+    A torch file is read with weights_only: one that holds more than tensors and plain containers ->
+    ValueError.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name the file in it that holds the weights")
@@ -147,63 +216,94 @@ def tensors(path: Path, *, under: str | None = None) -> dict[str, Tensor]:
         try:
             return load_file(str(path))
         except SafetensorError as error:
-            raise ValueError(f"{path} is no safetensors file, or a part of one ({error}); fetch it again") from error
+            raise ValueError(
+                f"{path} is no safetensors file, or a part of one ({error}); fetch it again"
+            ) from error
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
-            f"{path} is no file of tensors, or one that could run code when opened; convert it once, where you trust it, to .safetensors"
+            f"{path} is no file of tensors, or one that could run code when opened; convert it"
+            " once, where you trust it, to .safetensors"
         ) from error
     if under is not None and isinstance(found, Mapping) and under in found:
         found = found[under]
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError(f"{path} holds a {type(found).__name__}, expected a state dict: names and tensors")
+    if not isinstance(found, Mapping) or not all(
+        isinstance(value, Tensor) for value in found.values()
+    ):
+        raise ValueError(
+            f"{path} holds a {type(found).__name__}, expected a state dict: names and tensors"
+        )
     return dict(found)
 
 
-def fill(module: nn.Module, state: Mapping[str, Tensor], *, path: object, ignore: tuple[str, ...] = ()) -> nn.Module:
-    """Load state into module, frozen and in eval mode; a missing, surplus or misshapen key -> ValueError that names some.
+def fill(
+    module: nn.Module, state: Mapping[str, Tensor], *, path: object, ignore: tuple[str, ...] = ()
+) -> nn.Module:
+    """Load state into module, frozen and in eval mode; a missing, surplus or misshapen key ->
+    ValueError that names some.
 
     ignore: beginnings of keys that may be missing or surplus (buffers that libraries compute).
     """
     own = module.state_dict()
-    state = {key: value for key, value in state.items() if not key.startswith(ignore)} if ignore else dict(state)
+    state = (
+        {key: value for key, value in state.items() if not key.startswith(ignore)}
+        if ignore
+        else dict(state)
+    )
     missing = [key for key in own if key not in state and not (ignore and key.startswith(ignore))]
     surplus = [key for key in state if key not in own]
     shapes = [
-        f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}" for key in own.keys() & state.keys()
+        f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}"
+        for key in own.keys() & state.keys()
         if state[key].shape != own[key].shape
-    ]  # fmt: skip
+    ]
     _complain(path, type(module).__name__, missing, surplus, shapes)
     module.load_state_dict(state, strict=False)
     return module.eval().requires_grad_(False)
 
 
-def _complain(source: object, module: str, missing: list[str], surplus: list[str], shapes: list[str]) -> None:
+def _complain(
+    source: object, module: str, missing: list[str], surplus: list[str], shapes: list[str]
+) -> None:
     problems = [
         f"{len(keys)} {what} ({', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''})"
-        for what, keys in (("keys missing", missing), ("unknown keys", surplus), ("tensors of another shape", shapes)) if keys
-    ]  # fmt: skip
+        for what, keys in (
+            ("keys missing", missing),
+            ("unknown keys", surplus),
+            ("tensors of another shape", shapes),
+        )
+        if keys
+    ]
     if problems:
         raise ValueError(f"{source} does not fit {module}: {'; '.join(problems)}")
 
 
-def template(path: str | Path | None, *, sha256: str, reward: str, setting: str = "template", origin: str) -> str:
-    """A prompt text that belongs to a model, read from a file and checked by its sha256 (a prefix in hex): we ship no such texts.
+def template(
+    path: str | Path | None, *, sha256: str, reward: str, setting: str = "template", origin: str
+) -> str:
+    """A prompt text that belongs to a model, read from a file and checked by its sha256 (a prefix
+    in hex): we ship no such texts.
 
-    origin: where the text is found, said where `path` is missing or holds another text. A newline at the end of the file is dropped when
-    the text fits only without it.
+    origin: where the text is found, said where `path` is missing or holds another text. A newline
+    at the end of the file is dropped when the text fits only without it.
     """
     if path is None:
         raise ValueError(
-            f"reward {reward} needs its model's own prompt text: save {origin} as a text file and set reward.{reward}.{setting}=/path/to/it"
+            f"reward {reward} needs its model's own prompt text: save {origin} as a text file and"
+            f" set reward.{reward}.{setting}=/path/to/it"
         )
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"reward.{reward}.{setting}={path}: there is no such file; save {origin} there")
+        raise ValueError(
+            f"reward.{reward}.{setting}={path}: there is no such file; save {origin} there"
+        )
     raw = file.read_bytes()
     for data in (raw, raw.removesuffix(b"\n")):
         if hashlib.sha256(data).hexdigest().startswith(sha256):
             return data.decode()
     got = hashlib.sha256(raw).hexdigest()[: len(sha256)]
-    raise ValueError(f"{file} is not the text that the model was trained with: sha256 {got}..., expected {sha256}... ({origin})")
+    raise ValueError(
+        f"{file} is not the text that the model was trained with: sha256 {got}..., expected"
+        f" {sha256}... ({origin})"
+    )

@@ -1,9 +1,11 @@
-"""What travels between a reward server and its clients: JSON, whose tensors arrive bit for bit. Nothing is ever unpickled.
+"""What travels between a reward server and its clients: JSON, whose tensors arrive bit for bit.
+Nothing is ever unpickled.
 
-A tensor is {"dtype", "shape", "data"}; data is base64 of zlib of its little-endian bytes, plane by plane: the first bytes of all numbers,
-then the second ones, and so on. Exponents next to exponents compress (level 1) a tenth to a third smaller than the plain bytes, and faster.
-dtype "unorm8" means fp32 = byte / 255. Pictures with 8 bits a channel may also come as {"png": [base64 of an RGB PNG, ...]}, which any
-language writes. A number that is not finite is null.
+A tensor is {"dtype", "shape", "data"}; data is base64 of zlib of its little-endian bytes, plane by
+plane: the first bytes of all numbers, then the second ones, and so on. Exponents next to exponents
+compress (level 1) a tenth to a third smaller than the plain bytes, and faster. dtype "unorm8" means
+fp32 = byte / 255. Pictures with 8 bits a channel may also come as {"png": [base64 of an RGB PNG,
+...]}, which any language writes. A number that is not finite is null.
 """
 
 from __future__ import annotations
@@ -35,8 +37,19 @@ from flowrl.types import MediaContext
 
 PROTOCOL = 1
 MAX_SAMPLES = 1024  # of one request
-TENSORS = ("source", "actions", "reference")  # columns of a MediaContext that hold one tensor row a sample
-STORED = {"float32": "<f4", "float64": "<f8", "int64": "<i8", "int32": "<i4", "uint8": "|u1", "unorm8": "|u1"}
+TENSORS = (
+    "source",
+    "actions",
+    "reference",
+)  # columns of a MediaContext that hold one tensor row a sample
+STORED = {
+    "float32": "<f4",
+    "float64": "<f8",
+    "int64": "<i8",
+    "int32": "<i4",
+    "uint8": "|u1",
+    "unorm8": "|u1",
+}
 PNG_HEAD = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
 RGB_OF_BYTES = b"\x08\x02"  # bit depth 8, colour type 2
 
@@ -48,7 +61,9 @@ class TooLarge(ValueError):
 class Record(pydantic.BaseModel):
     """Strict: a number is no text, an unknown key is an error."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False
+    )
 
 
 class Numbers(Record):
@@ -61,7 +76,9 @@ class Numbers(Record):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor when unpacked."""
-        return math.prod(self.shape) * (4 if self.dtype == "unorm8" else np.dtype(STORED[self.dtype]).itemsize)
+        return math.prod(self.shape) * (
+            4 if self.dtype == "unorm8" else np.dtype(STORED[self.dtype]).itemsize
+        )
 
 
 class Pngs(Record):
@@ -72,11 +89,14 @@ class Pngs(Record):
     @property
     def nbytes(self) -> int:
         """Bytes as fp32, from the heads of the files."""
-        return sum(12 * width * height for width, height in map(_png_size, self.png, range(len(self.png))))
+        return sum(
+            12 * width * height for width, height in map(_png_size, self.png, range(len(self.png)))
+        )
 
 
 class Question(Record):
-    """Body of POST /score. media, prompts and the columns have B rows; reward: a label of those served, None: their weighted total."""
+    """Body of POST /score. media, prompts and the columns have B rows; reward: a label of those
+    served, None: their weighted total."""
 
     id: str = pydantic.Field("", max_length=100)
     prompts: list[str] = pydantic.Field(min_length=1)
@@ -91,11 +111,16 @@ class Question(Record):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors when unpacked."""
-        return sum(part.nbytes for part in (self.media, *(getattr(self, name) for name in TENSORS)) if part is not None)
+        return sum(
+            part.nbytes
+            for part in (self.media, *(getattr(self, name) for name in TENSORS))
+            if part is not None
+        )
 
 
 class Answer(pydantic.BaseModel):
-    """What POST /score returns: scores[i] is what was asked for, null where sample i could not be scored, and errors[i] says why."""
+    """What POST /score returns: scores[i] is what was asked for, null where sample i could not be
+    scored, and errors[i] says why."""
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -107,7 +132,8 @@ class Answer(pydantic.BaseModel):
 
 
 class Served(pydantic.BaseModel):
-    """What a client must know of a reward. rounds: it reads no more of a picture than an 8-bit PNG holds."""
+    """What a client must know of a reward. rounds: it reads no more of a picture than an 8-bit PNG
+    holds."""
 
     scale: str
     needs: list[str]
@@ -119,7 +145,8 @@ class Served(pydantic.BaseModel):
 
 
 class About(pydantic.BaseModel):
-    """What GET /version returns. version: a hash of the rewards, their settings and their code; total: their weighted sum."""
+    """What GET /version returns. version: a hash of the rewards, their settings and their code;
+    total: their weighted sum."""
 
     protocol: int
     flowrl: str
@@ -130,15 +157,27 @@ class About(pydantic.BaseModel):
     max_samples: int
 
 
-def about(rewards: Mapping[str, Reward], weights: Mapping[str, float], *, flowrl: str, max_mb: float) -> About:
+def about(
+    rewards: Mapping[str, Reward], weights: Mapping[str, float], *, flowrl: str, max_mb: float
+) -> About:
     """What a client must know of loaded rewards; flowrl: the version of this package."""
-    served = {label: _served([reward], weights[label], reward.scale) for label, reward in rewards.items()}
+    served = {
+        label: _served([reward], weights[label], reward.scale) for label, reward in rewards.items()
+    }
     scale = "; ".join(f"{one.weight:g} x {label} ({one.scale})" for label, one in served.items())
     if list(weights.values()) == [1.0]:
         scale = next(iter(served.values())).scale
     version = _version(rewards, [flowrl, dict(weights)])
     total = _served(list(rewards.values()), 1.0, scale)
-    return About(protocol=PROTOCOL, flowrl=flowrl, version=version, rewards=served, total=total, max_mb=max_mb, max_samples=MAX_SAMPLES)
+    return About(
+        protocol=PROTOCOL,
+        flowrl=flowrl,
+        version=version,
+        rewards=served,
+        total=total,
+        max_mb=max_mb,
+        max_samples=MAX_SAMPLES,
+    )
 
 
 def _served(rewards: list[Reward], weight: float, scale: str) -> Served:
@@ -155,15 +194,28 @@ def _served(rewards: list[Reward], weight: float, scale: str) -> Served:
 
 
 def _version(rewards: Mapping[str, Reward], parts: list[Any]) -> str:
-    """A hash of labels, settings and source files, and of parts: two servers of one version give the same scores."""
+    """A hash of labels, settings and source files, and of parts: two servers of one version give
+    the same scores."""
     for label, reward in rewards.items():
         code = getattr(reward, "function", type(reward))
         try:
-            source = hashlib.sha256(Path(inspect.getsourcefile(code) or "").read_bytes()).hexdigest()
+            source = hashlib.sha256(
+                Path(inspect.getsourcefile(code) or "").read_bytes()
+            ).hexdigest()
         except (OSError, TypeError):  # written in a terminal
             source = ""
-        parts.append([label, reward.name, getattr(code, "__qualname__", ""), reward.settings.model_dump(), source])
-    text = json.dumps(parts, default=lambda value: getattr(value, "__qualname__", type(value).__qualname__))
+        parts.append(
+            [
+                label,
+                reward.name,
+                getattr(code, "__qualname__", ""),
+                reward.settings.model_dump(),
+                source,
+            ]
+        )
+    text = json.dumps(
+        parts, default=lambda value: getattr(value, "__qualname__", type(value).__qualname__)
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -171,23 +223,38 @@ def pack(tensor: Tensor, *, dtype: str | None = None) -> dict[str, Any]:
     """A tensor as JSON takes it; dtype: "unorm8" for bytes that stand for [0, 1]."""
     dtype = str(tensor.dtype).removeprefix("torch.") if dtype is None else dtype
     if dtype not in STORED:
-        raise ValueError(f"a tensor of type {tensor.dtype} does not travel to a reward server; convert it to one of {', '.join(STORED)}")
+        raise ValueError(
+            f"a tensor of type {tensor.dtype} does not travel to a reward server; convert it to one"
+            f" of {', '.join(STORED)}"
+        )
     stored = np.ascontiguousarray(tensor.detach().cpu().numpy(), STORED[dtype])
     planes = stored.reshape(-1).view(np.uint8).reshape(-1, stored.itemsize).T.tobytes()
-    return {"dtype": dtype, "shape": list(tensor.shape), "data": base64.b64encode(zlib.compress(planes, 1)).decode()}
+    return {
+        "dtype": dtype,
+        "shape": list(tensor.shape),
+        "data": base64.b64encode(zlib.compress(planes, 1)).decode(),
+    }
 
 
 def pack_media(media: Tensor, *, rounds: bool = False) -> dict[str, Any]:
-    """(B, 3, H, W) or (B, F, 3, H, W) fp32; as bytes if nothing is lost by it, or if rounds: the reader rounds to bytes anyway."""
+    """(B, 3, H, W) or (B, F, 3, H, W) fp32; as bytes if nothing is lost by it, or if rounds: the
+    reader rounds to bytes anyway."""
     media = media.detach().cpu().contiguous()
     levels = to_uint8(media)
-    if not rounds and not torch.equal((levels.float() / 255).view(torch.int32), media.view(torch.int32)):
+    if not rounds and not torch.equal(
+        (levels.float() / 255).view(torch.int32), media.view(torch.int32)
+    ):
         return pack(media)
-    return pack(levels, dtype="unorm8") if media.ndim == 5 else {"png": [png(image) for image in to_pil(media)]}
+    return (
+        pack(levels, dtype="unorm8")
+        if media.ndim == 5
+        else {"png": [png(image) for image in to_pil(media)]}
+    )
 
 
 def unpack(record: Numbers | Pngs) -> Tensor:
-    """The tensor that was packed, bit for bit; what does not fit its own dtype and shape -> ValueError."""
+    """The tensor that was packed, bit for bit; what does not fit its own dtype and shape ->
+    ValueError."""
     if isinstance(record, Pngs):
         return _pictures(record.png)
     dtype = np.dtype(STORED[record.dtype])
@@ -196,21 +263,37 @@ def unpack(record: Numbers | Pngs) -> Tensor:
     try:
         raw = inflate.decompress(base64.b64decode(record.data, validate=True), expected + 1)
     except (binascii.Error, ValueError, zlib.error) as error:
-        raise ValueError(f"the data of a {record.dtype} tensor is not base64 of zlib: {error}") from None
+        raise ValueError(
+            f"the data of a {record.dtype} tensor is not base64 of zlib: {error}"
+        ) from None
     if len(raw) != expected or not inflate.eof:
         got = f"more than {expected}" if len(raw) > expected else f"{len(raw)}"
-        raise ValueError(f"a {record.dtype} tensor of shape {tuple(record.shape)} has {expected} bytes; its data holds {got}")
+        raise ValueError(
+            f"a {record.dtype} tensor of shape {tuple(record.shape)} has {expected} bytes; its data"
+            f" holds {got}"
+        )
     planes = np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, -1)
-    tensor = torch.from_numpy(np.array(planes.T, order="C").reshape(-1).view(dtype.newbyteorder("=")).reshape(record.shape))
+    tensor = torch.from_numpy(
+        np.array(planes.T, order="C")
+        .reshape(-1)
+        .view(dtype.newbyteorder("="))
+        .reshape(record.shape)
+    )
     return tensor.float() / 255 if record.dtype == "unorm8" else tensor
 
 
 def columns_of(context: MediaContext | None, needs: frozenset[str]) -> dict[str, Any]:
-    """The columns that a reward needs, by name, tensors on CPU; one that is absent -> ValueError."""
+    """The columns that a reward needs, by name, tensors on CPU; one that is absent ->
+    ValueError."""
     out = {name: getattr(context, name, None) for name in sorted(needs)}
     if missing := [name for name, value in out.items() if value is None]:
-        raise ValueError(f"the reward needs the context columns {', '.join(missing)}, which were not given")
-    return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in out.items()}
+        raise ValueError(
+            f"the reward needs the context columns {', '.join(missing)}, which were not given"
+        )
+    return {
+        name: value.detach().cpu() if isinstance(value, Tensor) else value
+        for name, value in out.items()
+    }
 
 
 def meta_text(meta: dict[str, Any]) -> str:
@@ -218,7 +301,9 @@ def meta_text(meta: dict[str, Any]) -> str:
     try:
         return json.dumps(meta, sort_keys=True, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"meta {meta!r} cannot travel to a reward server as JSON: {error}") from None
+        raise ValueError(
+            f"meta {meta!r} cannot travel to a reward server as JSON: {error}"
+        ) from None
 
 
 def is_loopback(host: str) -> bool:
@@ -245,7 +330,9 @@ def token_of(variable: str) -> str:
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         what = "is empty or not set" if not token else "holds spaces or characters outside ASCII"
-        raise ValueError(f"token_env={variable}: this environment variable {what}; put the server's token there")
+        raise ValueError(
+            f"token_env={variable}: this environment variable {what}; put the server's token there"
+        )
     return token
 
 
@@ -271,14 +358,29 @@ def _pictures(texts: list[str]) -> Tensor:
     """(B, 3, H, W) fp32 in [0, 1]."""
     sizes = [_png_size(text, number) for number, text in enumerate(texts)]
     if len(set(sizes)) != 1:
-        raise ValueError(f"the pictures of one request have one size; these have {sorted(set(sizes))}")
+        raise ValueError(
+            f"the pictures of one request have one size; these have {sorted(set(sizes))}"
+        )
     frames = []
     for number, text in enumerate(texts):
         try:
-            with Image.open(io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"]) as image:
-                if (image.size, image.mode) != (sizes[0], "RGB"):  # a second head: the first was checked
-                    raise ValueError(f"its head says {sizes[0]} RGB, its pixels are {image.size} {image.mode}")
+            with Image.open(
+                io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"]
+            ) as image:
+                if (image.size, image.mode) != (
+                    sizes[0],
+                    "RGB",
+                ):  # a second head: the first was checked
+                    raise ValueError(
+                        f"its head says {sizes[0]} RGB, its pixels are {image.size} {image.mode}"
+                    )
                 frames.append(np.asarray(image))
-        except Exception as error:  # Pillow's reader raises OSError, SyntaxError, struct.error, zlib.error ... for broken files
-            raise ValueError(f"png {number} cannot be read: {type(error).__name__}: {error}") from None
+        except (
+            Exception
+            # Pillow's reader raises OSError, SyntaxError, struct.error, zlib.error ... for broken
+            # files
+        ) as error:
+            raise ValueError(
+                f"png {number} cannot be read: {type(error).__name__}: {error}"
+            ) from None
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous().float() / 255

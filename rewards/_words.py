@@ -9,13 +9,14 @@ import yaml
 
 
 def parse_words(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Words of the command line as `load_set` takes them: NAME, NAME=WEIGHT and NAME.SETTING=VALUE, of which each adds to NAME.
+    """Words of the command line as `load_set` takes them: NAME, NAME=WEIGHT and NAME.SETTING=VALUE,
+    of which each adds to NAME.
 
     >>> parse_words(["jpeg", "jpeg.quality=80", "clip=0.5"])
     {'jpeg': {'weight': 1.0, 'quality': 80}, 'clip': {'weight': 0.5}}
 
-    NAME may be "file.py:function", whose label is the function's name. A word of another form, or a weight or setting given twice ->
-    ValueError.
+    NAME may be "file.py:function", whose label is the function's name. A word of another form, or a
+    weight or setting given twice -> ValueError.
     """
     out: dict[str, dict[str, Any]] = {}
     said: set[tuple[str, str]] = set()
@@ -23,13 +24,25 @@ def parse_words(words: Sequence[str]) -> dict[str, dict[str, Any]]:
         left, equals, value = word.partition("=")
         file, colon, rest = left.rpartition(":") if ".py:" in left else ("", "", left)
         label, _, key = rest.partition(".")
-        given = {(label, key)} | ({(label, "weight")} if equals and not key else set())  # NAME=0.5 is NAME.weight=0.5
+        given = {(label, key)} | (
+            {(label, "weight")} if equals and not key else set()
+        )  # NAME=0.5 is NAME.weight=0.5
         if said & given:
-            raise ValueError(f'reward "{word}": "{left}" is given twice; give each reward one weight, and each setting one value')
-        if held := next((k for name, k in said if name == label and key and k and _within(k, key)), None):
-            raise ValueError(f'reward "{word}": "{label}.{held}" is given too, and one holds the other; give one of the two')
+            raise ValueError(
+                f'reward "{word}": "{left}" is given twice; give each reward one weight, and each'
+                " setting one value"
+            )
+        if held := next(
+            (k for name, k in said if name == label and key and k and _within(k, key)), None
+        ):
+            raise ValueError(
+                f'reward "{word}": "{label}.{held}" is given too, and one holds the other; give one'
+                " of the two"
+            )
         said |= given
-        entry = out.setdefault(label, {"weight": 1.0} | ({"name": f"{file}:{label}"} if colon else {}))
+        entry = out.setdefault(
+            label, {"weight": 1.0} | ({"name": f"{file}:{label}"} if colon else {})
+        )
         try:
             if key and equals:
                 _put(entry, key.split("."), yaml.safe_load(value))
@@ -38,7 +51,10 @@ def parse_words(words: Sequence[str]) -> dict[str, dict[str, Any]]:
         except (ValueError, yaml.YAMLError):
             equals = ""
         if not label or (key or "=" in word) and not equals:
-            raise ValueError(f'reward "{word}" should be NAME, NAME=WEIGHT such as jpeg=0.5, or NAME.SETTING=VALUE such as jpeg.quality=80')
+            raise ValueError(
+                f'reward "{word}" should be NAME, NAME=WEIGHT such as jpeg=0.5, or'
+                " NAME.SETTING=VALUE such as jpeg.quality=80"
+            )
     return out
 
 

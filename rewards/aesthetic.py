@@ -1,13 +1,17 @@
-"""LAION's aesthetic predictors, v1 and v2: a linear reading of a picture's CLIP ViT-L/14 embedding. The prompt is not read.
+"""LAION's aesthetic predictors, v1 and v2: a linear reading of a picture's CLIP ViT-L/14 embedding.
+The prompt is not read.
 
-v2 is an MLP 768-1024-128-64-16-1 without activations, trained on SAC, LAION-logos and AVA ratings of 1 to 10 (most pictures get 3 to 7):
-one affine map, and collapsed into one here (in fp64; equal to the layers to 1e-5). v1 is a single linear layer. Both read the projected
-embedding at unit length. References: github.com/christophschuhmann/improved-aesthetic-predictor (v2) and
-github.com/LAION-AI/aesthetic-predictor (v1). Flow-GRPO, DiffusionNFT and DDPO use v2 raw; VBench uses v1 over 10.
+v2 is an MLP 768-1024-128-64-16-1 without activations, trained on SAC, LAION-logos and AVA ratings
+of 1 to 10 (most pictures get 3 to 7): one affine map, and collapsed into one here (in fp64; equal
+to the layers to 1e-5). v1 is a single linear layer. Both read the projected embedding at unit
+length. References: github.com/christophschuhmann/improved-aesthetic-predictor (v2) and
+github.com/LAION-AI/aesthetic-predictor (v1). Flow-GRPO, DiffusionNFT and DDPO use v2 raw; VBench
+uses v1 over 10.
 
-Departures: fp32, where LAION's own script runs CLIP in fp16 on CUDA. VBench resizes video frames without antialiasing (31 dB from this on a
-photo); here frames are resized as pictures are. With rounding=False the resize is torchvision's on floats instead of PIL's on bytes (57 dB
-apart), and a gradient passes.
+Departures: fp32, where LAION's own script runs CLIP in fp16 on CUDA. VBench resizes video frames
+without antialiasing (31 dB from this on a photo); here frames are resized as pictures are. With
+rounding=False the resize is torchvision's on floats instead of PIL's on bytes (57 dB apart), and a
+gradient passes.
 """
 
 from __future__ import annotations
@@ -23,26 +27,50 @@ from torch import Tensor, nn
 from flowrl.rewards._base import Reward
 from flowrl.rewards._base import Settings as Base
 from flowrl.rewards._clip import affine, warn_unpublished
-from flowrl.rewards._pictures import cropped, frames_of, mean_of_frames, normalized, pil_cropped, refuse_gradient
+from flowrl.rewards._pictures import (
+    cropped,
+    frames_of,
+    mean_of_frames,
+    normalized,
+    pil_cropped,
+    refuse_gradient,
+)
 from flowrl.rewards._weights import fill, network, path_of, tensors
 from flowrl.types import MediaContext
 
 PUBLISHED = (4.883285, 5.310305, 4.545052)  # what LAION's v2 head says to the inputs of _clip.probe
 FILES = {"v2": "sac+logos+ava1-l14-linearMSE.pth", "v1": "sa_0_4_vit_l_14_linear.pth"}
-MIRROR = "trl-lib/ddpo-aesthetic-predictor"  # v2 on the hub; its values are checked against PUBLISHED
+MIRROR = (  # v2 on the hub; its values are checked against PUBLISHED
+    "trl-lib/ddpo-aesthetic-predictor"
+)
 MIRRORED = "aesthetic-model.pth"  # its name there
 WITH_RELU = (0, 3, 6, 9, 11)  # places of the linear layers in ava+logos-l14-reluMSE.pth
 
 
 class Settings(Base):
-    version: Literal["v2", "v1"] = pydantic.Field("v2", description="v2: sac+logos+ava1-l14-linearMSE.pth; v1: sa_0_4_vit_l_14_linear.pth.")
-    scale: Literal["raw", "vbench"] = pydantic.Field("raw", description="raw is 1 to 10; vbench divides by 10.")
-    weights: str | None = pydantic.Field(
-        None, description=f"The head's file, a folder with it, or a hub repository; null: v2 from the hub ({MIRROR})."
+    version: Literal["v2", "v1"] = pydantic.Field(
+        "v2", description="v2: sac+logos+ava1-l14-linearMSE.pth; v1: sa_0_4_vit_l_14_linear.pth."
     )
-    backbone: str = pydantic.Field("openai/clip-vit-large-patch14", description="A folder with CLIP ViT-L/14, or its name on the hub.")
+    scale: Literal["raw", "vbench"] = pydantic.Field(
+        "raw", description="raw is 1 to 10; vbench divides by 10."
+    )
+    weights: str | None = pydantic.Field(
+        None,
+        description=(
+            "The head's file, a folder with it, or a hub repository; null: v2 from the hub"
+            f" ({MIRROR})."
+        ),
+    )
+    backbone: str = pydantic.Field(
+        "openai/clip-vit-large-patch14",
+        description="A folder with CLIP ViT-L/14, or its name on the hub.",
+    )
     rounding: bool = pydantic.Field(
-        True, description="Score what a saved PNG would show, resized by PIL; false resizes floats and lets the gradient through."
+        True,
+        description=(
+            "Score what a saved PNG would show, resized by PIL; false resizes floats and lets the"
+            " gradient through."
+        ),
     )
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
@@ -61,51 +89,76 @@ class Aesthetic(Reward):
 
         s = self.settings
         other_tower = ("text_model.", "text_projection.", "logit_scale")
-        self.backbone = network(CLIPVisionModelWithProjection, s.backbone, reward="aesthetic", setting="backbone", ignore=other_tower)
+        self.backbone = network(
+            CLIPVisionModelWithProjection,
+            s.backbone,
+            reward="aesthetic",
+            setting="backbone",
+            ignore=other_tower,
+        )
         self.head = _head(s, self.backbone.config.projection_dim)
-        self.scale = "predicted rating over 10, mostly 0.3 to 0.7" if s.scale == "vbench" else self.scale
+        self.scale = (
+            "predicted rating over 10, mostly 0.3 to 0.7" if s.scale == "vbench" else self.scale
+        )
         self.differentiable = not s.rounding
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         refuse_gradient(self, media)
-        ratings = torch.cat([self._rate(part) for part in frames_of(media).split(self.settings.chunk)])
+        ratings = torch.cat(
+            [self._rate(part) for part in frames_of(media).split(self.settings.chunk)]
+        )
         return mean_of_frames(ratings, media) / (10 if self.settings.scale == "vbench" else 1)
 
     def _rate(self, frames: Tensor) -> Tensor:
         resize = pil_cropped if self.settings.rounding else cropped
         pixels = normalized(resize(frames, self.backbone.config.image_size, floor=True))
-        return self.head(nn.functional.normalize(self.backbone(pixel_values=pixels).image_embeds, dim=-1))[:, 0]
+        return self.head(
+            nn.functional.normalize(self.backbone(pixel_values=pixels).image_embeds, dim=-1)
+        )[:, 0]
 
 
 def _head(s: Settings, width: int) -> nn.Linear:
     """The head of either version as one affine map of a unit embedding."""
     if s.weights is None and s.version == "v1":
         raise ValueError(
-            f"reward aesthetic with version=v1 needs the head {FILES['v1']}: download it from "
-            "https://github.com/LAION-AI/aesthetic-predictor and set reward.aesthetic.weights=/path/to/it"
+            f"reward aesthetic with version=v1 needs the head {FILES['v1']}: download it from"
+            " https://github.com/LAION-AI/aesthetic-predictor and set"
+            " reward.aesthetic.weights=/path/to/it"
         )
     source = s.weights or MIRROR
-    mirrored = s.version == "v2" and (source == MIRROR or (Path(source).expanduser() / MIRRORED).is_file())
+    mirrored = s.version == "v2" and (
+        source == MIRROR or (Path(source).expanduser() / MIRRORED).is_file()
+    )
     path = path_of(source, MIRRORED if mirrored else FILES[s.version], reward="aesthetic")
     state = tensors(path)
     if s.version == "v1":
         return fill(nn.Linear(width, 1), state, path=path)
     _refuse_relu(state, path)
     layers = nn.Sequential(
-        nn.Linear(width, 1024), nn.Dropout(), nn.Linear(1024, 128), nn.Dropout(), nn.Linear(128, 64), nn.Dropout(),
-        nn.Linear(64, 16), nn.Linear(16, 1),
-    )  # fmt: skip
+        nn.Linear(width, 1024),
+        nn.Dropout(),
+        nn.Linear(1024, 128),
+        nn.Dropout(),
+        nn.Linear(128, 64),
+        nn.Dropout(),
+        nn.Linear(64, 16),
+        nn.Linear(16, 1),
+    )
     head = affine(fill(nn.ModuleDict({"layers": layers}), state, path=path)["layers"], width)
     warn_unpublished("aesthetic", head, PUBLISHED, path)
     return head
 
 
 def _refuse_relu(state: Mapping[str, Tensor], path: object) -> None:
-    """The sister head with ReLUs holds tensors of the same shapes at other places: computed without them, it would give nonsense."""
+    """The sister head with ReLUs holds tensors of the same shapes at other places: computed without
+    them, it would give nonsense."""
     if {f"layers.{i}.weight" for i in WITH_RELU} <= state.keys():
         raise ValueError(
-            f"{path} is a head with ReLUs (linear layers at {', '.join(map(str, WITH_RELU))}: ava+logos-l14-reluMSE.pth); "
-            "the published scores are those of sac+logos+ava1-l14-linearMSE.pth"
+            f"{path} is a head with ReLUs (linear layers at {', '.join(map(str, WITH_RELU))}:"
+            " ava+logos-l14-reluMSE.pth); the published scores are those of"
+            " sac+logos+ava1-l14-linearMSE.pth"
         )
 
 

@@ -1,11 +1,15 @@
-"""Aesthetic Predictor v2.5: a linear reading of a picture's SigLIP embedding; 5.5 and above is very good. The prompt is not read.
+"""Aesthetic Predictor v2.5: a linear reading of a picture's SigLIP embedding; 5.5 and above is very
+good. The prompt is not read.
 
-SigLIP so400m's vision tower at 384 x 384, its pooled output (1152) at unit length, then linear layers 1152-1024-128-64-16-1 without
-activations: one affine map, and collapsed into one here (in fp64). Written from a description of the model; no line comes from
-github.com/discus0434/aesthetic-predictor-v2-5, whose code and head are AGPL-3.0 (so we neither ship nor fetch the head).
+SigLIP so400m's vision tower at 384 x 384, its pooled output (1152) at unit length, then linear
+layers 1152-1024-128-64-16-1 without activations: one affine map, and collapsed into one here (in
+fp64). Written from a description of the model; no line comes from
+github.com/discus0434/aesthetic-predictor-v2-5, whose code and head are AGPL-3.0 (so we neither ship
+nor fetch the head).
 
-Departures: fp32 by default, where the reference runs in bfloat16 on CUDA (scores move by about 0.02; dtype=bfloat16 does as it does). With
-rounding=False the resize is torchvision's on floats instead of PIL's on bytes (57 dB apart on a photo), and a gradient passes.
+Departures: fp32 by default, where the reference runs in bfloat16 on CUDA (scores move by about
+0.02; dtype=bfloat16 does as it does). With rounding=False the resize is torchvision's on floats
+instead of PIL's on bytes (57 dB apart on a photo), and a gradient passes.
 """
 
 from __future__ import annotations
@@ -19,19 +23,42 @@ from torch import Tensor, nn
 from flowrl.rewards._base import Reward
 from flowrl.rewards._base import Settings as Base
 from flowrl.rewards._clip import affine, warn_unpublished
-from flowrl.rewards._pictures import HALF, frames_of, mean_of_frames, normalized, pil_stretched, refuse_gradient, stretched
+from flowrl.rewards._pictures import (
+    HALF,
+    frames_of,
+    mean_of_frames,
+    normalized,
+    pil_stretched,
+    refuse_gradient,
+    stretched,
+)
 from flowrl.rewards._weights import fill, network, path_of, tensors
 from flowrl.types import MediaContext
 
-PUBLISHED = (3.618320, 2.672634, 2.709308)  # what the published head says to the inputs of _clip.probe
+PUBLISHED = (
+    3.618320,
+    2.672634,
+    2.709308,
+)  # what the published head says to the inputs of _clip.probe
 
 
 class Settings(Base):
-    weights: str | None = pydantic.Field(None, description="The head's file, aesthetic_predictor_v2_5.pth.")
-    backbone: str = pydantic.Field("google/siglip-so400m-patch14-384", description="A folder with SigLIP, or its name on the hub.")
-    dtype: Literal["float32", "bfloat16"] = pydantic.Field("float32", description="What the network computes in.")
+    weights: str | None = pydantic.Field(
+        None, description="The head's file, aesthetic_predictor_v2_5.pth."
+    )
+    backbone: str = pydantic.Field(
+        "google/siglip-so400m-patch14-384",
+        description="A folder with SigLIP, or its name on the hub.",
+    )
+    dtype: Literal["float32", "bfloat16"] = pydantic.Field(
+        "float32", description="What the network computes in."
+    )
     rounding: bool = pydantic.Field(
-        True, description="Score what a saved PNG would show, resized by PIL; false resizes floats and lets the gradient through."
+        True,
+        description=(
+            "Score what a saved PNG would show, resized by PIL; false resizes floats and lets the"
+            " gradient through."
+        ),
     )
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
@@ -51,24 +78,42 @@ class AestheticV25(Reward):
         s = self.settings
         if s.weights is None:
             raise ValueError(
-                "reward aesthetic_v25 needs its head aesthetic_predictor_v2_5.pth (AGPL-3.0): download it from "
-                "https://github.com/discus0434/aesthetic-predictor-v2-5 and set reward.aesthetic_v25.weights=/path/to/it"
+                "reward aesthetic_v25 needs its head aesthetic_predictor_v2_5.pth (AGPL-3.0):"
+                " download it from https://github.com/discus0434/aesthetic-predictor-v2-5 and set"
+                " reward.aesthetic_v25.weights=/path/to/it"
             )
         other_tower = ("text_model.", "logit_scale", "logit_bias")
-        self.backbone = network(SiglipVisionModel, s.backbone, reward="aesthetic_v25", setting="backbone", ignore=other_tower)
+        self.backbone = network(
+            SiglipVisionModel,
+            s.backbone,
+            reward="aesthetic_v25",
+            setting="backbone",
+            ignore=other_tower,
+        )
         self.head = _head(s.weights, self.backbone.config.hidden_size)
         self.dtype = getattr(torch, s.dtype)
         self.backbone.to(self.dtype)
         self.differentiable = not s.rounding
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         refuse_gradient(self, media)
-        return mean_of_frames(torch.cat([self._rate(part) for part in frames_of(media).split(self.settings.chunk)]), media)
+        return mean_of_frames(
+            torch.cat([self._rate(part) for part in frames_of(media).split(self.settings.chunk)]),
+            media,
+        )
 
     def _rate(self, frames: Tensor) -> Tensor:
         resize = pil_stretched if self.settings.rounding else stretched
-        pixels = normalized(resize(frames, self.backbone.config.image_size), HALF, HALF).to(self.dtype)
-        return self.head(nn.functional.normalize(self.backbone(pixel_values=pixels).pooler_output.float(), dim=-1))[:, 0]
+        pixels = normalized(resize(frames, self.backbone.config.image_size), HALF, HALF).to(
+            self.dtype
+        )
+        return self.head(
+            nn.functional.normalize(
+                self.backbone(pixel_values=pixels).pooler_output.float(), dim=-1
+            )
+        )[:, 0]
 
 
 def _head(source: str, width: int) -> nn.Linear:
@@ -78,7 +123,10 @@ def _head(source: str, width: int) -> nn.Linear:
     layers = nn.Sequential()
     for i in range(5):  # dropout sits between every two of them: even places
         layers.add_module(str(2 * i), nn.Linear(sizes[i], sizes[i + 1]))
-    head = affine(fill(nn.ModuleDict({"scoring_head": layers}), tensors(path), path=path)["scoring_head"], width)
+    head = affine(
+        fill(nn.ModuleDict({"scoring_head": layers}), tensors(path), path=path)["scoring_head"],
+        width,
+    )
     warn_unpublished("aesthetic_v25", head, PUBLISHED, path)
     return head
 

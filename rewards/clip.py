@@ -1,13 +1,16 @@
 """CLIPScore: cosine between image and prompt under any CLIP of open_clip or transformers.
 
-Published CLIP rewards differ in the picture's way to the network more than in the network, so the transform is a setting:
-"tensor" follows the model's own preprocessing on float tensors (batched, differentiable), "pil" is that preprocessing itself, picture by
-picture, "tv_bilinear" is DiffusionNFT's (torchvision's bilinear resize of the float tensor, centre crop). On a photo they are 57 dB
-("tensor") and 39 dB ("tv_bilinear") from "pil". A preset names what one paper's code does; no two of them agree.
+Published CLIP rewards differ in the picture's way to the network more than in the network, so the
+transform is a setting:
+"tensor" follows the model's own preprocessing on float tensors (batched, differentiable), "pil" is
+that preprocessing itself, picture by picture, "tv_bilinear" is DiffusionNFT's (torchvision's
+bilinear resize of the float tensor, centre crop). On a photo they are 57 dB ("tensor") and 39 dB
+("tv_bilinear") from "pil". A preset names what one paper's code does; no two of them agree.
 
-Departures from those codes: a video is the mean over its frames (Flow-Factory takes the first); fp32 everywhere (ImageReward's package and
-CLIPScore's own code run in fp16 on CUDA); pictures are rounded to bytes by default also where DiffusionNFT does not (rounding=False: as it
-does); DiffusionNFT's logit over 100 is the cosine itself.
+Departures from those codes: a video is the mean over its frames (Flow-Factory takes the first);
+fp32 everywhere (ImageReward's package and CLIPScore's own code run in fp16 on CUDA); pictures are
+rounded to bytes by default also where DiffusionNFT does not (rounding=False: as it does);
+DiffusionNFT's logit over 100 is the cosine itself.
 """
 
 from __future__ import annotations
@@ -33,43 +36,72 @@ from flowrl.rewards._weights import fetch_open_clip, path_of, unfetched
 from flowrl.shapes.clip import SOURCE as SHAPES
 
 VIT_L14 = "openai/clip-vit-large-patch14"
-# What a preset fixes. dance_grpo: the 378-pixel DFN5B weights in open_clip's plain ViT-H-14, so at 224 pixels (position embeddings are
-# resized) and with another activation than they were trained with; mix_grpo: the same weights in their own architecture.
+# What a preset fixes. dance_grpo: the 378-pixel DFN5B weights in open_clip's plain ViT-H-14, so at
+# 224 pixels (position embeddings are resized) and with another activation than they were trained
+# with; mix_grpo: the same weights in their own architecture.
 PRESETS: dict[str, dict[str, Any]] = {
     "nft": {"model": VIT_L14, "transform": "tv_bilinear"},
     "flow_factory": {"model": VIT_L14, "transform": "pil"},
     "mix_grpo": {"model": "ViT-H-14-378-quickgelu", "pretrained": "dfn5b", "transform": "pil"},
-    "dance_grpo": {"model": "ViT-H-14", "pretrained": "apple/DFN5B-CLIP-ViT-H-14-378", "transform": "pil"},
+    "dance_grpo": {
+        "model": "ViT-H-14",
+        "pretrained": "apple/DFN5B-CLIP-ViT-H-14-378",
+        "transform": "pil",
+    },
     "imagereward": {"model": "ViT-L-14-quickgelu", "pretrained": "openai", "transform": "pil"},
     "hessel": {
-        "model": "ViT-B-32-quickgelu", "pretrained": "openai", "transform": "pil", "scale": "hessel", "prefix": "A photo depicts ",
+        "model": "ViT-B-32-quickgelu",
+        "pretrained": "openai",
+        "transform": "pil",
+        "scale": "hessel",
+        "prefix": "A photo depicts ",
     },
     "shapes": {"model": SHAPES, "pretrained": None, "transform": "tensor"},
-}  # fmt: skip
+}
 
 
 class Settings(Base):
-    preset: Literal["nft", "flow_factory", "mix_grpo", "dance_grpo", "imagereward", "hessel", "shapes"] | None = pydantic.Field(
-        None, description="A published CLIP reward, or the shapes world's own: fixes model, weights, transform, scale and prefix."
+    preset: (
+        Literal["nft", "flow_factory", "mix_grpo", "dance_grpo", "imagereward", "hessel", "shapes"]
+        | None
+    ) = pydantic.Field(
+        None,
+        description=(
+            "A published CLIP reward, or the shapes world's own: fixes model, weights, transform,"
+            " scale and prefix."
+        ),
     )
     model: str = pydantic.Field(
         "ViT-B-32",
-        description='A model of open_clip: its name, "hf-hub:owner/repo", "local-dir:/path". Of transformers: "owner/repo", a folder.',
+        description=(
+            'A model of open_clip: its name, "hf-hub:owner/repo", "local-dir:/path". Of'
+            ' transformers: "owner/repo", a folder.'
+        ),
     )
     pretrained: str | None = pydantic.Field(
         "laion2b_s34b_b79k",
-        description="open_clip's weights: its tag, a file, or owner/repo of the hub; null: random weights, for shape tests only. With a "
-        "preset: where its weights lie on this machine, a file (a folder for nft and flow_factory).",
+        description=(
+            "open_clip's weights: its tag, a file, or owner/repo of the hub; null: random weights,"
+            " for shape tests only. With a preset: where its weights lie on this machine, a file (a"
+            " folder for nft and flow_factory)."
+        ),
     )
-    transform: Literal["tensor", "pil", "tv_bilinear"] = pydantic.Field("tensor", description="How pictures reach the network.")
-    scale: Literal["cosine", "hessel"] = pydantic.Field("cosine", description="hessel is CLIPScore's own 2.5 * max(cosine, 0).")
+    transform: Literal["tensor", "pil", "tv_bilinear"] = pydantic.Field(
+        "tensor", description="How pictures reach the network."
+    )
+    scale: Literal["cosine", "hessel"] = pydantic.Field(
+        "cosine", description="hessel is CLIPScore's own 2.5 * max(cosine, 0)."
+    )
     prefix: str = pydantic.Field("", description="Put before every prompt.")
-    rounding: bool = pydantic.Field(True, description="Score what a saved PNG would show; false lets the gradient through.")
+    rounding: bool = pydantic.Field(
+        True, description="Score what a saved PNG would show; false lets the gradient through."
+    )
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
 class Clip(TwoTowers):
-    """Cosine of the projected image and text embeddings, in [-1, 1] (trained models: 0.15 to 0.45); of a video, the mean over frames."""
+    """Cosine of the projected image and text embeddings, in [-1, 1] (trained models: 0.15 to 0.45);
+    of a video, the mean over frames."""
 
     Settings = Settings
     name = "clip"
@@ -79,17 +111,30 @@ class Clip(TwoTowers):
     def __init__(self, settings: Any = None):
         super().__init__(_resolved(Settings() if settings is None else settings))
         s = self.settings
-        if s.pretrained and "pretrained" in s.model_fields_set and (":" in s.model or _of_transformers(s.model)):
-            raise ValueError(f'pretrained={s.pretrained} would not be used: the CLIP "{s.model}" has weights of its own; leave it out')
+        if (
+            s.pretrained
+            and "pretrained" in s.model_fields_set
+            and (":" in s.model or _of_transformers(s.model))
+        ):
+            raise ValueError(
+                f'pretrained={s.pretrained} would not be used: the CLIP "{s.model}" has weights of'
+                " its own; leave it out"
+            )
         if _of_transformers(s.model):
-            self.towers = HubClip(s.model, reward="clip", setting="pretrained" if s.preset else "model")
+            self.towers = HubClip(
+                s.model, reward="clip", setting="pretrained" if s.preset else "model"
+            )
             self.transform = _transform(s.transform, self.towers.side[0])
         else:
             model, preprocess, tokenizer = _open_clip(s)
             self.towers = OpenClip(model, tokenizer)
             self.transform = _open_clip_transform(s.transform, preprocess, min(self.towers.side))
         self.prefix = s.prefix
-        self.scale = "2.5 * max(cosine of image and prompt embeddings, 0)" if s.scale == "hessel" else self.scale
+        self.scale = (
+            "2.5 * max(cosine of image and prompt embeddings, 0)"
+            if s.scale == "hessel"
+            else self.scale
+        )
         self.range = (0.0, 2.5) if s.scale == "hessel" else (-1.0, 1.0)
         self.differentiable = s.transform != "pil" and not s.rounding
 
@@ -106,19 +151,31 @@ def _resolved(s: Settings) -> Settings:
         return s
     fixed = {"scale": "cosine", "prefix": "", "pretrained": None, **PRESETS[s.preset]}
     given = {key: getattr(s, key) for key in s.model_fields_set & fixed.keys()}
-    clashes = [f"{key}={value!r}" for key, value in sorted(given.items()) if key != "pretrained" and value != fixed[key]]
+    clashes = [
+        f"{key}={value!r}"
+        for key, value in sorted(given.items())
+        if key != "pretrained" and value != fixed[key]
+    ]
     if clashes:
-        raise ValueError(f"clip.preset={s.preset} fixes what {', '.join(clashes)} would change; leave it out, or the preset")
+        raise ValueError(
+            f"clip.preset={s.preset} fixes what {', '.join(clashes)} would change; leave it out, or"
+            " the preset"
+        )
     if given.get("pretrained"):
         fixed["model" if _of_transformers(fixed["model"]) else "pretrained"] = given["pretrained"]
     return s.model_copy(update=fixed)
 
 
 def _of_transformers(model: str) -> bool:
-    """open_clip's names hold no "/" but in its old spelling (ViT-B/32) and after a "hf-hub:" or "local-dir:"."""
+    """open_clip's names hold no "/" but in its old spelling (ViT-B/32) and after a "hf-hub:" or
+    "local-dir:"."""
     import open_clip
 
-    return ("/" in model or os.path.isdir(model)) and ":" not in model and model.replace("/", "-") not in open_clip.list_models()
+    return (
+        ("/" in model or os.path.isdir(model))
+        and ":" not in model
+        and model.replace("/", "-") not in open_clip.list_models()
+    )
 
 
 def _open_clip(s: Settings) -> tuple[Any, Any, Any]:
@@ -130,18 +187,34 @@ def _open_clip(s: Settings) -> tuple[Any, Any, Any]:
     if weights in open_clip.list_pretrained_tags_by_model(s.model):
         fetch_open_clip(s.model, weights, reward="clip", setting="pretrained")
     elif weights and not os.path.isfile(weights):
-        weights = str(path_of(weights, "open_clip_pytorch_model.bin", reward="clip", setting="pretrained"))
+        weights = str(
+            path_of(weights, "open_clip_pytorch_model.bin", reward="clip", setting="pretrained")
+        )
     # A preset's weights from a file are preprocessed for as under their tag.
-    published = open_clip.get_pretrained_cfg(s.model, tag) if (tag := s.preset and PRESETS[s.preset]["pretrained"]) else {}
-    own = {f"image_{key}": published[key] for key in ("mean", "std", "interpolation", "resize_mode") if key in published}
+    published = (
+        open_clip.get_pretrained_cfg(s.model, tag)
+        if (tag := s.preset and PRESETS[s.preset]["pretrained"])
+        else {}
+    )
+    own = {
+        f"image_{key}": published[key]
+        for key in ("mean", "std", "interpolation", "resize_mode")
+        if key in published
+    }
     try:
-        model, _, preprocess = open_clip.create_model_and_transforms(s.model, pretrained=weights, precision="fp32", **own)
+        model, _, preprocess = open_clip.create_model_and_transforms(
+            s.model, pretrained=weights, precision="fp32", **own
+        )
         return model, preprocess, open_clip.get_tokenizer(s.model)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         if s.model.startswith("hf-hub:"):
             source = s.model.removeprefix("hf-hub:")
-            raise unfetched(source, None, "clip", "model", error, put="local-dir:/path/to/the folder") from error
-        raise ValueError(f'CLIP "{s.model}" with pretrained="{weights}" could not be loaded: {error}') from error
+            raise unfetched(
+                source, None, "clip", "model", error, put="local-dir:/path/to/the folder"
+            ) from error
+        raise ValueError(
+            f'CLIP "{s.model}" with pretrained="{weights}" could not be loaded: {error}'
+        ) from error
 
 
 def _check_source(open_clip: Any, settings: Settings) -> None:
@@ -150,23 +223,38 @@ def _check_source(open_clip: Any, settings: Settings) -> None:
     if model.startswith(("hf-hub:", "local-dir:")):
         return
     if model not in open_clip.list_models():
-        raise ValueError(f'unknown CLIP model "{model}"{did_you_mean(model, open_clip.list_models())}')
+        raise ValueError(
+            f'unknown CLIP model "{model}"{did_you_mean(model, open_clip.list_models())}'
+        )
     tags = open_clip.list_pretrained_tags_by_model(model)
-    if weights is None or os.path.exists(weights) or (weights.count("/") == 1 and not weights.startswith((".", "/", "~"))):
+    if (
+        weights is None
+        or os.path.exists(weights)
+        or (weights.count("/") == 1 and not weights.startswith((".", "/", "~")))
+    ):
         return
     if weights not in tags:
-        raise ValueError(f'CLIP model "{model}" has no weights "{weights}" and no such file exists{did_you_mean(weights, tags)}')
+        raise ValueError(
+            f'CLIP model "{model}" has no weights "{weights}" and no such file'
+            f" exists{did_you_mean(weights, tags)}"
+        )
     quick = bool(open_clip.get_pretrained_cfg(model, weights).get("quick_gelu", False))
     if quick != bool(open_clip.get_model_config(model).get("quick_gelu", False)):
         other = model.removesuffix("-quickgelu") if not quick else f"{model}-quickgelu"
-        raise ValueError(f'weights "{weights}" were trained with another activation than "{model}" has; use model={other}')
+        raise ValueError(
+            f'weights "{weights}" were trained with another activation than "{model}" has; use'
+            f" model={other}"
+        )
 
 
 def _transform(kind: str, side: int) -> Callable[[Tensor], Tensor]:
-    """(n, 3, H, W) in [0, 1] -> the input of a CLIP of transformers, as its processor makes it (pil), or by one of the other ways."""
+    """(n, 3, H, W) in [0, 1] -> the input of a CLIP of transformers, as its processor makes it
+    (pil), or by one of the other ways."""
     if kind == "tv_bilinear":
         return lambda frames: normalized(cropped(frames, side, InterpolationMode.BILINEAR))
-    return lambda frames: normalized((pil_cropped if kind == "pil" else cropped)(frames, side, floor=True))
+    return lambda frames: normalized(
+        (pil_cropped if kind == "pil" else cropped)(frames, side, floor=True)
+    )
 
 
 def _open_clip_transform(kind: str, preprocess: Any, side: int) -> Callable[[Tensor], Tensor]:
@@ -180,22 +268,42 @@ def _open_clip_transform(kind: str, preprocess: Any, side: int) -> Callable[[Ten
 
 
 def _on_tensors(preprocess: Any) -> Compose:
-    """open_clip's preprocessing for float tensors (n, 3, H, W); what a bicubic overshoots is clamped, as PIL does."""
+    """open_clip's preprocessing for float tensors (n, 3, H, W); what a bicubic overshoots is
+    clamped, as PIL does."""
     steps: list[Any] = []
     for step in copy.deepcopy(preprocess.transforms):
         if type(step).__name__ == "ResizeKeepRatio":  # written for PIL only
-            steps.append(partial(_resize_keep_ratio, size=step.size, longest=step.longest, interpolation=step.interpolation))
-        elif isinstance(step, torch.nn.Module):  # resize, crop, pad, normalise; the others turn PIL into tensors
-            vars(step)["fill"] = getattr(step, "fill", 0) / 255  # padding: bytes for PIL, [0, 1] here
-            steps += [partial(torch.clamp, min=0, max=1), step] if isinstance(step, Normalize) else [step]
+            steps.append(
+                partial(
+                    _resize_keep_ratio,
+                    size=step.size,
+                    longest=step.longest,
+                    interpolation=step.interpolation,
+                )
+            )
+        elif isinstance(
+            step, torch.nn.Module
+        ):  # resize, crop, pad, normalise; the others turn PIL into tensors
+            vars(step)["fill"] = (
+                getattr(step, "fill", 0) / 255
+            )  # padding: bytes for PIL, [0, 1] here
+            steps += (
+                [partial(torch.clamp, min=0, max=1), step]
+                if isinstance(step, Normalize)
+                else [step]
+            )
     return Compose(steps)
 
 
-def _resize_keep_ratio(frames: Tensor, *, size: tuple[int, int], longest: float, interpolation: Any) -> Tensor:
+def _resize_keep_ratio(
+    frames: Tensor, *, size: tuple[int, int], longest: float, interpolation: Any
+) -> Tensor:
     """open_clip's resize that fills (longest 0) or fits into (longest 1) size = (height, width)."""
     ratios = [got / want for got, want in zip(frames.shape[-2:], size, strict=True)]
     ratio = max(ratios) * longest + min(ratios) * (1 - longest)
-    return resize(frames, [round(side / ratio) for side in frames.shape[-2:]], interpolation, antialias=True)
+    return resize(
+        frames, [round(side / ratio) for side in frames.shape[-2:]], interpolation, antialias=True
+    )
 
 
 REWARD = Clip

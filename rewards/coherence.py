@@ -1,19 +1,27 @@
-"""Physical foresight coherence (MIND-V, arXiv:2512.06628, equations 4 and 5): is a video's future what a world model expects of its past?
+"""Physical foresight coherence (MIND-V, arXiv:2512.06628, equations 4 and 5): is a video's future
+what a world model expects of its past?
 
-A window slides over the video; the world model predicts the features of the window's last frames from those of its first ones:
+A window slides over the video; the world model predicts the features of the window's last frames
+from those of its first ones:
 
-    s_i = cos(P(E(context_i)), E(target_i))        w_i = softmax_i((1 - s_i) / tau)        R = sum_i w_i s_i
+    s_i = cos(P(E(context_i)), E(target_i))        w_i = softmax_i((1 - s_i) / tau)        R = sum_i
+    w_i s_i
 
-so that the worst windows count most (tau towards 0: the worst alone; large tau: the mean). The world model is V-JEPA 2 (transformers'
-VJEPA2Model). The paper says neither window, stride nor tau, and its code is not published; window, context and stride are those of
-WMReward (arXiv:2601.10553, github.com/facebookresearch/WMReward), tau is our choice. What the paper leaves open and we decided:
-* E(context) sees the context frames alone. VJEPA2Model's own context_mask does not do that: it hides tokens of an encoder that has looked
-  at the whole window, so the prediction has seen its target. Encoder and predictor are called one after the other instead.
-* E(target) are the target's tokens in the encoded window, as in V-JEPA's training and in WMReward; both sides are layer-normalised, which
-  its predictor was trained for. The cosine is over features, token by token, then the mean (WMReward's code takes it over tokens).
-* A last window ends at the last frame, whatever the stride: otherwise a few frames would be scored by nobody.
+so that the worst windows count most (tau towards 0: the worst alone; large tau: the mean). The
+world model is V-JEPA 2 (transformers' VJEPA2Model). The paper says neither window, stride nor tau,
+and its code is not published; window, context and stride are those of WMReward (arXiv:2601.10553,
+github.com/facebookresearch/WMReward), tau is our choice. What the paper leaves open and we decided:
+* E(context) sees the context frames alone. VJEPA2Model's own context_mask does not do that: it
+  hides tokens of an encoder that has looked at the whole window, so the prediction has seen its
+  target. Encoder and predictor are called one after the other instead.
+* E(target) are the target's tokens in the encoded window, as in V-JEPA's training and in WMReward;
+  both sides are layer-normalised, which its predictor was trained for. The cosine is over features,
+  token by token, then the mean (WMReward's code takes it over tokens).
+* A last window ends at the last frame, whatever the stride: otherwise a few frames would be scored
+  by nobody.
 
-A frozen video is easy to foresee and scores high: combine it with a reward that wants motion, and watch the part `dynamic`.
+A frozen video is easy to foresee and scores high: combine it with a reward that wants motion, and
+watch the part `dynamic`.
 """
 
 from __future__ import annotations
@@ -44,24 +52,37 @@ World = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 class Settings(Base):
     weights: str = pydantic.Field(
-        "facebook/vjepa2-vitl-fpc64-256", description="V-JEPA 2 in transformers' layout: a folder or a hub's name."
+        "facebook/vjepa2-vitl-fpc64-256",
+        description="V-JEPA 2 in transformers' layout: a folder or a hub's name.",
     )
     window: int = pydantic.Field(16, ge=2, description="Frames of a window.")
-    context: int = pydantic.Field(8, ge=1, description="Frames at a window's start that the world model is shown.")
+    context: int = pydantic.Field(
+        8, ge=1, description="Frames at a window's start that the world model is shown."
+    )
     stride: int = pydantic.Field(2, ge=1, description="Frames from a window to the next.")
-    tau: float = pydantic.Field(0.1, gt=0, description="How far the worst windows outweigh the others: towards 0 they alone count.")
-    rounding: bool = pydantic.Field(True, description="Score what a saved video would show; false lets the gradient through.")
+    tau: float = pydantic.Field(
+        0.1,
+        gt=0,
+        description="How far the worst windows outweigh the others: towards 0 they alone count.",
+    )
+    rounding: bool = pydantic.Field(
+        True, description="Score what a saved video would show; false lets the gradient through."
+    )
     chunk: int = pydantic.Field(4, ge=1, description="Most windows in one forward.")
 
     @pydantic.model_validator(mode="after")
     def _something_to_predict(self) -> Settings:
         if self.context >= self.window:
-            raise ValueError(f"context={self.context} leaves nothing of window={self.window} to predict; it must be smaller")
+            raise ValueError(
+                f"context={self.context} leaves nothing of window={self.window} to predict; it must"
+                " be smaller"
+            )
         return self
 
 
 class Coherence(Reward):
-    """Cosine of predicted and actual features, severity-weighted over windows, in [-1, 1]; higher is more as expected."""
+    """Cosine of predicted and actual features, severity-weighted over windows, in [-1, 1]; higher
+    is more as expected."""
 
     Settings = Settings
     name = "coherence"
@@ -72,14 +93,23 @@ class Coherence(Reward):
     def __init__(self, settings: Any = None, world: World | None = None):
         """world: in Python, another world model or an analytic one."""
         super().__init__(settings)
-        self.world = VJepa2(self.settings.weights, self.settings.window, self.settings.context) if world is None else world
+        self.world = (
+            VJepa2(self.settings.weights, self.settings.window, self.settings.context)
+            if world is None
+            else world
+        )
         self.differentiable = not self.settings.rounding
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         return softmin(self.windows(media), self.settings.tau)
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
-        """mean and worst of the windows' cosines; dynamic: mean change of a pixel between frames, 0 for a frozen video."""
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
+        """mean and worst of the windows' cosines; dynamic: mean change of a pixel between frames, 0
+        for a frozen video."""
         scores = self.windows(media)
         return {"mean": scores.mean(1), "worst": scores.amin(1), "dynamic": dynamic_degree(media)}
 
@@ -88,12 +118,14 @@ class Coherence(Reward):
         s, frames = self.settings, media.shape[1]
         if frames < s.window:
             raise ValueError(
-                f"reward.coherence.window={s.window} is longer than the videos, which have {frames} frames; "
-                f"set a window of at most {frames} and a context below it"
+                f"reward.coherence.window={s.window} is longer than the videos, which have {frames}"
+                f" frames; set a window of at most {frames} and a context below it"
             )
         media = rounded(media) if s.rounding else media
         starts = [*range(0, frames - s.window, s.stride), frames - s.window]
-        clips = torch.stack([media[:, start : start + s.window] for start in starts], 1).flatten(0, 1)
+        clips = torch.stack([media[:, start : start + s.window] for start in starts], 1).flatten(
+            0, 1
+        )
         scores = []
         for part in clips.split(s.chunk):
             predicted, actual = self.world(part, s.context)
@@ -102,7 +134,8 @@ class Coherence(Reward):
 
 
 class VJepa2(nn.Module):
-    """V-JEPA 2 as a world model: windows (n, W, 3, H, W') in [0, 1] -> predicted and actual tokens after the context."""
+    """V-JEPA 2 as a world model: windows (n, W, 3, H, W') in [0, 1] -> predicted and actual tokens
+    after the context."""
 
     def __init__(self, weights: str, window: int, context: int):
         super().__init__()
@@ -110,18 +143,27 @@ class VJepa2(nn.Module):
 
         path = _weights.path_of(weights, reward="coherence")
         try:
-            self.model, report = VJEPA2Model.from_pretrained(str(path), use_safetensors=True, output_loading_info=True)
+            self.model, report = VJEPA2Model.from_pretrained(
+                str(path), use_safetensors=True, output_loading_info=True
+            )
         except (OSError, ValueError) as error:
-            raise ValueError(f"reward.coherence.weights={weights} is no V-JEPA 2 in transformers' layout: {error}") from error
-        if missing := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
             raise ValueError(
-                f"{path} does not fit VJEPA2Model: {len(missing)} keys missing or of another shape ({', '.join(missing[:3])}, ...)"
+                f"reward.coherence.weights={weights} is no V-JEPA 2 in transformers' layout:"
+                f" {error}"
+            ) from error
+        if missing := sorted(report["missing_keys"]) + sorted(
+            str(key) for key in report["mismatched_keys"]
+        ):
+            raise ValueError(
+                f"{path} does not fit VJEPA2Model: {len(missing)} keys missing or of another shape"
+                f" ({', '.join(missing[:3])}, ...)"
             )
         self.float().eval().requires_grad_(False)
         tube = self.model.config.tubelet_size
         if window % tube or context % tube:
             raise ValueError(
-                f"this V-JEPA 2 reads {tube} frames at a time, and window={window}, context={context}; both must be multiples of it"
+                f"this V-JEPA 2 reads {tube} frames at a time, and window={window},"
+                f" context={context}; both must be multiples of it"
             )
 
     def forward(self, clips: Tensor, context: int) -> tuple[Tensor, Tensor]:
@@ -131,15 +173,22 @@ class VJepa2(nn.Module):
         seen = self.model.encoder(pixel_values_videos=pixels[:, :context]).last_hidden_state
         place = torch.arange(actual.shape[1], device=clips.device).expand(len(clips), -1)
         past, future = place[:, : seen.shape[1]], place[:, seen.shape[1] :]
-        predicted = self.model.predictor(encoder_hidden_states=seen, context_mask=[past], target_mask=[future]).last_hidden_state
+        predicted = self.model.predictor(
+            encoder_hidden_states=seen, context_mask=[past], target_mask=[future]
+        ).last_hidden_state
         width = predicted.shape[-1:]
         return F.layer_norm(predicted, width), F.layer_norm(actual[:, seen.shape[1] :], width)
 
     def pixels(self, clips: Tensor) -> Tensor:
-        """As V-JEPA 2's processor does: shortest side to 256 / 224 of the crop, bilinear, centre crop, ImageNet's mean and deviation."""
+        """As V-JEPA 2's processor does: shortest side to 256 / 224 of the crop, bilinear, centre
+        crop, ImageNet's mean and deviation."""
         side = self.model.config.crop_size
-        resized = resize(clips.flatten(0, 1), [int(side * 256 / 224)], InterpolationMode.BILINEAR, antialias=True)
-        return normalized(center_crop(resized, [side, side]), IMAGENET_MEAN, IMAGENET_STD).view(*clips.shape[:3], side, side)
+        resized = resize(
+            clips.flatten(0, 1), [int(side * 256 / 224)], InterpolationMode.BILINEAR, antialias=True
+        )
+        return normalized(center_crop(resized, [side, side]), IMAGENET_MEAN, IMAGENET_STD).view(
+            *clips.shape[:3], side, side
+        )
 
 
 REWARD = Coherence

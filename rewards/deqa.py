@@ -1,13 +1,18 @@
-"""DeQA-Score (arXiv:2501.11561): quality of a picture on a scale of 1 to 5, read from five word probabilities of mPLUG-Owl2 (LLaMA-2-7B).
+"""DeQA-Score (arXiv:2501.11561): quality of a picture on a scale of 1 to 5, read from five word
+probabilities of mPLUG-Owl2 (LLaMA-2-7B).
 
-Reference: github.com/zhiyuanyou/DeQA-Score, `src/evaluate/scorer.py`; network: github.com/X-PLUG/mPLUG-Owl, `mPLUG-Owl2/mplug_owl2/model`.
-The picture, on a square of the mean colour and 448 x 448, becomes 65 tokens; the model is asked for the quality and starts to answer; the
-probabilities of "excellent", "good", "fair", "poor" and "bad" as the next word, renormalised, weigh 5, 4, 3, 2 and 1. No prompt is read.
+Reference: github.com/zhiyuanyou/DeQA-Score, `src/evaluate/scorer.py`; network:
+github.com/X-PLUG/mPLUG-Owl, `mPLUG-Owl2/mplug_owl2/model`. The picture, on a square of the mean
+colour and 448 x 448, becomes 65 tokens; the model is asked for the quality and starts to answer;
+the probabilities of "excellent", "good", "fair", "poor" and "bad" as the next word, renormalised,
+weigh 5, 4, 3, 2 and 1. No prompt is read.
 
-The published checkpoint asks to run its own Python (`trust_remote_code`), which fits transformers 4.36 to 4.46 only. Nothing of it runs
-here: the network is written below on top of transformers' LlamaModel, with the checkpoint's key names, every one of which is checked.
-mPLUG-Owl2 differs from LLaMA in having two sets of key, value and norm weights in each layer, one for text and one for picture tokens.
-Departures: the softmax over the five words is fp32 (the reference: fp16); Flow-GRPO's server also sends pictures as JPEG, which we do not.
+The published checkpoint asks to run its own Python (`trust_remote_code`), which fits transformers
+4.36 to 4.46 only. Nothing of it runs here: the network is written below on top of transformers'
+LlamaModel, with the checkpoint's key names, every one of which is checked. mPLUG-Owl2 differs from
+LLaMA in having two sets of key, value and norm weights in each layer, one for text and one for
+picture tokens. Departures: the softmax over the five words is fp32 (the reference: fp16);
+Flow-GRPO's server also sends pictures as JPEG, which we do not.
 """
 
 from __future__ import annotations
@@ -26,24 +31,41 @@ from torch.nn import functional as f
 
 from flowrl.rewards import _pictures, _vlm, _weights
 from flowrl.rewards._base import Reward
-from flowrl.rewards._pictures import CLIP_MEAN, cropped, frames_of, mean_of_frames, normalized, pil_cropped, rounded
+from flowrl.rewards._pictures import (
+    CLIP_MEAN,
+    cropped,
+    frames_of,
+    mean_of_frames,
+    normalized,
+    pil_cropped,
+    rounded,
+)
 from flowrl.rewards._weights import fill, path_of
 from flowrl.types import MediaContext
 
 WORDS = ("excellent", "good", "fair", "poor", "bad")  # worth 5, 4, 3, 2, 1
-QUESTION = ("USER: How would you rate the quality of this image?\n", "\nASSISTANT: The quality of the image is")  # the picture between
+QUESTION = (
+    "USER: How would you rate the quality of this image?\n",
+    "\nASSISTANT: The quality of the image is",
+)  # the picture between
 
 
 class Settings(_vlm.Settings):
     weights: str = pydantic.Field(
-        "zhiyuanyou/DeQA-Score-Mix3", description="Folder with config.json, tokenizer and weights, or its hub repository."
+        "zhiyuanyou/DeQA-Score-Mix3",
+        description="Folder with config.json, tokenizer and weights, or its hub repository.",
     )
-    scale: Literal["mos", "flow_grpo"] = pydantic.Field("mos", description="mos is 1 to 5; flow_grpo divides by 5.")
-    dtype: Literal["bfloat16", "float16", "float32"] = pydantic.Field("float16", description="Type of the network; the reference: float16.")
+    scale: Literal["mos", "flow_grpo"] = pydantic.Field(
+        "mos", description="mos is 1 to 5; flow_grpo divides by 5."
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = pydantic.Field(
+        "float16", description="Type of the network; the reference: float16."
+    )
 
 
 class DeQA(Reward):
-    """Expected opinion score of a picture, 1 (bad) to 5 (excellent); of a video, the mean over frames."""
+    """Expected opinion score of a picture, 1 (bad) to 5 (excellent); of a video, the mean over
+    frames."""
 
     Settings = Settings
     name = "deqa"
@@ -58,11 +80,15 @@ class DeQA(Reward):
         self.network = load_network(folder, dtype=s.dtype)
         self.question = [torch.tensor(part) for part in question]
         self.factor = 1.0 if s.scale == "mos" else 0.2
-        self.scale = "quality of the picture by DeQA-Score, 1 to 5" + ("" if s.scale == "mos" else ", divided by 5")
+        self.scale = "quality of the picture by DeQA-Score, 1 to 5" + (
+            "" if s.scale == "mos" else ", divided by 5"
+        )
         self.range = (self.factor, 5 * self.factor)
         self.differentiable = not s.rounding
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         _pictures.refuse_gradient(self, media)
         frames = frames_of(media)
         values = torch.cat([self._scores(part) for part in frames.split(self.settings.chunk)])
@@ -97,7 +123,10 @@ def _tokens(folder: Path) -> tuple[list[int], list[list[int]]]:
 
     words = [ids(word)[0] for word in WORDS]
     if len(set(words)) != len(WORDS):
-        raise ValueError(f"{folder}: the tokenizer gives {', '.join(WORDS)} the first tokens {words}, which are not five different ones")
+        raise ValueError(
+            f"{folder}: the tokenizer gives {', '.join(WORDS)} the first tokens {words}, which are"
+            " not five different ones"
+        )
     before, after = QUESTION
     return words, [[start, *ids(before)], ids(after)]
 
@@ -106,15 +135,30 @@ def _tokens(folder: Path) -> tuple[list[int], list[list[int]]]:
 
 
 class Owl(nn.Module):
-    """mPLUG-Owl2: a CLIP-like tower, an abstractor of 64 queries, and LLaMA with two-way weights; key names as in the checkpoint."""
+    """mPLUG-Owl2: a CLIP-like tower, an abstractor of 64 queries, and LLaMA with two-way weights;
+    key names as in the checkpoint."""
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__()
         from transformers import LlamaConfig, LlamaModel
 
-        odd = ("model_type", "auto_map", "visual_config", "architectures", "torch_dtype", "dtype", "transformers_version")
-        llama = LlamaConfig(**{key: value for key, value in config.items() if key not in odd}, attn_implementation="eager")
-        vision, queries = (SimpleNamespace(**config["visual_config"][key]) for key in ("visual_model", "visual_abstractor"))
+        odd = (
+            "model_type",
+            "auto_map",
+            "visual_config",
+            "architectures",
+            "torch_dtype",
+            "dtype",
+            "transformers_version",
+        )
+        llama = LlamaConfig(
+            **{key: value for key, value in config.items() if key not in odd},
+            attn_implementation="eager",
+        )
+        vision, queries = (
+            SimpleNamespace(**config["visual_config"][key])
+            for key in ("visual_model", "visual_abstractor")
+        )
         self.side = vision.image_size
         self.model = LlamaModel(llama)
         for layer in self.model.layers:
@@ -123,13 +167,18 @@ class Owl(nn.Module):
             layer.self_attn.k_proj = TwoWay(layer.self_attn.k_proj)
             layer.self_attn.v_proj = TwoWay(layer.self_attn.v_proj)
         self.model.vision_model = Tower(vision)
-        self.model.visual_abstractor = Abstractor(queries, (vision.image_size // vision.patch_size) ** 2 + 1, llama.hidden_size)
+        self.model.visual_abstractor = Abstractor(
+            queries, (vision.image_size // vision.patch_size) ** 2 + 1, llama.hidden_size
+        )
         self.lm_head = nn.Linear(llama.hidden_size, llama.vocab_size, bias=False)
 
     def forward(self, before: Tensor, pixels: Tensor, after: Tensor) -> Tensor:
-        """Token ids (L1,), normalised pictures (n, 3, s, s), token ids (L2,) -> logits of the next token (n, vocabulary)."""
+        """Token ids (L1,), normalised pictures (n, 3, s, s), token ids (L2,) -> logits of the next
+        token (n, vocabulary)."""
         table = self.model.embed_tokens
-        picture = self.model.visual_abstractor(self.model.vision_model(pixels.to(table.weight.dtype)))
+        picture = self.model.visual_abstractor(
+            self.model.vision_model(pixels.to(table.weight.dtype))
+        )
         first, last = (table(ids).expand(len(pixels), -1, -1) for ids in (before, after))
         embeddings = torch.cat([first, picture, last], 1)
         place = torch.arange(embeddings.shape[1], device=pixels.device)
@@ -173,7 +222,9 @@ class Tower(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         e = self.embeddings
         patches = e.patch_embed(pixels).flatten(2).transpose(1, 2)
-        states = torch.cat([e.cls_token.expand(len(pixels), -1, -1), patches], 1) + e.position_embedding
+        states = (
+            torch.cat([e.cls_token.expand(len(pixels), -1, -1), patches], 1) + e.position_embedding
+        )
         states = e.pre_layernorm(states)
         for layer in self.encoder.layers:
             states = layer(states)
@@ -186,13 +237,20 @@ class TowerLayer(nn.Module):
         d, self.heads = c.hidden_size, c.num_attention_heads
         self.self_attn, self.mlp = nn.Module(), nn.Module()
         self.self_attn.query_key_value, self.self_attn.dense = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.mlp.fc1, self.mlp.fc2 = nn.Linear(d, c.intermediate_size), nn.Linear(c.intermediate_size, d)
+        self.mlp.fc1, self.mlp.fc2 = (
+            nn.Linear(d, c.intermediate_size),
+            nn.Linear(c.intermediate_size, d),
+        )
         self.input_layernorm = nn.LayerNorm(d, eps=c.layer_norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(d, eps=c.layer_norm_eps)
 
     def forward(self, states: Tensor) -> Tensor:
-        mixed = self.self_attn.query_key_value(self.input_layernorm(states)).unflatten(-1, (self.heads, 3, -1))
-        query, key, value = mixed.permute(3, 0, 2, 1, 4)  # (n, heads, L, d / heads) each: the projection is laid out head by head
+        mixed = self.self_attn.query_key_value(self.input_layernorm(states)).unflatten(
+            -1, (self.heads, 3, -1)
+        )
+        query, key, value = mixed.permute(
+            3, 0, 2, 1, 4
+        )  # (n, heads, L, d / heads) each: the projection is laid out head by head
         attended = f.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         states = states + self.self_attn.dense(attended)
         inner = self.mlp.fc1(self.post_attention_layernorm(states))
@@ -200,14 +258,17 @@ class TowerLayer(nn.Module):
 
 
 class Abstractor(nn.Module):
-    """Learned queries that attend to themselves and the tower's states -> (n, queries + 1, width of the language model)."""
+    """Learned queries that attend to themselves and the tower's states -> (n, queries + 1, width of
+    the language model)."""
 
     def __init__(self, c: SimpleNamespace, places: int, width: int):
         super().__init__()
         self.query_embeds = nn.Parameter(torch.zeros(1, c.num_learnable_queries, c.hidden_size))
         self.vit_eos = nn.Parameter(torch.zeros(1, 1, width))
         self.encoder = nn.Module()
-        self.encoder.layers = nn.ModuleList([AbstractorLayer(c, places) for _ in range(c.num_hidden_layers)])
+        self.encoder.layers = nn.ModuleList(
+            [AbstractorLayer(c, places) for _ in range(c.num_hidden_layers)]
+        )
         self.visual_fc = nn.Linear(c.hidden_size, width)
 
     def forward(self, picture: Tensor) -> Tensor:
@@ -224,34 +285,65 @@ class AbstractorLayer(nn.Module):
         own = self.crossattention = nn.Module()
         own.attention, own.output = nn.Module(), nn.Module()
         own.attention.query = nn.Linear(d, d)
-        own.attention.key, own.attention.value = nn.Linear(c.encoder_hidden_size, d), nn.Linear(c.encoder_hidden_size, d)
-        own.attention.register_buffer("q_pos_embed", torch.zeros(c.num_learnable_queries, d))  # sines, read from the checkpoint
+        own.attention.key, own.attention.value = (
+            nn.Linear(c.encoder_hidden_size, d),
+            nn.Linear(c.encoder_hidden_size, d),
+        )
+        own.attention.register_buffer(
+            "q_pos_embed", torch.zeros(c.num_learnable_queries, d)
+        )  # sines, read from the checkpoint
         own.attention.register_buffer("k_pos_embed", torch.zeros(places, d))
         own.norm1, own.normk = nn.LayerNorm(d), nn.LayerNorm(d)
-        own.output.out_proj, own.output.norm2, own.output.mlp = nn.Linear(d, d), nn.LayerNorm(d), nn.Module()
+        own.output.out_proj, own.output.norm2, own.output.mlp = (
+            nn.Linear(d, d),
+            nn.LayerNorm(d),
+            nn.Module(),
+        )
         mlp = own.output.mlp
         mlp.w1, mlp.w2, mlp.w3 = nn.Linear(d, inner), nn.Linear(inner, d), nn.Linear(d, inner)
         mlp.ffn_ln = nn.LayerNorm(inner, eps=c.layer_norm_eps)
 
     def forward(self, states: Tensor, picture: Tensor) -> Tensor:
-        own, attention, output = self.crossattention, self.crossattention.attention, self.crossattention.output
+        own, attention, output = (
+            self.crossattention,
+            self.crossattention.attention,
+            self.crossattention.output,
+        )
         states = own.norm1(states)  # the residual starts after this norm
         both = torch.cat([states, own.normk(picture)], 1)
         places = torch.cat([attention.q_pos_embed, attention.k_pos_embed])
-        query, key, value = attention.query(states + attention.q_pos_embed), attention.key(both + places), attention.value(both)
-        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (query, key, value))
-        states = states + output.out_proj(f.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        query, key, value = (
+            attention.query(states + attention.q_pos_embed),
+            attention.key(both + places),
+            attention.value(both),
+        )
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (query, key, value)
+        )
+        states = states + output.out_proj(
+            f.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        )
         inner = output.norm2(states)
-        return states + output.mlp.w2(output.mlp.ffn_ln(f.silu(output.mlp.w1(inner)) * output.mlp.w3(inner)))
+        return states + output.mlp.w2(
+            output.mlp.ffn_ln(f.silu(output.mlp.w1(inner)) * output.mlp.w3(inner))
+        )
 
 
 def load_network(folder: Path, *, dtype: str) -> Owl:
-    """The network of a folder laid out as zhiyuanyou/DeQA-Score-Mix3, frozen; every key is checked."""
+    """The network of a folder laid out as zhiyuanyou/DeQA-Score-Mix3, frozen; every key is
+    checked."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
     if config.get("model_type") != "mplug_owl2":
-        raise ValueError(f"reward.deqa.weights={folder}: expected config.json of an mplug_owl2 model (found: {config.get('model_type')})")
-    state = {key: value for key, value in _vlm.folder_tensors(folder).items() if not key.endswith("rotary_emb.inv_freq")}
+        raise ValueError(
+            f"reward.deqa.weights={folder}: expected config.json of an mplug_owl2 model (found:"
+            f" {config.get('model_type')})"
+        )
+    state = {
+        key: value
+        for key, value in _vlm.folder_tensors(folder).items()
+        if not key.endswith("rotary_emb.inv_freq")
+    }
     with torch.device("meta"):  # a random network of this size would take minutes
         network = Owl(config)
     rotary = type(network.model.rotary_emb)(network.model.config)

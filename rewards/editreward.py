@@ -1,10 +1,12 @@
-"""EditReward (arXiv:2509.26346): how well an instruction was carried out on a picture, from MiMo-VL-7B or Qwen2.5-VL-7B.
+"""EditReward (arXiv:2509.26346): how well an instruction was carried out on a picture, from
+MiMo-VL-7B or Qwen2.5-VL-7B.
 
-Reference: github.com/TIGER-AI-Lab/EditReward, `EditReward/inference_edit.py` and `EditReward/model/qwen2_5_vl_trainer.py` (both released
-checkpoints are `ranknet_multi_head` with mean pooling). Source and edited picture, 200,704 pixels each, pass the network twice: once under
-a rubric for following the instruction, once under one for visual quality. Each pass has its own head, which gives (mu, log sigma) at the
-token <|Reward|>; the pairs are pooled and the reward is the pooled mu. The rubrics belong to the model and are read from files. Departures
-are those of `_vlm`.
+Reference: github.com/TIGER-AI-Lab/EditReward, `EditReward/inference_edit.py` and
+`EditReward/model/qwen2_5_vl_trainer.py` (both released checkpoints are `ranknet_multi_head` with
+mean pooling). Source and edited picture, 200,704 pixels each, pass the network twice: once under a
+rubric for following the instruction, once under one for visual quality. Each pass has its own head,
+which gives (mu, log sigma) at the token <|Reward|>; the pairs are pooled and the reward is the
+pooled mu. The rubrics belong to the model and are read from files. Departures are those of `_vlm`.
 """
 
 from __future__ import annotations
@@ -20,30 +22,49 @@ from flowrl.rewards import _pictures, _source, _vlm
 from flowrl.rewards._weights import path_of, template, tensors
 from flowrl.types import MediaContext
 
-RUBRICS = {"following": "da5bfc26898cc8e0", "quality": "89bbc5c2ac1bbea9"}  # in the order of head_0, head_1
-WHERE = "of EditReward/dataset/prompts.py in github.com/TIGER-AI-Lab/EditReward, with its empty first line and last line feed"
+RUBRICS = {
+    "following": "da5bfc26898cc8e0",
+    "quality": "89bbc5c2ac1bbea9",
+}  # in the order of head_0, head_1
+WHERE = (
+    "of EditReward/dataset/prompts.py in github.com/TIGER-AI-Lab/EditReward, with its empty first"
+    " line and last line feed"
+)
 ORIGINS = {key: f"the literal INSTRUCTION_EDIT_{key.upper()} {WHERE}" for key in RUBRICS}
 
 
 class Settings(_source.Settings, _vlm.Settings):
     weights: str = pydantic.Field(
-        "TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508", description="Folder with model.pth or model.safetensors, or its hub repository."
+        "TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508",
+        description="Folder with model.pth or model.safetensors, or its hub repository.",
     )
     base: str = pydantic.Field(
         "XiaomiMiMo/MiMo-VL-7B-SFT-2508",
-        description="Configuration, tokenizer and chat template of the tuned model; no weights of it.",
+        description=(
+            "Configuration, tokenizer and chat template of the tuned model; no weights of it."
+        ),
     )
-    following: str | None = pydantic.Field(None, description=f"Text file with the first head's rubric: {ORIGINS['following']}.")
-    quality: str | None = pydantic.Field(None, description=f"Text file with the second head's rubric: {ORIGINS['quality']}.")
-    pooling: Literal["mean", "min", "sum"] = pydantic.Field("mean", description="How two heads become one score; released models: mean.")
+    following: str | None = pydantic.Field(
+        None, description=f"Text file with the first head's rubric: {ORIGINS['following']}."
+    )
+    quality: str | None = pydantic.Field(
+        None, description=f"Text file with the second head's rubric: {ORIGINS['quality']}."
+    )
+    pooling: Literal["mean", "min", "sum"] = pydantic.Field(
+        "mean", description="How two heads become one score; released models: mean."
+    )
 
 
 class EditReward(_source.Sourced):
-    """Pooled mean of two preference distributions, unbounded; needs the picture before the edit; the prompt is the instruction."""
+    """Pooled mean of two preference distributions, unbounded; needs the picture before the edit;
+    the prompt is the instruction."""
 
     Settings = Settings
     name = "editreward"
-    scale = "pooled mean (mu) of following the instruction and of visual quality by EditReward, unbounded"
+    scale = (
+        "pooled mean (mu) of following the instruction and of visual quality by EditReward,"
+        " unbounded"
+    )
     quality = True
     reads_prompt = True
     video = "no"
@@ -53,19 +74,38 @@ class EditReward(_source.Sourced):
         s = self.settings
         self.declare_source(True)
         self.rubrics = [
-            template(getattr(s, key), sha256=checksum, reward="editreward", setting=key, origin=ORIGINS[key])
+            template(
+                getattr(s, key),
+                sha256=checksum,
+                reward="editreward",
+                setting=key,
+                origin=ORIGINS[key],
+            )
             for key, checksum in RUBRICS.items()
         ]
         path = _checkpoint(path_of(s.weights, reward="editreward"))
         state = tensors(path, under="model")
-        self.heads = nn.ModuleList([_vlm.ranknet(state, f"rm_heads.head_{i}.", path=path) for i in range(len(RUBRICS))])
-        self.vlm = _vlm.load_vlm(s.base, _vlm.backbone_state(state), tokens=[_vlm.TOKEN], dtype=s.dtype, path=path, reward="editreward")
+        self.heads = nn.ModuleList(
+            [_vlm.ranknet(state, f"rm_heads.head_{i}.", path=path) for i in range(len(RUBRICS))]
+        )
+        self.vlm = _vlm.load_vlm(
+            s.base,
+            _vlm.backbone_state(state),
+            tokens=[_vlm.TOKEN],
+            dtype=s.dtype,
+            path=path,
+            reward="editreward",
+        )
         self.differentiable = not s.rounding
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         return pooled(self._heads(media, prompts, context), self.settings.pooling)[:, 0]
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
         heads = self._heads(media, prompts, context)
         sigma = pooled(heads, self.settings.pooling)[:, 1].exp()
         return {**{key: heads[i, :, 0] for i, key in enumerate(RUBRICS)}, "sigma": sigma}
@@ -80,17 +120,25 @@ class EditReward(_source.Sourced):
             rows = slice(start, start + self.settings.chunk)
             before = [_vlm.fitted(source[None].to(media), by=by)[0] for source in sources[rows]]
             after = _vlm.fitted(media[rows], by=by)
-            pairs = [[source[None], edited[None]] for source, edited in zip(before, after, strict=True)]
+            pairs = [
+                [source[None], edited[None]] for source, edited in zip(before, after, strict=True)
+            ]
             states = (
-                self.vlm.hidden(pairs, [rubric.format(text_prompt=prompt) + _vlm.SUFFIX for prompt in prompts[rows]])[:, 0]
+                self.vlm.hidden(
+                    pairs,
+                    [rubric.format(text_prompt=prompt) + _vlm.SUFFIX for prompt in prompts[rows]],
+                )[:, 0]
                 for rubric in self.rubrics
             )
-            out.append(torch.stack([head(state) for head, state in zip(self.heads, states, strict=True)]))
+            out.append(
+                torch.stack([head(state) for head, state in zip(self.heads, states, strict=True)])
+            )
         return torch.cat(out, 1)
 
 
 def pooled(heads: Tensor, pooling: Literal["mean", "min", "sum"]) -> Tensor:
-    """(heads, B, 2) of mu and log sigma -> (B, 2). mean and min take each number by itself; sum adds means and variances."""
+    """(heads, B, 2) of mu and log sigma -> (B, 2). mean and min take each number by itself; sum
+    adds means and variances."""
     if pooling == "mean":
         return heads.mean(0)
     if pooling == "min":
@@ -100,9 +148,16 @@ def pooled(heads: Tensor, pooling: Literal["mean", "min", "sum"]) -> Tensor:
 
 
 def _checkpoint(path: Path) -> Path:
-    files = [path] if path.is_file() else [path / name for name in ("model.pth", "model.safetensors") if (path / name).is_file()]
+    files = (
+        [path]
+        if path.is_file()
+        else [path / name for name in ("model.pth", "model.safetensors") if (path / name).is_file()]
+    )
     if not files:
-        raise ValueError(f"reward.editreward.weights={path}: the folder holds neither model.pth nor model.safetensors")
+        raise ValueError(
+            f"reward.editreward.weights={path}: the folder holds neither model.pth nor"
+            " model.safetensors"
+        )
     return files[0]
 
 

@@ -1,14 +1,19 @@
-"""Human Preference Score v2 and v2.1 (HPDv2, arXiv:2306.09341): a CLIP ViT-H/14 tuned on choices between pictures of a prompt.
+"""Human Preference Score v2 and v2.1 (HPDv2, arXiv:2306.09341): a CLIP ViT-H/14 tuned on choices
+between pictures of a prompt.
 
-The score is the bare cosine: about .25 to .29 (v2), .20 to .38 (v2.1); papers print it times 100. Every peer takes it as it is.
-Reference: github.com/tgxs002/HPSv2 (img_score.py, src/open_clip/transform.py). Its preprocessing is not CLIP's: the whole picture is kept,
-its longest side resized to 224 as a float tensor and zeros put around it, which normalisation then turns into -mean/std.
+The score is the bare cosine: about .25 to .29 (v2), .20 to .38 (v2.1); papers print it times 100.
+Every peer takes it as it is. Reference: github.com/tgxs002/HPSv2 (img_score.py,
+src/open_clip/transform.py). Its preprocessing is not CLIP's: the whole picture is kept, its longest
+side resized to 224 as a float tensor and zeros put around it, which normalisation then turns into
+-mean/std.
 
-That resize names no `antialias`: torchvision before 0.17 used none, later ones do: 31 against 57 dB from PIL's on a photo. That is the
-likeliest reason why two installations disagree; here it is a setting, on by default as in current installations.
+That resize names no `antialias`: torchvision before 0.17 used none, later ones do: 31 against 57 dB
+from PIL's on a photo. That is the likeliest reason why two installations disagree; here it is a
+setting, on by default as in current installations.
 
-Departures: fp32 (the reference runs under fp16 autocast on CUDA: noise of about 1e-3). A picture whose longest side is 224 already is
-padded to a square like any other, where the reference leaves it as it is and its network refuses it.
+Departures: fp32 (the reference runs under fp16 autocast on CUDA: noise of about 1e-3). A picture
+whose longest side is 224 already is padded to a square like any other, where the reference leaves
+it as it is and its network refuses it.
 """
 
 from __future__ import annotations
@@ -33,12 +38,25 @@ MD5 = {"v2": "fd9180de357abf01fdb4eaad64631db4", "v2.1": "4067542e34ba2553a738c5
 
 
 class Settings(Base):
-    version: Literal["v2", "v2.1"] = pydantic.Field("v2.1", description="Which of the two published models; their scores do not compare.")
-    weights: str = pydantic.Field(
-        "xswu/HPSv2", description="HPS_v2.1_compressed.pt (v2: HPS_v2_compressed.pt), a folder that holds it, or the hub's name for it."
+    version: Literal["v2", "v2.1"] = pydantic.Field(
+        "v2.1", description="Which of the two published models; their scores do not compare."
     )
-    antialias: bool = pydantic.Field(True, description="Resize as torchvision does since 0.17; false: as it did when the models were made.")
-    rounding: bool = pydantic.Field(True, description="Score what a saved PNG would show; false lets the gradient through.")
+    weights: str = pydantic.Field(
+        "xswu/HPSv2",
+        description=(
+            "HPS_v2.1_compressed.pt (v2: HPS_v2_compressed.pt), a folder that holds it, or the"
+            " hub's name for it."
+        ),
+    )
+    antialias: bool = pydantic.Field(
+        True,
+        description=(
+            "Resize as torchvision does since 0.17; false: as it did when the models were made."
+        ),
+    )
+    rounding: bool = pydantic.Field(
+        True, description="Score what a saved PNG would show; false lets the gradient through."
+    )
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
@@ -47,7 +65,10 @@ class Hpsv2(TwoTowers):
 
     Settings = Settings
     name = "hpsv2"
-    scale = "cosine of image and prompt embeddings, about 0.20 to 0.38 (v2.1) or 0.25 to 0.29 (v2); papers print it times 100"
+    scale = (
+        "cosine of image and prompt embeddings, about 0.20 to 0.38 (v2.1) or 0.25 to 0.29 (v2);"
+        " papers print it times 100"
+    )
     range = (-1.0, 1.0)
     quality = True
     architecture = "ViT-H-14"
@@ -79,7 +100,10 @@ def _check_version(path: Path, version: str) -> None:
         raise ValueError(f"{path} is HPS {other}, and reward.hpsv2.version={version}; {remedy}")
     if found != MD5[version]:
         known = f"the published HPS {version} has {MD5[version]}"
-        logger.warning(f"hpsv2: {path} has md5 {found}; {known}: its scores may not compare with published ones")
+        logger.warning(
+            f"hpsv2: {path} has md5 {found}; {known}: its scores may not compare with published"
+            " ones"
+        )
 
 
 REWARD = Hpsv2

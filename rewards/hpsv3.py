@@ -1,9 +1,10 @@
 """HPSv3 (arXiv:2508.03789): a human preference score from Qwen2-VL-7B with a Gaussian head.
 
-Reference: github.com/MizzenAI/HPSv3, `hpsv3/inference.py` and `hpsv3/model/qwen2vl_trainer.py`. The network reads the picture at 200,704
-pixels (sides of whole 28) and a long rubric with the prompt in it; at the token <|Reward|> its last hidden state gives (mu, log sigma) of a
-normal distribution of human preference. The reward is mu; "sigma" is shown by evaluation. The rubric belongs to the model and is read from
-a file. Departures are those of `_vlm`.
+Reference: github.com/MizzenAI/HPSv3, `hpsv3/inference.py` and `hpsv3/model/qwen2vl_trainer.py`. The
+network reads the picture at 200,704 pixels (sides of whole 28) and a long rubric with the prompt in
+it; at the token <|Reward|> its last hidden state gives (mu, log sigma) of a normal distribution of
+human preference. The reward is mu; "sigma" is shown by evaluation. The rubric belongs to the model
+and is read from a file. Departures are those of `_vlm`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,25 @@ from flowrl.rewards._weights import path_of, template, tensors
 from flowrl.types import MediaContext
 
 RUBRIC = "0393599dad45a971"
-ORIGIN = "the literal INSTRUCTION of hpsv3/dataset/data_collator_qwen.py in github.com/MizzenAI/HPSv3, with its empty first and last lines"
+ORIGIN = (
+    "the literal INSTRUCTION of hpsv3/dataset/data_collator_qwen.py in github.com/MizzenAI/HPSv3,"
+    " with its empty first and last lines"
+)
 
 
 class Settings(_vlm.Settings):
-    weights: str = pydantic.Field("MizzenAI/HPSv3", description="HPSv3.safetensors, its folder, or its hub repository.")
-    base: str = pydantic.Field(
-        "Qwen/Qwen2-VL-7B-Instruct", description="Configuration, tokenizer and chat template of the tuned model; no weights of it."
+    weights: str = pydantic.Field(
+        "MizzenAI/HPSv3", description="HPSv3.safetensors, its folder, or its hub repository."
     )
-    template: str | None = pydantic.Field(None, description=f"Text file with the model's rubric: {ORIGIN}.")
+    base: str = pydantic.Field(
+        "Qwen/Qwen2-VL-7B-Instruct",
+        description=(
+            "Configuration, tokenizer and chat template of the tuned model; no weights of it."
+        ),
+    )
+    template: str | None = pydantic.Field(
+        None, description=f"Text file with the model's rubric: {ORIGIN}."
+    )
 
 
 class HPSv3(Reward):
@@ -48,25 +59,44 @@ class HPSv3(Reward):
         path = path_of(s.weights, "HPSv3.safetensors", reward="hpsv3")
         state = tensors(path, under="model")
         self.head = _vlm.ranknet(state, "rm_head.", path=path)
-        self.vlm = _vlm.load_vlm(s.base, _vlm.backbone_state(state), tokens=[_vlm.TOKEN], dtype=s.dtype, path=path, reward="hpsv3")
+        self.vlm = _vlm.load_vlm(
+            s.base,
+            _vlm.backbone_state(state),
+            tokens=[_vlm.TOKEN],
+            dtype=s.dtype,
+            path=path,
+            reward="hpsv3",
+        )
         self.differentiable = not s.rounding
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         return self._gaussian(media, prompts)[0]
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
         return {"sigma": self._gaussian(media, prompts)[1]}
 
     def _gaussian(self, media: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
         """mu and sigma, (B,) fp32 each."""
         _pictures.refuse_gradient(self, media)
         frames = frames_of(media)
-        texts = [self.rubric.format(text_prompt=prompt) + _vlm.SUFFIX for prompt in prompts for _ in range(len(frames) // len(prompts))]
+        texts = [
+            self.rubric.format(text_prompt=prompt) + _vlm.SUFFIX
+            for prompt in prompts
+            for _ in range(len(frames) // len(prompts))
+        ]
         out = []
         for start in range(0, len(frames), self.settings.chunk):
             rows = slice(start, start + self.settings.chunk)
             pictures = _vlm.fitted(frames[rows], by="pil" if self.settings.rounding else "float")
-            out.append(self.head(self.vlm.hidden([[picture[None]] for picture in pictures], texts[rows])[:, 0]))
+            out.append(
+                self.head(
+                    self.vlm.hidden([[picture[None]] for picture in pictures], texts[rows])[:, 0]
+                )
+            )
         mu, log_sigma = torch.cat(out).unbind(1)
         return mean_of_frames(mu, media), mean_of_frames(log_sigma.exp(), media)
 

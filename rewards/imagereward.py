@@ -1,9 +1,12 @@
-"""ImageReward (arXiv:2304.05977): BLIP-large's text encoder reads the prompt while it looks at the picture; a linear head gives the reward.
+"""ImageReward (arXiv:2304.05977): BLIP-large's text encoder reads the prompt while it looks at the
+picture; a linear head gives the reward.
 
-After github.com/THUDM/ImageReward at 6d863e1, ImageReward/ImageReward.py: [CLS] of the last hidden state, five linear layers without any
-activation, then (x - mean) / std with the two constants of that file. The network is transformers' (see _blip). Differences: the tokenizer
-is built from bert-base-uncased's vocab.txt; every key of the checkpoint is checked, where the reference loads with strict=False; with
-rounding=False pictures are resized as tensors (antialiased bicubic, about 55 dB from PIL's), so that a gradient passes.
+After github.com/THUDM/ImageReward at 6d863e1, ImageReward/ImageReward.py: [CLS] of the last hidden
+state, five linear layers without any activation, then (x - mean) / std with the two constants of
+that file. The network is transformers' (see _blip). Differences: the tokenizer is built from
+bert-base-uncased's vocab.txt; every key of the checkpoint is checked, where the reference loads
+with strict=False; with rounding=False pictures are resized as tensors (antialiased bicubic, about
+55 dB from PIL's), so that a gradient passes.
 """
 
 from __future__ import annotations
@@ -21,24 +24,45 @@ from flowrl.rewards import _weights
 from flowrl.rewards._base import Reward
 from flowrl.rewards._base import Settings as Base
 from flowrl.rewards._blip import Blip, renamed
-from flowrl.rewards._pictures import cropped, frames_of, mean_of_frames, normalized, pil_cropped, refuse_gradient
+from flowrl.rewards._pictures import (
+    cropped,
+    frames_of,
+    mean_of_frames,
+    normalized,
+    pil_cropped,
+    refuse_gradient,
+)
 from flowrl.rewards._prompts import warn_cut
 from flowrl.types import MediaContext
 
 TOKENS = 35  # of a prompt, [CLS] and [SEP] among them
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output over the training set
-UNUSED = ("blip.vision_proj.", "blip.text_proj.", "blip.text.embeddings.position_ids")  # BLIP's contrastive heads, and a buffer
+UNUSED = (
+    "blip.vision_proj.",
+    "blip.text_proj.",
+    "blip.text.embeddings.position_ids",
+)  # BLIP's contrastive heads, and a buffer
 
 
 class Settings(Base):
-    weights: str = pydantic.Field("THUDM/ImageReward", description="Folder with ImageReward.pt and med_config.json, or a hub id.")
-    vocab: str = pydantic.Field("google-bert/bert-base-uncased", description="Folder with bert-base-uncased's vocab.txt, or a hub id.")
-    rounding: bool = pydantic.Field(True, description="Score what a saved PNG would show, by PIL; false lets the gradient through.")
+    weights: str = pydantic.Field(
+        "THUDM/ImageReward",
+        description="Folder with ImageReward.pt and med_config.json, or a hub id.",
+    )
+    vocab: str = pydantic.Field(
+        "google-bert/bert-base-uncased",
+        description="Folder with bert-base-uncased's vocab.txt, or a hub id.",
+    )
+    rounding: bool = pydantic.Field(
+        True,
+        description="Score what a saved PNG would show, by PIL; false lets the gradient through.",
+    )
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
 
 class ImageReward(Reward):
-    """Human preference for picture and prompt, z-scored over the training set: about -2.3 to 2; of a video, the mean over frames."""
+    """Human preference for picture and prompt, z-scored over the training set: about -2.3 to 2; of
+    a video, the mean over frames."""
 
     Settings = Settings
     name = "imagereward"
@@ -51,23 +75,37 @@ class ImageReward(Reward):
         from tokenizers import BertWordPieceTokenizer
 
         s = self.settings
-        checkpoint = _weights.path_of(s.weights, "ImageReward.pt", reward="imagereward", beside="med_config.json")
+        checkpoint = _weights.path_of(
+            s.weights, "ImageReward.pt", reward="imagereward", beside="med_config.json"
+        )
         source = str(checkpoint.parent) if Path(s.weights).expanduser().is_file() else s.weights
-        config = _weights.path_of(source, "med_config.json", reward="imagereward", beside="ImageReward.pt")
+        config = _weights.path_of(
+            source, "med_config.json", reward="imagereward", beside="ImageReward.pt"
+        )
         self.model = load_network(checkpoint, json.loads(config.read_text()))
         vocab = _weights.path_of(s.vocab, "vocab.txt", reward="imagereward", setting="vocab")
         self.tokenizer = BertWordPieceTokenizer(str(vocab), lowercase=True)
-        self.tokenizer.add_special_tokens(["[DEC]", "[ENC]"])  # BLIP's, read only where a prompt spells them
+        self.tokenizer.add_special_tokens(
+            ["[DEC]", "[ENC]"]
+        )  # BLIP's, read only where a prompt spells them
         self.differentiable = not s.rounding
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         refuse_gradient(self, media)
         frames, s = frames_of(media), self.settings
         ids, mask = (rows.to(media.device) for rows in self._tokens(prompts))
-        owner = torch.arange(len(prompts), device=media.device).repeat_interleave(len(frames) // len(prompts))
+        owner = torch.arange(len(prompts), device=media.device).repeat_interleave(
+            len(frames) // len(prompts)
+        )
         values = []
         for part, rows in zip(frames.split(s.chunk), owner.split(s.chunk), strict=True):
-            pixels = pil_cropped(part, self.model.blip.side) if s.rounding else cropped(part, self.model.blip.side)
+            pixels = (
+                pil_cropped(part, self.model.blip.side)
+                if s.rounding
+                else cropped(part, self.model.blip.side)
+            )
             values.append(self.model(normalized(pixels), ids[rows], mask[rows]))
         return mean_of_frames(torch.cat(values), media)
 
@@ -91,7 +129,8 @@ class ImageReward(Reward):
 
 
 class Network(nn.Module):
-    """BLIP and the head 768 -> 1024 -> 128 -> 64 -> 16 -> 1, dropouts between and no activation: affine when it scores."""
+    """BLIP and the head 768 -> 1024 -> 128 -> 64 -> 16 -> 1, dropouts between and no activation:
+    affine when it scores."""
 
     def __init__(self, blip: Blip):
         super().__init__()
@@ -108,15 +147,30 @@ class Network(nn.Module):
 
 
 def load_network(path: Path, med_config: dict[str, Any]) -> Network:
-    """ImageReward.pt: keys blip.visual_encoder.*, blip.text_encoder.*, mlp.layers.* -> the network, frozen."""
+    """ImageReward.pt: keys blip.visual_encoder.*, blip.text_encoder.*, mlp.layers.* -> the network,
+    frozen."""
     state = _weights.tensors(path)
-    blip = {key.removeprefix("blip."): value for key, value in state.items() if key.startswith("blip.")}
-    rest = {key.removeprefix("mlp."): value for key, value in state.items() if not key.startswith("blip.")}
+    blip = {
+        key.removeprefix("blip."): value for key, value in state.items() if key.startswith("blip.")
+    }
+    rest = {
+        key.removeprefix("mlp."): value
+        for key, value in state.items()
+        if not key.startswith("blip.")
+    }
     try:
         network = Network(Blip(blip, med_config))
     except KeyError as error:  # sizes are read off the tensors and the config
-        raise ValueError(f"{path} is no ImageReward checkpoint, or med_config.json not its config: no {error.args[0]}") from error
-    return _weights.fill(network, {**{f"blip.{key}": value for key, value in renamed(blip).items()}, **rest}, path=path, ignore=UNUSED)
+        raise ValueError(
+            f"{path} is no ImageReward checkpoint, or med_config.json not its config: no"
+            f" {error.args[0]}"
+        ) from error
+    return _weights.fill(
+        network,
+        {**{f"blip.{key}": value for key, value in renamed(blip).items()}, **rest},
+        path=path,
+        ignore=UNUSED,
+    )
 
 
 REWARD = ImageReward

@@ -1,4 +1,5 @@
-"""JPEG size of a picture (DDPO, arXiv:2305.13301): a reward that needs no network, and the classic first test of a training loop."""
+"""JPEG size of a picture (DDPO, arXiv:2305.13301): a reward that needs no network, and the classic
+first test of a training loop."""
 
 from __future__ import annotations
 
@@ -17,13 +18,18 @@ from flowrl.types import MediaContext
 
 
 class Settings(Base):
-    scale: Literal["flow_grpo", "ddpo"] = pydantic.Field("flow_grpo", description="flow_grpo divides kilobytes by 500; ddpo does not.")
-    goal: Literal["compressible", "incompressible"] = pydantic.Field("compressible", description="Small files are good, or large ones.")
+    scale: Literal["flow_grpo", "ddpo"] = pydantic.Field(
+        "flow_grpo", description="flow_grpo divides kilobytes by 500; ddpo does not."
+    )
+    goal: Literal["compressible", "incompressible"] = pydantic.Field(
+        "compressible", description="Small files are good, or large ones."
+    )
     quality: int = pydantic.Field(95, ge=1, le=100, description="JPEG quality given to PIL.")
 
 
 class Jpeg(Reward):
-    """Minus kilobytes (1000 bytes) as a JPEG of quality 95, over 500; of a video, the mean over frames.
+    """Minus kilobytes (1000 bytes) as a JPEG of quality 95, over 500; of a video, the mean over
+    frames.
 
     At 512 x 512 a flat grey is 4.7 kB and uniform noise 308 kB: rewards of -0.009 and -0.62.
     """
@@ -35,13 +41,22 @@ class Jpeg(Reward):
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
-        self.factor = (1 if s.goal == "incompressible" else -1) / (500 if s.scale == "flow_grpo" else 1)
-        sign, over = "minus " if s.goal == "compressible" else "", ", divided by 500" if s.scale == "flow_grpo" else ""
+        self.factor = (1 if s.goal == "incompressible" else -1) / (
+            500 if s.scale == "flow_grpo" else 1
+        )
+        sign, over = (
+            "minus " if s.goal == "compressible" else "",
+            (", divided by 500" if s.scale == "flow_grpo" else ""),
+        )
         self.scale = f"{sign}kilobytes at JPEG quality {s.quality}{over}"
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         frames = media.reshape(-1, *media.shape[-3:])
-        kilobytes = torch.tensor([jpeg_bytes(image, self.settings.quality) / 1000 for image in to_pil(frames)])
+        kilobytes = torch.tensor(
+            [jpeg_bytes(image, self.settings.quality) / 1000 for image in to_pil(frames)]
+        )
         return (self.factor * kilobytes.view(len(media), -1).mean(1)).to(media.device)
 
 

@@ -1,13 +1,16 @@
-"""MPS, the multi-dimensional preference score (Zhang et al., CVPR 2024): CLIP-H whose picture tokens attend to the prompt's.
+"""MPS, the multi-dimensional preference score (Zhang et al., CVPR 2024): CLIP-H whose picture
+tokens attend to the prompt's.
 
-After github.com/Kwai-Kolors/MPS at be9027f (eval_overall_mps_on_hpdv2.py) and its state-dict conversion in EasyAnimate
-(easyanimate/reward/MPS). A fixed condition sentence says which words of the prompt count: a token counts whose similarity to the condition
-is more than `threshold` of the prompt's most similar token. Score: exp(logit_scale) * cosine of prompt and fused picture.
+After github.com/Kwai-Kolors/MPS at be9027f (eval_overall_mps_on_hpdv2.py) and its state-dict
+conversion in EasyAnimate (easyanimate/reward/MPS). A fixed condition sentence says which words of
+the prompt count: a token counts whose similarity to the condition is more than `threshold` of the
+prompt's most similar token. Score: exp(logit_scale) * cosine of prompt and fused picture.
 
-Differences: the reference divides similarities by the maximum over the whole call, so that its scores depend on batch mates; here each
-prompt has its own maximum, which is the reference called with one prompt. fp32 unless `dtype` says otherwise (reference: fp16); rotary
-angles are always fp32 (the reference's are off by up to 0.1 radian). With rounding=False pictures are resized as tensors; EasyAnimate's
-differentiable path stretches them to 224 x 224 and drops the logit scale.
+Differences: the reference divides similarities by the maximum over the whole call, so that its
+scores depend on batch mates; here each prompt has its own maximum, which is the reference called
+with one prompt. fp32 unless `dtype` says otherwise (reference: fp16); rotary angles are always fp32
+(the reference's are off by up to 0.1 radian). With rounding=False pictures are resized as tensors;
+EasyAnimate's differentiable path stretches them to 224 x 224 and drops the logit scale.
 """
 
 from __future__ import annotations
@@ -24,31 +27,58 @@ from torch import Tensor, nn
 from flowrl.rewards import _weights
 from flowrl.rewards._base import Reward
 from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._pictures import cropped, frames_of, mean_of_frames, normalized, pil_cropped, refuse_gradient
+from flowrl.rewards._pictures import (
+    cropped,
+    frames_of,
+    mean_of_frames,
+    normalized,
+    pil_cropped,
+    refuse_gradient,
+)
 from flowrl.rewards._prompts import warn_cut
 from flowrl.types import MediaContext
 
 HEADS = 16  # of both towers of CLIP-H
 CONDITION = "b9d60155529e0ad3"  # sha256 of the overall condition, 182 bytes
-WHERE = "https://pai-aigc-photog.oss-cn-hangzhou.aliyuncs.com/easyanimate/Third_Party/MPS_overall.pth"
+WHERE = (
+    "https://pai-aigc-photog.oss-cn-hangzhou.aliyuncs.com/easyanimate/Third_Party/MPS_overall.pth"
+)
 
 
 class Settings(Base):
-    weights: str | None = pydantic.Field(None, description="MPS_overall.pth, the state dict, or the folder that holds it.")
+    weights: str | None = pydantic.Field(
+        None, description="MPS_overall.pth, the state dict, or the folder that holds it."
+    )
     tokenizer: str = pydantic.Field(
-        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", description="CLIP-H's tokenizer.json, a folder with it, or a hub id."
+        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        description="CLIP-H's tokenizer.json, a folder with it, or a hub id.",
     )
-    condition: str | None = pydantic.Field(None, description="Text file with the condition sentence of the reference's evaluation script.")
+    condition: str | None = pydantic.Field(
+        None,
+        description="Text file with the condition sentence of the reference's evaluation script.",
+    )
     threshold: float = pydantic.Field(
-        0.3, ge=0, lt=1, description="Relative similarity from which a word counts: 0.3 in the evaluation scripts, 0.01 in training."
+        0.3,
+        ge=0,
+        lt=1,
+        description=(
+            "Relative similarity from which a word counts: 0.3 in the evaluation scripts, 0.01 in"
+            " training."
+        ),
     )
-    dtype: Literal["float32", "float16", "bfloat16"] = pydantic.Field("float32", description="Of the network; the reference: float16.")
-    rounding: bool = pydantic.Field(True, description="Score what a saved PNG would show, by PIL; false lets the gradient through.")
+    dtype: Literal["float32", "float16", "bfloat16"] = pydantic.Field(
+        "float32", description="Of the network; the reference: float16."
+    )
+    rounding: bool = pydantic.Field(
+        True,
+        description="Score what a saved PNG would show, by PIL; false lets the gradient through.",
+    )
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
 
 class Mps(Reward):
-    """exp(logit scale), about 100, times a cosine: about 5 to 15; two pictures of one prompt compare by the softmax of their scores."""
+    """exp(logit scale), about 100, times a cosine: about 5 to 15; two pictures of one prompt
+    compare by the softmax of their scores."""
 
     Settings = Settings
     name = "mps"
@@ -62,38 +92,67 @@ class Mps(Reward):
 
         s = self.settings
         if s.weights is None:
-            raise ValueError(f"reward mps needs MPS_overall.pth: download {WHERE} and set reward.mps.weights=/path/to/MPS_overall.pth")
+            raise ValueError(
+                f"reward mps needs MPS_overall.pth: download {WHERE} and set"
+                " reward.mps.weights=/path/to/MPS_overall.pth"
+            )
         path = _weights.path_of(s.weights, "MPS_overall.pth", reward="mps")
-        origin = "the condition sentence in eval_overall_mps_on_hpdv2.py of github.com/Kwai-Kolors/MPS"
-        condition = _weights.template(s.condition, sha256=CONDITION, reward="mps", setting="condition", origin=origin)
-        self.tokenizer = Tokenizer.from_file(str(_weights.path_of(s.tokenizer, "tokenizer.json", reward="mps", setting="tokenizer")))
+        origin = (
+            "the condition sentence in eval_overall_mps_on_hpdv2.py of github.com/Kwai-Kolors/MPS"
+        )
+        condition = _weights.template(
+            s.condition, sha256=CONDITION, reward="mps", setting="condition", origin=origin
+        )
+        self.tokenizer = Tokenizer.from_file(
+            str(_weights.path_of(s.tokenizer, "tokenizer.json", reward="mps", setting="tokenizer"))
+        )
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         state = renamed(_weights.tensors(path))
         try:
             network = Network(state)
         except KeyError as error:  # sizes are read off the tensors
-            raise ValueError(f"{path} is no state dict of MPS: it has no {error.args[0]}; {WHERE} is one") from error
-        ignore = tuple(f"clip.{tower}_model.embeddings.position_ids" for tower in ("text", "vision"))
-        self.model = _weights.fill(network, state, path=path, ignore=ignore).to(getattr(torch, s.dtype))
+            raise ValueError(
+                f"{path} is no state dict of MPS: it has no {error.args[0]}; {WHERE} is one"
+            ) from error
+        ignore = tuple(
+            f"clip.{tower}_model.embeddings.position_ids" for tower in ("text", "vision")
+        )
+        self.model = _weights.fill(network, state, path=path, ignore=ignore).to(
+            getattr(torch, s.dtype)
+        )
         self.condition = self._tokens([condition])
         self.differentiable = not s.rounding
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         refuse_gradient(self, media)
         frames, s = frames_of(media), self.settings
         distinct = list(dict.fromkeys(prompts))
         ids = self._tokens(distinct)
         condition, _ = self.model.words(self.condition.to(media.device))
-        words, sentence = (torch.cat(found) for found in zip(*map(self.model.words, ids.to(media.device).split(s.chunk)), strict=True))
+        words, sentence = (
+            torch.cat(found)
+            for found in zip(
+                *map(self.model.words, ids.to(media.device).split(s.chunk)), strict=True
+            )
+        )
         counts = counted(words, condition[0], s.threshold)
         index = torch.tensor([distinct.index(prompt) for prompt in prompts], device=media.device)
         owner = index.repeat_interleave(len(frames) // len(prompts))
         values = []
         for part, rows in zip(frames.split(s.chunk), owner.split(s.chunk), strict=True):
-            pixels = pil_cropped(part, self.model.side, floor=True) if s.rounding else cropped(part, self.model.side, floor=True)
+            pixels = (
+                pil_cropped(part, self.model.side, floor=True)
+                if s.rounding
+                else cropped(part, self.model.side, floor=True)
+            )
             fused = self.model.fuse(normalized(pixels), words[rows], counts[rows])
-            values.append(self.model.clip.logit_scale.float().exp() * F.cosine_similarity(fused.float(), sentence[rows].float()))
+            values.append(
+                self.model.clip.logit_scale.float().exp()
+                * F.cosine_similarity(fused.float(), sentence[rows].float())
+            )
         return mean_of_frames(torch.cat(values), media)
 
     def expect(self, prompts: Sequence[str]) -> None:
@@ -113,13 +172,15 @@ class Mps(Reward):
 
 
 def counted(words: Tensor, condition: Tensor, threshold: float) -> Tensor:
-    """Which tokens of a prompt count. words (B, L, d), condition (M, d) -> (B, L) bool; the most similar one always does."""
+    """Which tokens of a prompt count. words (B, L, d), condition (M, d) -> (B, L) bool; the most
+    similar one always does."""
     similarity = (words @ condition.T).amax(2)
     return similarity / similarity.amax(1, keepdim=True) > threshold
 
 
 class Network(nn.Module):
-    """CLIP with all tokens projected, and the layers in which picture tokens attend to the prompt's."""
+    """CLIP with all tokens projected, and the layers in which picture tokens attend to the
+    prompt's."""
 
     def __init__(self, state: Mapping[str, Tensor]):
         """state: in this module's names (see renamed), read for sizes."""
@@ -127,74 +188,129 @@ class Network(nn.Module):
         from transformers import CLIPConfig, CLIPModel
 
         def tower(name: str, width: int) -> dict[str, Any]:
-            layers = {key.split(".")[4] for key in state if key.startswith(f"clip.{name}_model.encoder.layers.")}
+            layers = {
+                key.split(".")[4]
+                for key in state
+                if key.startswith(f"clip.{name}_model.encoder.layers.")
+            }
             inner = state[f"clip.{name}_model.encoder.layers.0.mlp.fc1.weight"].shape[0]
-            return {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": len(layers), "num_attention_heads": HEADS,
-                    "hidden_act": "gelu", "projection_dim": dim}  # fmt: skip
+            return {
+                "hidden_size": width,
+                "intermediate_size": inner,
+                "num_hidden_layers": len(layers),
+                "num_attention_heads": HEADS,
+                "hidden_act": "gelu",
+                "projection_dim": dim,
+            }
 
         dim = state["clip.text_projection.weight"].shape[0]
         vocabulary, width = state["clip.text_model.embeddings.token_embedding.weight"].shape
         self.length = state["clip.text_model.embeddings.position_embedding.weight"].shape[0]
         patches = state["clip.vision_model.embeddings.patch_embedding.weight"].shape
-        self.side = round((state["clip.vision_model.embeddings.position_embedding.weight"].shape[0] - 1) ** 0.5) * patches[-1]
-        self.clip = CLIPModel(CLIPConfig(
-            text_config={**tower("text", width), "vocab_size": vocabulary, "max_position_embeddings": self.length},
-            vision_config={**tower("vision", patches[0]), "image_size": self.side, "patch_size": patches[-1]}, projection_dim=dim,
-        ))  # fmt: skip
+        self.side = (
+            round(
+                (state["clip.vision_model.embeddings.position_embedding.weight"].shape[0] - 1)
+                ** 0.5
+            )
+            * patches[-1]
+        )
+        self.clip = CLIPModel(
+            CLIPConfig(
+                text_config={
+                    **tower("text", width),
+                    "vocab_size": vocabulary,
+                    "max_position_embeddings": self.length,
+                },
+                vision_config={
+                    **tower("vision", patches[0]),
+                    "image_size": self.side,
+                    "patch_size": patches[-1],
+                },
+                projection_dim=dim,
+            )
+        )
         layers = {key.split(".")[1] for key in state if key.startswith("cross.")}
         self.cross = nn.ModuleList(Layer(state, f"cross.{i}.") for i in range(len(layers)))
 
     def words(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, L) -> every token projected (B, L, d), and that of the end of the text (B, d): the first of the highest id."""
+        """ids (B, L) -> every token projected (B, L, d), and that of the end of the text (B, d):
+        the first of the highest id."""
         tokens = self.clip.text_projection(self.clip.text_model(input_ids=ids).last_hidden_state)
         return tokens, tokens[torch.arange(len(ids), device=ids.device), ids.argmax(1)]
 
     def fuse(self, pixels: Tensor, words: Tensor, counts: Tensor) -> Tensor:
-        """pixels (n, 3, side, side), words (n, L, d), counts (n, L) -> the picture's class token after attending to words (n, d)."""
-        # as in the reference, tokens are projected without the LayerNorm that CLIP has before its projection
-        tokens = self.clip.visual_projection(self.clip.vision_model(pixel_values=pixels.to(words.dtype)).last_hidden_state)
+        """pixels (n, 3, side, side), words (n, L, d), counts (n, L) -> the picture's class token
+        after attending to words (n, d)."""
+        # as in the reference, tokens are projected without the LayerNorm that CLIP has before its
+        # projection
+        tokens = self.clip.visual_projection(
+            self.clip.vision_model(pixel_values=pixels.to(words.dtype)).last_hidden_state
+        )
         for layer in self.cross:
             tokens = layer(tokens, words, counts)
         return tokens[:, 0]
 
 
 class Layer(nn.Module):
-    """Cross attention to the words, then a block of self attention, each beside its feed-forward; one head of keys and values (PaLM's)."""
+    """Cross attention to the words, then a block of self attention, each beside its feed-forward;
+    one head of keys and values (PaLM's)."""
 
     def __init__(self, state: Mapping[str, Tensor], prefix: str):
         super().__init__()
         inner, dim = state[f"{prefix}attend.to_q.weight"].shape
-        head, hidden = state[f"{prefix}attend.to_kv.weight"].shape[0] // 2, state[f"{prefix}attend.ff.2.weight"].shape[1]
-        self.attend = nn.ModuleDict({
-            "norm": nn.LayerNorm(dim), "to_q": _linear(dim, inner), "to_kv": _linear(dim, 2 * head), "to_out": _linear(inner, dim),
-            "ff": nn.Sequential(_linear(dim, 2 * hidden), SwiGlu(), _linear(hidden, dim)),
-        })  # fmt: skip
+        head, hidden = (
+            state[f"{prefix}attend.to_kv.weight"].shape[0] // 2,
+            state[f"{prefix}attend.ff.2.weight"].shape[1],
+        )
+        self.attend = nn.ModuleDict(
+            {
+                "norm": nn.LayerNorm(dim),
+                "to_q": _linear(dim, inner),
+                "to_kv": _linear(dim, 2 * head),
+                "to_out": _linear(inner, dim),
+                "ff": nn.Sequential(_linear(dim, 2 * hidden), SwiGlu(), _linear(hidden, dim)),
+            }
+        )
         self.parts = (inner, head, head, 2 * hidden)
-        self.block = nn.ModuleDict({
-            "norm": nn.LayerNorm(dim), "fused_attn_ff_proj": _linear(dim, sum(self.parts)), "attn_out": _linear(inner, dim),
-            "ff_out": nn.Sequential(SwiGlu(), _linear(hidden, dim)),
-        })  # fmt: skip
+        self.block = nn.ModuleDict(
+            {
+                "norm": nn.LayerNorm(dim),
+                "fused_attn_ff_proj": _linear(dim, sum(self.parts)),
+                "attn_out": _linear(inner, dim),
+                "ff_out": nn.Sequential(SwiGlu(), _linear(hidden, dim)),
+            }
+        )
 
     def forward(self, x: Tensor, words: Tensor, counts: Tensor) -> Tensor:
         """x (n, tokens, d), words (n, L, d), counts (n, L) -> (n, tokens, d)."""
         a, b = self.attend, self.block
         normal = a["norm"](x)
         key, value = a["to_kv"](words).chunk(2, dim=-1)
-        x = x + a["to_out"](_attention(a["to_q"](normal), key, value, counts[:, None, None])) + a["ff"](normal)
+        x = (
+            x
+            + a["to_out"](_attention(a["to_q"](normal), key, value, counts[:, None, None]))
+            + a["ff"](normal)
+        )
         query, key, value, ff = b["fused_attn_ff_proj"](b["norm"](x)).split(self.parts, dim=-1)
         query, key = self._turned(query), self._turned(key)
         return x + b["attn_out"](_attention(query, key, value)) + b["ff_out"](ff)
 
     def _turned(self, x: Tensor) -> Tensor:
-        """Rotary positions (arXiv:2104.09864), each head of x (n, tokens, heads * head) turned; halves, not neighbours, are the pairs."""
+        """Rotary positions (arXiv:2104.09864), each head of x (n, tokens, heads * head) turned;
+        halves, not neighbours, are the pairs."""
         head = self.parts[1]
         heads = x.unflatten(2, (-1, 2, head // 2))
-        # fp32 in any network: bf16 would turn the 257th token by half a radian too much or too little
-        frequency = 10000.0 ** -(torch.arange(0, head, 2, device=x.device, dtype=torch.float32) / head)
+        # fp32 in any network: bf16 would turn the 257th token by half a radian too much or too
+        # little
+        frequency = 10000.0 ** -(
+            torch.arange(0, head, 2, device=x.device, dtype=torch.float32) / head
+        )
         angle = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None] * frequency
         cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
         first, second = heads.unbind(3)
-        return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=3).flatten(2)
+        return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=3).flatten(
+            2
+        )
 
 
 class SwiGlu(nn.Module):
@@ -206,10 +322,13 @@ class SwiGlu(nn.Module):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """query (n, q, heads * head), one head of key and value (n, k, head) -> (n, q, heads * head)."""
+    """query (n, q, heads * head), one head of key and value (n, k, head) -> (n, q, heads *
+    head)."""
     heads = query.unflatten(2, (-1, key.shape[-1])).transpose(1, 2)
     key, value = (one[:, None].expand(-1, heads.shape[1], -1, -1) for one in (key, value))
-    return F.scaled_dot_product_attention(heads, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+    return (
+        F.scaled_dot_product_attention(heads, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
+    )
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -217,7 +336,8 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reference's state dict (model.*, cross_model.layers.I.{0,1}.fn.*) in the names of Network, which computes rotary frequencies."""
+    """The reference's state dict (model.*, cross_model.layers.I.{0,1}.fn.*) in the names of
+    Network, which computes rotary frequencies."""
     out = {}
     for key, value in state.items():
         if re.fullmatch(r"cross_model\.layers\.\d+\.1\.fn\.rotary_emb\.inv_freq", key):

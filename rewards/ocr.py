@@ -1,11 +1,16 @@
-"""Is the text that a prompt asks for in the picture? Text recognition and an edit distance (Flow-GRPO, arXiv:2505.05470).
+"""Is the text that a prompt asks for in the picture? Text recognition and an edit distance
+(Flow-GRPO, arXiv:2505.05470).
 
-Reference: yifan123/flow_grpo, flow_grpo/ocr.py. The formula is its own: spaces removed, lower case; distance 0 if the target is contained
-in what was read, else Levenshtein's, at most the target's length; reward 1 - distance / length. Departures:
-* the engine is RapidOCR by default (PP-OCRv4 by onnxruntime, its models inside the package); engine=paddle is the reference's;
-* an engine that fails makes the sample NaN, not 0; a prompt with an unclosed quote or nothing between its quotes is refused;
+Reference: yifan123/flow_grpo, flow_grpo/ocr.py. The formula is its own: spaces removed, lower case;
+distance 0 if the target is contained in what was read, else Levenshtein's, at most the target's
+length; reward 1 - distance / length. Departures:
+* the engine is RapidOCR by default (PP-OCRv4 by onnxruntime, its models inside the package);
+  engine=paddle is the reference's;
+* an engine that fails makes the sample NaN, not 0; a prompt with an unclosed quote or nothing
+  between its quotes is refused;
 * engines get BGR arrays, as they expect (the reference gives RGB);
-* of a video the mean over frames, by the same formula (the reference drops frames of reward 0 and does not look for containment).
+* of a video the mean over frames, by the same formula (the reference drops frames of reward 0 and
+  does not look for containment).
 """
 
 from __future__ import annotations
@@ -34,28 +39,49 @@ Engine = Callable[[np.ndarray], str]  # (H, W, 3) uint8 BGR -> all text in the p
 
 
 class Settings(Base):
-    engine: Literal["rapidocr", "paddle"] = pydantic.Field("rapidocr", description="What reads: RapidOCR (extra ocr) or PaddleOCR.")
-    target: Literal["quoted", "prompt"] = pydantic.Field(
-        "quoted", description="What should be read: the text between the first double quotes, or the whole prompt (Flow-Factory)."
+    engine: Literal["rapidocr", "paddle"] = pydantic.Field(
+        "rapidocr", description="What reads: RapidOCR (extra ocr) or PaddleOCR."
     )
-    threads: int = pydantic.Field(4, ge=1, le=256, description="Pictures read at the same time, each by its own engine on one core.")
-    every: int = pydantic.Field(1, ge=1, description="Of a video, read every n-th frame (Flow-GRPO: 4).")
+    target: Literal["quoted", "prompt"] = pydantic.Field(
+        "quoted",
+        description=(
+            "What should be read: the text between the first double quotes, or the whole prompt"
+            " (Flow-Factory)."
+        ),
+    )
+    threads: int = pydantic.Field(
+        4,
+        ge=1,
+        le=256,
+        description="Pictures read at the same time, each by its own engine on one core.",
+    )
+    every: int = pydantic.Field(
+        1, ge=1, description="Of a video, read every n-th frame (Flow-GRPO: 4)."
+    )
 
 
 class Ocr(Reward):
-    """1 - distance / length of the text asked for, in [0, 1]; 1 if it was read anywhere. meta["text"] overrides the prompt."""
+    """1 - distance / length of the text asked for, in [0, 1]; 1 if it was read anywhere.
+    meta["text"] overrides the prompt."""
 
     Settings = Settings
     name = "ocr"
-    scale = "0 to 1: 1 if the text asked for was read, else 1 minus the edit distance over its length, at least 0"
+    scale = (
+        "0 to 1: 1 if the text asked for was read, else 1 minus the edit distance over its length,"
+        " at least 0"
+    )
     range = (0.0, 1.0)
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
-        self._make: Callable[[], Engine] = {"rapidocr": _rapidocr, "paddle": _paddle}[self.settings.engine]
+        self._make: Callable[[], Engine] = {"rapidocr": _rapidocr, "paddle": _paddle}[
+            self.settings.engine
+        ]
         self._idle: queue.LifoQueue[Engine] = queue.LifoQueue()
         self._idle.put(self._make())  # now, so that a missing package is said at start-up
-        self._pool = ThreadPoolExecutor(self.settings.threads) if self.settings.threads > 1 else None
+        self._pool = (
+            ThreadPoolExecutor(self.settings.threads) if self.settings.threads > 1 else None
+        )
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         try:
@@ -65,35 +91,54 @@ class Ocr(Reward):
         return None
 
     def target(self, prompt: str, meta: Mapping[str, Any]) -> str:
-        """What should be read, spaces removed and in lower case; ValueError where there is nothing."""
+        """What should be read, spaces removed and in lower case; ValueError where there is
+        nothing."""
         text = meta.get("text")
         if text is None:
             text = prompt if self.settings.target == "prompt" else _quoted(prompt)
         if not isinstance(text, str) or not plain(text):
-            raise ValueError(f'the text asked for by "{prompt}" is {text!r}; give it at least one character that is no space')
+            raise ValueError(
+                f'the text asked for by "{prompt}" is {text!r}; give it at least one character that'
+                " is no space"
+            )
         return plain(text)
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
-        metas = context.meta if context is not None and context.meta is not None else [{}] * len(prompts)
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
+        metas = (
+            context.meta
+            if context is not None and context.meta is not None
+            else [{}] * len(prompts)
+        )
         targets = [self.target(prompt, meta) for prompt, meta in zip(prompts, metas, strict=True)]
         shown = media[:, :: self.settings.every] if media.ndim == 5 else media
         frames = to_uint8(frames_of(shown))[:, [2, 1, 0]].permute(0, 2, 3, 1).cpu().numpy()  # BGR
         run = map if self._pool is None else self._pool.map
         texts = list(run(self.read, frames))
         each = len(frames) // len(targets)
-        values = [math.nan if text is None else score(text, targets[i // each]) for i, text in enumerate(texts)]
+        values = [
+            math.nan if text is None else score(text, targets[i // each])
+            for i, text in enumerate(texts)
+        ]
         return mean_of_frames(torch.tensor(values, device=media.device), media)
 
     def read(self, picture: np.ndarray) -> str | None:
-        """All text in a picture (H, W, 3) uint8 BGR, as the engine gives it; None where the engine failed."""
+        """All text in a picture (H, W, 3) uint8 BGR, as the engine gives it; None where the engine
+        failed."""
         try:  # an engine keeps the size of the picture while it reads: no two threads share one
             engine = self._idle.get_nowait()
         except queue.Empty:
             engine = self._make()
         try:
             return engine(np.ascontiguousarray(picture))
-        except Exception as error:  # engines fail in their own ways on odd pictures; the sample is NaN and counted
-            logger.warning(f"ocr: {self.settings.engine} failed on a picture of shape {picture.shape}: {type(error).__name__}: {error}")
+        except (
+            Exception
+        ) as error:  # engines fail in their own ways on odd pictures; the sample is NaN and counted
+            logger.warning(
+                f"ocr: {self.settings.engine} failed on a picture of shape {picture.shape}:"
+                f" {type(error).__name__}: {error}"
+            )
             return None
         finally:
             self._idle.put(engine)
@@ -124,7 +169,10 @@ def _quoted(prompt: str) -> str:
     parts = prompt.split('"')
     if len(parts) < 3:
         has = "no double quotes" if len(parts) == 1 else "a double quote that is never closed"
-        remedy = 'put the text to be drawn between two ("), give each prompt a "text", or set reward.ocr.target=prompt'
+        remedy = (
+            'put the text to be drawn between two ("), give each prompt a "text", or set'
+            " reward.ocr.target=prompt"
+        )
         raise ValueError(f"the prompt {prompt!r} has {has}; {remedy}")
     return parts[1]
 
@@ -132,7 +180,9 @@ def _quoted(prompt: str) -> str:
 def _rapidocr() -> Engine:
     from rapidocr_onnxruntime import RapidOCR
 
-    engine = RapidOCR(intra_op_num_threads=1, inter_op_num_threads=1)  # one core: sums are in one order, whatever `threads` is
+    engine = RapidOCR(
+        intra_op_num_threads=1, inter_op_num_threads=1
+    )  # one core: sums are in one order, whatever `threads` is
 
     def read(picture: np.ndarray) -> str:
         lines, _ = engine(picture, use_cls=False)  # no angle classifier, as in the reference
@@ -145,11 +195,21 @@ def _paddle() -> Engine:
     import paddleocr
 
     if hasattr(paddleocr.PaddleOCR, "predict"):  # PaddleOCR 3
-        engine = paddleocr.PaddleOCR(lang="en", use_doc_orientation_classify=False, use_doc_unwarping=False, use_textline_orientation=False)
+        engine = paddleocr.PaddleOCR(
+            lang="en",
+            use_doc_orientation_classify=False,
+            use_doc_unwarping=False,
+            use_textline_orientation=False,
+        )
 
         def read(picture: np.ndarray) -> str:
             pages = engine.predict(picture)
-            return "".join(text for page in pages for text, sure in zip(page["rec_texts"], page["rec_scores"], strict=True) if sure > 0)
+            return "".join(
+                text
+                for page in pages
+                for text, sure in zip(page["rec_texts"], page["rec_scores"], strict=True)
+                if sure > 0
+            )
 
     else:  # 2.9.1, the reference's
         engine = paddleocr.PaddleOCR(lang="en", use_angle_cls=False, show_log=False)

@@ -1,11 +1,14 @@
-"""PickScore (Pick-a-Pic, arXiv:2305.01569): a CLIP ViT-H/14 tuned on half a million choices between two pictures of a prompt.
+"""PickScore (Pick-a-Pic, arXiv:2305.01569): a CLIP ViT-H/14 tuned on half a million choices between
+two pictures of a prompt.
 
-score = exp(logit_scale) * cos(picture, prompt); the temperature is 100, so 18 to 24. Two pictures of one prompt: the first is preferred
-with probability sigmoid(score_1 - score_2). Reference: github.com/yuvalkirstain/PickScore; peers differ in the scale only.
+score = exp(logit_scale) * cos(picture, prompt); the temperature is 100, so 18 to 24. Two pictures
+of one prompt: the first is preferred with probability sigmoid(score_1 - score_2). Reference:
+github.com/yuvalkirstain/PickScore; peers differ in the scale only.
 
-Departures: prompts are padded to 77 tokens and not to the longest of the batch, which leaves an embedding as it is, since CLIP's text tower
-looks backwards only. Frozen in fp32 (no peer casts it). With rounding=False the resize is torchvision's on floats instead of PIL's on
-bytes (57 dB apart on a photo), and a gradient passes.
+Departures: prompts are padded to 77 tokens and not to the longest of the batch, which leaves an
+embedding as it is, since CLIP's text tower looks backwards only. Frozen in fp32 (no peer casts it).
+With rounding=False the resize is torchvision's on floats instead of PIL's on bytes (57 dB apart on
+a photo), and a gradient passes.
 """
 
 from __future__ import annotations
@@ -25,25 +28,42 @@ SCALES = {
     "mix_grpo": "(PickScore - 18) / 8, about 0 to 0.75 (MixGRPO)",
     "cosine": "cosine of image and prompt embeddings, about 0.18 to 0.24 (DanceGRPO, Pref-GRPO)",
 }
-AFFINE = {"raw": (0.0, 1.0), "flow_grpo": (0.0, 26.0), "mix_grpo": (18.0, 8.0)}  # (score - first) / second
+AFFINE = {
+    "raw": (0.0, 1.0),
+    "flow_grpo": (0.0, 26.0),
+    "mix_grpo": (18.0, 8.0),
+}  # (score - first) / second
 
 
 class Settings(Base):
     scale: Literal["raw", "flow_grpo", "mix_grpo", "cosine"] = pydantic.Field(
-        "raw", description="raw is exp(logit_scale) * cosine; flow_grpo divides it by 26; mix_grpo gives (score - 18) / 8; cosine is bare."
+        "raw",
+        description=(
+            "raw is exp(logit_scale) * cosine; flow_grpo divides it by 26; mix_grpo gives (score -"
+            " 18) / 8; cosine is bare."
+        ),
     )
-    weights: str = pydantic.Field("yuvalkirstain/PickScore_v1", description="A folder with the CLIP model, or its name on the hub.")
+    weights: str = pydantic.Field(
+        "yuvalkirstain/PickScore_v1",
+        description="A folder with the CLIP model, or its name on the hub.",
+    )
     tokenizer: str = pydantic.Field(
-        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", description="A folder with the CLIP tokenizer, or its name on the hub."
+        "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
+        description="A folder with the CLIP tokenizer, or its name on the hub.",
     )
     rounding: bool = pydantic.Field(
-        True, description="Score what a saved PNG would show, resized by PIL; false resizes floats and lets the gradient through."
+        True,
+        description=(
+            "Score what a saved PNG would show, resized by PIL; false resizes floats and lets the"
+            " gradient through."
+        ),
     )
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
 class PickScore(TwoTowers):
-    """exp(logit_scale) * cosine of picture and prompt, 18 to 24; of a video, the mean over frames."""
+    """exp(logit_scale) * cosine of picture and prompt, 18 to 24; of a video, the mean over
+    frames."""
 
     Settings = Settings
     name = "pickscore"

@@ -1,5 +1,6 @@
-"""A Bradley-Terry head on CLIP features, trained on pairs by scripts/train_preference.py: one score for each aspect, as VisionPrefer
-(arXiv:2404.15100) has them. Without settings it is the head of the shapes world, trained on synthetic preferences, and needs no network.
+"""A Bradley-Terry head on CLIP features, trained on pairs by scripts/train_preference.py: one score
+for each aspect, as VisionPrefer (arXiv:2404.15100) has them. Without settings it is the head of the
+shapes world, trained on synthetic preferences, and needs no network.
 """
 
 from __future__ import annotations
@@ -22,23 +23,37 @@ from flowrl.types import MediaContext
 
 class Settings(_base.Settings):
     weights: str | None = pydantic.Field(
-        None, description="Folder (or hub repository) of a head, config.json and head.safetensors; null: the head of the shapes world."
+        None,
+        description=(
+            "Folder (or hub repository) of a head, config.json and head.safetensors; null: the head"
+            " of the shapes world."
+        ),
     )
     aspect: str | dict[str, float] | None = pydantic.Field(
         None, description="An aspect, or a weight for each of several; null: the mean over all."
     )
     backbone: str | None = pydantic.Field(
-        None, description="As clip.model, to take instead of the CLIP that the head names: the same network, kept elsewhere."
+        None,
+        description=(
+            "As clip.model, to take instead of the CLIP that the head names: the same network, kept"
+            " elsewhere."
+        ),
     )
-    pretrained: str | None = pydantic.Field(None, description="Weights of that backbone, as clip.pretrained; null: its own.")
-    rounding: bool = pydantic.Field(True, description="Score what a saved PNG would show; false lets the gradient through.")
+    pretrained: str | None = pydantic.Field(
+        None, description="Weights of that backbone, as clip.pretrained; null: its own."
+    )
+    rounding: bool = pydantic.Field(
+        True, description="Score what a saved PNG would show; false lets the gradient through."
+    )
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
 class Preference(_base.Reward):
-    """Log-odds: sigmoid(score(a) - score(b)) is the probability that a is preferred to b for the same prompt.
+    """Log-odds: sigmoid(score(a) - score(b)) is the probability that a is preferred to b for the
+    same prompt.
 
-    Of a video, the mean over frames. The zero is arbitrary; scores of different prompts need not compare.
+    Of a video, the mean over frames. The zero is arbitrary; scores of different prompts need not
+    compare.
     """
 
     Settings = Settings
@@ -49,17 +64,29 @@ class Preference(_base.Reward):
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
-        self.head, self.config = load_head(path_of(s.weights, reward="preference") if s.weights else EMBEDDED)
+        self.head, self.config = load_head(
+            path_of(s.weights, reward="preference") if s.weights else EMBEDDED
+        )
         self.weights = self._weights_of(s.aspect)
         if s.pretrained and not s.backbone:
-            raise ValueError(f"reward.preference.pretrained={s.pretrained} goes with reward.preference.backbone, which is not set")
-        chosen = (s.backbone, s.pretrained) if s.backbone else (self.config.model, self.config.pretrained)
+            raise ValueError(
+                f"reward.preference.pretrained={s.pretrained} goes with reward.preference.backbone,"
+                " which is not set"
+            )
+        chosen = (
+            (s.backbone, s.pretrained)
+            if s.backbone
+            else (self.config.model, self.config.pretrained)
+        )
         self.backbone = Backbone(*chosen, rounding=s.rounding, chunk=s.chunk)
         if self.backbone.width != self.config.width:
-            head, trained = s.weights or "the shapes world", " ".join(filter(None, (self.config.model, self.config.pretrained)))
+            head, trained = (
+                s.weights or "the shapes world",
+                " ".join(filter(None, (self.config.model, self.config.pretrained))),
+            )
             raise ValueError(
-                f'the CLIP "{chosen[0]}" embeds into {self.backbone.width} numbers, and the head of {head} reads {self.config.width}: '
-                f"it was trained on {trained}"
+                f'the CLIP "{chosen[0]}" embeds into {self.backbone.width} numbers, and the head of'
+                f" {head} reads {self.config.width}: it was trained on {trained}"
             )
         self.reads_prompt = self.config.features != ["image"]
         self.differentiable = not s.rounding
@@ -73,31 +100,51 @@ class Preference(_base.Reward):
         if self.reads_prompt:
             self.backbone.expect(prompts)
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         parts = self.parts(media, prompts, context)
         return torch.stack([weight * parts[name] for name, weight in self.weights.items()]).sum(0)
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
         """Every aspect of the head, whatever the settings ask for: name -> (B,) log-odds."""
         refuse_gradient(self, media)
         image = self.backbone.pictures(frames_of(media))
         if self.reads_prompt:
-            text = self.backbone.prompts(prompts, media.device).repeat_interleave(len(image) // len(prompts), 0)
+            text = self.backbone.prompts(prompts, media.device).repeat_interleave(
+                len(image) // len(prompts), 0
+            )
         else:
             text = torch.zeros_like(image)
         scores = self.head(self.head.inputs(image, text))
-        return {name: mean_of_frames(scores[:, i], media) for i, name in enumerate(self.config.aspects)}
+        return {
+            name: mean_of_frames(scores[:, i], media) for i, name in enumerate(self.config.aspects)
+        }
 
     def _weights_of(self, aspect: str | dict[str, float] | None) -> dict[str, float]:
         names = self.config.aspects
-        weights = dict.fromkeys(names, 1 / len(names)) if aspect is None else {aspect: 1.0} if isinstance(aspect, str) else aspect
+        weights = (
+            dict.fromkeys(names, 1 / len(names))
+            if aspect is None
+            else {aspect: 1.0}
+            if isinstance(aspect, str)
+            else aspect
+        )
         for name, weight in weights.items():
             if name not in names:
-                raise ValueError(f'reward.preference.aspect: the head has no aspect "{name}"{did_you_mean(name, names)}')
+                raise ValueError(
+                    "reward.preference.aspect: the head has no aspect"
+                    f' "{name}"{did_you_mean(name, names)}'
+                )
             if not math.isfinite(weight):
                 raise ValueError(f"reward.preference.aspect.{name}={weight} is not a finite number")
         if not weights:
-            raise ValueError(f"reward.preference.aspect is empty; give one of {', '.join(names)}, or a weight for some of them")
+            raise ValueError(
+                f"reward.preference.aspect is empty; give one of {', '.join(names)}, or a weight"
+                " for some of them"
+            )
         return weights
 
 

@@ -1,8 +1,9 @@
 """Rank within a group by any other reward: what is left of a score when only the order counts.
 
-`flow_factory` is Flow-Factory's groupwise reward (github.com/X-GenGroup/Flow-Factory, rewards/pick_score.py), there of PickScore only: rank
-0 for the worst, over n. Departures: ties share their mean rank (there argsort breaks them by place in the batch); a sample that could not
-be scored takes no rank and is left out of n. `unit` equals win_rate with a hard pointwise judge.
+`flow_factory` is Flow-Factory's groupwise reward (github.com/X-GenGroup/Flow-Factory,
+rewards/pick_score.py), there of PickScore only: rank 0 for the worst, over n. Departures: ties
+share their mean rank (there argsort breaks them by place in the batch); a sample that could not be
+scored takes no rank and is left out of n. `unit` equals win_rate with a hard pointwise judge.
 """
 
 from __future__ import annotations
@@ -26,15 +27,24 @@ SCALES = {
 
 
 class Settings(Base):
-    reward: Any = pydantic.Field(None, description="Name of the pointwise reward to rank by; in Python also a loaded one, or a function.")
-    reward_settings: dict[str, Any] = pydantic.Field(default_factory=dict, description="Settings of that reward.")
+    reward: Any = pydantic.Field(
+        None,
+        description=(
+            "Name of the pointwise reward to rank by; in Python also a loaded one, or a function."
+        ),
+    )
+    reward_settings: dict[str, Any] = pydantic.Field(
+        default_factory=dict, description="Settings of that reward."
+    )
     form: Literal["flow_factory", "unit", "centred"] = pydantic.Field(
-        "flow_factory", description="flow_factory: rank / n; unit: rank / (n - 1); centred: from -1 to 1."
+        "flow_factory",
+        description="flow_factory: rank / n; unit: rank / (n - 1); centred: from -1 to 1.",
     )
 
 
 class Rank(Around):
-    """Rank of the inner reward among the members of the group; ties share their mean rank. NaN where fewer than two could be scored."""
+    """Rank of the inner reward among the members of the group; ties share their mean rank. NaN
+    where fewer than two could be scored."""
 
     Settings = Settings
     name = "rank"
@@ -43,14 +53,19 @@ class Rank(Around):
 
     def __init__(self, settings: Any = None):
         s = self.Settings() if settings is None else settings
-        super().__init__(s, load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward"))
+        super().__init__(
+            s, load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward")
+        )
         if not callable(self.inner):
             raise ValueError(
-                f"reward.rank.reward={type(self.inner).__name__} compares and gives no score; rank by a reward, or use win_rate"
+                f"reward.rank.reward={type(self.inner).__name__} compares and gives no score; rank"
+                " by a reward, or use win_rate"
             )
         self.scale, self.range = SCALES[s.form], (-1.0 if s.form == "centred" else 0.0, 1.0)
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         groups = groups_of(prompts, context, reward=self.name)
         values = self.inner(media, prompts, context)
         self.problem = getattr(self.inner, "problem", None) or alone(groups)

@@ -1,10 +1,13 @@
-"""How near is what was generated to what it should have been? PSNR, SSIM and LPIPS against a ground-truth file or array.
+"""How near is what was generated to what it should have been? PSNR, SSIM and LPIPS against a
+ground-truth file or array.
 
-For world models and other tasks with one right answer. Of a video, the mean over frames or the worst frame; both are in `parts`, and the
-value of every frame in `last_frames`. Higher is better everywhere (LPIPS is negated).
-* PSNR (dB): 10 log10(1 / mse) over all pixels and channels of a frame, at most `cap`: two equal pictures would be infinitely near.
-* SSIM: Wang, Bovik, Sheikh, Simoncelli 2004, Gaussian window 11 x 11 with sigma 1.5, K = (0.01, 0.03), where the window fits, mean over
-  the RGB channels (the paper uses grey pictures).
+For world models and other tasks with one right answer. Of a video, the mean over frames or the
+worst frame; both are in `parts`, and the value of every frame in `last_frames`. Higher is better
+everywhere (LPIPS is negated).
+* PSNR (dB): 10 log10(1 / mse) over all pixels and channels of a frame, at most `cap`: two equal
+  pictures would be infinitely near.
+* SSIM: Wang, Bovik, Sheikh, Simoncelli 2004, Gaussian window 11 x 11 with sigma 1.5, K = (0.01,
+  0.03), where the window fits, mean over the RGB channels (the paper uses grey pictures).
 * LPIPS: Zhang et al. 2018 (arXiv:1801.03924), version 0.1 of the package `lpips`.
 """
 
@@ -35,38 +38,70 @@ WINDOW, SIGMA, K1, K2 = 11, 1.5, 0.01, 0.03
 
 
 class Settings(Base):
-    metric: Literal["psnr", "ssim", "lpips"] = pydantic.Field("psnr", description="What nearness means; LPIPS is negated.")
+    metric: Literal["psnr", "ssim", "lpips"] = pydantic.Field(
+        "psnr", description="What nearness means; LPIPS is negated."
+    )
     key: str | None = pydantic.Field(
-        "ground_truth", description="The prompt's key that names the file; null: the context column `reference`."
+        "ground_truth",
+        description="The prompt's key that names the file; null: the context column `reference`.",
     )
-    folder: str | None = pydantic.Field(None, description="Where files with relative paths are; null: the working directory.")
-    over: Literal["mean", "worst"] = pydantic.Field("mean", description="Of a video: the mean over its frames, or the worst of them.")
-    cap: float = pydantic.Field(60.0, gt=0, description="Highest PSNR in dB; rounding to 8 bits alone leaves 59.")
-    net: Literal["alex", "vgg", "squeeze"] = pydantic.Field("alex", description="LPIPS: its network.")
+    folder: str | None = pydantic.Field(
+        None, description="Where files with relative paths are; null: the working directory."
+    )
+    over: Literal["mean", "worst"] = pydantic.Field(
+        "mean", description="Of a video: the mean over its frames, or the worst of them."
+    )
+    cap: float = pydantic.Field(
+        60.0, gt=0, description="Highest PSNR in dB; rounding to 8 bits alone leaves 59."
+    )
+    net: Literal["alex", "vgg", "squeeze"] = pydantic.Field(
+        "alex", description="LPIPS: its network."
+    )
     backbone: str | None = pydantic.Field(
-        None, description="LPIPS: file of torchvision's weights for that network; null: torchvision fetches it."
+        None,
+        description=(
+            "LPIPS: file of torchvision's weights for that network; null: torchvision fetches it."
+        ),
     )
-    rounding: bool = pydantic.Field(True, description="Score what a saved PNG would show; false lets the gradient through.")
+    rounding: bool = pydantic.Field(
+        True, description="Score what a saved PNG would show; false lets the gradient through."
+    )
     chunk: int = pydantic.Field(32, ge=1, description="Most frames in one pass.")
 
 
 class Reference(Reward):
-    """PSNR in dB, SSIM in [-1, 1] or minus LPIPS against the prompt's ground truth, of the same size and number of frames."""
+    """PSNR in dB, SSIM in [-1, 1] or minus LPIPS against the prompt's ground truth, of the same
+    size and number of frames."""
 
     Settings = Settings
     name = "reference"
     remedies = {"reference": "set key=ground_truth to read it from the file that each prompt names"}
-    scale = "PSNR in dB against the prompt's ground truth, at most 60; of a video, the mean over its frames"
-    last_frames: Tensor | None = None  # (B, F) fp32 on the CPU: one value a frame of the last call's samples
+    scale = (
+        "PSNR in dB against the prompt's ground truth, at most 60; of a video, the mean over its"
+        " frames"
+    )
+    last_frames: Tensor | None = (
+        None  # (B, F) fp32 on the CPU: one value a frame of the last call's samples
+    )
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
-        what = {"psnr": f"PSNR in dB, at most {s.cap:g},", "ssim": "SSIM, -1 to 1,", "lpips": "minus LPIPS, 0 is best,"}[s.metric]
+        what = {
+            "psnr": f"PSNR in dB, at most {s.cap:g},",
+            "ssim": "SSIM, -1 to 1,",
+            "lpips": "minus LPIPS, 0 is best,",
+        }[s.metric]
         over = "the mean over" if s.over == "mean" else "the worst of"
-        self.range = {"psnr": (0.0, s.cap), "ssim": (-1.0, 1.0), "lpips": (-math.inf, 0.0)}[s.metric]
+        self.range = {"psnr": (0.0, s.cap), "ssim": (-1.0, 1.0), "lpips": (-math.inf, 0.0)}[
+            s.metric
+        ]
         self.scale = f"{what} against the prompt's ground truth; of a video, {over} its frames"
-        self.needs, self.reads = (frozenset({"meta"}), frozenset({s.key})) if s.key else (frozenset({"reference"}), frozenset())
+        self.needs, self.reads = (
+            (frozenset({"meta"}), frozenset({s.key}))
+            if s.key
+            else (frozenset({"reference"}), frozenset())
+        )
         self.differentiable = not s.rounding
         self.lpips = _lpips(s.net, s.backbone) if s.metric == "lpips" else None
 
@@ -79,14 +114,22 @@ class Reference(Reward):
             return f"has no ground truth: {error}"
         return None
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         if media.requires_grad and torch.is_grad_enabled() and not self.differentiable:
-            raise ValueError("reference as it is loaded rounds pictures and gives no gradient; load it with rounding=False")
+            raise ValueError(
+                "reference as it is loaded rounds pictures and gives no gradient; load it with"
+                " rounding=False"
+            )
         values = self._frames(media, context)
         return values.mean(1) if self.settings.over == "mean" else values.amin(1)
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
-        """Of videos, {"mean": (B,), "worst": (B,)} over frames; of images there is nothing to add."""
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
+        """Of videos, {"mean": (B,), "worst": (B,)} over frames; of images there is nothing to
+        add."""
         if media.ndim == 4:
             return {}
         values = self._frames(media, context)
@@ -97,7 +140,10 @@ class Reference(Reward):
         target = frames_of(self._targets(media, context))
         frames = rounded(frames_of(media)) if self.settings.rounding else frames_of(media)
         chunk = self.settings.chunk
-        values = [self._nearness(a, b) for a, b in zip(frames.split(chunk), target.split(chunk), strict=True)]
+        values = [
+            self._nearness(a, b)
+            for a, b in zip(frames.split(chunk), target.split(chunk), strict=True)
+        ]
         found = torch.cat(values).float().view(len(media), -1)
         self.last_frames = found.detach().cpu()
         return found
@@ -116,7 +162,10 @@ class Reference(Reward):
         if self.settings.key is None:
             target = column_of(context, "reference", len(media))
             if target.shape != media.shape:
-                raise ValueError(f"context.reference has shape {tuple(target.shape)} and the media {tuple(media.shape)}; they must match")
+                raise ValueError(
+                    f"context.reference has shape {tuple(target.shape)} and the media"
+                    f" {tuple(media.shape)}; they must match"
+                )
             return target.to(media)
         assert context.meta is not None
         files: dict[Path, Tensor] = {}
@@ -131,47 +180,70 @@ class Reference(Reward):
     def _path(self, meta: Mapping[str, Any]) -> Path:
         name = meta.get(self.settings.key)
         if not isinstance(name, str) or not name:
-            raise ValueError(f"{self.settings.key}={name!r}, which should be the path of an image, a video, or a .npy or .safetensors file")
+            raise ValueError(
+                f"{self.settings.key}={name!r}, which should be the path of an image, a video, or a"
+                " .npy or .safetensors file"
+            )
         path = Path(self.settings.folder or "", name).expanduser()
         if not path.is_file():
-            raise ValueError(f"{self.settings.key}={name}: there is no file {path}; set reward.reference.folder to where the files are")
+            raise ValueError(
+                f"{self.settings.key}={name}: there is no file {path}; set reward.reference.folder"
+                " to where the files are"
+            )
         return path
 
 
 def psnr(a: Tensor, b: Tensor, *, cap: float = 60.0) -> Tensor:
-    """Peak signal-to-noise ratio in dB of (n, 3, H, W) in [0, 1] -> (n,), at most cap (where the gradient is 0)."""
+    """Peak signal-to-noise ratio in dB of (n, 3, H, W) in [0, 1] -> (n,), at most cap (where the
+    gradient is 0)."""
     mse = (a - b).square().flatten(1).mean(1)
     return -10 * mse.clamp_min(10 ** (-cap / 10)).log10()
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
-    """Structural similarity of (n, C, H, W) in [0, 1] -> (n,), mean over the places where the window fits, and over channels.
+    """Structural similarity of (n, C, H, W) in [0, 1] -> (n,), mean over the places where the
+    window fits, and over channels.
 
-    In fp64: a variance is a small difference of large numbers, and a convolution of fp32 may keep 11 bits of them (TF32).
+    In fp64: a variance is a small difference of large numbers, and a convolution of fp32 may keep
+    11 bits of them (TF32).
     """
     height, width = a.shape[-2:]
     kind, a, b = a.dtype, a.double(), b.double()
     if min(height, width) < WINDOW:
-        raise ValueError(f"SSIM needs pictures of at least {WINDOW} x {WINDOW} px; these are {width} x {height}")
+        raise ValueError(
+            f"SSIM needs pictures of at least {WINDOW} x {WINDOW} px; these are {width} x {height}"
+        )
     place = torch.arange(WINDOW, device=a.device, dtype=a.dtype) - WINDOW // 2
     weight = (-place.square() / (2 * SIGMA**2)).exp()
     weight = weight / weight.sum()
 
     def blur(x: Tensor) -> Tensor:
         x = F.conv2d(x.flatten(0, 1)[:, None], weight.view(1, 1, -1, 1))
-        return F.conv2d(x, weight.view(1, 1, 1, -1)).view(*a.shape[:2], height - WINDOW + 1, width - WINDOW + 1)
+        return F.conv2d(x, weight.view(1, 1, 1, -1)).view(
+            *a.shape[:2], height - WINDOW + 1, width - WINDOW + 1
+        )
 
     mean_a, mean_b = blur(a), blur(b)
-    var_a, var_b, both = blur(a * a) - mean_a**2, blur(b * b) - mean_b**2, blur(a * b) - mean_a * mean_b
+    var_a, var_b, both = (
+        blur(a * a) - mean_a**2,
+        blur(b * b) - mean_b**2,
+        blur(a * b) - mean_a * mean_b,
+    )
     c1, c2 = K1**2, K2**2
-    similarity = (2 * mean_a * mean_b + c1) * (2 * both + c2) / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))
+    similarity = (
+        (2 * mean_a * mean_b + c1)
+        * (2 * both + c2)
+        / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))
+    )
     return similarity.flatten(1).mean(1).to(kind)
 
 
 def read(path: Path, like: Tensor) -> Tensor:
-    """A file as media of the shape of `like`, (3, H, W) or (F, 3, H, W), fp32 in [0, 1] on CPU; another size -> ValueError.
+    """A file as media of the shape of `like`, (3, H, W) or (F, 3, H, W), fp32 in [0, 1] on CPU;
+    another size -> ValueError.
 
-    Images; videos (also .gif); .npy and .safetensors with one array, channels first or last, bytes or floats in [0, 1].
+    Images; videos (also .gif); .npy and .safetensors with one array, channels first or last, bytes
+    or floats in [0, 1].
     """
     suffix = path.suffix.lower()
     if suffix in (".npy", ".safetensors"):
@@ -182,11 +254,16 @@ def read(path: Path, like: Tensor) -> Tensor:
         found = read_image(path)
     else:
         known = ", ".join([*IMAGE_SUFFIXES, ".gif", *VIDEO_SUFFIXES, ".npy", ".safetensors"])
-        raise ValueError(f"the ground truth {path} is of no kind that can be read; give one of {known}")
+        raise ValueError(
+            f"the ground truth {path} is of no kind that can be read; give one of {known}"
+        )
     if found.ndim == 4 and like.ndim == 3 and len(found) == 1:
         found = found[0]
     if found.shape != like.shape:
-        raise ValueError(f"the ground truth {path} is {_size(found)} and what was generated {_size(like)}; they must match")
+        raise ValueError(
+            f"the ground truth {path} is {_size(found)} and what was generated {_size(like)}; they"
+            " must match"
+        )
     return found
 
 
@@ -196,17 +273,25 @@ def _array(path: Path) -> Tensor:
     else:
         tensors = _weights.tensors(path)
         if len(tensors) != 1:
-            raise ValueError(f"the ground truth {path} holds {len(tensors)} tensors; give a file with one")
+            raise ValueError(
+                f"the ground truth {path} holds {len(tensors)} tensors; give a file with one"
+            )
         array = next(iter(tensors.values()))
     if array.ndim not in (3, 4) or 3 not in (array.shape[-3], array.shape[-1]):
-        raise ValueError(f"the ground truth {path} has shape {tuple(array.shape)}; expected (3, H, W) or (H, W, 3), or (F, ...) of either")
+        raise ValueError(
+            f"the ground truth {path} has shape {tuple(array.shape)}; expected (3, H, W) or (H, W,"
+            " 3), or (F, ...) of either"
+        )
     if array.shape[-3] != 3:
         array = array.movedim(-1, -3)
     if array.dtype == torch.uint8:
         return array.float() / 255
     low, high = float(array.min()), float(array.max())
     if not (array.is_floating_point() and low >= 0 and high <= 1):
-        raise ValueError(f"the ground truth {path} holds {array.dtype} from {low:.3g} to {high:.3g}; give bytes, or floats in [0, 1]")
+        raise ValueError(
+            f"the ground truth {path} holds {array.dtype} from {low:.3g} to {high:.3g}; give bytes,"
+            " or floats in [0, 1]"
+        )
     return array.float()
 
 
@@ -217,7 +302,10 @@ def _video(path: Path) -> list[Image.Image]:
     try:
         import av
     except ImportError as error:
-        raise ValueError(f"reading {path.name} needs the extra \"video\": pip install 'flowrl[video]', or save it as .npy") from error
+        raise ValueError(
+            f"reading {path.name} needs the extra \"video\": pip install 'flowrl[video]', or save"
+            " it as .npy"
+        ) from error
     with av.open(str(path)) as container:
         return [frame.to_image() for frame in container.decode(video=0)]
 
@@ -231,18 +319,24 @@ def _lpips(net: str, backbone: str | None) -> nn.Module:
     """The package's network: its own linear heads on torchvision's backbone."""
     import lpips
 
-    file = None if backbone is None else _weights.path_of(backbone, reward="reference", setting="backbone")
+    file = (
+        None
+        if backbone is None
+        else _weights.path_of(backbone, reward="reference", setting="backbone")
+    )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it calls torchvision by names of long ago
             module = lpips.LPIPS(net=net, pnet_rand=file is not None, verbose=False)
     except OSError as error:
         raise ValueError(
-            f"LPIPS needs torchvision's ImageNet weights of {net}, which could not be fetched ({error}); download them "
-            "(https://docs.pytorch.org/vision, models) and set reward.reference.backbone=/path/to/the/file"
+            f"LPIPS needs torchvision's ImageNet weights of {net}, which could not be fetched"
+            f" ({error}); download them (https://docs.pytorch.org/vision, models) and set"
+            " reward.reference.backbone=/path/to/the/file"
         ) from error
     if file is not None:
-        # torchvision: features.3.weight; here: net.slice2.3.weight, the slices in the same numbering
+        # torchvision: features.3.weight; here: net.slice2.3.weight, the slices in the same
+        # numbering
         names = {f"features.{key.split('.', 1)[1]}": key for key in module.net.state_dict()}
         state = {names[key]: value for key, value in _weights.tensors(file).items() if key in names}
         _weights.fill(module.net, state, path=file)

@@ -1,11 +1,13 @@
 """A reward that another process computes: the client of `flowrl serve`.
 
-The server may hold packages that this environment cannot, a GPU of its own, or the only copy of a large network. It states scale, needs
-and reads of what it serves, so a run is checked against them before it starts. Scores are those that the same call gives there.
+The server may hold packages that this environment cannot, a GPU of its own, or the only copy of a
+large network. It states scale, needs and reads of what it serves, so a run is checked against them
+before it starts. Scores are those that the same call gives there.
 
-A server that is away (refused connections, timeouts, answers 5xx) is asked again for `wait` seconds; then the run stops, resumable, with
-RewardUnavailable. No sample is lost or counted as failed by it. With a journal, scores that were received are not asked for again. A reward
-that broke its contract there is a RewardBug here, at once.
+A server that is away (refused connections, timeouts, answers 5xx) is asked again for `wait`
+seconds; then the run stops, resumable, with RewardUnavailable. No sample is lost or counted as
+failed by it. With a journal, scores that were received are not asked for again. A reward that broke
+its contract there is a RewardBug here, at once.
 """
 
 from __future__ import annotations
@@ -37,22 +39,45 @@ logger = logging.getLogger("flowrl")
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts; doubled each time
 GLANCE = 0.1  # seconds: how often a request under way looks whether the call has ended
 MOST_REPLY = 2**24  # bytes: 16 kB for each of the most samples of a request
-BUG = ": RewardBug: "  # how a server's sentence about a reward that broke its contract begins, as _detail gives it
-HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}  # a compressed reply could be any size
+# how a server's sentence about a reward that broke its contract begins, as _detail gives it
+BUG = ": RewardBug: "
+HEADERS = {
+    "Content-Type": "application/json",
+    "Accept-Encoding": "identity",
+}  # a compressed reply could be any size
 
 
 class Settings(_base.Settings):
     url: str = pydantic.Field(description="Address of the server, as http://127.0.0.1:8321.")
-    reward: str | None = pydantic.Field(None, description="Which of the rewards served; null: their weighted total.")
-    token_env: str | None = pydantic.Field(None, description="Environment variable that holds the server's token; null: it wants none.")
-    pixels: Literal["exact", "bytes"] = pydantic.Field(
-        "exact", description="exact: as they are; bytes: rounded to what a saved PNG holds, several times smaller."
+    reward: str | None = pydantic.Field(
+        None, description="Which of the rewards served; null: their weighted total."
     )
-    batch: int = pydantic.Field(8, ge=1, description="Most samples in one request; whole groups where the reward compares a group.")
+    token_env: str | None = pydantic.Field(
+        None, description="Environment variable that holds the server's token; null: it wants none."
+    )
+    pixels: Literal["exact", "bytes"] = pydantic.Field(
+        "exact",
+        description=(
+            "exact: as they are; bytes: rounded to what a saved PNG holds, several times smaller."
+        ),
+    )
+    batch: int = pydantic.Field(
+        8,
+        ge=1,
+        description="Most samples in one request; whole groups where the reward compares a group.",
+    )
     concurrency: int = pydantic.Field(4, ge=1, description="Requests under way at once.")
-    timeout: float = pydantic.Field(600.0, gt=0, description="Seconds that one request may take, to the last byte of its reply.")
-    wait: float = pydantic.Field(300.0, ge=0, description="Seconds to keep trying a server that is away before the run stops.")
-    journal: str | None = pydantic.Field(None, description="File that keeps the scores received, so that a resumed run has them.")
+    timeout: float = pydantic.Field(
+        600.0, gt=0, description="Seconds that one request may take, to the last byte of its reply."
+    )
+    wait: float = pydantic.Field(
+        300.0,
+        ge=0,
+        description="Seconds to keep trying a server that is away before the run stops.",
+    )
+    journal: str | None = pydantic.Field(
+        None, description="File that keeps the scores received, so that a resumed run has them."
+    )
 
     @pydantic.field_validator("url")
     @classmethod
@@ -71,7 +96,8 @@ class Ended(Exception):
 class Remote(_base.Reward):
     """Asks a reward server; scale, needs, reads, reads_prompt and video are the server's.
 
-    journal: a Journal of the scores, from the setting or of the run. problem: why samples of the last call failed.
+    journal: a Journal of the scores, from the setting or of the run. problem: why samples of the
+    last call failed.
     """
 
     Settings = Settings
@@ -84,32 +110,56 @@ class Remote(_base.Reward):
         self.http = httpx.Client(
             headers=_authorization(s.token_env),
             timeout=httpx.Timeout(s.timeout, connect=min(s.timeout, 10)),
-            limits=httpx.Limits(max_connections=None),  # one that was given up may hold its connection a little longer
-            trust_env=not _wire.is_loopback(httpx.URL(s.url).host),  # a proxy of the environment cannot reach this machine's own address
+            limits=httpx.Limits(
+                max_connections=None
+            ),  # one that was given up may hold its connection a little longer
+            trust_env=not _wire.is_loopback(
+                httpx.URL(s.url).host
+            ),  # a proxy of the environment cannot reach this machine's own address
         )
         self.journal = Journal(s.journal) if s.journal else None
         self.problem: str | None = None
         self.away, self.remembers = False, True
         try:
-            self.about = self._read(_wire.About, self._ask("GET", "/version", None, threading.Event()))
+            self.about = self._read(
+                _wire.About, self._ask("GET", "/version", None, threading.Event())
+            )
             served = self._chosen()
         except Refused as error:
             raise ValueError(f"reward.remote.url={s.url}: {error}") from None
         self.scale, self.reads_prompt, self.video = served.scale, served.reads_prompt, served.video
-        self.needs, self.reads, self.rounds = frozenset(served.needs), frozenset(served.reads), served.rounds or s.pixels == "bytes"
+        self.needs, self.reads, self.rounds = (
+            frozenset(served.needs),
+            frozenset(served.reads),
+            served.rounds or s.pixels == "bytes",
+        )
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         pixels, columns = media.detach().cpu(), _wire.columns_of(context, self.needs)
         scores: list[float | None] = [None] * len(prompts)
         names: list[str] = []
         if self.journal is not None:
-            names = keys(f"{self.about.version} {self.settings.reward} {self.settings.pixels}", pixels, prompts, columns)
+            names = keys(
+                f"{self.about.version} {self.settings.reward} {self.settings.pixels}",
+                pixels,
+                prompts,
+                columns,
+            )
             scores = [self.journal.get(name) if self.remembers else None for name in names]
         errors: dict[int, str] = {}
 
         def fetch(rows: list[int], over: threading.Event) -> None:
-            answer = self._score(pixels[rows], [prompts[i] for i in rows], {n: _take(c, rows) for n, c in columns.items()}, over)
-            found = {i: value for i, value in zip(rows, answer.scores, strict=True) if value is not None}
+            answer = self._score(
+                pixels[rows],
+                [prompts[i] for i in rows],
+                {n: _take(c, rows) for n, c in columns.items()},
+                over,
+            )
+            found = {
+                i: value for i, value in zip(rows, answer.scores, strict=True) if value is not None
+            }
             errors.update({i: said for i, said in zip(rows, answer.errors, strict=True) if said})
             for i, value in found.items():
                 scores[i] = value
@@ -118,17 +168,25 @@ class Remote(_base.Reward):
 
         _side_by_side(fetch, self._batches(scores, columns, pixels), self.settings.concurrency)
         self.problem = f"sample {min(errors)}: {errors[min(errors)]}" if errors else None
-        return torch.tensor([math.nan if value is None else value for value in scores], dtype=torch.float32, device=media.device)
+        return torch.tensor(
+            [math.nan if value is None else value for value in scores],
+            dtype=torch.float32,
+            device=media.device,
+        )
 
     def begin(self, run: Path) -> None:
-        """Without a journal of one's own, the run's: a resumed iteration does not ask, and pay, again."""
+        """Without a journal of one's own, the run's: a resumed iteration does not ask, and pay,
+        again."""
         self.journal = self.journal or Journal(run / "scores.jsonl")
 
     def uncached(self) -> AbstractContextManager[None]:
-        """Within it every score is the server's, though the journal may hold one; what comes is kept."""
+        """Within it every score is the server's, though the journal may hold one; what comes is
+        kept."""
         return _base.forgetful(self)
 
-    def _batches(self, scores: list[float | None], columns: Mapping[str, Any], pixels: Tensor) -> list[list[int]]:
+    def _batches(
+        self, scores: list[float | None], columns: Mapping[str, Any], pixels: Tensor
+    ) -> list[list[int]]:
         """Rows of each request: those without a score, or the groups that hold one."""
         units = [[i] for i, score in enumerate(scores) if score is None]
         if "group" in columns:
@@ -136,7 +194,9 @@ class Remote(_base.Reward):
             open_groups = dict.fromkeys(group[i] for (i,) in units)
             units = [[i for i, g in enumerate(group) if g == chosen] for chosen in open_groups]
         tensors = [pixels, *(column for name, column in columns.items() if name in _wire.TENSORS)]
-        room = int(self.about.max_mb * 1e6 / (1.4 * sum(t[0].nbytes for t in tensors)))  # base64 is 4/3, and the texts
+        room = int(
+            self.about.max_mb * 1e6 / (1.4 * sum(t[0].nbytes for t in tensors))
+        )  # base64 is 4/3, and the texts
         most = max(1, min(self.settings.batch, self.about.max_samples, room))
         batches: list[list[int]] = []
         for unit in units:
@@ -146,35 +206,61 @@ class Remote(_base.Reward):
                 batches.append(list(unit))
         return batches
 
-    def _score(self, media: Tensor, prompts: list[str], columns: Mapping[str, Any], over: threading.Event) -> _wire.Answer:
-        question = {"id": secrets.token_hex(8), "prompts": prompts, "media": _wire.pack_media(media, rounds=self.rounds)}
+    def _score(
+        self, media: Tensor, prompts: list[str], columns: Mapping[str, Any], over: threading.Event
+    ) -> _wire.Answer:
+        question = {
+            "id": secrets.token_hex(8),
+            "prompts": prompts,
+            "media": _wire.pack_media(media, rounds=self.rounds),
+        }
         question |= {name: _packed(name, column) for name, column in columns.items()}
         if self.settings.reward is not None:
             question["reward"] = self.settings.reward
         try:
-            answer = self._read(_wire.Answer, self._ask("POST", "/score", json.dumps(question), over))
-            if answer.id != question["id"] or {len(answer.scores), len(answer.errors)} != {len(prompts)}:
-                raise Refused(f"it answered another request than the one it was asked ({len(answer.scores)} scores for {len(prompts)})")
+            answer = self._read(
+                _wire.Answer, self._ask("POST", "/score", json.dumps(question), over)
+            )
+            if answer.id != question["id"] or {len(answer.scores), len(answer.errors)} != {
+                len(prompts)
+            }:
+                raise Refused(
+                    f"it answered another request than the one it was asked ({len(answer.scores)}"
+                    f" scores for {len(prompts)})"
+                )
             if answer.version != self.about.version:
-                raise Refused("it now serves other rewards or settings than when this run started; serve the same again")
+                raise Refused(
+                    "it now serves other rewards or settings than when this run started; serve the"
+                    " same again"
+                )
         except Refused as error:
             over.set()
-            raise RewardUnavailable(f"the reward server {self.settings.url} cannot be used: {error}; {self._resume()}") from None
+            raise RewardUnavailable(
+                f"the reward server {self.settings.url} cannot be used: {error}; {self._resume()}"
+            ) from None
         return answer
 
-    def _ask(self, method: str, path: str, body: str | None, over: threading.Event) -> httpx.Response:
-        """An answer below 500, however often it takes within `wait` seconds of the first failure; over: the call has ended."""
+    def _ask(
+        self, method: str, path: str, body: str | None, over: threading.Event
+    ) -> httpx.Response:
+        """An answer below 500, however often it takes within `wait` seconds of the first failure;
+        over: the call has ended."""
         began, pause = None, FIRST_PAUSE
         while True:
             try:
                 response = self._once(method, path, body, over)
-                if response.status_code < 500 and response.status_code != 408:  # 408: the request came too slowly
+                if (
+                    response.status_code < 500 and response.status_code != 408
+                ):  # 408: the request came too slowly
                     self._back()
                     return response
                 said = _detail(response)
                 if response.status_code == 500 and said.startswith(BUG):
                     over.set()
-                    raise RewardBug(f"the reward that {self.settings.url} serves has a fault: {said.removeprefix(BUG)}")
+                    raise RewardBug(
+                        f"the reward that {self.settings.url} serves has a fault:"
+                        f" {said.removeprefix(BUG)}"
+                    )
                 problem = f"it answered {response.status_code}{said}"
             except httpx.TransportError as error:
                 problem = f"{type(error).__name__}: {error}"
@@ -186,15 +272,18 @@ class Remote(_base.Reward):
             if left <= 0:
                 over.set()
                 raise RewardUnavailable(
-                    f"the reward server {self.settings.url} does not answer ({problem}; tried for {self.settings.wait:g} s): "
-                    f"{self._resume()}"
+                    f"the reward server {self.settings.url} does not answer ({problem}; tried for"
+                    f" {self.settings.wait:g} s): {self._resume()}"
                 )
             self._gone(problem)
             over.wait(min(pause, left))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _once(self, method: str, path: str, body: str | None, over: threading.Event) -> httpx.Response:
-        """One try, left alone after `timeout` seconds in all (httpx limits each read, and a reply may drip) or when the call has ended."""
+    def _once(
+        self, method: str, path: str, body: str | None, over: threading.Event
+    ) -> httpx.Response:
+        """One try, left alone after `timeout` seconds in all (httpx limits each read, and a reply
+        may drip) or when the call has ended."""
         reply: Future[httpx.Response] = Future()
         until = time.monotonic() + self.settings.timeout
 
@@ -208,7 +297,9 @@ class Remote(_base.Reward):
         while not over.is_set():
             left = until - time.monotonic()
             if left <= 0:
-                raise httpx.ReadTimeout(f"no reply within timeout={self.settings.timeout:g} seconds")
+                raise httpx.ReadTimeout(
+                    f"no reply within timeout={self.settings.timeout:g} seconds"
+                )
             wait([reply], min(GLANCE, left))
             if reply.done():
                 return reply.result()
@@ -216,21 +307,31 @@ class Remote(_base.Reward):
 
     def _exchange(self, method: str, path: str, body: str | None, until: float) -> httpx.Response:
         content = bytearray()
-        with self.http.stream(method, self.settings.url + path, content=body, headers=HEADERS) as response:
+        with self.http.stream(
+            method, self.settings.url + path, content=body, headers=HEADERS
+        ) as response:
             for part in response.iter_raw():
                 content += part
                 if len(content) > MOST_REPLY:
-                    raise Refused(f"its reply has more than {MOST_REPLY / 2**20:g} MiB, which no flowrl server sends")
+                    raise Refused(
+                        f"its reply has more than {MOST_REPLY / 2**20:g} MiB, which no flowrl"
+                        " server sends"
+                    )
                 if time.monotonic() > until:
                     raise httpx.ReadTimeout("the reply drips")
         return httpx.Response(response.status_code, content=bytes(content))
 
     def _read(self, record: type[pydantic.BaseModel], response: httpx.Response) -> Any:
-        """The record that an answer holds; anything else -> Refused, or ValueError for what was wrong with the samples."""
+        """The record that an answer holds; anything else -> Refused, or ValueError for what was
+        wrong with the samples."""
         status = response.status_code
         if status in (401, 403):
             named = self.settings.token_env
-            raise Refused("it wants another token" if named else "it wants a token; name the variable that holds it in token_env")
+            raise Refused(
+                "it wants another token"
+                if named
+                else "it wants a token; name the variable that holds it in token_env"
+            )
         if status == 422:
             raise ValueError(f"the reward server refused a request{_detail(response)}")
         if status != 200:
@@ -238,11 +339,17 @@ class Remote(_base.Reward):
         try:
             return record.model_validate_json(response.content)
         except pydantic.ValidationError:
-            raise Refused(f"it answered what no flowrl server of protocol {_wire.PROTOCOL} does: {response.text[:60]!r}") from None
+            raise Refused(
+                f"it answered what no flowrl server of protocol {_wire.PROTOCOL} does:"
+                f" {response.text[:60]!r}"
+            ) from None
 
     def _chosen(self) -> _wire.Served:
         if self.about.protocol != _wire.PROTOCOL:
-            raise Refused(f"it speaks protocol {self.about.protocol}, this client {_wire.PROTOCOL}; install one version of flowrl on both")
+            raise Refused(
+                f"it speaks protocol {self.about.protocol}, this client {_wire.PROTOCOL}; install"
+                " one version of flowrl on both"
+            )
         label = self.settings.reward
         if label is None:
             return self.about.total
@@ -253,7 +360,10 @@ class Remote(_base.Reward):
     def _gone(self, problem: str) -> None:
         if not self.away:
             self.away = True
-            logger.warning(f"the reward server {self.settings.url} does not answer ({problem}); trying again for {self.settings.wait:g} s")
+            logger.warning(
+                f"the reward server {self.settings.url} does not answer ({problem}); trying again"
+                f" for {self.settings.wait:g} s"
+            )
 
     def _back(self) -> None:
         if self.away:
@@ -263,11 +373,17 @@ class Remote(_base.Reward):
     def _resume(self) -> str:
         if not hasattr(self, "about"):
             return "start it with `flowrl serve REWARD`, or correct reward.remote.url"
-        return "start it with `flowrl serve`, then resume the run with `flowrl train --resume RUN`; no sample was counted as failed"
+        return (
+            "start it with `flowrl serve`, then resume the run with `flowrl train --resume RUN`; no"
+            " sample was counted as failed"
+        )
 
 
-def _side_by_side(fetch: Callable[[list[int], threading.Event], None], batches: list[list[int]], most: int) -> None:
-    """fetch(rows, over) for all, `most` at once. An exception in this thread, as of a signal, waits for none of them.
+def _side_by_side(
+    fetch: Callable[[list[int], threading.Event], None], batches: list[list[int]], most: int
+) -> None:
+    """fetch(rows, over) for all, `most` at once. An exception in this thread, as of a signal, waits
+    for none of them.
 
     over: set by a fetch that gives up for all; the others then end with Ended.
     """

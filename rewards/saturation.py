@@ -1,7 +1,9 @@
-"""Colour saturation of a picture: a watch for neon colours and burnt-out pixels, to be logged with weight 0 beside the reward trained on.
+"""Colour saturation of a picture: a watch for neon colours and burnt-out pixels, to be logged with
+weight 0 beside the reward trained on.
 
-Aesthetic rewards are known to pull a policy towards both. Of the HSV saturation (Smith 1978): a pixel that is nearly black has one too, and
-it is mostly noise; read it together with the share of clipped pixels.
+Aesthetic rewards are known to pull a policy towards both. Of the HSV saturation (Smith 1978): a
+pixel that is nearly black has one too, and it is mostly noise; read it together with the share of
+clipped pixels.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ from flowrl.types import MediaContext
 
 
 class Settings(Base):
-    reading: Literal["saturation", "clipped"] = pydantic.Field("saturation", description="Which of the two readings is the score.")
+    reading: Literal["saturation", "clipped"] = pydantic.Field(
+        "saturation", description="Which of the two readings is the score."
+    )
 
 
 class Saturation(Reward):
     """Mean HSV saturation in [0, 1]; higher is more colourful; of a video, the mean over frames.
 
-    Grey: 0. Photos: 0.3 to 0.7. Pure red: 1. "clipped" is the share of pixels with a channel at 0 or 255: most photos are below 0.1; black
-    and white are 1.
+    Grey: 0. Photos: 0.3 to 0.7. Pure red: 1. "clipped" is the share of pixels with a channel at 0
+    or 255: most photos are below 0.1; black and white are 1.
     """
 
     Settings = Settings
@@ -40,22 +44,32 @@ class Saturation(Reward):
         if self.settings.reading == "clipped":
             self.scale = "share of pixels with a channel at 0 or 255, 0 to 1"
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         refuse_gradient(self, media, "reading=saturation")
         return mean_of_frames(READINGS[self.settings.reading](frames_of(media)), media)
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
-        return {name: mean_of_frames(reading(frames_of(media)), media) for name, reading in READINGS.items()}
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
+        return {
+            name: mean_of_frames(reading(frames_of(media)), media)
+            for name, reading in READINGS.items()
+        }
 
 
 def saturation(frames: Tensor) -> Tensor:
     """(n, 3, H, W) in [0, 1] -> (n,): mean of (max - min) / max over pixels; 0 for black."""
     high, low = frames.amax(1), frames.amin(1)
-    return ((high - low) / high.clamp(min=1 / 255)).mean((1, 2))  # 1/255: the darkest colour that a saved picture has
+    return ((high - low) / high.clamp(min=1 / 255)).mean(
+        (1, 2)
+    )  # 1/255: the darkest colour that a saved picture has
 
 
 def clipped(frames: Tensor) -> Tensor:
-    """(n, 3, H, W) in [0, 1] -> (n,): share of pixels with a channel that a saved picture holds as 0 or 255; no gradient."""
+    """(n, 3, H, W) in [0, 1] -> (n,): share of pixels with a channel that a saved picture holds as
+    0 or 255; no gradient."""
     levels = to_uint8(frames)
     return ((levels == 0) | (levels == 255)).any(1).float().mean((1, 2))
 

@@ -1,4 +1,5 @@
-"""Does a picture of the shapes world show what its prompt says? GenEval's two readings of a verifier (flowrl.shapes.verify)."""
+"""Does a picture of the shapes world show what its prompt says? GenEval's two readings of a
+verifier (flowrl.shapes.verify)."""
 
 from __future__ import annotations
 
@@ -16,16 +17,24 @@ from flowrl.types import MediaContext
 
 class Settings(_base.Settings):
     reading: Literal["partial", "strict", "both"] = Field(
-        "both", description="partial: credit per clause term; strict: 1 if all is right and nothing else is there; both: their mean."
+        "both",
+        description=(
+            "partial: credit per clause term; strict: 1 if all is right and nothing else is there;"
+            " both: their mean."
+        ),
     )
 
 
 class Shapes(_base.Reward):
-    """In [0, 1]; 1 when the picture shows exactly what the prompt's clauses ask for. Reads meta["include"] of the prompt."""
+    """In [0, 1]; 1 when the picture shows exactly what the prompt's clauses ask for. Reads
+    meta["include"] of the prompt."""
 
     Settings = Settings
     name = "shapes"
-    scale = "0 to 1: share of the prompt's clauses that hold (partial), 1 only when all hold and nothing else is in the picture (strict)"
+    scale = (
+        "0 to 1: share of the prompt's clauses that hold (partial), 1 only when all hold and"
+        " nothing else is in the picture (strict)"
+    )
     range = (0.0, 1.0)
     needs = frozenset({"meta"})
     reads = frozenset({"include"})
@@ -34,20 +43,29 @@ class Shapes(_base.Reward):
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         return verify.complaint(meta.get("include"))
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         parts = self.parts(media, prompts, context)
         if self.settings.reading == "both":
             return (parts["partial"] + parts["strict"]) / 2
         return parts[self.settings.reading]
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
         """{"partial": (B,), "strict": (B,)}."""
         assert context is not None and context.meta is not None
         for prompt, meta in zip(prompts, context.meta, strict=True):
             if complaint := self.complaint(meta):
-                raise ValueError(f'the prompt "{prompt}" {complaint}; the shapes reward is for data=shapes')
+                raise ValueError(
+                    f'the prompt "{prompt}" {complaint}; the shapes reward is for data=shapes'
+                )
         readings = [
-            (verify.partial(objects, meta["include"]), float(verify.strict(objects, meta["include"])))
+            (
+                verify.partial(objects, meta["include"]),
+                float(verify.strict(objects, meta["include"])),
+            )
             for objects, meta in zip(verify.detect(media), context.meta, strict=True)
         ]
         values = torch.tensor(readings, dtype=torch.float32, device=media.device)

@@ -1,9 +1,11 @@
-"""Sharpness of a picture: a watch for oversharpening and for blur, to be logged with weight 0 beside the reward that is trained.
+"""Sharpness of a picture: a watch for oversharpening and for blur, to be logged with weight 0
+beside the reward that is trained.
 
-Two readings. "laplacian": the variance of the Laplacian (Pech-Pacheco et al. 2000, the common focus measure), on a log scale. It differs
-from OpenCV's usual one-liner in two ways: log10(1 + variance), and border pixels, which lack a neighbour, are left out. "high_frequency":
-the share of the spectrum's energy above half the Nyquist frequency. Both grow when a picture is oversharpened or gets noisy, and both
-depend on the number of pixels: compare pictures of one size.
+Two readings. "laplacian": the variance of the Laplacian (Pech-Pacheco et al. 2000, the common focus
+measure), on a log scale. It differs from OpenCV's usual one-liner in two ways: log10(1 + variance),
+and border pixels, which lack a neighbour, are left out. "high_frequency": the share of the
+spectrum's energy above half the Nyquist frequency. Both grow when a picture is oversharpened or
+gets noisy, and both depend on the number of pixels: compare pictures of one size.
 """
 
 from __future__ import annotations
@@ -24,19 +26,26 @@ HALF_A_LEVEL = 0.5 / 255  # contrast below the rounding of a saved picture count
 
 
 class Settings(Base):
-    reading: Literal["laplacian", "high_frequency"] = pydantic.Field("laplacian", description="Which of the two readings is the score.")
+    reading: Literal["laplacian", "high_frequency"] = pydantic.Field(
+        "laplacian", description="Which of the two readings is the score."
+    )
     chunk: int = pydantic.Field(16, ge=1, description="Most frames in memory at a time.")
 
 
 class Sharpness(Reward):
-    """log10(1 + variance of the Laplacian of luma in 0..255); higher is sharper; of a video, the mean over frames.
+    """log10(1 + variance of the Laplacian of luma in 0..255); higher is sharper; of a video, the
+    mean over frames.
 
-    Flat: 0. Blurred photos: 0.5 to 1.5. Photos of 512 px: 2 to 3.5. Uniform noise: 4.7. A checkerboard of single pixels: 6.0.
+    Flat: 0. Blurred photos: 0.5 to 1.5. Photos of 512 px: 2 to 3.5. Uniform noise: 4.7. A
+    checkerboard of single pixels: 6.0.
     """
 
     Settings = Settings
     name = "sharpness"
-    scale = "log10(1 + variance of the Laplacian of luma in 0..255): 0 flat, 0.5 to 1.5 blurred, 2 to 3.5 photos, 4.7 noise"
+    scale = (
+        "log10(1 + variance of the Laplacian of luma in 0..255): 0 flat, 0.5 to 1.5 blurred, 2 to"
+        " 3.5 photos, 4.7 noise"
+    )
     differentiable = True
 
     def __init__(self, settings: Any = None):
@@ -45,16 +54,25 @@ class Sharpness(Reward):
         if self.settings.reading == "high_frequency":
             self.scale = "share of the energy above half the Nyquist frequency, 0 to 1"
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         return self._read(media, READINGS[self.settings.reading])
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
         return {name: self._read(media, reading) for name, reading in READINGS.items()}
 
     def _read(self, media: Tensor, reading: Any) -> Tensor:
         if min(media.shape[-2:]) < 3:
-            raise ValueError(f"sharpness needs pictures of at least 3 x 3 pixels; these are {media.shape[-1]} x {media.shape[-2]}")
-        values = torch.cat([reading(luma(part)) for part in frames_of(media).split(self.settings.chunk)])
+            raise ValueError(
+                f"sharpness needs pictures of at least 3 x 3 pixels; these are {media.shape[-1]} x"
+                f" {media.shape[-2]}"
+            )
+        values = torch.cat(
+            [reading(luma(part)) for part in frames_of(media).split(self.settings.chunk)]
+        )
         return mean_of_frames(values, media)
 
 
@@ -65,15 +83,20 @@ def luma(frames: Tensor) -> Tensor:
 
 
 def laplacian(y: Tensor) -> Tensor:
-    """(n, H, W) in [0, 1] -> (n,): log10(1 + variance of the 4-neighbour Laplacian over interior pixels, in byte levels)."""
-    inner = y[:, :-2, 1:-1] + y[:, 2:, 1:-1] + y[:, 1:-1, :-2] + y[:, 1:-1, 2:] - 4 * y[:, 1:-1, 1:-1]
+    """(n, H, W) in [0, 1] -> (n,): log10(1 + variance of the 4-neighbour Laplacian over interior
+    pixels, in byte levels)."""
+    inner = (
+        y[:, :-2, 1:-1] + y[:, 2:, 1:-1] + y[:, 1:-1, :-2] + y[:, 1:-1, 2:] - 4 * y[:, 1:-1, 1:-1]
+    )
     return torch.log10(1 + (255 * inner).flatten(1).var(1, correction=0))
 
 
 def high_frequency(y: Tensor) -> Tensor:
-    """(n, H, W) in [0, 1] -> (n,): energy at 1/4 cycle a pixel and above over all energy but the mean's.
+    """(n, H, W) in [0, 1] -> (n,): energy at 1/4 cycle a pixel and above over all energy but the
+    mean's.
 
-    A Hann window keeps the jump between opposite borders, which the Fourier transform takes for an edge, out of the spectrum.
+    A Hann window keeps the jump between opposite borders, which the Fourier transform takes for an
+    edge, out of the spectrum.
     """
     height, width = y.shape[-2:]
     window = _hann(height, y)[:, None] * _hann(width, y)
@@ -81,12 +104,16 @@ def high_frequency(y: Tensor) -> Tensor:
     energy = torch.fft.fft2(inner).abs().square()
     rows, columns = (torch.fft.fftfreq(side, device=y.device) for side in (height, width))
     high = rows[:, None].square() + columns.square() >= 0.25**2
-    floor = height * width * (HALF_A_LEVEL * window).square().sum()  # Parseval: the energy of a contrast of half a level
+    floor = (
+        height * width * (HALF_A_LEVEL * window).square().sum()
+    )  # Parseval: the energy of a contrast of half a level
     return energy[:, high].sum(1) / (energy.sum((1, 2)) + floor)
 
 
 def _hann(side: int, like: Tensor) -> Tensor:
-    return torch.hann_window(side + 2, periodic=False, device=like.device)[1:-1]  # symmetric, and no border is multiplied by 0
+    return torch.hann_window(side + 2, periodic=False, device=like.device)[
+        1:-1
+    ]  # symmetric, and no border is multiplied by 0
 
 
 READINGS = {"laplacian": laplacian, "high_frequency": high_frequency}

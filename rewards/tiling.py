@@ -1,20 +1,26 @@
-"""Tiling and grid artefacts: a watch for pictures that repeat themselves, to be logged with weight 0 beside the reward trained on.
+"""Tiling and grid artefacts: a watch for pictures that repeat themselves, to be logged with weight
+0 beside the reward trained on.
 
-Policies that hack a reward are known to fill the picture with copies of what the reward likes, and to show the grid of the network's
-patches (8 pixels of the autoencoder, 16 with patches of two latents). Three readings of the luma, each 0 to 1 and near 0 where nothing
-repeats:
+Policies that hack a reward are known to fill the picture with copies of what the reward likes, and
+to show the grid of the network's patches (8 pixels of the autoencoder, 16 with patches of two
+latents). Three readings of the luma, each 0 to 1 and near 0 where nothing repeats:
 
-* repetition: the highest peak of the autocorrelation away from zero. At each lag only the overlap is compared, so that any exact tiling
-  gives 1 (two copies of one object on an empty ground: 0.5 to 1). A peak is measured against its surroundings, so that an edge or a stripe,
-  which resembles itself along its own direction, gives none. Detail between 3 and 9 pixels of the picture reduced to 128 is compared.
-* pattern: the share of fine detail that is one block of p x p pixels, repeated. A classical seasonal decomposition: a moving average over
-  one period is taken out, the rest is averaged by phase, and the variance of those means is set against all variance, less chance's share.
-* seams: the same share for the mean step from each column, or row, to the next: block borders, though their steps differ from block to
-  block. Steps saturate at a few levels, so that a faint grid shows beside strong edges; pictures that were JPEG files have 0.5 to 0.9.
+* repetition: the highest peak of the autocorrelation away from zero. At each lag only the overlap
+  is compared, so that any exact tiling gives 1 (two copies of one object on an empty ground: 0.5 to
+  1). A peak is measured against its surroundings, so that an edge or a stripe, which resembles
+  itself along its own direction, gives none. Detail between 3 and 9 pixels of the picture reduced
+  to 128 is compared.
+* pattern: the share of fine detail that is one block of p x p pixels, repeated. A classical
+  seasonal decomposition: a moving average over one period is taken out, the rest is averaged by
+  phase, and the variance of those means is set against all variance, less chance's share.
+* seams: the same share for the mean step from each column, or row, to the next: block borders,
+  though their steps differ from block to block. Steps saturate at a few levels, so that a faint
+  grid shows beside strong edges; pictures that were JPEG files have 0.5 to 0.9.
 
-pattern and seams are the largest over the periods that fit four times into the picture. Whatever repeats counts, wanted or not: a tray of
-coins has repetition 0.3. Small pictures have few periods: by chance seams reaches 0.1 at 256 pixels, 0.2 at 128, 0.5 at 64. The rise over a
-training run is what warns.
+pattern and seams are the largest over the periods that fit four times into the picture. Whatever
+repeats counts, wanted or not: a tray of coins has repetition 0.3. Small pictures have few periods:
+by chance seams reaches 0.1 at 256 pixels, 0.2 at 128, 0.5 at 64. The rise over a training run is
+what warns.
 """
 
 from __future__ import annotations
@@ -47,26 +53,42 @@ class Settings(Base):
 
 
 class Tiling(Reward):
-    """How much a picture repeats itself, 0 to 1: the largest of repetition, pattern and seams; of a video, of their means over frames.
+    """How much a picture repeats itself, 0 to 1: the largest of repetition, pattern and seams; of a
+    video, of their means over frames.
 
-    Photos that were never JPEG files: below 0.2. Pictures that repeat exactly: 1. Higher is worse: as a penalty, give it a negative weight.
+    Photos that were never JPEG files: below 0.2. Pictures that repeat exactly: 1. Higher is worse:
+    as a penalty, give it a negative weight.
     """
 
     Settings = Settings
     name = "tiling"
-    scale = "how much the picture repeats itself: below 0.2 photos, 1 exact copies or a pure grid; higher is worse"
+    scale = (
+        "how much the picture repeats itself: below 0.2 photos, 1 exact copies or a pure grid;"
+        " higher is worse"
+    )
     range = (0.0, 1.0)
     differentiable = True
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         found = self.parts(media, prompts)
-        return torch.stack(list(found.values())).amax(0) if self.settings.reading == "worst" else found[self.settings.reading]
+        return (
+            torch.stack(list(found.values())).amax(0)
+            if self.settings.reading == "worst"
+            else found[self.settings.reading]
+        )
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
         periods = [p for p in self.settings.periods if 4 * p <= min(media.shape[-2:])]
         if not periods:
             size, least = f"{media.shape[-1]} x {media.shape[-2]}", 4 * min(self.settings.periods)
-            raise ValueError(f"tiling needs pictures of at least {least} x {least} pixels (4 periods); these are {size}")
+            raise ValueError(
+                f"tiling needs pictures of at least {least} x {least} pixels (4 periods); these are"
+                f" {size}"
+            )
         columns: dict[str, list[Tensor]] = {"repetition": [], "pattern": [], "seams": []}
         for part in frames_of(media).split(self.settings.chunk):
             y = luma(part)
@@ -77,7 +99,8 @@ class Tiling(Reward):
 
 
 def repetition(y: Tensor) -> Tensor:
-    """Luma (n, H, W) -> (n,): (r - v) / (1 - v) at its largest, r the autocorrelation at a lag, v its largest value around that lag.
+    """Luma (n, H, W) -> (n,): (r - v) / (1 - v) at its largest, r the autocorrelation at a lag, v
+    its largest value around that lag.
 
     Lags of 1/8 to 1/2 of a side in either direction; around: on the square 1/16 of a side away.
     """
@@ -92,47 +115,61 @@ def repetition(y: Tensor) -> Tensor:
     rows, columns = (torch.fft.fftfreq(n, 1 / n, device=y.device).abs() for n in r.shape[-2:])
     allowed = (rows[:, None] >= height / 8) | (columns >= width / 8)
     allowed &= (rows[:, None] <= height / 2) & (columns <= width / 2)
-    # where the surroundings are themselves near 1 (an edge seen along its own direction), r - v is rounding, not a peak
+    # where the surroundings are themselves near 1 (an edge seen along its own direction), r - v is
+    # rounding, not a peak
     peak = (r - v) / (1 - v).clamp(min=0.1)
     return peak[:, allowed].amax(1).clamp(min=0)
 
 
 def autocorrelation(x: Tensor) -> Tensor:
-    """(n, h, w) of mean about 0 -> (n, 2h, 2w): cosine of the parts of x that overlap when it is shifted; lag -d is at the end.
+    """(n, h, w) of mean about 0 -> (n, 2h, 2w): cosine of the parts of x that overlap when it is
+    shifted; lag -d is at the end.
 
     Half a byte level of contrast is added to the norms, so that a flat picture has none.
     """
     size = (2 * x.shape[-2], 2 * x.shape[-1])
     energy = x.square() + HALF_A_LEVEL**2
     shifted, ones = torch.fft.rfft2(energy, s=size), torch.fft.rfft2(torch.ones_like(x), s=size)
-    one, other = (torch.fft.irfft2(a * b.conj(), s=size) for a, b in ((shifted, ones), (ones, shifted)))
+    one, other = (
+        torch.fft.irfft2(a * b.conj(), s=size) for a, b in ((shifted, ones), (ones, shifted))
+    )
     dot = torch.fft.irfft2(torch.fft.rfft2(x, s=size).abs().square(), s=size)
     least = 1e-6 * energy.sum((1, 2), keepdim=True).square()  # lags with next to no overlap
     return dot / torch.maximum(one * other, least).sqrt()
 
 
 def pattern(y: Tensor, period: int) -> Tensor:
-    """Luma (n, H, W) -> (n,): share of its detail's variance that repeats with the period in both directions."""
+    """Luma (n, H, W) -> (n,): share of its detail's variance that repeats with the period in both
+    directions."""
     detail = _detrended(y, period)
     height, width = detail.shape[-2:]
     rows, columns = (torch.arange(side, device=y.device) % period for side in (height, width))
-    return _between(detail.flatten(1), (rows[:, None] * period + columns).flatten(), period**2, HALF_A_LEVEL**2)
+    return _between(
+        detail.flatten(1), (rows[:, None] * period + columns).flatten(), period**2, HALF_A_LEVEL**2
+    )
 
 
 def seams(y: Tensor, period: int) -> Tensor:
-    """Luma (n, H, W) -> (n,): of the mean step to the next column, the share of variance that repeats; columns or rows, the larger."""
+    """Luma (n, H, W) -> (n,): of the mean step to the next column, the share of variance that
+    repeats; columns or rows, the larger."""
     shares = []
     for turned in (y, y.transpose(1, 2)):
         step = turned.diff(dim=2).abs()
         profile = _detrended((step / (step + STEP)).mean(1, keepdim=True), period)[:, 0]
-        shares.append(_between(profile, torch.arange(profile.shape[1], device=y.device) % period, period, 1e-6))
+        shares.append(
+            _between(
+                profile, torch.arange(profile.shape[1], device=y.device) % period, period, 1e-6
+            )
+        )
     return torch.stack(shares).amax(0)
 
 
 def _between(values: Tensor, phase: Tensor, phases: int, floor: float) -> Tensor:
-    """(n, N) values in groups by phase (N,) -> (n,): variance of the group means over all variance + floor, less chance's share.
+    """(n, N) values in groups by phase (N,) -> (n,): variance of the group means over all variance
+    + floor, less chance's share.
 
-    As the adjusted R squared of a regression on the phase: 1 - (1 - R2) (N - 1) / (N - phases), at least 0.
+    As the adjusted R squared of a regression on the phase: 1 - (1 - R2) (N - 1) / (N - phases), at
+    least 0.
     """
     count = values.shape[1]
     values = values - values.mean(1, keepdim=True)
@@ -143,7 +180,8 @@ def _between(values: Tensor, phase: Tensor, phases: int, floor: float) -> Tensor
 
 
 def _detrended(y: Tensor, period: int) -> Tensor:
-    """(n, H, W) less its moving average over one (even) period, centred, along axes longer than 1; what it does not reach goes."""
+    """(n, H, W) less its moving average over one (even) period, centred, along axes longer than 1;
+    what it does not reach goes."""
     kernel = y.new_ones(period + 1) / period
     kernel[[0, -1]] /= 2
     trend, edge = y[:, None], period // 2
@@ -159,7 +197,8 @@ def _band(y: Tensor) -> Tensor:
 
 
 def _around(r: Tensor, reach: int) -> Tensor:
-    """The largest r on the border of the square of half side `reach` around each lag; lags wrap around. (n, h, w) -> (n, h, w)."""
+    """The largest r on the border of the square of half side `reach` around each lag; lags wrap
+    around. (n, h, w) -> (n, h, w)."""
     height, width = r.shape[-2:]
     wrapped = F.pad(r[:, None], (reach,) * 4, mode="circular")
     across = F.max_pool2d(wrapped, (1, 2 * reach + 1), 1)[:, 0]

@@ -1,16 +1,20 @@
-"""UnifiedReward (CodeGoat24, arXiv:2503.05236, 2505.03318): judges that score a picture or video, or say which of two is better.
+"""UnifiedReward (CodeGoat24, arXiv:2503.05236, 2505.03318): judges that score a picture or video,
+or say which of two is better.
 
-The checkpoints are served by vLLM or sglang; `variant` names the model generation and the question it was trained on. Prompt texts belong
-to the models: give each as a text file, with {prompt} where the caption goes (docs/rewards/judges.md says where they are found).
+The checkpoints are served by vLLM or sglang; `variant` names the model generation and the question
+it was trained on. Prompt texts belong to the models: give each as a text file, with {prompt} where
+the caption goes (docs/rewards/judges.md says where they are found).
 
-References: flow_grpo ac4c86e (flow_grpo/rewards.py: point_v15), MixGRPO e5cdd6a (unified_reward.py: mix_score, mix_semantic), Pref-GRPO
-3e787f6 (fastvideo/rewards: point_v2, think, flex, edit_*), UnifiedReward ff6f520 (the other pairs and videos). MixGRPO's two texts are
-told apart by what they ask for: QUESTION_TEMPLATE_SCORE has 804 characters (sha256 b691b5ff...), QUESTION_TEMPLATE_SEMANTIC 1,350
-(776575c9...); lists that give them the other way round have them swapped. Departures:
-* A reply that cannot be read is NaN. The references score it 0, give it the batch's mean (point_v2) or count it as a tie (pairs).
+References: flow_grpo ac4c86e (flow_grpo/rewards.py: point_v15), MixGRPO e5cdd6a (unified_reward.py:
+mix_score, mix_semantic), Pref-GRPO 3e787f6 (fastvideo/rewards: point_v2, think, flex, edit_*),
+UnifiedReward ff6f520 (the other pairs and videos). MixGRPO's two texts are told apart by what they
+ask for: QUESTION_TEMPLATE_SCORE has 804 characters (sha256 b691b5ff...), QUESTION_TEMPLATE_SEMANTIC
+1,350 (776575c9...); lists that give them the other way round have them swapped. Departures:
+* A reply that cannot be read is NaN. The references score it 0, give it the batch's mean (point_v2)
+  or count it as a tie (pairs).
 * Pictures are sent as PNG; only flow_grpo does so, the others send JPEG of quality 95.
-* A pair is judged by its own reply: flex weighs overall and mean category outcome of each pair, which is the reference's formula wherever
-  the replies of a group name the same categories.
+* A pair is judged by its own reply: flex weighs overall and mean category outcome of each pair,
+  which is the reference's formula wherever the replies of a group name the same categories.
 """
 
 from __future__ import annotations
@@ -32,12 +36,19 @@ from flowrl.rewards._judged import JudgeReward, Scores, filled, needed, read_tem
 from flowrl.types import MediaContext
 
 AXES = ("Alignment", "Coherence", "Style", "Physics")
-VIDEO_AXES = ("visual quality", "temporal consistency", "dynamic degree", "text-to-video alignment", "factual consistency")
+VIDEO_AXES = (
+    "visual quality",
+    "temporal consistency",
+    "dynamic degree",
+    "text-to-video alignment",
+    "factual consistency",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """range: of the score. pair: asked about two. source: shown the picture before editing first. frames: of a video, by default."""
+    """range: of the score. pair: asked about two. source: shown the picture before editing first.
+    frames: of a video, by default."""
 
     scale: str
     range: tuple[float, float] = (0.0, 1.0)
@@ -53,23 +64,53 @@ class Variant:
 
 
 FLOW, MIX, PREF, UNIFIED = (
-    f"the text in {place} of the reference's repository" for place in (
-        "unifiedreward_score_sglang of flow_grpo/rewards.py", "fastvideo/models/reward_model/unified_reward.py",
-        "fastvideo/rewards/templates.py", "the inference scripts",
+    f"the text in {place} of the reference's repository"
+    for place in (
+        "unifiedreward_score_sglang of flow_grpo/rewards.py",
+        "fastvideo/models/reward_model/unified_reward.py",
+        "fastvideo/rewards/templates.py",
+        "the inference scripts",
     )
-)  # fmt: skip
+)
 WINS = "probability that the first is better"
 
 VARIANTS = {
     "point_v15": Variant(
-        scale="Final Score 1 to 5, divided by 5", range=(0.2, 1.0), origin=FLOW, sha256=("d68ab1dcf4dc3a39",), stretch=512
+        scale="Final Score 1 to 5, divided by 5",
+        range=(0.2, 1.0),
+        origin=FLOW,
+        sha256=("d68ab1dcf4dc3a39",),
+        stretch=512,
     ),
-    "mix_score": Variant(scale="Final Score, 0 to 5", range=(0.0, 5.0), origin=MIX, sha256=("b691b5ff2d2a0a37",)),
-    "mix_semantic": Variant(scale="Alignment Score, 0 to 5", range=(0.0, 5.0), origin=MIX, sha256=("776575c9a5e4e899",)),
-    "point_v2": Variant(scale="mean of the chosen axes, 0 to 5", range=(0.0, 5.0), origin=PREF, video="yes", frames=16, ends=False),
-    "point_video": Variant(scale="Final Score, 1 to 10", range=(1.0, 10.0), origin=UNIFIED, video="only"),
-    "edit_quality": Variant(scale="mean of naturalness and freedom from artifacts, 0 to 25", range=(0.0, 25.0), origin=PREF, caption=False),
-    "edit_instruction": Variant(scale="mean of edit success and restraint, 0 to 25", range=(0.0, 25.0), origin=PREF, source=True),
+    "mix_score": Variant(
+        scale="Final Score, 0 to 5", range=(0.0, 5.0), origin=MIX, sha256=("b691b5ff2d2a0a37",)
+    ),
+    "mix_semantic": Variant(
+        scale="Alignment Score, 0 to 5", range=(0.0, 5.0), origin=MIX, sha256=("776575c9a5e4e899",)
+    ),
+    "point_v2": Variant(
+        scale="mean of the chosen axes, 0 to 5",
+        range=(0.0, 5.0),
+        origin=PREF,
+        video="yes",
+        frames=16,
+        ends=False,
+    ),
+    "point_video": Variant(
+        scale="Final Score, 1 to 10", range=(1.0, 10.0), origin=UNIFIED, video="only"
+    ),
+    "edit_quality": Variant(
+        scale="mean of naturalness and freedom from artifacts, 0 to 25",
+        range=(0.0, 25.0),
+        origin=PREF,
+        caption=False,
+    ),
+    "edit_instruction": Variant(
+        scale="mean of edit success and restraint, 0 to 25",
+        range=(0.0, 25.0),
+        origin=PREF,
+        source=True,
+    ),
     "pair_v1": Variant(scale=WINS, origin=UNIFIED, pair=True, video="yes"),
     "pair_v2": Variant(scale=WINS, origin=UNIFIED, pair=True, video="yes", ends=False),
     "think": Variant(scale=WINS, origin=PREF, pair=True, video="yes"),
@@ -93,15 +134,34 @@ class Settings(_source.Settings, _judge.Settings):
         "think",
         "flex",
         "edit_pair",
-    ] = pydantic.Field("point_v15", description="What is asked and how replies read; from pair_v1 on it is about two at a time.")
-    template: str | None = pydantic.Field(None, description="Text file with the model's question, {prompt} where the caption goes.")
-    own_template: bool = pydantic.Field(False, description="The question is your own: it is not compared with the model's.")
-    axes: list[Literal["alignment", "coherence", "style", "physics"]] = pydantic.Field(
-        ["alignment", "coherence", "style"], min_length=1, description="point_v2: axes that are averaged; pair_v2: axes that decide."
+    ] = pydantic.Field(
+        "point_v15",
+        description=(
+            "What is asked and how replies read; from pair_v1 on it is about two at a time."
+        ),
     )
-    frames: int | None = pydantic.Field(None, ge=1, description="Frames of a video that are shown; null: as many as the reference shows.")
+    template: str | None = pydantic.Field(
+        None, description="Text file with the model's question, {prompt} where the caption goes."
+    )
+    own_template: bool = pydantic.Field(
+        False, description="The question is your own: it is not compared with the model's."
+    )
+    axes: list[Literal["alignment", "coherence", "style", "physics"]] = pydantic.Field(
+        ["alignment", "coherence", "style"],
+        min_length=1,
+        description="point_v2: axes that are averaged; pair_v2: axes that decide.",
+    )
+    frames: int | None = pydantic.Field(
+        None,
+        ge=1,
+        description="Frames of a video that are shown; null: as many as the reference shows.",
+    )
     weights: tuple[float, float] = pydantic.Field(
-        (1.0, 1.0), description="flex: of the overall winner and of the categories; edit_quality, edit_instruction: of the two scores."
+        (1.0, 1.0),
+        description=(
+            "flex: of the overall winner and of the categories; edit_quality, edit_instruction: of"
+            " the two scores."
+        ),
     )
 
     @pydantic.field_validator("weights")
@@ -116,7 +176,8 @@ Read = Callable[[str, Settings], Scores]
 
 
 class UnifiedReward(_source.Sourced, JudgeReward):
-    """Scores of the point variants; the pair variants have `compare` instead, for win_rate and rank."""
+    """Scores of the point variants; the pair variants have `compare` instead, for win_rate and
+    rank."""
 
     Settings = Settings
     name = "unifiedreward"
@@ -130,23 +191,35 @@ class UnifiedReward(_source.Sourced, JudgeReward):
         self.declare_source(variant.source, "a variant that sees it: edit_instruction, edit_pair")
         self.video, self.range = variant.video, variant.range
         self.template = read_template(
-            s.template, reward=self.name, setting="template", origin=variant.origin, sha256=() if s.own_template else variant.sha256,
+            s.template,
+            reward=self.name,
+            setting="template",
+            origin=variant.origin,
+            sha256=() if s.own_template else variant.sha256,
             places=variant.caption,
-        )  # fmt: skip
+        )
         if variant.pair:
             self.compare = self._compare
 
-    def ask(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> list[Scores | Failed]:
+    def ask(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None
+    ) -> list[Scores | Failed]:
         if self.variant.pair:
             raise ValueError(
-                f"unifiedreward with variant={self.settings.variant} says which of two is better and scores none alone; make it the judge "
-                "of win_rate, or choose a point variant"
+                f"unifiedreward with variant={self.settings.variant} says which of two is better"
+                " and scores none alone; make it the judge of win_rate, or choose a point variant"
             )
         return self._asked([media], prompts, context, READERS[self.settings.variant])
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
         """The single scores of a reply: axes, or the two of an edit."""
-        return {} if self.variant.pair or self.settings.variant in ("point_v15", "mix_score") else self.parts_of(media, prompts, context)
+        return (
+            {}
+            if self.variant.pair or self.settings.variant in ("point_v15", "mix_score")
+            else self.parts_of(media, prompts, context)
+        )
 
     def read_reply(self, reply: str) -> float:
         """The score that a reply of this text gives; NaN where it gives none."""
@@ -155,13 +228,26 @@ class UnifiedReward(_source.Sourced, JudgeReward):
         except _replies.Unreadable:
             return math.nan
 
-    def _compare(self, media_a: Tensor, media_b: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
-        """(n, 3, H, W) or (n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5, 0 or between; NaN where it failed."""
+    def _compare(
+        self,
+        media_a: Tensor,
+        media_b: Tensor,
+        prompts: list[str],
+        context: MediaContext | None = None,
+    ) -> Tensor:
+        """(n, 3, H, W) or (n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5,
+        0 or between; NaN where it failed."""
         with torch.no_grad():
-            return self.scores(self._asked([media_a, media_b], prompts, context, READERS[self.settings.variant]), media_a)
+            return self.scores(
+                self._asked([media_a, media_b], prompts, context, READERS[self.settings.variant]),
+                media_a,
+            )
 
-    def _asked(self, shown: list[Tensor], prompts: list[str], context: MediaContext | None, read: Read) -> list[Scores | Failed]:
-        """One question a sample: the source if the variant wants it, then the pictures of each of `shown`, then the text."""
+    def _asked(
+        self, shown: list[Tensor], prompts: list[str], context: MediaContext | None, read: Read
+    ) -> list[Scores | Failed]:
+        """One question a sample: the source if the variant wants it, then the pictures of each of
+        `shown`, then the text."""
         before = [self.sources(shown[0], context)] if self.variant.source else []
         questions = []
         for row, prompt in enumerate(prompts):
@@ -178,11 +264,16 @@ class UnifiedReward(_source.Sourced, JudgeReward):
         """One sample's pictures: the image, or evenly spaced frames."""
         if media.ndim == 3:
             return self.pictures(media)
-        return self.pictures(media, spaced(len(media), self.settings.frames or self.variant.frames, ends=self.variant.ends))
+        return self.pictures(
+            media,
+            spaced(len(media), self.settings.frames or self.variant.frames, ends=self.variant.ends),
+        )
 
     def adapted(self, image: Image.Image) -> Image.Image:
         side = self.variant.stretch
-        return image if side is None else image.resize((side, side))  # PIL's own filter, bicubic, as the reference does
+        return (
+            image if side is None else image.resize((side, side))
+        )  # PIL's own filter, bicubic, as the reference does
 
 
 # --- how replies read
@@ -200,7 +291,10 @@ def _axes(reply: str, settings: Settings) -> Scores:
 
 
 def _video(reply: str, settings: Settings) -> Scores:
-    dims = {name.replace(" ", "_"): value for name, value in _replies.labelled_scores(reply, VIDEO_AXES, 1, 4).items()}
+    dims = {
+        name.replace(" ", "_"): value
+        for name, value in _replies.labelled_scores(reply, VIDEO_AXES, 1, 4).items()
+    }
     return {"score": _replies.final_score(reply, 1, 10), **dims}
 
 
@@ -216,12 +310,17 @@ def _pair_axes(reply: str, settings: Settings) -> Scores:
 
 
 def _flex(reply: str, settings: Settings) -> Scores:
-    """(w_o overall + w_d mean category) / (w_o + w_d); without a readable category, the overall winner alone."""
+    """(w_o overall + w_d mean category) / (w_o + w_d); without a readable category, the overall
+    winner alone."""
     found = _replies.flex(reply)
     categories = [p for name, p in found.items() if name != "overall" and p is not None]
     overall, (w_o, w_d) = found["overall"], settings.weights
     assert overall is not None
-    score = (w_o * overall + w_d * sum(categories) / len(categories)) / (w_o + w_d) if categories else overall
+    score = (
+        (w_o * overall + w_d * sum(categories) / len(categories)) / (w_o + w_d)
+        if categories
+        else overall
+    )
     return {"score": score, "overall": overall}
 
 

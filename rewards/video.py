@@ -1,7 +1,9 @@
-"""Any image reward as a video reward: frames are sampled, each is scored as a picture, and the scores become one.
+"""Any image reward as a video reward: frames are sampled, each is scored as a picture, and the
+scores become one.
 
-As the video rewards of Flow-Factory (mean over frames) and the judges' frame sampling (Pref-GRPO, VideoAlign: a count, or 2 a second,
-evenly spread with the first and the last). A mean hides one broken frame; `min` and `softmin` do not.
+As the video rewards of Flow-Factory (mean over frames) and the judges' frame sampling (Pref-GRPO,
+VideoAlign: a count, or 2 a second, evenly spread with the first and the last). A mean hides one
+broken frame; `min` and `softmin` do not.
 """
 
 from __future__ import annotations
@@ -17,30 +19,56 @@ from flowrl.rewards._inner import Around, load_inner
 from flowrl.rewards._score import take
 from flowrl.types import MediaContext
 
-WHOLE = ("reference",)  # rewards that read a video as a whole, beside a ground truth of as many frames
+WHOLE = (
+    "reference",
+)  # rewards that read a video as a whole, beside a ground truth of as many frames
 Pool = Literal["mean", "min", "softmin", "max", "first", "last"]
 
 
 class Settings(Base):
-    reward: Any = pydantic.Field(None, description="Name of the image reward; in Python also a loaded one, or a function.")
-    reward_settings: dict[str, Any] = pydantic.Field(default_factory=dict, description="Settings of the image reward.")
-    frames: int = pydantic.Field(8, ge=1, description="How many frames, evenly spread, the first and the last among them; 1: the first.")
-    fps: float | None = pydantic.Field(None, gt=0, description="Score so many frames of each second instead of a count; needs video_fps.")
-    video_fps: float | None = pydantic.Field(None, gt=0, description="Frames a second that the videos are played at.")
-    pool: Pool = pydantic.Field("mean", description="What of the frames' scores counts; softmin leans on the worst ones.")
-    temperature: float = pydantic.Field(0.1, gt=0, description="Of softmin, in units of the image reward: towards 0 min, large mean.")
+    reward: Any = pydantic.Field(
+        None, description="Name of the image reward; in Python also a loaded one, or a function."
+    )
+    reward_settings: dict[str, Any] = pydantic.Field(
+        default_factory=dict, description="Settings of the image reward."
+    )
+    frames: int = pydantic.Field(
+        8,
+        ge=1,
+        description=(
+            "How many frames, evenly spread, the first and the last among them; 1: the first."
+        ),
+    )
+    fps: float | None = pydantic.Field(
+        None,
+        gt=0,
+        description="Score so many frames of each second instead of a count; needs video_fps.",
+    )
+    video_fps: float | None = pydantic.Field(
+        None, gt=0, description="Frames a second that the videos are played at."
+    )
+    pool: Pool = pydantic.Field(
+        "mean", description="What of the frames' scores counts; softmin leans on the worst ones."
+    )
+    temperature: float = pydantic.Field(
+        0.1,
+        gt=0,
+        description="Of softmin, in units of the image reward: towards 0 min, large mean.",
+    )
 
     @pydantic.model_validator(mode="after")
     def _fps_needs_the_clock(self) -> Settings:
         if self.fps is not None and (self.video_fps is None or self.fps > self.video_fps):
             raise ValueError(
-                f"fps={self.fps:g} needs video_fps, the frames a second of the videos, at least as high; it is {self.video_fps}"
+                f"fps={self.fps:g} needs video_fps, the frames a second of the videos, at least as"
+                f" high; it is {self.video_fps}"
             )
         return self
 
 
 class Video(Around):
-    """An image reward over some frames of a video, on the image reward's own scale; of an image, that reward itself."""
+    """An image reward over some frames of a video, on the image reward's own scale; of an image,
+    that reward itself."""
 
     Settings = Settings
     name = "video"
@@ -48,19 +76,23 @@ class Video(Around):
 
     def __init__(self, settings: Any = None):
         s = self.Settings() if settings is None else settings
-        super().__init__(s, load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward"))
+        super().__init__(
+            s, load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward")
+        )
         what = getattr(self.inner, "name", type(self.inner).__name__)
         whole = what in WHOLE or self.needs & {"group", "actions", "reference"}
         if whole or not callable(self.inner) or self.inner.video == "only":
             raise ValueError(
-                f'reward.video.reward: "{what}" does not score single pictures; put it outside (for example win_rate with judge=video), '
-                "or use it on its own"
+                f'reward.video.reward: "{what}" does not score single pictures; put it outside (for'
+                " example win_rate with judge=video), or use it on its own"
             )
         self.video = "yes"
         self.differentiable, self.range = self.inner.differentiable, self.inner.range
         self.scale = f"{self.inner.scale} ({s.pool} over frames)"
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         if media.ndim == 4:
             values = self.inner(media, prompts, context)
         else:
@@ -69,12 +101,17 @@ class Video(Around):
         self.problem = self.inner.problem
         return values
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
         """The image reward's own readings, pooled as its score is."""
         if media.ndim == 4:
             return self.inner.parts(media, prompts, context)
         frames, texts, columns = self._pictures(media, prompts, context)
-        return {name: self._pooled(values, len(media)) for name, values in self.inner.parts(frames, texts, columns).items()}
+        return {
+            name: self._pooled(values, len(media))
+            for name, values in self.inner.parts(frames, texts, columns).items()
+        }
 
     def chosen(self, count: int) -> list[int]:
         """Which of `count` frames are scored, in order."""
@@ -82,17 +119,26 @@ class Video(Around):
         if s.pool in ("first", "last"):
             return [0 if s.pool == "first" else count - 1]
         wanted = s.frames if s.fps is None else max(1, round(count / s.video_fps * s.fps))
-        return torch.linspace(0, count - 1, min(wanted, count), dtype=torch.float64).round().long().tolist()
+        return (
+            torch.linspace(0, count - 1, min(wanted, count), dtype=torch.float64)
+            .round()
+            .long()
+            .tolist()
+        )
 
-    def _pictures(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> tuple[Tensor, list[str], MediaContext | None]:
-        """(B, F, 3, H, W) -> the chosen frames (B * n, 3, H, W), frames of a sample next to each other, with their prompts and columns."""
+    def _pictures(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None
+    ) -> tuple[Tensor, list[str], MediaContext | None]:
+        """(B, F, 3, H, W) -> the chosen frames (B * n, 3, H, W), frames of a sample next to each
+        other, with their prompts and columns."""
         places = self.chosen(media.shape[1])
         rows = torch.arange(len(media)).repeat_interleave(len(places))
         columns = None if context is None else take(context, rows)
         return media[:, places].flatten(0, 1), [prompts[row] for row in rows], columns
 
     def _pooled(self, values: Tensor, size: int) -> Tensor:
-        """(B * n,) -> (B,) fp32; NaN where a frame's is NaN or inf, which marks a failure as well."""
+        """(B * n,) -> (B,) fp32; NaN where a frame's is NaN or inf, which marks a failure as
+        well."""
         values = values.float().view(size, -1)
         values = values.masked_fill(~values.isfinite(), torch.nan)
         match self.settings.pool:
@@ -107,7 +153,8 @@ class Video(Around):
 
 
 def softmin(values: Tensor, temperature: float) -> Tensor:
-    """Mean of each row weighted by softmax(-value / temperature): (B, n) -> (B,). Between the lowest value and the mean."""
+    """Mean of each row weighted by softmax(-value / temperature): (B, n) -> (B,). Between the
+    lowest value and the mean."""
     return ((-values / temperature).softmax(1) * values).sum(1)
 
 

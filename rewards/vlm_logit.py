@@ -1,8 +1,10 @@
-"""Expected grade of a vision-language model: the mean of the digits 0 to 5 under the probabilities of its first token, over 5.
+"""Expected grade of a vision-language model: the mean of the digits 0 to 5 under the probabilities
+of its first token, over 5.
 
-Dense and without parsing (Edit-R1, arXiv:2510.16888; reference: PKU-YuanGroup/Edit-R1 4217f25, reward_server). Departures: the reference
-reads all six logits inside vLLM; a server reports the 20 likeliest tokens only, so a digit beyond them counts as 0, and without any digit
-among them the sample is NaN, there 0. Pictures are sent as PNG, there as JPEG of quality 75.
+Dense and without parsing (Edit-R1, arXiv:2510.16888; reference: PKU-YuanGroup/Edit-R1 4217f25,
+reward_server). Departures: the reference reads all six logits inside vLLM; a server reports the 20
+likeliest tokens only, so a digit beyond them counts as 0, and without any digit among them the
+sample is NaN, there 0. Pictures are sent as PNG, there as JPEG of quality 75.
 """
 
 from __future__ import annotations
@@ -18,23 +20,40 @@ from flowrl.rewards._judged import PLACE, JudgeReward, Scores, filled, spaced, u
 from flowrl.rewards._replies import digit_mean
 from flowrl.types import MediaContext
 
-ASK = 'How well does this image show "{prompt}"? Answer with one digit, from 0 (not at all) to 5 (completely).'
+ASK = (
+    'How well does this image show "{prompt}"? Answer with one digit, from 0 (not at all) to 5'
+    " (completely)."
+)
 ASK_EDIT = (
-    'The first image was edited into the second, with the instruction "{prompt}". How well does the second follow it and keep the rest? '
-    "Answer with one digit, from 0 (not at all) to 5 (completely)."
+    'The first image was edited into the second, with the instruction "{prompt}". How well does the'
+    " second follow it and keep the rest? Answer with one digit, from 0 (not at all) to 5"
+    " (completely)."
 )
 
 
 class Settings(_source.Settings, _judge.Settings):
-    model: str = pydantic.Field("Qwen2.5-VL-32B-Instruct", description="The model's name on that server.")
+    model: str = pydantic.Field(
+        "Qwen2.5-VL-32B-Instruct", description="The model's name on that server."
+    )
     edit: bool = pydantic.Field(False, description="Show the picture before editing first.")
     question: str | None = pydantic.Field(
-        None, description="What is asked: {prompt}, and {requirement} for what a prompt's meta says under that key; null: a plain question."
+        None,
+        description=(
+            "What is asked: {prompt}, and {requirement} for what a prompt's meta says under that"
+            " key; null: a plain question."
+        ),
     )
     top: int = pydantic.Field(5, ge=1, le=9, description="The best grade; the worst is 0.")
-    least: float = pydantic.Field(0.01, ge=0, le=1, description="Smallest probability of all digits together; below it the sample fails.")
+    least: float = pydantic.Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Smallest probability of all digits together; below it the sample fails.",
+    )
     frames: int = pydantic.Field(8, ge=1, description="Frames of a video that are shown.")
-    max_tokens: int = pydantic.Field(1, ge=1, description="Longest reply, in tokens; only the first counts.")
+    max_tokens: int = pydantic.Field(
+        1, ge=1, description="Longest reply, in tokens; only the first counts."
+    )
 
 
 class VlmLogit(_source.Sourced, JudgeReward):
@@ -58,16 +77,21 @@ class VlmLogit(_source.Sourced, JudgeReward):
         self.declare_source(s.edit, "edit=true")
         if s.question is None and s.top != 5:
             raise ValueError(
-                f"reward.vlm_logit.top={s.top}: the plain question asks for 0 to 5; write your own into reward.vlm_logit.question"
+                f"reward.vlm_logit.top={s.top}: the plain question asks for 0 to 5; write your own"
+                " into reward.vlm_logit.question"
             )
 
-    def ask(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> list[Scores | Failed]:
+    def ask(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None
+    ) -> list[Scores | Failed]:
         s = self.settings
         before = self.sources(media, context) if s.edit else None
         questions = []
         for row, prompt in enumerate(prompts):
             shown = [] if before is None else self.pictures(before[row])
-            shown += self.pictures(media[row], spaced(media.shape[1], s.frames) if media.ndim == 5 else None)
+            shown += self.pictures(
+                media[row], spaced(media.shape[1], s.frames) if media.ndim == 5 else None
+            )
             questions.append([user(*shown, text(self._words(row, prompt, context)))])
 
         def read(reply: Reply) -> Scores:
@@ -81,9 +105,12 @@ class VlmLogit(_source.Sourced, JudgeReward):
         meta = context.meta[row] if context is not None and context.meta is not None else {}
         if "requirement" not in meta:
             raise ValueError(
-                f'reward.vlm_logit.question holds {{requirement}}, and the meta of "{prompt}" has none; give every prompt a "requirement"'
+                f'reward.vlm_logit.question holds {{requirement}}, and the meta of "{prompt}" has'
+                ' none; give every prompt a "requirement"'
             )
-        return str(meta["requirement"]).join(filled(piece, prompt) for piece in self.question.split("{requirement}"))
+        return str(meta["requirement"]).join(
+            filled(piece, prompt) for piece in self.question.split("{requirement}")
+        )
 
 
 REWARD = VlmLogit

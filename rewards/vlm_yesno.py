@@ -1,8 +1,10 @@
-"""P(Yes) of a vision-language model about a picture: the probability of "Yes" against "No" at the first token of its reply.
+"""P(Yes) of a vision-language model about a picture: the probability of "Yes" against "No" at the
+first token of its reply.
 
-Reference: Flow-Factory a0b2bc5, rewards/vllm_evaluate.py (question="Is it a beautiful image?", instruction="" is its default, which does
-not read the caption). Departures: a reply without either word among its likely first tokens is NaN, there 0; a video is shown as evenly
-spaced frames in one question, there by its first frame.
+Reference: Flow-Factory a0b2bc5, rewards/vllm_evaluate.py (question="Is it a beautiful image?",
+instruction="" is its default, which does not read the caption). Departures: a reply without either
+word among its likely first tokens is NaN, there 0; a video is shown as evenly spaced frames in one
+question, there by its first frame.
 """
 
 from __future__ import annotations
@@ -22,17 +24,32 @@ from flowrl.types import MediaContext
 
 
 class Settings(_judge.Settings):
-    model: str = pydantic.Field("Qwen2.5-VL-7B-Instruct", description="The model's name on that server.")
-    question: str = pydantic.Field('Does this image show "{prompt}"?', description="What is asked, {prompt} where the caption goes.")
+    model: str = pydantic.Field(
+        "Qwen2.5-VL-7B-Instruct", description="The model's name on that server."
+    )
+    question: str = pydantic.Field(
+        'Does this image show "{prompt}"?',
+        description="What is asked, {prompt} where the caption goes.",
+    )
     instruction: str = pydantic.Field("Answer Yes or No.", description="Added to every question.")
-    variants: bool = pydantic.Field(False, description="Count yes, YES and the like too; false: exactly the tokens Yes and No.")
-    least: float = pydantic.Field(0.01, ge=0, le=1, description="Smallest probability of both words together; below it the sample fails.")
+    variants: bool = pydantic.Field(
+        False, description="Count yes, YES and the like too; false: exactly the tokens Yes and No."
+    )
+    least: float = pydantic.Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="Smallest probability of both words together; below it the sample fails.",
+    )
     frames: int = pydantic.Field(8, ge=1, description="Frames of a video that are shown.")
-    max_tokens: int = pydantic.Field(1, ge=1, description="Longest reply, in tokens; only the first counts.")
+    max_tokens: int = pydantic.Field(
+        1, ge=1, description="Longest reply, in tokens; only the first counts."
+    )
 
 
 class VlmYesNo(JudgeReward):
-    """P(Yes) / (P(Yes) + P(No)) for the question about each sample; `answer` asks any other questions."""
+    """P(Yes) / (P(Yes) + P(No)) for the question about each sample; `answer` asks any other
+    questions."""
 
     Settings = Settings
     name = "vlm_yesno"
@@ -44,12 +61,15 @@ class VlmYesNo(JudgeReward):
         super().__init__(settings)
         self.reads_prompt = bool(PLACE.search(self.settings.question))
 
-    def ask(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> list[Scores | Failed]:
+    def ask(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None
+    ) -> list[Scores | Failed]:
         return self._asked(media, [filled(self.settings.question, prompt) for prompt in prompts])
 
     @torch.no_grad()
     def answer(self, media: Tensor, questions: Sequence[str]) -> Tensor:
-        """A question about each of (n, 3, H, W) or (n, F, 3, H, W), fp32 in [0, 1] -> (n,) fp32 P(yes) in [0, 1], NaN where it failed."""
+        """A question about each of (n, 3, H, W) or (n, F, 3, H, W), fp32 in [0, 1] -> (n,) fp32
+        P(yes) in [0, 1], NaN where it failed."""
         return self.scores(self._asked(media, questions), media)
 
     def _asked(self, media: Tensor, questions: Sequence[str]) -> list[Scores | Failed]:
@@ -59,10 +79,15 @@ class VlmYesNo(JudgeReward):
             return {"score": yes_share(reply.first, variants=s.variants, least=s.least)}
 
         def message(sample: Tensor, question: str) -> list[_judge.Message]:
-            shown = self.pictures(sample, spaced(len(sample), s.frames) if sample.ndim == 4 else None)
+            shown = self.pictures(
+                sample, spaced(len(sample), s.frames) if sample.ndim == 4 else None
+            )
             return [user(*shown, text(f"{question} {s.instruction}".strip()))]
 
-        return self.judge.ask_all([message(sample, question) for sample, question in zip(media, questions, strict=True)], read)
+        return self.judge.ask_all(
+            [message(sample, question) for sample, question in zip(media, questions, strict=True)],
+            read,
+        )
 
 
 REWARD = VlmYesNo

@@ -1,16 +1,21 @@
-"""A video judge that may ask for more frames before it answers (VR-Thinker, arXiv:2510.10518): thinking with images, in several turns.
+"""A video judge that may ask for more frames before it answers (VR-Thinker, arXiv:2510.10518):
+thinking with images, in several turns.
 
-It first sees a few frames of each video. A reply that calls select_frames with frame numbers gets those frames; a reply with an answer
-ends the dialogue. The reference's formats are read: <tool_call>{"name": "select_frames", "arguments": {"target_frames": [...]}}</tool_call>
-and <answer>TA = 1, VQ = 0, MQ = 2, OA = 1</answer>, 1 and 2 for the better video, 0 for a tie; \\boxed{1} too, as its training code has it.
-Without a template, instructions of our own ask any vision-language model for the same formats; with mode=pointwise for grades 1 to 5.
+It first sees a few frames of each video. A reply that calls select_frames with frame numbers gets
+those frames; a reply with an answer ends the dialogue. The reference's formats are read:
+<tool_call>{"name": "select_frames", "arguments": {"target_frames": [...]}}</tool_call> and
+<answer>TA = 1, VQ = 0, MQ = 2, OA = 1</answer>, 1 and 2 for the better video, 0 for a tie;
+\\boxed{1} too, as its training code has it. Without a template, instructions of our own ask any
+vision-language model for the same formats; with mode=pointwise for grades 1 to 5.
 
-Reference: qunzhongwang/VideoSearch-Reasoner d2abc21 (grpo_train/openrlhf/trainer/ppo_utils/experience_maker.py) and the model card of
+Reference: qunzhongwang/VideoSearch-Reasoner d2abc21
+(grpo_train/openrlhf/trainer/ppo_utils/experience_maker.py) and the model card of
 qunwang13/vr-thinker. Departures:
-* The reference forgets what a request showed after a number of turns; here at most `images` pictures are in a request, oldest left out
-  first (or further requests are refused), the opening frames never.
-* A request it cannot serve (numbers out of range, too many, not readable) is answered with the reason, as there; frame 0, which there
-  silently shows the last frame, is out of range.
+* The reference forgets what a request showed after a number of turns; here at most `images`
+  pictures are in a request, oldest left out first (or further requests are refused), the opening
+  frames never.
+* A request it cannot serve (numbers out of range, too many, not readable) is answered with the
+  reason, as there; frame 0, which there silently shows the last frame, is out of range.
 * No final answer within `turns` replies is NaN; there the provisional answer counts.
 """
 
@@ -58,15 +63,29 @@ You may reply {turns} times in all. When you are sure, answer:
 
 class Settings(_judge.Settings):
     model: str = pydantic.Field("vr-thinker", description="The model's name on that server.")
-    mode: Literal["pointwise", "pairwise"] = pydantic.Field("pairwise", description="Grade one video, or say which of two is better.")
-    template: str | None = pydantic.Field(
-        None, description="Text file with the model's own instructions, {prompt} where the caption goes; null: instructions of ours."
+    mode: Literal["pointwise", "pairwise"] = pydantic.Field(
+        "pairwise", description="Grade one video, or say which of two is better."
     )
-    initial: int = pydantic.Field(4, ge=1, description="Frames of each video that are shown at first.")
-    workspace: int = pydantic.Field(48, ge=1, description="Frames of each video that can be asked for, evenly spaced.")
+    template: str | None = pydantic.Field(
+        None,
+        description=(
+            "Text file with the model's own instructions, {prompt} where the caption goes; null:"
+            " instructions of ours."
+        ),
+    )
+    initial: int = pydantic.Field(
+        4, ge=1, description="Frames of each video that are shown at first."
+    )
+    workspace: int = pydantic.Field(
+        48, ge=1, description="Frames of each video that can be asked for, evenly spaced."
+    )
     most: int = pydantic.Field(8, ge=1, description="Frames that one reply may ask for.")
-    images: int = pydantic.Field(24, ge=2, description="Most pictures in one request to the server.")
-    when_full: Literal["drop", "refuse"] = pydantic.Field("drop", description="Leave out the oldest pictures, or serve no more.")
+    images: int = pydantic.Field(
+        24, ge=2, description="Most pictures in one request to the server."
+    )
+    when_full: Literal["drop", "refuse"] = pydantic.Field(
+        "drop", description="Leave out the oldest pictures, or serve no more."
+    )
     turns: int = pydantic.Field(6, ge=1, description="Most replies in one dialogue.")
     max_tokens: int = pydantic.Field(2048, ge=1, description="Longest reply, in tokens.")
 
@@ -81,7 +100,8 @@ class Round:
 
 
 class VrThinker(JudgeReward):
-    """pointwise: the overall grade from 1 to 5, divided by 5. pairwise: no score alone; `compare` says which of two is better."""
+    """pointwise: the overall grade from 1 to 5, divided by 5. pairwise: no score alone; `compare`
+    says which of two is better."""
 
     Settings = Settings
     name = "vr_thinker"
@@ -98,37 +118,53 @@ class VrThinker(JudgeReward):
         opening = s.initial * (2 if self.pair else 1)
         if s.images <= opening:
             raise ValueError(
-                f"reward.vr_thinker.images={s.images}: {opening} pictures are shown at first, so none could be asked for; set images above "
-                f"{opening}, or initial lower"
+                f"reward.vr_thinker.images={s.images}: {opening} pictures are shown at first, so"
+                f" none could be asked for; set images above {opening}, or initial lower"
             )
         self.most = min(s.most, s.images - opening)
         own = PAIR if self.pair else POINT
         origin = "the instructions on the model card of qunwang13/vr-thinker"
-        self.template = read_template(s.template, reward=self.name, setting="template", origin=origin) if s.template else own
+        self.template = (
+            read_template(s.template, reward=self.name, setting="template", origin=origin)
+            if s.template
+            else own
+        )
         if self.pair:
             self.compare = self._compare
         else:
             self.scale = "overall grade from 1 to 5, divided by 5"
 
-    def ask(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> list[Scores | Failed]:
+    def ask(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None
+    ) -> list[Scores | Failed]:
         if self.pair:
             raise ValueError(
-                "vr_thinker with mode=pairwise says which of two is better and scores none alone; make it the judge of win_rate, or set "
-                "mode=pointwise"
+                "vr_thinker with mode=pairwise says which of two is better and scores none alone;"
+                " make it the judge of win_rate, or set mode=pointwise"
             )
         return self._watched([media], prompts)
 
-    def parts(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> dict[str, Tensor]:
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
         """The grades of a pointwise judge, 1 to 5."""
         return {} if self.pair else self.parts_of(media, prompts, context)
 
-    def _compare(self, media_a: Tensor, media_b: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
-        """(n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5 or 0; NaN where the dialogue failed."""
+    def _compare(
+        self,
+        media_a: Tensor,
+        media_b: Tensor,
+        prompts: list[str],
+        context: MediaContext | None = None,
+    ) -> Tensor:
+        """(n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5 or 0; NaN where
+        the dialogue failed."""
         with torch.no_grad():
             return self.scores(self._watched([media_a, media_b], prompts), media_a)
 
     def read_reply(self, reply: str) -> float:
-        """The score, or of pairs the preference, that a reply of this text gives; NaN where it gives none, or asks for frames."""
+        """The score, or of pairs the preference, that a reply of this text gives; NaN where it
+        gives none, or asks for frames."""
         try:
             found = final_answer(reply, self.read)
         except Unreadable:
@@ -142,9 +178,15 @@ class VrThinker(JudgeReward):
         s, jobs = self.settings, []
         places = [spaced(video.shape[1], s.workspace) for video in videos]
         starts = [sum(map(len, places[:i])) for i in range(len(places))]
-        opening = [start + i + 1 for start, place in zip(starts, places, strict=True) for i in spaced(len(place), s.initial)]
+        opening = [
+            start + i + 1
+            for start, place in zip(starts, places, strict=True)
+            for i in spaced(len(place), s.initial)
+        ]
         for row, prompt in enumerate(prompts):
-            frames = torch.cat([video[row, place] for video, place in zip(videos, places, strict=True)])
+            frames = torch.cat(
+                [video[row, place] for video, place in zip(videos, places, strict=True)]
+            )
             words = self._instructions(prompt, first=len(places[0]), total=len(frames))
             jobs.append(partial(self._dialogue, frames, words, opening))
         return self.judge.run(jobs)
@@ -165,7 +207,8 @@ class VrThinker(JudgeReward):
         return filled(words, prompt)
 
     def _dialogue(self, frames: Tensor, words: str, opening: list[int], ask: Ask) -> Scores:
-        """Reply by reply until an answer; frames: (N, 3, H, W), numbered from 1. No answer within `turns` -> Unreadable."""
+        """Reply by reply until an answer; frames: (N, 3, H, W), numbered from 1. No answer within
+        `turns` -> Unreadable."""
         show = cache(lambda number: self.pictures(frames[number - 1])[0])
         rounds: list[Round] = []
         for turn in range(self.settings.turns):
@@ -175,7 +218,9 @@ class VrThinker(JudgeReward):
                 if scores is not None:
                     return scores
                 asked = frame_request(reply)
-                told = self._served(asked, len(frames), len(opening) + sum(len(past.frames) for past in rounds))
+                told = self._served(
+                    asked, len(frames), len(opening) + sum(len(past.frames) for past in rounds)
+                )
             except Unreadable as error:
                 asked, told = [], f"That could not be read: {error}."
             except _NotServed as error:
@@ -183,21 +228,35 @@ class VrThinker(JudgeReward):
             if turn == self.settings.turns - 2:
                 told += " This is your last reply: give the answer now."
             rounds.append(Round(reply=reply, told=told, frames=asked or []))
-        raise Unreadable(f"no answer in turns={self.settings.turns} replies; the last is {shown(rounds[-1].reply)}")
+        raise Unreadable(
+            f"no answer in turns={self.settings.turns} replies; the last is"
+            f" {shown(rounds[-1].reply)}"
+        )
 
     def _served(self, asked: list[int] | None, total: int, in_use: int) -> str:
         """What to say to a request for frames; one that is not served -> _NotServed."""
         if not asked:
-            raise _NotServed("Ask for frames by a tool call, or give the answer between <answer> and </answer>.")
+            raise _NotServed(
+                "Ask for frames by a tool call, or give the answer between <answer> and </answer>."
+            )
         if outside := [number for number in asked if not 1 <= number <= total]:
             raise _NotServed(f"There are frames 1 to {total}; {outside[0]} is out of range.")
         if len(asked) > self.most:
             raise _NotServed(f"{len(asked)} frames are too many; ask for {self.most} at most.")
         if self.settings.when_full == "refuse" and in_use + len(asked) > self.settings.images:
-            raise _NotServed(f"Only {self.settings.images - in_use} further frames can be shown; ask for fewer, or answer.")
+            raise _NotServed(
+                f"Only {self.settings.images - in_use} further frames can be shown; ask for fewer,"
+                " or answer."
+            )
         return f"After selecting frames: Here are the selected frames {', '.join(map(str, asked))}."
 
-    def _messages(self, words: str, opening: list[int], rounds: list[Round], show: Callable[[int], dict[str, Any]]) -> list[Message]:
+    def _messages(
+        self,
+        words: str,
+        opening: list[int],
+        rounds: list[Round],
+        show: Callable[[int], dict[str, Any]],
+    ) -> list[Message]:
         """The dialogue so far, with the newest pictures that fit; the opening frames always."""
         messages = [user(*map(show, opening), text(words))]
         room = self.settings.images - len(opening)
@@ -206,7 +265,10 @@ class VrThinker(JudgeReward):
             kept = past.frames[len(past.frames) - max(0, min(len(past.frames), room - newer)) :]
             gone = [str(number) for number in past.frames if number not in kept]
             told = past.told + (f" (Frames {', '.join(gone)} are no longer shown.)" if gone else "")
-            messages += [{"role": "assistant", "content": past.reply}, user(text(told), *map(show, kept))]
+            messages += [
+                {"role": "assistant", "content": past.reply},
+                user(text(told), *map(show, kept)),
+            ]
         return messages
 
 
@@ -221,12 +283,18 @@ def _preference(answer: str) -> Scores:
     if odd := [label for label, value in found.items() if value not in (0, 1, 2)]:
         raise Unreadable(f"{odd[0]} = {found[odd[0]]:g} is neither 0, 1 nor 2")
     meaning = {0: 0.5, 1: 1.0, 2: 0.0}
-    return {"score": meaning[int(found["OA"])], **{label.lower(): meaning[int(value)] for label, value in found.items()}}
+    return {
+        "score": meaning[int(found["OA"])],
+        **{label.lower(): meaning[int(value)] for label, value in found.items()},
+    }
 
 
 def _grades(answer: str) -> Scores:
     found = labelled_scores(answer, LABELS, 1, 5)
-    return {"score": needed(found, ["OA"], answer)[0] / 5, **{label.lower(): value for label, value in found.items()}}
+    return {
+        "score": needed(found, ["OA"], answer)[0] / 5,
+        **{label.lower(): value for label, value in found.items()},
+    }
 
 
 REWARD = VrThinker

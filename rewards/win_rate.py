@@ -1,11 +1,15 @@
-"""Win rate within a group (Pref-GRPO, arXiv:2508.20751): a sample's reward is how often it is preferred to the others of its prompt.
+"""Win rate within a group (Pref-GRPO, arXiv:2508.20751): a sample's reward is how often it is
+preferred to the others of its prompt.
 
-Pairwise preferences cannot be inflated by a model that learns to please a score: the rates of a group always sum to G / 2. Reference:
-github.com/CodeGoat24/Pref-GRPO, fastvideo/rewards. Departures:
-* A pair that the judge could not decide counts for nobody; there it is a tie, 0.5 to both, as an unreadable answer is.
+Pairwise preferences cannot be inflated by a model that learns to please a score: the rates of a
+group always sum to G / 2. Reference: github.com/CodeGoat24/Pref-GRPO, fastvideo/rewards.
+Departures:
+* A pair that the judge could not decide counts for nobody; there it is a tie, 0.5 to both, as an
+  unreadable answer is.
 * The reference rounds rates to 3 decimals (`decimals=3`); here they stay exact unless told.
 * A sample without another of its group is NaN, with the reason in the log; there it scores 0.
-* Any pointwise reward may be the judge, both orders may be asked (`swap`), and pairs may be sampled (`opponents`).
+* Any pointwise reward may be the judge, both orders may be asked (`swap`), and pairs may be sampled
+  (`opponents`).
 """
 
 from __future__ import annotations
@@ -24,48 +28,96 @@ from flowrl.types import MediaContext
 
 class Settings(Base):
     judge: Any = pydantic.Field(
-        None, description="Name of the reward that prefers, by pairs if it can compare, else by its scores; in Python also an object."
+        None,
+        description=(
+            "Name of the reward that prefers, by pairs if it can compare, else by its scores; in"
+            " Python also an object."
+        ),
     )
-    judge_settings: dict[str, Any] = pydantic.Field(default_factory=dict, description="Settings of the judge.")
-    margin: float = pydantic.Field(0.0, ge=0, description="Scores of a pointwise judge that differ by no more than this are a tie.")
+    judge_settings: dict[str, Any] = pydantic.Field(
+        default_factory=dict, description="Settings of the judge."
+    )
+    margin: float = pydantic.Field(
+        0.0,
+        ge=0,
+        description="Scores of a pointwise judge that differ by no more than this are a tie.",
+    )
     temperature: float = pydantic.Field(
-        0.0, ge=0, description="Pointwise judge: sigmoid(difference / temperature) instead of 1 or 0; 0 decides hard."
+        0.0,
+        ge=0,
+        description=(
+            "Pointwise judge: sigmoid(difference / temperature) instead of 1 or 0; 0 decides hard."
+        ),
     )
     swap: bool = pydantic.Field(
-        False, description="Ask a judge that compares in both orders and average: twice the cost, no position bias."
+        False,
+        description=(
+            "Ask a judge that compares in both orders and average: twice the cost, no position"
+            " bias."
+        ),
     )
-    opponents: int | None = pydantic.Field(None, ge=1, description="Compare each sample with about so many others; null: with all.")
-    decimals: int | None = pydantic.Field(None, ge=1, description="Round to so many decimals, as Pref-GRPO's code does to 3.")
-    chunk: int = pydantic.Field(32, ge=1, description="Most pairs in one call of a judge that compares.")
+    opponents: int | None = pydantic.Field(
+        None, ge=1, description="Compare each sample with about so many others; null: with all."
+    )
+    decimals: int | None = pydantic.Field(
+        None, ge=1, description="Round to so many decimals, as Pref-GRPO's code does to 3."
+    )
+    chunk: int = pydantic.Field(
+        32, ge=1, description="Most pairs in one call of a judge that compares."
+    )
 
 
 class WinRate(Around):
-    """Mean win probability over the other members of the group, in [0, 1]; 0.5 is the mean of every group."""
+    """Mean win probability over the other members of the group, in [0, 1]; 0.5 is the mean of every
+    group."""
 
     Settings = Settings
     name = "win_rate"
-    scale = "share of the group's other members that a sample is preferred to, 0 to 1 (ties count half)"
+    scale = (
+        "share of the group's other members that a sample is preferred to, 0 to 1 (ties count half)"
+    )
     range = (0.0, 1.0)
     needs = frozenset({"group"})
 
     def __init__(self, settings: Any = None):
         s = self.Settings() if settings is None else settings
-        super().__init__(s, load_inner(s.judge, s.judge_settings, reward=self.name, setting="judge"))
+        super().__init__(
+            s, load_inner(s.judge, s.judge_settings, reward=self.name, setting="judge")
+        )
         compares = hasattr(self.inner, "compare")
         if compares and (s.margin or s.temperature):
             raise ValueError(
-                f"reward.win_rate: margin={s.margin:g} and temperature={s.temperature:g} are for judges that score, and "
-                f"{getattr(self.inner, 'name', type(self.inner).__name__)} compares; leave them out"
+                f"reward.win_rate: margin={s.margin:g} and temperature={s.temperature:g} are for"
+                f" judges that score, and {getattr(self.inner, 'name', type(self.inner).__name__)}"
+                " compares; leave them out"
             )
-        self.judge = self.inner if compares else from_pointwise(self.inner, margin=s.margin, temperature=s.temperature)
+        self.judge = (
+            self.inner
+            if compares
+            else from_pointwise(self.inner, margin=s.margin, temperature=s.temperature)
+        )
 
-    def __call__(self, media: Tensor, prompts: list[str], context: MediaContext | None = None) -> Tensor:
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
         groups = groups_of(prompts, context, reward=self.name)
         pairs = pairs_of(groups, opponents=self.settings.opponents)
-        answers = ask(self.judge, media, prompts, context, pairs, swap=self.settings.swap, chunk=self.settings.chunk)
+        answers = ask(
+            self.judge,
+            media,
+            prompts,
+            context,
+            pairs,
+            swap=self.settings.swap,
+            chunk=self.settings.chunk,
+        )
         self.problem = getattr(self.inner, "problem", None) or alone(groups)
         rates = win_rates(pairs, answers.to(media.device), len(media))
-        return rates if self.settings.decimals is None else torch.round(rates, decimals=self.settings.decimals)
+        return (
+            rates
+            if self.settings.decimals is None
+            else torch.round(rates, decimals=self.settings.decimals)
+        )
 
 
 REWARD = WinRate

@@ -1,4 +1,5 @@
-"""Scalar coefficients of a step: computed in fp64 on the device of sigma, then cast to fp32 on the device of x."""
+"""Scalar coefficients of a step: computed in fp64 on the device of sigma, then cast to fp32 on the
+device of x."""
 
 from __future__ import annotations
 
@@ -15,7 +16,9 @@ def fp64(like: Tensor, *values: Tensor | float) -> list[Tensor]:
 
 def combine(x: Tensor, on_x: Tensor, v: Tensor, on_v: Tensor) -> Tensor:
     """on_x * x + on_v * v in fp32; the coefficients are fp64."""
-    return on_x.to(x.device, torch.float32) * x.float() + on_v.to(x.device, torch.float32) * v.float()
+    return (
+        on_x.to(x.device, torch.float32) * x.float() + on_v.to(x.device, torch.float32) * v.float()
+    )
 
 
 def fp32(value: Tensor, like: Tensor) -> Tensor:

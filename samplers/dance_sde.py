@@ -8,10 +8,13 @@ from flowrl.samplers._scalars import combine, fp32, fp64
 from flowrl.types import Transition
 
 
-def transition(v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, *, eta: Tensor | float) -> Transition:
+def transition(
+    v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, *, eta: Tensor | float
+) -> Transition:
     """Dance-SDE step (DanceGRPO, arXiv:2505.07818): Flow-SDE with diffusion coefficient g = eta.
 
-    v, x: (B, *L), v = eps - x0. 0 <= sigma_next < sigma <= 1, shaped () or (B,). eta: () or (B,). Coefficients in fp64.
+    v, x: (B, *L), v = eps - x0. 0 <= sigma_next < sigma <= 1, shaped () or (B,). eta: () or (B,).
+    Coefficients in fp64.
     """
     sigma, sigma_next, eta = fp64(x, sigma, sigma_next, eta)
     dt = sigma_next - sigma  # < 0

@@ -1,7 +1,8 @@
 """Randomness as a function of names: a 64-bit key in, numbers out, no generator state anywhere.
 
-`key("noise", seed, iteration, prompt_id)` hashes its parts (splitmix64 finaliser, chained); ints give an int, a tensor among the parts
-gives a tensor of keys. Noise, permutations and uniforms are functions of a key, so they do not depend on batch, chunk or process.
+`key("noise", seed, iteration, prompt_id)` hashes its parts (splitmix64 finaliser, chained); ints
+give an int, a tensor among the parts gives a tensor of keys. Noise, permutations and uniforms are
+functions of a key, so they do not depend on batch, chunk or process.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_GOLDEN, _MIX1, _MIX2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_GOLDEN, _MIX1, _MIX2 = (
+    np.uint64(0x9E3779B97F4A7C15),
+    np.uint64(0xBF58476D1CE4E5B9),
+    np.uint64(0x94D049BB133111EB),
+)
 _11, _27, _30, _31 = (np.uint64(bits) for bits in (11, 27, 30, 31))
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """splitmix64 (Steele, Lea, Flood 2014): a bijection of uint64 in which every input bit moves every output bit. At least 1-d: wraps."""
+    """splitmix64 (Steele, Lea, Flood 2014): a bijection of uint64 in which every input bit moves
+    every output bit. At least 1-d: wraps."""
     z = z + _GOLDEN
     z = (z ^ (z >> _30)) * _MIX1
     z = (z ^ (z >> _27)) * _MIX2
@@ -30,12 +36,16 @@ def _bits(part: int | str | Tensor) -> np.ndarray:
     """The 64 bits of a part, uint64 of at least one dimension."""
     if isinstance(part, Tensor):
         return np.atleast_1d(part.long().cpu().numpy().view(np.uint64))
-    return np.array([(digest(part) if isinstance(part, str) else int(part)) & 0xFFFFFFFFFFFFFFFF], np.uint64)
+    return np.array(
+        [(digest(part) if isinstance(part, str) else int(part)) & 0xFFFFFFFFFFFFFFFF], np.uint64
+    )
 
 
 def digest(text: str) -> int:
     """64 bits of a text, as a signed integer."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
+    )
 
 
 @overload
@@ -43,7 +53,8 @@ def key(*parts: int | str) -> int: ...
 @overload
 def key(*parts: int | str | Tensor) -> Tensor: ...
 def key(*parts: int | str | Tensor) -> int | Tensor:
-    """Hash of the parts in order; int64 tensors broadcast. Only ints and strings -> int, else an int64 tensor."""
+    """Hash of the parts in order; int64 tensors broadcast. Only ints and strings -> int, else an
+    int64 tensor."""
     state = np.zeros(1, np.uint64)
     for part in parts:
         state = _mix(state ^ _mix(_bits(part)))
@@ -55,9 +66,11 @@ def key(*parts: int | str | Tensor) -> int | Tensor:
 
 
 def gaussian(keys: Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Standard normal rows, row i a function of keys[i] and the device type alone: keys (n,) int64 -> (n, *shape) fp32.
+    """Standard normal rows, row i a function of keys[i] and the device type alone: keys (n,) int64
+    -> (n, *shape) fp32.
 
-    One generator, reseeded per row. torch's CPU generator reads the low 32 bits of a seed, CUDA's all 64.
+    One generator, reseeded per row. torch's CPU generator reads the low 32 bits of a seed, CUDA's
+    all 64.
     """
     generator = torch.Generator(device)
     out = torch.empty(len(keys), *shape, device=device)
@@ -67,7 +80,8 @@ def gaussian(keys: Tensor, shape: Sequence[int], device: torch.device | str = "c
 
 
 def uniform(keys: Tensor | int) -> Tensor:
-    """Uniform on [0, 1) from the upper 53 bits of a further hash: keys int64 -> fp64, same shape."""
+    """Uniform on [0, 1) from the upper 53 bits of a further hash: keys int64 -> fp64, same
+    shape."""
     keys = torch.as_tensor(keys)
     upper = (_mix(_bits(keys)) >> _11).astype(np.float64)
     return torch.from_numpy(upper / (1 << 53)).to(keys.device).reshape(keys.shape)

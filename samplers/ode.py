@@ -9,10 +9,15 @@ from flowrl.samplers._scalars import combine, fp32, fp64
 from flowrl.types import Transition
 
 
-def transition(v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, *, eta: Tensor | float = 0.0) -> Transition:
+def transition(
+    v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, *, eta: Tensor | float = 0.0
+) -> Transition:
     """Euler step of the probability-flow ODE: std = 0.
 
     v, x: (B, *L), v = eps - x0. 0 <= sigma_next < sigma <= 1, shaped () or (B,). eta is ignored.
     """
     sigma, sigma_next = fp64(x, sigma, sigma_next)
-    return Transition(mean=combine(x, torch.ones_like(sigma), v, sigma_next - sigma), std=fp32(torch.zeros_like(sigma), x))
+    return Transition(
+        mean=combine(x, torch.ones_like(sigma), v, sigma_next - sigma),
+        std=fp32(torch.zeros_like(sigma), x),
+    )

@@ -10,7 +10,12 @@ from flowrl import registry
 from flowrl.samplers import cps, dance_sde, ddim, flow_sde
 from flowrl.types import Plan, Transition
 
-SDES: dict[str, ModuleType] = {"flow_sde": flow_sde, "dance_sde": dance_sde, "cps": cps, "ddim": ddim}
+SDES: dict[str, ModuleType] = {
+    "flow_sde": flow_sde,
+    "dance_sde": dance_sde,
+    "cps": cps,
+    "ddim": ddim,
+}
 
 
 def module(name: str) -> ModuleType:
@@ -20,7 +25,9 @@ def module(name: str) -> ModuleType:
     return SDES[name]
 
 
-def transition(plan: Plan, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor) -> Transition:
+def transition(
+    plan: Plan, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor
+) -> Transition:
     """Transition of SDE edges of `plan`: v, x (n, *L); sigma, sigma_next, eta (n,)."""
     extra = {"sigma_cap": plan.sigma_cap} if plan.sde == "flow_sde" else {}
     return module(plan.sde).transition(v, x, sigma, sigma_next, eta=eta, **extra)

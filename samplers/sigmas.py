@@ -1,4 +1,5 @@
-"""Noise schedules: (T+1,) fp64, descending from 1 to 0. A policy gives its pipeline's own; these are the published ones."""
+"""Noise schedules: (T+1,) fp64, descending from 1 to 0. A policy gives its pipeline's own; these
+are the published ones."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from torch import Tensor
 
 
 def shift(u: Tensor, kappa: float) -> Tensor:
-    """s = kappa u / (1 + (kappa - 1) u): the time shift of SD3 (arXiv:2403.03206, eq. 23); kappa = 1 is the identity."""
+    """s = kappa u / (1 + (kappa - 1) u): the time shift of SD3 (arXiv:2403.03206, eq. 23); kappa =
+    1 is the identity."""
     return kappa * u / (1 + (kappa - 1) * u)
 
 
@@ -22,7 +24,8 @@ def shifted(steps: int, kappa: float) -> Tensor:
 
 
 def sd3(steps: int, kappa: float = 3.0, train_steps: int = 1000) -> Tensor:
-    """The grid diffusers' FlowMatchEulerDiscreteScheduler gives SD3: shifted twice, its last step nearly degenerate."""
+    """The grid diffusers' FlowMatchEulerDiscreteScheduler gives SD3: shifted twice, its last step
+    nearly degenerate."""
     low = shift(torch.tensor(1 / train_steps, dtype=torch.float64), kappa)
     u = torch.linspace(1, float(low), steps, dtype=torch.float64)
     return torch.cat([shift(u, kappa), torch.zeros(1, dtype=torch.float64)])

@@ -1,7 +1,9 @@
-"""The engine: grows a plan from noise, evaluates each distinct state once, level by level, as one batch.
+"""The engine: grows a plan from noise, evaluates each distinct state once, level by level, as one
+batch.
 
-Every random number is keyed by (prompt key, copy, path of child indices), never by a place in the batch, so a rollout does not depend on
-how copies are ordered, chunked or spread over processes. Two nodes are one when they start from equal x_T and only equal ODE edges
+Every random number is keyed by (prompt key, copy, path of child indices), never by a place in the
+batch, so a rollout does not depend on how copies are ordered, chunked or spread over processes. Two
+nodes are one when they start from equal x_T and only equal ODE edges
 lead to them. The x0 prediction made at a node is the solver history that its children inherit.
 """
 
@@ -36,29 +38,42 @@ def grow(
     init: Noise | None = None,
     micro: int | None = None,
 ) -> Rollout:
-    """Sample R copies of `plan` -> Rollout with cond None and guidance "none" (the caller fills them in).
+    """Sample R copies of `plan` -> Rollout with cond None and guidance "none" (the caller fills
+    them in).
 
-    velocity(x (n, *L) fp32, sigma (n,) fp64 on the CPU, rows (n,)) -> v; noise(keys (n,)) -> (n, *L) fp32.
+    velocity(x (n, *L) fp32, sigma (n,) fp64 on the CPU, rows (n,)) -> v; noise(keys (n,)) -> (n,
+    *L) fp32.
     rows (R,): conditioning row of each copy.
-    prompt_keys (R,): key of each copy's prompt, equal for copies of one prompt (default: from rows).
-    copies (R,): number of the copy within its prompt (default: c-th occurrence of its row); give it when copies of one prompt are spread
-    over calls or processes. shared_key: names the x_T that init="batch" shares. init(noise) -> x_T, default the identity.
+    prompt_keys (R,): key of each copy's prompt, equal for copies of one prompt (default: from
+    rows).
+    copies (R,): number of the copy within its prompt (default: c-th occurrence of its row); give it
+    when copies of one prompt are spread over calls or processes. shared_key: names the x_T that
+    init="batch" shares. init(noise) -> x_T, default the identity.
     micro: most rows in one velocity call.
     """
     rows = torch.as_tensor(rows).cpu().long()
-    prompt_keys = key("prompt", rows) if prompt_keys is None else torch.as_tensor(prompt_keys).cpu().long()
+    prompt_keys = (
+        key("prompt", rows) if prompt_keys is None else torch.as_tensor(prompt_keys).cpu().long()
+    )
     copies = _occurrence(rows) if copies is None else torch.as_tensor(copies).cpu().long()
     sizes = {"rows": len(rows), "prompt_keys": len(prompt_keys), "copies": len(copies)}
     if not len(rows) == len(prompt_keys) == len(copies) > 0:
-        raise ValueError(f"rows, prompt_keys and copies must have one value per copy, at least one; their lengths are {sizes}")
+        raise ValueError(
+            "rows, prompt_keys and copies must have one value per copy, at least one; their"
+            f" lengths are {sizes}"
+        )
     names = _Names(plan, rows, prompt_keys, copies, shared_key)
     forest = _Forest(plan, rows, names, lambda k: _checked(noise(k), (len(k), *shape)))
     level, at_root = forest.roots(init)
-    at = torch.empty(len(rows), plan.edges, dtype=torch.int64)  # place in the current level where an edge ends
+    at = torch.empty(
+        len(rows), plan.edges, dtype=torch.int64
+    )  # place in the current level where an edge ends
     nfe = 0
     for depth in range(int(plan.depth.max()) + 1):
         edges = torch.nonzero(plan.depth == depth).flatten()
-        source = at_root[:, plan.root[edges]] if depth == 0 else at[:, plan.parent[edges]]  # (R, edges)
+        source = (
+            at_root[:, plan.root[edges]] if depth == 0 else at[:, plan.parent[edges]]
+        )  # (R, edges)
         if not _is_all(source.flatten(), len(level.row)):
             used, source = torch.unique(source, return_inverse=True)
             level = level.take(used)
@@ -69,7 +84,8 @@ def grow(
 
 
 def own_noise(noise: Noise, path: Tensor) -> Tensor:
-    """Noise of SDE edges named by their path, (n,) int64 -> (n, *L); of correlated siblings, the part they do not share."""
+    """Noise of SDE edges named by their path, (n,) int64 -> (n, *L); of correlated siblings, the
+    part they do not share."""
     return noise(key("own", path))
 
 
@@ -93,14 +109,18 @@ class _Level:
     row: Tensor  # (n,) row of the conditioning
     sigma: Tensor  # (n,) fp64
     stored: Tensor  # (n,) row among the kept states, -1: not kept
-    x0: Tensor | None  # (n, *L) data prediction at the node before, the solver's history; None: no history
+    x0: (
+        Tensor | None
+    )  # (n, *L) data prediction at the node before, the solver's history; None: no history
     sigma_x0: Tensor  # (n,) fp64 where it was made; 1: no history
 
     def take(self, rows: Tensor) -> _Level:
         if _is_all(rows, len(self.row)):
             return self
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return _Level(**{name: None if value is None else value[rows] for name, value in values.items()})
+        return _Level(
+            **{name: None if value is None else value[rows] for name, value in values.items()}
+        )
 
 
 def _occurrence(rows: Tensor) -> Tensor:
@@ -114,9 +134,12 @@ def _occurrence(rows: Tensor) -> Tensor:
 
 
 def _distinct(values: Tensor) -> tuple[Tensor, Tensor]:
-    """values (n,) -> (place of the first of each distinct value, in order of appearance; for each value its number among them)."""
+    """values (n,) -> (place of the first of each distinct value, in order of appearance; for each
+    value its number among them)."""
     unique, inverse = torch.unique(values, return_inverse=True)
-    first = torch.full_like(unique, len(values)).scatter_reduce_(0, inverse, torch.arange(len(values)), "amin")
+    first = torch.full_like(unique, len(values)).scatter_reduce_(
+        0, inverse, torch.arange(len(values)), "amin"
+    )
     order = first.argsort()
     number = torch.empty_like(order)
     number[order] = torch.arange(len(order))
@@ -129,9 +152,12 @@ def _is_all(rows: Tensor, n: int) -> bool:
 
 
 class _Names:
-    """Keys of every node of R copies: path (R, E) names its noise, node (R, E) its state; path_root, root (R, roots) those of x_T."""
+    """Keys of every node of R copies: path (R, E) names its noise, node (R, E) its state;
+    path_root, root (R, roots) those of x_T."""
 
-    def __init__(self, plan: Plan, rows: Tensor, prompt_keys: Tensor, copies: Tensor, shared_key: int):
+    def __init__(
+        self, plan: Plan, rows: Tensor, prompt_keys: Tensor, copies: Tensor, shared_key: int
+    ):
         trunk = torch.arange(plan.roots)
         self.path_root = key(prompt_keys[:, None], copies[:, None], trunk)
         if plan.init == "sample":
@@ -143,34 +169,46 @@ class _Names:
         way, flow, anchor = _spell(plan)
         root = plan.root
         self.path = key(self.path_root[:, root], way)
-        self.parent_path = torch.where(plan.parent < 0, self.path_root[:, root], self.path[:, plan.parent])
+        self.parent_path = torch.where(
+            plan.parent < 0, self.path_root[:, root], self.path[:, plan.parent]
+        )
         noisy = key("sde", rows[:, None], self.path[:, anchor])
         self.node = key(torch.where(anchor < 0, self.root[:, root], noisy), flow)
 
 
 def _spell(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every edge (E,): 64 bits of the child indices from the root to it, of the ODE edges since the last SDE edge, and which that is."""
+    """Of every edge (E,): 64 bits of the child indices from the root to it, of the ODE edges since
+    the last SDE edge, and which that is."""
     way: list[str] = []
     flow: list[str] = []
     anchor: list[int] = []
     children: dict[tuple[int, int], int] = {}
     leaves = set(plan.leaf_edges.tolist())
     columns = (plan.parent, plan.root, plan.kind == ODE, plan.sigma, plan.sigma_next)
-    for e, (p, r, ode, sigma, sigma_next) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+    for e, (p, r, ode, sigma, sigma_next) in enumerate(
+        zip(*(c.tolist() for c in columns), strict=True)
+    ):
         child = children[p, r] = children.get((p, r), -1) + 1
         above = (way[p], flow[p], anchor[p]) if p >= 0 else ("", "", -1)
         way.append(f"{above[0]}/{child}")
         flow.append(f"{above[1]}/{sigma.hex()},{sigma_next.hex()},{e in leaves}" if ode else "")
         anchor.append(above[2] if ode else e)
-    return torch.tensor([digest(w) for w in way]), torch.tensor([digest(f) for f in flow]), torch.tensor(anchor)
+    return (
+        torch.tensor([digest(w) for w in way]),
+        torch.tensor([digest(f) for f in flow]),
+        torch.tensor(anchor),
+    )
 
 
 class _Forest:
-    """Makes the next level from the last, and keeps the states that losses and rewards will read."""
+    """Makes the next level from the last, and keeps the states that losses and rewards will
+    read."""
 
     def __init__(self, plan: Plan, rows: Tensor, names: _Names, noise: Noise):
         self.plan, self.rows, self.names, self.noise = plan, rows, names, noise
-        self.src, self.dst = torch.full((2, len(rows), plan.edges), -1).unbind(0)  # (R, E) kept rows at both ends of an edge
+        self.src, self.dst = torch.full((2, len(rows), plan.edges), -1).unbind(
+            0
+        )  # (R, E) kept rows at both ends of an edge
         self.log_prob = torch.full((len(rows), plan.edges), torch.nan)
         self.is_leaf = torch.zeros(plan.edges, dtype=torch.bool)
         self.is_leaf[plan.leaf_edges] = True
@@ -183,10 +221,14 @@ class _Forest:
         x = self.noise(self.names.noise_root.flatten()[first])
         x = x if init is None else init(x).float()
         top = self.plan.parent < 0
-        sigma = torch.zeros(self.plan.roots, dtype=torch.float64).index_put((self.plan.root[top],), self.plan.sigma[top])
+        sigma = torch.zeros(self.plan.roots, dtype=torch.float64).index_put(
+            (self.plan.root[top],), self.plan.sigma[top]
+        )
         none = torch.full_like(first, -1)
         row, sigma = self.rows[first // self.plan.roots], sigma[first % self.plan.roots]
-        return _Level(x=x, row=row, sigma=sigma, stored=none, x0=None, sigma_x0=torch.ones_like(sigma)), place.view_as(self.names.root)
+        return _Level(
+            x=x, row=row, sigma=sigma, stored=none, x0=None, sigma_x0=torch.ones_like(sigma)
+        ), place.view_as(self.names.root)
 
     def keep(self, level: _Level, which: Tensor) -> None:
         """Store the states of rows `which` of a level, once."""
@@ -196,8 +238,11 @@ class _Forest:
         self.kept.append(level.take(which))
         self.size += len(which)
 
-    def advance(self, level: _Level, v: Tensor, edges: Tensor, source: Tensor) -> tuple[_Level, Tensor]:
-        """Walk `edges` from rows `source` (R, edges) of the level -> (next level, place in it of each end (R, edges))."""
+    def advance(
+        self, level: _Level, v: Tensor, edges: Tensor, source: Tensor
+    ) -> tuple[_Level, Tensor]:
+        """Walk `edges` from rows `source` (R, edges) of the level -> (next level, place in it of
+        each end (R, edges))."""
         plan, starts = self.plan, source.flatten()
         if len(edges) == 1 and _is_all(starts, len(v)):  # one child each: all ends are distinct
             copy = place = torch.arange(len(v))
@@ -209,13 +254,21 @@ class _Forest:
         x0 = before.x - expand(before.sigma, v).to(v) * v if plan.solver == "dpm2" else None
         y, log_prob = self.walk(before, v, copy, edge)
         stored = torch.full((len(y),), -1)
-        after = _Level(x=y, row=before.row, sigma=plan.sigma_next[edge], stored=stored, x0=x0, sigma_x0=before.sigma)
+        after = _Level(
+            x=y,
+            row=before.row,
+            sigma=plan.sigma_next[edge],
+            stored=stored,
+            x0=x0,
+            sigma_x0=before.sigma,
+        )
         place = place.view_as(source)
         self.record(level, after, edges, source, place, log_prob)
         return after, place
 
     def walk(self, before: _Level, v: Tensor, copy: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
-        """Edges of both kinds from nodes `before` -> (states at their ends, log-prob, nan of ODE edges)."""
+        """Edges of both kinds from nodes `before` -> (states at their ends, log-prob, nan of ODE
+        edges)."""
         ode = self.plan.kind[edge] == ODE
         if bool(ode.all()):
             return self.straight(before, v, edge)
@@ -224,11 +277,14 @@ class _Forest:
         y, log_prob = torch.empty_like(before.x), torch.empty(len(edge))
         some, others = torch.nonzero(ode).flatten(), torch.nonzero(~ode).flatten()
         y[some], log_prob[some] = self.straight(before.take(some), v[some], edge[some])
-        y[others], log_prob[others] = self.noisy(before.take(others), v[others], copy[others], edge[others])
+        y[others], log_prob[others] = self.noisy(
+            before.take(others), v[others], copy[others], edge[others]
+        )
         return y, log_prob
 
     def straight(self, before: _Level, v: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
-        """ODE edges from nodes `before` -> (states at their ends, nan). The last edge of a path and one without history are first-order."""
+        """ODE edges from nodes `before` -> (states at their ends, nan). The last edge of a path and
+        one without history are first-order."""
         history = 1.0
         if before.x0 is not None:
             second_order = (before.sigma <= self.plan.dpm_from) & ~self.is_leaf[edge]
@@ -237,13 +293,24 @@ class _Forest:
         return y, torch.full((len(y),), torch.nan)
 
     def noisy(self, before: _Level, v: Tensor, copy: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
-        """SDE edges from nodes `before` -> (states at their ends, log-prob of exactly these states)."""
+        """SDE edges from nodes `before` -> (states at their ends, log-prob of exactly these
+        states)."""
         plan, names = self.plan, self.names
-        step = sde.transition(plan, v, before.x, plan.sigma[edge], plan.sigma_next[edge], plan.eta[edge])
+        step = sde.transition(
+            plan, v, before.x, plan.sigma[edge], plan.sigma_next[edge], plan.eta[edge]
+        )
         y = step.sample(self.xi(names.path[copy, edge], names.parent_path[copy, edge]))
         return y, sde.log_prob(plan, step, y).cpu()
 
-    def record(self, level: _Level, after: _Level, edges: Tensor, source: Tensor, place: Tensor, log_prob: Tensor) -> None:
+    def record(
+        self,
+        level: _Level,
+        after: _Level,
+        edges: Tensor,
+        source: Tensor,
+        place: Tensor,
+        log_prob: Tensor,
+    ) -> None:
         """Keep both ends of trained edges and the ends of leaf edges."""
         trained = self.plan.trained[edges]
         ends = trained | self.is_leaf[edges]
@@ -256,16 +323,23 @@ class _Forest:
         self.log_prob[:, edges] = log_prob[place]
 
     def xi(self, path: Tensor, parent_path: Tensor) -> Tensor:
-        """Noise of SDE edges; siblings of a correlated plan share a part: (xi_0 + s eta_b) / sqrt(1 + s^2) (BranchGRPO)."""
+        """Noise of SDE edges; siblings of a correlated plan share a part: (xi_0 + s eta_b) / sqrt(1
+        + s^2) (BranchGRPO)."""
         own = own_noise(self.noise, path)
         s = self.plan.correlation
-        return own if s is None else (self.noise(key("siblings", parent_path)) + s * own) / (1 + s * s) ** 0.5
+        return (
+            own
+            if s is None
+            else (self.noise(key("siblings", parent_path)) + s * own) / (1 + s * s) ** 0.5
+        )
 
     def rollout(self, nfe: int) -> Rollout:
         """Transitions and leaves copy by copy, each in the order of the plan's table."""
         plan, copies = self.plan, len(self.rows)
         trained = torch.nonzero(plan.trained).flatten()
-        place = torch.full((plan.edges,), -1)  # place of the last trained edge at or above each edge, among the trained
+        place = torch.full(
+            (plan.edges,), -1
+        )  # place of the last trained edge at or above each edge, among the trained
         place[trained] = torch.arange(len(trained))
         above = torch.full_like(place, -1)
         for e, p in enumerate(plan.parent.tolist()):
@@ -300,5 +374,7 @@ class _Forest:
             "group": self.rows.repeat_interleave(len(leaf_edges)),
             "tree": (torch.arange(copies)[:, None] * plan.roots + plan.root[leaf_edges]).flatten(),
         }
-        fields = {name: None if value is None else value.to(device) for name, value in fields.items()}
+        fields = {
+            name: None if value is None else value.to(device) for name, value in fields.items()
+        }
         return Rollout(states=torch.cat([k.x for k in self.kept]), plan=plan, nfe=nfe, **fields)

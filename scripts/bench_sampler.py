@@ -1,9 +1,13 @@
-"""What replaying costs: our rollout engine on an ODE plan against the pipeline's own __call__ (output_type="latent"), per network call.
+"""What replaying costs: our rollout engine on an ODE plan against the pipeline's own __call__
+(output_type="latent"), per network call.
 
-    python scripts/bench_sampler.py                                   # a small SD3 with random weights, on this machine
-    python scripts/bench_sampler.py --source stabilityai/stable-diffusion-3.5-medium --dtype bfloat16 --height 512 --width 512
+    python scripts/bench_sampler.py                                   # a small SD3 with random
+    weights, on this machine
+    python scripts/bench_sampler.py --source stabilityai/stable-diffusion-3.5-medium --dtype
+    bfloat16 --height 512 --width 512
 
-Both are timed at N and 2N steps and the difference is divided by N, so prompt encoding and set-up drop out of both. Runs are paired:
+Both are timed at N and 2N steps and the difference is divided by N, so prompt encoding and set-up
+drop out of both. Runs are paired:
 the two take turns, in alternating order, and the ratio reported is the median over pairs.
 """
 
@@ -19,7 +23,12 @@ import torch
 from flowrl import generation
 from flowrl.policy import Policy, load_policy
 
-PROMPTS = ["a red circle", "two blue squares", "a green triangle left of a red square", "three yellow circles"]
+PROMPTS = [
+    "a red circle",
+    "two blue squares",
+    "a green triangle left of a red square",
+    "three yellow circles",
+]
 
 
 def small_sd3():
@@ -56,8 +65,12 @@ def seconds(fn, *args) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", help="path, hub id or model name; default: a small SD3 with random weights")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--source", help="path, hub id or model name; default: a small SD3 with random weights"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--height", type=int)
     parser.add_argument("--width", type=int)
@@ -69,15 +82,26 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     size = {k: v for k, v in (("height", args.height), ("width", args.width)) if v}
-    policy = load_policy(args.source or small_sd3(), dtype=args.dtype, **(size if args.source else {"max_sequence_length": 12, **size}))
+    policy = load_policy(
+        args.source or small_sd3(),
+        dtype=args.dtype,
+        **(size if args.source else {"max_sequence_length": 12, **size}),
+    )
     policy.pipe.set_progress_bar_config(disable=True)
     prompts = (PROMPTS * args.prompts)[: args.prompts]
     pairs = []
     for k in range(args.pairs + 1):
         cost = {ours: 0.0, theirs: 0.0}
         first, second = (ours, theirs) if k % 2 else (theirs, ours)
-        for fn, times in ((first, 2), (second, 2), (second, 1), (first, 1)):  # a steady drift of the machine's speed drops out
-            cost[fn] += (2 * times - 3) * seconds(fn, policy, times * args.steps, prompts) / args.steps
+        for fn, times in (
+            (first, 2),
+            (second, 2),
+            (second, 1),
+            (first, 1),
+        ):  # a steady drift of the machine's speed drops out
+            cost[fn] += (
+                (2 * times - 3) * seconds(fn, policy, times * args.steps, prompts) / args.steps
+            )
         if k:  # the first pair warms up
             pairs.append(cost)
     ratio = statistics.median(c[ours] / c[theirs] for c in pairs)
@@ -92,7 +116,10 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
-    print(f"our sampler costs {ratio:.3f}x the pipeline's own loop per network call (median of {args.pairs} pairs; must be <= 1.05)")
+    print(
+        f"our sampler costs {ratio:.3f}x the pipeline's own loop per network call (median of"
+        f" {args.pairs} pairs; must be <= 1.05)"
+    )
     print(json.dumps(result))
 
 

@@ -2,9 +2,10 @@
 
     python scripts/bench_score.py [--images 1000] [--reward clip --reward clip.preset=shapes ...]
 
-Pictures of the shapes world are written as PNG files, then scored by `flowrl.scoring.score_files` and by a plain loop: open a file, score
-it with each reward, next file. Both run in this process, with the same loaded rewards, after a warm-up. Memory is the highest resident
-size of a process of its own that scores a quarter, half and all of the files.
+Pictures of the shapes world are written as PNG files, then scored by `flowrl.scoring.score_files`
+and by a plain loop: open a file, score it with each reward, next file. Both run in this process,
+with the same loaded rewards, after a warm-up. Memory is the highest resident size of a process of
+its own that scores a quarter, half and all of the files.
 """
 
 from __future__ import annotations
@@ -42,18 +43,30 @@ def make(folder: Path, count: int) -> list[Sample]:
 
 def plain(samples: list[Sample], rewards) -> list[float]:
     """What one writes first."""
-    return [score(read_image(s.path)[None], [s.prompt], rewards, MediaContext(meta=[s.meta])).total.item() for s in samples]
+    return [
+        score(
+            read_image(s.path)[None], [s.prompt], rewards, MediaContext(meta=[s.meta])
+        ).total.item()
+        for s in samples
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--reward", action="append", help="as of flowrl score; default: " + " ".join(REWARDS))
+    parser.add_argument(
+        "--reward", action="append", help="as of flowrl score; default: " + " ".join(REWARDS)
+    )
     parser.add_argument("--memory", help=argparse.SUPPRESS)
     args = parser.parse_args()
     rewards = load_set(parse_words(args.reward or REWARDS))
     if args.memory:
-        samples = [Sample(path=Path(path), prompt=prompt, meta={}) for path, prompt in json.loads(Path(args.memory).read_text())]
+        samples = [
+            Sample(path=Path(path), prompt=prompt, meta={})
+            for path, prompt in json.loads(Path(args.memory).read_text())
+        ]
         score_files(samples[: args.images], rewards)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
         return
@@ -68,9 +81,13 @@ def main() -> None:
         totals = plain(samples, rewards)
         one_by_one = time.perf_counter() - began
         off = max(abs(item.total - total) for item, total in zip(scored, totals, strict=True))
-        print(f"{len(scored)} images, {len(problems)} problems, {torch.get_num_threads()} threads, rewards {', '.join(rewards.rewards)}")
         print(
-            f"flowrl score {batched:.1f} s, plain loop {one_by_one:.1f} s: {one_by_one / batched:.1f} times as fast, largest gap {off:.1e}"
+            f"{len(scored)} images, {len(problems)} problems, {torch.get_num_threads()} threads,"
+            f" rewards {', '.join(rewards.rewards)}"
+        )
+        print(
+            f"flowrl score {batched:.1f} s, plain loop {one_by_one:.1f} s:"
+            f" {one_by_one / batched:.1f} times as fast, largest gap {off:.1e}"
         )
         names = Path(folder) / "names.json"
         names.write_text(json.dumps([[str(s.path), s.prompt] for s in samples]))

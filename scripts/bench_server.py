@@ -1,10 +1,13 @@
-"""The reward server under load: many clients, each asking for one picture at a time, on loopback; is every score there, once, and exact?
+"""The reward server under load: many clients, each asking for one picture at a time, on loopback;
+is every score there, once, and exact?
 
-    python scripts/bench_server.py                     # 64 clients x 200 pictures, twice: left alone, and killed half way
+    python scripts/bench_server.py                     # 64 clients x 200 pictures, twice: left
+    alone, and killed half way
     python scripts/bench_server.py --clients 16 --images 20
 
-The server is a process of its own and serves `jpeg` and `light` below, which reads every bit of the floats. lost: samples without a score.
-wrong: scores that differ from the local ones. scored: what the server counted; more than were asked for would be duplicates.
+The server is a process of its own and serves `jpeg` and `light` below, which reads every bit of the
+floats. lost: samples without a score. wrong: scores that differ from the local ones. scored: what
+the server counted; more than were asked for would be duplicates.
 """
 
 from __future__ import annotations
@@ -36,12 +39,17 @@ def light(media: Tensor, prompts: list[str], context=None) -> Tensor:
 
 def picture(client: int, number: int, side: int) -> Tensor:
     """(1, 3, side, side), another one for each client and number."""
-    return torch.rand(1, 3, side, side, generator=torch.Generator().manual_seed(client * 1_000_003 + number))
+    return torch.rand(
+        1, 3, side, side, generator=torch.Generator().manual_seed(client * 1_000_003 + number)
+    )
 
 
 @contextlib.contextmanager
 def serving(port: int) -> Iterator[subprocess.Popen]:
-    code = f"import torch; torch.set_num_threads(1); from flowrl.serve import Server; Server({SERVED!r}, port={port}, device='cpu').run()"
+    code = (
+        "import torch; torch.set_num_threads(1); from flowrl.serve import Server;"
+        f" Server({SERVED!r}, port={port}, device='cpu').run()"
+    )
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
         yield process
@@ -61,11 +69,14 @@ def scored(url: str) -> int:
 def ask(url: str, client: int, images: int, side: int) -> Tensor:
     """(images,) totals of one client, one request a picture."""
     remote = rewards.load("remote", url=url, batch=1, concurrency=1, wait=120)
-    return torch.cat([remote(picture(client, i, side), [f"picture {client} {i}"]) for i in range(images)])
+    return torch.cat(
+        [remote(picture(client, i, side), [f"picture {client} {i}"]) for i in range(images)]
+    )
 
 
 def supervise(url: str, port: int, kill_at: int | None, done: threading.Event) -> None:
-    """Serve until done; with kill_at, SIGKILL once so many samples are scored, and a second later another server."""
+    """Serve until done; with kill_at, SIGKILL once so many samples are scored, and a second later
+    another server."""
     if kill_at is not None:
         with serving(port):
             while scored(url) < kill_at:
@@ -80,13 +91,23 @@ def load(args: argparse.Namespace, expected: Tensor, *, kill: bool) -> str:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     url, done = f"http://127.0.0.1:{port}", threading.Event()
-    supervisor = threading.Thread(target=supervise, args=(url, port, expected.numel() // 2 if kill else None, done), daemon=True)
+    supervisor = threading.Thread(
+        target=supervise,
+        args=(url, port, expected.numel() // 2 if kill else None, done),
+        daemon=True,
+    )
     supervisor.start()
     try:
         scored(url)
         began = time.perf_counter()
         with ThreadPoolExecutor(args.clients) as pool:
-            totals = torch.stack(list(pool.map(lambda client: ask(url, client, args.images, args.side), range(args.clients))))
+            totals = torch.stack(
+                list(
+                    pool.map(
+                        lambda client: ask(url, client, args.images, args.side), range(args.clients)
+                    )
+                )
+            )
         seconds = time.perf_counter() - began
         counted = "-" if kill else str(scored(url))
     finally:
@@ -98,7 +119,9 @@ def load(args: argparse.Namespace, expected: Tensor, *, kill: bool) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--images", type=int, default=200, help="of each client")
     parser.add_argument("--side", type=int, default=32, help="of a picture, in pixels")
@@ -110,7 +133,10 @@ def main() -> None:
         pictures = torch.cat([picture(client, i, args.side) for i in range(args.images)])
         everything.append(rewards.score(pictures, [""] * args.images, local).total)
     expected = torch.stack(everything)
-    print(f"{'server':16}{'samples':>9}{'samples/s':>12}{'lost':>6}{'wrong':>7}{'scored':>8}{'max difference':>16}", flush=True)
+    print(
+        f"{'server':16}{'samples':>9}{'samples/s':>12}{'lost':>6}{'wrong':>7}{'scored':>8}{'max difference':>16}",
+        flush=True,
+    )
     for kill in (False, True):
         print(load(args, expected, kill=kill), flush=True)
 

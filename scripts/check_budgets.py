@@ -1,4 +1,5 @@
-"""Fail when a file or a function outgrows its budget: files under 400 lines (policy under 250), functions at most 80."""
+"""Fail when a file or a function outgrows its budget: files under 400 lines (policy under 250),
+functions at most 80."""
 
 from __future__ import annotations
 
@@ -23,7 +24,10 @@ def excesses(path: Path, name: str) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if lines > FUNCTION:
-                yield f"{name}:{node.lineno}: {node.name} has {lines} lines, the budget is {FUNCTION}; name a part of it"
+                yield (
+                    f"{name}:{node.lineno}: {node.name} has {lines} lines, the budget is"
+                    f" {FUNCTION}; name a part of it"
+                )
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""The shapes verifier against ground truth: python scripts/check_verifier.py [scenes]; exit code 1 when it misses its goals."""
+"""The shapes verifier against ground truth: python scripts/check_verifier.py [scenes]; exit code 1
+when it misses its goals."""
 
 import sys
 

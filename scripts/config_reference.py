@@ -1,6 +1,8 @@
-"""Write docs/configuration.md from the schemas: every key with its default, what it accepts, and its meaning.
+"""Write docs/configuration.md from the schemas: every key with its default, what it accepts, and
+its meaning.
 
-python scripts/config_reference.py          # writes docs/configuration.md; a test checks that it is up to date
+python scripts/config_reference.py          # writes docs/configuration.md; a test checks that it is
+up to date
 """
 
 from __future__ import annotations
@@ -59,19 +61,28 @@ def accepts(annotation: Any, metadata: tuple[Any, ...] | list[Any] = ()) -> str:
     if annotation in (None, type(None)):
         return "null"
     if origin is Annotated:
-        return accepts(args[0], [m for a in args[1:] for m in getattr(a, "metadata", [a])] + [*metadata])
+        return accepts(
+            args[0], [m for a in args[1:] for m in getattr(a, "metadata", [a])] + [*metadata]
+        )
     if origin is Literal:
         return ", ".join(str(value) for value in args)
     if origin in (Union, types.UnionType):
         parts = [accepts(a, metadata if a in (int, float) else ()) for a in args]
-        return ", ".join(parts) if any(get_origin(a) is Literal for a in args) else " or ".join(parts)
+        return (
+            ", ".join(parts) if any(get_origin(a) is Literal for a in args) else " or ".join(parts)
+        )
     if origin is list or (origin is tuple and args[-1] is Ellipsis):
         return f"list of {accepts(args[0])}"
     if origin is tuple:
         return "[" + ", ".join(accepts(a) for a in args) + "]"
     if origin is dict:
         return "mapping"
-    limits = [f"{sign} {getattr(m, name)}" for m in metadata for name, sign in BOUNDS.items() if getattr(m, name, None) is not None]
+    limits = [
+        f"{sign} {getattr(m, name)}"
+        for m in metadata
+        for name, sign in BOUNDS.items()
+        if getattr(m, name, None) is not None
+    ]
     return " ".join([annotation.__name__, " and ".join(limits)]).strip()
 
 
@@ -95,16 +106,29 @@ def table(fields: list[tuple[str, FieldInfo]]) -> str:
     """A Markdown table; a bar inside a cell would end it, so there is none."""
     lines = ["| key | default | accepts | meaning |", "|---|---|---|---|"]
     for key, field in fields:
-        cells = (f"`{key}`", f"`{default(field)}`", accepts(field.annotation, field.metadata), field.description or "")
+        cells = (
+            f"`{key}`",
+            f"`{default(field)}`",
+            accepts(field.annotation, field.metadata),
+            field.description or "",
+        )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
 
-def beyond(schema: type[BaseModel], known: tuple[type[BaseModel], ...]) -> list[tuple[str, FieldInfo]]:
-    """Rows of an algorithm's schema that none of the known ones has, or has with another default, range or meaning."""
+def beyond(
+    schema: type[BaseModel], known: tuple[type[BaseModel], ...]
+) -> list[tuple[str, FieldInfo]]:
+    """Rows of an algorithm's schema that none of the known ones has, or has with another default,
+    range or meaning."""
 
     def said(key: str, field: FieldInfo) -> tuple[str, ...]:
-        return (key, default(field), accepts(field.annotation, field.metadata), field.description or "")
+        return (
+            key,
+            default(field),
+            accepts(field.annotation, field.metadata),
+            field.description or "",
+        )
 
     old = {said(*row) for other in known for row in rows(other, "algorithm.")}
     return [row for row in rows(schema, "algorithm.") if said(*row) not in old]
@@ -112,17 +136,25 @@ def beyond(schema: type[BaseModel], known: tuple[type[BaseModel], ...]) -> list[
 
 def algorithms() -> Iterator[str]:
     """The options that methods share, then those of each that are new or have another default."""
-    yield "## algorithm\n\n`algorithm=NAME` chooses a file of `configs/algorithm`; its `name` says which set of options holds.\n"
+    yield (
+        "## algorithm\n\n`algorithm=NAME` chooses a file of `configs/algorithm`; its `name` says"
+        " which set of options holds.\n"
+    )
     known: tuple[type[BaseModel], ...] = ()
     for title, schemas in SHARED.items():
-        yield f"### Options {title}\n\n{table([row for schema in schemas for row in beyond(schema, known)])}\n"
+        yield (
+            "### Options"
+            f" {title}\n\n{table([row for schema in schemas for row in beyond(schema, known)])}\n"
+        )
         known = known or schemas
     for name in choices("flowrl.algorithms"):
         schema = algorithm_schema(name)
         held = {title: schemas for title, schemas in SHARED.items() if issubclass(schema, schemas)}
         own = beyond(schema, tuple(other for schemas in held.values() for other in schemas))
         links = " and ".join(f"[{title}](#options-{title.replace(' ', '-')})" for title in held)
-        rest = f"Those {links}" + (f"; beside them, or with another default:\n\n{table(own)}\n" if own else ".\n")
+        rest = f"Those {links}" + (
+            f"; beside them, or with another default:\n\n{table(own)}\n" if own else ".\n"
+        )
         yield f"### algorithm.name = {name}\n\n{rest}"
 
 
@@ -131,18 +163,23 @@ def page() -> str:
     parts, plain = [HEAD], []
     for name, field in Config.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            parts.append(f"## {name}\n\n{field.description}\n\n{table(list(rows(field.annotation, f'{name}.')))}\n")
+            parts.append(
+                f"## {name}\n\n{field.description}\n\n{table(list(rows(field.annotation, f'{name}.')))}\n"
+            )
         elif name not in ("algorithm", "reward"):
             plain.append((name, field))
     parts.append(f"## The run\n\n{table(plain)}\n")
     parts.extend(algorithms())
     parts.append(
-        "## reward\n\n`reward.NAME=WEIGHT` gives a weight (0: measured and logged only), `reward.NAME.KEY=VALUE` a setting, "
-        "`reward.LABEL.name=NAME` another label. They add to what `reward=` chose, `shapes` by default; `~reward` starts from none.\n"
+        "## reward\n\n`reward.NAME=WEIGHT` gives a weight (0: measured and logged only),"
+        " `reward.NAME.KEY=VALUE` a setting, `reward.LABEL.name=NAME` another label. They add to"
+        " what `reward=` chose, `shapes` by default; `~reward` starts from none.\n"
     )
     for name in choices("flowrl.rewards"):
         reward = reward_class(name)
-        parts.append(f"### reward.{name}\n\n{reward.scale}.\n\n{table(list(rows(reward.Settings, f'reward.{name}.')))}\n")
+        parts.append(
+            f"### reward.{name}\n\n{reward.scale}.\n\n{table(list(rows(reward.Settings, f'reward.{name}.')))}\n"
+        )
     return "\n".join(parts)
 
 

@@ -1,4 +1,5 @@
-"""docs/results.md and its plots from the cells of scripts/bench_algorithms.py, as far as they are there; every number is a cell's."""
+"""docs/results.md and its plots from the cells of scripts/bench_algorithms.py, as far as they are
+there; every number is a cell's."""
 
 from __future__ import annotations
 
@@ -15,7 +16,10 @@ from flowrl.stats import paired_bootstrap
 
 PAGE = bench.FOLDER.parent / "results.md"
 IMAGES = 348  # of an evaluation: eval.images of bench.COMMON
-BEGIN, END = "<!-- results: written by scripts/bench_algorithms.py table -->", "<!-- end of results -->"
+BEGIN, END = (
+    "<!-- results: written by scripts/bench_algorithms.py table -->",
+    "<!-- end of results -->",
+)
 Cell = dict[str, Any]
 
 
@@ -25,7 +29,14 @@ def write() -> None:
     claims = {name: r for name in bench.CLAIMS if (r := results(bench.claims(name)))}
     proxies = [c for name in list(claims) if name.startswith("proxy_") for c in claims.pop(name)]
     texts = texts_of("shapes:eval", IMAGES)
-    parts = [HEAD.format(budget=f"{bench.BUDGET:,}", third=f"{bench.BUDGET // 3:,}", images=IMAGES, prompts=len(set(texts)))]
+    parts = [
+        HEAD.format(
+            budget=f"{bench.BUDGET:,}",
+            third=f"{bench.BUDGET // 3:,}",
+            images=IMAGES,
+            prompts=len(set(texts)),
+        )
+    ]
     if done:
         parts += ["## What each method buys", ABOUT_TABLE, main_table(done), plots(done)]
         parts += ["## At equal cost", ABOUT_EQUAL, equal_table(done)]
@@ -34,14 +45,22 @@ def write() -> None:
     if claims:
         parts += ["## Runs for the papers' claims", ABOUT_CLAIMS, claims_table(claims)]
     if proxies:
-        parts += ["## Training on a proxy", ABOUT_PROXY, proxy_table(proxies), proxy_difference(proxies)]
+        parts += [
+            "## Training on a proxy",
+            ABOUT_PROXY,
+            proxy_table(proxies),
+            proxy_difference(proxies),
+        ]
     verdicts = bench.FOLDER / "claims.txt"
     if verdicts.exists():
         parts.append(verdicts.read_text().strip())
     PAGE.write_text("\n\n".join(parts) + "\n")
     for method, cells in done.items():
         few = claims.get(f"{method}_few", [])
-        fill(PAGE.parent / "algorithms" / f"{method}.md", "\n\n".join([run_said(method, cells), *(few_said(method, c) for c in few)]))
+        fill(
+            PAGE.parent / "algorithms" / f"{method}.md",
+            "\n\n".join([run_said(method, cells), *(few_said(method, c) for c in few)]),
+        )
     print(PAGE)
 
 
@@ -68,7 +87,10 @@ ABOUT_TABLE = """Rows are sorted by gain. *Rows trained* are terms of the loss. 
 network rows times the seconds a row of a few iterations that had the machine to themselves (`time`). *Winner gain* is the last
 `policy/winner_gain`; its unit is the method's. One seed is no ranking."""
 
-ABOUT_EQUAL = "Strict accuracy at shares of the same runs' budget (mean over seeds; evaluated at the first iteration past the mark)."
+ABOUT_EQUAL = (
+    "Strict accuracy at shares of the same runs' budget (mean over seeds; evaluated at the first"
+    " iteration past the mark)."
+)
 
 ABOUT_PROXY = """Two ways to train `mix_grpo_flash` on the tiny CLIP's cosine, for twice the budget: `proxy_points` as it is, `proxy_wins`
 by win rates within the group (`algorithm.outcome=win_rate`, what Pref-GRPO does). The strict verifier is read and never trained on."""
@@ -82,7 +104,8 @@ its rate, is what the runs use."""
 
 
 def named(words: list[str]) -> str:
-    """Settings as a table shows them: the last value of each key, without `algorithm.`; what is trained on has a name of its own."""
+    """Settings as a table shows them: the last value of each key, without `algorithm.`; what is
+    trained on has a name of its own."""
     last = dict(word.split("=", 1) for word in words if not word.startswith("data."))
     return " ".join(f"`{key.removeprefix('algorithm.')}={value}`" for key, value in last.items())
 
@@ -110,7 +133,8 @@ def few_said(method: str, c: Cell) -> str:
 
 
 def few_change(c: Cell) -> tuple[float, float, float]:
-    """Gain of a run on few prompts, and its interval over images: eight texts are all that it is about."""
+    """Gain of a run on few prompts, and its interval over images: eight texts are all that it is
+    about."""
     change = paired_bootstrap(marks(c["images_before"]), marks(c["images"]))
     return change.difference, *change.ci
 
@@ -136,15 +160,22 @@ def results(cells: list[Cell]) -> list[Cell]:
 
 @functools.cache
 def texts_of(source: str, images: int) -> list[str]:
-    """The text of each image: what an interval resamples, since held-out data holds some texts several times."""
+    """The text of each image: what an interval resamples, since held-out data holds some texts
+    several times."""
     prompts = load_prompts(source)
     return [prompts[i % len(prompts)]["prompt"] for i in range(images)]
 
 
 def setting(c: Cell) -> str:
     """Learning rate and clip of a cell."""
-    values = dict(word.split("=", 1) for word in c["words"] if word.startswith(("optimizer.lr", "algorithm.clip")))
-    return f"{values['optimizer.lr']}" + (f", {values['algorithm.clip']}" if "algorithm.clip" in values else "")
+    values = dict(
+        word.split("=", 1)
+        for word in c["words"]
+        if word.startswith(("optimizer.lr", "algorithm.clip"))
+    )
+    return f"{values['optimizer.lr']}" + (
+        f", {values['algorithm.clip']}" if "algorithm.clip" in values else ""
+    )
 
 
 def gain(cells: list[Cell]) -> tuple[float, float, float]:
@@ -168,13 +199,31 @@ def main_table(done: dict[str, list[Cell]]) -> str:
         last = [c["curve"][-1] for c in cells]
         seeds = ", ".join(f"{bench.score(c):.3f}" for c in cells)
         pace = seconds(method)
-        rows.append([
-            f"[{method}](algorithms/{method}.md)", f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]", seeds, setting(cells[0]),
-            *(f"{statistics.mean(p[key] for p in last):,.0f}" for key in ("iteration", "calls", "rows")),
-            f"{pace * statistics.mean(p['calls'] for p in last):.0f}" if pace else "",
-            f"{statistics.mean(gains):+.2g}" if (gains := winner_gains(cells)) else "",
-        ])  # fmt: skip
-    head = ["method", "gain [95%]", "after, by seed", "rate, clip", "iterations", "network rows", "rows trained", "seconds", "winner gain"]
+        rows.append(
+            [
+                f"[{method}](algorithms/{method}.md)",
+                f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]",
+                seeds,
+                setting(cells[0]),
+                *(
+                    f"{statistics.mean(p[key] for p in last):,.0f}"
+                    for key in ("iteration", "calls", "rows")
+                ),
+                f"{pace * statistics.mean(p['calls'] for p in last):.0f}" if pace else "",
+                f"{statistics.mean(gains):+.2g}" if (gains := winner_gains(cells)) else "",
+            ]
+        )
+    head = [
+        "method",
+        "gain [95%]",
+        "after, by seed",
+        "rate, clip",
+        "iterations",
+        "network rows",
+        "rows trained",
+        "seconds",
+        "winner gain",
+    ]
     first = next(iter(done.values()))[0]
     base = first["before"]["shapes/strict"]["mean"]
     return f"Before training: {base:.3f}.\n\n" + table(head, rows)
@@ -183,7 +232,8 @@ def main_table(done: dict[str, list[Cell]]) -> str:
 def seconds(name: str) -> float:
     """Of a network row of a method or claim, measured alone on the machine; 0: not measured.
 
-    Of a row and not of an iteration: groups without a signal are not trained, so iterations differ over a run.
+    Of a row and not of an iteration: groups without a signal are not trained, so iterations differ
+    over a run.
     """
     timed = results(bench.timing(name))
     if not timed:
@@ -194,7 +244,9 @@ def seconds(name: str) -> float:
 
 def winner_gains(cells: list[Cell]) -> list[float]:
     """The last policy/winner_gain of each run that has one."""
-    series = [[p["policy/winner_gain"] for p in c["curve"] if "policy/winner_gain" in p] for c in cells]
+    series = [
+        [p["policy/winner_gain"] for p in c["curve"] if "policy/winner_gain" in p] for c in cells
+    ]
     return [s[-1] for s in series if s]
 
 
@@ -208,12 +260,23 @@ def equal_table(done: dict[str, list[Cell]]) -> str:
     for method, cells in sorted(done.items(), key=lambda item: -gain(item[1])[0]):
         series = [at_shares(c) for c in cells]
         if all(len(s) == len(bench.MARKS) + 1 for s in series):
-            rows.append([method, *(f"{statistics.mean(column):.3f}" for column in zip(*series, strict=True))])
-    return table(["method", *(str(Fraction(share).limit_denominator(9)) for share in bench.MARKS), "all"], rows)
+            rows.append(
+                [
+                    method,
+                    *(f"{statistics.mean(column):.3f}" for column in zip(*series, strict=True)),
+                ]
+            )
+    return table(
+        ["method", *(str(Fraction(share).limit_denominator(9)) for share in bench.MARKS), "all"],
+        rows,
+    )
 
 
 def settings_table() -> str:
-    return table(["method", "settings"], [[method, named(words)] for method, words in bench.METHODS.items() if words])
+    return table(
+        ["method", "settings"],
+        [[method, named(words)] for method, words in bench.METHODS.items() if words],
+    )
 
 
 def tuning_table() -> str:
@@ -221,34 +284,74 @@ def tuning_table() -> str:
     for method in bench.METHODS:
         if tried := results(bench.tuning(method)):
             best = max(tried, key=bench.score)
-            rows.append([method, *(f"{'**' * (r is best)}{bench.score(r):.3f}{'**' * (r is best)} ({setting(r)})" for r in tried)])
+            rows.append(
+                [
+                    method,
+                    *(
+                        f"{'**' * (r is best)}{bench.score(r):.3f}{'**' * (r is best)}"
+                        f" ({setting(r)})"
+                        for r in tried
+                    ),
+                ]
+            )
     width = max((len(r) for r in rows), default=1)
-    return table(["method", "", "", "", "other clip, or lower", ""][:width], [row + [""] * (width - len(row)) for row in rows])
+    return table(
+        ["method", "", "", "", "other clip, or lower", ""][:width],
+        [row + [""] * (width - len(row)) for row in rows],
+    )
 
 
 def proxy_table(cells: list[Cell]) -> str:
-    """Gain of the proxy that was trained on, and of the verifier that was only read, for each run."""
+    """Gain of the proxy that was trained on, and of the verifier that was only read, for each
+    run."""
     rows = []
     for c in sorted(cells, key=lambda c: (c["claim"], c["seed"])):
         gains = [c["paired"][key] for key in ("clip", "shapes/strict")]
         said = [f"{g['difference']:+.3f} [{g['ci'][0]:+.3f}, {g['ci'][1]:+.3f}]" for g in gains]
-        rows.append([c["claim"], str(c["seed"]), *said, f"{max(p.get('strict', 0) for p in c['curve']):.3f}", f"{bench.score(c):.3f}"])
-    return table(["run", "seed", "proxy gain [95%]", "verifier gain [95%]", "verifier, best reading on the way", "verifier, after"], rows)
+        rows.append(
+            [
+                c["claim"],
+                str(c["seed"]),
+                *said,
+                f"{max(p.get('strict', 0) for p in c['curve']):.3f}",
+                f"{bench.score(c):.3f}",
+            ]
+        )
+    return table(
+        [
+            "run",
+            "seed",
+            "proxy gain [95%]",
+            "verifier gain [95%]",
+            "verifier, best reading on the way",
+            "verifier, after",
+        ],
+        rows,
+    )
 
 
 def proxy_difference(cells: list[Cell]) -> str:
     """What win rates change in the verifier, over the seeds that both ways have."""
-    points, wins = ({c["seed"]: c for c in cells if c["claim"] == name} for name in ("proxy_points", "proxy_wins"))
+    points, wins = (
+        {c["seed"]: c for c in cells if c["claim"] == name}
+        for name in ("proxy_points", "proxy_wins")
+    )
     seeds = sorted(points.keys() & wins.keys())
     if not seeds:
         return ""
-    means = [[statistics.mean(column) for column in zip(*(marks(way[s]["images"]) for s in seeds), strict=True)] for way in (points, wins)]
+    means = [
+        [
+            statistics.mean(column)
+            for column in zip(*(marks(way[s]["images"]) for s in seeds), strict=True)
+        ]
+        for way in (points, wins)
+    ]
     change = paired_bootstrap(*means, groups=texts_of("shapes:eval", len(means[0])))
     each = ", ".join(f"{bench.score(wins[s]) - bench.score(points[s]):+.3f}" for s in seeds)
     low, high = change.ci
     return (
-        f"Verifier after win rates minus after points: {change.difference:+.3f} [{low:+.3f}, {high:+.3f}] over texts; by seed {each},\n"
-        "a spread that the interval does not hold."
+        f"Verifier after win rates minus after points: {change.difference:+.3f} [{low:+.3f},"
+        f" {high:+.3f}] over texts; by seed {each},\na spread that the interval does not hold."
     )
 
 
@@ -259,12 +362,30 @@ def claims_table(claims: dict[str, list[Cell]]) -> str:
         ends = [c["curve"][-1] for c in cells]
         iterations = statistics.mean(p["iteration"] for p in ends)
         each, pace = statistics.mean(p["calls"] for p in ends) / iterations, seconds(name)
-        rows.append([
-            name, bench.CLAIMS[name][0], named(cells[0]["words"]), f"{cells[0]['budget']:,}", f"{change:+.3f} [{low:+.3f}, {high:+.3f}]",
-            f"{cells[0]['before']['shapes/strict']['mean']:.3f}", ", ".join(f"{bench.score(c):.3f}" for c in cells),
-            f"{iterations:.0f}", f"{each:,.0f}", f"{pace * each:.2f}" if pace else "",
-        ])  # fmt: skip
-    head = ["run", "method", "settings", "budget", "gain [95%]", "before", "after, by seed", "iterations"]
+        rows.append(
+            [
+                name,
+                bench.CLAIMS[name][0],
+                named(cells[0]["words"]),
+                f"{cells[0]['budget']:,}",
+                f"{change:+.3f} [{low:+.3f}, {high:+.3f}]",
+                f"{cells[0]['before']['shapes/strict']['mean']:.3f}",
+                ", ".join(f"{bench.score(c):.3f}" for c in cells),
+                f"{iterations:.0f}",
+                f"{each:,.0f}",
+                f"{pace * each:.2f}" if pace else "",
+            ]
+        )
+    head = [
+        "run",
+        "method",
+        "settings",
+        "budget",
+        "gain [95%]",
+        "before",
+        "after, by seed",
+        "iterations",
+    ]
     return table([*head, "rows an iteration", "seconds an iteration"], rows)
 
 
@@ -272,17 +393,26 @@ def curve_of(c: Cell, key: str, scale: float) -> list[tuple[float, float]]:
     """(cost, strict accuracy) before, at the marks and after; seconds are rows times `scale`."""
     of = "calls" if key == "seconds" else key
     points = [(p[of] * scale, p["strict"]) for p in c["curve"] if "strict" in p]
-    return [(0.0, c["before"]["shapes/strict"]["mean"]), *points, (c["curve"][-1][of] * scale, bench.score(c))]
+    return [
+        (0.0, c["before"]["shapes/strict"]["mean"]),
+        *points,
+        (c["curve"][-1][of] * scale, bench.score(c)),
+    ]
 
 
 def plots(done: dict[str, list[Cell]]) -> str:
-    """The gain of every method with its interval, and curves of the first tier -> the lines that show them."""
+    """The gain of every method with its interval, and curves of the first tier -> the lines that
+    show them."""
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "flowrl"
     lines = [forest(done)]
-    for key, label in (("calls", "network rows"), ("seconds", "seconds of training"), ("rows", "rows trained")):
+    for key, label in (
+        ("calls", "network rows"),
+        ("seconds", "seconds of training"),
+        ("rows", "rows trained"),
+    ):
         lines += curves({m: c for m, c in done.items() if m in bench.FIRST}, key, label)
     return "\n\n".join(lines)
 
@@ -295,11 +425,15 @@ def forest(done: dict[str, list[Cell]]) -> str:
     figure, axes = plt.subplots(figsize=(8, 0.26 * len(ranked) + 1))
     for y, ((mean, low, high), method) in enumerate(ranked):
         axes.plot([low, high], [y, y], color="C0", linewidth=1.5)
-        axes.plot(mean, y, "o", color="C0", markerfacecolor="C0" if len(done[method]) > 1 else "white")
+        axes.plot(
+            mean, y, "o", color="C0", markerfacecolor="C0" if len(done[method]) > 1 else "white"
+        )
     axes.axvline(0, color="grey", linewidth=0.8)
     axes.set_yticks(range(len(ranked)), [method for _, method in ranked])
     axes.set(xlabel="gain in strict accuracy, held out (95% interval)")
-    return saved(figure, axes, "gain.svg", "Gain of every method, with 95% intervals; hollow: one seed")
+    return saved(
+        figure, axes, "gain.svg", "Gain of every method, with 95% intervals; hollow: one seed"
+    )
 
 
 def curves(done: dict[str, list[Cell]], key: str, label: str) -> list[str]:
@@ -307,12 +441,17 @@ def curves(done: dict[str, list[Cell]], key: str, label: str) -> list[str]:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5))
-    axes.set_prop_cycle(color=plt.get_cmap("tab20").colors[::2] + plt.get_cmap("tab20").colors[1::2])
+    axes.set_prop_cycle(
+        color=plt.get_cmap("tab20").colors[::2] + plt.get_cmap("tab20").colors[1::2]
+    )
     for method, cells in done.items():
         scale = seconds(method) if key == "seconds" else 1.0
         if not scale:
             continue
-        points = [list(zip(*column, strict=True)) for column in zip(*(curve_of(c, key, scale) for c in cells), strict=False)]
+        points = [
+            list(zip(*column, strict=True))
+            for column in zip(*(curve_of(c, key, scale) for c in cells), strict=False)
+        ]
         x, y = [statistics.mean(xs) for xs, _ in points], [ys for _, ys in points]
         axes.plot(x, [statistics.mean(ys) for ys in y], marker="o", markersize=3, label=method)
         axes.fill_between(x, [min(ys) for ys in y], [max(ys) for ys in y], alpha=0.12, linewidth=0)

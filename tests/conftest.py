@@ -1,4 +1,5 @@
-"""Every test runs on one thread, so that numbers repeat, and offline; `pytest -m hub` asks the model hub, and skips where none answers."""
+"""Every test runs on one thread, so that numbers repeat, and offline; `pytest -m hub` asks the
+model hub, and skips where none answers."""
 
 import functools
 import os

@@ -1,4 +1,5 @@
-"""A scripted OpenAI-compatible server for tests: http.server in a thread, replies by a function of the request."""
+"""A scripted OpenAI-compatible server for tests: http.server in a thread, replies by a function of
+the request."""
 
 import base64
 import io
@@ -15,7 +16,8 @@ from PIL import Image
 
 @dataclass
 class Answer:
-    """What the server sends: a chat completion with this text, or `raw` bytes; first: token -> probability of the first token."""
+    """What the server sends: a chat completion with this text, or `raw` bytes; first: token ->
+    probability of the first token."""
 
     text: str | None = ""
     status: int = 200
@@ -29,19 +31,37 @@ class Answer:
     def body(self) -> bytes:
         if self.raw is not None:
             return self.raw
-        choice = {"index": 0, "message": {"role": "assistant", "content": self.text}, "finish_reason": self.finish}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": self.text},
+            "finish_reason": self.finish,
+        }
         if self.first is not None:
             top = [{"token": token, "logprob": math.log(p)} for token, p in self.first.items()]
-            choice["logprobs"] = {"content": [{"token": top[0]["token"] if top else "", "logprob": 0.0, "top_logprobs": top}]}
+            choice["logprobs"] = {
+                "content": [
+                    {"token": top[0]["token"] if top else "", "logprob": 0.0, "top_logprobs": top}
+                ]
+            }
         data = {"object": "chat.completion", "choices": [choice]}
-        return json.dumps(data if self.tokens is None else {**data, "usage": {"total_tokens": self.tokens}}).encode()
+        return json.dumps(
+            data if self.tokens is None else {**data, "usage": {"total_tokens": self.tokens}}
+        ).encode()
 
 
 class JudgeServer:
-    """script(body, n) -> str or Answer to request n, from 0. requests: bodies; keys: Authorization headers; peak: most at once."""
+    """script(body, n) -> str or Answer to request n, from 0. requests: bodies; keys: Authorization
+    headers; peak: most at once."""
 
     def __init__(self, script):
-        self.script, self.requests, self.keys, self.paths, self.peak, self.open = script, [], [], [], 0, 0
+        self.script, self.requests, self.keys, self.paths, self.peak, self.open = (
+            script,
+            [],
+            [],
+            [],
+            0,
+            0,
+        )
         self.lock = threading.Lock()
         outer = self
 
@@ -66,13 +86,22 @@ class JudgeServer:
 
             def do_GET(self):
                 known = self.path.endswith("/v1/models")
-                self.send(Answer(raw=b'{"data": [{"id": "the-model"}]}' if known else b"Not Found", status=200 if known else 404))
+                self.send(
+                    Answer(
+                        raw=b'{"data": [{"id": "the-model"}]}' if known else b"Not Found",
+                        status=200 if known else 404,
+                    )
+                )
 
             def send(self, answer):
                 data = answer.body()
                 try:
                     self.send_response(answer.status)
-                    for name, value in {"Content-Type": "application/json", **answer.headers, "Content-Length": str(len(data))}.items():
+                    for name, value in {
+                        "Content-Type": "application/json",
+                        **answer.headers,
+                        "Content-Length": str(len(data)),
+                    }.items():
                         self.send_header(name, value)
                     self.end_headers()
                     self.wfile.write(data)
@@ -97,7 +126,9 @@ class JudgeServer:
 @contextmanager
 def serving(script):
     server = JudgeServer(script if callable(script) else lambda body, n: script)
-    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True)
+    thread = threading.Thread(
+        target=server.http.serve_forever, kwargs={"poll_interval": 0.005}, daemon=True
+    )
     thread.start()
     try:
         yield server
@@ -110,12 +141,21 @@ def serving(script):
 def words(body, message=-1):
     """The text of one message of a request, <image> where a picture stands."""
     content = body["messages"][message]["content"]
-    return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+    return (
+        content
+        if isinstance(content, str)
+        else "".join(part.get("text", "<image>") for part in content)
+    )
 
 
 def pictures(body):
     """The pictures of a request, decoded, in order."""
-    parts = [part for message in body["messages"] if isinstance(message["content"], list) for part in message["content"]]
+    parts = [
+        part
+        for message in body["messages"]
+        if isinstance(message["content"], list)
+        for part in message["content"]
+    ]
     urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
     assert all(url.startswith("data:image/png;base64,") for url in urls)
     return [Image.open(io.BytesIO(base64.b64decode(url.split(",", 1)[1]))) for url in urls]

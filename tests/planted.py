@@ -29,7 +29,9 @@ def brightness(media, prompts=None, context=None):
 
 def shapes_of(edit, media, prompts, context):
     """The shapes reward where every clause is edited."""
-    metas = [meta | {"include": [edit(clause) for clause in meta["include"]]} for meta in context.meta]
+    metas = [
+        meta | {"include": [edit(clause) for clause in meta["include"]]} for meta in context.meta
+    ]
     return SHAPES(media, prompts, MediaContext(meta=metas))
 
 

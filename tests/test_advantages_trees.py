@@ -1,4 +1,5 @@
-"""Credit through trees against a walk over the nodes written out in Python, and what invalid leaves do to it."""
+"""Credit through trees against a walk over the nodes written out in Python, and what invalid leaves
+do to it."""
 
 import math
 
@@ -11,13 +12,23 @@ from flowrl.types import Rewards, replace
 
 GRID = sigmas.shifted(6, 3)
 NAN = math.nan
-BRANCHY = plan.branch(GRID, splits=[0, 2], children=3, eta=0.3)  # 9 leaves; nodes at depths 0..4: 3, 3, 9, 9, 9
-TREE = plan.tree(GRID, start=1, depth=2, children=2, eta=0.7)  # edges 0 1 | 2 3 below 0, 4 5 below 1
+BRANCHY = plan.branch(
+    GRID, splits=[0, 2], children=3, eta=0.3
+)  # 9 leaves; nodes at depths 0..4: 3, 3, 9, 9, 9
+TREE = plan.tree(
+    GRID, start=1, depth=2, children=2, eta=0.7
+)  # edges 0 1 | 2 3 below 0, 4 5 below 1
 
 
 def grow(p, rows):
     """A rollout whose log-probs differ by about 1, so that softmax weights are far from equal."""
-    grown = tree.grow(lambda x, s, r: torch.tanh(x), lambda k: keys.gaussian(k, (4,)), p, shape=(4,), rows=torch.tensor(rows))
+    grown = tree.grow(
+        lambda x, s, r: torch.tanh(x),
+        lambda k: keys.gaussian(k, (4,)),
+        p,
+        shape=(4,),
+        rows=torch.tensor(rows),
+    )
     return replace(grown, log_prob=torch.randn(len(grown.src)))
 
 
@@ -33,29 +44,44 @@ def softmax_mean(values, logits):
 
 
 def fused(grown, reward, weighting, beta=1.0):
-    """Value of each stored transition, NaN without a valid leaf: a recursion from the definition, one node at a time."""
-    kids = {e: [k for k, p in enumerate(grown.parent.tolist()) if p == e] for e in range(len(grown.src))}
+    """Value of each stored transition, NaN without a valid leaf: a recursion from the definition,
+    one node at a time."""
+    kids = {
+        e: [k for k, p in enumerate(grown.parent.tolist()) if p == e] for e in range(len(grown.src))
+    }
     at = {e: [b for b, last in enumerate(grown.leaf_edge.tolist()) if last == e] for e in kids}
 
     def below(e):
         """(leaf, log-prob of the way down to it from the end of e)."""
-        return [(b, 0.0) for b in at[e]] + [(b, path + float(grown.log_prob[k])) for k in kids[e] for b, path in below(k)]
+        return [(b, 0.0) for b in at[e]] + [
+            (b, path + float(grown.log_prob[k])) for k in kids[e] for b, path in below(k)
+        ]
 
     def value(e):
         if weighting == "recursive":
             own = [reward[b] for b in at[e]]
-            return softmax_mean([value(k) for k in kids[e]] + own, [float(grown.log_prob[k]) for k in kids[e]] + [0.0] * len(own))
+            return softmax_mean(
+                [value(k) for k in kids[e]] + own,
+                [float(grown.log_prob[k]) for k in kids[e]] + [0.0] * len(own),
+            )
         leaves = below(e)
-        return softmax_mean([reward[b] for b, _ in leaves], [(beta if weighting == "path" else 0.0) * path for _, path in leaves])
+        return softmax_mean(
+            [reward[b] for b, _ in leaves],
+            [(beta if weighting == "path" else 0.0) * path for _, path in leaves],
+        )
 
     return [value(e) for e in kids]
 
 
 def standardised(values, scope, ddof=1, eps=1e-8):
-    """z-scores over equal scopes of the values that are not NaN; 0 for a NaN and where nothing differs."""
+    """z-scores over equal scopes of the values that are not NaN; 0 for a NaN and where nothing
+    differs."""
     out = []
     for v, s in zip(values, scope, strict=True):
-        peers = torch.tensor([w for w, t in zip(values, scope, strict=True) if t == s and not math.isnan(w)], dtype=torch.float64)
+        peers = torch.tensor(
+            [w for w, t in zip(values, scope, strict=True) if t == s and not math.isnan(w)],
+            dtype=torch.float64,
+        )
         flat = math.isnan(v) or len(peers) <= ddof or float(peers.std(correction=0)) < 1e-6
         out.append(0.0 if flat else float((v - peers.mean()) / (peers.std(correction=ddof) + eps)))
     return torch.tensor(out)
@@ -70,27 +96,61 @@ def tree_of(grown):
     return [out[e] for e in range(len(grown.src))]
 
 
-CLEAN = [1.0, 2.0, 4.0, 9.0, 3.0, -1.0, 0.5, 7.0, 6.0, 2.5, 8.0, -3.0, 1.5, 0.0, 5.0, 4.5, -2.0, 3.5]
-HOLED = [NAN if i in (1, 3, 4, 5, 8, 12) else r for i, r in enumerate(CLEAN)]  # 3, 4, 5: all leaves of a node
+CLEAN = [
+    1.0,
+    2.0,
+    4.0,
+    9.0,
+    3.0,
+    -1.0,
+    0.5,
+    7.0,
+    6.0,
+    2.5,
+    8.0,
+    -3.0,
+    1.5,
+    0.0,
+    5.0,
+    4.5,
+    -2.0,
+    3.5,
+]
+HOLED = [
+    NAN if i in (1, 3, 4, 5, 8, 12) else r for i, r in enumerate(CLEAN)
+]  # 3, 4, 5: all leaves of a node
 
 
 @pytest.mark.parametrize("reward", [CLEAN, HOLED], ids=["all valid", "some invalid"])
 @pytest.mark.parametrize("scope", ["prompt", "tree"])
-@pytest.mark.parametrize(("weighting", "beta"), [("mean", 1.0), ("path", 1.0), ("path", 0.5), ("recursive", 1.0)])
+@pytest.mark.parametrize(
+    ("weighting", "beta"), [("mean", 1.0), ("path", 1.0), ("path", 0.5), ("recursive", 1.0)]
+)
 def test_branch_credit_is_the_definition(weighting, beta, scope, reward):
-    """Two trees of one prompt, K = 3: values fused node by node, then z-scores at each depth over the prompt or over each tree."""
+    """Two trees of one prompt, K = 3: values fused node by node, then z-scores at each depth over
+    the prompt or over each tree."""
     grown = grow(BRANCHY, [0, 0])
     out = credit.branch(grown, make(reward), weighting=weighting, beta=beta, scope=scope)
     values, depth = fused(grown, reward, weighting, beta), BRANCHY.depth[grown.edge].tolist()
     where = tree_of(grown) if scope == "tree" else [0] * len(depth)
-    assert torch.allclose(out.transition, standardised(values, list(zip(where, depth, strict=True))), atol=1e-5)
-    assert torch.allclose(out.leaf, standardised(reward, grown.tree.tolist() if scope == "tree" else [0] * 18), atol=1e-5)
+    assert torch.allclose(
+        out.transition, standardised(values, list(zip(where, depth, strict=True))), atol=1e-5
+    )
+    assert torch.allclose(
+        out.leaf,
+        standardised(reward, grown.tree.tolist() if scope == "tree" else [0] * 18),
+        atol=1e-5,
+    )
     assert float(out.transition.abs().max()) > 0.5 and float(out.leaf.abs().max()) > 0.5
 
 
 def test_the_weightings_and_scopes_are_told_apart():
     grown = grow(BRANCHY, [0, 0])
-    ways = [{"weighting": w, "scope": s} for w in ("mean", "path", "recursive") for s in ("prompt", "tree")]
+    ways = [
+        {"weighting": w, "scope": s}
+        for w in ("mean", "path", "recursive")
+        for s in ("prompt", "tree")
+    ]
     ways.append({"weighting": "path", "beta": 0.5})
     out = [credit.branch(grown, make(CLEAN), **way).transition for way in ways]
     for i in range(len(out)):
@@ -99,14 +159,19 @@ def test_the_weightings_and_scopes_are_told_apart():
 
 @pytest.mark.parametrize("weighting", ["mean", "path", "recursive"])
 def test_edges_above_invalid_leaves_alone_get_no_credit(weighting):
-    """The first half of the tree has no valid leaf: 0 there, and the rest is scored as if it were not there."""
+    """The first half of the tree has no valid leaf: 0 there, and the rest is scored as if it were
+    not there."""
     grown = grow(plan.branch(GRID, splits=[0, 2], children=2, eta=0.3), [0])
     out = credit.branch(grown, make([NAN, NAN, 3.0, 6.0]), weighting=weighting)
     dead = torch.tensor([math.isnan(v) for v in fused(grown, [NAN, NAN, 3.0, 6.0], "mean")])
     depth = grown.plan.depth[grown.edge]
     assert bool((out.transition[dead] == 0).all()) and int(dead.sum()) == 1 + 1 + 2 + 2 + 2
-    assert bool((out.transition[~dead & (depth < 2)] == 0).all())  # one valid node at these depths: nothing to compare with
-    assert torch.allclose(out.transition[~dead & (depth >= 2)].abs(), torch.tensor(0.5**0.5), atol=1e-5)
+    assert bool(
+        (out.transition[~dead & (depth < 2)] == 0).all()
+    )  # one valid node at these depths: nothing to compare with
+    assert torch.allclose(
+        out.transition[~dead & (depth >= 2)].abs(), torch.tensor(0.5**0.5), atol=1e-5
+    )
 
 
 # --- spread and tree_backup
@@ -115,10 +180,19 @@ def test_edges_above_invalid_leaves_alone_get_no_credit(weighting):
 def test_an_invalid_leaf_is_left_out_of_spread_and_not_counted_as_zero():
     """Leaves 1, 2, 5, 8; without the second the first edge has mean 1, not (1 + 0) / 2."""
     grown = grow(TREE, [0])
-    marked = credit.spread(grown, torch.tensor([1.0, 0.0, 5.0, 8.0]), valid=torch.tensor([True, False, True, True]))
+    marked = credit.spread(
+        grown, torch.tensor([1.0, 0.0, 5.0, 8.0]), valid=torch.tensor([True, False, True, True])
+    )
     assert marked.tolist() == [1.0, 6.5, 1.0, 0.0, 5.0, 8.0]
     assert torch.equal(credit.spread(grown, torch.tensor([1.0, NAN, 5.0, 8.0])), marked)
-    assert credit.spread(grown, torch.tensor([NAN, NAN, 5.0, 8.0])).tolist() == [0.0, 6.5, 0.0, 0.0, 5.0, 8.0]
+    assert credit.spread(grown, torch.tensor([NAN, NAN, 5.0, 8.0])).tolist() == [
+        0.0,
+        6.5,
+        0.0,
+        0.0,
+        5.0,
+        8.0,
+    ]
     assert credit.spread(grown, torch.tensor([1.0, 0.0, 5.0, 8.0]))[0] == 0.5  # a valid 0 counts
 
 
@@ -126,15 +200,23 @@ def test_an_invalid_leaf_is_left_out_of_tree_backup_and_not_counted_as_zero():
     grown = grow(TREE, [0])
     right = torch.softmax(grown.log_prob[4:6].double() / 0.5, 0)
     above = float(right[0] * 5 + right[1] * 8)
-    marked = credit.tree_backup(grown, torch.tensor([1.0, 0.0, 5.0, 8.0]), temperature=0.5, valid=torch.tensor([True, False, True, True]))
+    marked = credit.tree_backup(
+        grown,
+        torch.tensor([1.0, 0.0, 5.0, 8.0]),
+        temperature=0.5,
+        valid=torch.tensor([True, False, True, True]),
+    )
     assert marked.tolist() == pytest.approx([1.0, above, 1.0, 0.0, 5.0, 8.0], abs=1e-6)
-    assert torch.equal(credit.tree_backup(grown, torch.tensor([1.0, NAN, 5.0, 8.0]), temperature=0.5), marked)
+    assert torch.equal(
+        credit.tree_backup(grown, torch.tensor([1.0, NAN, 5.0, 8.0]), temperature=0.5), marked
+    )
     none = credit.tree_backup(grown, torch.full((4,), NAN))
     assert none.tolist() == [0.0] * 6
 
 
 def test_an_invalid_branch_leaves_its_parents_mean_over_the_other_child():
-    """Depth 3: both leaves of the first inner edge are invalid, so its parent is worth what the other inner edge is."""
+    """Depth 3: both leaves of the first inner edge are invalid, so its parent is worth what the
+    other inner edge is."""
     grown = grow(plan.tree(GRID, start=0, depth=3, children=2, eta=0.7), [0])
     leaf = torch.tensor([NAN, NAN, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0])
     out = credit.tree_backup(grown, leaf)

@@ -31,11 +31,18 @@ def make(**options):
 
 def test_x0_error_is_the_velocity_error_times_sigma_squared():
     """Spec 18.1: x0_hat - x0 = sigma (u - v)."""
-    x0, eps, v, s = torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 3), torch.tensor([[0.1], [0.4], [0.7], [1.0]])
+    x0, eps, v, s = (
+        torch.randn(4, 3),
+        torch.randn(4, 3),
+        torch.randn(4, 3),
+        torch.tensor([[0.1], [0.4], [0.7], [1.0]]),
+    )
     x = (1 - s) * x0 + s * eps
     gap = s * (eps - x0 - v)
     assert torch.allclose((x - s * v) - x0, gap, atol=1e-6)
-    assert torch.allclose(x0_error(x - s * v, x0), gap.square().mean(1) / gap.abs().mean(1), rtol=1e-4)
+    assert torch.allclose(
+        x0_error(x - s * v, x0), gap.square().mean(1) / gap.abs().mean(1), rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 2.0])
@@ -47,13 +54,19 @@ def test_at_the_old_policy_the_gradient_is_advantage_times_that_of_the_weighted_
     _, got = backward(algorithm, policy, rollout, rows)
     policy.zero_grad()
     x0, x, s, _ = noised(rollout, rows)
-    (rows.adv * x0_error(x - s * policy.velocity(x, rows.sigma, None, rows.prompt), x0)).sum().backward()
-    assert torch.allclose(got, gradient(policy.net), rtol=1e-3, atol=2e-3 * float(got.abs().max())) and float(got.abs().max()) > 0.1
+    (
+        rows.adv * x0_error(x - s * policy.velocity(x, rows.sigma, None, rows.prompt), x0)
+    ).sum().backward()
+    assert (
+        torch.allclose(got, gradient(policy.net), rtol=1e-3, atol=2e-3 * float(got.abs().max()))
+        and float(got.abs().max()) > 0.1
+    )
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 2.0])
 def test_identity_a_in_fp64(beta, monkeypatch):
-    """(a) to 1e-9: with v = v_old the gradient in v is A 2 s^2 (v - u) / (D w), w = s mean|v - u|; 0 at A = 0; no beta anywhere."""
+    """(a) to 1e-9: with v = v_old the gradient in v is A 2 s^2 (v - u) / (D w), w = s mean|v - u|;
+    0 at A = 0; no beta anywhere."""
     algorithm = make(beta=beta, kl_weight=0.0)
     _, rollout, _, rows = prepared(algorithm)
     rollout, rows = in_fp64(monkeypatch, rollout, rows)
@@ -68,10 +81,13 @@ def test_identity_a_in_fp64(beta, monkeypatch):
 
 
 def test_the_weight_of_the_error_has_a_floor():
-    """w = max(mean|x0_hat - x0|, 1e-5): above it the error is mean square over mean size, below it the square over 1e-5."""
+    """w = max(mean|x0_hat - x0|, 1e-5): above it the error is mean square over mean size, below it
+    the square over 1e-5."""
     x0 = torch.zeros(3, 4)
     size = torch.tensor([1e-2, 1e-5, 1e-7])
-    assert x0_error(x0 + size[:, None], x0).tolist() == pytest.approx([1e-2, 1e-5, 1e-14 / 1e-5], rel=1e-5)
+    assert x0_error(x0 + size[:, None], x0).tolist() == pytest.approx(
+        [1e-2, 1e-5, 1e-14 / 1e-5], rel=1e-5
+    )
     assert x0_error(x0, x0).tolist() == [0, 0, 0]  # not 0 / 0
 
 
@@ -80,7 +96,10 @@ def test_at_the_old_policy_the_value_does_not_depend_on_the_reward_but_the_gradi
     policy, rollout, _, rows = prepared(algorithm)
     policy.update("old", 0.0)
     flipped = Columns({**rows.data, "adv": -rows.adv})
-    (a, up), (b, down) = backward(algorithm, policy, rollout, rows), backward(algorithm, policy, rollout, flipped)
+    (a, up), (b, down) = (
+        backward(algorithm, policy, rollout, rows),
+        backward(algorithm, policy, rollout, flipped),
+    )
     assert float(a) == pytest.approx(float(b), rel=1e-5)
     assert torch.allclose(up, -down, rtol=1e-3, atol=1e-3 * float(up.abs().max()))
 
@@ -88,7 +107,8 @@ def test_at_the_old_policy_the_value_does_not_depend_on_the_reward_but_the_gradi
 @pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_optimum_moves_from_the_old_velocity_by_one_over_beta(sign, beta):
-    """(b) r = 1: zero loss at v = v_old + (u - v_old) / beta, plain flow matching only for beta = 1. (c) r = 0: the other way.
+    """(b) r = 1: zero loss at v = v_old + (u - v_old) / beta, plain flow matching only for beta =
+    1. (c) r = 0: the other way.
 
     (d) half the beta, twice the displacement."""
     algorithm = make(beta=beta, kl_weight=0.0)
@@ -100,10 +120,29 @@ def test_the_optimum_moves_from_the_old_velocity_by_one_over_beta(sign, beta):
     policy = Fixed(best, v_old)
     assert float(algorithm.loss(algorithm.score(policy, rollout, rows), rows).loss) < 1e-3
     s = rows.sigma[:, None].float()
-    for size in (0.1, 1.0, 10.0):  # the only optimum: best + d costs 5 s mean(d^2) / mean|d| a row, whatever d, beta and the old policy are
-        for d in (torch.full_like(u, size), -size * torch.rand_like(u) - 0.1 * size, size * torch.randn_like(u), size * (v_old - best)):
-            cost = float(algorithm.loss(algorithm.score(Fixed(best + d, v_old), rollout, rows), rows).loss)
-            assert cost == pytest.approx(float((5 * s * d.square().mean(1, keepdim=True) / d.abs().mean(1, keepdim=True)).sum()), rel=1e-3)
+    for size in (
+        0.1,
+        1.0,
+        10.0,
+        # the only optimum: best + d costs 5 s mean(d^2) / mean|d| a row, whatever d, beta and the
+        # old
+        # policy are
+    ):
+        for d in (
+            torch.full_like(u, size),
+            -size * torch.rand_like(u) - 0.1 * size,
+            size * torch.randn_like(u),
+            size * (v_old - best),
+        ):
+            cost = float(
+                algorithm.loss(algorithm.score(Fixed(best + d, v_old), rollout, rows), rows).loss
+            )
+            assert cost == pytest.approx(
+                float(
+                    (5 * s * d.square().mean(1, keepdim=True) / d.abs().mean(1, keepdim=True)).sum()
+                ),
+                rel=1e-3,
+            )
 
 
 def test_with_r_one_and_beta_one_the_gradient_is_flow_matchings_rescaled():
@@ -146,7 +185,9 @@ def test_an_unsure_group_gives_no_update_at_the_old_policy():
     algorithm = make(kl_weight=0.0)
     policy, rollout, _, rows = prepared(algorithm)
     policy.update("old", 0.0)
-    _, got = backward(algorithm, policy, rollout, Columns({**rows.data, "adv": torch.zeros_like(rows.adv)}))
+    _, got = backward(
+        algorithm, policy, rollout, Columns({**rows.data, "adv": torch.zeros_like(rows.adv)})
+    )
     assert float(got.abs().max()) < 1e-4
 
 
@@ -155,15 +196,24 @@ def test_decay_zero_copies_the_policy_bit_for_bit():
     algorithm, policy = make(decay=0), ToyPolicy(0.3)
     torch.nn.init.normal_(policy.net[0].weight)
     policy.update("old", algorithm.follow(1, 0)["old"])
-    assert all(torch.equal(a, b) for a, b in zip(policy.old.parameters(), policy.net.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(policy.old.parameters(), policy.net.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("decay", "table"),
-    [(0, [0, 0, 0, 0, 0, 0]), (1, [0, 0.001, 0.075, 0.076, 0.5, 0.5]), (2, [0, 0, 0, 0.0075, 0.999, 0.999])],
+    [
+        (0, [0, 0, 0, 0, 0, 0]),
+        (1, [0, 0.001, 0.075, 0.076, 0.5, 0.5]),
+        (2, [0, 0, 0, 0.0075, 0.999, 0.999]),
+    ],
 )
 def test_decay_tables(decay, table):
-    assert [make(decay=decay).follow(n, 0)["old"] for n in (0, 1, 75, 76, 500, 1000)] == pytest.approx(table)
+    assert [
+        make(decay=decay).follow(n, 0)["old"] for n in (0, 1, 75, 76, 500, 1000)
+    ] == pytest.approx(table)
 
 
 def test_each_sample_trains_its_own_random_noise_levels_one_dropped():
@@ -177,7 +227,14 @@ def test_each_sample_trains_its_own_random_noise_levels_one_dropped():
     assert all(abs(missing.count(i) - 75) < 35 for i in range(8))
     assert torch.unique(rows.noise_key).numel() == len(rows)
     few = make(steps=2)
-    assert len(few.columns(rollout, advantages_of(few, rollout, to_the_right(rollout)), seed=0, iteration=0)) == 1200
+    assert (
+        len(
+            few.columns(
+                rollout, advantages_of(few, rollout, to_the_right(rollout)), seed=0, iteration=0
+            )
+        )
+        == 1200
+    )
 
 
 def test_draws_are_functions_of_seed_iteration_and_sample():
@@ -185,10 +242,20 @@ def test_draws_are_functions_of_seed_iteration_and_sample():
     _, rollout, advantages, rows = prepared(algorithm)
     again = algorithm.columns(rollout, advantages, seed=0, iteration=0)
     other = algorithm.columns(rollout, advantages, seed=0, iteration=1)
-    assert torch.equal(again.noise_key, rows.noise_key) and not torch.equal(other.noise_key, rows.noise_key)
+    assert torch.equal(again.noise_key, rows.noise_key) and not torch.equal(
+        other.noise_key, rows.noise_key
+    )
     order = torch.arange(len(rollout.leaf)).flip(0)
-    fields = {name: getattr(rollout, name)[order] for name in ("leaf", "leaf_edge", "leaf_key", "group", "tree")}
-    flipped = algorithm.columns(replace(rollout, **fields), type(advantages)(leaf=advantages.leaf[order]), seed=0, iteration=0)
+    fields = {
+        name: getattr(rollout, name)[order]
+        for name in ("leaf", "leaf_edge", "leaf_key", "group", "tree")
+    }
+    flipped = algorithm.columns(
+        replace(rollout, **fields),
+        type(advantages)(leaf=advantages.leaf[order]),
+        seed=0,
+        iteration=0,
+    )
     assert torch.equal(flipped.noise_key.sort().values, rows.noise_key.sort().values)
 
 
@@ -196,7 +263,12 @@ def test_too_many_draws_are_refused():
     algorithm = make(steps=8)
     with pytest.raises(ValueError, match="algorithm.steps=8 .* sampler.steps=8 offers 7"):
         algorithm.check(algorithm.plan(sigmas.linear(8), sampler=SAMPLER, iteration=0, seed=0))
-    assert algorithm.most_rows(algorithm.plan(sigmas.linear(9), sampler=SAMPLER, iteration=0, seed=0), 5) == 5 * 8
+    assert (
+        algorithm.most_rows(
+            algorithm.plan(sigmas.linear(9), sampler=SAMPLER, iteration=0, seed=0), 5
+        )
+        == 5 * 8
+    )
 
 
 @pytest.mark.parametrize(
@@ -221,12 +293,18 @@ def test_the_rollout_is_the_old_policys_ode_without_guidance():
     algorithm = make()
     planned = algorithm.plan(sigmas.linear(6), sampler=SAMPLER, iteration=0, seed=0)
     assert planned.solver == "dpm2" and not bool(planned.trained.any())
-    assert (algorithm.rollout_view, algorithm.guidance) == ("old", "none") and algorithm.needs == {"leaves", "old", "reference"}
+    assert (algorithm.rollout_view, algorithm.guidance) == ("old", "none") and algorithm.needs == {
+        "leaves",
+        "old",
+        "reference",
+    }
     assert make(kl_weight=0.0).needs == {"leaves", "old"}
     policy, rollout, _, rows = prepared(algorithm)
     policy.guidances.clear()
     algorithm.score(policy, replace(rollout, guidance=4.5), rows)
-    assert policy.guidances == ["none"] * 2  # trained and reference; old equals trained here, and one forward serves both
+    assert (
+        policy.guidances == ["none"] * 2
+    )  # trained and reference; old equals trained here, and one forward serves both
     with torch.no_grad():
         policy.net[2].bias += 0.1
     policy.guidances.clear()
@@ -252,9 +330,15 @@ def test_kl_is_the_mean_square_of_velocities_to_the_reference():
     _, x, _, _ = noised(rollout, rows)
     with policy.view("reference"):
         base = policy.velocity(x, rows.sigma, None, rows.prompt)
-    assert torch.allclose(scores["kl"], (policy.velocity(x, rows.sigma, None, rows.prompt) - base).square().mean(1), atol=1e-6)
+    assert torch.allclose(
+        scores["kl"],
+        (policy.velocity(x, rows.sigma, None, rows.prompt) - base).square().mean(1),
+        atol=1e-6,
+    )
     without = algorithm.loss({**scores, "kl": 0 * scores["kl"]}, rows).loss
-    assert (algorithm.loss(scores, rows).loss - without).item() == pytest.approx(0.5 * scores["kl"].sum().item(), rel=1e-3)
+    assert (algorithm.loss(scores, rows).loss - without).item() == pytest.approx(
+        0.5 * scores["kl"].sum().item(), rel=1e-3
+    )
 
 
 def test_unknown_options_are_refused():

@@ -1,4 +1,5 @@
-"""What a policy is held to: the untrained model, a moving average of itself, or itself some iterations ago."""
+"""What a policy is held to: the untrained model, a moving average of itself, or itself some
+iterations ago."""
 
 import pydantic
 import pytest
@@ -44,7 +45,9 @@ def test_needs_name_the_view_that_the_loss_reads(name, options, needs):
     assert make(name, **options).needs == {"log_prob"} | needs
 
 
-@pytest.mark.parametrize(("reference", "view"), [("frozen", "reference"), ("ema", "anchor"), ("reset", "anchor")])
+@pytest.mark.parametrize(
+    ("reference", "view"), [("frozen", "reference"), ("ema", "anchor"), ("reset", "anchor")]
+)
 def test_kl_is_measured_from_the_view_of_the_setting(reference, view):
     """exact: |mu - mu_view|^2 / 2 std^2 per latent dim, with gradient in the policy alone."""
     algorithm, policy = make(kl_weight=1.0, reference=reference), three_views()
@@ -82,7 +85,9 @@ def test_prdps_ratio_is_to_its_anchor(reference):
     _, rollout, _, rows = prepared(algorithm, policy)
     got = algorithm.score(policy, rollout, rows)["log_prob_ref"]
     with torch.no_grad(), policy.view("reference" if reference == "frozen" else "anchor"):
-        expected = sde.log_prob(rollout.plan, algorithm.transition(policy, rollout, rows)[0], rollout.states[rows.dst])
+        expected = sde.log_prob(
+            rollout.plan, algorithm.transition(policy, rollout, rows)[0], rollout.states[rows.dst]
+        )
     assert torch.equal(got, expected) and not got.requires_grad
 
 
@@ -95,12 +100,25 @@ def test_follow_says_how_the_anchor_moves_after_each_iteration(name):
     ema = make(name, kl_weight=0.1, reference="ema", reference_decay=0.9)
     reset = make(name, kl_weight=0.1, reference="reset", reference_every=3)
     assert [frozen.follow(i, i) for i in range(4)] == [{}] * 4
-    assert [ema.follow(5 * i, i) for i in range(3)] == [{"anchor": 0.9}] * 3  # an iteration, however many steps it had
-    assert [reset.follow(i, i) for i in range(7)] == [{}, {}, {"anchor": 0.0}, {}, {}, {"anchor": 0.0}, {}]
+    assert [ema.follow(5 * i, i) for i in range(3)] == [
+        {"anchor": 0.9}
+    ] * 3  # an iteration, however many steps it had
+    assert [reset.follow(i, i) for i in range(7)] == [
+        {},
+        {},
+        {"anchor": 0.0},
+        {},
+        {},
+        {"anchor": 0.0},
+        {},
+    ]
 
 
 def test_without_a_weight_there_is_nothing_to_follow():
-    assert make(reference="ema").follow(1, 0) == {} and make(reference="reset", reference_every=1).follow(1, 0) == {}
+    assert (
+        make(reference="ema").follow(1, 0) == {}
+        and make(reference="reset", reference_every=1).follow(1, 0) == {}
+    )
     assert make("prdp", reference="ema").follow(1, 0) == {"anchor": 0.99}
 
 
@@ -125,26 +143,33 @@ def test_ema_is_the_geometric_average_and_reset_the_policy_of_the_last_reset():
 
 
 def test_a_reset_starts_the_kl_anew():
-    """After the second iteration the anchor is the policy: its KL is 0, that to the untrained model is not."""
+    """After the second iteration the anchor is the policy: its KL is 0, that to the untrained model
+    is not."""
     algorithm, policy = make(kl_weight=0.5, reference="reset", reference_every=2), ToyPolicy()
     seen = []
     for i in range(3):
         rollout = roll_out(policy, algorithm, iteration=i)
-        rows = algorithm.columns(rollout, advantages_of(algorithm, rollout, to_the_right(rollout)), seed=0, iteration=i)
+        rows = algorithm.columns(
+            rollout, advantages_of(algorithm, rollout, to_the_right(rollout)), seed=0, iteration=i
+        )
         seen.append(float(algorithm.score(policy, rollout, rows)["kl"].detach().max()))
         with torch.no_grad():
             policy.net[2].bias += 0.1
         for view, decay in algorithm.follow(i + 1, i).items():
             policy.update(view, decay)
     assert seen[0] == 0 and seen[1] > 1e-3 and seen[2] == 0
-    assert not policy.same("anchor", "default") and policy.anchor[2].bias.tolist() == pytest.approx([0.2, 0.2])
+    assert not policy.same("anchor", "default") and policy.anchor[2].bias.tolist() == pytest.approx(
+        [0.2, 0.2]
+    )
 
 
 def test_a_strong_anchor_holds_and_a_following_one_lets_go():
-    """The same weight: held to the untrained model the toy stays, held to itself of two iterations ago it learns."""
+    """The same weight: held to the untrained model the toy stays, held to itself of two iterations
+    ago it learns."""
     options = {"clip": (0.2, 0.2), "kl_weight": 30.0}
     held, free = (
-        learn(make(**options, reference=reference, reference_every=2), iterations=20, copies=8) for reference in ("frozen", "reset")
+        learn(make(**options, reference=reference, reference_every=2), iterations=20, copies=8)
+        for reference in ("frozen", "reset")
     )
     assert sum(free[-4:]) > sum(held[-4:]) + 1 and sum(held[-4:]) / 4 < -1.8
 
@@ -158,7 +183,10 @@ def test_kl_and_policy_terms_add_up_per_row():
     assert float(both - alone) == pytest.approx(0.3 * float(kl.sum()), rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"reference": "old"}, {"reference_decay": -0.1}, {"reference_every": 0}, {"kl_weight": -1.0}])
+@pytest.mark.parametrize(
+    "options",
+    [{"reference": "old"}, {"reference_decay": -0.1}, {"reference_every": 0}, {"kl_weight": -1.0}],
+)
 def test_unknown_references_are_refused(options):
     with pytest.raises(pydantic.ValidationError, match=next(iter(options))):
         grpo.ALGORITHM.Config(**options)

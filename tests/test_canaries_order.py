@@ -1,4 +1,5 @@
-"""Canaries of order and of changed pictures: what a reward confuses, what it can be fooled by, and which side it looks at."""
+"""Canaries of order and of changed pictures: what a reward confuses, what it can be fooled by, and
+which side it looks at."""
 
 import math
 
@@ -24,14 +25,22 @@ def moving():
 
 def without(key):
     """The shapes reward, blind to what clauses say under a key."""
-    return reading_clauses(lambda m, p, c: shapes_of(lambda clause: {k: None if k == key else v for k, v in clause.items()}, m, p, c))
+    return reading_clauses(
+        lambda m, p, c: shapes_of(
+            lambda clause: {k: None if k == key else v for k, v in clause.items()}, m, p, c
+        )
+    )
 
 
 def placed(edit):
     """The shapes reward where the relations of clauses are edited."""
 
     def clause_of(clause):
-        return clause | {"position": [edit(clause["position"][0]), clause["position"][1]]} if "position" in clause else clause
+        return (
+            clause | {"position": [edit(clause["position"][0]), clause["position"][1]]}
+            if "position" in clause
+            else clause
+        )
 
     return lambda m, p, c: shapes_of(clause_of, m, p, c)
 
@@ -48,33 +57,62 @@ def test_a_reward_that_says_it_reads_the_prompt_and_does_not_fails(pictures):
 def test_a_reward_that_prefers_wrong_prompts_fails_in_every_attribute_with_enough_pairs(pictures):
     found = check(reading_clauses(lambda m, p, c: 1 - SHAPES(m, p, c)), pictures)
     for attribute in ("colour", "shape", "count"):
-        assert found[f"right prompt, {attribute}"].verdict == "fail" and found[f"right prompt, {attribute}"].value == 0.0
-    assert found["right picture"].verdict == "fail" and found["false positives and negatives"].value == 0.0
-    assert found["prompt-swap matrix"].verdict == "warn" and found["prompt-swap matrix"].value == 0.0
+        assert (
+            found[f"right prompt, {attribute}"].verdict == "fail"
+            and found[f"right prompt, {attribute}"].value == 0.0
+        )
+    assert (
+        found["right picture"].verdict == "fail"
+        and found["false positives and negatives"].value == 0.0
+    )
+    assert (
+        found["prompt-swap matrix"].verdict == "warn" and found["prompt-swap matrix"].value == 0.0
+    )
 
 
 def test_a_colour_blind_reward_is_found_by_its_attribute_alone(pictures):
-    apart = [s for s in pictures if len({clause["shape"] for clause in s.meta["include"]}) == len(s.meta["include"])]
+    apart = [
+        s
+        for s in pictures
+        if len({clause["shape"] for clause in s.meta["include"]}) == len(s.meta["include"])
+    ]
     found = {f.name: f for f in tried(ordering.right_prompt, without("color"), apart)}
-    assert found["right prompt, colour"].verdict == "warn" and found["right prompt, colour"].value == 0.5
+    assert (
+        found["right prompt, colour"].verdict == "warn"
+        and found["right prompt, colour"].value == 0.5
+    )
     assert "ties" in found["right prompt, colour"].says
     assert found["right prompt, shape"].value > 0.9 and found["right prompt, count"].value == 1.0
 
 
 def test_the_swap_matrix_names_the_nearest_wrong_prompt(pictures):
-    (finding,) = tried(ordering.swap_matrix, reading_clauses(placed(lambda relation: "left of")), pictures[:1])
+    (finding,) = tried(
+        ordering.swap_matrix, reading_clauses(placed(lambda relation: "left of")), pictures[:1]
+    )
     relation = next(foil for foil in pictures[0].foils if foil.attribute == "relation")
-    assert finding.value < 1 and f'the picture of "{pictures[0].prompt}" gets 1, and 1 as "{relation.prompt}"' in finding.says
+    assert (
+        finding.value < 1
+        and f'the picture of "{pictures[0].prompt}" gets 1, and 1 as "{relation.prompt}"'
+        in finding.says
+    )
 
 
 def test_every_wrong_prompt_of_an_attribute_is_in_the_swap_matrix_and_every_picture_of_one_is_compared():
-    """Files: all wrong prompts are those of other files, one attribute. Grey i + 1 tenths has the prompt "i"; the reward knows."""
+    """Files: all wrong prompts are those of other files, one attribute. Grey i + 1 tenths has the
+    prompt "i"; the reward knows."""
     greys = [torch.full((3, 8, 8), (i + 1) / 10) for i in range(6)]
     files = []
     for i, media in enumerate(greys):
-        foils = tuple(specimens.Foil(attribute="other file", prompt=f"{j}", meta={}, media=greys[j]) for j in range(6) if j != i)
+        foils = tuple(
+            specimens.Foil(attribute="other file", prompt=f"{j}", meta={}, media=greys[j])
+            for j in range(6)
+            if j != i
+        )
         files.append(specimens.Specimen(media=media, prompt=f"{i}", meta={}, foils=foils))
-    knows = planted(lambda m, p, c: -(brightness(m) - torch.tensor([(int(t) + 1) / 10 for t in p])).abs(), reads_prompt=True)
+    knows = planted(
+        lambda m, p, c: -(brightness(m) - torch.tensor([(int(t) + 1) / 10 for t in p])).abs(),
+        reads_prompt=True,
+    )
     (matrix,) = tried(ordering.swap_matrix, knows, files)
     assert matrix.value == 1.0 and "of 6 close prompts and their pictures" in matrix.says
     (pictures,) = tried(ordering.right_picture, knows, files)
@@ -83,9 +121,13 @@ def test_every_wrong_prompt_of_an_attribute_is_in_the_swap_matrix_and_every_pict
 
 def test_a_prompt_of_several_files_is_in_the_swap_matrix_once():
     cat, dog = torch.zeros(3, 8, 8), torch.ones(3, 8, 8)
-    foils = tuple(specimens.Foil(attribute="other file", prompt="a dog", meta={}, media=dog) for _ in range(2))
+    foils = tuple(
+        specimens.Foil(attribute="other file", prompt="a dog", meta={}, media=dog) for _ in range(2)
+    )
     own = specimens.Specimen(media=cat, prompt="a cat", meta={}, foils=foils)
-    knows = planted(lambda m, p, c: -(brightness(m) - torch.tensor([float("dog" in t) for t in p])).abs())
+    knows = planted(
+        lambda m, p, c: -(brightness(m) - torch.tensor([float("dog" in t) for t in p])).abs()
+    )
     (matrix,) = tried(ordering.swap_matrix, knows, [own, own])
     assert matrix.value == 1.0 and "of 2 close prompts" in matrix.says
 
@@ -109,15 +151,24 @@ def test_shares_and_verdicts_of_orders_by_hand(right, wrong, verdict, share):
 
 
 def test_false_positives_and_negatives_by_hand():
-    """Right 3, 1; wrong 2, 0: three of four pairs are in order; at .5 half of the wrong pass, and none of the right are missed."""
+    """Right 3, 1; wrong 2, 0: three of four pairs are in order; at .5 half of the wrong pass, and
+    none of the right are missed."""
     (finding,) = ordering.rates(torch.tensor([3.0, 1.0]), torch.tensor([2.0, 0.0, math.nan]))
-    assert finding.value == 0.75 and "threshold, 0.5, 50% of the wrong prompts pass and 0% of the right ones do not" in finding.says
+    assert (
+        finding.value == 0.75
+        and "threshold, 0.5, 50% of the wrong prompts pass and 0% of the right ones do not"
+        in finding.says
+    )
 
 
 def test_pictures_of_one_prompt_have_no_wrong_prompt(pictures):
     alone = specimens_of(torch.stack([s.media for s in pictures]), ["a picture"] * 8)
     found = check(planted(brightness, reads_prompt=True), alone)
-    assert found["right prompt"].verdict == "note" and "mirror image" not in found and found["attack: noise"].verdict == "ok"
+    assert (
+        found["right prompt"].verdict == "note"
+        and "mirror image" not in found
+        and found["attack: noise"].verdict == "ok"
+    )
 
 
 # --- attacks
@@ -150,19 +201,25 @@ def test_a_reward_that_loves_an_attack_is_warned_of_it_with_numbers(pictures, na
 def test_an_attack_that_is_no_score_is_no_win(pictures):
     picky = planted(lambda m, p, c: brightness(m) / (m.flatten(1).amin(1) < 1))
     found = {f.name: f for f in tried(attacked, picky, pictures)}
-    assert found["attack: white"].verdict == "ok" and found["attack: white"].says == "it is not scored"
+    assert (
+        found["attack: white"].verdict == "ok" and found["attack: white"].says == "it is not scored"
+    )
 
 
 # --- mirror images and frames
 
 
 def test_a_reward_that_is_blind_to_left_and_right_is_warned_of(pictures):
-    swapped = placed(lambda relation: {"left of": "right of", "right of": "left of"}.get(relation, relation))
+    swapped = placed(
+        lambda relation: {"left of": "right of", "right of": "left of"}.get(relation, relation)
+    )
     blind = reading_clauses(lambda m, p, c: torch.maximum(SHAPES(m, p, c), swapped(m, p, c)))
     same, sides = tried(mirror, blind, pictures)
     assert (same.name, same.verdict) == ("mirror image", "ok")
     assert (sides.name, sides.verdict, sides.value) == ("left and right", "warn", 0.0)
-    assert {f.name: f for f in tried(ordering.right_prompt, blind, pictures)}["right prompt, relation"].value < 1
+    assert {f.name: f for f in tried(ordering.right_prompt, blind, pictures)}[
+        "right prompt, relation"
+    ].value < 1
 
 
 def test_a_reward_with_a_bias_to_one_side_is_warned_of(pictures):
@@ -175,7 +232,10 @@ def test_a_video_reward_that_loves_stillness_is_warned_of_the_frozen_video(movin
     still = planted(lambda m, p, c: -m.diff(dim=1).abs().flatten(1).mean(1), video="only")
     found = check(still, moving)
     assert found["attack: frozen"].verdict == "warn" and found["attack: frozen"].value == 0.0
-    assert found["frames reversed"].value == pytest.approx(0, abs=1e-6) and found["frames shuffled"].value < 0
+    assert (
+        found["frames reversed"].value == pytest.approx(0, abs=1e-6)
+        and found["frames shuffled"].value < 0
+    )
     assert "videos" not in found
 
 
@@ -187,4 +247,7 @@ def test_reversed_frames_reverse_a_reward_of_motion_to_the_right(moving):
 
     found = check(planted(to_the_right, video="only"), moving)
     drift = 3 * specimens.DRIFT / 63  # three steps, of a frame 63 pixels wide between centres
-    assert found["frames reversed"].value == pytest.approx(-2 * drift, rel=0.05) and found["attack: frozen"].verdict == "ok"
+    assert (
+        found["frames reversed"].value == pytest.approx(-2 * drift, rel=0.05)
+        and found["attack: frozen"].verdict == "ok"
+    )

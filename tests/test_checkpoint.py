@@ -13,7 +13,10 @@ import torch
 from flowrl import checkpoint
 from flowrl.checkpoint import CheckpointError
 
-TENSORS = {"lora": {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.randn(4).bfloat16()}, "ema": {"a.weight": torch.ones(2, 3)}}
+TENSORS = {
+    "lora": {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.randn(4).bfloat16()},
+    "ema": {"a.weight": torch.ones(2, 3)},
+}
 
 
 def test_what_was_saved_is_loaded_bit_for_bit(tmp_path):
@@ -24,12 +27,16 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path):
     assert tensors.keys() == TENSORS.keys()
     for stem, group in TENSORS.items():
         for name, value in group.items():
-            assert tensors[stem][name].dtype == value.dtype and torch.equal(tensors[stem][name], value)
+            assert tensors[stem][name].dtype == value.dtype and torch.equal(
+                tensors[stem][name], value
+            )
 
 
 def test_tied_and_strided_tensors_are_saved(tmp_path):
     weight = torch.randn(3, 4)
-    tensors, _ = checkpoint.load(checkpoint.save(tmp_path, 1, {"t": {"a": weight, "b": weight, "c": weight.t()}}, {}))
+    tensors, _ = checkpoint.load(
+        checkpoint.save(tmp_path, 1, {"t": {"a": weight, "b": weight, "c": weight.t()}}, {})
+    )
     assert torch.equal(tensors["t"]["b"], weight) and torch.equal(tensors["t"]["c"], weight.t())
 
 
@@ -89,7 +96,9 @@ for i in range(1, 10**6):
     print(i, flush=True)
 """
     for _ in range(2):
-        writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE
+        )
         writer.stdout.readline()  # imports are done, the first checkpoint stands
         time.sleep(0.15)
         os.kill(writer.pid, signal.SIGKILL)
@@ -102,13 +111,17 @@ for i in range(1, 10**6):
 
 def test_truncating_leaves_each_iteration_once(tmp_path):
     lines = [{"iteration": i, "reward/total": 0.1 * i} for i in range(5)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines) + '{"iteration": 2, "rew')
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(x) + "\n" for x in lines) + '{"iteration": 2, "rew'
+    )
     (tmp_path / "samples").mkdir()
     for name in ("000002.png", "000003.png", "before.png"):
         (tmp_path / "samples" / name).touch()
     (tmp_path / "samples" / "iteration-000004").mkdir()
     checkpoint.truncate_metrics(tmp_path, 2)
-    assert [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()] == lines[:3]
+    assert [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()] == lines[
+        :3
+    ]
     assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == ["000002.png", "before.png"]
 
 
@@ -134,13 +147,19 @@ def test_optimizer_state_is_keyed_by_name_and_continues_bit_for_bit(tmp_path):
     checkpoint.unpack_optimizer(twin_optimizer, twin_names, tensors["optimizer"])
     _steps(model, optimizer, 2)
     _steps(twin, twin_optimizer, 2)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_optimizer_state_of_another_model_is_refused():
     layer = torch.nn.Linear(3, 4)
     optimizer = torch.optim.AdamW(layer.parameters())
     with pytest.raises(CheckpointError, match="old.weight, which is not trained"):
-        checkpoint.unpack_optimizer(optimizer, dict(layer.named_parameters()), {"old.weight/exp_avg": torch.ones(1)})
+        checkpoint.unpack_optimizer(
+            optimizer, dict(layer.named_parameters()), {"old.weight/exp_avg": torch.ones(1)}
+        )
     with pytest.raises(CheckpointError, match=r"weight: exp_avg has shape \(1,\)"):
-        checkpoint.unpack_optimizer(optimizer, dict(layer.named_parameters()), {"weight/exp_avg": torch.ones(1)})
+        checkpoint.unpack_optimizer(
+            optimizer, dict(layer.named_parameters()), {"weight/exp_avg": torch.ones(1)}
+        )

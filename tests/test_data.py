@@ -1,4 +1,5 @@
-"""Prompt files are read or refused with one sentence; the prompts of an iteration are a function of seed and iteration."""
+"""Prompt files are read or refused with one sentence; the prompts of an iteration are a function of
+seed and iteration."""
 
 import json
 from types import SimpleNamespace
@@ -14,7 +15,10 @@ PROMPTS = [{"prompt": f"p{i}", "number": i} for i in range(10)]
 def test_a_text_file_is_one_prompt_a_line(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes("\ufeffa red circle\r\n\n  zwei blaue Würfel  \n".encode())
-    assert data.load_prompts(str(path)) == [{"prompt": "a red circle"}, {"prompt": "zwei blaue Würfel"}]
+    assert data.load_prompts(str(path)) == [
+        {"prompt": "a red circle"},
+        {"prompt": "zwei blaue Würfel"},
+    ]
 
 
 def test_jsonl_keeps_what_rewards_may_read(tmp_path):
@@ -23,7 +27,11 @@ def test_jsonl_keeps_what_rewards_may_read(tmp_path):
     prompts = data.load_prompts(str(path))
     assert prompts == PROMPTS
     batch = data.select(prompts, torch.tensor([3, 0]))
-    assert batch.text == ["p3", "p0"] and batch.meta == [{"number": 3}, {"number": 0}] and batch.ids.tolist() == [3, 0]
+    assert (
+        batch.text == ["p3", "p0"]
+        and batch.meta == [{"number": 3}, {"number": 0}]
+        and batch.ids.tolist() == [3, 0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -31,7 +39,11 @@ def test_jsonl_keeps_what_rewards_may_read(tmp_path):
     [
         ("gone.txt", None, "gone.txt does not exist"),
         ("empty.txt", b" \n\n", "empty.txt is empty"),
-        ("latin.txt", "a cat\na caf\xe9\n".encode("latin-1"), "latin.txt is not UTF-8: byte 11, in line 2"),
+        (
+            "latin.txt",
+            "a cat\na caf\xe9\n".encode("latin-1"),
+            "latin.txt is not UTF-8: byte 11, in line 2",
+        ),
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', "a.jsonl, line 2 is not JSON"),
         ("b.jsonl", b'{"text": "a"}\n', 'b.jsonl, line 1 needs a "prompt"'),
         ("c.jsonl", b'"a"\n', 'c.jsonl, line 1 needs a "prompt"'),
@@ -58,7 +70,14 @@ def test_the_embedded_world_has_disjoint_prompts_and_a_misspelt_name_is_correcte
 
 
 def test_an_epoch_shows_each_prompt_once_and_the_next_is_shuffled_anew():
-    epochs = [[i for step in range(5) for i in data.batch(PROMPTS, iteration=5 * e + step, size=2, seed=1).ids.tolist()] for e in range(2)]
+    epochs = [
+        [
+            i
+            for step in range(5)
+            for i in data.batch(PROMPTS, iteration=5 * e + step, size=2, seed=1).ids.tolist()
+        ]
+        for e in range(2)
+    ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
     assert epochs[0] != epochs[1]
 
@@ -66,7 +85,9 @@ def test_an_epoch_shows_each_prompt_once_and_the_next_is_shuffled_anew():
 def test_a_batch_never_holds_a_prompt_twice_and_remainders_differ():
     batches = [data.batch(PROMPTS, iteration=i, size=4, seed=1).ids.tolist() for i in range(40)]
     assert all(len(set(b)) == 4 for b in batches)
-    assert {i for b in batches for i in b} == set(range(10))  # two prompts an epoch are left out, not always the same two
+    assert {i for b in batches for i in b} == set(
+        range(10)
+    )  # two prompts an epoch are left out, not always the same two
 
 
 def test_a_batch_is_a_function_of_seed_and_iteration():

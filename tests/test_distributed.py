@@ -1,4 +1,5 @@
-"""Two processes train what one trains: prompts are dealt out, statistics and gradients are global."""
+"""Two processes train what one trains: prompts are dealt out, statistics and gradients are
+global."""
 
 import json
 import os
@@ -24,12 +25,23 @@ for smooth, words in json.loads(sys.argv.pop()):
     list(loop.Trainer(config.load_config(None, words)))
 cli.main()
 """
-RUN = {"iterations": "2", "batch__group": "3", "optimizer__eps": "1e-3"}  # eps: Adam blows rounding up
+RUN = {
+    "iterations": "2",
+    "batch__group": "3",
+    "optimizer__eps": "1e-3",
+}  # eps: Adam blows rounding up
 RUNS = {
     "nft": {**RUN, "algorithm__std": "global"},
     "flow_grpo": {**RUN, "algorithm__std": "group", "data__eval": "null"},
     # every group counts as flat, so that each process adds a fresh prompt of its own
-    "dgpo": {**RUN, "algorithm__steps": "2", "data__eval": "null", "draw__mode": "refill", "draw__rounds": "1", "draw__spread": "100"},
+    "dgpo": {
+        **RUN,
+        "algorithm__steps": "2",
+        "data__eval": "null",
+        "draw__mode": "refill",
+        "draw__rounds": "1",
+        "draw__spread": "100",
+    },
 }
 small.ALGORITHMS.setdefault("dgpo", {})
 
@@ -40,30 +52,62 @@ def smooth(media, *_):
 
 
 def lonely(folder):
-    """A run of which one process often has no row to train: no picture shows a star, so its group's rewards tie."""
+    """A run of which one process often has no row to train: no picture shows a star, so its group's
+    rewards tie."""
     clauses = {name: [{"shape": name, "count": 1, "color": None}] for name in ("circle", "star")}
     data = folder / "prompts.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"a {name}", "include": clause}) + "\n" for name, clause in clauses.items()))
+    data.write_text(
+        "".join(
+            json.dumps({"prompt": f"a {name}", "include": clause}) + "\n"
+            for name, clause in clauses.items()
+        )
+    )
     return small.words(
-        folder / "lonely", reward="shapes", reward__shapes__reading="partial", data__train=data, data__eval="null", batch__group="8",
-        iterations="3", sampler__steps="8",
-    )  # fmt: skip
+        folder / "lonely",
+        reward="shapes",
+        reward__shapes__reading="partial",
+        data__train=data,
+        data__eval="null",
+        batch__group="8",
+        iterations="3",
+        sampler__steps="8",
+    )
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Four runs on two CPU processes that talk by gloo -> their folder; the last one through the command line."""
+    """Four runs on two CPU processes that talk by gloo -> their folder; the last one through the
+    command line."""
     folder = tmp_path_factory.mktemp("two")
     (folder / "train.py").write_text(SCRIPT)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
-    before = [(False, lonely(folder)), *((True, small.words(folder / name, name, **RUNS[name])) for name in ("flow_grpo", "dgpo"))]
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    before = [
+        (False, lonely(folder)),
+        *((True, small.words(folder / name, name, **RUNS[name])) for name in ("flow_grpo", "dgpo")),
+    ]
     last = small.words(folder / "nft", **RUNS["nft"])
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+    ]
     result = subprocess.run(
-        [*command, folder / "train.py", "train", *last, json.dumps(before)], env=env, capture_output=True, text=True, timeout=200
+        [*command, folder / "train.py", "train", *last, json.dumps(before)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert "on 2 process(es)" in result.stdout and result.stdout.count("Run folder:") == 1
@@ -71,7 +115,10 @@ def two(tmp_path_factory):
 
 
 def step_by_step(run):
-    return [{k: v for k, v in line.items() if not k.startswith((*small.CHANGING, "nfe/"))} for line in small.lines(run)]
+    return [
+        {k: v for k, v in line.items() if not k.startswith((*small.CHANGING, "nfe/"))}
+        for line in small.lines(run)
+    ]
 
 
 @pytest.mark.parametrize("algorithm", ["nft", "flow_grpo", "dgpo"])
@@ -91,13 +138,17 @@ def test_two_processes_equal_one(two, tmp_path, monkeypatch, algorithm):
     for name in (n for n in x if n.startswith(("policy/", "ema/", "old/"))):
         torch.testing.assert_close(y[name], x[name], rtol=1e-4, atol=1e-6)
     if algorithm == "nft":
-        assert small.values(two / algorithm, "after")["spread"] == pytest.approx(small.values(one.path, "after")["spread"], abs=1e-5)
+        assert small.values(two / algorithm, "after")["spread"] == pytest.approx(
+            small.values(one.path, "after")["spread"], abs=1e-5
+        )
 
 
 def test_a_process_without_a_row_to_train_does_not_stall_the_others(two):
     lines = small.lines(two / "lonely")
     assert len(lines) == 3 and any(line["policy/rows"] for line in lines)
-    assert all(line["policy/rows"] <= 16 for line in lines)  # of the two groups of 8 x 2, only the circle's
+    assert all(
+        line["policy/rows"] <= 16 for line in lines
+    )  # of the two groups of 8 x 2, only the circle's
 
 
 def test_the_first_reason_to_stop_is_every_process_s(monkeypatch):
@@ -105,8 +156,13 @@ def test_the_first_reason_to_stop_is_every_process_s(monkeypatch):
 
     from flowrl import distributed
 
-    world = distributed.World(SimpleNamespace(process_index=1, num_processes=3, is_main_process=False))
-    for heard, agreed in (([None, "SIGTERM received", None], "SIGTERM received"), ([None, None, None], None)):
+    world = distributed.World(
+        SimpleNamespace(process_index=1, num_processes=3, is_main_process=False)
+    )
+    for heard, agreed in (
+        ([None, "SIGTERM received", None], "SIGTERM received"),
+        ([None, None, None], None),
+    ):
         monkeypatch.setattr(distributed, "gather_object", lambda _, heard=heard: heard)
         assert world.agree(None) == agreed
     monkeypatch.setattr(distributed, "gather_object", lambda mine: [{}, *mine, {"policy/kl": 2.0}])
@@ -117,7 +173,12 @@ class Pretend:
     """An accelerator of one of `size` processes, all of which hold the same."""
 
     def __init__(self, rank, size, counts):
-        self.process_index, self.num_processes, self.is_main_process, self.device = rank, size, rank == 0, "cpu"
+        self.process_index, self.num_processes, self.is_main_process, self.device = (
+            rank,
+            size,
+            rank == 0,
+            "cpu",
+        )
         self.counts = counts
 
     def gather(self, value):

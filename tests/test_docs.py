@@ -1,4 +1,5 @@
-"""The documentation holds: its snippets run, its commands and links exist, its reference is what the schemas say."""
+"""The documentation holds: its snippets run, its commands and links exist, its reference is what
+the schemas say."""
 
 import ast
 import importlib
@@ -24,19 +25,37 @@ from flowrl.rewards import reward_class
 from flowrl.samplers import sigmas
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = {p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8") for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]}
+PAGES = {
+    p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8")
+    for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+}
 FENCE = re.compile(r"^(<!-- run -->\n)?(`{3,})(\w+)\n(.*?)^\2$", re.M | re.S)
-SECTIONS = ["Usage", "Equations", "Logged metrics", "Departures from paper and code", "Results"]  # of an algorithm's page
+SECTIONS = [
+    "Usage",
+    "Equations",
+    "Logged metrics",
+    "Departures from paper and code",
+    "Results",
+]  # of an algorithm's page
 
 
 def blocks(page, text):
     """(place, language, text, whether it is marked to run) of every fenced block."""
-    return [(f"{page}:{text[: m.start()].count(chr(10)) + 1}", m[3], m[4], bool(m[1])) for m in FENCE.finditer(text)]
+    return [
+        (f"{page}:{text[: m.start()].count(chr(10)) + 1}", m[3], m[4], bool(m[1]))
+        for m in FENCE.finditer(text)
+    ]
 
 
 def shell(page, text):
     """(place, words) of every command line."""
-    lines = [(where, line) for where, language, code, _ in blocks(page, text) if language == "bash" for line in code.splitlines() if line]
+    lines = [
+        (where, line)
+        for where, language, code, _ in blocks(page, text)
+        if language == "bash"
+        for line in code.splitlines()
+        if line
+    ]
     return [(where, shlex.split(line, comments=True)) for where, line in lines]
 
 
@@ -45,7 +64,9 @@ def commands(page, text):
     return [(where, words[1:]) for where, words in shell(page, text) if words[0] == "flowrl"]
 
 
-OURS = {page: text for page, text in PAGES.items() if page != "docs/extending.md"}  # its files are the reader's: see test_extending.py
+OURS = {
+    page: text for page, text in PAGES.items() if page != "docs/extending.md"
+}  # its files are the reader's: see test_extending.py
 BLOCKS = [block for page, text in OURS.items() for block in blocks(page, text)]
 PYTHON = {where: code for where, language, code, _ in BLOCKS if language == "python"}
 RUN = {where: code for where, _, code, run in BLOCKS if run}
@@ -55,7 +76,9 @@ ALGORITHMS = config.options("algorithm")
 
 
 def test_every_page_has_snippets_or_commands_where_they_are_expected():
-    assert {"README.md", "docs/quickstart.md", "docs/rewards.md"} <= {where.split(":")[0] for where in RUN}
+    assert {"README.md", "docs/quickstart.md", "docs/rewards.md"} <= {
+        where.split(":")[0] for where in RUN
+    }
     assert len(FLOWRL) > 20 and len(PYTHON) >= len(RUN) >= 6
 
 
@@ -68,11 +91,17 @@ def test_python_snippets_parse_and_name_what_exists(where):
         if isinstance(node, ast.ImportFrom):
             module = importlib.import_module(node.module)
             for alias in node.names:
-                known = hasattr(module, alias.name) or importlib.util.find_spec(f"{node.module}.{alias.name}")
+                known = hasattr(module, alias.name) or importlib.util.find_spec(
+                    f"{node.module}.{alias.name}"
+                )
                 assert known, f"{where}: {node.module} has no {alias.name}"
         elif isinstance(node, ast.Import):
             assert all(importlib.util.find_spec(alias.name) for alias in node.names)
-        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "flowrl":
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "flowrl"
+        ):
             assert node.attr in flowrl.__all__, f"{where}: flowrl.{node.attr} is not public"
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "load_config":
             config.load_config(*(ast.literal_eval(argument) for argument in node.args))
@@ -94,14 +123,17 @@ def test_the_readme_reward_scores_pictures_and_videos_as_it_says():
     red[0, 0] = 1
     red[1, 1:] = 1
     assert flowrl.score(red, ["", ""], {"redness": names["redness"]}).total.tolist() == [1.0, -1.0]
-    assert flowrl.score(red.view(1, 2, 3, 4, 4), [""], {"redness": names["redness"]}).total.tolist() == [0.0]
+    assert flowrl.score(
+        red.view(1, 2, 3, 4, 4), [""], {"redness": names["redness"]}
+    ).total.tolist() == [0.0]
 
 
 # --- commands
 
 
 def check_run(where, words):
-    """A command exists and takes its options; of one that trains, the config composes, and its plans fit its batch all through the run."""
+    """A command exists and takes its options; of one that trains, the config composes, and its
+    plans fit its batch all through the run."""
     group = typer.main.get_command(app)
     assert words[0] in group.commands, f"{where}: flowrl has no command {words[0]}"
     command = group.commands[words[0]]
@@ -111,10 +143,17 @@ def check_run(where, words):
     cfg = config.load_config(None, list(context.params["overrides"] or []))
     classes = [reward_class(entry.get("name", label)) for label, entry in cfg.reward.items()]
     reads = {key for cls in classes for key in cls.reads}
-    assert not reads or cfg.data.train.startswith("shapes:"), f"{where}: a text file carries no {reads}"
+    assert not reads or cfg.data.train.startswith("shapes:"), (
+        f"{where}: a text file carries no {reads}"
+    )
     algorithm = setup.make_algorithm(cfg)
     for iteration in {0, 1, cfg.iterations // 2, cfg.iterations - 1}:
-        plan = algorithm.plan(sigmas.linear(cfg.sampler.steps), sampler=cfg.sampler, iteration=iteration, seed=cfg.seed)
+        plan = algorithm.plan(
+            sigmas.linear(cfg.sampler.steps),
+            sampler=cfg.sampler,
+            iteration=iteration,
+            seed=cfg.seed,
+        )
         algorithm.check(plan)
         config.check_batch(cfg, processes=1, leaves=plan.leaves)
     setup.check_signal(cfg, algorithm, plan, frozenset().union(*(cls.needs for cls in classes)))
@@ -169,13 +208,23 @@ def test_internal_links_resolve(page):
         target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
         assert target.exists(), f"{page} links to {link}, which does not exist"
         if anchor:
-            assert anchor in slugs(target.read_text(encoding="utf-8")), f"{page} links to {link}: no such heading"
+            assert anchor in slugs(target.read_text(encoding="utf-8")), (
+                f"{page} links to {link}: no such heading"
+            )
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_a_page_names_exist(page):
-    named = re.findall(r"`((?:configs|flowrl|rewards|samplers|scripts|tests)/[\w./-]+)`", PAGES[page])
-    invented = {"rewards/redness.py", "rewards/NAME.py", "flowrl/algorithms/rloo.py", "configs/algorithm/rloo.yaml", "tests/test_rloo.py"}
+    named = re.findall(
+        r"`((?:configs|flowrl|rewards|samplers|scripts|tests)/[\w./-]+)`", PAGES[page]
+    )
+    invented = {
+        "rewards/redness.py",
+        "rewards/NAME.py",
+        "flowrl/algorithms/rloo.py",
+        "configs/algorithm/rloo.yaml",
+        "tests/test_rloo.py",
+    }
     missing = [path for path in named if path not in invented and not (ROOT / path).exists()]
     assert not missing, f"{page} names {missing}"
 
@@ -200,18 +249,39 @@ def test_the_readme_marks_its_results_table():
 def test_every_package_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     core, extras = project["dependencies"], project["optional-dependencies"]
-    assert {"dev", "docs", "ocr", "video", "xformers", "wandb", "deepspeed", "server"} <= extras.keys()
-    declared = {re.split(r"[<>=\[]", entry)[0].lower() for entry in [*core, *sum(extras.values(), [])]}
+    assert {
+        "dev",
+        "docs",
+        "ocr",
+        "video",
+        "xformers",
+        "wandb",
+        "deepspeed",
+        "server",
+    } <= extras.keys()
+    declared = {
+        re.split(r"[<>=\[]", entry)[0].lower() for entry in [*core, *sum(extras.values(), [])]
+    }
     found = set()
-    for path in [p for folder in ("flowrl", "samplers", "rewards") for p in ROOT.glob(f"{folder}/**/*.py")]:
+    for path in [
+        p for folder in ("flowrl", "samplers", "rewards") for p in ROOT.glob(f"{folder}/**/*.py")
+    ]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            found |= {alias.name.split(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
+            found |= (
+                {alias.name.split(".")[0] for alias in node.names}
+                if isinstance(node, ast.Import)
+                else set()
+            )
             found |= {node.module.split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
     foreign = found - sys.stdlib_module_names - {"flowrl"}
     extra = {name: [name] for name in ("av", "paddleocr", "lpips")}  # which may be absent
     names = importlib.metadata.packages_distributions() | extra
     assert {"yaml", "omegaconf", "torch"} <= foreign
-    assert not [name for name in foreign if not {d.lower().replace("_", "-") for d in names.get(name, [])} & declared]
+    assert not [
+        name
+        for name in foreign
+        if not {d.lower().replace("_", "-") for d in names.get(name, [])} & declared
+    ]
 
 
 # --- reference
@@ -250,26 +320,46 @@ def reference():
     ],
 )
 def test_the_reference_says_in_words_what_a_key_accepts(reference, key, said):
-    field = dict([*reference.rows(config.Config), *reference.rows(config.algorithm_schema("grpo"), "algorithm.")])[key]
+    field = dict(
+        [
+            *reference.rows(config.Config),
+            *reference.rows(config.algorithm_schema("grpo"), "algorithm."),
+        ]
+    )[key]
     assert reference.accepts(field.annotation, field.metadata) == said
 
 
 def test_the_configuration_page_is_what_the_schemas_say(reference):
-    assert PAGES["docs/configuration.md"] == reference.page(), "run: python scripts/config_reference.py"
+    assert PAGES["docs/configuration.md"] == reference.page(), (
+        "run: python scripts/config_reference.py"
+    )
     for key in config.flatten(config.load_config("quickstart").model_dump(mode="json")):
-        assert f"`{key}`" in PAGES["docs/configuration.md"] or key.split(".")[0] in ("reward", "algorithm") or "pipeline" in key
+        assert (
+            f"`{key}`" in PAGES["docs/configuration.md"]
+            or key.split(".")[0] in ("reward", "algorithm")
+            or "pipeline" in key
+        )
 
 
-@pytest.mark.parametrize("name", sorted({path.stem for path in (ROOT / "flowrl/algorithms").glob("[!_]*.py")}))
+@pytest.mark.parametrize(
+    "name", sorted({path.stem for path in (ROOT / "flowrl/algorithms").glob("[!_]*.py")})
+)
 def test_shared_and_own_tables_together_are_an_algorithms_options(reference, name):
-    """Each option stands once with the default that holds: in the algorithm's own table, or in one of those that it names."""
+    """Each option stands once with the default that holds: in the algorithm's own table, or in one
+    of those that it names."""
     page = PAGES["docs/configuration.md"]
     section = page.split(f"### algorithm.name = {name}\n")[1].split("\n### ")[0].split("\n## ")[0]
-    shared = [page.split(f"### Options {title}\n")[1].split("\n### ")[0] for title in re.findall(r"\[(of [\w ]+)\]\(#", section)]
+    shared = [
+        page.split(f"### Options {title}\n")[1].split("\n### ")[0]
+        for title in re.findall(r"\[(of [\w ]+)\]\(#", section)
+    ]
     assert len(shared) == 2
     cells = re.compile(r"^\| `(algorithm\.[\w.]+)` \| `([^`]*)` \|", re.M)
     said = dict(row for table in [*shared, section] for row in cells.findall(table))
-    assert said == {key: reference.default(field) for key, field in reference.rows(config.algorithm_schema(name), "algorithm.")}
+    assert said == {
+        key: reference.default(field)
+        for key, field in reference.rows(config.algorithm_schema(name), "algorithm.")
+    }
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -277,17 +367,34 @@ def test_every_algorithm_has_a_page_with_the_same_sections(name):
     page = PAGES[f"docs/algorithms/{name}.md"]
     assert re.findall(r"^## (.+)$", page, re.M) == SECTIONS
     assert "arXiv:" in page
-    chosen = [words for _, words in commands(name, page) if words[0] == "train" and f"algorithm={name}" in words]
+    chosen = [
+        words
+        for _, words in commands(name, page)
+        if words[0] == "train" and f"algorithm={name}" in words
+    ]
     models = [word for words in chosen for word in words if word.startswith("model=")]
-    assert models and len(models) < len(chosen), "a command for the embedded model and one for a model of the hub"
+    assert models and len(models) < len(chosen), (
+        "a command for the embedded model and one for a model of the hub"
+    )
 
 
 def test_every_metric_that_code_writes_is_explained():
-    sources = "".join(p.read_text(encoding="utf-8") for p in [*ROOT.glob("flowrl/*.py"), *ROOT.glob("flowrl/algorithms/*.py")])
+    sources = "".join(
+        p.read_text(encoding="utf-8")
+        for p in [*ROOT.glob("flowrl/*.py"), *ROOT.glob("flowrl/algorithms/*.py")]
+    )
     written = set(re.findall(r'"((?:policy|optimizer|reward)/[a-z0-9_]+)"', sources))
-    written |= {f"time/{phase}" for phase in re.findall(r'(?:\.phase|\.add_time)\("(\w+)"', sources)}
+    written |= {
+        f"time/{phase}" for phase in re.findall(r'(?:\.phase|\.add_time)\("(\w+)"', sources)
+    }
     explained = "".join(PAGES.values())
-    assert {"policy/clip_fraction", "policy/x0_error", "reward/total", "optimizer/lr", "time/advantages"} <= written
+    assert {
+        "policy/clip_fraction",
+        "policy/x0_error",
+        "reward/total",
+        "optimizer/lr",
+        "time/advantages",
+    } <= written
     assert not [metric for metric in written if f"`{metric}`" not in explained]
 
 
@@ -297,21 +404,35 @@ def test_every_metric_that_code_writes_is_explained():
 OVERVIEW = PAGES["docs/algorithms/index.md"]
 COST = {
     name: re.findall(r"`([^`]+)`", rest)
-    for names, rest in re.findall(r"^\| ((?:`\w+`(?:, )?)+) \| (`[^|]+` \| `[^|]+` \| `[^|]+`) \|$", OVERVIEW, re.M)
+    for names, rest in re.findall(
+        r"^\| ((?:`\w+`(?:, )?)+) \| (`[^|]+` \| `[^|]+` \| `[^|]+`) \|$", OVERVIEW, re.M
+    )
     for name in re.findall(r"`(\w+)`", names)
 }
 
 
 def example(name, copies=1, prompts=2):
-    """The first command of an algorithm's page, on the toy flow -> config, algorithm, policy, rollout, rows."""
+    """The first command of an algorithm's page, on the toy flow -> config, algorithm, policy,
+    rollout, rows."""
     words = next(words for _, words in commands(name, PAGES[f"docs/algorithms/{name}.md"]))
     cfg = config.load_config(None, words[1:])
-    algorithm, policy, grid = setup.make_algorithm(cfg), ToyPolicy(0.1), sigmas.shifted(cfg.sampler.steps, 3)
+    algorithm, policy, grid = (
+        setup.make_algorithm(cfg),
+        ToyPolicy(0.1),
+        sigmas.shifted(cfg.sampler.steps, 3),
+    )
     leaves = algorithm.plan(grid, sampler=cfg.sampler, iteration=0, seed=0).leaves
-    options = {"copies": copies * cfg.batch.group // leaves, "prompts": prompts, "sampler": cfg.sampler, "grid": grid}
+    options = {
+        "copies": copies * cfg.batch.group // leaves,
+        "prompts": prompts,
+        "sampler": cfg.sampler,
+        "grid": grid,
+    }
     rollout = roll_out(policy, algorithm, **options)
     rewards = rewards_of(torch.randn(len(rollout.leaf)))
-    rows = algorithm.columns(rollout, advantages_of(algorithm, rollout, rewards), seed=0, iteration=0)
+    rows = algorithm.columns(
+        rollout, advantages_of(algorithm, rollout, rewards), seed=0, iteration=0
+    )
     return cfg, algorithm, policy, rollout, rewards, rows
 
 
@@ -323,9 +444,24 @@ def test_the_formulas_of_cost_count_the_rollout_and_the_rows(name, copies):
     known = {"T": steps, "G": cfg.batch.group * copies, "floor": math.floor, "ceil": math.ceil}
     if "log_prob" in algorithm.needs:
         tree, w = c.tree, c.window.size
-        start = algorithm._start(sigmas.linear(steps), 0, 0) if c.plan in ("window", "tree") or tree.noisy == "window" else 0
-        known |= {"K": tree.children, "B": tree.splits, "D": tree.strides, "w": w, "l": start, "f": c.timestep_fraction, "r": c.tail}
-        known |= {"S": range(steps - 1) if tree.steps is None else tree.steps, "noisy": {*tree.splits, *range(start, start + w)}}
+        start = (
+            algorithm._start(sigmas.linear(steps), 0, 0)
+            if c.plan in ("window", "tree") or tree.noisy == "window"
+            else 0
+        )
+        known |= {
+            "K": tree.children,
+            "B": tree.splits,
+            "D": tree.strides,
+            "w": w,
+            "l": start,
+            "f": c.timestep_fraction,
+            "r": c.tail,
+        }
+        known |= {
+            "S": range(steps - 1) if tree.steps is None else tree.steps,
+            "noisy": {*tree.splits, *range(start, start + w)},
+        }
     else:
         known["n"] = algorithm.draws(plan)
     leaves, forwards, most = COST[name]
@@ -351,4 +487,7 @@ def test_the_overview_says_of_every_algorithm_what_it_needs():
     table = dict(re.findall(r"^\| \[`(\w+)`\]\(\1\.md\) \|.*\| ([\w, ]+) \|$", OVERVIEW, re.M))
     assert set(table) == set(COST) == set(ALGORITHMS) and f"{len(ALGORITHMS)} files" in OVERVIEW
     for name, needs in table.items():
-        assert set(needs.split(", ")) == setup.make_algorithm(config.load_config(None, [f"algorithm={name}"])).needs, name
+        assert (
+            set(needs.split(", "))
+            == setup.make_algorithm(config.load_config(None, [f"algorithm={name}"])).needs
+        ), name

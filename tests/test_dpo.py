@@ -1,4 +1,5 @@
-"""Online DPO: the loss of a pair, its gradient, which samples are paired and at which noise, and learning."""
+"""Online DPO: the loss of a pair, its gradient, which samples are paired and at which noise, and
+learning."""
 
 import math
 
@@ -23,19 +24,29 @@ def test_at_the_reference_the_loss_is_log_two_and_nothing_is_preferred():
     algorithm, policy = make(beta=5000.0), ToyPolicy(0.0)
     _, rollout, _, rows = prepared(algorithm, policy)
     out = algorithm.loss(algorithm.score(policy, rollout, rows), rows)
-    assert out.loss.item() / len(rows) == pytest.approx(math.log(2)) and out.metrics["policy/margin"] == 0
+    assert (
+        out.loss.item() / len(rows) == pytest.approx(math.log(2))
+        and out.metrics["policy/margin"] == 0
+    )
 
 
 def test_a_pair_by_hand():
-    """e (.5, 1.3), e_ref (1, 1), beta 2: -log sigmoid(-(-.5 - .3)) = log(1 + e^-.8), in both rows."""
-    rows = Columns({"weight": torch.ones(2), "adv": torch.tensor([1.0, -1.0]), "unit": torch.zeros(2).long()})
+    """e (.5, 1.3), e_ref (1, 1), beta 2: -log sigmoid(-(-.5 - .3)) = log(1 + e^-.8), in both
+    rows."""
+    rows = Columns(
+        {"weight": torch.ones(2), "adv": torch.tensor([1.0, -1.0]), "unit": torch.zeros(2).long()}
+    )
     out = make(beta=2.0).loss({"error": torch.tensor([0.5, 1.3]), "error_ref": torch.ones(2)}, rows)
-    assert out.loss.item() == pytest.approx(2 * math.log(1 + math.exp(-0.8))) and out.metrics["policy/accuracy"] == 2
+    assert (
+        out.loss.item() == pytest.approx(2 * math.log(1 + math.exp(-0.8)))
+        and out.metrics["policy/accuracy"] == 2
+    )
     assert out.metrics["policy/margin"].item() == pytest.approx(2 * 0.8)
 
 
 def test_the_loss_is_the_formula_wherever_the_policy_is(monkeypatch):
-    """-log sigmoid(-beta/2 [(e_w - e_w_ref) - (e_l - e_l_ref)]), mean over pairs = mean over rows."""
+    """-log sigmoid(-beta/2 [(e_w - e_w_ref) - (e_l - e_l_ref)]), mean over pairs = mean over
+    rows."""
     algorithm = make(beta=3.0)
     _, rollout, _, rows = prepared(algorithm)
     rollout, rows = in_fp64(monkeypatch, rollout, rows)
@@ -46,12 +57,16 @@ def test_the_loss_is_the_formula_wherever_the_policy_is(monkeypatch):
     assert torch.equal(rows.unit[win], rows.unit[lose]) and len(win) == 6
     pairs = -F.logsigmoid(-1.5 * ((e[win] - e_ref[win]) - (e[lose] - e_ref[lose])))
     policy = Fixed(v, v_ref=v_ref)
-    assert algorithm.loss(algorithm.score(policy, rollout, rows), rows).loss.item() / 12 == pytest.approx(pairs.mean().item(), rel=1e-12)
+    assert algorithm.loss(
+        algorithm.score(policy, rollout, rows), rows
+    ).loss.item() / 12 == pytest.approx(pairs.mean().item(), rel=1e-12)
     (expected,) = torch.autograd.grad(pairs.mean(), v)
     assert torch.allclose(slope(algorithm, policy, rollout, rows) / 12, expected, atol=1e-12)
 
 
-def test_at_the_reference_the_gradient_is_a_quarter_of_beta_times_the_difference_of_errors(monkeypatch):
+def test_at_the_reference_the_gradient_is_a_quarter_of_beta_times_the_difference_of_errors(
+    monkeypatch,
+):
     """(beta / 4) (grad e_w - grad e_l) a pair; swapping winner and loser flips its sign."""
     algorithm = make(beta=8.0)
     _, rollout, _, rows = prepared(algorithm)
@@ -79,7 +94,17 @@ def test_identical_images_have_no_gradient_but_that_of_kl():
     """Winner and loser equal: same noise, same level, same prompt, so that everything cancels."""
     algorithm = make(beta=50.0)
     policy, rollout, _, rows = prepared(algorithm, ToyPolicy(0.5))
-    same = Columns({**rows.data, "state": rows.state[(rows.adv > 0).nonzero().flatten()].view(3, 1, 2).expand(3, 2, 2).flatten()})
+    same = Columns(
+        {
+            **rows.data,
+            "state": (
+                rows.state[(rows.adv > 0).nonzero().flatten()]
+                .view(3, 1, 2)
+                .expand(3, 2, 2)
+                .flatten()
+            ),
+        }
+    )
     loss, gradient = backward(algorithm, policy, rollout, same)
     assert loss.item() / len(rows) == pytest.approx(math.log(2)) and gradient.abs().max() < 1e-4
     assert backward(algorithm, policy, rollout, rows)[1].abs().max() > 0.1
@@ -89,9 +114,19 @@ def test_identical_images_have_no_gradient_but_that_of_kl():
 @pytest.mark.parametrize("levels", ["schedule", "stratified", "logit_normal", "uniform"])
 def test_a_pair_has_one_noise_and_one_level_other_pairs_have_others(levels):
     _, _, _, rows = prepared(make(levels=levels))
-    noise, sigma = rows.noise_key.view(3, 2, 2), rows.sigma.view(3, 2, 2)  # pairs, winner and loser, draws
-    assert torch.equal(noise[:, 0], noise[:, 1]) and torch.equal(sigma[:, 0], sigma[:, 1]) and torch.unique(noise).numel() == 6
-    assert torch.equal(rows.unit.view(3, 2, 2)[:, 0], rows.unit.view(3, 2, 2)[:, 1]) and torch.unique(rows.unit).numel() == 6
+    noise, sigma = (
+        rows.noise_key.view(3, 2, 2),
+        rows.sigma.view(3, 2, 2),
+    )  # pairs, winner and loser, draws
+    assert (
+        torch.equal(noise[:, 0], noise[:, 1])
+        and torch.equal(sigma[:, 0], sigma[:, 1])
+        and torch.unique(noise).numel() == 6
+    )
+    assert (
+        torch.equal(rows.unit.view(3, 2, 2)[:, 0], rows.unit.view(3, 2, 2)[:, 1])
+        and torch.unique(rows.unit).numel() == 6
+    )
     if levels != "schedule":
         assert torch.unique(sigma).numel() > 2
 
@@ -108,10 +143,16 @@ def test_a_tie_or_a_group_with_one_sample_left_gives_no_pair():
     nan = torch.nan
     for reward in ([4.0] * 4, [nan, nan, 2.0, nan], [nan] * 4):
         assert len(prepared(make(), reward=torch.tensor(reward), copies=4, prompts=1)[3]) == 0
-    assert len(prepared(make(), reward=torch.tensor([nan, 1.0, 2.0, nan]), copies=4, prompts=1)[3]) == 4
+    assert (
+        len(prepared(make(), reward=torch.tensor([nan, 1.0, 2.0, nan]), copies=4, prompts=1)[3])
+        == 4
+    )
     _, rollout, _, _ = prepared(make(), copies=2, prompts=1)
     for adv in ([2.0, 2.0], [nan, -1.0]):  # what is left of a larger group
-        assert len(make().columns(rollout, Advantages(leaf=torch.tensor(adv)), seed=0, iteration=0)) == 0
+        assert (
+            len(make().columns(rollout, Advantages(leaf=torch.tensor(adv)), seed=0, iteration=0))
+            == 0
+        )
 
 
 def test_the_loss_and_the_reference_are_without_guidance():
@@ -143,7 +184,13 @@ def test_no_more_rows_are_announced_than_a_pair_can_give():
     assert make(steps=3).most_rows(plan, 24) == 6 and make(steps=None).most_rows(plan, 24) == 2
 
 
-@pytest.mark.parametrize("options", [{"beta": 5.0, "steps": 4}, {"beta": 50.0, "reference": "reset", "reference_every": 3, "error": "eps"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 5.0, "steps": 4},
+        {"beta": 50.0, "reference": "reset", "reference_every": 3, "error": "eps"},
+    ],
+)
 def test_a_toy_flow_learns(options):
     history = learn(make(**options), iterations=30)
     assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.2

@@ -13,7 +13,8 @@ def test_decay_rises_from_a_tenth_to_its_limit():
 
 
 def test_two_steps_by_hand():
-    """n = 0: d = 1/10, average 0.1 * 0 + 0.9 * 10 = 9. n = 1: d = 2/11, average (2 * 9 + 9 * 20) / 11 = 18."""
+    """n = 0: d = 1/10, average 0.1 * 0 + 0.9 * 10 = 9. n = 1: d = 2/11, average (2 * 9 + 9 * 20) /
+    11 = 18."""
     p = torch.zeros(1)
     ema = Ema({"p": p}, decay=0.9)
     for value, expected in ((10.0, 9.0), (20.0, 18.0)):
@@ -41,7 +42,11 @@ def test_swapped_shows_the_average_and_restores_even_after_an_error():
     with pytest.raises(RuntimeError), ema.swapped():
         assert p.tolist() == [0, 0]
         raise RuntimeError
-    assert p.tolist() == [1.5, 1.5] and p.dtype == torch.bfloat16 and ema.average["p"].dtype == torch.float32
+    assert (
+        p.tolist() == [1.5, 1.5]
+        and p.dtype == torch.bfloat16
+        and ema.average["p"].dtype == torch.float32
+    )
 
 
 def test_its_state_continues_exactly():
@@ -54,7 +59,9 @@ def test_its_state_continues_exactly():
     q.copy_(p)
     for e in (ema, twin):
         e.step()
-    assert torch.equal(ema.average["p"], twin.average["p"]) and ema.step_count == twin.step_count == 4
+    assert (
+        torch.equal(ema.average["p"], twin.average["p"]) and ema.step_count == twin.step_count == 4
+    )
     with pytest.raises(ValueError, match="differ, for example in other"):
         ema.load_state_dict({"p": p, "other": p, "step": torch.tensor(1)})
 

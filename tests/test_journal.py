@@ -13,7 +13,12 @@ PROMPTS = ["a cat", "a dog", "a cat"]
 
 
 def test_scores_come_back_as_the_same_floats(tmp_path):
-    scores = {str(i): value for i, value in enumerate([0.1, 1 / 3, -0.0, 5e-324, 1.7976931348623157e308, *torch.randn(50).tolist()])}
+    scores = {
+        str(i): value
+        for i, value in enumerate(
+            [0.1, 1 / 3, -0.0, 5e-324, 1.7976931348623157e308, *torch.randn(50).tolist()]
+        )
+    }
     Journal(tmp_path / "run" / "scores.jsonl").add(scores)
     again = Journal(tmp_path / "run" / "scores.jsonl")
     assert [again.get(key).hex() for key in scores] == [value.hex() for value in scores.values()]
@@ -42,7 +47,9 @@ def test_several_journals_of_one_file_lose_nothing(tmp_path):
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    lines = [line for line in path.read_text().splitlines() if line]  # one that looks while another writes may start a line too early
+    lines = [
+        line for line in path.read_text().splitlines() if line
+    ]  # one that looks while another writes may start a line too early
     assert len(Journal(path).scores) == 400 == len({json.loads(line)["key"] for line in lines})
 
 
@@ -57,7 +64,9 @@ def test_memory_holds_the_newest(tmp_path):
 def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl is no journal of scores.*name another file"):
+    with pytest.raises(
+        ValueError, match="metrics.jsonl is no journal of scores.*name another file"
+    ):
         Journal(path)
     assert path.read_text() == '{"step": 1}\n'
 
@@ -66,7 +75,10 @@ def test_a_key_tells_apart_everything_that_a_score_depends_on():
     media, meta = torch.rand(3, 3, 4, 4), [{"n": 1}, {"n": 2}, {"n": 3}]
     first = keys("v", media, PROMPTS, {"meta": meta})
     assert len(set(first)) == 3 and all(len(key) == 64 for key in first)
-    assert keys("v", media[[2, 0]], ["a cat", "a cat"], {"meta": [meta[2], meta[0]]}) == [first[2], first[0]]  # not the place in a batch
+    assert keys("v", media[[2, 0]], ["a cat", "a cat"], {"meta": [meta[2], meta[0]]}) == [
+        first[2],
+        first[0],
+    ]  # not the place in a batch
     nudged = media.clone()
     nudged[0, 0, 0, 0] = torch.nextafter(nudged[0, 0, 0, 0], torch.tensor(2.0))
     for other in (
@@ -80,14 +92,18 @@ def test_a_key_tells_apart_everything_that_a_score_depends_on():
     ):
         assert other[0] != first[0]
     assert keys("v", nudged, PROMPTS, {"meta": meta})[1:] == first[1:]
-    assert keys("v", media, PROMPTS, {"meta": [{"b": 1, "a": 2}] * 3}) == keys("v", media, PROMPTS, {"meta": [{"a": 2, "b": 1}] * 3})
+    assert keys("v", media, PROMPTS, {"meta": [{"b": 1, "a": 2}] * 3}) == keys(
+        "v", media, PROMPTS, {"meta": [{"a": 2, "b": 1}] * 3}
+    )
 
 
 def test_a_score_that_compares_a_group_belongs_to_that_group():
     media = torch.rand(4, 3, 4, 4)
     prompts = ["a", "a", "b", "b"]
     first = keys("v", media, prompts, {"group": torch.tensor([0, 0, 1, 1])})
-    assert keys("v", media, prompts, {"group": torch.tensor([7, 7, 5, 5])}) == first  # the number of a group means nothing
+    assert (
+        keys("v", media, prompts, {"group": torch.tensor([7, 7, 5, 5])}) == first
+    )  # the number of a group means nothing
     changed = media.clone()
     changed[1] = 0
     second = keys("v", changed, prompts, {"group": torch.tensor([0, 0, 1, 1])})

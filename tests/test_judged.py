@@ -1,4 +1,5 @@
-"""What judges are shown: captions in their texts, frames of a video, and texts that belong to a model."""
+"""What judges are shown: captions in their texts, frames of a video, and texts that belong to a
+model."""
 
 import pytest
 
@@ -7,8 +8,9 @@ from flowrl.rewards._judged import filled, interleaved, read_template, spaced
 
 
 def test_a_prompt_is_filled_in_wherever_the_caption_goes_and_nowhere_else():
-    assert filled('[{prompt}] [{}] [{request}] [{instruction}] {"a": 1} {other}', "x{}y\\1") == (
-        '[x{}y\\1] [x{}y\\1] [x{}y\\1] [x{}y\\1] {"a": 1} {other}'
+    assert (
+        filled('[{prompt}] [{}] [{request}] [{instruction}] {"a": 1} {other}', "x{}y\\1")
+        == '[x{}y\\1] [x{}y\\1] [x{}y\\1] [x{}y\\1] {"a": 1} {other}'
     )
     parts = interleaved("for {prompt}: <image>, <image>", "an <image> tag", [{"n": 1}, {"n": 2}])
     assert parts == [text("for an <image> tag: "), {"n": 1}, text(", "), {"n": 2}]
@@ -19,13 +21,17 @@ def test_frames_are_spaced_as_numpy_and_the_scripts_of_unifiedreward_space_them(
     import numpy as np
 
     assert spaced(total, count) == np.linspace(0, total - 1, min(total, count), dtype=int).tolist()
-    assert spaced(total, count, ends=False) == [int(i * total / min(total, count)) for i in range(min(total, count))]
+    assert spaced(total, count, ends=False) == [
+        int(i * total / min(total, count)) for i in range(min(total, count))
+    ]
 
 
 def test_a_template_must_be_there_be_text_and_say_where_the_caption_goes(tmp_path):
     read = {"reward": "some", "setting": "template", "origin": "the text of X"}
     file = tmp_path / "t.txt"
-    with pytest.raises(ValueError, match="save the text of X as a text file and set reward.some.template"):
+    with pytest.raises(
+        ValueError, match="save the text of X as a text file and set reward.some.template"
+    ):
         read_template(None, **read)
     with pytest.raises(ValueError, match="there is no such file; save the text of X there"):
         read_template(str(file), **read)
@@ -33,11 +39,15 @@ def test_a_template_must_be_there_be_text_and_say_where_the_caption_goes(tmp_pat
     with pytest.raises(ValueError, match="is no text file"):
         read_template(str(file), **read)
     file.write_text("Rate the picture.\n")
-    with pytest.raises(ValueError, match=r"does not say where the caption goes: write \{prompt\} there"):
+    with pytest.raises(
+        ValueError, match=r"does not say where the caption goes: write \{prompt\} there"
+    ):
         read_template(str(file), **read)
     assert read_template(str(file), places=False, **read) == "Rate the picture.\n"
     file.write_text("Rate {prompt}: <image>")
-    with pytest.raises(ValueError, match="has 1 <image> marks; 2 pictures are shown, so write <image> 2 times"):
+    with pytest.raises(
+        ValueError, match="has 1 <image> marks; 2 pictures are shown, so write <image> 2 times"
+    ):
         read_template(str(file), images=2, **read)
 
 
@@ -52,5 +62,8 @@ def test_a_template_that_belongs_to_a_model_is_compared_with_it(tmp_path):
         file.write_text(f"{t}\n")  # an editor adds a line end
         assert read_template(str(file), sha256=sums, **read) == t
     file.write_text("Rate {prompt}!")
-    with pytest.raises(ValueError, match=f"not the text that the model was trained with: sha256 .* expected {sums[1]}"):
+    with pytest.raises(
+        ValueError,
+        match=f"not the text that the model was trained with: sha256 .* expected {sums[1]}",
+    ):
         read_template(str(file), sha256=sums, **read)

@@ -1,4 +1,5 @@
-"""Time is booked once, FLOPs are those of the matrix products, and the books start anew each iteration."""
+"""Time is booked once, FLOPs are those of the matrix products, and the books start anew each
+iteration."""
 
 import time
 
@@ -29,7 +30,9 @@ def test_nested_phases_book_their_own_time_only(sleep):
             sleep(4)
         sleep(8)
     books = ledger.iteration()
-    assert books["time/rollout"] == 10 and books["time/decode"] == 4 and books["time/iteration"] == 15
+    assert (
+        books["time/rollout"] == 10 and books["time/decode"] == 4 and books["time/iteration"] == 15
+    )
 
 
 def test_overhead_is_what_network_vae_and_reward_leave(sleep):
@@ -45,7 +48,9 @@ def test_overhead_is_what_network_vae_and_reward_leave(sleep):
         sleep(5)
     sleep(4)
     books = ledger.iteration()  # 1 + 4 of 20 s are neither
-    assert books["time/overhead_fraction"] == pytest.approx(0.25) and books["time/network_work"] == 6
+    assert (
+        books["time/overhead_fraction"] == pytest.approx(0.25) and books["time/network_work"] == 6
+    )
 
 
 def test_an_iteration_closes_the_books():
@@ -59,7 +64,8 @@ def test_an_iteration_closes_the_books():
 
 
 def test_flops_are_measured_once_per_phase_and_scaled_by_rows():
-    """A linear layer of 5 x 7: 2 * 5 * 7 = 70 a row forward; the backward adds one product of that size for the weight's gradient."""
+    """A linear layer of 5 x 7: 2 * 5 * 7 = 70 a row forward; the backward adds one product of that
+    size for the weight's gradient."""
     layer, ledger = torch.nn.Linear(5, 7), Ledger(peak=1e3)
     with ledger.phase("rollout"):
         for rows in (4, 6):
@@ -74,11 +80,15 @@ def test_flops_are_measured_once_per_phase_and_scaled_by_rows():
                 layer(torch.randn(rows, 5)).sum().backward()
     books = ledger.iteration()
     assert books["flops"] == books["flops/update"] == 8 * 140
-    assert ledger.flops_per_row == {("rollout", "network", "forward"): 70, ("update", "network", "forward"): 140}
+    assert ledger.flops_per_row == {
+        ("rollout", "network", "forward"): 70,
+        ("update", "network", "forward"): 140,
+    }
 
 
 def test_forward_and_backward_can_be_counted_apart():
-    """Weight 5 x 7, 2 rows: 140 forward; its gradient alone costs as much, because the input needs none."""
+    """Weight 5 x 7, 2 rows: 140 forward; its gradient alone costs as much, because the input needs
+    none."""
     layer, ledger = torch.nn.Linear(5, 7), Ledger()
     for _ in range(2):
         with ledger.work("network", rows=2):

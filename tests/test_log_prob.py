@@ -1,11 +1,24 @@
-"""Log-probs and precision: Flow-CPS's surrogate where it is used, masks, the law of ratios, fp32 out of any dtype."""
+"""Log-probs and precision: Flow-CPS's surrogate where it is used, masks, the law of ratios, fp32
+out of any dtype."""
 
 import math
 
 import pytest
 import torch
 
-from flowrl.samplers import cps, dance_sde, ddim, dpmpp, flow_sde, keys, ode, plan, sde, sigmas, tree
+from flowrl.samplers import (
+    cps,
+    dance_sde,
+    ddim,
+    dpmpp,
+    flow_sde,
+    keys,
+    ode,
+    plan,
+    sde,
+    sigmas,
+    tree,
+)
 from flowrl.types import SDE, Transition, expand
 
 GRID = sigmas.shifted(6, 3)
@@ -13,7 +26,8 @@ ETA = {"flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8, "ddim": 1.0}
 
 
 def steps_of(name, dims=7):
-    """A plan's SDE edges with random v and x: (plan, v (5, dims), arguments of sde.transition after v)."""
+    """A plan's SDE edges with random v and x: (plan, v (5, dims), arguments of sde.transition after
+    v)."""
     p = plan.full(GRID, eta=ETA[name], sde=name)
     noisy = p.kind == SDE
     v, x = torch.randn(5, dims), torch.randn(5, dims)
@@ -31,27 +45,40 @@ def test_a_gaussian_plans_log_prob_is_the_gaussian_one(name):
 
 
 def test_a_cps_plans_log_prob_is_the_surrogate_and_so_is_its_gradient():
-    """At y = mean + std z: log-prob -std^2 mean(z^2), gradient in v (2/D) std z dmean/dv: without 1/std^2 noisy steps weigh more."""
+    """At y = mean + std z: log-prob -std^2 mean(z^2), gradient in v (2/D) std z dmean/dv: without
+    1/std^2 noisy steps weigh more."""
     p, v, rest = steps_of("cps")
     v, z = v.requires_grad_(), torch.randn(5, 7)
     step = sde.transition(p, v, *rest)
     y = step.sample(z).requires_grad_()
     lp = sde.log_prob(p, step, y)
-    assert torch.equal(lp, cps.log_prob(step, y)) and not torch.allclose(lp, step.log_prob(y), atol=0.1)
+    assert torch.equal(lp, cps.log_prob(step, y)) and not torch.allclose(
+        lp, step.log_prob(y), atol=0.1
+    )
     assert torch.allclose(lp, -(step.std**2 * z**2).mean(1), atol=1e-6)
     (slope,) = torch.autograd.grad(lp.sum(), v)
     s, t = (u[:, None].float() for u in rest[1:3])
     on_v = t * math.cos(0.4 * math.pi) * (1 - s) - (1 - t) * s  # eps = x + (1 - s) v, x0 = x - s v
     assert torch.allclose(slope, 2 / 7 * step.std.detach() * z * on_v, atol=1e-6)
-    assert torch.autograd.grad(sde.log_prob(p, step, y).sum(), y, allow_unused=True) == (None,)  # y is data
+    assert torch.autograd.grad(sde.log_prob(p, step, y).sum(), y, allow_unused=True) == (
+        None,
+    )  # y is data
 
 
 def test_a_cps_rollout_stores_the_surrogate():
     p = plan.full(GRID, eta=0.8, sde="cps")
-    grown = tree.grow(lambda x, s, r: torch.tanh(x), lambda k: keys.gaussian(k, (7,)), p, shape=(7,), rows=torch.arange(3))
+    grown = tree.grow(
+        lambda x, s, r: torch.tanh(x),
+        lambda k: keys.gaussian(k, (7,)),
+        p,
+        shape=(7,),
+        rows=torch.arange(3),
+    )
     z = keys.gaussian(keys.key("own", grown.noise_key), (7,))
     std = grown.sigma_next * math.sin(0.4 * math.pi)
-    assert torch.allclose(grown.log_prob.double(), -(std**2) * z.double().square().mean(1), rtol=1e-4, atol=1e-6)
+    assert torch.allclose(
+        grown.log_prob.double(), -(std**2) * z.double().square().mean(1), rtol=1e-4, atol=1e-6
+    )
 
 
 # --- masks
@@ -66,11 +93,21 @@ def two_by_three():
 def test_a_masked_log_prob_is_that_of_the_selected_dims(reduction):
     step, y = two_by_three()
     keep = torch.tensor([True, False, True])  # the same frames in both rows
-    part = Transition(mean=step.mean[:, keep], std=step.std).log_prob(y[:, keep], reduction=reduction)
-    assert torch.allclose(step.log_prob(y, reduction=reduction, mask=keep[:, None]), part, atol=1e-6)
-    assert torch.allclose(step.log_prob(y, reduction=reduction, mask=torch.ones(1, 1, 1).bool()), step.log_prob(y, reduction=reduction))
+    part = Transition(mean=step.mean[:, keep], std=step.std).log_prob(
+        y[:, keep], reduction=reduction
+    )
+    assert torch.allclose(
+        step.log_prob(y, reduction=reduction, mask=keep[:, None]), part, atol=1e-6
+    )
+    assert torch.allclose(
+        step.log_prob(y, reduction=reduction, mask=torch.ones(1, 1, 1).bool()),
+        step.log_prob(y, reduction=reduction),
+    )
     each = torch.rand(2, 3, 4) < 0.5  # other dims in each row
-    expected = [torch.distributions.Normal(step.mean[i], step.std[i]).log_prob(y[i])[each[i]] for i in range(2)]
+    expected = [
+        torch.distributions.Normal(step.mean[i], step.std[i]).log_prob(y[i])[each[i]]
+        for i in range(2)
+    ]
     expected = torch.stack([e.mean() if reduction == "mean" else e.sum() for e in expected])
     assert torch.allclose(step.log_prob(y, reduction=reduction, mask=each), expected, atol=1e-5)
 
@@ -85,8 +122,12 @@ def test_what_a_mask_leaves_out_reaches_neither_value_nor_gradient(where, bad, r
     mean = step.mean.clone().requires_grad_()
     clean = Transition(mean=mean, std=step.std).log_prob(y, reduction=reduction, mask=mask)
     (expected,) = torch.autograd.grad(clean.sum(), mean)
-    spoilt = torch.where(mask, mean.detach(), bad if where == "mean" else mean.detach()).requires_grad_()
-    out = Transition(mean=spoilt, std=step.std).log_prob(torch.where(mask, y, bad if where == "y" else y), reduction=reduction, mask=mask)
+    spoilt = torch.where(
+        mask, mean.detach(), bad if where == "mean" else mean.detach()
+    ).requires_grad_()
+    out = Transition(mean=spoilt, std=step.std).log_prob(
+        torch.where(mask, y, bad if where == "y" else y), reduction=reduction, mask=mask
+    )
     (slope,) = torch.autograd.grad(out.sum(), spoilt)
     assert torch.equal(out, clean) and torch.equal(slope, expected)
     assert bool((slope[~mask] == 0).all()) and bool((slope[mask] != 0).all())
@@ -98,7 +139,9 @@ def test_a_mask_may_leave_out_whole_rows_deterministic_ones_too():
     flat = Transition(mean=step.mean, std=torch.tensor([0.0, 0.8]).reshape(2, 1, 1))
     for reduction in ("mean", "sum"):
         out = flat.log_prob(y, reduction=reduction, mask=mask)
-        assert float(out[0]) == 0 and torch.allclose(out[1], step.log_prob(y, reduction=reduction)[1], atol=1e-6)
+        assert float(out[0]) == 0 and torch.allclose(
+            out[1], step.log_prob(y, reduction=reduction)[1], atol=1e-6
+        )
     with pytest.raises(ValueError, match="deterministic"):
         flat.log_prob(y, mask=~mask)
 
@@ -108,15 +151,22 @@ def test_a_mask_may_leave_out_whole_rows_deterministic_ones_too():
 
 @pytest.mark.parametrize("dims", [2, 5])
 def test_the_expected_ratio_is_one_for_sums_and_below_one_for_means(dims):
-    """Spec 11.4: E[ratio] = exp(-(K/D)(1 - 1/D)) with mean reduction, K = |delta mean|^2 / (2 std^2); 1 with sum reduction."""
+    """Spec 11.4: E[ratio] = exp(-(K/D)(1 - 1/D)) with mean reduction, K = |delta mean|^2 / (2
+    std^2); 1 with sum reduction."""
     n, std, delta = 200_000, 0.4, torch.full((dims,), 0.7 * 0.4)
     old = Transition(mean=torch.zeros(n, dims), std=torch.tensor(std))
     new = Transition(mean=old.mean + delta, std=old.std)
     y = old.sample(keys.gaussian(torch.tensor([1]), (n, dims))[0])
     k = float(delta.square().sum()) / (2 * std**2)
     for reduction, expected in (("sum", 1.0), ("mean", math.exp(-k / dims * (1 - 1 / dims)))):
-        ratio = (new.log_prob(y, reduction=reduction) - old.log_prob(y, reduction=reduction)).double().exp()
-        assert float(ratio.mean()) == pytest.approx(expected, abs=4 * float(ratio.std()) / n**0.5), reduction
+        ratio = (
+            (new.log_prob(y, reduction=reduction) - old.log_prob(y, reduction=reduction))
+            .double()
+            .exp()
+        )
+        assert float(ratio.mean()) == pytest.approx(
+            expected, abs=4 * float(ratio.std()) / n**0.5
+        ), reduction
     assert expected < 0.95  # the two laws are told apart
 
 
@@ -129,7 +179,10 @@ TRANSITIONS = {
     "cps": lambda v, x, s, t: cps.transition(v, x, s, t, eta=0.8),
     "ddim": lambda v, x, s, t: ddim.transition(v, x, s, t, eta=1.0),
 }
-S, NEXT = torch.tensor([1.0, 0.9375, 0.5, 0.25, 0.03125]), torch.tensor([0.9375, 0.75, 0.375, 0.125, 0.015625])  # exact in bf16
+S, NEXT = (
+    torch.tensor([1.0, 0.9375, 0.5, 0.25, 0.03125]),
+    torch.tensor([0.9375, 0.75, 0.375, 0.125, 0.015625]),
+)  # exact in bf16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -138,7 +191,10 @@ def test_every_transition_computes_and_answers_in_fp32_whatever_comes_in(name, d
     """Spec 11.1: bf16 overflows in the mean; x' - mean is small and would be rounded away."""
     v, x = torch.randn(5, 4).to(dtype), torch.randn(5, 4).to(dtype)
     for s, t in ((S, NEXT), (S[2], NEXT[2]), (S.to(dtype), NEXT.to(dtype))):
-        got, expected = TRANSITIONS[name](v, x, s, t), TRANSITIONS[name](v.float(), x.float(), s.double(), t.double())
+        got, expected = (
+            TRANSITIONS[name](v, x, s, t),
+            TRANSITIONS[name](v.float(), x.float(), s.double(), t.double()),
+        )
         assert got.mean.dtype == got.std.dtype == torch.float32
         assert torch.equal(got.mean, expected.mean) and torch.equal(got.std, expected.std)
         if name != "ode":
@@ -147,8 +203,13 @@ def test_every_transition_computes_and_answers_in_fp32_whatever_comes_in(name, d
 
 
 def test_the_cps_surrogate_is_fp32_whatever_the_sample_is():
-    step, y = Transition(mean=torch.randn(3, 5), std=torch.tensor(0.2)), torch.randn(3, 5).bfloat16()
-    assert cps.log_prob(step, y).dtype == torch.float32 and torch.equal(cps.log_prob(step, y), cps.log_prob(step, y.float()))
+    step, y = (
+        Transition(mean=torch.randn(3, 5), std=torch.tensor(0.2)),
+        torch.randn(3, 5).bfloat16(),
+    )
+    assert cps.log_prob(step, y).dtype == torch.float32 and torch.equal(
+        cps.log_prob(step, y), cps.log_prob(step, y.float())
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -157,7 +218,14 @@ def test_a_dpmpp_step_computes_and_answers_in_fp32_whatever_comes_in(dtype):
     for s, t, p in ((S, NEXT, (S + 0.03125).clamp(max=1)), (S[2], NEXT[2], S[1])):
         for history in (None, prev):
             got = dpmpp.step(v, x, s, t, history, p)
-            expected = dpmpp.step(v.float(), x.float(), s.double(), t.double(), None if history is None else prev.float(), p.double())
+            expected = dpmpp.step(
+                v.float(),
+                x.float(),
+                s.double(),
+                t.double(),
+                None if history is None else prev.float(),
+                p.double(),
+            )
             assert got.dtype == torch.float32 and torch.equal(got, expected)
 
 
@@ -195,7 +263,13 @@ def test_log_probs_are_bit_exact_when_kernel_and_batch_are_the_same(name):
         return torch.tanh(x) * expand(0.5 + s, x).float() + 0.3 * expand(rows, x).float()
 
     p = plan.full(GRID, eta=ETA[name], sde=name)
-    grown = tree.grow(velocity, lambda k: keys.gaussian(k, (3, 4)), p, shape=(3, 4), rows=torch.tensor([0, 1, 0, 2]))
+    grown = tree.grow(
+        velocity,
+        lambda k: keys.gaussian(k, (3, 4)),
+        p,
+        shape=(3, 4),
+        rows=torch.tensor([0, 1, 0, 2]),
+    )
     for step in range(5):
         rows = torch.nonzero(grown.edge == step).flatten()
         x, y = grown.states[grown.src[rows]], grown.states[grown.dst[rows]]

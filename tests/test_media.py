@@ -11,7 +11,11 @@ from flowrl import media
 
 
 def test_rounding_goes_to_the_nearest_byte_and_clamps():
-    x = torch.tensor([-0.5, 0.0, 0.4999 / 255, 0.5001 / 255, 0.5, 254.6 / 255, 1.0, 1.7]).view(1, 1, 8).expand(3, 1, 8)
+    x = (
+        torch.tensor([-0.5, 0.0, 0.4999 / 255, 0.5001 / 255, 0.5, 254.6 / 255, 1.0, 1.7])
+        .view(1, 1, 8)
+        .expand(3, 1, 8)
+    )
     assert media.to_uint8(x)[0, 0].tolist() == [0, 0, 0, 1, 128, 255, 255, 255]
 
 
@@ -24,7 +28,11 @@ def test_channels_and_axes_stay_where_they_are():
     x = torch.zeros(3, 2, 5)
     x[0, 0, 4], x[2, 1, 0] = 1.0, 1.0
     (image,) = media.to_pil(x)
-    assert image.size == (5, 2) and image.getpixel((4, 0)) == (255, 0, 0) and image.getpixel((0, 1)) == (0, 0, 255)
+    assert (
+        image.size == (5, 2)
+        and image.getpixel((4, 0)) == (255, 0, 0)
+        and image.getpixel((0, 1)) == (0, 0, 255)
+    )
     assert torch.equal(media.from_pil(image)[0], x)
 
 
@@ -63,10 +71,15 @@ def test_mp4_is_written_where_the_extra_is_installed(tmp_path):
     import av
 
     with av.open(str(media.save(video, tmp_path / "x.mp4", fps=8))) as file:
-        frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")).float() / 255 for frame in file.decode(video=0)]
+        frames = [
+            torch.from_numpy(frame.to_ndarray(format="rgb24")).float() / 255
+            for frame in file.decode(video=0)
+        ]
         assert file.streams.video[0].average_rate == 8
     assert [frame.shape for frame in frames] == [(32, 48, 3)] * 3
-    assert torch.allclose(torch.stack(frames).mean((1, 2, 3)), torch.tensor([0.1, 0.5, 0.9]), atol=0.02)
+    assert torch.allclose(
+        torch.stack(frames).mean((1, 2, 3)), torch.tensor([0.1, 0.5, 0.9]), atol=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,14 +128,29 @@ def test_verdicts_draw_green_and_red_edges():
     x = torch.full((2, 3, 32, 32), 0.5)
     sheet = media.grid(x, verdicts=[True, False], cell=64)
     green, red = _find(sheet, (26, 158, 92)), _find(sheet, (214, 69, 65))
-    assert int(green.sum()) == int(red.sum()) > 0 and green.nonzero()[:, 1].max() < red.nonzero()[:, 1].min()
+    assert (
+        int(green.sum()) == int(red.sum()) > 0
+        and green.nonzero()[:, 1].max() < red.nonzero()[:, 1].min()
+    )
 
 
 def test_before_after_puts_pairs_side_by_side_in_order():
-    before = torch.stack([torch.tensor(c).view(3, 1, 1).expand(3, 16, 16) / 255 for c in [(250, 0, 0), (0, 250, 0)]])
-    after = torch.stack([torch.tensor(c).view(3, 1, 1).expand(3, 16, 16) / 255 for c in [(0, 0, 250), (250, 0, 250)]])
-    sheet = media.before_after(before, after, ["one", "two"], verdicts=([False, True], [True, True]), cell=64)
-    left = [int(_find(sheet, c).nonzero()[:, 1].min()) for c in [(250, 0, 0), (0, 0, 250), (0, 250, 0), (250, 0, 250)]]
+    before = torch.stack(
+        [torch.tensor(c).view(3, 1, 1).expand(3, 16, 16) / 255 for c in [(250, 0, 0), (0, 250, 0)]]
+    )
+    after = torch.stack(
+        [
+            torch.tensor(c).view(3, 1, 1).expand(3, 16, 16) / 255
+            for c in [(0, 0, 250), (250, 0, 250)]
+        ]
+    )
+    sheet = media.before_after(
+        before, after, ["one", "two"], verdicts=([False, True], [True, True]), cell=64
+    )
+    left = [
+        int(_find(sheet, c).nonzero()[:, 1].min())
+        for c in [(250, 0, 0), (0, 0, 250), (0, 250, 0), (250, 0, 250)]
+    ]
     assert left == sorted(left) and left[1] - left[0] == left[3] - left[2] == 72
     assert int(_find(sheet, (214, 69, 65)).sum()) * 3 == int(_find(sheet, (26, 158, 92)).sum())
 
@@ -134,7 +162,10 @@ def test_before_after_puts_pairs_side_by_side_in_order():
         (lambda x: media.grid(x[:0]), "at least one image"),
         (lambda x: media.before_after(x, x[:1], ["a", "b"]), "2 images but 1 after"),
         (lambda x: media.before_after(x, x, ["a"]), "2 images but 1 prompts"),
-        (lambda x: media.before_after(x, x, ["a", "b"], verdicts=([True], [True, False])), "2 images but 1 verdicts"),
+        (
+            lambda x: media.before_after(x, x, ["a", "b"], verdicts=([True], [True, False])),
+            "2 images but 1 verdicts",
+        ),
     ],
 )
 def test_lengths_that_do_not_match_are_one_sentence(call, said):

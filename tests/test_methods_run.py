@@ -1,4 +1,5 @@
-"""Methods that no other test trains through the loop, and start-up's words on options that nothing reads."""
+"""Methods that no other test trains through the loop, and start-up's words on options that nothing
+reads."""
 
 import logging
 import math
@@ -16,7 +17,12 @@ from flowrl.unread import RULES, unread
 
 SMALL = {  # what makes each small enough, of four steps
     "branch_grpo": {"batch.group": "4", "algorithm.tree.splits": "[0, 1]"},
-    "branch_grpo_mix": {"batch.group": "4", "algorithm.tree.splits": "[0, 1]", "algorithm.window.size": "1", "algorithm.window.every": "1"},
+    "branch_grpo_mix": {
+        "batch.group": "4",
+        "algorithm.tree.splits": "[0, 1]",
+        "algorithm.window.size": "1",
+        "algorithm.window.every": "1",
+    },
     "tempflow_grpo": {"batch.group": "6", "algorithm.tree.children": "2"},
     "granular_grpo": {
         "batch.group": "4",
@@ -31,7 +37,12 @@ SMALL = {  # what makes each small enough, of four steps
     "pref_grpo": {"batch.group": "4"},
 }
 
-QUICK = {"data__eval": "null", "batch__micro": "256", "guard__canaries": "false", "model__self_check": "false"}
+QUICK = {
+    "data__eval": "null",
+    "batch__micro": "256",
+    "guard__canaries": "false",
+    "model__self_check": "false",
+}
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -42,7 +53,11 @@ def test_a_method_trains_lora_for_two_iterations(name, tmp_path, monkeypatch):
     assert made.cfg.train.mode == "lora" and made.parts.plan.sde == made.cfg.algorithm["sde"]
     first, second = list(made)
     for it in (first, second):
-        assert it.metrics["policy/rows"] > 0 and it.metrics["policy/skipped"] == 0 and it.metrics["policy/grad_norm"] > 0
+        assert (
+            it.metrics["policy/rows"] > 0
+            and it.metrics["policy/skipped"] == 0
+            and it.metrics["policy/grad_norm"] > 0
+        )
         assert all(math.isfinite(value) for value in it.metrics.values())
         assert ("tree/variance/0" in it.metrics) == (made.parts.plan.leaves > 1)
     assert second.metrics["optimizer/step"] == 2 and first.metrics["policy/ratio_error"] < 1e-4
@@ -56,7 +71,9 @@ def said(*words, spare=5):
     """What start-up says of a run with these words."""
     cfg = load_config(None, ["reward=jpeg", *words])
     algorithm = setup.make_algorithm(cfg)
-    plan = algorithm.plan(sigmas.shifted(cfg.sampler.steps, 3), sampler=cfg.sampler, iteration=0, seed=cfg.seed)
+    plan = algorithm.plan(
+        sigmas.shifted(cfg.sampler.steps, 3), sampler=cfg.sampler, iteration=0, seed=cfg.seed
+    )
     return unread(cfg, algorithm, plan, spare=spare)
 
 
@@ -69,20 +86,34 @@ TRANSITIONS, FORWARD = "algorithm=flow_grpo", "algorithm=awm"
 WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence each)
     ([TRANSITIONS, "algorithm.tail=0.5"], ["algorithm.tail=0.5"]),
     (["algorithm=mix_grpo", "algorithm.tail_count=code"], ["algorithm.tail_count=code"]),
-    ([TRANSITIONS, "algorithm.window.size=2", "algorithm.window.low=1"], ["algorithm.window.size=2, algorithm.window.low=1"]),
+    (
+        [TRANSITIONS, "algorithm.window.size=2", "algorithm.window.low=1"],
+        ["algorithm.window.size=2, algorithm.window.low=1"],
+    ),
     (["algorithm=branch_grpo", "algorithm.window.size=2"], ["algorithm.window.size=2"]),
     (
-        ["algorithm=mix_grpo", "algorithm.window.every_min=2", "algorithm.window.rate=0.5", "algorithm.window.knee=3"],
+        [
+            "algorithm=mix_grpo",
+            "algorithm.window.every_min=2",
+            "algorithm.window.rate=0.5",
+            "algorithm.window.knee=3",
+        ],
         ["algorithm.window.every_min=2", "algorithm.window.rate=0.5", "algorithm.window.knee=3"],
     ),
     (["algorithm=flow_grpo_fast", "algorithm.window.stride=2"], ["algorithm.window.stride=2"]),
-    (["algorithm=mix_grpo", "algorithm.window.schedule=random", "algorithm.window.every=3"], ["algorithm.window.every=3"]),
+    (
+        ["algorithm=mix_grpo", "algorithm.window.schedule=random", "algorithm.window.every=3"],
+        ["algorithm.window.every=3"],
+    ),
     (["algorithm=mix_grpo", "algorithm.tree.children=3"], ["algorithm.tree.children=3"]),
     (["algorithm=tree_grpo", "algorithm.tree.splits=[1]"], ["algorithm.tree.splits=[1]"]),
     (["algorithm=branch_grpo", "algorithm.tree.steps=[1]"], ["algorithm.tree.steps=[1]"]),
     (["algorithm=tempflow_grpo", "algorithm.tree.strides=[1]"], ["algorithm.tree.strides=[1]"]),
     (["algorithm=tree_grpo", "algorithm.tree.noisy=window"], ["algorithm.tree.noisy=window"]),
-    (["algorithm=tree_grpo", "algorithm.fusion=path", "algorithm.scope=tree"], ["algorithm.fusion=path, algorithm.scope=tree"]),
+    (
+        ["algorithm=tree_grpo", "algorithm.fusion=path", "algorithm.scope=tree"],
+        ["algorithm.fusion=path, algorithm.scope=tree"],
+    ),
     (["algorithm=branch_grpo", "algorithm.temperature=2"], ["algorithm.temperature=2.0"]),
     ([TRANSITIONS, "algorithm.credit=backup"], ["algorithm.credit=backup"]),
     ([TRANSITIONS, "algorithm.credit=td"], ["algorithm.credit=td"]),
@@ -91,18 +122,36 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
     ([TRANSITIONS, "algorithm.reference_every=5"], ["algorithm.reference_every=5"]),
     (["algorithm=branch_grpo", "algorithm.prune.depth=50"], ["algorithm.prune.depth=50"]),
     (["algorithm=branch_grpo", "algorithm.prune.leaves=2"], ["algorithm.prune.leaves=2"]),
-    (["algorithm=branch_grpo", "algorithm.prune.width=parent", "algorithm.prune.every=2"], ["algorithm.prune.every=2"]),
-    (["algorithm=branch_grpo", "algorithm.prune.depth=10", "algorithm.prune.slide=earlier"], ["algorithm.prune.slide=earlier"]),
-    (["algorithm=branch_grpo", "algorithm.prune.width=extremes", "algorithm.prune.leaves=8"], ["algorithm.prune.width=extremes"]),
+    (
+        ["algorithm=branch_grpo", "algorithm.prune.width=parent", "algorithm.prune.every=2"],
+        ["algorithm.prune.every=2"],
+    ),
+    (
+        ["algorithm=branch_grpo", "algorithm.prune.depth=10", "algorithm.prune.slide=earlier"],
+        ["algorithm.prune.slide=earlier"],
+    ),
+    (
+        ["algorithm=branch_grpo", "algorithm.prune.width=extremes", "algorithm.prune.leaves=8"],
+        ["algorithm.prune.width=extremes"],
+    ),
     ([TRANSITIONS, "algorithm.keep=64"], ["algorithm.keep=64"]),
     (["algorithm=crd", "batch.group=8", "algorithm.keep=8"], ["algorithm.keep=8"]),
-    ([FORWARD, "algorithm.clip=[0.1,0.1]", "algorithm.ratio=sample"], ["algorithm.clip=[0.1, 0.1], algorithm.ratio=sample"]),
-    (["algorithm=crd", "algorithm.kl_weight=0", "algorithm.reference_guidance=4.5"], ["algorithm.reference_guidance=4.5"]),
+    (
+        [FORWARD, "algorithm.clip=[0.1,0.1]", "algorithm.ratio=sample"],
+        ["algorithm.clip=[0.1, 0.1], algorithm.ratio=sample"],
+    ),
+    (
+        ["algorithm=crd", "algorithm.kl_weight=0", "algorithm.reference_guidance=4.5"],
+        ["algorithm.reference_guidance=4.5"],
+    ),
     (["algorithm=raft", "algorithm.temperature=2"], ["algorithm.temperature=2.0"]),
     (["algorithm=rwr", "algorithm.top=2"], ["algorithm.top=2"]),
     ([FORWARD, "algorithm.weighting=huber", "algorithm.power=0.5"], ["algorithm.power=0.5"]),
     ([FORWARD, "algorithm.ema_weight=0", "algorithm.old_decay=0.5"], ["algorithm.old_decay=0.5"]),
-    (["algorithm=dgpo", "algorithm.clip=null", "algorithm.old_slope=0.1"], ["algorithm.old_slope=0.1"]),
+    (
+        ["algorithm=dgpo", "algorithm.clip=null", "algorithm.old_slope=0.1"],
+        ["algorithm.old_slope=0.1"],
+    ),
     ([FORWARD, "draw.rounds=2", "draw.spread=0.1"], ["draw.rounds=2", "draw.spread=0.1"]),
     ([FORWARD, "draw.mode=balance", "draw.spread=0.1"], ["draw.spread=0.1"]),
     ([FORWARD, "draw.mode=refill", "draw.positive=0.1"], ["draw.positive=0.1"]),
@@ -117,23 +166,73 @@ def test_an_option_without_effect_is_named(words, named):
 
 
 def test_every_rule_is_met_by_some_case():
-    met = {option.partition("=")[0] for _, named in WITHOUT_EFFECT for part in named for option in part.split(", ")}
-    assert all(met & set(rule.keys) for rule in RULES if rule.keys != ("draw.mode",))  # which the last test meets
+    met = {
+        option.partition("=")[0]
+        for _, named in WITHOUT_EFFECT
+        for part in named
+        for option in part.split(", ")
+    }
+    assert all(
+        met & set(rule.keys) for rule in RULES if rule.keys != ("draw.mode",)
+    )  # which the last test meets
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        ["algorithm=mix_grpo", "algorithm.tail=0.5", "algorithm.tail_count=code", "algorithm.window.low=1"],
-        ["algorithm=mix_grpo", "algorithm.kl_weight=0.1", "algorithm.kl=mean", "algorithm.reference=ema", "algorithm.reference_decay=0.5"],
-        ["algorithm=mix_grpo", "algorithm.window.schedule=exp_decay", "algorithm.window.rate=0.5", "algorithm.window.knee=3"],
-        ["algorithm=branch_grpo_mix", "algorithm.window.stride=2", "algorithm.tree.splits=[1]", "algorithm.tail=0.5", "batch.group=2"],
-        ["algorithm=branch_grpo", "algorithm.prune.depth=9", "algorithm.prune.every=2", "algorithm.prune.slide=earlier"],
+        [
+            "algorithm=mix_grpo",
+            "algorithm.tail=0.5",
+            "algorithm.tail_count=code",
+            "algorithm.window.low=1",
+        ],
+        [
+            "algorithm=mix_grpo",
+            "algorithm.kl_weight=0.1",
+            "algorithm.kl=mean",
+            "algorithm.reference=ema",
+            "algorithm.reference_decay=0.5",
+        ],
+        [
+            "algorithm=mix_grpo",
+            "algorithm.window.schedule=exp_decay",
+            "algorithm.window.rate=0.5",
+            "algorithm.window.knee=3",
+        ],
+        [
+            "algorithm=branch_grpo_mix",
+            "algorithm.window.stride=2",
+            "algorithm.tree.splits=[1]",
+            "algorithm.tail=0.5",
+            "batch.group=2",
+        ],
+        [
+            "algorithm=branch_grpo",
+            "algorithm.prune.depth=9",
+            "algorithm.prune.every=2",
+            "algorithm.prune.slide=earlier",
+        ],
         ["algorithm=branch_grpo", "algorithm.prune.width=extremes", "algorithm.prune.leaves=7"],
-        [TRANSITIONS, "algorithm.credit=td", "sampler.init_noise=group"],  # copies share their first state
-        [FORWARD, "algorithm.off_policy=true", "algorithm.clip=[0.1,0.1]", "algorithm.ratio=sample", "algorithm.keep=8"],
+        [
+            TRANSITIONS,
+            "algorithm.credit=td",
+            "sampler.init_noise=group",
+        ],  # copies share their first state
+        [
+            FORWARD,
+            "algorithm.off_policy=true",
+            "algorithm.clip=[0.1,0.1]",
+            "algorithm.ratio=sample",
+            "algorithm.keep=8",
+        ],
         [FORWARD, "algorithm.old_decay=0.5", "algorithm.power=0.5", "algorithm.weighting=ghuber"],
-        ["algorithm=dgpo", "algorithm.reference_guidance=4.5", "algorithm.old_decay=0.5", "draw.mode=refill", "draw.rounds=2"],
+        [
+            "algorithm=dgpo",
+            "algorithm.reference_guidance=4.5",
+            "algorithm.old_decay=0.5",
+            "draw.mode=refill",
+            "draw.rounds=2",
+        ],
         [TRANSITIONS, "sampler.eta=0.3", "draw.mode=balance", "draw.positive=0.1", "draw.rounds=2"],
     ],
 )
@@ -145,8 +244,17 @@ def test_start_up_warns_of_refill_without_spare_prompts_and_of_unread_options(tm
     (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
     logger.propagate = True
     with caplog.at_level(logging.WARNING):
-        small.trainer(tmp_path / "run", data__train=tmp_path / "prompts.txt", draw__mode="refill", sampler__eta="0.2", **QUICK)
-    assert "draw.mode=refill has no effect: too few prompts are left beside those of a batch" in caplog.text
+        small.trainer(
+            tmp_path / "run",
+            data__train=tmp_path / "prompts.txt",
+            draw__mode="refill",
+            sampler__eta="0.2",
+            **QUICK,
+        )
+    assert (
+        "draw.mode=refill has no effect: too few prompts are left beside those of a batch"
+        in caplog.text
+    )
     assert "sampler.eta=0.2 has no effect: this method samples without noise" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):

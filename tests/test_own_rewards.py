@@ -1,4 +1,5 @@
-"""A decorated function in a user's own file is a reward: in Python, in a config, and in training."""
+"""A decorated function in a user's own file is a reward: in Python, in a config, and in
+training."""
 
 from pathlib import Path
 
@@ -41,7 +42,11 @@ def test_a_decorated_function_is_loaded_with_its_keyword_arguments_as_settings(f
     assert load(f"{file}:red")(media, ["", ""]).tolist() == [0.0, 0.0]
     green = load(f"{file}:red", channel=1)
     assert green(media, ["", ""]).tolist() == [0.25, 0.75]
-    assert (green.name, green.scale, type(green).__doc__) == ("red", "mean of a colour channel, 0 to 1", "How red it is.")
+    assert (green.name, green.scale, type(green).__doc__) == (
+        "red",
+        "mean of a colour channel, 0 to 1",
+        "How red it is.",
+    )
 
 
 def test_what_a_function_declares_is_checked(file):
@@ -96,7 +101,10 @@ def test_an_unknown_setting_of_a_function_is_answered_with_the_nearest(file):
 
 
 def test_a_function_that_takes_other_arguments_is_refused():
-    with pytest.raises(ValueError, match=r"takes 2 positional arguments; a reward takes \(media, prompts, context=None\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"takes 2 positional arguments; a reward takes \(media, prompts, context=None\)",
+    ):
 
         @flowrl.reward
         def short(media, prompts):
@@ -106,7 +114,10 @@ def test_a_function_that_takes_other_arguments_is_refused():
 def test_a_config_names_a_file_by_its_absolute_path(file, monkeypatch):
     monkeypatch.chdir(file.parent)
     cfg = load_config(None, ["reward=mine.py:red", "reward.red.channel=2", "reward.jpeg=0.5"])
-    assert cfg.reward == {"red": {"weight": 1.0, "name": f"{file}:red", "channel": 2}, "jpeg": {"weight": 0.5}}
+    assert cfg.reward == {
+        "red": {"weight": 1.0, "name": f"{file}:red", "channel": 2},
+        "jpeg": {"weight": 0.5},
+    }
 
 
 def test_a_reward_needs_no_file_in_configs():
@@ -134,7 +145,12 @@ def test_a_reward_for_videos_refuses_images_and_the_other_way_round():
 
 def test_an_empty_prompt_is_refused_by_a_reward_that_reads_it(file):
     with pytest.raises(ValueError, match="reads the prompt, and that of sample 1 is empty"):
-        score(torch.zeros(2, 3, 4, 4), ["a", " "], {"wanted": load(f"{file}:wanted")}, flowrl.types.MediaContext(meta=[{"wanted": 0}] * 2))
+        score(
+            torch.zeros(2, 3, 4, 4),
+            ["a", " "],
+            {"wanted": load(f"{file}:wanted")},
+            flowrl.types.MediaContext(meta=[{"wanted": 0}] * 2),
+        )
 
 
 def test_a_reward_that_is_unavailable_stops_the_scoring():
@@ -150,8 +166,12 @@ def test_the_example_of_the_docs_trains(tmp_path):
     example = ROOT / "docs" / "examples" / "red.py"
     assert example.read_text().rstrip() in (ROOT / "docs" / "rewards.md").read_text()
     assert sum(bool(line.strip()) for line in example.read_text().splitlines()) <= 5
-    words = small.words(tmp_path / "run", reward=f"{example}:red", reward__red__floor="0.5", iterations="1")
+    words = small.words(
+        tmp_path / "run", reward=f"{example}:red", reward__red__floor="0.5", iterations="1"
+    )
     result = small.invoke("train", *words)
     assert result.exit_code == 0, result.output
     line = small.lines(tmp_path / "run")[0]
-    assert 0.3 < line["reward/red/mean"] < 0.5 and line["reward/total"] == pytest.approx(line["reward/red/mean"])
+    assert 0.3 < line["reward/red/mean"] < 0.5 and line["reward/total"] == pytest.approx(
+        line["reward/red/mean"]
+    )

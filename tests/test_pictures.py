@@ -1,4 +1,5 @@
-"""Pictures on their way to a network: every resize against its reference, and how far apart they are on a photograph."""
+"""Pictures on their way to a network: every resize against its reference, and how far apart they
+are on a photograph."""
 
 import io
 
@@ -11,7 +12,16 @@ from torchvision.transforms import functional as F
 
 from flowrl.rewards import _pictures as pictures
 
-SIZES = [(224, 224), (512, 512), (600, 512), (100, 57), (337, 224), (224, 339), (333, 500), (64, 300)]
+SIZES = [
+    (224, 224),
+    (512, 512),
+    (600, 512),
+    (100, 57),
+    (337, 224),
+    (224, 339),
+    (333, 500),
+    (64, 300),
+]
 
 
 def psnr(a, b):
@@ -29,8 +39,14 @@ def smooth(*size):
 @pytest.mark.parametrize("size", SIZES)
 def test_pil_cropped_is_the_processor_of_clip_to_the_bit(size):
     frames = torch.rand(2, 3, *size)
-    theirs = tiny_clip.processor("clip", 224)(tiny_clip.pil(frames), return_tensors="pt")["pixel_values"]
-    assert torch.allclose(pictures.normalized(pictures.pil_cropped(frames, 224, floor=True)), torch.as_tensor(theirs), atol=1e-6)
+    theirs = tiny_clip.processor("clip", 224)(tiny_clip.pil(frames), return_tensors="pt")[
+        "pixel_values"
+    ]
+    assert torch.allclose(
+        pictures.normalized(pictures.pil_cropped(frames, 224, floor=True)),
+        torch.as_tensor(theirs),
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -38,24 +54,31 @@ def test_pil_cropped_is_the_transform_of_open_clip_and_openai_to_the_bit(size):
     from open_clip.transform import image_transform
 
     frames = torch.rand(2, 3, *size)
-    theirs = torch.stack([image_transform(224, is_train=False)(image) for image in tiny_clip.pil(frames)])
+    theirs = torch.stack(
+        [image_transform(224, is_train=False)(image) for image in tiny_clip.pil(frames)]
+    )
     assert torch.allclose(pictures.normalized(pictures.pil_cropped(frames, 224)), theirs, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_pil_stretched_is_the_processor_of_siglip_to_the_bit(size):
     frames = torch.rand(2, 3, *size)
-    theirs = tiny_clip.processor("siglip", 384)(tiny_clip.pil(frames), return_tensors="pt")["pixel_values"]
+    theirs = tiny_clip.processor("siglip", 384)(tiny_clip.pil(frames), return_tensors="pt")[
+        "pixel_values"
+    ]
     ours = pictures.normalized(pictures.pil_stretched(frames, 384), pictures.HALF, pictures.HALF)
     assert torch.allclose(ours, torch.as_tensor(theirs), atol=1e-6)
 
 
 def test_where_an_odd_number_of_pixels_is_cut_processors_round_down_and_torchvision_to_even():
-    """115 columns go: 57.5 is 57 for a processor and 58 for torchvision; of 113, 56.5 is 56 for both."""
+    """115 columns go: 57.5 is 57 for a processor and 58 for torchvision; of 113, 56.5 is 56 for
+    both."""
     ramp = torch.arange(339.0).div(339).expand(1, 3, 224, 339)
     down, even = pictures.cropped(ramp, 224, floor=True), pictures.cropped(ramp, 224)
     assert [round(float(x[0, 0, 0, 0] * 339)) for x in (down, even)] == [57, 58]
-    assert torch.equal(pictures.cropped(ramp[..., :337], 224, floor=True), pictures.cropped(ramp[..., :337], 224))
+    assert torch.equal(
+        pictures.cropped(ramp[..., :337], 224, floor=True), pictures.cropped(ramp[..., :337], 224)
+    )
 
 
 def test_fitted_keeps_the_whole_picture_in_the_middle_of_zeros():
@@ -74,7 +97,9 @@ def test_fitted_leaves_a_picture_of_the_right_length_untouched():
 
 
 def test_fitted_is_not_clamped_and_the_others_are():
-    edges = (torch.rand(1, 3, 32, 32) > 0.5).float().repeat_interleave(16, -1).repeat_interleave(16, -2)
+    edges = (
+        (torch.rand(1, 3, 32, 32) > 0.5).float().repeat_interleave(16, -1).repeat_interleave(16, -2)
+    )
     assert pictures.fitted(edges, 224).min() < -0.01 and pictures.fitted(edges, 224).max() > 1.01
     for resize in (pictures.cropped, pictures.stretched):
         assert resize(edges, 224).min() == 0 and resize(edges, 224).max() == 1
@@ -84,7 +109,8 @@ def test_fitted_is_not_clamped_and_the_others_are():
 
 
 def test_the_resizes_are_as_far_apart_on_a_photograph_as_published_scores_make_believe():
-    """dB from PIL's bicubic at 224 on one photograph; measured 39.1, 56.7, 57.5, 30.7, 44.9 (on another one: 40.0, 55.6, -, 32.4, 45.3)."""
+    """dB from PIL's bicubic at 224 on one photograph; measured 39.1, 56.7, 57.5, 30.7, 44.9 (on
+    another one: 40.0, 55.6, -, 32.4, 45.3)."""
     photo = tiny_clip.photo()
     pil = pictures.pil_cropped(photo, 224)
 
@@ -104,14 +130,20 @@ def test_the_resizes_are_as_far_apart_on_a_photograph_as_published_scores_make_b
 
 def test_stretching_floats_is_57_db_from_stretching_bytes():
     photo = tiny_clip.photo()
-    assert psnr(pictures.stretched(photo, 384), pictures.pil_stretched(photo, 384)) == pytest.approx(57.0, abs=0.5)
+    assert psnr(
+        pictures.stretched(photo, 384), pictures.pil_stretched(photo, 384)
+    ) == pytest.approx(57.0, abs=0.5)
 
 
 # --- frames, rounding, batches
 
 
 def test_frames_of_a_video_lie_next_to_each_other_and_are_averaged_back():
-    video = torch.arange(2.0).view(2, 1, 1, 1, 1) + torch.arange(3.0).view(1, 3, 1, 1, 1) * 10 + torch.zeros(2, 3, 3, 4, 4)
+    video = (
+        torch.arange(2.0).view(2, 1, 1, 1, 1)
+        + torch.arange(3.0).view(1, 3, 1, 1, 1) * 10
+        + torch.zeros(2, 3, 3, 4, 4)
+    )
     frames = pictures.frames_of(video)
     assert frames[:, 0, 0, 0].tolist() == [0, 10, 20, 1, 11, 21]
     assert pictures.mean_of_frames(frames[:, 0, 0, 0].double(), video).tolist() == [10, 11]

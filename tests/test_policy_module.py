@@ -22,17 +22,23 @@ class Eps(torch.nn.Module):
 def test_a_module_becomes_a_velocity_whatever_it_predicts(kind):
     """x_s = (1-s) x0 + s eps: v = eps - x0 = (eps - x) / (1 - s) = (x - x0) / s."""
     policy = load_policy(Eps(kind), shape=(2,), kind=kind, cond=tiny.toy_cond)
-    x, s, rows = torch.randn(3, 2), torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64), torch.tensor([1, 0, 1])
+    x, s, rows = (
+        torch.randn(3, 2),
+        torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64),
+        torch.tensor([1, 0, 1]),
+    )
     out = 0.3 * x + tiny.toy_cond(tiny.PROMPTS)[rows]
     t = s.float()[:, None]
     expected = {"flow": out, "eps": (out - x) / (1 - t), "x0": (x - out) / t}[kind]
-    assert torch.allclose(policy.velocity(x, s, policy.encode(tiny.PROMPTS), rows), expected, atol=1e-5)
+    assert torch.allclose(
+        policy.velocity(x, s, policy.encode(tiny.PROMPTS), rows), expected, atol=1e-5
+    )
     assert policy.calls == 3 and policy.latent_shape == (2,)
 
 
 def test_the_exact_flow_of_a_gaussian_carries_noise_to_it():
-    """x0 ~ N(cond, 0.5^2): after 100 Euler steps the sample has that mean and spread (4,000 samples, 4 standard errors, Euler bias
-    0.01)."""
+    """x0 ~ N(cond, 0.5^2): after 100 Euler steps the sample has that mean and spread (4,000
+    samples, 4 standard errors, Euler bias 0.01)."""
     policy = load_policy(tiny.GaussianFlow(2, 0.5), shape=(2,), cond=tiny.toy_cond)
     cond, rows, n = policy.encode(tiny.PROMPTS), torch.ones(4000, dtype=torch.long), 100
     schedule = policy.schedule(n)
@@ -46,7 +52,11 @@ def test_the_exact_flow_of_a_gaussian_carries_noise_to_it():
 
 def test_the_toy_flow_learns_a_gaussian_in_seconds():
     policy = load_policy(tiny.pretrain_toy(tiny.ToyFlow()), shape=(2,), cond=tiny.toy_cond)
-    x, cond, rows = torch.randn(1000, 2), policy.encode(tiny.PROMPTS), torch.zeros(1000, dtype=torch.long)
+    x, cond, rows = (
+        torch.randn(1000, 2),
+        policy.encode(tiny.PROMPTS),
+        torch.zeros(1000, dtype=torch.long),
+    )
     with torch.no_grad():
         for s0, s1 in zip(policy.schedule(20).sigmas, policy.schedule(20).sigmas[1:], strict=False):
             x = x + policy.velocity(x, s0, cond, rows) * (s1 - s0).item()
@@ -79,8 +89,12 @@ def test_views_state_and_files_work_for_modules(lora, tmp_path):
         another = fresh()
         another.load_lora(tmp_path)
         assert torch.allclose(another.velocity(x, 0.5, cond, rows), moved)
-        with pytest.raises(ValueError, match="was trained with alpha=2, and this policy's adapters have alpha=8"):
-            load_policy(tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond, lora={"rank": 2, "alpha": 8}).load_lora(tmp_path)
+        with pytest.raises(
+            ValueError, match="was trained with alpha=2, and this policy's adapters have alpha=8"
+        ):
+            load_policy(
+                tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond, lora={"rank": 2, "alpha": 8}
+            ).load_lora(tmp_path)
     else:
         with pytest.raises(ValueError, match="no LoRA adapter"):
             policy.save_lora(tmp_path)

@@ -34,11 +34,23 @@ def test_gradient_reaches_the_lora_of_every_network_and_nothing_else(name):
     assert {k.split(".")[0] for k in parts} == set(policy.modules)
     velocity(policy, torch.tensor([0.95, 0.3])).square().mean().backward()
     silent = [k for k, p in parts.items() if p.grad is None or p.grad.abs().max() == 0]
-    unread = ("add_q_proj", "to_add_out")  # the last block of SD3 and Qwen-Image computes a text stream that nothing reads
-    assert all(f"_blocks.1.attn.{u}." in k or f"_blocks.1.attn.{u}" in k for k in silent for u in unread if u in k), silent
+    unread = (
+        "add_q_proj",
+        "to_add_out",
+    )  # the last block of SD3 and Qwen-Image computes a text stream that nothing reads
+    assert all(
+        f"_blocks.1.attn.{u}." in k or f"_blocks.1.attn.{u}" in k
+        for k in silent
+        for u in unread
+        if u in k
+    ), silent
     assert all(any(u in k for u in unread) for k in silent), silent
     others = [
-        k for m in policy.pipe.components.values() if isinstance(m, torch.nn.Module) for k, p in m.named_parameters() if p.requires_grad
+        k
+        for m in policy.pipe.components.values()
+        if isinstance(m, torch.nn.Module)
+        for k, p in m.named_parameters()
+        if p.requires_grad
     ]
     assert len(others) == len(parts) and all("lora_" in k for k in others)
 
@@ -47,7 +59,11 @@ def test_a_fresh_adapter_changes_nothing_and_its_gradient_is_on_lora_b():
     policy, plain = tiny.policy("sd3", lora=LORA), tiny.policy("sd3")
     assert torch.allclose(velocity(policy), velocity(plain), atol=1e-6)
     velocity(policy).sum().backward()
-    reached = {k for k, p in policy.parts["denoiser"].items() if p.grad is not None and p.grad.abs().max() > 0}
+    reached = {
+        k
+        for k, p in policy.parts["denoiser"].items()
+        if p.grad is not None and p.grad.abs().max() > 0
+    }
     assert reached and all("lora_B" in k for k in reached)
 
 
@@ -65,7 +81,9 @@ def test_reference_is_the_untrained_network_and_old_is_a_frozen_copy(name):
             assert torch.equal(velocity(policy), now)
             with policy.view("reference"):
                 assert torch.allclose(velocity(policy), velocity(tiny.policy(name)), atol=1e-5)
-            assert torch.equal(velocity(policy), now), "leaving an inner view must restore the outer one"
+            assert torch.equal(velocity(policy), now), (
+                "leaving an inner view must restore the outer one"
+            )
         assert not torch.allclose(velocity(policy), now, atol=1e-2)
     assert all(p.requires_grad for p in policy.parts["denoiser"].values())
     assert not any(p.requires_grad for p in policy.trainable.named("old").values())
@@ -83,7 +101,9 @@ def test_copy_view_moves_the_old_weights_by_one_minus_decay(lora):
         for p in policy.parts["denoiser"].values():
             p.add_(1.0)
     policy.copy_view("default", "old", decay=0.9)
-    assert all(torch.allclose(v, before[k] + 0.1, atol=1e-5) for k, v in policy.state("old").items())
+    assert all(
+        torch.allclose(v, before[k] + 0.1, atol=1e-5) for k, v in policy.state("old").items()
+    )
     policy.copy_view()
     assert all(torch.equal(v, policy.state("default")[k]) for k, v in policy.state("old").items())
 
@@ -104,7 +124,9 @@ def test_full_mode_trains_all_weights_and_views_swap_copies():
         with policy.view("reference"):
             assert torch.equal(velocity(policy), start)
             inside = policy.state("default")
-            assert all(torch.equal(v, trained[k]) for k, v in inside.items()), "a view must not change what is saved as trained"
+            assert all(torch.equal(v, trained[k]) for k, v in inside.items()), (
+                "a view must not change what is saved as trained"
+            )
             assert not torch.equal(policy.state("reference")[name], trained[name])
         assert torch.equal(velocity(policy), moved) and not torch.allclose(moved, start, atol=1e-2)
 
@@ -115,17 +137,25 @@ def test_full_mode_trains_bf16_networks_in_fp32(name):
     policy = tiny.policy(name, dtype=torch.bfloat16)
     with torch.no_grad():
         low = velocity(policy)
-    assert policy.dtype == torch.bfloat16, "a policy that only samples keeps the memory it was loaded with"
+    assert policy.dtype == torch.bfloat16, (
+        "a policy that only samples keeps the memory it was loaded with"
+    )
     parameters = policy.parts["denoiser"]
     assert all(p.dtype == torch.float32 for p in parameters.values())
     before = policy.state()
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-6, weight_decay=0.0)
     velocity(policy, torch.tensor([0.7, 0.3])).square().mean().backward()
     optimizer.step()
-    moved = {k: (p.detach() - before[k]).abs().max().item() for k, p in parameters.items() if p.grad is not None and p.grad.abs().max() > 0}
+    moved = {
+        k: (p.detach() - before[k]).abs().max().item()
+        for k, p in parameters.items()
+        if p.grad is not None and p.grad.abs().max() > 0
+    }
     assert len(moved) > 0.8 * len(parameters) and all(1e-8 < m < 2e-6 for m in moved.values())
     with torch.no_grad():
-        assert (velocity(policy) - low).abs().max() < 0.1 * low.abs().max()  # bf16 rounding times guidance
+        assert (
+            velocity(policy) - low
+        ).abs().max() < 0.1 * low.abs().max()  # bf16 rounding times guidance
         with torch.autocast("cpu", torch.bfloat16):
             assert velocity(policy).isfinite().all()
     check = policy.self_check()
@@ -158,7 +188,11 @@ def test_lora_files_are_read_back_by_us_and_by_diffusers(name, tmp_path):
     pipe = tiny.pipeline(name)
     pipe.load_lora_weights(str(tmp_path))
     if name == "wan22":
-        pipe.load_lora_weights(str(tmp_path), weight_name="transformer_2_lora_weights.safetensors", load_into_transformer_2=True)
+        pipe.load_lora_weights(
+            str(tmp_path),
+            weight_name="transformer_2_lora_weights.safetensors",
+            load_into_transformer_2=True,
+        )
     plain = load_policy(pipe, **tiny.CALLS[name])
     low = 0.3 if name == "wan22" else 0.6  # in Wan 2.2 both networks must have theirs
     assert torch.allclose(velocity(plain, low).detach(), velocity(policy, low).detach(), atol=1e-4)
@@ -178,7 +212,13 @@ def read(policy, path, **options):
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda raw: raw[:-100], lambda raw: raw[:5], lambda raw: b"", lambda raw: raw[:8] + b"}" + raw[9:], lambda raw: raw + b"more"],
+    [
+        lambda raw: raw[:-100],
+        lambda raw: raw[:5],
+        lambda raw: b"",
+        lambda raw: raw[:8] + b"}" + raw[9:],
+        lambda raw: raw + b"more",
+    ],
     ids=["cut off", "no header", "empty", "changed header", "longer"],
 )
 def test_a_damaged_lora_file_is_named(saved, tmp_path, damage):
@@ -198,22 +238,45 @@ def test_a_lora_trained_with_another_alpha_or_rank_is_refused_with_both_numbers(
     stirred(name).save_lora(tmp_path)
     other = tiny.policy(name, lora={"rank": 2, "alpha": 16})
     before = other.state()
-    with pytest.raises(ValueError, match=r"was trained with alpha=4, and this policy's adapters have alpha=16.*train\.lora\.alpha=4"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"was trained with alpha=4, and this policy's adapters have"
+            r" alpha=16.*train\.lora\.alpha=4"
+        ),
+    ):
         other.load_lora(tmp_path)
     assert all(torch.equal(v, before[k]) for k, v in other.state().items())
-    with pytest.raises(ValueError, match=r"was trained with rank=2, and this policy's adapters have rank=4.*train\.lora\.rank=2"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"was trained with rank=2, and this policy's adapters have rank=4.*train\.lora\.rank=2"
+        ),
+    ):
         read(other, tmp_path, rank=4)
 
 
-def test_alpha_is_read_beside_the_file_and_a_file_without_any_counts_as_diffusers_counts_it(saved, tmp_path):
+def test_alpha_is_read_beside_the_file_and_a_file_without_any_counts_as_diffusers_counts_it(
+    saved, tmp_path
+):
     policy, folder = saved
     save_file(load_file(folder / lora.FILE), tmp_path / lora.FILE)  # no header
     assert read(policy, tmp_path, alpha=2).keys() == policy.state().keys()
-    with pytest.raises(ValueError, match="does not say its alpha, which diffusers takes as 2, and this policy's adapters have alpha=4"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "does not say its alpha, which diffusers takes as 2, and this policy's adapters have"
+            " alpha=4"
+        ),
+    ):
         policy.load_lora(tmp_path)
-    (tmp_path / "flowrl.json").write_text(json.dumps({"rank": 2, "alpha": 4.0, "targets": None, "init": "gaussian"}))
+    (tmp_path / "flowrl.json").write_text(
+        json.dumps({"rank": 2, "alpha": 4.0, "targets": None, "init": "gaussian"})
+    )
     policy.load_lora(tmp_path)
-    with pytest.raises(ValueError, match="was trained with alpha=4, and this policy's adapters have alpha=2"):
+    with pytest.raises(
+        ValueError, match="was trained with alpha=4, and this policy's adapters have alpha=2"
+    ):
         read(policy, tmp_path, alpha=2)
 
 
@@ -222,7 +285,11 @@ def test_gradient_checkpointing_changes_no_gradient():
     grads = []
     for on in (False, True):
         policy.gradient_checkpointing(on)
-        grads.append(torch.autograd.grad(velocity(policy).square().mean(), list(policy.parts["denoiser"].values())))
+        grads.append(
+            torch.autograd.grad(
+                velocity(policy).square().mean(), list(policy.parts["denoiser"].values())
+            )
+        )
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(*grads, strict=True))
 
 

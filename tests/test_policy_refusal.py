@@ -1,4 +1,5 @@
-"""Loops written for these tests: an ordinary one replays with no code of its own, odd ones are refused with a sentence."""
+"""Loops written for these tests: an ordinary one replays with no code of its own, odd ones are
+refused with a sentence."""
 
 import copy
 
@@ -40,7 +41,16 @@ class Loop(DiffusionPipeline):
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
 
     @torch.no_grad()
-    def __call__(self, prompt, num_inference_steps=4, output_type="pt", return_dict=True, generator=None, guidance=3.0, odd=""):
+    def __call__(
+        self,
+        prompt,
+        num_inference_steps=4,
+        output_type="pt",
+        return_dict=True,
+        generator=None,
+        guidance=3.0,
+        odd="",
+    ):
         text = torch.cat([tiny.toy_cond(prompt, 3), torch.zeros(len(prompt), 3)])
         x, time = torch.randn(len(prompt), 4, generator=generator), torch.zeros(())
         self.scheduler.set_timesteps(num_inference_steps)
@@ -51,7 +61,12 @@ class Loop(DiffusionPipeline):
             if odd == "switch" and i > 5:
                 out = self.transformer(torch.cat([inputs] * 2), t, text)[0]
             else:
-                out = self.transformer(torch.cat([inputs] * 2), time.copy_(t) if odd == "in place" else t, text, scale=scale)[0]
+                out = self.transformer(
+                    torch.cat([inputs] * 2),
+                    time.copy_(t) if odd == "in place" else t,
+                    text,
+                    scale=scale,
+                )[0]
             c, u = out.chunk(2)
             strength = guidance * t / 500 if odd == "dynamic" else guidance
             mixed = u.add_(strength * (c - u)) if odd == "in place" else u + strength * (c - u)
@@ -69,7 +84,9 @@ class Loop(DiffusionPipeline):
 
 
 def loop():
-    return Loop(tiny.randomise(Net()), FlowMatchEulerDiscreteScheduler(shift=2.0), tiny.randomise(Vae(), 1))
+    return Loop(
+        tiny.randomise(Net()), FlowMatchEulerDiscreteScheduler(shift=2.0), tiny.randomise(Vae(), 1)
+    )
 
 
 def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
@@ -79,7 +96,9 @@ def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
     assert policy.latent_shape == (4,) and policy.replay.regimes[0].guidance.weights == (3.0, -2.0)
     x = torch.randn(3, 4)
     assert policy.decode(x).shape == (3, 3, 2, 2)
-    expected = torch.tanh(policy.pipe.vae.up(2 * x[:, [3, 1, 0, 2]] + 0.5)).reshape(3, 3, 2, 2) * 0.5 + 0.5
+    expected = (
+        torch.tanh(policy.pipe.vae.up(2 * x[:, [3, 1, 0, 2]] + 0.5)).reshape(3, 3, 2, 2) * 0.5 + 0.5
+    )
     assert torch.allclose(policy.decode(x), expected, atol=1e-5)
 
 
@@ -87,18 +106,39 @@ def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
     ("odd", "sentence"),
     [
         ("square", "argument sample: it is not linear in the latents"),
-        ("flip", "argument sample: rows are ordered [1, 0, 1, 0], which is not blocks x rows x repeats"),
+        (
+            "flip",
+            "argument sample: rows are ordered [1, 0, 1, 0], which is not blocks x rows x repeats",
+        ),
         ("add", "argument sample mixes latents and time"),
-        ("drift", "argument text changes from step to step, but not as a function of t or sigma that could be fitted"),
-        ("number", "argument scale changes from step to step, but not as a function of t or sigma that could be fitted"),
+        (
+            "drift",
+            (
+                "argument text changes from step to step, but not as a function of t or sigma that"
+                " could be fitted"
+            ),
+        ),
+        (
+            "number",
+            (
+                "argument scale changes from step to step, but not as a function of t or sigma that"
+                " could be fitted"
+            ),
+        ),
         (
             "twice",
-            "scheduler.step is called twice between two denoiser calls (parallel streams or a conversion step), which cannot be replayed",
+            (
+                "scheduler.step is called twice between two denoiser calls (parallel streams or a"
+                " conversion step), which cannot be replayed"
+            ),
         ),
         ("edit", "argument sample mixes latents and time"),
         (
             "switch",
-            "regimes: the networks change between times 446.169 and 252.618, and the boundary is None; name it with hints boundary=<time>",
+            (
+                "regimes: the networks change between times 446.169 and 252.618, and the boundary"
+                " is None; name it with hints boundary=<time>"
+            ),
         ),
     ],
 )
@@ -109,9 +149,13 @@ def test_an_unreplayable_loop_is_refused_with_a_sentence_that_names_the_argument
 
 
 def test_latents_changed_beside_the_scheduler_look_like_an_input_scale_and_are_refused_by_the_check():
-    """Inference reads x * 0.9 as the scale of an argument; the pipeline's own predictions show that the state itself was changed."""
+    """Inference reads x * 0.9 as the scale of an argument; the pipeline's own predictions show that
+    the state itself was changed."""
     policy = load_policy(loop(), odd="shrink")
-    with pytest.raises(UnreplayableError, match="^Loop: the replay differs in predictions at the recorded latents and times by "):
+    with pytest.raises(
+        UnreplayableError,
+        match="^Loop: the replay differs in predictions at the recorded latents and times by ",
+    ):
         policy.self_check()
 
 
@@ -126,35 +170,55 @@ def test_a_callback_that_changes_latents_is_refused_and_one_that_only_looks_is_n
     if factor == 1.0:
         assert max(policy.self_check().errors.values()) <= 1e-4
         return
-    with pytest.raises(UnreplayableError, match="^StableDiffusion3Pipeline: the replay differs in predictions at the recorded latents and"):
+    with pytest.raises(
+        UnreplayableError,
+        match=(
+            "^StableDiffusion3Pipeline: the replay differs in predictions at the recorded"
+            " latents and"
+        ),
+    ):
         policy.self_check()
 
 
 def test_a_loop_that_works_in_place_is_recorded_as_it_was():
-    """One buffer for all times, outputs and latents edited in place: what was recorded must not change later."""
+    """One buffer for all times, outputs and latents edited in place: what was recorded must not
+    change later."""
     policy, plain = load_policy(loop(), odd="in place"), load_policy(loop())
     assert max(policy.self_check().errors.values()) <= 1e-4
     assert policy.describe() == plain.describe()
     x, rows = torch.randn(2, 4), torch.arange(2)
     with torch.no_grad():
-        assert torch.equal(*(p.velocity(x, 0.7, p.encode(tiny.PROMPTS), rows) for p in (policy, plain)))
+        assert torch.equal(
+            *(p.velocity(x, 0.7, p.encode(tiny.PROMPTS), rows) for p in (policy, plain))
+        )
 
 
 def test_guidance_that_follows_time_is_combined_at_the_sigma_of_each_row():
-    """guidance = 3 t / 500: 3.24 at sigma .54, 1.2 at .2. Rows at both in one call, and each alone."""
+    """guidance = 3 t / 500: 3.24 at sigma .54, 1.2 at .2. Rows at both in one call, and each
+    alone."""
     policy, plain = load_policy(loop(), odd="dynamic"), load_policy(loop())
     assert policy.replay.regimes[0].guidance.rule == "pipeline"
-    x, sigma, rows = torch.randn(3, 4), torch.tensor([0.54, 0.2, 0.54], dtype=torch.float64), torch.tensor([1, 0, 0])
+    x, sigma, rows = (
+        torch.randn(3, 4),
+        torch.tensor([0.54, 0.2, 0.54], dtype=torch.float64),
+        torch.tensor([1, 0, 0]),
+    )
     cond = policy.encode(tiny.PROMPTS)
     with torch.no_grad():
         together = policy.velocity(x, sigma, cond, rows)
         for k, s in enumerate(sigma.tolist()):
-            assert torch.allclose(together[k], policy.velocity(x[k : k + 1], s, cond, rows[k : k + 1])[0], atol=1e-5)
-            by_hand = plain.velocity(x[k : k + 1], s, plain.encode(tiny.PROMPTS), rows[k : k + 1], guidance=6 * s)
+            assert torch.allclose(
+                together[k], policy.velocity(x[k : k + 1], s, cond, rows[k : k + 1])[0], atol=1e-5
+            )
+            by_hand = plain.velocity(
+                x[k : k + 1], s, plain.encode(tiny.PROMPTS), rows[k : k + 1], guidance=6 * s
+            )
             assert torch.allclose(together[k], by_hand[0], atol=1e-4)
     assert policy.self_check().errors["mixed"] <= 1e-4
     at_the_first = policy._combine
-    policy._combine = lambda which, outs, x, s, cond, rows: at_the_first(which, outs, x, s.reshape(-1)[0], cond, rows)
+    policy._combine = lambda which, outs, x, s, cond, rows: at_the_first(
+        which, outs, x, s.reshape(-1)[0], cond, rows
+    )
     with pytest.raises(UnreplayableError, match="differs in rows at different sigmas in one call"):
         policy.self_check()
 
@@ -169,7 +233,9 @@ def test_recording_leaves_the_pipeline_as_it_was():
     before = (type(pipe.scheduler), dict(pipe.transformer.__dict__), dict(pipe.vae.__dict__))
     load_policy(pipe).self_check()
     assert type(pipe.scheduler) is before[0]
-    assert set(pipe.transformer.__dict__) == set(before[1]) and set(pipe.vae.__dict__) == set(before[2])
+    assert set(pipe.transformer.__dict__) == set(before[1]) and set(pipe.vae.__dict__) == set(
+        before[2]
+    )
     with pytest.raises(UnreplayableError):  # a failing run restores too
         load_policy(pipe, odd="twice")
     assert type(pipe.scheduler) is before[0] and "forward" not in pipe.transformer.__dict__
@@ -183,7 +249,10 @@ def test_self_check_notices_wrong_guidance_wrong_rows_and_prompts_that_say_nothi
         policy.self_check()
     policy.replay.regimes[0].guidance = good
     rows = policy.replay.regimes[0].calls[0].rows[0]
-    rows.gather, real = (lambda kept, r, blocks: type(rows).gather(rows, kept, r.flip(0), blocks)), rows.gather
+    rows.gather, real = (
+        (lambda kept, r, blocks: type(rows).gather(rows, kept, r.flip(0), blocks)),
+        rows.gather,
+    )
     with pytest.raises(UnreplayableError, match="differs in"):
         policy.self_check()
     rows.gather = real
@@ -199,7 +268,12 @@ def test_hints_override_one_inference_each():
         register("Loop", guidance="norm")
         with pytest.raises(UnreplayableError, match="hint says 'norm'"):
             load_policy(loop())
-        register("Loop", guidance="pipeline", denoisers=["transformer"], decode=lambda pipe, x: pipe.vae.decode(x)[0])
+        register(
+            "Loop",
+            guidance="pipeline",
+            denoisers=["transformer"],
+            decode=lambda pipe, x: pipe.vae.decode(x)[0],
+        )
         policy = load_policy(loop())
         assert policy.replay.regimes[0].guidance.rule == "pipeline"
         assert max(policy.self_check().errors.values()) <= 1e-4
@@ -215,10 +289,14 @@ def test_hints_override_one_inference_each():
 
 
 def test_a_folder_loads_like_the_live_pipeline_and_networks_can_be_wrapped(tmp_path):
-    """policy.modules is what runs: a trainer may replace it (sharded, compiled), and call counting must see every call."""
+    """policy.modules is what runs: a trainer may replace it (sharded, compiled), and call counting
+    must see every call."""
     pipe = tiny.pipeline("sd3")
     pipe.save_pretrained(tmp_path)
-    live, policy = load_policy(pipe, **tiny.CALLS["sd3"]), load_policy(tmp_path, **tiny.CALLS["sd3"])
+    live, policy = (
+        load_policy(pipe, **tiny.CALLS["sd3"]),
+        load_policy(tmp_path, **tiny.CALLS["sd3"]),
+    )
     x, rows, seen = torch.randn(2, 4, 8, 8), torch.arange(2), []
 
     class Wrapped(torch.nn.Module):
@@ -246,5 +324,7 @@ def test_prompts_encoded_in_chunks_are_the_same(name):
     x, rows = torch.randn(5, *policy.latent_shape), torch.arange(5)
     with torch.no_grad():
         whole = policy.velocity(x, 0.5, policy.encode(prompts), rows)
-        parts = policy.velocity(x, 0.5, bind(policy.prober, policy.replay, policy.steps, prompts, chunk=2), rows)
+        parts = policy.velocity(
+            x, 0.5, bind(policy.prober, policy.replay, policy.steps, prompts, chunk=2), rows
+        )
     assert torch.allclose(whole, parts, atol=1e-4)

@@ -1,4 +1,5 @@
-"""A recorded pipeline, replayed: against the pipeline's own latents, its own loop body, its own decoding."""
+"""A recorded pipeline, replayed: against the pipeline's own latents, its own loop body, its own
+decoding."""
 
 import ast
 import functools
@@ -27,19 +28,34 @@ def relative(a, b):
 def test_self_check_passes_and_its_prompts_show(name):
     check = load(name).self_check()
     assert isinstance(check, SelfCheck) and check.tolerance == 1e-4
-    assert set(check.errors) == {"prediction", "loop", "rows", "reentry", "mixed", "euler", "decode"}
+    assert set(check.errors) == {
+        "prediction",
+        "loop",
+        "rows",
+        "reentry",
+        "mixed",
+        "euler",
+        "decode",
+    }
     assert max(check.errors.values()) <= 1e-4, check
-    assert check.wrong_rows > 0.05, "swapped prompts must change the prediction, or the row check proves nothing"
+    assert check.wrong_rows > 0.05, (
+        "swapped prompts must change the prediction, or the row check proves nothing"
+    )
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3", "flux", "qwenimage"])
 def test_euler_steps_in_flow_coordinates_end_at_the_pipelines_own_latents(name):
-    """First-order schedulers (DDIM with eta 0, Euler, flow Euler): x' += v (s1 - s0) over the whole schedule is the pipeline's loop."""
+    """First-order schedulers (DDIM with eta 0, Euler, flow Euler): x' += v (s1 - s0) over the whole
+    schedule is the pipeline's loop."""
     policy, steps = load(name), 6
     schedule = policy.schedule(steps)
     start = noise(policy, 2)
     call = policy.prober.runner
-    own = call.run([*tiny.PROMPTS, *call.pad], steps, latents=torch.cat([start, torch.zeros(len(call.pad), *start.shape[1:])]))[:2]
+    own = call.run(
+        [*tiny.PROMPTS, *call.pad],
+        steps,
+        latents=torch.cat([start, torch.zeros(len(call.pad), *start.shape[1:])]),
+    )[:2]
     cond, rows = policy.encode(tiny.PROMPTS), torch.arange(2)
     x = policy.init(start, schedule.sigmas[0].item())
     with torch.no_grad():
@@ -69,7 +85,12 @@ def test_rows_at_different_sigmas_in_one_call_equal_single_calls_and_reentry(nam
 def test_prompts_are_encoded_once_and_gathered_to_any_rows(name):
     """Row r of a five-prompt Cond is that prompt alone, whatever stands beside it."""
     policy = load(name)
-    prompts = [*tiny.PROMPTS, "a yellow circle", "three green squares above a red triangle", "one purple triangle"]
+    prompts = [
+        *tiny.PROMPTS,
+        "a yellow circle",
+        "three green squares above a red triangle",
+        "one purple triangle",
+    ]
     cond, rows = policy.encode(prompts), torch.tensor([4, 0, 3, 3, 1, 2, 0])
     x = noise(policy, 1).expand(len(rows), *policy.latent_shape)
     with torch.no_grad():
@@ -87,7 +108,9 @@ def test_time_prompt_and_guidance_each_change_the_velocity(name):
     policy = load(name)
     x, cond = noise(policy, 1).expand(2, *policy.latent_shape), policy.encode(tiny.PROMPTS)
     with torch.no_grad():
-        v = policy.velocity(x, torch.tensor([0.9, 0.3], dtype=torch.float64), cond, torch.tensor([0, 0]))
+        v = policy.velocity(
+            x, torch.tensor([0.9, 0.3], dtype=torch.float64), cond, torch.tensor([0, 0])
+        )
         assert relative(v[0], v[1]) > 0.05
         assert relative(policy.velocity(x[:1], 0.3, cond, torch.tensor([1])), v[1:]) > 0.01
         plain = policy.velocity(x[:1], 0.3, cond, torch.tensor([0]), guidance="none")
@@ -96,19 +119,29 @@ def test_time_prompt_and_guidance_each_change_the_velocity(name):
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_decode_at_the_end_of_a_schedule_is_the_pipelines_own_image(name):
-    """DDIM ends at s = .0283, where the pipeline's latents are 1.028 times those in flow coordinates."""
+    """DDIM ends at s = .0283, where the pipeline's latents are 1.028 times those in flow
+    coordinates."""
     policy = tiny.policy(name, scheduler=tiny.pipeline("sd15").scheduler)
     schedule, start, call = policy.schedule(4), noise(policy, 2), policy.prober.runner
     own = torch.as_tensor(call.run(tiny.PROMPTS, 4, latents=start, output_type="pt"))
-    x, cond, rows = policy.init(start, schedule.sigmas[0].item()), policy.encode(tiny.PROMPTS), torch.arange(2)
+    x, cond, rows = (
+        policy.init(start, schedule.sigmas[0].item()),
+        policy.encode(tiny.PROMPTS),
+        torch.arange(2),
+    )
     with torch.no_grad():
         for s0, s1 in zip(schedule.sigmas, schedule.sigmas[1:], strict=False):
             x = x + policy.velocity(x, s0, cond, rows) * (s1 - s0).item()
         end = schedule.sigmas[-1].item()
         assert end == pytest.approx(0.0283, abs=1e-4)
         assert relative(policy.decode(x, end), own) <= 1e-4
-        assert relative(policy.decode(x, 0.0), own) > 1e-3, "the level at which the run ended must matter"
-        assert torch.equal(policy.decode(policy.clean(x, torch.tensor([end, end], dtype=torch.float64))), policy.decode(x, end))
+        assert relative(policy.decode(x, 0.0), own) > 1e-3, (
+            "the level at which the run ended must matter"
+        )
+        assert torch.equal(
+            policy.decode(policy.clean(x, torch.tensor([end, end], dtype=torch.float64))),
+            policy.decode(x, end),
+        )
 
 
 @pytest.mark.parametrize("name", tiny.NAMES)
@@ -130,15 +163,25 @@ def test_decode_equals_the_pipeline_and_is_differentiable(name):
 
 @pytest.mark.parametrize("name", tiny.NAMES)
 def test_encode_media_inverts_both_maps_around_the_vae(name):
-    """Against vae.encode done by hand: pixels in [-1, 1] in, the posterior's mode out, then the normalisation that decode undoes."""
+    """Against vae.encode done by hand: pixels in [-1, 1] in, the posterior's mode out, then the
+    normalisation that decode undoes."""
     policy = load(name)
     media = policy.decode(0.5 * noise(policy, 2))
     with torch.no_grad():
         pixels = 2 * media - 1
-        pixels = pixels.transpose(1, 2) if name.startswith("wan") else pixels.unsqueeze(2) if name == "qwenimage" else pixels
+        pixels = (
+            pixels.transpose(1, 2)
+            if name.startswith("wan")
+            else pixels.unsqueeze(2)
+            if name == "qwenimage"
+            else pixels
+        )
         z = policy.pipe.vae.encode(pixels).latent_dist.mode()
         x0 = policy.encode_media(media)
-    back = policy.decoder.before(x0, None if policy.decoder.before.const is None else policy.decoder.before.const[0, :1].float())
+    back = policy.decoder.before(
+        x0,
+        None if policy.decoder.before.const is None else policy.decoder.before.const[0, :1].float(),
+    )
     assert x0.shape == (2, *policy.latent_shape)
     assert relative(back, z) <= 1e-4
 
@@ -147,14 +190,19 @@ def test_encode_media_inverts_both_maps_around_the_vae(name):
 def test_describe_is_python_source(name):
     text = load(name).describe()
     tree = ast.parse(text)
-    calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    calls = {
+        node.func.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
     assert set(load(name).modules) <= calls
     assert max(map(len, text.splitlines())) <= 140
 
 
 @pytest.mark.parametrize("name", ["sd3", "sd15"])
 def test_the_printed_source_runs_and_gives_the_same_arguments_and_velocity(name):
-    """With a dictionary for cond and constants, the network, torch's cat and sqrt, and the scheduler's time."""
+    """With a dictionary for cond and constants, the network, torch's cat and sqrt, and the
+    scheduler's time."""
     policy, calls = load(name), []
     plan, kept = policy.replay.regimes[0].calls[0], policy.encode(tiny.PROMPTS)
     network = policy.modules[plan.module]
@@ -164,11 +212,20 @@ def test_the_printed_source_runs_and_gives_the_same_arguments_and_velocity(name)
         return network(**kwargs)
 
     names = {
-        "cat": torch.cat, "sqrt": torch.sqrt, plan.module: spied, "model_time": lambda s: policy.coords.time(s.flatten()).float(),
+        "cat": torch.cat,
+        "sqrt": torch.sqrt,
+        plan.module: spied,
+        "model_time": lambda s: policy.coords.time(s.flatten()).float(),
         "constants": [{k[0]: v for k, v in plan.shared.items()}],
-    }  # fmt: skip
-    cond = [{k[0]: v.squeeze(2) for k, v in kept.kept[0][0].items()}]  # (blocks, P, 1, ...) -> (blocks, P, ...)
-    x, sigma, rows = noise(policy, 3), torch.tensor([0.9, 0.3, 0.6], dtype=torch.float64), torch.tensor([1, 0, 1])
+    }
+    cond = [
+        {k[0]: v.squeeze(2) for k, v in kept.kept[0][0].items()}
+    ]  # (blocks, P, 1, ...) -> (blocks, P, ...)
+    x, sigma, rows = (
+        noise(policy, 3),
+        torch.tensor([0.9, 0.3, 0.6], dtype=torch.float64),
+        torch.tensor([1, 0, 1]),
+    )
     exec(policy.describe(), names)
     with torch.no_grad():
         printed = names["velocity"](x, sigma.float().reshape(-1, 1, 1, 1), cond, rows)
@@ -180,11 +237,16 @@ def test_the_printed_source_runs_and_gives_the_same_arguments_and_velocity(name)
     mine, theirs = calls
     assert mine.keys() == theirs.keys()
     for key, value in theirs.items():
-        assert torch.allclose(mine[key], value, rtol=1e-5, atol=1e-5) if isinstance(value, torch.Tensor) else mine[key] == value, key
+        assert (
+            torch.allclose(mine[key], value, rtol=1e-5, atol=1e-5)
+            if isinstance(value, torch.Tensor)
+            else mine[key] == value
+        ), key
 
 
 def test_noise_levels_follow_the_resolution_of_a_dynamic_shift():
-    """FLUX shifts by image size: the same number of steps gives other sigmas at another resolution, with 256 tokens as at 16."""
+    """FLUX shifts by image size: the same number of steps gives other sigmas at another resolution,
+    with 256 tokens as at 16."""
     small, large = load("flux").schedule(4), tiny.policy("flux", height=64, width=64).schedule(4)
     assert (small.sigmas[1:4] < large.sigmas[1:4]).all()
     assert torch.equal(small.sigmas[[0, -1]], torch.tensor([1.0, 0.0], dtype=torch.float64))
@@ -192,11 +254,15 @@ def test_noise_levels_follow_the_resolution_of_a_dynamic_shift():
 
 def test_bfloat16_networks_replay_within_their_rounding():
     policy = tiny.policy("sd3", dtype=torch.bfloat16, lora={"rank": 2, "alpha": 2})
-    assert policy.dtype == torch.bfloat16 and all(p.dtype == torch.float32 for p in policy.parts["denoiser"].values())
+    assert policy.dtype == torch.bfloat16 and all(
+        p.dtype == torch.float32 for p in policy.parts["denoiser"].values()
+    )
     cond, x = policy.encode(tiny.PROMPTS), noise(policy, 2)
     v = policy.velocity(x, 0.5, cond, torch.arange(2))
     assert v.dtype == torch.float32
-    assert relative(v.detach(), tiny_reference(x)) < 0.15  # guidance 7 multiplies bf16 rounding by 13
+    assert (
+        relative(v.detach(), tiny_reference(x)) < 0.15
+    )  # guidance 7 multiplies bf16 rounding by 13
     check = policy.self_check()
     assert max(check.errors.values()) < check.tolerance < 0.11
 

@@ -20,18 +20,23 @@ def test_a_win_rate_is_the_share_of_the_others_that_are_exceeded():
 
 @pytest.mark.parametrize("values", ["distinct", "with ties"])
 def test_win_rates_of_a_group_have_mean_one_half(values):
-    """Spec 12.13: a group of G makes G (G - 1) / 2 comparisons, each of which gives one point, so the rates add up to G / 2."""
+    """Spec 12.13: a group of G makes G (G - 1) / 2 comparisons, each of which gives one point, so
+    the rates add up to G / 2."""
     group = torch.arange(5).repeat_interleave(8)
     r = torch.randn(40, generator=torch.Generator().manual_seed(0))
     r = r if values == "distinct" else r.round()
     rates = win_rate(r, group).view(5, 8)
     assert torch.allclose(rates.mean(1), torch.full((5,), 0.5), atol=1e-6)
-    assert torch.allclose((7 * rates).sum(1), torch.full((5,), 28.0), atol=1e-5) and float(rates.std(1).min()) > 0.2
+    assert (
+        torch.allclose((7 * rates).sum(1), torch.full((5,), 28.0), atol=1e-5)
+        and float(rates.std(1).min()) > 0.2
+    )
 
 
 @pytest.mark.parametrize("rule", ["leaf", "depth", "backup", "td", "siblings", "granular"])
 def test_every_credit_rule_starts_from_win_rates(rule):
-    """Credit is that of the win rates as rewards, so an increasing change of the reward is not seen; without the option it is."""
+    """Credit is that of the win rates as rewards, so an increasing change of the reward is not
+    seen; without the option it is."""
     plan = {"plan": "granular", "tree": {"steps": (0, 3), "children": 4, "strides": (1, 2)}}
     tree = {"plan": "tree", "tree": {"children": 3}, "window": {"schedule": "frozen", "size": 2}}
     options = {"credit": rule, **(plan if rule == "granular" else tree)}
@@ -39,7 +44,9 @@ def test_every_credit_rule_starts_from_win_rates(rule):
     r = torch.randn(len(rollout.leaf), generator=torch.Generator().manual_seed(0))
 
     def credit(values, outcome):
-        return advantages_of(GRPO(GRPO.Config(**options, outcome=outcome)), rollout, rewards_of(values)).transition
+        return advantages_of(
+            GRPO(GRPO.Config(**options, outcome=outcome)), rollout, rewards_of(values)
+        ).transition
 
     got = credit(r, "win_rate")
     assert torch.equal(got, credit(r.exp() * 100, "win_rate")) and float(got.abs().max()) > 0.5
@@ -69,9 +76,15 @@ def test_the_option_puts_win_rates_before_the_z_score():
 def test_with_several_rewards_each_has_its_own_win_rate():
     a, b = torch.tensor([1.0, 2, 3]), torch.tensor([1000.0, 3, 2])
     group = torch.zeros(3, dtype=torch.int64)
-    rewards = replace(rewards_of([0.0, 0, 0]), raw={"a": a, "b": b}, weights={"a": 1.0, "b": 2.0}, total=a + 2 * b)
-    adv = GRPO(GRPO.Config(outcome="win_rate", combine="advantages")).leaf_advantages(rewards, group)
-    expected = group_relative(torch.tensor([0, 0.5, 1]), group) + 2 * group_relative(torch.tensor([1, 0.5, 0]), group)
+    rewards = replace(
+        rewards_of([0.0, 0, 0]), raw={"a": a, "b": b}, weights={"a": 1.0, "b": 2.0}, total=a + 2 * b
+    )
+    adv = GRPO(GRPO.Config(outcome="win_rate", combine="advantages")).leaf_advantages(
+        rewards, group
+    )
+    expected = group_relative(torch.tensor([0, 0.5, 1]), group) + 2 * group_relative(
+        torch.tensor([1, 0.5, 0]), group
+    )
     assert torch.allclose(adv, expected, atol=1e-6)
 
 
@@ -80,12 +93,19 @@ def test_it_is_the_reward_win_rate_of_a_judge_that_goes_by_the_score():
     context = MediaContext(meta=[{}] * 7, group=GROUP)
     prompts = [f"prompt {g}" for g in GROUP.tolist()]
     judged = score(media, prompts, {"win_rate": load("win_rate", judge="jpeg")}, context).total
-    assert torch.allclose(judged, win_rate(score(media, prompts, {"jpeg": 1.0}, context).total, GROUP))
+    assert torch.allclose(
+        judged, win_rate(score(media, prompts, {"jpeg": 1.0}, context).total, GROUP)
+    )
 
 
 def test_the_config_is_grpo_with_win_rates():
     cfg = load_config(None, ["algorithm=pref_grpo", "reward=jpeg"])
-    assert (cfg.algorithm["name"], cfg.algorithm["outcome"], cfg.sampler.steps, cfg.batch.group) == ("grpo", "win_rate", 25, 8)
+    assert (
+        cfg.algorithm["name"],
+        cfg.algorithm["outcome"],
+        cfg.sampler.steps,
+        cfg.batch.group,
+    ) == ("grpo", "win_rate", 25, 8)
 
 
 def test_what_another_reward_could_not_judge_enters_no_win_rate():

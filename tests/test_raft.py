@@ -1,4 +1,5 @@
-"""RAFT and reward-weighted regression: who is trained with which weight, that the loss is plain flow matching, and learning."""
+"""RAFT and reward-weighted regression: who is trained with which weight, that the loss is plain
+flow matching, and learning."""
 
 import math
 
@@ -23,7 +24,11 @@ def test_the_best_of_each_group_is_trained_with_weight_one(draws):
     _, rollout, advantages, rows = prepared(make(steps=draws))
     best = [int(advantages.leaf[rollout.group == g].argmax()) + 8 * g for g in range(3)]
     assert samples(rollout, rows) == [i for i in best for _ in range(draws)]
-    assert bool((rows.weight == 1).all()) and float(rows.weight.sum()) == 3 * draws and bool((rows.adv > 0).all())
+    assert (
+        bool((rows.weight == 1).all())
+        and float(rows.weight.sum()) == 3 * draws
+        and bool((rows.adv > 0).all())
+    )
 
 
 def test_the_first_of_equal_samples_is_taken_and_groups_without_a_difference_are_dropped():
@@ -43,7 +48,8 @@ def test_a_tie_is_taken_in_the_order_of_the_batch_however_large_the_group():
 
 
 def test_with_all_of_a_group_kept_it_is_self_distillation():
-    """top = K: every sample with weight 1, whatever its reward: plain flow matching on the policy's own samples."""
+    """top = K: every sample with weight 1, whatever its reward: plain flow matching on the policy's
+    own samples."""
     algorithm = make(top=8)
     policy, rollout, _, rows = prepared(algorithm, ToyPolicy(0.3))
     assert sorted(samples(rollout, rows)) == sorted(list(range(24)) * 2)
@@ -62,26 +68,36 @@ def test_a_single_sample_has_nothing_to_be_better_than():
 
 
 def test_reward_weighted_regression_weighs_by_softmax_within_a_group_at_each_draw():
-    """Advantages -1.2247, 0, 1.2247 (the root of 1.5), temperature 2; weights add up to groups x draws."""
+    """Advantages -1.2247, 0, 1.2247 (the root of 1.5), temperature 2; weights add up to groups x
+    draws."""
     algorithm = make(select="softmax", temperature=2.0, eps=0.0)
-    _, rollout, _, rows = prepared(algorithm, reward=torch.tensor([0.0, 1, 2, 5, 5, 5, 10, 30, 20]), copies=3)
+    _, rollout, _, rows = prepared(
+        algorithm, reward=torch.tensor([0.0, 1, 2, 5, 5, 5, 10, 30, 20]), copies=3
+    )
     e = [math.exp(a * 1.5**0.5 / 2) for a in (-1, 0, 1)]
     low, mid, high = (value / sum(e) for value in e)
     assert samples(rollout, rows) == [0, 0, 1, 1, 2, 2, 6, 6, 7, 7, 8, 8]
-    assert rows.weight.tolist() == pytest.approx([low, low, mid, mid, high, high, low, low, high, high, mid, mid], rel=1e-5)
+    assert rows.weight.tolist() == pytest.approx(
+        [low, low, mid, mid, high, high, low, low, high, high, mid, mid], rel=1e-5
+    )
     assert float(rows.weight.sum()) == pytest.approx(2 * 2)
 
 
 def test_a_cold_softmax_is_the_best_sample_and_a_hot_one_is_even():
     reward = torch.tensor([0.0, 1, 2, 9])
-    cold = prepared(make(select="softmax", temperature=1e-3, steps=1), reward=reward, copies=4, prompts=1)[3]
+    cold = prepared(
+        make(select="softmax", temperature=1e-3, steps=1), reward=reward, copies=4, prompts=1
+    )[3]
     assert cold.weight.tolist() == [1.0] and cold.adv.item() > 1  # the others are not trained
-    hot = prepared(make(select="softmax", temperature=1e6, steps=1), reward=reward, copies=4, prompts=1)[3]
+    hot = prepared(
+        make(select="softmax", temperature=1e6, steps=1), reward=reward, copies=4, prompts=1
+    )[3]
     assert hot.weight.tolist() == pytest.approx([0.25] * 4, rel=1e-4)
 
 
 def test_samples_without_weight_are_not_trained():
-    """Two of eight good: at a low temperature they share the weight, and the other six would cost as much as they do."""
+    """Two of eight good: at a low temperature they share the weight, and the other six would cost
+    as much as they do."""
     reward = torch.tensor([1.0, 1, 0, 0, 0, 0, 0, 0] * 3)
     _, rollout, _, rows = prepared(make(select="softmax", temperature=0.2), reward=reward)
     assert set(samples(rollout, rows)) == {0, 1, 8, 9, 16, 17}
@@ -92,7 +108,10 @@ def test_samples_without_weight_are_not_trained():
 
 def test_weights_of_groups_do_not_depend_on_the_rewards_scale():
     reward = torch.rand(24)
-    small, large = (prepared(make(select="softmax", eps=0.0), reward=scale * reward)[3] for scale in (1.0, 1000.0))
+    small, large = (
+        prepared(make(select="softmax", eps=0.0), reward=scale * reward)[3]
+        for scale in (1.0, 1000.0)
+    )
     assert torch.allclose(small.weight, large.weight, rtol=1e-3)
 
 
@@ -102,12 +121,21 @@ def test_the_gradient_is_the_weighted_errors():
     loss, got = backward(algorithm, policy, rollout, rows)
     policy.zero_grad()
     _, x, _, u = noised(rollout, rows)
-    (rows.weight * (policy.velocity(x, rows.sigma, None, rows.prompt) - u).square().mean(1)).sum().backward()
+    (
+        rows.weight * (policy.velocity(x, rows.sigma, None, rows.prompt) - u).square().mean(1)
+    ).sum().backward()
     expected = torch.cat([p.grad.flatten() for p in policy.net.parameters()])
     assert torch.allclose(got, expected, rtol=1e-5, atol=1e-6) and expected.abs().max() > 0.1
 
 
-@pytest.mark.parametrize("options", [{}, {"select": "softmax", "temperature": 0.5}, {"top": 4, "levels": "schedule", "kl_weight": 1e-3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"select": "softmax", "temperature": 0.5},
+        {"top": 4, "levels": "schedule", "kl_weight": 1e-3},
+    ],
+)
 def test_a_toy_flow_learns(options):
     history = learn(make(**options), iterations=30)
     assert sum(history[:3]) / 3 < -1.8 and sum(history[-5:]) / 5 > -1.2
@@ -116,4 +144,8 @@ def test_a_toy_flow_learns(options):
 def test_no_more_rows_are_announced_than_are_trained():
     _, rollout, _, rows = prepared(make(top=3), reward=torch.arange(24.0))
     assert len(rows) == 3 * make(top=3).most_rows(rollout.plan, 8) == 3 * 3 * 2
-    assert make(top=9).most_rows(rollout.plan, 8) == 8 * 2 == make(select="softmax").most_rows(rollout.plan, 8)
+    assert (
+        make(top=9).most_rows(rollout.plan, 8)
+        == 8 * 2
+        == make(select="softmax").most_rows(rollout.plan, 8)
+    )

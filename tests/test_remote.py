@@ -1,4 +1,5 @@
-"""The remote reward: the scores of the server bit for bit, its journal, its settings. When it dies: test_remote_dead.py."""
+"""The remote reward: the scores of the server bit for bit, its journal, its settings. When it dies:
+test_remote_dead.py."""
 
 import math
 import threading
@@ -41,7 +42,9 @@ def media():
 # --- scores
 
 
-@pytest.mark.parametrize("settings", [{}, {"batch": 1, "concurrency": 3}, {"batch": 3, "concurrency": 1}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"batch": 1, "concurrency": 3}, {"batch": 3, "concurrency": 1}]
+)
 def test_scores_equal_local_ones_bit_for_bit(settings):
     prompts = list(all_prompts()[:6])
     texts, context = [prompt["prompt"] for prompt in prompts], MediaContext(meta=prompts)
@@ -51,14 +54,18 @@ def test_scores_equal_local_ones_bit_for_bit(settings):
     with serving(chosen) as server:
         assert torch.equal(remote(server, **settings)(images, texts, context), local.total)
         for label in chosen:
-            assert torch.equal(remote(server, reward=label, **settings)(images, texts, context), local.raw[label])
+            assert torch.equal(
+                remote(server, reward=label, **settings)(images, texts, context), local.raw[label]
+            )
 
 
 def test_videos_are_scored_too(media):
     video = torch.rand(3, 2, 3, 8, 8)
     with serving({"jpeg": 1.0}) as server:
         for clip in (video, (video * 255).round() / 255):
-            assert torch.equal(remote(server)(clip, PROMPTS[:3]), rewards.load("jpeg")(clip, PROMPTS[:3]))
+            assert torch.equal(
+                remote(server)(clip, PROMPTS[:3]), rewards.load("jpeg")(clip, PROMPTS[:3])
+            )
 
 
 class Bytes(rewards.Reward):
@@ -75,12 +82,16 @@ class Bytes(rewards.Reward):
 
 def test_bytes_are_sent_where_the_reward_rounds_or_the_user_says_so(media):
     sent = []
-    with serving({"rounds": {"reward": Bytes()}, "reads": {"reward": Bytes(Bytes.Settings(rounding=False))}}) as server:
+    with serving(
+        {"rounds": {"reward": Bytes()}, "reads": {"reward": Bytes(Bytes.Settings(rounding=False))}}
+    ) as server:
         unpack = server.service.job
         server.service.job = lambda question: sent.append(question.media) or unpack(question)
         assert torch.equal(remote(server, reward="rounds")(media, PROMPTS), Bytes()(media, PROMPTS))
         assert torch.equal(remote(server, reward="reads")(media, PROMPTS), media.flatten(1).mean(1))
-        assert torch.equal(remote(server, reward="reads", pixels="bytes")(media, PROMPTS), Bytes()(media, PROMPTS))
+        assert torch.equal(
+            remote(server, reward="reads", pixels="bytes")(media, PROMPTS), Bytes()(media, PROMPTS)
+        )
     assert [type(record).__name__ for record in sent] == ["Pngs", "Numbers", "Pngs"]
 
 
@@ -88,8 +99,17 @@ def test_it_adopts_what_the_server_states():
     with serving({"shapes": 1.0, "jpeg": {"quality": 80}}) as server:
         total, jpeg = remote(server), remote(server, reward="jpeg")
     assert (total.needs, total.reads, total.name) == ({"meta"}, {"include"}, "remote")
-    assert total.scale.startswith("1 x shapes (0 to 1") and jpeg.scale == "minus kilobytes at JPEG quality 80, divided by 500"
-    assert (jpeg.needs, jpeg.reads, jpeg.reads_prompt, jpeg.video, jpeg.differentiable) == (set(), set(), False, "yes", False)
+    assert (
+        total.scale.startswith("1 x shapes (0 to 1")
+        and jpeg.scale == "minus kilobytes at JPEG quality 80, divided by 500"
+    )
+    assert (jpeg.needs, jpeg.reads, jpeg.reads_prompt, jpeg.video, jpeg.differentiable) == (
+        set(),
+        set(),
+        False,
+        "yes",
+        False,
+    )
 
 
 def test_groups_stay_whole(media):
@@ -97,7 +117,12 @@ def test_groups_stay_whole(media):
 
     def rank(media, prompts, context):
         seen.append(context.group.tolist())
-        return torch.cat([brightness(media, prompts)[context.group == g].argsort().argsort().float() for g in context.group.unique()])
+        return torch.cat(
+            [
+                brightness(media, prompts)[context.group == g].argsort().argsort().float()
+                for g in context.group.unique()
+            ]
+        )
 
     rank.needs = {"group"}
     group = torch.tensor([3, 3, 3, 1, 1, 2, 2, 2])
@@ -105,7 +130,11 @@ def test_groups_stay_whole(media):
     with serving({"rank": rank}) as server:
         out = remote(server, batch=4, concurrency=1)(images, texts, MediaContext(group=group))
     assert seen == [[3, 3, 3], [1, 1], [2, 2, 2]] or seen == [[3, 3, 3], [1, 1, 2, 2, 2]]
-    assert out.tolist() == [v for rows in (slice(0, 3), slice(3, 5), slice(5, 8)) for v in brightness(images[rows], 0).argsort().argsort()]
+    assert out.tolist() == [
+        v
+        for rows in (slice(0, 3), slice(3, 5), slice(5, 8))
+        for v in brightness(images[rows], 0).argsort().argsort()
+    ]
 
 
 def test_requests_keep_to_what_the_server_takes():
@@ -129,13 +158,16 @@ def test_a_sample_that_fails_is_nan_with_the_servers_message_and_never_zero(medi
     with serving({"picky": picky}) as server:
         reward = remote(server)
         out = reward(media, PROMPTS)
-        assert out.isnan().tolist() == [False, True, False, False] and torch.equal(out[[0, 2, 3]], brightness(media, 0)[[0, 2, 3]])
+        assert out.isnan().tolist() == [False, True, False, False] and torch.equal(
+            out[[0, 2, 3]], brightness(media, 0)[[0, 2, 3]]
+        )
         assert reward.problem.startswith("sample 1: picky: OSError: no dogs")
         assert reward(media[:1], PROMPTS[:1]).isfinite().all() and reward.problem is None
 
 
 def test_many_clients_at_once_lose_duplicate_and_mix_nothing():
-    """16 clients of 20 pictures, each its own picture and prompt; scripts/bench_server.py asks with 64 of 200."""
+    """16 clients of 20 pictures, each its own picture and prompt; scripts/bench_server.py asks with
+    64 of 200."""
     images = torch.rand(16, 20, 3, 8, 8)
     with serving({"light": brightness, "jpeg": 1.0}) as server:
 
@@ -146,7 +178,10 @@ def test_many_clients_at_once_lose_duplicate_and_mix_nothing():
         with ThreadPoolExecutor(16) as pool:
             out = torch.stack(list(pool.map(client, range(16))))
         assert server.service.scored == 320
-    assert torch.equal(out, brightness(images.flatten(0, 1), 0).view(16, 20)) and len(set(out.flatten().tolist())) == 320
+    assert (
+        torch.equal(out, brightness(images.flatten(0, 1), 0).view(16, 20))
+        and len(set(out.flatten().tolist())) == 320
+    )
 
 
 # --- the journal
@@ -159,11 +194,16 @@ def test_what_the_journal_holds_is_not_asked_for_again(media, tmp_path):
         assert server.service.scored == 4
         again = remote(server, reward="light", journal=path)
         assert torch.equal(again(media, PROMPTS), first) and server.service.scored == 4
-        assert torch.equal(again(torch.cat([media[2:], 1 - media[:1]]), [*PROMPTS[2:], "new"])[:2], first[2:])
+        assert torch.equal(
+            again(torch.cat([media[2:], 1 - media[:1]]), [*PROMPTS[2:], "new"])[:2], first[2:]
+        )
         assert server.service.scored == 5  # only the new one
         other = remote(server, reward="jpeg")
         other.journal = Journal(path)  # as the owner of a run gives it
-        assert torch.equal(other(media, PROMPTS), rewards.load("jpeg")(media, PROMPTS)) and server.service.scored == 9
+        assert (
+            torch.equal(other(media, PROMPTS), rewards.load("jpeg")(media, PROMPTS))
+            and server.service.scored == 9
+        )
 
 
 def test_scores_received_before_the_server_died_are_kept(media, tmp_path):
@@ -197,8 +237,15 @@ def test_uncached_asks_again_for_what_the_journal_holds(media, tmp_path):
 
 def test_failed_samples_are_not_journalled(media, tmp_path):
     path = tmp_path / "scores.jsonl"
-    with serving({"nan": lambda m, p, c: torch.where(torch.arange(len(p)) == 1, math.nan, 1.0)}) as server:
-        assert remote(server, journal=str(path))(media, PROMPTS).isnan().tolist() == [False, True, False, False]
+    with serving(
+        {"nan": lambda m, p, c: torch.where(torch.arange(len(p)) == 1, math.nan, 1.0)}
+    ) as server:
+        assert remote(server, journal=str(path))(media, PROMPTS).isnan().tolist() == [
+            False,
+            True,
+            False,
+            False,
+        ]
     assert len(Journal(path).scores) == 3
 
 
@@ -210,11 +257,18 @@ def test_the_right_token_opens_and_a_wrong_one_is_a_sentence(media, monkeypatch)
     monkeypatch.setenv("WRONG_TOKEN", "secret")
     monkeypatch.delenv("NO_TOKEN", raising=False)
     with serving({"light": brightness}, token_env="SERVER_TOKEN") as server:
-        assert torch.equal(remote(server, token_env="SERVER_TOKEN")(media, PROMPTS), brightness(media, 0))
-        for variable, said in (("WRONG_TOKEN", "it wants another token"), (None, "it wants a token; name the variable")):
+        assert torch.equal(
+            remote(server, token_env="SERVER_TOKEN")(media, PROMPTS), brightness(media, 0)
+        )
+        for variable, said in (
+            ("WRONG_TOKEN", "it wants another token"),
+            (None, "it wants a token; name the variable"),
+        ):
             with pytest.raises(ValueError, match=said):
                 remote(server, token_env=variable)
-        with pytest.raises(ValueError, match="token_env=NO_TOKEN: this environment variable is empty or not set"):
+        with pytest.raises(
+            ValueError, match="token_env=NO_TOKEN: this environment variable is empty or not set"
+        ):
             remote(server, token_env="NO_TOKEN")
 
 
@@ -225,9 +279,14 @@ def test_an_address_that_is_none_is_a_sentence(url):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ValueError, match=r'"url" is missing; give remote.url=VALUE .Address of the server, as http://127'):
+    with pytest.raises(
+        ValueError,
+        match=r'"url" is missing; give remote.url=VALUE .Address of the server, as http://127',
+    ):
         rewards.load("remote")
-    with pytest.raises(ValueError, match='batch=0.*unknown setting "time_out"; did you mean "timeout"'):
+    with pytest.raises(
+        ValueError, match='batch=0.*unknown setting "time_out"; did you mean "timeout"'
+    ):
         rewards.load("remote", url="http://127.0.0.1:1", batch=0, time_out=1)
     assert all(field.description for field in Remote.Settings.model_fields.values())
 

@@ -1,4 +1,5 @@
-"""A reward server that dies or answers nonsense: no sample is lost, none becomes a zero, and the run stops with one sentence."""
+"""A reward server that dies or answers nonsense: no sample is lost, none becomes a zero, and the
+run stops with one sentence."""
 
 import contextlib
 import http.server
@@ -48,7 +49,8 @@ def _serve(port):
 
 @contextlib.contextmanager
 def child(port):
-    """A server in a process of its own; a fork, because a fresh interpreter takes seconds to import torch."""
+    """A server in a process of its own; a fork, because a fresh interpreter takes seconds to import
+    torch."""
     process = multiprocessing.get_context("fork").Process(target=_serve, args=(port,), daemon=True)
     process.start()
     try:
@@ -65,7 +67,8 @@ def free_port():
 
 @contextlib.contextmanager
 def killed_once(port, after):
-    """A server that gets SIGKILL when it has scored `after` samples, and is started again a little later."""
+    """A server that gets SIGKILL when it has scored `after` samples, and is started again a little
+    later."""
     done = threading.Event()
 
     def supervise():
@@ -110,28 +113,54 @@ def test_a_server_that_is_killed_and_started_again_loses_no_sample(transport, ca
         out = reward(images, ["a cat"] * 60)
     assert killed and torch.equal(out, rewards.load("jpeg")(images, ["a cat"] * 60))
     said = [record.message for record in caplog.records if str(port) in record.message]
-    assert "does not answer" in said[0] and "trying again for 60 s" in said[0] and "answers again" in said[-1]
+    assert (
+        "does not answer" in said[0]
+        and "trying again for 60 s" in said[0]
+        and "answers again" in said[-1]
+    )
 
 
 def far(output, url, **changes):
     """A small training run whose reward, called jpeg, is elsewhere."""
-    return small.config(output, iterations="2", data__eval="null", reward__jpeg__name="remote", reward__jpeg__url=url, **changes)
+    return small.config(
+        output,
+        iterations="2",
+        data__eval="null",
+        reward__jpeg__name="remote",
+        reward__jpeg__url=url,
+        **changes,
+    )
 
 
 @pytest.fixture(scope="module")
 def local_run(tmp_path_factory):
     torch.set_num_threads(1)
-    return small.trainer(tmp_path_factory.mktemp("local") / "run", iterations="2", data__eval="null").run().path
+    return (
+        small.trainer(tmp_path_factory.mktemp("local") / "run", iterations="2", data__eval="null")
+        .run()
+        .path
+    )
 
 
-def test_a_training_run_whose_server_is_killed_meanwhile_equals_the_local_one(transport, local_run, tmp_path):
+def test_a_training_run_whose_server_is_killed_meanwhile_equals_the_local_one(
+    transport, local_run, tmp_path
+):
     port = free_port()
     with killed_once(port, after=3) as killed:
-        run = Trainer(far(tmp_path / "run", f"http://127.0.0.1:{port}", reward__jpeg__wait="60", reward__jpeg__batch="1")).run()
+        run = Trainer(
+            far(
+                tmp_path / "run",
+                f"http://127.0.0.1:{port}",
+                reward__jpeg__wait="60",
+                reward__jpeg__batch="1",
+            )
+        ).run()
     assert killed and small.numbers(run.path) == small.numbers(local_run)
 
 
-def test_a_training_run_whose_server_stays_dead_stops_and_resumes_as_if_nothing_had_happened(local_run, tmp_path):
+def test_a_training_run_whose_server_stays_dead_stops_and_resumes_as_if_nothing_had_happened(
+    local_run, tmp_path
+):
     dead, seen, jpeg = threading.Event(), [], rewards.load("jpeg")
 
     def dying(media, prompts, context=None):
@@ -143,15 +172,25 @@ def test_a_training_run_whose_server_stays_dead_stops_and_resumes_as_if_nothing_
 
     journal = str(tmp_path / "run" / "scores.jsonl")
     with Server({"jpeg": {"reward": dying}}, port=0, max_batch=1, device="cpu") as server:
-        changes = {"reward__jpeg__wait": "0", "reward__jpeg__batch": "1", "reward__jpeg__journal": journal, "guard__canaries": "false"}
+        changes = {
+            "reward__jpeg__wait": "0",
+            "reward__jpeg__batch": "1",
+            "reward__jpeg__journal": journal,
+            "guard__canaries": "false",
+        }
         cfg = far(tmp_path / "run", server.url, **changes)
-        with pytest.raises(RewardUnavailable, match="answered 503: gone.*resume the run with `flowrl train --resume RUN`"):
+        with pytest.raises(
+            RewardUnavailable,
+            match="answered 503: gone.*resume the run with `flowrl train --resume RUN`",
+        ):
             Trainer(cfg).run()
         assert len(small.lines(tmp_path / "run")) == 1 and len(Journal(journal).scores) == 6
         dead.clear()
         seen.append("the seventh is let through")
         Trainer(cfg, resume=tmp_path / "run").run()
-    assert small.numbers(tmp_path / "run") == small.numbers(local_run) and len(seen) == 8 + 1  # none was asked for twice
+    assert (
+        small.numbers(tmp_path / "run") == small.numbers(local_run) and len(seen) == 8 + 1
+    )  # none was asked for twice
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.5])
@@ -162,11 +201,16 @@ def test_a_server_that_stays_dead_is_one_sentence_after_the_wait(media, wait):
     with pytest.raises(RewardUnavailable) as error:
         rewards.score(media, PROMPTS, {"remote": {"reward": reward}})
     assert wait <= time.monotonic() - began < wait + 2
-    assert str(error.value) == (
-        f"the reward server {server.url} does not answer (ConnectError: [Errno 111] Connection refused; tried for {wait:g} s): start it "
-        "with `flowrl serve`, then resume the run with `flowrl train --resume RUN`; no sample was counted as failed"
+    assert (
+        str(error.value)
+        == f"the reward server {server.url} does not answer (ConnectError: [Errno 111] Connection"
+        f" refused; tried for {wait:g} s): start it with `flowrl serve`, then resume the run"
+        " with `flowrl train --resume RUN`; no sample was counted as failed"
     )
-    with pytest.raises(RewardUnavailable, match="does not answer.*start it with `flowrl serve REWARD`, or correct reward.remote.url"):
+    with pytest.raises(
+        RewardUnavailable,
+        match="does not answer.*start it with `flowrl serve REWARD`, or correct reward.remote.url",
+    ):
         rewards.load("remote", url=server.url, wait=0)
 
 
@@ -175,7 +219,8 @@ def test_a_server_that_stays_dead_is_one_sentence_after_the_wait(media, wait):
 
 @contextlib.contextmanager
 def scripted(answer):
-    """An HTTP server; answer(path, body) -> (status, text), or (status, a function that writes the whole answer to a file)."""
+    """An HTTP server; answer(path, body) -> (status, text), or (status, a function that writes the
+    whole answer to a file)."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -208,28 +253,56 @@ def scripted(answer):
 
 
 def about(**changes):
-    served = {"scale": "s", "needs": [], "reads": [], "reads_prompt": False, "video": "yes", "rounds": False, "weight": 1.0}
-    record = {"protocol": 1, "flowrl": "0", "version": "v", "rewards": {"jpeg": served}, "total": served, "max_mb": 1.0, "max_samples": 9}
+    served = {
+        "scale": "s",
+        "needs": [],
+        "reads": [],
+        "reads_prompt": False,
+        "video": "yes",
+        "rounds": False,
+        "weight": 1.0,
+    }
+    record = {
+        "protocol": 1,
+        "flowrl": "0",
+        "version": "v",
+        "rewards": {"jpeg": served},
+        "total": served,
+        "max_mb": 1.0,
+        "max_samples": 9,
+    }
     return json.dumps(record | changes)
 
 
 def reply(body, **changes):
     asked = json.loads(body)
     count = len(asked["prompts"])
-    record = {"id": asked["id"], "version": "v", "scores": [0.5] * count, "parts": {}, "errors": [None] * count}
+    record = {
+        "id": asked["id"],
+        "version": "v",
+        "scores": [0.5] * count,
+        "parts": {},
+        "errors": [None] * count,
+    }
     return json.dumps(record | changes)
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((200, "<html>hello</html>"), "answered what no flowrl server of protocol 1 does: '<html>hello</html>'"),
+        (
+            (200, "<html>hello</html>"),
+            "answered what no flowrl server of protocol 1 does: '<html>hello</html>'",
+        ),
         ((200, "{}"), "answered what no flowrl server"),
         ((200, ""), "answered what no flowrl server"),
         ((404, "nothing here"), "it answered 404; is it a flowrl server?"),
         ((401, ""), "it wants a token; name the variable that holds it in token_env"),
         ((302, ""), "it answered 302; is it a flowrl server?"),
-        ((200, about(protocol=2)), "it speaks protocol 2, this client 1; install one version of flowrl on both"),
+        (
+            (200, about(protocol=2)),
+            "it speaks protocol 2, this client 1; install one version of flowrl on both",
+        ),
         ((200, about(rewards={})), 'it does not serve "jpeg"'),
     ],
 )
@@ -243,20 +316,34 @@ def test_a_server_that_is_none_of_ours_is_a_sentence_at_the_start(answer, said):
     ("answer", "said"),
     [
         (lambda body: (200, "<html>"), "answered what no flowrl server"),
-        (lambda body: (200, reply(body, id="other")), "it answered another request than the one it was asked"),
-        (lambda body: (200, reply(body, scores=[0.5])), r"another request than the one it was asked \(1 scores for 4\)"),
+        (
+            lambda body: (200, reply(body, id="other")),
+            "it answered another request than the one it was asked",
+        ),
+        (
+            lambda body: (200, reply(body, scores=[0.5])),
+            r"another request than the one it was asked \(1 scores for 4\)",
+        ),
         (lambda body: (200, reply(body, scores=["0.5"] * 4)), "answered what no flowrl server"),
         (lambda body: (200, reply(body).replace("0.5", "NaN")), "answered what no flowrl server"),
-        (lambda body: (200, reply(body, version="w")), "now serves other rewards or settings than when this run started"),
+        (
+            lambda body: (200, reply(body, version="w")),
+            "now serves other rewards or settings than when this run started",
+        ),
         (lambda body: (401, ""), "it wants a token"),
         (lambda body: (413, '{"detail": "too much"}'), "it answered 413: too much"),
-        (lambda body: (500, '{"detail": "OutOfMemoryError: no"}'), "it answered 500: OutOfMemoryError: no"),
+        (
+            lambda body: (500, '{"detail": "OutOfMemoryError: no"}'),
+            "it answered 500: OutOfMemoryError: no",
+        ),
     ],
 )
 def test_garbage_in_the_middle_of_a_run_stops_it_and_gives_no_score(media, answer, said):
     with scripted(lambda path, body: answer(body) if path == "/score" else (200, about())) as url:
         reward = rewards.load("remote", url=url, wait=0)
-        with pytest.raises(RewardUnavailable, match=f"the reward server {url} .*{said}.*resume the run"):
+        with pytest.raises(
+            RewardUnavailable, match=f"the reward server {url} .*{said}.*resume the run"
+        ):
             rewards.score(media, PROMPTS, {"remote": {"reward": reward}})
 
 
@@ -268,7 +355,10 @@ def test_a_request_that_is_refused_for_its_samples_fails_those_samples(media):
 
     with scripted(strict) as url:
         out = rewards.score(media, PROMPTS, {"remote": {"reward": rewards.load("remote", url=url)}})
-    assert out.valid.tolist() == [True, False, True, True] and "the reward server refused a request: no dogs" in out.errors[0]
+    assert (
+        out.valid.tolist() == [True, False, True, True]
+        and "the reward server refused a request: no dogs" in out.errors[0]
+    )
 
 
 def test_a_busy_server_is_asked_again_until_it_answers(media):
@@ -276,7 +366,9 @@ def test_a_busy_server_is_asked_again_until_it_answers(media):
 
     def busy(path, body):
         asked.append(path)
-        return (503, "busy") if len(asked) % 3 else (200, reply(body) if path == "/score" else about())
+        return (
+            (503, "busy") if len(asked) % 3 else (200, reply(body) if path == "/score" else about())
+        )
 
     with scripted(busy) as url:
         assert rewards.load("remote", url=url, wait=30)(media, PROMPTS).tolist() == [0.5] * 4
@@ -294,7 +386,9 @@ def test_a_server_that_hangs_is_given_up_after_timeout_and_wait(media):
     with scripted(hang) as url:
         reward = rewards.load("remote", url=url, timeout=0.3, wait=0.1, batch=1, concurrency=2)
         began = time.monotonic()
-        with pytest.raises(RewardUnavailable, match=r"does not answer \(ReadTimeout: .*tried for 0.1 s\)"):
+        with pytest.raises(
+            RewardUnavailable, match=r"does not answer \(ReadTimeout: .*tried for 0.1 s\)"
+        ):
             reward(media, PROMPTS)
         assert time.monotonic() - began < 3
         leave.set()
@@ -307,12 +401,22 @@ def test_a_bug_of_the_served_reward_is_told_at_once(media):
     with Server({"liar": lambda m, p, c: torch.zeros(7)}, port=0, device="cpu") as server:
         reward = rewards.load("remote", url=server.url, wait=300, batch=1)
         began = time.monotonic()
-        with pytest.raises(RewardBug, match=f'that {server.url} serves has a fault: reward "liar" returned a float32 tensor of shape'):
+        with pytest.raises(
+            RewardBug,
+            match=(
+                f'that {server.url} serves has a fault: reward "liar" returned a float32 tensor of'
+                " shape"
+            ),
+        ):
             rewards.score(media, PROMPTS, {"remote": {"reward": reward}})
     assert time.monotonic() - began < 3
 
 
-@pytest.mark.parametrize("start", ["HTTP/1.1 200 OK\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"], ids=["head", "body"])
+@pytest.mark.parametrize(
+    "start",
+    ["HTTP/1.1 200 OK\r\n", "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"],
+    ids=["head", "body"],
+)
 def test_a_reply_that_drips_is_given_up_after_the_timeout_of_the_whole_request(media, start):
     leave = threading.Event()
 
@@ -334,7 +438,9 @@ def test_a_reply_without_end_is_not_collected(media, monkeypatch):
     monkeypatch.setattr(remote, "MOST_REPLY", 2**20)
     with scripted(lambda path, body: (200, "x" * 2**21 if path == "/score" else about())) as url:
         reward = rewards.load("remote", url=url, wait=5)
-        with pytest.raises(RewardUnavailable, match="its reply has more than 1 MiB, which no flowrl server sends"):
+        with pytest.raises(
+            RewardUnavailable, match="its reply has more than 1 MiB, which no flowrl server sends"
+        ):
             reward(media, PROMPTS)
 
 
@@ -375,7 +481,11 @@ def test_a_signal_waits_for_no_request_and_those_that_were_not_sent_stay_unsent(
     finally:
         signal.signal(signal.SIGALRM, before)
     time.sleep(3 * remote.GLANCE)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("remote") and not thread.daemon]  # none to wait for
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("remote") and not thread.daemon
+    ]  # none to wait for
     assert len(asked) == 3
 
 

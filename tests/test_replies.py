@@ -1,4 +1,5 @@
-"""Replies of judges: well-formed ones read as the references read them, broken ones are a miss and never a number."""
+"""Replies of judges: well-formed ones read as the references read them, broken ones are a miss and
+never a number."""
 
 import pytest
 
@@ -110,7 +111,11 @@ THREE = "Alignment Score (1-5): 2.4036\nCoherence Score (1-5): 3.0987\nStyle Sco
 
 def test_three_named_scores_are_read_and_missing_ones_left_out():
     names = ["Alignment", "Coherence", "Style", "Physics"]
-    assert r.named_scores(THREE, names) == {"alignment": 2.4036, "coherence": 3.0987, "style": 3.3889}
+    assert r.named_scores(THREE, names) == {
+        "alignment": 2.4036,
+        "coherence": 3.0987,
+        "style": 3.3889,
+    }
     assert r.named_scores("**Style Score:** 3/5", names) == {"style": 3.0}
     assert r.named_scores("Alignment Score (1-5): X\nStyle Score (1-5):", names) == {}
     assert r.named_scores("Alignment Score:\n Image 1: 0.4\n Image 2: 0.6", names) == {}
@@ -123,7 +128,11 @@ def test_three_named_scores_are_read_and_missing_ones_left_out():
 def test_labels_are_not_found_inside_longer_words():
     text = "visual quality: 4\ntemporal consistency: 3\nfactual consistency: 2\n"
     labels = ("visual quality", "temporal consistency", "dynamic degree", "factual consistency")
-    assert r.labelled_scores(text, labels, 1, 4) == {"visual quality": 4, "temporal consistency": 3, "factual consistency": 2}
+    assert r.labelled_scores(text, labels, 1, 4) == {
+        "visual quality": 4,
+        "temporal consistency": 3,
+        "factual consistency": 2,
+    }
     assert r.labelled_scores("META = 1, OA = 2", ["TA", "OA"], 0, 2) == {"OA": 2}
 
 
@@ -218,7 +227,13 @@ def test_a_verdict_that_says_nothing_or_two_things_is_a_miss(text):
 @pytest.mark.parametrize(
     ("text", "p"),
     [
-        ("<think>Image 2 is better in colour. Total 39 to 31.</think>\n<answer>Image 1 is better</answer>", 1.0),
+        (
+            (
+                "<think>Image 2 is better in colour. Total 39 to 31.</think>\n<answer>Image 1 is"
+                " better</answer>"
+            ),
+            1.0,
+        ),
         ("<think>...</think><Answer>\nVideo 2 is better\n</Answer>", 0.0),
         ("<answer>Image 2</answer>", 0.0),
         ("<think>x</think><answer>Image 2 is better", 0.0),
@@ -233,7 +248,9 @@ def test_a_think_verdict_is_what_stands_in_the_answer_tags(text, p):
 @pytest.mark.parametrize(
     "text",
     [
-        "Image 1 is better",  # no tags: the reference falls back to the whole text, where image 1 wins whenever it is named
+        # no tags: the reference falls back to the whole text, where image 1 wins whenever it is
+        # named
+        "Image 1 is better",
         "<think>Image 1 is better</think>",
         "<answer></answer>",
         "<answer>Image 1 is",
@@ -247,12 +264,17 @@ def test_a_think_reply_without_one_answer_is_a_miss(text):
         r.tagged_verdict(text)
 
 
-PAIR = "Alignment Score:\n Image 1: 0.4357\n Image 2: 0.5643\n\nStyle Score:\n Image 1: 0.9\n Image 2: 0.1\n"
+PAIR = (
+    "Alignment Score:\n Image 1: 0.4357\n Image 2: 0.5643\n\nStyle Score:\n Image 1: 0.9\n Image 2:"
+    " 0.1\n"
+)
 
 
 def test_relative_scores_are_probabilities_of_the_first():
     assert r.pair_scores(PAIR, ["Alignment", "Style"]) == {"alignment": 0.4357, "style": 0.9}
-    assert r.pair_scores("**Style Score**: Video 1: 0.25, Video 2: 0.75", ["Style"]) == {"style": 0.25}
+    assert r.pair_scores("**Style Score**: Video 1: 0.25, Video 2: 0.75", ["Style"]) == {
+        "style": 0.25
+    }
     with pytest.raises(r.Unreadable, match="no Coherence Score of both"):
         r.pair_scores(PAIR, ["Alignment", "Coherence"])
     with pytest.raises(r.Unreadable, match="0.9 and 0.9 do not add up to 1"):
@@ -276,7 +298,10 @@ def test_flex_gives_the_winner_and_the_first_three_categories():
     assert r.flex(f"```json\n{FLEX[:-1]},\n}}\n```") == expected
     assert r.flex('{"winner": "Video 2"}') == {"overall": 0.0}
     assert r.flex('{"winner": "Tie", "categories": "none"}') == {"overall": 0.5}
-    assert r.flex('{"winner": 1, "categories": [{"cat_winner": "Image 1/2"}, 7]}') == {"category 1": None, "overall": 1.0}
+    assert r.flex('{"winner": 1, "categories": [{"cat_winner": "Image 1/2"}, 7]}') == {
+        "category 1": None,
+        "overall": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -302,8 +327,20 @@ def test_flex_without_one_winner_is_a_miss(text):
 @pytest.mark.parametrize(
     ("text", "frames"),
     [
-        ('<tool_call> { "name": "select_frames", "arguments": { "target_frames": [12, 16, 88] } } </tool_call>', [12, 16, 88]),
-        ('<think>hm</think><recommend answer>OA = 1</recommend answer>{"target_frames": [3, 3, 1]}', [3, 1]),
+        (
+            (
+                '<tool_call> { "name": "select_frames", "arguments": { "target_frames": [12, 16,'
+                " 88] } } </tool_call>"
+            ),
+            [12, 16, 88],
+        ),
+        (
+            (
+                '<think>hm</think><recommend answer>OA = 1</recommend answer>{"target_frames": [3,'
+                " 3, 1]}"
+            ),
+            [3, 1],
+        ),
         ('```json\n{"frames": [2.0, "5",]}\n```', [2, 5]),
         ('{"frames": 4}', [4]),
         ("<frames>3, 7 9</frames>", [3, 7, 9]),
@@ -342,6 +379,9 @@ def test_a_final_answer_ends_a_dialogue_and_a_provisional_one_does_not():
     assert r.final_answer("so \\boxed{1}", str) == "OA = 1"
     assert r.final_answer("\\boxed{1} <tool_call>{}</tool_call>", str) is None
     assert r.final_answer("\\boxed{1}, so \\boxed{1}", str) == "OA = 1"
-    for two in ("<answer>OA = 1</answer><answer>OA = 2</answer>", "\\boxed{1} is wrong, \\boxed{2}"):
+    for two in (
+        "<answer>OA = 1</answer><answer>OA = 2</answer>",
+        "\\boxed{1} is wrong, \\boxed{2}",
+    ):
         with pytest.raises(r.Unreadable, match="two different answers"):
             r.final_answer(two, str)

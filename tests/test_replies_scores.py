@@ -1,4 +1,5 @@
-"""Critiques with a score for each aspect, and scores made of token probabilities: well-formed ones, and broken ones, which are a miss."""
+"""Critiques with a score for each aspect, and scores made of token probabilities: well-formed ones,
+and broken ones, which are a miss."""
 
 import math
 
@@ -42,16 +43,29 @@ def test_aspects_are_clamped_and_found_in_other_layouts():
     """A number outside 1 to 4 is clamped, as the reference does; one on another scale is a miss."""
     bold = "**1. Text Faithfulness**\n**Score:** 7\n**2. Image Faithfulness:**\n### Score: 0.2\n"
     bold += "### 4. Text Rendering (if any)\n## Score: 3/4\n"
-    assert r.aspects(bold) == {"text_faithfulness": 4.0, "image_faithfulness": 1.0, "text_rendering": 3.0}
+    assert r.aspects(bold) == {
+        "text_faithfulness": 4.0,
+        "image_faithfulness": 1.0,
+        "text_rendering": 3.0,
+    }
     assert r.aspects("Text Faithfulness:\nwell. Score: 3\n") == {"text_faithfulness": 3.0}
-    assert r.aspects("1. Text Faithfulness:\n## Score: [ float score ]\n## Score: 2.5\n") == {"text_faithfulness": 2.5}
-    assert r.aspects("# Analysis\nText Faithfulness:\nA dog.\n# Judgement\nText Faithfulness:\n## Score: 2") == {"text_faithfulness": 2.0}
+    assert r.aspects("1. Text Faithfulness:\n## Score: [ float score ]\n## Score: 2.5\n") == {
+        "text_faithfulness": 2.5
+    }
+    assert r.aspects(
+        "# Analysis\nText Faithfulness:\nA dog.\n# Judgement\nText Faithfulness:\n## Score: 2"
+    ) == {"text_faithfulness": 2.0}
 
 
 def test_a_critique_that_was_cut_counts_only_with_its_summary():
     """Its first aspect alone would be the mean of all: 4 of 4 for a picture of bad quality."""
-    cut = "1. Text Faithfulness:\n## Score: 4\n2. Physical and Visual Quality:\n## Justification: cut of"
-    with pytest.raises(r.Unreadable, match='no number or N/A after "Score:" of Physical and Visual Quality'):
+    cut = (
+        "1. Text Faithfulness:\n## Score: 4\n2. Physical and Visual Quality:\n## Justification:"
+        " cut of"
+    )
+    with pytest.raises(
+        r.Unreadable, match='no number or N/A after "Score:" of Physical and Visual Quality'
+    ):
         r.aspects(cut)
     first = cut.partition("\n2.")[0]
     assert r.aspects(first) == {"text_faithfulness": 4.0}  # an aspect that is not named is as N/A
@@ -66,7 +80,10 @@ def test_a_critique_that_was_cut_counts_only_with_its_summary():
         "",
         "The image is fine.",
         "# Summary: 1. Text Faithfulness:\n## Score: 3",
-        "1. Text Faithfulness:\n## Score: N/A\n2. Physical and Visual Quality:\n## Score: n/a (none)",
+        (
+            "1. Text Faithfulness:\n## Score: N/A\n2. Physical and Visual Quality:\n## Score: n/a"
+            " (none)"
+        ),
         "1. Text Faithfulness:\n## Score: good",
         "1. Text Faithfulness:\n## Score: 3/10",
         "1. Text Faithfulness:\n## Score: 4\n2. Physical and Visual Quality:\n## Score: 2/10",
@@ -84,7 +101,10 @@ def test_a_critique_without_a_score_or_with_two_is_a_miss(text):
 def test_the_refined_request_keeps_its_lines_and_marks():
     assert r.refined_request(CRITIQUE) == "A red cube * 2 and a ball,\nlit from the left."
     assert r.refined_request("**Refined Request:** a dog\n# End") == "a dog"
-    assert r.refined_request("## Refined Request: N/A") is None and r.refined_request("## Refined Request:\n") is None
+    assert (
+        r.refined_request("## Refined Request: N/A") is None
+        and r.refined_request("## Refined Request:\n") is None
+    )
     assert r.refined_request("no such section") is None
 
 
@@ -96,10 +116,20 @@ def logs(**tokens):
 
 
 def test_the_expected_digit_is_renormalised_over_the_digits():
-    first = {"4": math.log(0.5), "5": math.log(0.25), " 3": math.log(0.05), "▁3": math.log(0.05), "The": math.log(0.1), "9": math.log(0.05)}
+    first = {
+        "4": math.log(0.5),
+        "5": math.log(0.25),
+        " 3": math.log(0.05),
+        "▁3": math.log(0.05),
+        "The": math.log(0.1),
+        "9": math.log(0.05),
+    }
     assert r.digit_mean(first, 5) == pytest.approx((4 * 0.5 + 5 * 0.25 + 3 * 0.1) / 0.85)
     assert r.digit_mean(logs(**{"0": 1.0}), 5) == 0.0  # a real 0, not a failure
-    with pytest.raises(r.Unreadable, match="first token has probability 0 to be a digit from 0 to 5; most likely are 'The' 0.9"):
+    with pytest.raises(
+        r.Unreadable,
+        match="first token has probability 0 to be a digit from 0 to 5; most likely are 'The' 0.9",
+    ):
         r.digit_mean(logs(The=0.9), 5)
     with MISS:
         r.digit_mean(logs(**{"4": 0.001, "The": 0.9}), 5, least=0.01)
@@ -109,7 +139,9 @@ def test_the_expected_digit_is_renormalised_over_the_digits():
 
 def test_the_share_of_yes():
     assert r.yes_share(logs(Yes=0.6, No=0.2, yes=0.1)) == pytest.approx(0.75)
-    assert r.yes_share(logs(Yes=0.6, No=0.2, yes=0.1, **{" NO": 0.1}), variants=True) == pytest.approx(0.7)
+    assert r.yes_share(
+        logs(Yes=0.6, No=0.2, yes=0.1, **{" NO": 0.1}), variants=True
+    ) == pytest.approx(0.7)
     assert r.yes_share(logs(Yes=0.6)) == 1.0 and r.yes_share(logs(No=0.6)) == 0.0
     with pytest.raises(r.Unreadable, match="variants=true counts other spellings"):
         r.yes_share(logs(yes=0.9, no=0.1))

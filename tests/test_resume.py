@@ -1,4 +1,5 @@
-"""A run that was killed, stopped or prolonged and then resumed equals the uninterrupted one, bit for bit."""
+"""A run that was killed, stopped or prolonged and then resumed equals the uninterrupted one, bit
+for bit."""
 
 import os
 import shutil
@@ -32,10 +33,16 @@ def uninterrupted(tmp_path_factory):
 
 def assert_equal(run, other):
     assert [line["iteration"] for line in small.lines(run)] == [1, 2, 3, 4, 5]
-    assert small.numbers(run) == small.numbers(other) and all(line["policy/grad_norm"] > 0 for line in small.lines(run))
+    assert small.numbers(run) == small.numbers(other) and all(
+        line["policy/grad_norm"] > 0 for line in small.lines(run)
+    )
     assert checkpoint.latest(run).name == checkpoint.latest(other).name == "step-000005"
     a, b = small.weights(run), small.weights(other)
-    assert a.keys() == b.keys() and {name.split("/")[0] for name in a} >= {"policy", "ema", "optimizer"}
+    assert a.keys() == b.keys() and {name.split("/")[0] for name in a} >= {
+        "policy",
+        "ema",
+        "optimizer",
+    }
     different = [name for name in a if not torch.equal(a[name], b[name])]
     assert not different
     assert small.values(run, "after") == small.values(other, "after")
@@ -58,11 +65,18 @@ def resume(run, *overrides):
 
 @pytest.mark.parametrize(
     ("algorithm", "every", "done", "later"),
-    [("nft", 1, 2, 0.0), ("mix_grpo", 2, 3, 0.2)],  # while a checkpoint is written; in the middle of an iteration past the last one
+    [
+        ("nft", 1, 2, 0.0),
+        ("mix_grpo", 2, 3, 0.2),
+    ],  # while a checkpoint is written; in the middle of an iteration past the last one
 )
-def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(uninterrupted, tmp_path, algorithm, every, done, later):
+def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(
+    uninterrupted, tmp_path, algorithm, every, done, later
+):
     run = tmp_path / "run"
-    process = small.start("train", *small.words(run, algorithm, iterations=ITERATIONS, checkpoint__every=str(every)))
+    process = small.start(
+        "train", *small.words(run, algorithm, iterations=ITERATIONS, checkpoint__every=str(every))
+    )
     wait_for(process, run, done)
     time.sleep(later)
     process.send_signal(signal.SIGKILL)
@@ -87,7 +101,9 @@ def test_sigterm_ends_with_a_checkpoint_and_the_command_that_resumes(uninterrupt
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_ctrl_c_finishes_the_iteration_and_a_second_one_gives_it_up(uninterrupted, tmp_path, monkeypatch, signals):
+def test_ctrl_c_finishes_the_iteration_and_a_second_one_gives_it_up(
+    uninterrupted, tmp_path, monkeypatch, signals
+):
     run, calls, decode_into = tmp_path / "run", [], collect.decode_into
 
     def interrupted(*args, **kwargs):
@@ -107,7 +123,9 @@ def test_ctrl_c_finishes_the_iteration_and_a_second_one_gives_it_up(uninterrupte
     assert_equal(run, uninterrupted("nft"))
 
 
-def test_a_signal_during_the_last_evaluation_leaves_a_run_that_resumes(uninterrupted, tmp_path, monkeypatch):
+def test_a_signal_during_the_last_evaluation_leaves_a_run_that_resumes(
+    uninterrupted, tmp_path, monkeypatch
+):
     run, evaluate = tmp_path / "run", loop.evaluation.evaluate
 
     def interrupted(*args, **kwargs):
@@ -137,7 +155,9 @@ def test_a_prolonged_run_equals_one_that_was_long_from_the_start(uninterrupted, 
 
 
 def test_a_run_left_early_and_saved_by_hand_goes_on(uninterrupted, tmp_path):
-    trainer = small.trainer(tmp_path / "run", "mix_grpo", iterations=ITERATIONS, checkpoint__every="50")
+    trainer = small.trainer(
+        tmp_path / "run", "mix_grpo", iterations=ITERATIONS, checkpoint__every="50"
+    )
     for it in trainer:
         if it.number == 3:
             break
@@ -149,18 +169,24 @@ def test_a_run_left_early_and_saved_by_hand_goes_on(uninterrupted, tmp_path):
 def test_resuming_with_another_config_names_the_keys(uninterrupted):
     run = uninterrupted("nft")
     before = sorted(p.name for p in run.rglob("*"))
-    result = small.invoke("train", "--resume", run, "optimizer.lr=1e-5", "algorithm.beta=0.5", "iterations=9")
+    result = small.invoke(
+        "train", "--resume", run, "optimizer.lr=1e-5", "algorithm.beta=0.5", "iterations=9"
+    )
     assert result.exit_code == 2
     assert "another config: algorithm.beta, optimizer.lr;" in result.output
     assert sorted(p.name for p in run.rglob("*")) == before
 
 
-def test_the_number_of_iterations_may_change_only_while_the_learning_rate_does_not_depend_on_it(uninterrupted, tmp_path):
+def test_the_number_of_iterations_may_change_only_while_the_learning_rate_does_not_depend_on_it(
+    uninterrupted, tmp_path
+):
     run = uninterrupted("nft")
     check_resume(small.config(run, iterations="9", stop__reward="3", trackers="[tensorboard]"), run)
     shutil.copytree(run, tmp_path / "run")
     text = (tmp_path / "run" / "config.yaml").read_text()
-    (tmp_path / "run" / "config.yaml").write_text(text.replace("schedule: constant", "schedule: cosine"))
+    (tmp_path / "run" / "config.yaml").write_text(
+        text.replace("schedule: constant", "schedule: cosine")
+    )
     result = small.invoke("train", "--resume", tmp_path / "run", "iterations=9")
     assert result.exit_code == 2 and "the learning rate's schedule depends on it" in result.output
 
@@ -168,7 +194,11 @@ def test_the_number_of_iterations_may_change_only_while_the_learning_rate_does_n
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
 def test_a_damaged_checkpoint_is_named(uninterrupted, tmp_path, damage):
     run = shutil.copytree(uninterrupted("nft"), tmp_path / "run")
-    name = {"truncated": "optimizer.safetensors", "altered": "policy.safetensors", "missing": "ema.safetensors"}[damage]
+    name = {
+        "truncated": "optimizer.safetensors",
+        "altered": "policy.safetensors",
+        "missing": "ema.safetensors",
+    }[damage]
     file = checkpoint.latest(run) / name
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -183,5 +213,8 @@ def test_a_damaged_checkpoint_is_named(uninterrupted, tmp_path, damage):
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
     result = small.invoke("train", "--resume", tmp_path / "nowhere")
-    assert result.exit_code == 2 and "nowhere is not a run folder: it has no config.yaml" in result.output
+    assert (
+        result.exit_code == 2
+        and "nowhere is not a run folder: it has no config.yaml" in result.output
+    )
     assert not (tmp_path / "nowhere").exists()

@@ -47,19 +47,27 @@ def test_weight_zero_is_measured_but_neither_counts_nor_invalidates(media):
 def test_a_label_may_differ_from_the_name_of_the_reward(media):
     spec = {"small": {"name": "jpeg", "scale": "ddpo"}, "jpeg": 0.0}
     out = rewards.score(media, PROMPTS, spec)
-    assert torch.allclose(out.raw["small"], 500 * out.raw["jpeg"]) and torch.equal(out.total, out.raw["small"])
+    assert torch.allclose(out.raw["small"], 500 * out.raw["jpeg"]) and torch.equal(
+        out.total, out.raw["small"]
+    )
 
 
 def test_chunks_scored_apart_and_joined_equal_one_chunk(media):
     chosen = rewards.load_set({"jpeg": 1.0, "a": brightness})
     whole = rewards.score(media, PROMPTS, chosen)
-    halves = rewards.concat([rewards.score(media[i : i + 2], PROMPTS[i : i + 2], chosen) for i in (0, 2)])
-    assert torch.equal(whole.total, halves.total) and torch.equal(whole.raw["jpeg"], halves.raw["jpeg"])
+    halves = rewards.concat(
+        [rewards.score(media[i : i + 2], PROMPTS[i : i + 2], chosen) for i in (0, 2)]
+    )
+    assert torch.equal(whole.total, halves.total) and torch.equal(
+        whole.raw["jpeg"], halves.raw["jpeg"]
+    )
 
 
 def test_scoring_gives_no_gradient_even_to_media_that_ask_for_one(media):
     weight = torch.ones((), requires_grad=True)
-    out = rewards.score(media.requires_grad_(), PROMPTS, {"a": lambda m, p, c: weight * m.mean((1, 2, 3))})
+    out = rewards.score(
+        media.requires_grad_(), PROMPTS, {"a": lambda m, p, c: weight * m.mean((1, 2, 3))}
+    )
     assert not out.total.requires_grad and not out.raw["a"].requires_grad
 
 
@@ -72,7 +80,9 @@ def test_nan_and_inf_mark_failed_samples(media):
 
     out = rewards.score(media, PROMPTS, {"some": some, "a": brightness})
     assert out.valid.tolist() == [True, False, False, True]
-    assert out.total.isnan().tolist() == [False, True, True, False] and not bool(out.raw["a"].isnan().any())
+    assert out.total.isnan().tolist() == [False, True, True, False] and not bool(
+        out.raw["a"].isnan().any()
+    )
     assert out.errors == ["some: NaN or inf for 2 of 4 samples"]
 
 
@@ -88,7 +98,11 @@ def test_an_exception_is_retried_sample_by_sample_and_only_the_culprit_fails(med
     out = rewards.score(media, PROMPTS, {"picky": picky})
     assert calls == [4, 1, 1, 1, 1] and out.valid.tolist() == [True, False, True, True]
     assert torch.allclose(out.total[out.valid], media.mean((1, 2, 3))[out.valid])
-    assert len(out.errors) == 1 and out.errors[0].startswith("picky: OSError: no dogs") and "1 failed" in out.errors[0]
+    assert (
+        len(out.errors) == 1
+        and out.errors[0].startswith("picky: OSError: no dogs")
+        and "1 failed" in out.errors[0]
+    )
 
 
 def test_a_reward_that_compares_a_group_is_retried_group_by_group(media):
@@ -99,7 +113,9 @@ def test_a_reward_that_compares_a_group_is_retried_group_by_group(media):
         return m.mean((1, 2, 3)).argsort().argsort().float() / len(p)
 
     rank.needs = {"group"}
-    out = rewards.score(media, PROMPTS, {"rank": rank}, MediaContext(group=torch.tensor([0, 1, 0, 1])))
+    out = rewards.score(
+        media, PROMPTS, {"rank": rank}, MediaContext(group=torch.tensor([0, 1, 0, 1]))
+    )
     assert bool(out.valid.all()) and sorted(out.total.tolist()) == [0.0, 0.0, 0.5, 0.5]
     assert out.total[0] != out.total[2]
 
@@ -112,7 +128,12 @@ def test_a_retried_sample_sees_its_own_context(media):
 
     read.needs = {"meta", "source"}
     context = MediaContext(meta=[{"value": float(i)} for i in range(4)], source=media)
-    assert rewards.score(media, PROMPTS, {"read": read}, context).total.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert rewards.score(media, PROMPTS, {"read": read}, context).total.tolist() == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+    ]
 
 
 def test_a_reward_that_always_raises_makes_every_sample_invalid_and_stops_the_run(media):
@@ -133,16 +154,22 @@ def test_pixels_that_are_nan_make_a_sample_invalid_and_reach_no_reward(media):
         return m.mean((1, 2, 3))
 
     out = rewards.score(media, PROMPTS, {"strict": strict})
-    assert out.valid.tolist() == [True, True, False, True] and "1 of 4 samples hold NaN" in out.errors[0]
+    assert (
+        out.valid.tolist() == [True, True, False, True]
+        and "1 of 4 samples hold NaN" in out.errors[0]
+    )
     watched = rewards.score(media, PROMPTS, {"strict": {"reward": strict, "weight": 0}})
     assert watched.valid.tolist() == [True, True, False, True]
 
 
 def test_a_sample_of_nan_pixels_is_no_member_of_its_group(media):
-    """Ranked by brightness 0.2, 0.4, 0.6 of three: 0, 1/3, 2/3. With a black fourth they would be 1/4, 2/4, 3/4."""
+    """Ranked by brightness 0.2, 0.4, 0.6 of three: 0, 1/3, 2/3. With a black fourth they would be
+    1/4, 2/4, 3/4."""
     for row, level in enumerate((0.2, 0.4, math.nan, 0.6)):
         media[row] = level
-    context = MediaContext(group=torch.zeros(4, dtype=torch.long), meta=[{"place": i} for i in range(4)])
+    context = MediaContext(
+        group=torch.zeros(4, dtype=torch.long), meta=[{"place": i} for i in range(4)]
+    )
     seen = []
 
     def bright(m, p, c):
@@ -150,8 +177,13 @@ def test_a_sample_of_nan_pixels_is_no_member_of_its_group(media):
         return m.mean((1, 2, 3))
 
     bright.needs = {"meta"}
-    out = rewards.score(media, PROMPTS[:1] * 4, {"rank": rewards.load("rank", reward=bright)}, context)
-    assert out.raw["rank"][[0, 1, 3]].tolist() == pytest.approx([0, 1 / 3, 2 / 3]) and out.raw["rank"][2].isnan()
+    out = rewards.score(
+        media, PROMPTS[:1] * 4, {"rank": rewards.load("rank", reward=bright)}, context
+    )
+    assert (
+        out.raw["rank"][[0, 1, 3]].tolist() == pytest.approx([0, 1 / 3, 2 / 3])
+        and out.raw["rank"][2].isnan()
+    )
     assert seen == [[0, 1, 3]] and out.valid.tolist() == [True, True, False, True]
 
 
@@ -164,13 +196,18 @@ def test_samples_of_nan_pixels_alone_reach_no_reward(media):
 
 
 @pytest.mark.parametrize(
-    ("bad", "limit", "stops"), [(0, 0.05, False), (1, 0.05, False), (2, 0.05, True), (19, 0.99, False), (20, 1.0, True)]
+    ("bad", "limit", "stops"),
+    [(0, 0.05, False), (1, 0.05, False), (2, 0.05, True), (19, 0.99, False), (20, 1.0, True)],
 )
 def test_more_than_the_limit_of_invalid_samples_stops(bad, limit, stops):
     valid = torch.arange(20) >= bad
-    record = Rewards(raw={}, weights={}, total=torch.zeros(20), valid=valid, errors=["first", "second"])
+    record = Rewards(
+        raw={}, weights={}, total=torch.zeros(20), valid=valid, errors=["first", "second"]
+    )
     if stops:
-        with pytest.raises(rewards.TooManyInvalid, match=f"{bad} of 20 samples.*first error: first"):
+        with pytest.raises(
+            rewards.TooManyInvalid, match=f"{bad} of 20 samples.*first error: first"
+        ):
             rewards.check_valid(record, limit)
     else:
         assert rewards.check_valid(record, limit) is None
@@ -195,7 +232,9 @@ class Two(rewards.Reward):
 
 def test_readings_are_rewards_their_parts_and_the_total_and_a_failure_costs_one_sample(media):
     media[3, 2, 0, 0] = math.nan
-    chosen = rewards.load_set({"two": {"reward": Two(), "weight": 2.0}, "a": {"reward": brightness, "weight": 0}})
+    chosen = rewards.load_set(
+        {"two": {"reward": Two(), "weight": 2.0}, "a": {"reward": brightness, "weight": 0}}
+    )
     out = rewards.readings(media, PROMPTS, chosen, MediaContext())
     assert list(out) == ["two", "a", "total", "two/red", "two/green"]
     for name in ("two", "total", "two/red", "two/green"):
@@ -208,7 +247,9 @@ def test_readings_are_rewards_their_parts_and_the_total_and_a_failure_costs_one_
 def test_a_part_of_the_wrong_shape_is_a_bug(media):
     two = Two()
     two.parts = lambda m, p, c: {"red": torch.zeros(len(p), 1)}
-    two.__class__ = type("Fine", (Two,), {"__call__": lambda self, m, p, c=None: torch.zeros(len(p))})
+    two.__class__ = type(
+        "Fine", (Two,), {"__call__": lambda self, m, p, c=None: torch.zeros(len(p))}
+    )
     with pytest.raises(rewards.RewardBug, match=r'reward "two/red" returned .* shape \(4, 1\)'):
         rewards.readings(media, PROMPTS, rewards.load_set({"two": two}), MediaContext())
 
@@ -221,11 +262,17 @@ def test_a_part_of_the_wrong_shape_is_a_bug(media):
     [
         ("x = 1", 'reward "mine_NR": its file exposes no REWARD; end it with REWARD = YourClass'),
         ("def f(m, p, c): ...\nREWARD = f", "exposes REWARD = <function f at"),
-        ("import nowhere_at_all", "its file cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        (
+            "import nowhere_at_all",
+            "its file cannot be imported: ModuleNotFoundError: No module named 'nowhere_at_all'",
+        ),
         ("def f(:", "its file cannot be imported: SyntaxError: "),
         ("1 / 0", "its file cannot be imported: ZeroDivisionError"),
         (
-            "from flowrl.rewards import Reward\nclass R(Reward):\n    def __init__(self, s): import nowhere_at_all\nREWARD = R",
+            (
+                "from flowrl.rewards import Reward\nclass R(Reward):\n    def __init__(self, s):"
+                " import nowhere_at_all\nREWARD = R"
+            ),
             'reward "mine_NR" needs a package that cannot be imported: No module named',
         ),
     ],
@@ -260,7 +307,9 @@ def test_a_file_that_is_no_reward_is_one_sentence(tmp_path, monkeypatch, request
 def test_a_wrong_shape_dtype_device_or_type_stops_with_reward_got_and_expected(media, out, said):
     with pytest.raises(rewards.RewardBug, match=said) as error:
         rewards.score(media, PROMPTS, {"mine": lambda m, p, c: out})
-    assert '"mine"' in str(error.value) and "expected a float32 tensor of shape (4,) on cpu" in str(error.value)
+    assert '"mine"' in str(error.value) and "expected a float32 tensor of shape (4,) on cpu" in str(
+        error.value
+    )
 
 
 def test_a_wrong_shape_in_a_retry_stops_too(media):
@@ -289,7 +338,9 @@ def test_a_wrong_shape_in_a_retry_stops_too(media):
 def test_words_of_which_one_would_undo_another_are_refused(words, said):
     with pytest.raises(ValueError, match=said):
         rewards.parse_words(words)
-    assert rewards.parse_words(["clip", "clip.weight=0.5", "clip.bc=1", "clip.b=2"]) == {"clip": {"weight": 0.5, "bc": 1, "b": 2}}
+    assert rewards.parse_words(["clip", "clip.weight=0.5", "clip.bc=1", "clip.b=2"]) == {
+        "clip": {"weight": 0.5, "bc": 1, "b": 2}
+    }
 
 
 # --- start-up checks and bad input
@@ -301,11 +352,20 @@ def test_a_needed_column_that_is_missing_is_named_at_start_up():
 
     edit.needs = {"source"}
     rewards.check_needs({"edit": edit}, ["meta", "source"])
-    only_python = r'needs the context column "source".*provided: group, meta.; no data file brings it: score in Python with MediaContext'
+    only_python = (
+        r'needs the context column "source".*provided: group, meta.; no data file brings it: score'
+        r" in Python with MediaContext"
+    )
     with pytest.raises(ValueError, match=only_python):
         rewards.check_needs({"edit": edit}, ["meta", "group"])
     edit.needs = {"group"}
-    with pytest.raises(ValueError, match="provided: meta.; a training run brings it, for its samples of one prompt: score in Python"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "provided: meta.; a training run brings it, for its samples of one prompt: score in"
+            " Python"
+        ),
+    ):
         rewards.check_needs({"edit": edit}, ["meta"])
     edit.needs = {"sauce"}
     with pytest.raises(rewards.RewardBug, match='did you mean "source"'):
@@ -322,7 +382,10 @@ def test_a_needed_column_that_is_missing_is_named_at_start_up():
         ({"jpeg": "much"}, "weight='much' is not a finite number"),
         ({"jpeg": math.nan}, "weight=nan is not a finite number"),
         ({"jpeg": True}, "weight=True is not a finite number"),
-        ({"mine": {"reward": brightness, "weigt": 2}}, "already loaded, so .'weigt'. cannot be set"),
+        (
+            {"mine": {"reward": brightness, "weigt": 2}},
+            "already loaded, so .'weigt'. cannot be set",
+        ),
         ({}, "at least one reward"),
         ("jpeg", "at least one reward"),
     ],
@@ -370,11 +433,16 @@ def test_jpeg_is_minus_the_kilobytes_that_pil_writes(media):
     sizes = []
     for image in media:
         buffer = io.BytesIO()
-        Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy()).save(buffer, "JPEG", quality=95)
+        Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy()).save(
+            buffer, "JPEG", quality=95
+        )
         sizes.append(len(buffer.getvalue()) / 1000)
     assert torch.allclose(rewards.load("jpeg", scale="ddpo")(media, PROMPTS), -torch.tensor(sizes))
     assert torch.allclose(rewards.load("jpeg")(media, PROMPTS), -torch.tensor(sizes) / 500)
-    assert torch.allclose(rewards.load("jpeg", scale="ddpo", goal="incompressible")(media, PROMPTS), torch.tensor(sizes))
+    assert torch.allclose(
+        rewards.load("jpeg", scale="ddpo", goal="incompressible")(media, PROMPTS),
+        torch.tensor(sizes),
+    )
 
 
 def test_jpeg_of_grey_and_of_noise_at_512_has_the_published_size():
@@ -390,5 +458,7 @@ def test_jpeg_of_a_video_is_the_mean_over_its_frames(media):
 
 
 def test_jpeg_states_the_scale_it_was_loaded_with():
-    assert rewards.load("jpeg", scale="ddpo", quality=80).scale == "minus kilobytes at JPEG quality 80"
+    assert (
+        rewards.load("jpeg", scale="ddpo", quality=80).scale == "minus kilobytes at JPEG quality 80"
+    )
     assert rewards.load("jpeg").scale == rewards.reward_class("jpeg").scale

@@ -1,4 +1,5 @@
-"""The aesthetic predictors: backbones on their processors, heads that are affine maps, and which head a file is."""
+"""The aesthetic predictors: backbones on their processors, heads that are affine maps, and which
+head a file is."""
 
 import logging
 import urllib.request
@@ -26,17 +27,31 @@ def media():
 @pytest.fixture(scope="session")
 def backbones(tmp_path_factory):
     clip = tiny_clip.clip_folder(tmp_path_factory.mktemp("clip"))
-    return {"aesthetic": str(clip), "aesthetic_v25": str(tiny_clip.siglip_folder(tmp_path_factory.mktemp("siglip")))}
+    return {
+        "aesthetic": str(clip),
+        "aesthetic_v25": str(tiny_clip.siglip_folder(tmp_path_factory.mktemp("siglip"))),
+    }
 
 
 def layers(name, width):
-    """The head as its authors wrote it, dropout and all, weights drawn at torch's own scale; and the prefix of its keys."""
-    sizes = [nn.Linear(width, 1024), nn.Linear(1024, 128), nn.Linear(128, 64), nn.Linear(64, 16), nn.Linear(16, 1)]
+    """The head as its authors wrote it, dropout and all, weights drawn at torch's own scale; and
+    the prefix of its keys."""
+    sizes = [
+        nn.Linear(width, 1024),
+        nn.Linear(1024, 128),
+        nn.Linear(128, 64),
+        nn.Linear(64, 16),
+        nn.Linear(16, 1),
+    ]
     if name == "aesthetic":
         first, second, third, fourth, last = sizes
-        return "layers", nn.Sequential(first, nn.Dropout(0.2), second, nn.Dropout(0.2), third, nn.Dropout(0.1), fourth, last)
+        return "layers", nn.Sequential(
+            first, nn.Dropout(0.2), second, nn.Dropout(0.2), third, nn.Dropout(0.1), fourth, last
+        )
     drops = [nn.Dropout(p) for p in (0.5, 0.5, 0.5, 0.2)]
-    return "scoring_head", nn.Sequential(*[m for pair in zip(sizes, drops, strict=False) for m in pair], sizes[-1])
+    return "scoring_head", nn.Sequential(
+        *[m for pair in zip(sizes, drops, strict=False) for m in pair], sizes[-1]
+    )
 
 
 def head_file(path, name, width):
@@ -53,16 +68,23 @@ def load(backbones, tmp_path):
     def loaded(name, **settings):
         if "weights" not in settings:
             head_file(tmp_path / "head.pth", name, WIDTH[name])
-        return rewards.load(name, **{"weights": str(tmp_path / "head.pth"), "backbone": backbones[name]} | settings)
+        return rewards.load(
+            name, **{"weights": str(tmp_path / "head.pth"), "backbone": backbones[name]} | settings
+        )
 
     return loaded
 
 
 def reference(name, folder, head, media, side=None):
-    """Each step by transformers and the layered head: processor on PIL images, embedding, unit length, MLP."""
+    """Each step by transformers and the layered head: processor on PIL images, embedding, unit
+    length, MLP."""
     from transformers import CLIPModel, SiglipVisionModel
 
-    processor = tiny_clip.processor("clip", side or 32) if name == "aesthetic" else tiny_clip.processor("siglip", side or 28)
+    processor = (
+        tiny_clip.processor("clip", side or 32)
+        if name == "aesthetic"
+        else tiny_clip.processor("siglip", side or 28)
+    )
     pixels = torch.as_tensor(processor(tiny_clip.pil(media), return_tensors="pt")["pixel_values"])
     with torch.no_grad():
         if name == "aesthetic":
@@ -88,7 +110,10 @@ def test_a_head_collapses_into_one_affine_map_equal_to_its_layers(name, suffix, 
         collapsed = V25._head(str(tmp_path / f"head.{suffix}"), width)
     with torch.no_grad():
         assert (collapsed(x) - head(x)).abs().max() < 1e-6
-    assert not collapsed.weight.requires_grad and sum(p.numel() for p in collapsed.parameters()) == width + 1
+    assert (
+        not collapsed.weight.requires_grad
+        and sum(p.numel() for p in collapsed.parameters()) == width + 1
+    )
 
 
 @pytest.mark.parametrize(("name", "count"), [("aesthetic", 927_969), ("aesthetic_v25", 1_321_185)])
@@ -96,18 +121,24 @@ def test_heads_have_the_published_number_of_parameters_and_names_of_layers(name,
     prefix, head = layers(name, {"aesthetic": 768, "aesthetic_v25": 1152}[name])
     assert sum(p.numel() for p in head.parameters()) == count
     places = {f"{prefix}.{key}".split(".")[1] for key in head.state_dict()}
-    assert places == ({"0", "2", "4", "6", "7"} if name == "aesthetic" else {"0", "2", "4", "6", "8"})
+    assert places == (
+        {"0", "2", "4", "6", "7"} if name == "aesthetic" else {"0", "2", "4", "6", "8"}
+    )
 
 
 def test_probe_reads_a_head_at_three_unit_vectors():
-    """Weights 1..4, bias 10: at (.5, .5, .5, .5) 15; at (.5, -.5, .5, -.5) 9; at the first axis 11."""
+    """Weights 1..4, bias 10: at (.5, .5, .5, .5) 15; at (.5, -.5, .5, -.5) 9; at the first axis
+    11."""
     head = nn.Linear(4, 1)
     head.weight.data, head.bias.data = torch.arange(1.0, 5.0)[None], torch.tensor([10.0])
     assert _clip.probe(head) == pytest.approx([15.0, 9.0, 11.0])
 
 
-def test_a_head_that_answers_as_the_published_one_passes_in_silence_and_another_is_warned_about(caplog):
-    """The three published answers fix bias + a sum, bias + an alternating sum and bias + the first weight; here bias = 5.236646."""
+def test_a_head_that_answers_as_the_published_one_passes_in_silence_and_another_is_warned_about(
+    caplog,
+):
+    """The three published answers fix bias + a sum, bias + an alternating sum and bias + the first
+    weight; here bias = 5.236646."""
     bias, (level, alternating, first) = 5.236646, V2.PUBLISHED
     root = 768**0.5
     even, odd = (level + alternating - 2 * bias) * root / 2, (level - alternating) * root / 2
@@ -122,39 +153,62 @@ def test_a_head_that_answers_as_the_published_one_passes_in_silence_and_another_
         head.bias.data += 0.01
         _clip.warn_unpublished("aesthetic", head, V2.PUBLISHED, "x.pth")
     assert (
-        "x.pth is not the published head (three fixed inputs give 4.8933, 5.3203, 4.5551; published: 4.8833, 5.3103, 4.5451)" in caplog.text
+        "x.pth is not the published head (three fixed inputs give 4.8933, 5.3203, 4.5551;"
+        " published: 4.8833, 5.3103, 4.5451)" in caplog.text
     )
 
 
 def test_the_sister_head_with_relus_is_refused_by_its_keys(load, tmp_path):
     sizes = (24, 1024, 128, 64, 16, 1)
     state = {}
-    for place, (fan_in, fan_out) in zip((0, 3, 6, 9, 11), zip(sizes, sizes[1:], strict=False), strict=True):
+    for place, (fan_in, fan_out) in zip(
+        (0, 3, 6, 9, 11), zip(sizes, sizes[1:], strict=False), strict=True
+    ):
         linear = nn.Linear(fan_in, fan_out)
-        state |= {f"layers.{place}.weight": linear.weight.data, f"layers.{place}.bias": linear.bias.data}
+        state |= {
+            f"layers.{place}.weight": linear.weight.data,
+            f"layers.{place}.bias": linear.bias.data,
+        }
     torch.save(state, tmp_path / "relu.pth")
-    with pytest.raises(ValueError, match=r"relu.pth is a head with ReLUs .*0, 3, 6, 9, 11.*sac\+logos\+ava1-l14-linearMSE.pth"):
+    with pytest.raises(
+        ValueError,
+        match=r"relu.pth is a head with ReLUs .*0, 3, 6, 9, 11.*sac\+logos\+ava1-l14-linearMSE.pth",
+    ):
         load("aesthetic", weights=str(tmp_path / "relu.pth"))
 
 
 def test_heads_of_the_wrong_version_are_refused(load, tmp_path):
     torch.save(nn.Linear(24, 1).state_dict(), tmp_path / "v1.pth")
-    with pytest.raises(ValueError, match="v1.pth does not fit ModuleDict: 10 keys missing .*2 unknown keys .bias, weight"):
+    with pytest.raises(
+        ValueError,
+        match="v1.pth does not fit ModuleDict: 10 keys missing .*2 unknown keys .bias, weight",
+    ):
         load("aesthetic", weights=str(tmp_path / "v1.pth"))
-    with pytest.raises(ValueError, match="head.pth does not fit Linear: 2 keys missing .bias, weight.; 10 unknown keys"):
+    with pytest.raises(
+        ValueError,
+        match="head.pth does not fit Linear: 2 keys missing .bias, weight.; 10 unknown keys",
+    ):
         load("aesthetic", version="v1")
-    with pytest.raises(ValueError, match="head.pth does not fit ModuleDict: 10 keys missing .scoring_head.0.bias"):
+    with pytest.raises(
+        ValueError, match="head.pth does not fit ModuleDict: 10 keys missing .scoring_head.0.bias"
+    ):
         head_file(tmp_path / "head.pth", "aesthetic", 32)
         load("aesthetic_v25", weights=str(tmp_path / "head.pth"))
 
 
-def test_the_hubs_copy_of_the_head_is_found_by_its_own_name(load, backbones, tmp_path, media, monkeypatch):
-    """trl-lib/ddpo-aesthetic-predictor holds LAION's tensors, layers.0 to layers.7, as aesthetic-model.pth; a clone of it is a folder."""
+def test_the_hubs_copy_of_the_head_is_found_by_its_own_name(
+    load, backbones, tmp_path, media, monkeypatch
+):
+    """trl-lib/ddpo-aesthetic-predictor holds LAION's tensors, layers.0 to layers.7, as
+    aesthetic-model.pth; a clone of it is a folder."""
     head_file(tmp_path / "aesthetic-model.pth", "aesthetic", WIDTH["aesthetic"])
     expected = load("aesthetic")(media, [""] * 4)
     assert torch.equal(load("aesthetic", weights=str(tmp_path))(media, [""] * 4), expected)
     asked = []
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a: asked.append(a) or str(tmp_path / "aesthetic-model.pth"))
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download",
+        lambda *a: asked.append(a) or str(tmp_path / "aesthetic-model.pth"),
+    )
     for weights in ("trl-lib/ddpo-aesthetic-predictor", None):
         assert torch.equal(load("aesthetic", weights=weights)(media, [""] * 4), expected)
     assert asked == [("trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth")] * 2
@@ -165,7 +219,9 @@ def test_the_hubs_copy_of_the_head_is_found_by_its_own_name(load, backbones, tmp
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [(40, 57), (32, 35), (16, 16), (300, 111)])
-def test_scores_are_those_of_the_processor_the_backbone_and_the_layered_head(load, backbones, tmp_path, name, size):
+def test_scores_are_those_of_the_processor_the_backbone_and_the_layered_head(
+    load, backbones, tmp_path, name, size
+):
     media, head = torch.rand(4, 3, *size), head_file(tmp_path / "head.pth", name, WIDTH[name])
     expected = reference(name, backbones[name], head, media)
     assert torch.allclose(load(name)(media, [""] * 4), expected, atol=1e-5)
@@ -176,14 +232,26 @@ def test_v1_is_one_linear_layer_and_vbench_divides_by_ten(load, backbones, tmp_p
     head = nn.Linear(24, 1)
     torch.save(head.state_dict(), tmp_path / "v1.pth")
     v1 = load("aesthetic", version="v1", weights=str(tmp_path / "v1.pth"))
-    assert torch.allclose(v1(media, [""] * 4), reference("aesthetic", backbones["aesthetic"], head, media), atol=1e-5)
+    assert torch.allclose(
+        v1(media, [""] * 4), reference("aesthetic", backbones["aesthetic"], head, media), atol=1e-5
+    )
     vbench = load("aesthetic", version="v1", weights=str(tmp_path / "v1.pth"), scale="vbench")
-    assert torch.allclose(vbench(media, [""] * 4) * 10, v1(media, [""] * 4), atol=1e-6) and "over 10" in vbench.scale
+    assert (
+        torch.allclose(vbench(media, [""] * 4) * 10, v1(media, [""] * 4), atol=1e-6)
+        and "over 10" in vbench.scale
+    )
 
 
 def test_half_precision_moves_v25_a_little(load, media):
-    full, half = load("aesthetic_v25")(media, [""] * 4), load("aesthetic_v25", dtype="bfloat16")(media, [""] * 4)
-    assert half.dtype == torch.float32 and not torch.equal(full, half) and torch.allclose(full, half, atol=0.02)
+    full, half = (
+        load("aesthetic_v25")(media, [""] * 4),
+        load("aesthetic_v25", dtype="bfloat16")(media, [""] * 4),
+    )
+    assert (
+        half.dtype == torch.float32
+        and not torch.equal(full, half)
+        and torch.allclose(full, half, atol=0.02)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -193,23 +261,35 @@ def test_the_prompt_the_batch_and_the_chunk_change_nothing(load, media, name):
     assert not reward.reads_prompt and torch.equal(whole, reward(media, [""] * 4))
     assert torch.allclose(whole, load(name, chunk=3)(media, [""] * 4), atol=1e-6)
     assert torch.allclose(whole, torch.cat([reward(m[None], [""]) for m in media]), atol=1e-6)
-    assert torch.allclose(reward(media.view(2, 2, 3, 40, 57), ["", ""]), whole.view(2, 2).mean(1), atol=1e-6)
+    assert torch.allclose(
+        reward(media.view(2, 2, 3, 40, 57), ["", ""]), whole.view(2, 2).mean(1), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_gradient_passes_where_pictures_are_not_rounded_and_is_refused_where_they_are(load, media, name):
+def test_the_gradient_passes_where_pictures_are_not_rounded_and_is_refused_where_they_are(
+    load, media, name
+):
     free, x = load(name, rounding=False), media.clone().requires_grad_()
     free(x, [""] * 4).sum().backward()
     assert free.differentiable and bool((x.grad.abs().amax((1, 2, 3)) > 0).all())
     assert all(p.grad is None for p in [*free.backbone.parameters(), *free.head.parameters()])
-    with pytest.raises(ValueError, match=f"{name} as it is loaded rounds pictures and gives no gradient; load it with rounding=False"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            f"{name} as it is loaded rounds pictures and gives no gradient; load it with"
+            " rounding=False"
+        ),
+    ):
         load(name)(x, [""] * 4)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_floats_score_nearly_as_bytes_do_on_a_photograph(load, name):
     photo = tiny_clip.photo()
-    assert torch.allclose(load(name)(photo, [""]), load(name, rounding=False)(photo, [""]), atol=5e-3)
+    assert torch.allclose(
+        load(name)(photo, [""]), load(name, rounding=False)(photo, [""]), atol=5e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,17 +298,36 @@ def test_floats_score_nearly_as_bytes_do_on_a_photograph(load, name):
         (
             "aesthetic",
             {},
-            r"aesthetic-model.pth of trl-lib/ddpo-aesthetic-predictor.*set reward.aesthetic.weights=/path/to/aes",
+            (
+                r"aesthetic-model.pth of trl-lib/ddpo-aesthetic-predictor.*set"
+                r" reward.aesthetic.weights=/path/to/aes"
+            ),
         ),
-        ("aesthetic", {"version": "v1"}, r"needs the head sa_0_4_vit_l_14_linear.pth: download it from .*set reward.aesthetic.weights="),
-        ("aesthetic_v25", {}, r"needs its head aesthetic_predictor_v2_5.pth \(AGPL-3.0\).*set reward.aesthetic_v25.weights=/path/to/it"),
+        (
+            "aesthetic",
+            {"version": "v1"},
+            (
+                r"needs the head sa_0_4_vit_l_14_linear.pth: download it from .*set"
+                r" reward.aesthetic.weights="
+            ),
+        ),
+        (
+            "aesthetic_v25",
+            {},
+            (
+                r"needs its head aesthetic_predictor_v2_5.pth \(AGPL-3.0\).*set"
+                r" reward.aesthetic_v25.weights=/path/to/it"
+            ),
+        ),
     ],
 )
 def test_missing_heads_and_backbones_say_what_to_fetch(backbones, tmp_path, name, settings, said):
     with pytest.raises(ValueError, match=said):
         rewards.load(name, backbone=backbones[name], **settings)
     head_file(tmp_path / "head.pth", name, WIDTH[name])
-    with pytest.raises(ValueError, match=rf"{name} needs .*set reward.{name}.backbone=/path/to/the folder"):
+    with pytest.raises(
+        ValueError, match=rf"{name} needs .*set reward.{name}.backbone=/path/to/the folder"
+    ):
         rewards.load(name, weights=str(tmp_path / "head.pth"))
 
 
@@ -241,9 +340,9 @@ def test_the_published_v2_head_answers_its_goldens_and_rates_a_photograph(caplog
         reward = rewards.load("aesthetic")
     assert "not the published head" not in caplog.text
     assert _clip.probe(reward.head) == pytest.approx(V2.PUBLISHED, abs=1e-5)
-    assert float(reward.head.bias) == pytest.approx(5.236646, abs=1e-5) and float(reward.head.weight.norm()) == pytest.approx(
-        17.9956, abs=1e-3
-    )
+    assert float(reward.head.bias) == pytest.approx(5.236646, abs=1e-5) and float(
+        reward.head.weight.norm()
+    ) == pytest.approx(17.9956, abs=1e-3)
     photo, noise = reward(tiny_clip.photo(), [""]), reward(torch.rand(1, 3, 512, 512), [""])
     assert 4 < float(photo) < 7 and float(photo) > float(noise)
 
@@ -259,16 +358,27 @@ def fetched(url, path):
 
 @pytest.mark.hub
 def test_the_published_v1_head_rates_a_photograph_as_the_one_layer_that_it_is(tmp_path):
-    """LAION publishes no rating of a picture: the same by transformers' own processor and forward, in the head's range."""
-    path = fetched("https://github.com/LAION-AI/aesthetic-predictor/raw/main/sa_0_4_vit_l_14_linear.pth", tmp_path / "v1.pth")
+    """LAION publishes no rating of a picture: the same by transformers' own processor and forward,
+    in the head's range."""
+    path = fetched(
+        "https://github.com/LAION-AI/aesthetic-predictor/raw/main/sa_0_4_vit_l_14_linear.pth",
+        tmp_path / "v1.pth",
+    )
     head = nn.Linear(768, 1)
     head.load_state_dict(torch.load(path, weights_only=True))
     reward = rewards.load("aesthetic", version="v1", weights=str(path))
     pictures = torch.cat([tiny_clip.photo(), torch.rand(1, 3, 600, 512)])
     photo, noise = out = reward(pictures, [""] * 2)
-    torch.testing.assert_close(out, reference("aesthetic", V2.Settings().backbone, head, pictures, 224), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        out, reference("aesthetic", V2.Settings().backbone, head, pictures, 224), atol=1e-3, rtol=0
+    )
     assert 4 < float(photo) < 7 and float(photo) > float(noise)
-    assert torch.allclose(rewards.load("aesthetic", version="v1", scale="vbench", weights=str(path))(pictures, [""] * 2), out / 10)
+    assert torch.allclose(
+        rewards.load("aesthetic", version="v1", scale="vbench", weights=str(path))(
+            pictures, [""] * 2
+        ),
+        out / 10,
+    )
 
 
 @pytest.mark.hub

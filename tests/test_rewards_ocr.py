@@ -1,4 +1,5 @@
-"""The ocr reward: Flow-GRPO's formula by hand, real text read from drawn pictures, what should be read, and engines that fail."""
+"""The ocr reward: Flow-GRPO's formula by hand, real text read from drawn pictures, what should be
+read, and engines that fail."""
 
 import math
 import sys
@@ -20,7 +21,9 @@ pytest.importorskip("rapidocr_onnxruntime")
 def drawn(text, side=128, size=20, color="black", paper="white"):
     """`text` in PIL's own font on plain paper -> (1, 3, side, side)."""
     picture = Image.new("RGB", (side, side), paper)
-    ImageDraw.Draw(picture).text((side / 2, side / 2), text, fill=color, font=ImageFont.load_default(size=size), anchor="mm")
+    ImageDraw.Draw(picture).text(
+        (side / 2, side / 2), text, fill=color, font=ImageFont.load_default(size=size), anchor="mm"
+    )
     return from_pil(picture)
 
 
@@ -75,7 +78,11 @@ def test_the_reward_is_one_minus_the_capped_edit_distance_over_the_length(read, 
 
 
 def test_edit_distance_by_hand_and_its_symmetry():
-    assert ocr.levenshtein("kitten", "sitting") == 3 and ocr.levenshtein("", "abc") == 3 and ocr.levenshtein("abc", "abc") == 0
+    assert (
+        ocr.levenshtein("kitten", "sitting") == 3
+        and ocr.levenshtein("", "abc") == 3
+        and ocr.levenshtein("abc", "abc") == 0
+    )
     assert ocr.levenshtein("flaw", "lawn") == ocr.levenshtein("lawn", "flaw") == 2
     assert ocr.levenshtein("saturday", "sunday") == 3
 
@@ -87,12 +94,22 @@ def test_drawn_text_is_read_and_another_text_is_not(reward):
     media = torch.cat([drawn("HELLO 2026"), drawn("HELLO 2026"), drawn("WORLD")])
     prompts = [said("Hello 2026"), said("Goodbye"), said("world")]
     same, other, world = reward(media, prompts).tolist()
-    assert same == world == 1 and other == pytest.approx(ocr.score("hello2026", "goodbye")) and other < 0.3
+    assert (
+        same == world == 1
+        and other == pytest.approx(ocr.score("hello2026", "goodbye"))
+        and other < 0.3
+    )
 
 
 def test_coloured_letters_are_read_and_blank_paper_and_noise_read_as_nothing(reward):
     torch.manual_seed(0)
-    media = torch.cat([drawn("BAKERY", color="navy", paper="gold"), torch.ones(1, 3, 128, 128), torch.rand(1, 3, 128, 128)])
+    media = torch.cat(
+        [
+            drawn("BAKERY", color="navy", paper="gold"),
+            torch.ones(1, 3, 128, 128),
+            torch.rand(1, 3, 128, 128),
+        ]
+    )
     assert reward(media, [said("Bakery")] * 3).tolist() == [1, 0, 0]
 
 
@@ -114,13 +131,21 @@ def test_engines_are_given_blue_green_red_bytes(monkeypatch):
     monkeypatch.setattr(ocr, "_rapidocr", lambda: lambda picture: seen.append(picture) or "")
     media = torch.tensor([1.0, 0.5, 0.2]).view(1, 3, 1, 1).expand(1, 3, 4, 6)
     rewards.load("ocr", threads=1)(media, [said("a")])
-    assert seen[0].shape == (4, 6, 3) and seen[0].dtype == np.uint8 and seen[0][0, 0].tolist() == [51, 128, 255]
+    assert (
+        seen[0].shape == (4, 6, 3)
+        and seen[0].dtype == np.uint8
+        and seen[0][0, 0].tolist() == [51, 128, 255]
+    )
 
 
 def test_a_video_scores_the_mean_over_its_frames_or_every_nth(monkeypatch):
     texts = ["hello", "hell", "", "hello"]
-    assert reading(monkeypatch, texts)(blank(1, 4), [said("hello")]).tolist() == pytest.approx([(1 + 0.8 + 0 + 1) / 4])
-    assert reading(monkeypatch, texts, every=2)(blank(1, 4), [said("hello")]).tolist() == pytest.approx([(1 + 0.8) / 2])
+    assert reading(monkeypatch, texts)(blank(1, 4), [said("hello")]).tolist() == pytest.approx(
+        [(1 + 0.8 + 0 + 1) / 4]
+    )
+    assert reading(monkeypatch, texts, every=2)(
+        blank(1, 4), [said("hello")]
+    ).tolist() == pytest.approx([(1 + 0.8) / 2])
     both = reading(monkeypatch, texts)(blank(2, 2), [said("hello"), said("hell")])
     assert both.tolist() == pytest.approx([0.9, 0.5])
 
@@ -135,11 +160,15 @@ def test_the_target_is_between_the_first_double_quotes(monkeypatch):
 
 def test_meta_text_overrides_the_prompt(monkeypatch):
     context = MediaContext(meta=[{"text": "Bread"}, {}])
-    assert reading(monkeypatch, ["bread", "bread"])(blank(2), ["A bakery", said("Bread")], context).tolist() == [1, 1]
+    assert reading(monkeypatch, ["bread", "bread"])(
+        blank(2), ["A bakery", said("Bread")], context
+    ).tolist() == [1, 1]
 
 
 def test_the_whole_prompt_may_be_the_target(monkeypatch):
-    assert reading(monkeypatch, ["happy day"], target="prompt")(blank(), ["Happy Day"]).tolist() == [1]
+    assert reading(monkeypatch, ["happy day"], target="prompt")(
+        blank(), ["Happy Day"]
+    ).tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -164,7 +193,11 @@ def test_the_prompts_of_the_generator_can_be_judged(reward):
 
     for prompt in eval_prompts(50):
         assert reward.complaint(prompt) is None
-        assert reward.target(prompt["prompt"], prompt) == reward.target(prompt["prompt"], {}) == ocr.plain(prompt["text"])
+        assert (
+            reward.target(prompt["prompt"], prompt)
+            == reward.target(prompt["prompt"], {})
+            == ocr.plain(prompt["text"])
+        )
 
 
 # --- engines
@@ -174,11 +207,15 @@ def test_an_engine_that_fails_is_nan_and_never_zero(monkeypatch, caplog):
     one = reading(monkeypatch, ["hello", RuntimeError("no page"), "", "hello"])
     values = one(blank(4), [said("hello")] * 4).tolist()
     assert values[0] == values[3] == 1 and math.isnan(values[1]) and values[2] == 0
-    assert "ocr: rapidocr failed on a picture of shape (8, 8, 3): RuntimeError: no page" in caplog.text
+    assert (
+        "ocr: rapidocr failed on a picture of shape (8, 8, 3): RuntimeError: no page" in caplog.text
+    )
 
 
 def test_a_frame_that_fails_makes_its_video_nan(monkeypatch):
-    values = reading(monkeypatch, ["a", RuntimeError("no"), "b", "b"])(blank(2, 2), [said("a"), said("b")]).tolist()
+    values = reading(monkeypatch, ["a", RuntimeError("no"), "b", "b"])(
+        blank(2, 2), [said("a"), said("b")]
+    ).tolist()
     assert math.isnan(values[0]) and values[1] == 1
 
 
@@ -203,22 +240,36 @@ def test_paddle_2_and_3_are_read_in_their_own_forms(monkeypatch):
 
     made = fake_paddle(monkeypatch, ocr=v2)
     media = torch.cat([torch.ones(1, 3, 8, 8), blank()])
-    assert rewards.load("ocr", engine="paddle", threads=1)(media, [said("hello")] * 2).tolist() == [1, 0]
+    assert rewards.load("ocr", engine="paddle", threads=1)(media, [said("hello")] * 2).tolist() == [
+        1,
+        0,
+    ]
     assert made[0]["lang"] == "en" and made[0]["use_angle_cls"] is False
 
-    fake_paddle(monkeypatch, predict=lambda self, picture: [{"rec_texts": ["Hel", "lo", "xx"], "rec_scores": [0.9, 0.8, 0.0]}])
+    fake_paddle(
+        monkeypatch,
+        predict=lambda self, picture: [
+            {"rec_texts": ["Hel", "lo", "xx"], "rec_scores": [0.9, 0.8, 0.0]}
+        ],
+    )
     assert rewards.load("ocr", engine="paddle", threads=1)(blank(), [said("hello")]).tolist() == [1]
 
 
 def test_an_engine_that_is_not_installed_is_said_at_load(monkeypatch):
     monkeypatch.setitem(sys.modules, "paddleocr", None)
-    with pytest.raises(ValueError, match='reward "ocr" needs a package that cannot be imported.*paddleocr'):
+    with pytest.raises(
+        ValueError, match='reward "ocr" needs a package that cannot be imported.*paddleocr'
+    ):
         rewards.load("ocr", engine="paddle")
 
 
 @pytest.mark.parametrize(
     ("settings", "problem"),
-    [({"engine": "tesseract"}, "'rapidocr' or 'paddle'"), ({"threads": 0}, "threads=0"), ({"target": "text"}, "'quoted' or 'prompt'")],
+    [
+        ({"engine": "tesseract"}, "'rapidocr' or 'paddle'"),
+        ({"threads": 0}, "threads=0"),
+        ({"target": "text"}, "'quoted' or 'prompt'"),
+    ],
 )
 def test_bad_settings_are_one_sentence(settings, problem):
     with pytest.raises(ValueError, match=problem):

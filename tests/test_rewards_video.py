@@ -1,4 +1,5 @@
-"""Image rewards on videos: which frames are scored and what their scores become; and the smoothness of motion, from pixels."""
+"""Image rewards on videos: which frames are scored and what their scores become; and the smoothness
+of motion, from pixels."""
 
 import math
 
@@ -51,21 +52,36 @@ def test_pools_of_a_video_by_hand():
     media = clips([0.2, 0.4, 0.9])
     e = [1.0, math.exp(-2), math.exp(-7)]
     expected = {
-        "mean": 0.5, "min": 0.2, "max": 0.9, "first": 0.2, "last": 0.9,
+        "mean": 0.5,
+        "min": 0.2,
+        "max": 0.9,
+        "first": 0.2,
+        "last": 0.9,
         "softmin": (0.2 * e[0] + 0.4 * e[1] + 0.9 * e[2]) / sum(e),
-    }  # fmt: skip
-    assert {pool: video(pool=pool)(media, ["a"]).item() for pool in expected} == pytest.approx(expected)
+    }
+    assert {pool: video(pool=pool)(media, ["a"]).item() for pool in expected} == pytest.approx(
+        expected
+    )
 
 
 def test_softmin_runs_from_the_worst_frame_to_the_mean_with_its_temperature():
     values = torch.tensor([[0.2, 0.4, 0.9]])
-    assert softmin(values, 1e-3).item() == pytest.approx(0.2, abs=1e-6) and softmin(values, 1e4).item() == pytest.approx(0.5, abs=1e-4)
+    assert softmin(values, 1e-3).item() == pytest.approx(0.2, abs=1e-6) and softmin(
+        values, 1e4
+    ).item() == pytest.approx(0.5, abs=1e-4)
 
 
 def test_one_broken_frame_hides_in_the_mean_and_not_in_the_minimum():
     whole, broken = clips([0.8] * 8), clips([0.8] * 7 + [0.0])
-    drop = {pool: (video(pool=pool)(whole, ["a"]) - video(pool=pool)(broken, ["a"])).item() for pool in ("mean", "min", "softmin")}
-    assert drop["mean"] == pytest.approx(0.1) and drop["min"] == pytest.approx(0.8) and drop["softmin"] > 0.79
+    drop = {
+        pool: (video(pool=pool)(whole, ["a"]) - video(pool=pool)(broken, ["a"])).item()
+        for pool in ("mean", "min", "softmin")
+    }
+    assert (
+        drop["mean"] == pytest.approx(0.1)
+        and drop["min"] == pytest.approx(0.8)
+        and drop["softmin"] > 0.79
+    )
 
 
 def test_each_frame_is_scored_once_as_a_picture_with_its_videos_prompt_and_columns():
@@ -79,7 +95,9 @@ def test_each_frame_is_scored_once_as_a_picture_with_its_videos_prompt_and_colum
     video(spy, frames=2)(media, ["a", "b"], MediaContext(meta=[{"n": 0}, {"n": 1}], source=source))
     frames, prompts, numbers, sources = seen[0]
     assert len(seen) == 1 and prompts == ["a", "a", "b", "b"] and numbers == [0, 0, 1, 1]
-    assert torch.equal(frames, media[:, [0, 5]].flatten(0, 1)) and torch.equal(sources, source[[0, 0, 1, 1]])
+    assert torch.equal(frames, media[:, [0, 5]].flatten(0, 1)) and torch.equal(
+        sources, source[[0, 0, 1, 1]]
+    )
 
 
 def test_a_frame_that_could_not_be_scored_makes_its_video_invalid_and_no_other():
@@ -100,7 +118,11 @@ def test_a_frame_with_an_infinite_score_is_a_failure_whatever_the_pool():
 
     media = clips([0.5, 0.0, 0.5], [0.5, 1.0, 0.5], [0.5, 0.5, 0.5])
     for pool in ("mean", "min", "softmin", "max"):
-        assert video(picky, pool=pool)(media, ["a"] * 3).isnan().tolist() == [True, True, False], pool
+        assert video(picky, pool=pool)(media, ["a"] * 3).isnan().tolist() == [
+            True,
+            True,
+            False,
+        ], pool
 
 
 def test_an_image_is_scored_as_without_the_wrapper():
@@ -109,7 +131,10 @@ def test_an_image_is_scored_as_without_the_wrapper():
     jpeg = rewards.load("jpeg", scale="ddpo")
     wrapped = video("jpeg", reward_settings={"scale": "ddpo"}, frames=3)
     film = torch.rand(2, 3, 3, 16, 16)
-    assert torch.allclose(wrapped(film, ["", ""]), jpeg(film, ["", ""])) and wrapped.scale == f"{jpeg.scale} (mean over frames)"
+    assert (
+        torch.allclose(wrapped(film, ["", ""]), jpeg(film, ["", ""]))
+        and wrapped.scale == f"{jpeg.scale} (mean over frames)"
+    )
 
 
 def test_batch_mates_do_not_change_a_score():
@@ -124,7 +149,13 @@ class Picky(rewards.Reward):
     """An image reward with every attribute that a wrapper has to pass on."""
 
     name, scale = "picky", "brightness, 0 to 1"
-    needs, reads, reads_prompt, video, differentiable = frozenset({"meta"}), frozenset({"k"}), True, "no", True
+    needs, reads, reads_prompt, video, differentiable = (
+        frozenset({"meta"}),
+        frozenset({"k"}),
+        True,
+        "no",
+        True,
+    )
 
     def __call__(self, media, prompts, context=None):
         return media.flatten(1).mean(1)
@@ -141,11 +172,19 @@ class Picky(rewards.Reward):
 
 def test_what_the_image_reward_needs_reads_and_refuses_the_video_reward_does_too():
     reward = video(Picky())
-    assert reward.needs == {"meta"} and reward.reads == {"k"} and reward.reads_prompt and reward.video == "yes" and reward.differentiable
+    assert (
+        reward.needs == {"meta"}
+        and reward.reads == {"k"}
+        and reward.reads_prompt
+        and reward.video == "yes"
+        and reward.differentiable
+    )
     assert reward.complaint({"k": 1}) == "is odd" and not video().differentiable
     reward.expect(["a", "b"])
     assert reward.inner.expected == ["a", "b"]
-    out = rewards.score(clips([0.25, 0.75]), ["a"], {"v": {"reward": reward}}, MediaContext(meta=[{"k": 0}]))
+    out = rewards.score(
+        clips([0.25, 0.75]), ["a"], {"v": {"reward": reward}}, MediaContext(meta=[{"k": 0}])
+    )
     assert out.total.tolist() == [0.5]
 
 
@@ -164,8 +203,14 @@ def test_the_gradient_reaches_the_frames_that_were_scored():
 
 
 def test_a_win_rate_may_judge_videos_by_an_image_reward():
-    reward = rewards.load("win_rate", judge="video", judge_settings={"reward": brightness, "pool": "min"})
-    out = reward(clips([0.9, 0.1], [0.4, 0.4], [0.3, 0.3]), ["a"] * 3, MediaContext(group=torch.zeros(3, dtype=torch.int64)))
+    reward = rewards.load(
+        "win_rate", judge="video", judge_settings={"reward": brightness, "pool": "min"}
+    )
+    out = reward(
+        clips([0.9, 0.1], [0.4, 0.4], [0.3, 0.3]),
+        ["a"] * 3,
+        MediaContext(group=torch.zeros(3, dtype=torch.int64)),
+    )
     assert out.tolist() == [0.0, 1.0, 0.5]
 
 
@@ -173,12 +218,24 @@ def test_a_win_rate_may_judge_videos_by_an_image_reward():
     ("settings", "said"),
     [
         ({}, "video works on another reward: set reward.video.reward"),
-        ({"reward": "rank", "reward_settings": {"reward": "jpeg"}}, '"rank" does not score single pictures; put it outside'),
+        (
+            {"reward": "rank", "reward_settings": {"reward": "jpeg"}},
+            '"rank" does not score single pictures; put it outside',
+        ),
         ({"reward": "reference"}, '"reference" does not score single pictures'),
-        ({"reward": "reference", "reward_settings": {"key": None}}, '"reference" does not score single pictures'),
+        (
+            {"reward": "reference", "reward_settings": {"key": None}},
+            '"reference" does not score single pictures',
+        ),
         ({"reward": "motion_smoothness"}, '"motion_smoothness" does not score single pictures'),
         ({"reward": "jpeg", "frames": 0}, "frames=0"),
-        ({"reward": "jpeg", "fps": 2}, "fps=2 needs video_fps, the frames a second of the videos, at least as high; it is None"),
+        (
+            {"reward": "jpeg", "fps": 2},
+            (
+                "fps=2 needs video_fps, the frames a second of the videos, at least as high; it is"
+                " None"
+            ),
+        ),
         ({"reward": "jpeg", "fps": 24, "video_fps": 16}, "fps=24 needs video_fps.*it is 16"),
         ({"reward": "jpeg", "pool": "median"}, "pool='median'"),
     ],
@@ -208,9 +265,13 @@ def test_smoothness_of_three_frames_by_hand():
     media = clips([0.1, 0.3, 0.6])
     assert smooth(media, floor=0.05).item() == pytest.approx((0.25 - 0.05) / (0.25 + 0.05))
     assert smooth(media, measure="interpolation", floor=0).item() == pytest.approx(0.95)
-    assert smooth(media, measure="interpolation", floor=0.05).item() == pytest.approx(0.95 * 0.25 / 0.30)
+    assert smooth(media, measure="interpolation", floor=0.05).item() == pytest.approx(
+        0.95 * 0.25 / 0.30
+    )
     parts = rewards.load("motion_smoothness").parts(media, ["a"])
-    assert parts["dynamic"].item() == pytest.approx(0.25) and parts["error"].item() == pytest.approx(0.05)
+    assert parts["dynamic"].item() == pytest.approx(0.25) and parts[
+        "error"
+    ].item() == pytest.approx(0.05)
 
 
 def test_a_steady_change_is_smooth_and_one_that_is_undone_is_not():
@@ -220,16 +281,22 @@ def test_a_steady_change_is_smooth_and_one_that_is_undone_is_not():
 
 
 def test_independent_noise_has_the_smoothness_of_its_closed_form():
-    """Steps have deviation sqrt(2), second differences sqrt(6): e / m = sqrt(6) / 2 / sqrt(2) = sqrt(3) / 2."""
+    """Steps have deviation sqrt(2), second differences sqrt(6): e / m = sqrt(6) / 2 / sqrt(2) =
+    sqrt(3) / 2."""
     noise = 0.5 + 0.05 * torch.randn(1, 40, 3, 32, 32)
     assert smooth(noise, floor=1e-6).item() == pytest.approx(1 - math.sqrt(3) / 2, abs=2e-3)
 
 
 def test_a_frozen_video_is_not_rewarded_unless_one_asks_for_vbenchs_reading():
     frozen = torch.rand(2, 1, 3, 8, 8).expand(2, 6, 3, 8, 8)
-    assert smooth(frozen).tolist() == [0.0, 0.0] and smooth(frozen, measure="interpolation").tolist() == [0.0, 0.0]
+    assert smooth(frozen).tolist() == [0.0, 0.0] and smooth(
+        frozen, measure="interpolation"
+    ).tolist() == [0.0, 0.0]
     assert smooth(frozen, measure="interpolation", floor=0).tolist() == [1.0, 1.0]
-    assert dynamic_degree(frozen).tolist() == [0.0, 0.0] and dynamic_degree(clips([0.0, 0.5, 0.0])).item() == 0.5
+    assert (
+        dynamic_degree(frozen).tolist() == [0.0, 0.0]
+        and dynamic_degree(clips([0.0, 0.5, 0.0])).item() == 0.5
+    )
 
 
 def test_shuffled_frames_score_lower_and_reversed_ones_the_same():
@@ -244,14 +311,15 @@ def test_shuffled_frames_score_lower_and_reversed_ones_the_same():
 
 def test_motion_below_the_floor_is_paid_in_proportion():
     slow = clips([0.5, 0.5 + 1 / 255, 0.5 + 2 / 255])
-    assert smooth(slow, floor=1 / 255).item() == pytest.approx(0.5, abs=1e-4) and smooth(slow, floor=9 / 255).item() == pytest.approx(
-        0.1, abs=1e-4
-    )
+    assert smooth(slow, floor=1 / 255).item() == pytest.approx(0.5, abs=1e-4) and smooth(
+        slow, floor=9 / 255
+    ).item() == pytest.approx(0.1, abs=1e-4)
 
 
 @pytest.mark.parametrize(("pool", "expected"), [(1, 0.0), (4, 0.5), (8, 0.75)])
 def test_a_sharp_edge_that_moves_two_pixels_a_frame_scores_one_less_two_over_pool(pool, expected):
-    """A pixel flips in one step. A block of 8 fills in four: second differences at both ends, e = 1/8 + 1/8 of the total change m = 1."""
+    """A pixel flips in one step. A block of 8 fills in four: second differences at both ends, e =
+    1/8 + 1/8 of the total change m = 1."""
     at = torch.cat([torch.full((2,), 8), torch.arange(8, 25, 2), torch.full((2,), 24)])
     line = (torch.arange(32)[None] < at[:, None]).float()
     media = line[None, :, None, None].expand(1, len(at), 3, 32, 32)
@@ -260,11 +328,18 @@ def test_a_sharp_edge_that_moves_two_pixels_a_frame_scores_one_less_two_over_poo
 
 def test_the_gradient_of_smoothness_is_that_of_finite_differences():
     reward = rewards.load("motion_smoothness")
-    x, direction = torch.rand(2, 5, 3, 4, 4, dtype=torch.float64, requires_grad=True), torch.randn(2, 5, 3, 4, 4, dtype=torch.float64)
+    x, direction = (
+        torch.rand(2, 5, 3, 4, 4, dtype=torch.float64, requires_grad=True),
+        torch.randn(2, 5, 3, 4, 4, dtype=torch.float64),
+    )
     slope = (torch.autograd.grad(reward(x, ["", ""]).sum(), x)[0] * direction).sum()
     with torch.no_grad():
-        numeric = (reward(x + 1e-6 * direction, ["", ""]) - reward(x - 1e-6 * direction, ["", ""])).sum() / 2e-6
-    assert reward.differentiable and slope.abs() > 1e-3 and torch.allclose(slope, numeric, rtol=1e-5)
+        numeric = (
+            reward(x + 1e-6 * direction, ["", ""]) - reward(x - 1e-6 * direction, ["", ""])
+        ).sum() / 2e-6
+    assert (
+        reward.differentiable and slope.abs() > 1e-3 and torch.allclose(slope, numeric, rtol=1e-5)
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,7 +347,11 @@ def test_the_gradient_of_smoothness_is_that_of_finite_differences():
     [
         ({}, (1, 2, 3, 8, 8), "looks at a frame and its two neighbours; the videos have 2 frames"),
         ({"pool": 9}, (1, 4, 3, 8, 16), "pool=9 is wider than the frames, which have 8 pixels"),
-        ({"floor": 0}, None, "measure=relative divides by the motion, so a still needs floor above 0"),
+        (
+            {"floor": 0},
+            None,
+            "measure=relative divides by the motion, so a still needs floor above 0",
+        ),
         ({"measure": "flow"}, None, "measure='flow'"),
     ],
 )

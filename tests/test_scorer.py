@@ -1,4 +1,5 @@
-"""Scores while sampling goes on: the same numbers in the same order, whole groups for rewards that compare, a clean end."""
+"""Scores while sampling goes on: the same numbers in the same order, whole groups for rewards that
+compare, a clean end."""
 
 import threading
 import time
@@ -22,7 +23,10 @@ def mean(media, prompts, context=None):
 
 
 def scores(reward, sizes, *, overlap, group=(0, 0, 0, 1, 1, 1, 2, 2, 2)):
-    media, group = torch.arange(9.0)[:, None, None, None].expand(9, 3, 2, 2) / 10, torch.tensor(group)
+    media, group = (
+        torch.arange(9.0)[:, None, None, None].expand(9, 3, 2, 2) / 10,
+        torch.tensor(group),
+    )
     with Scorer(load_set({"it": reward}), Ledger(), overlap=overlap) as scorer:
         for rows in torch.arange(9).split(sizes):
             scorer.add(media[rows], BATCH, group[rows])
@@ -36,7 +40,9 @@ def test_scores_are_the_same_in_a_thread_and_for_any_chunks(sizes):
     for overlap in (False, True):
         found = scores(mean, sizes, overlap=overlap)
         assert torch.allclose(found.total, expected) and found.valid.all()
-    assert torch.equal(scores(mean, sizes, overlap=True).total, scores(mean, sizes, overlap=False).total)
+    assert torch.equal(
+        scores(mean, sizes, overlap=True).total, scores(mean, sizes, overlap=False).total
+    )
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -48,12 +54,19 @@ def test_a_reward_that_compares_a_group_sees_whole_groups_however_they_are_decod
     def place(media, prompts, context=None):
         seen.append(context.group.tolist())
         values = media.flatten(1).mean(1)
-        return torch.stack([(values[context.group == g] < v).float().sum() for g, v in zip(context.group, values, strict=True)])
+        return torch.stack(
+            [
+                (values[context.group == g] < v).float().sum()
+                for g, v in zip(context.group, values, strict=True)
+            ]
+        )
 
     found = scores(place, sizes, overlap=overlap)
     assert found.total.tolist() == [0, 1, 2] * 3
     for g in range(3):
-        assert sum(g in chunk for chunk in seen) == 1 and all(chunk.count(g) in (0, 3) for chunk in seen)
+        assert sum(g in chunk for chunk in seen) == 1 and all(
+            chunk.count(g) in (0, 3) for chunk in seen
+        )
 
 
 def test_the_caller_goes_on_while_a_reward_is_computed_and_waits_when_two_chunks_are_behind():
@@ -67,7 +80,9 @@ def test_the_caller_goes_on_while_a_reward_is_computed_and_waits_when_two_chunks
     ledger = Ledger()
     with Scorer(load_set({"slow": slow}), ledger, overlap=True) as scorer:
         for k in range(Scorer.AHEAD):
-            scorer.add(torch.zeros(2, 3, 2, 2), BATCH, torch.tensor([k, k]))  # returns although nothing is scored yet
+            scorer.add(
+                torch.zeros(2, 3, 2, 2), BATCH, torch.tensor([k, k])
+            )  # returns although nothing is scored yet
         assert len(scorer.pending) == Scorer.AHEAD and not scorer.parts
         threading.Timer(0.2, gate.set).start()
         scorer.add(torch.zeros(2, 3, 2, 2), BATCH, torch.tensor([2, 2]))
@@ -102,11 +117,18 @@ def test_a_run_with_overlap_is_the_run_without(tmp_path):
     """But for rounding: prompts are encoded two by two instead of four at once."""
     runs = {}
     for overlap in ("0", "2"):
-        changes = {"batch__prompts": "4", "batch__micro": "4", "batch__decode": "4", "iterations": "2", "checkpoint__every": "9"}
+        changes = {
+            "batch__prompts": "4",
+            "batch__micro": "4",
+            "batch__decode": "4",
+            "iterations": "2",
+            "checkpoint__every": "9",
+        }
         run = loop.train(small.config(tmp_path / overlap, **changes, batch__overlap=overlap))
         runs[overlap] = [
-            {k: v for k, v in line.items() if not k.startswith(small.CHANGING)} for line in small.lines(run.path)
-        ]  # fmt: skip
+            {k: v for k, v in line.items() if not k.startswith(small.CHANGING)}
+            for line in small.lines(run.path)
+        ]
     for without, overlapped in zip(runs["0"], runs["2"], strict=True):
         assert overlapped == pytest.approx(without, rel=1e-3)
 
@@ -124,17 +146,24 @@ def test_a_run_stops_resumable_when_a_reward_is_gone(tmp_path, monkeypatch):
     run = tmp_path / "run"
     result = small.invoke("train", *small.words(run, iterations="3", checkpoint__every="50"))
     assert result.exit_code == 1
-    assert "the reward server is gone" in result.output and f"flowrl train --resume {run}" in result.output
+    assert (
+        "the reward server is gone" in result.output
+        and f"flowrl train --resume {run}" in result.output
+    )
     assert small.invoke("train", "--resume", run).exit_code == 0
     assert [line["iteration"] for line in small.lines(run)] == [1, 2, 3]
 
 
 def test_a_run_whose_rewards_all_compare_groups_has_nothing_to_evaluate_with(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "import flowrl\n@flowrl.reward(needs=['group'])\ndef ones(media, prompts, context=None):\n    return media.new_ones(len(media))\n"
+        "import flowrl\n@flowrl.reward(needs=['group'])\ndef ones(media, prompts, context=None):\n "
+        "   return media.new_ones(len(media))\n"
     )
     words = small.words(tmp_path / "run", reward=f"{tmp_path}/mine.py:ones")
     result = small.invoke("train", *words)
     assert result.exit_code == 2 and "a reward that judges each sample by itself" in result.output
     result = small.invoke("train", *words, "draw.mode=balance", "reward.jpeg.weight=0")
-    assert result.exit_code == 2 and "draw.mode=balance compares rewards of several draws" in result.output
+    assert (
+        result.exit_code == 2
+        and "draw.mode=balance compares rewards of several draws" in result.output
+    )

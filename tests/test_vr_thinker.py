@@ -1,4 +1,5 @@
-"""vr_thinker: dialogues in which the judge asks for frames; broken ones, endless ones, and the limit on pictures."""
+"""vr_thinker: dialogues in which the judge asks for frames; broken ones, endless ones, and the
+limit on pictures."""
 
 import json
 import math
@@ -12,7 +13,9 @@ from flowrl import rewards
 from flowrl.types import MediaContext
 
 SIDE, F = 8, 12
-DARK = torch.arange(F)[None, :, None, None, None].expand(2, F, 3, SIDE, SIDE) / 255  # frame i has level i
+DARK = (
+    torch.arange(F)[None, :, None, None, None].expand(2, F, 3, SIDE, SIDE) / 255
+)  # frame i has level i
 BRIGHT = DARK + 100 / 255
 
 
@@ -22,11 +25,17 @@ def load(server, **settings):
 
 def call(*frames):
     request = json.dumps({"name": "select_frames", "arguments": {"target_frames": frames}})
-    return f"<think>closer</think><recommend answer>OA = 0</recommend answer><tool_call>{request}</tool_call>"
+    return (
+        "<think>closer</think><recommend answer>OA = 0</recommend"
+        f" answer><tool_call>{request}</tool_call>"
+    )
 
 
 def answer(oa, ta=0):
-    return f"<snapshot>seen</snapshot><think>sure</think><answer>TA = {ta}, MQ = 0, VQ = 1, OA = {oa}, CF = 1</answer>"
+    return (
+        f"<snapshot>seen</snapshot><think>sure</think><answer>TA = {ta}, MQ = 0, VQ = 1, OA = {oa},"
+        " CF = 1</answer>"
+    )
 
 
 def levels(body):
@@ -55,7 +64,9 @@ def test_the_overall_answer_is_the_preference(oa, p):
 
 def test_it_first_sees_some_frames_of_both_and_is_told_the_numbers():
     with serving(answer(1)) as server:
-        load(server, initial=3, workspace=8, most=5, turns=4).compare(DARK[:1], BRIGHT[:1], ["a {turns} cat"])
+        load(server, initial=3, workspace=8, most=5, turns=4).compare(
+            DARK[:1], BRIGHT[:1], ["a {turns} cat"]
+        )
     body = server.requests[0]
     places = np.linspace(0, F - 1, 8, dtype=int)  # of twelve frames, eight can be asked for
     first = [int(places[i]) for i in np.linspace(0, 7, 3, dtype=int)]
@@ -71,9 +82,18 @@ def test_frames_that_it_asks_for_are_shown_in_the_next_turn():
         assert load(server, initial=2).compare(DARK[:1], BRIGHT[:1], ["a cat"]).tolist() == [0.0]
     first, second = server.requests
     assert levels(first) == [0, 11, 100, 111]
-    assert levels(second) == [0, 11, 100, 111, 1, 101]  # frame 2 is the second of Video 1, frame 14 the second of Video 2
+    assert levels(second) == [
+        0,
+        11,
+        100,
+        111,
+        1,
+        101,
+    ]  # frame 2 is the second of Video 1, frame 14 the second of Video 2
     assert [message["role"] for message in second["messages"]] == ["user", "assistant", "user"]
-    assert words(second, 1) == call(2, 14, 2) and words(second).startswith("After selecting frames: Here are the selected frames 2, 14.")
+    assert words(second, 1) == call(2, 14, 2) and words(second).startswith(
+        "After selecting frames: Here are the selected frames 2, 14."
+    )
 
 
 def test_dialogues_of_different_length_run_side_by_side_in_order():
@@ -100,7 +120,9 @@ def test_the_oldest_pictures_are_left_out_and_the_opening_ones_never():
         [0, 100, 4, 5, 6, 7],
     ]
     last = server.requests[3]
-    assert "(Frames 1, 2, 3 are no longer shown.)" in words(last, 2) and "(Frames 4 are no longer shown.)" in words(last, 4)
+    assert "(Frames 1, 2, 3 are no longer shown.)" in words(
+        last, 2
+    ) and "(Frames 4 are no longer shown.)" in words(last, 4)
     assert "no longer" not in words(last, 6)
 
 
@@ -111,7 +133,9 @@ def test_no_request_ever_holds_more_pictures_than_allowed():
         return call(*generator.integers(1, 2 * F + 1, generator.integers(1, 5)).tolist())
 
     with serving(script) as server:
-        out = load(server, initial=2, images=9, most=4, turns=12, concurrency=1).compare(DARK[:1], BRIGHT[:1], ["a cat"])
+        out = load(server, initial=2, images=9, most=4, turns=12, concurrency=1).compare(
+            DARK[:1], BRIGHT[:1], ["a cat"]
+        )
     assert out.isnan().all() and len(server.requests) == 12
     shown = [len(pictures(body)) for body in server.requests]
     assert max(shown) == 9 and shown[0] == 4
@@ -126,7 +150,13 @@ def test_when_full_further_requests_can_be_refused_instead():
 
 
 def test_a_limit_below_what_is_shown_at_first_is_refused():
-    with pytest.raises(ValueError, match="images=8: 8 pictures are shown at first, so none could be asked for; set images above 8"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "images=8: 8 pictures are shown at first, so none could be asked for; set images"
+            " above 8"
+        ),
+    ):
         rewards.load("vr_thinker", images=8)
     assert rewards.load("vr_thinker", images=10).most == 2
     assert rewards.load("vr_thinker", images=10, mode="pointwise").most == 6
@@ -162,13 +192,20 @@ def test_a_broken_reply_is_answered_with_the_reason_and_may_be_mended(reply, sai
     assert said in words(server.requests[1]) and len(pictures(server.requests[1])) == 8
 
 
-@pytest.mark.parametrize("reply", [call(3), "Hm.", answer(7), "<think>" * 500, "<recommend answer>OA = 1</recommend answer>"])
+@pytest.mark.parametrize(
+    "reply",
+    [call(3), "Hm.", answer(7), "<think>" * 500, "<recommend answer>OA = 1</recommend answer>"],
+)
 def test_a_dialogue_that_never_ends_is_cut_and_fails(reply, caplog):
     with serving(reply) as server:
         out = load(server, turns=3).compare(DARK, BRIGHT, ["a cat", "a dog"])
     assert out.isnan().all() and len(server.requests) == 2 * 3
     assert "no answer in turns=3 replies" in caplog.text
-    assert words(max(server.requests, key=turn)).removesuffix("<image>").endswith("This is your last reply: give the answer now.")
+    assert (
+        words(max(server.requests, key=turn))
+        .removesuffix("<image>")
+        .endswith("This is your last reply: give the answer now.")
+    )
 
 
 def test_a_server_that_breaks_in_the_middle_fails_that_dialogue_only():
@@ -187,8 +224,15 @@ def test_every_turn_is_in_the_log(tmp_path):
     with serving(scripted(call(2), answer(2))) as server:
         load(server, log=str(log)).compare(DARK[:1], BRIGHT[:1], ["a cat"])
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [row["turn"] for row in rows] == [0, 1] and rows[0]["reply"] == call(2) and rows[0]["value"] is None
-    assert rows[1]["question"].endswith("selected frames 2.<image>") and rows[1]["value"]["score"] == 0.0
+    assert (
+        [row["turn"] for row in rows] == [0, 1]
+        and rows[0]["reply"] == call(2)
+        and rows[0]["value"] is None
+    )
+    assert (
+        rows[1]["question"].endswith("selected frames 2.<image>")
+        and rows[1]["value"]["score"] == 0.0
+    )
 
 
 def test_the_older_boxed_answer_is_read_too():
@@ -206,10 +250,17 @@ def test_a_pointwise_judge_grades_one_video():
         assert judge(BRIGHT, ["a cat", "a dog"]).tolist() == pytest.approx([0.6, 0.6])
         parts = judge.parts(BRIGHT, ["a cat", "a dog"])
         scored = rewards.score(BRIGHT, ["a cat", "a dog"], {"thinker": judge})
-    assert {name: part.tolist() for name, part in parts.items()} == {"ta": [4.0] * 2, "vq": [3.5] * 2, "mq": [2.0] * 2, "oa": [3.0] * 2}
+    assert {name: part.tolist() for name, part in parts.items()} == {
+        "ta": [4.0] * 2,
+        "vq": [3.5] * 2,
+        "mq": [2.0] * 2,
+        "oa": [3.0] * 2,
+    }
     assert scored.valid.all() and not hasattr(judge, "compare")
     assert levels(server.requests[0]) == [100, 111] and len(server.requests) == 4
-    assert "frames 1 to 12, in the order of time" in " ".join(words(server.requests[0]).split()).replace("more: frames", "frames")
+    assert "frames 1 to 12, in the order of time" in " ".join(
+        words(server.requests[0]).split()
+    ).replace("more: frames", "frames")
 
 
 def test_a_failed_grade_is_nan_beside_good_ones():
@@ -228,9 +279,13 @@ def test_a_pairwise_judge_scores_nothing_alone_and_judges_win_rates():
     videos = torch.cat([BRIGHT[:1], DARK[:1]])
     with serving(script) as server:
         judge = load(server)
-        with pytest.raises(ValueError, match="mode=pairwise says which of two is better and scores none alone"):
+        with pytest.raises(
+            ValueError, match="mode=pairwise says which of two is better and scores none alone"
+        ):
             judge(DARK, ["a cat", "a dog"])
-        out = rewards.load("win_rate", judge=judge)(videos, ["a cat"] * 2, MediaContext(group=torch.zeros(2, dtype=torch.long)))
+        out = rewards.load("win_rate", judge=judge)(
+            videos, ["a cat"] * 2, MediaContext(group=torch.zeros(2, dtype=torch.long))
+        )
     assert out.tolist() == [1.0, 0.0]
 
 
@@ -238,7 +293,13 @@ def test_the_models_own_instructions_replace_ours(tmp_path):
     (tmp_path / "t").write_text("Compare for {prompt}; {total} frames.")
     with serving(answer(1)) as server:
         load(server, template=str(tmp_path / "t")).compare(DARK[:1], BRIGHT[:1], ["a cat"])
-        with pytest.raises(ValueError, match="there is no such file; save the instructions on the model card of qunwang13/vr-thinker"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                "there is no such file; save the instructions on the model card of"
+                " qunwang13/vr-thinker"
+            ),
+        ):
             load(server, template=str(tmp_path / "none"))
     assert words(server.requests[0], 0) == "<image>" * 8 + "Compare for a cat; 24 frames."
 
@@ -250,7 +311,18 @@ def test_a_reply_is_a_score_only_if_it_answers():
     with serving(answer(1)) as server:
         pair, point = load(server), load(server, mode="pointwise")
     assert [pair.read_reply(answer(oa)) for oa in (0, 1, 2)] == [0.5, 1.0, 0.0]
-    assert point.read_reply("<answer>TA = 4, VQ = 3, MQ = 3, OA = 3.5</answer>") == pytest.approx(0.7)
-    for text in ("", " ", "...", "**", "<answer></answer>", "<answer>...</answer>", "<answer>OA = 9</answer>", call(3)):
+    assert point.read_reply("<answer>TA = 4, VQ = 3, MQ = 3, OA = 3.5</answer>") == pytest.approx(
+        0.7
+    )
+    for text in (
+        "",
+        " ",
+        "...",
+        "**",
+        "<answer></answer>",
+        "<answer>...</answer>",
+        "<answer>OA = 9</answer>",
+        call(3),
+    ):
         assert math.isnan(pair.read_reply(text)) and math.isnan(point.read_reply(text))
     assert rewards.load("win_rate", judge=pair).read_reply(answer(2)) == 0.0

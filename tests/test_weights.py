@@ -30,12 +30,19 @@ def test_a_file_a_folder_and_a_file_in_a_folder_are_found(tmp_path):
     assert _weights.path_of(str(tmp_path / "head.pt"), reward="r") == tmp_path / "head.pt"
     assert _weights.path_of(str(tmp_path), reward="r") == tmp_path
     assert _weights.path_of(str(tmp_path), "head.pt", reward="r") == tmp_path / "head.pt"
-    assert _weights.path_of(str(tmp_path / "head.pt"), "other.pt", reward="r") == tmp_path / "head.pt"
+    assert (
+        _weights.path_of(str(tmp_path / "head.pt"), "other.pt", reward="r") == tmp_path / "head.pt"
+    )
 
 
-@pytest.mark.parametrize("source", ["/nowhere/x.pt", "./x", "x.safetensors", "folder/x.pth", "a/b/c", "one", "~/nowhere-at-all"])
+@pytest.mark.parametrize(
+    "source",
+    ["/nowhere/x.pt", "./x", "x.safetensors", "folder/x.pth", "a/b/c", "one", "~/nowhere-at-all"],
+)
 def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(source):
-    with pytest.raises(ValueError, match=f"reward.mps.weights={source}: there is no such file or folder"):
+    with pytest.raises(
+        ValueError, match=f"reward.mps.weights={source}: there is no such file or folder"
+    ):
         _weights.path_of(source, reward="mps")
 
 
@@ -45,11 +52,18 @@ def test_a_folder_without_the_file_says_which_file_it_lacks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "needs", "put"), [("head.pt", "head.pt of owner/name", "head.pt"), (None, "needs owner/name, which", "the folder")]
+    ("file", "needs", "put"),
+    [
+        ("head.pt", "head.pt of owner/name", "head.pt"),
+        (None, "needs owner/name, which", "the folder"),
+    ],
 )
 def test_a_hub_out_of_reach_says_what_to_fetch_and_where_to_put_it(monkeypatch, file, needs, put):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    said = f"{needs}.*could not be fetched .*download it from https://huggingface.co/owner/name and set reward.r.place=/path/to/{put}"
+    said = (
+        f"{needs}.*could not be fetched .*download it from https://huggingface.co/owner/name and"
+        f" set reward.r.place=/path/to/{put}"
+    )
     with pytest.raises(ValueError, match=said):
         _weights.path_of("owner/name", file, reward="r", setting="place")
 
@@ -57,15 +71,23 @@ def test_a_hub_out_of_reach_says_what_to_fetch_and_where_to_put_it(monkeypatch, 
 def test_of_a_file_that_is_not_read_alone_the_other_one_is_named_too(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        ValueError, match="reward r needs a.pt and a.json of owner/name, .* set reward.r.weights=/path/to/the folder with both"
+        ValueError,
+        match=(
+            "reward r needs a.pt and a.json of owner/name, .* set reward.r.weights=/path/to/the"
+            " folder with both"
+        ),
     ):
         _weights.path_of("owner/name", "a.pt", reward="r", beside="a.json")
 
 
 def test_a_file_of_the_hub_is_fetched_alone_and_a_repository_whole(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a: asked.append(a) or str(tmp_path / "x"))
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **_: asked.append(a) or str(tmp_path))
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda *a: asked.append(a) or str(tmp_path / "x")
+    )
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda *a, **_: asked.append(a) or str(tmp_path)
+    )
     assert _weights.path_of("owner/name-v2.5", "x", reward="r") == tmp_path / "x"
     assert _weights.path_of("owner/name-v2.5", reward="r") == tmp_path
     assert asked == [("owner/name-v2.5", "x"), ("owner/name-v2.5",)]
@@ -74,20 +96,48 @@ def test_a_file_of_the_hub_is_fetched_alone_and_a_repository_whole(monkeypatch, 
 # --- networks and tokenizers of transformers
 
 
-def test_a_network_is_frozen_fp32_whatever_its_file_holds_and_the_other_tower_may_be_surplus(tmp_path):
+def test_a_network_is_frozen_fp32_whatever_its_file_holds_and_the_other_tower_may_be_surplus(
+    tmp_path,
+):
     from transformers import CLIPConfig, CLIPModel, CLIPVisionModelWithProjection
 
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    vision, text = small | {"image_size": 16, "patch_size": 8}, small | {"vocab_size": 8, "bos_token_id": 1, "eos_token_id": 2}
+    small = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
+    vision, text = (
+        small | {"image_size": 16, "patch_size": 8},
+        small
+        | {
+            "vocab_size": 8,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    )
     CLIPModel(CLIPConfig(vision_config=vision, text_config=text)).half().save_pretrained(tmp_path)
     found = _weights.network(CLIPModel, str(tmp_path), reward="r")
     assert {p.dtype for p in found.parameters()} == {torch.float32} and not found.training
     assert not any(p.requires_grad for p in found.parameters())
-    with pytest.raises(ValueError, match="does not fit CLIPVisionModelWithProjection: .* unknown keys .logit_scale, text_model"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "does not fit CLIPVisionModelWithProjection: .* unknown keys .logit_scale, text_model"
+        ),
+    ):
         _weights.network(CLIPVisionModelWithProjection, str(tmp_path), reward="r")
-    _weights.network(CLIPVisionModelWithProjection, str(tmp_path), reward="r", ignore=("text_", "logit_scale"))
+    _weights.network(
+        CLIPVisionModelWithProjection, str(tmp_path), reward="r", ignore=("text_", "logit_scale")
+    )
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=f"reward.r.backbone={tmp_path} cannot be loaded: OSError: .*no file named model.safetensors"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            f"reward.r.backbone={tmp_path} cannot be loaded: OSError: .*no file named"
+            " model.safetensors"
+        ),
+    ):
         _weights.network(CLIPModel, str(tmp_path), reward="r", setting="backbone")
 
 
@@ -97,7 +147,9 @@ def test_a_tokenizer_without_its_files_is_refused_though_transformers_makes_one(
     for cls in (BertTokenizer, CLIPTokenizer):
         with pytest.raises(ValueError, match=f"r.*{tmp_path}"):
             _weights.tokenizer(cls, str(tmp_path), reward="r")
-        with pytest.raises(ValueError, match="reward r needs owner/name, .*set reward.r.words=/path/to/the folder"):
+        with pytest.raises(
+            ValueError, match="reward r needs owner/name, .*set reward.r.words=/path/to/the folder"
+        ):
             _weights.tokenizer(cls, "owner/name", reward="r", setting="words")
 
 
@@ -114,15 +166,25 @@ def test_a_state_dict_comes_back_from_either_format(tmp_path, name):
 def test_a_state_dict_under_a_key_is_taken_from_under_it(tmp_path):
     torch.save({"state_dict": STATE, "epoch": 3}, tmp_path / "x.pt")
     assert _weights.tensors(tmp_path / "x.pt", under="state_dict").keys() == STATE.keys()
-    with pytest.raises(ValueError, match="x.pt holds a dict, expected a state dict: names and tensors"):
+    with pytest.raises(
+        ValueError, match="x.pt holds a dict, expected a state dict: names and tensors"
+    ):
         _weights.tensors(tmp_path / "x.pt")
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
-@pytest.mark.parametrize("write", [lambda path: torch.save(Bomb(), path), lambda path: path.write_bytes(pickle.dumps(Bomb()))])
+@pytest.mark.parametrize(
+    "write",
+    [lambda path: torch.save(Bomb(), path), lambda path: path.write_bytes(pickle.dumps(Bomb()))],
+)
 def test_a_pickle_that_could_run_code_is_refused_unopened(tmp_path, write, capsys):
     write(tmp_path / "x.pth")
-    with pytest.raises(ValueError, match="x.pth is no file of tensors, or one that could run code when opened; convert it once"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "x.pth is no file of tensors, or one that could run code when opened; convert it once"
+        ),
+    ):
         _weights.tensors(tmp_path / "x.pth")
     assert "ran" not in capsys.readouterr().out
 
@@ -158,7 +220,10 @@ def test_a_filled_module_is_frozen_and_in_eval_mode():
         ({"weight": STATE["weight"]}, r"x.pt does not fit Linear: 1 keys missing \(bias\)$"),
         (STATE | {"c": torch.ones(1)}, r"1 unknown keys \(c\)$"),
         (STATE | {k: torch.ones(1) for k in "cdefg"}, r"5 unknown keys \(c, d, e, ...\)$"),
-        (STATE | {"bias": torch.ones(4)}, r"1 tensors of another shape \(bias \(4,\) instead of \(2,\)\)$"),
+        (
+            STATE | {"bias": torch.ones(4)},
+            r"1 tensors of another shape \(bias \(4,\) instead of \(2,\)\)$",
+        ),
         ({"c": torch.ones(1)}, r"2 keys missing \(bias, weight\); 1 unknown keys \(c\)$"),
     ],
 )
@@ -169,7 +234,12 @@ def test_missing_unknown_and_misshapen_keys_are_named(state, said):
 
 def test_buffers_that_a_library_computes_may_be_missing_or_surplus():
     module = nn.BatchNorm1d(2)
-    state = {"weight": torch.ones(2), "bias": torch.ones(2), "running_mean": torch.ones(2), "extra.ids": torch.ones(1)}
+    state = {
+        "weight": torch.ones(2),
+        "bias": torch.ones(2),
+        "running_mean": torch.ones(2),
+        "extra.ids": torch.ones(1),
+    }
     filled = _weights.fill(module, state, path="x.pt", ignore=("running_", "num_batches", "extra"))
     assert filled.bias.tolist() == [1, 1]
     with pytest.raises(ValueError, match="keys missing .num_batches_tracked, running_var"):
@@ -183,18 +253,37 @@ def test_a_template_is_the_text_with_the_right_digest_with_or_without_a_last_new
     digest = hashlib.sha256(b"rate {} now").hexdigest()
     for content in (b"rate {} now", b"rate {} now\n"):
         (tmp_path / "t.txt").write_bytes(content)
-        assert _weights.template(tmp_path / "t.txt", sha256=digest[:16], reward="r", origin="line 3 of file x") == "rate {} now"
+        assert (
+            _weights.template(
+                tmp_path / "t.txt", sha256=digest[:16], reward="r", origin="line 3 of file x"
+            )
+            == "rate {} now"
+        )
     (tmp_path / "t.txt").write_text("rate {} later")
     with pytest.raises(
-        ValueError, match=f"not the text that the model was trained with: sha256 .*expected {digest[:16]}.*line 3 of file x"
+        ValueError,
+        match=(
+            f"not the text that the model was trained with: sha256 .*expected {digest[:16]}.*line 3"
+            " of file x"
+        ),
     ):
-        _weights.template(tmp_path / "t.txt", sha256=digest[:16], reward="r", origin="line 3 of file x")
+        _weights.template(
+            tmp_path / "t.txt", sha256=digest[:16], reward="r", origin="line 3 of file x"
+        )
 
 
 def test_a_template_that_is_not_there_says_where_to_find_it(tmp_path):
-    with pytest.raises(ValueError, match="reward r needs its model's own prompt text: save line 3 as a text file and set reward.r.rubric="):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "reward r needs its model's own prompt text: save line 3 as a text file and set"
+            " reward.r.rubric="
+        ),
+    ):
         _weights.template(None, sha256="00", reward="r", setting="rubric", origin="line 3")
-    with pytest.raises(ValueError, match="reward.r.template=/nowhere.txt: there is no such file; save line 3 there"):
+    with pytest.raises(
+        ValueError, match="reward.r.template=/nowhere.txt: there is no such file; save line 3 there"
+    ):
         _weights.template("/nowhere.txt", sha256="00", reward="r", origin="line 3")
 
 
@@ -210,14 +299,21 @@ def test_prompts_that_are_cut_are_told_about_once_for_each_reward(caplog, monkey
         assert _prompts.warn_cut("b", [36], 35) == 1
     said = [record.message for record in caplog.records]
     assert len(said) == 2 and said[1].startswith("b reads 35 tokens")
-    assert said[0] == "a reads 77 tokens of a prompt: 2 of the first 3 are longer (up to 90); the rest does not count (said once)"
+    assert (
+        said[0]
+        == "a reads 77 tokens of a prompt: 2 of the first 3 are longer (up to 90); the rest does"
+        " not count (said once)"
+    )
 
 
 def test_prompts_that_are_all_known_are_counted_as_all(caplog, monkeypatch):
     monkeypatch.setattr(_prompts, "_told", set())
     with caplog.at_level(logging.WARNING, "flowrl"):
         assert _prompts.warn_cut("a", [78, 5, 90], 77, known=True) == 2
-    assert caplog.messages == ["a reads 77 tokens of a prompt: 2 of 3 are longer (up to 90); the rest does not count (said once)"]
+    assert caplog.messages == [
+        "a reads 77 tokens of a prompt: 2 of 3 are longer (up to 90); the rest does not count (said"
+        " once)"
+    ]
 
 
 # --- tests that need a hub
@@ -225,7 +321,14 @@ def test_prompts_that_are_all_known_are_counted_as_all(caplog, monkeypatch):
 
 @pytest.mark.parametrize(
     ("chosen", "offline"),
-    [("hub", "0"), ("not gpu and (hub)", "0"), ("", "1"), ("not hub", "1"), ("gpu and not hub", "1"), ("not (hub or gpu)", "1")],
+    [
+        ("hub", "0"),
+        ("not gpu and (hub)", "0"),
+        ("", "1"),
+        ("not hub", "1"),
+        ("gpu and not hub", "1"),
+        ("not (hub or gpu)", "1"),
+    ],
 )
 def test_only_pytest_m_hub_goes_online(chosen, offline):
     assert conftest.offline(chosen) == offline
@@ -234,4 +337,6 @@ def test_only_pytest_m_hub_goes_online(chosen, offline):
 def test_tests_of_published_weights_are_skipped_offline_and_where_no_hub_answers(monkeypatch):
     assert conftest.why_no_hub.__wrapped__() == "HF_HUB_OFFLINE is set"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    assert conftest.why_no_hub.__wrapped__("http://127.0.0.1:9").startswith("no model hub answers: ConnectError")
+    assert conftest.why_no_hub.__wrapped__("http://127.0.0.1:9").startswith(
+        "no model hub answers: ConnectError"
+    )

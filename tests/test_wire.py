@@ -1,4 +1,5 @@
-"""What travels between a reward server and its clients arrives bit for bit, and what is served has a name of its own."""
+"""What travels between a reward server and its clients arrives bit for bit, and what is served has
+a name of its own."""
 
 import base64
 import json
@@ -30,7 +31,10 @@ def test_a_tensor_arrives_bit_for_bit(tensor):
     record = _wire.Numbers.model_validate_json(json.dumps(_wire.pack(tensor)))
     out = _wire.unpack(record)
     assert out.dtype == tensor.dtype and out.shape == tensor.shape
-    assert out.numpy().tobytes() == tensor.contiguous().numpy().tobytes() and record.nbytes == tensor.nbytes
+    assert (
+        out.numpy().tobytes() == tensor.contiguous().numpy().tobytes()
+        and record.nbytes == tensor.nbytes
+    )
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 4, 3, 5, 7)])
@@ -38,7 +42,9 @@ def test_pixels_with_eight_bits_travel_as_bytes_and_arrive_bit_for_bit(shape):
     media = torch.randint(0, 256, shape, dtype=torch.uint8).float() / 255
     packed = _wire.pack_media(media)
     assert ("png" in packed) == (len(shape) == 4) and packed.get("dtype", "unorm8") == "unorm8"
-    record = _wire.Question.model_validate_json(json.dumps({"prompts": [""], "media": packed})).media
+    record = _wire.Question.model_validate_json(
+        json.dumps({"prompts": [""], "media": packed})
+    ).media
     assert torch.equal(_wire.unpack(record), media) and record.nbytes == media.nbytes
 
 
@@ -55,13 +61,26 @@ def chunk(kind, data):
 
 @pytest.mark.parametrize(("colour", "mode"), [(b"\x08\x02", "RGB"), (b"\x08\x00", "L")])
 def test_a_png_with_a_second_head_is_refused_before_its_pixels_are_unpacked(colour, mode):
-    """Declared as 4 x 4, 192 bytes as fp32; by the second head, which Pillow believes, 2000 x 2000."""
-    heads = [side.to_bytes(4) * 2 + kind + bytes(3) for side, kind in ((4, b"\x08\x02"), (2000, colour))]
+    """Declared as 4 x 4, 192 bytes as fp32; by the second head, which Pillow believes, 2000 x
+    2000."""
+    heads = [
+        side.to_bytes(4) * 2 + kind + bytes(3) for side, kind in ((4, b"\x08\x02"), (2000, colour))
+    ]
     rows = zlib.compress(bytes(2000 * (1 + 2000 * len(mode))))
-    file = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(b"IHDR", head) for head in heads) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    file = (
+        b"\x89PNG\r\n\x1a\n"
+        + b"".join(chunk(b"IHDR", head) for head in heads)
+        + chunk(b"IDAT", rows)
+        + chunk(b"IEND", b"")
+    )
     record = _wire.Pngs(png=[base64.b64encode(file).decode()])
     assert len(file) < 13_000 and record.nbytes == 192
-    with pytest.raises(ValueError, match=rf"png 0 cannot be read: .*head says \(4, 4\) RGB, its pixels are \(2000, 2000\) {mode}"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"png 0 cannot be read: .*head says \(4, 4\) RGB, its pixels are \(2000, 2000\) {mode}"
+        ),
+    ):
         _wire.unpack(record)
 
 
@@ -73,16 +92,30 @@ def test_the_version_changes_with_settings_weights_and_source(tmp_path):
         return _wire.about(loaded.rewards, loaded.weights, flowrl="1", max_mb=1).version
 
     def mine(scale):
-        file.write_text(f"from flowrl.rewards import Reward\nclass R(Reward):\n    name, scale = 'mine', '{scale}'\n")
+        file.write_text(
+            "from flowrl.rewards import Reward\nclass R(Reward):\n    name, scale = 'mine',"
+            f" '{scale}'\n"
+        )
         return version({"mine": {"name": f"{file}:R"}})
 
-    specs = [{"jpeg": 1.0}, {"jpeg": 2.0}, {"jpeg": {"quality": 80}}, {"x": {"name": "jpeg"}}, {"jpeg": 1.0, "shapes": 1.0}]
+    specs = [
+        {"jpeg": 1.0},
+        {"jpeg": 2.0},
+        {"jpeg": {"quality": 80}},
+        {"x": {"name": "jpeg"}},
+        {"jpeg": 1.0, "shapes": 1.0},
+    ]
     versions = [version(spec) for spec in specs] + [mine("one"), mine("two")]
-    assert len(set(versions)) == 7 and versions == [version(spec) for spec in specs] + [mine("one"), mine("two")]
+    assert len(set(versions)) == 7 and versions == [version(spec) for spec in specs] + [
+        mine("one"),
+        mine("two"),
+    ]
 
 
 def test_columns_are_those_that_a_reward_needs_and_must_be_there():
     context = MediaContext(meta=[{}], group=torch.tensor([3]))
     assert list(_wire.columns_of(context, frozenset({"group"}))) == ["group"]
-    with pytest.raises(ValueError, match="needs the context columns actions, source, which were not given"):
+    with pytest.raises(
+        ValueError, match="needs the context columns actions, source, which were not given"
+    ):
         _wire.columns_of(context, frozenset({"source", "actions", "meta"}))

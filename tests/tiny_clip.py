@@ -8,11 +8,24 @@ from PIL import Image
 from safetensors.torch import save_file
 
 PROMPTS = ["a cat", "a dog", "two red circles", "a blue square"]
-VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 8,
+}
 TEXT = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 49408,
-    "max_position_embeddings": 77, "bos_token_id": 49406, "eos_token_id": 49407,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 49408,
+    "max_position_embeddings": 77,
+    "bos_token_id": 49406,
+    "eos_token_id": 49407,
+}
 
 
 def open_clip_name(folder: Path) -> str:
@@ -21,38 +34,66 @@ def open_clip_name(folder: Path) -> str:
 
     vision = {"image_size": 32, "layers": 2, "width": 64, "patch_size": 8, "head_width": 32}
     text = {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2}
-    (folder / "flowrl-tiny.json").write_text(json.dumps({"embed_dim": 32, "vision_cfg": vision, "text_cfg": text}))
+    (folder / "flowrl-tiny.json").write_text(
+        json.dumps({"embed_dim": 32, "vision_cfg": vision, "text_cfg": text})
+    )
     open_clip.add_model_config(folder)
     return "flowrl-tiny"
 
 
 def clip_folder(folder: Path, *, eos: int = 49407, seed: int = 0) -> Path:
-    """A CLIP as openai/clip-vit-large-patch14 is stored: config.json, model.safetensors (with the position_ids of its day), vocabulary.
+    """A CLIP as openai/clip-vit-large-patch14 is stored: config.json, model.safetensors (with the
+    position_ids of its day), vocabulary.
 
-    eos: the text configuration's eos_token_id; 2 in OpenAI's own files, which tells transformers to pool at the highest token.
+    eos: the text configuration's eos_token_id; 2 in OpenAI's own files, which tells transformers to
+    pool at the highest token.
     """
     from transformers import CLIPConfig, CLIPModel
 
     torch.manual_seed(seed)
-    config = CLIPConfig(text_config=TEXT | {"eos_token_id": eos, "projection_dim": 24}, vision_config=VISION | {"projection_dim": 24},
-                        projection_dim=24, logit_scale_init_value=4.6052)  # fmt: skip
+    config = CLIPConfig(
+        text_config=TEXT | {"eos_token_id": eos, "projection_dim": 24},
+        vision_config=VISION | {"projection_dim": 24},
+        projection_dim=24,
+        logit_scale_init_value=4.6052,
+    )
     model = randomized(CLIPModel(config))
-    old = {"text_model.embeddings.position_ids": torch.arange(77)[None], "vision_model.embeddings.position_ids": torch.arange(17)[None]}
+    old = {
+        "text_model.embeddings.position_ids": torch.arange(77)[None],
+        "vision_model.embeddings.position_ids": torch.arange(17)[None],
+    }
     config.architectures = ["CLIPModel"]
     config.save_pretrained(folder)
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()} | old, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {k: v.contiguous() for k, v in model.state_dict().items()} | old,
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     vocabulary(folder)
     return folder
 
 
 def siglip_folder(folder: Path) -> Path:
-    """A SigLIP as google/siglip-so400m-patch14-384 is stored, both towers, under the names of its files."""
+    """A SigLIP as google/siglip-so400m-patch14-384 is stored, both towers, under the names of its
+    files."""
     from transformers import SiglipConfig, SiglipModel
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = sizes | {"vocab_size": 64, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 1}
-    config = SiglipConfig(vision_config=sizes | {"image_size": 28, "patch_size": 14}, text_config=text)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    text = sizes | {
+        "vocab_size": 64,
+        "max_position_embeddings": 16,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    config = SiglipConfig(
+        vision_config=sizes | {"image_size": 28, "patch_size": 14}, text_config=text
+    )
     randomized(SiglipModel(config)).save_pretrained(folder)
     return folder
 
@@ -63,11 +104,21 @@ def vocabulary(folder: Path) -> None:
 
     own = SimpleTokenizer()
     named = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
-    (folder / "vocab.json").write_text(json.dumps({named.get(word, word): i for word, i in own.encoder.items()}))
+    (folder / "vocab.json").write_text(
+        json.dumps({named.get(word, word): i for word, i in own.encoder.items()})
+    )
     merges = sorted(own.bpe_ranks, key=own.bpe_ranks.__getitem__)
-    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *(" ".join(pair) for pair in merges)]) + "\n")
-    settings = {"tokenizer_class": "CLIPTokenizer", "model_max_length": 77, "pad_token": "<|endoftext|>", "unk_token": "<|endoftext|>",
-                "bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>"}  # fmt: skip
+    (folder / "merges.txt").write_text(
+        "\n".join(["#version: 0.2", *(" ".join(pair) for pair in merges)]) + "\n"
+    )
+    settings = {
+        "tokenizer_class": "CLIPTokenizer",
+        "model_max_length": 77,
+        "pad_token": "<|endoftext|>",
+        "unk_token": "<|endoftext|>",
+        "bos_token": "<|startoftext|>",
+        "eos_token": "<|endoftext|>",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
@@ -88,9 +139,13 @@ def processor(kind: str, side: int):
     """transformers' own picture processor (PIL's resize) of kind "clip" or "siglip"."""
     try:
         if kind == "clip":
-            from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil as Processor
+            from transformers.models.clip.image_processing_pil_clip import (
+                CLIPImageProcessorPil as Processor,
+            )
         else:
-            from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil as Processor
+            from transformers.models.siglip.image_processing_pil_siglip import (
+                SiglipImageProcessorPil as Processor,
+            )
     except ImportError:  # transformers 4: the plain name is PIL's
         from transformers import CLIPImageProcessor, SiglipImageProcessor
 

@@ -1,4 +1,5 @@
-"""A two-dimensional flow with an exact velocity and a small trainable correction: a policy for tests of algorithms."""
+"""A two-dimensional flow with an exact velocity and a small trainable correction: a policy for
+tests of algorithms."""
 
 from __future__ import annotations
 
@@ -15,16 +16,23 @@ from flowrl.types import Columns, Rewards, expand, replace
 
 GRID = sigmas.shifted(8, 3)
 SAMPLER = SimpleNamespace(eta=0.7, init_noise="sample")
-CENTRES = torch.tensor([[1.0, 0.0], [-1.0, 0.5], [0.0, -1.0]])  # of each prompt's data, variance .25
+CENTRES = torch.tensor(
+    [[1.0, 0.0], [-1.0, 0.5], [0.0, -1.0]]
+)  # of each prompt's data, variance .25
 
 
 class ToyPolicy(nn.Module):
-    """v = exact velocity of N(centre of the prompt, .25) + net; views: default (net), old and anchor (copies), reference (no net)."""
+    """v = exact velocity of N(centre of the prompt, .25) + net; views: default (net), old and
+    anchor (copies), reference (no net)."""
 
     def __init__(self, scale: float = 0.0):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(2 + 1 + 3, 32), nn.SiLU(), nn.Linear(32, 2))
-        nn.init.normal_(self.net[2].weight, std=scale) if scale else nn.init.zeros_(self.net[2].weight)
+        (
+            nn.init.normal_(self.net[2].weight, std=scale)
+            if scale
+            else nn.init.zeros_(self.net[2].weight)
+        )
         nn.init.zeros_(self.net[2].bias)
         self.active, self.rows, self.guidances = "default", 0, []
         self.old, self.anchor = (copy.deepcopy(self.net).requires_grad_(False) for _ in range(2))
@@ -48,7 +56,10 @@ class ToyPolicy(nn.Module):
         return {"default": self.net, "old": self.old, "anchor": self.anchor}[view]
 
     def same(self, a, b):
-        return all(torch.equal(x, y) for x, y in zip(self.net_of(a).parameters(), self.net_of(b).parameters(), strict=True))
+        return all(
+            torch.equal(x, y)
+            for x, y in zip(self.net_of(a).parameters(), self.net_of(b).parameters(), strict=True)
+        )
 
     @torch.no_grad()
     def update(self, view, decay):
@@ -57,11 +68,17 @@ class ToyPolicy(nn.Module):
 
 
 class Fixed:
-    """A policy whose velocity (n, *L) is given for each view, whatever x is; "same" compares by identity."""
+    """A policy whose velocity (n, *L) is given for each view, whatever x is; "same" compares by
+    identity."""
 
     def __init__(self, v, v_old=None, v_ref=None):
         v_old = v.detach() if v_old is None else v_old
-        self.views = {"default": v, "old": v_old, "anchor": v_old, "reference": v_old if v_ref is None else v_ref}
+        self.views = {
+            "default": v,
+            "old": v_old,
+            "anchor": v_old,
+            "reference": v_old if v_ref is None else v_ref,
+        }
         self.active, self.guidances = "default", []
 
     @contextlib.contextmanager
@@ -78,7 +95,9 @@ class Fixed:
         return 1 * self.views[self.active]  # under no_grad without gradient, as a network's
 
 
-def roll_out(policy, algorithm, *, copies=8, prompts=3, seed=0, iteration=0, sampler=SAMPLER, grid=GRID):
+def roll_out(
+    policy, algorithm, *, copies=8, prompts=3, seed=0, iteration=0, sampler=SAMPLER, grid=GRID
+):
     plan = algorithm.plan(grid, sampler=sampler, iteration=iteration, seed=seed)
     rows = torch.arange(prompts).repeat_interleave(copies)
     with policy.view(algorithm.rollout_view):
@@ -95,7 +114,12 @@ def roll_out(policy, algorithm, *, copies=8, prompts=3, seed=0, iteration=0, sam
 
 def rewards_of(total, raw=None, weights=None):
     total = torch.as_tensor(total, dtype=torch.float32)
-    return Rewards(raw=raw or {"r": total}, weights=weights or {"r": 1.0}, total=total, valid=~torch.isnan(total))
+    return Rewards(
+        raw=raw or {"r": total},
+        weights=weights or {"r": 1.0},
+        total=total,
+        valid=~torch.isnan(total),
+    )
 
 
 def to_the_right(rollout):
@@ -115,7 +139,9 @@ def prepared(algorithm, policy=None, reward=None, **options):
     """A rollout of the policy, its advantages and rows, at seed and iteration 0."""
     policy = policy or ToyPolicy(0.1)
     rollout = roll_out(policy, algorithm, **options)
-    advantages = advantages_of(algorithm, rollout, to_the_right(rollout) if reward is None else rewards_of(reward))
+    advantages = advantages_of(
+        algorithm, rollout, to_the_right(rollout) if reward is None else rewards_of(reward)
+    )
     return policy, rollout, advantages, algorithm.columns(rollout, advantages, seed=0, iteration=0)
 
 
@@ -128,9 +154,13 @@ def noised(rollout, rows):
 
 
 def in_fp64(monkeypatch, rollout, rows):
-    """The rollout and rows in fp64; from here on the algorithms' casts to fp32 are casts to fp64."""
+    """The rollout and rows in fp64; from here on the algorithms' casts to fp32 are casts to
+    fp64."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    double = {name: value.double() if value.dtype == torch.float32 else value for name, value in rows.data.items()}
+    double = {
+        name: value.double() if value.dtype == torch.float32 else value
+        for name, value in rows.data.items()
+    }
     return replace(rollout, states=rollout.states.double()), Columns(double)
 
 
@@ -145,11 +175,14 @@ def backward(algorithm, policy, rollout, rows):
 def slope(algorithm, policy, rollout, rows):
     """Derivative of the summed loss in the velocities of a Fixed policy -> (n, *L)."""
     v = policy.views["default"]
-    return torch.autograd.grad(algorithm.loss(algorithm.score(policy, rollout, rows), rows).loss, v)[0]
+    return torch.autograd.grad(
+        algorithm.loss(algorithm.score(policy, rollout, rows), rows).loss, v
+    )[0]
 
 
 def learn(algorithm, *, iterations=40, copies=16, lr=1e-2, **options):
-    """Mean reward of each iteration of a small run: one optimizer step each, weights followed as the loop does."""
+    """Mean reward of each iteration of a small run: one optimizer step each, weights followed as
+    the loop does."""
     policy = ToyPolicy()
     optimizer = torch.optim.Adam(policy.net.parameters(), lr=lr)
     history = []
@@ -157,10 +190,20 @@ def learn(algorithm, *, iterations=40, copies=16, lr=1e-2, **options):
         rollout = roll_out(policy, algorithm, copies=copies, iteration=i, **options)
         reward = to_the_right(rollout)
         history.append(float(reward.total.mean()))
-        rows = algorithm.columns(rollout, advantages_of(algorithm, rollout, reward), seed=0, iteration=i)
+        rows = algorithm.columns(
+            rollout, advantages_of(algorithm, rollout, reward), seed=0, iteration=i
+        )
         optimizer.zero_grad()
         weight = float(rows.weight.sum())
-        objective.accumulate(algorithm, policy, rollout, rows, micro=1000, total_weight=weight, backward=torch.Tensor.backward)
+        objective.accumulate(
+            algorithm,
+            policy,
+            rollout,
+            rows,
+            micro=1000,
+            total_weight=weight,
+            backward=torch.Tensor.backward,
+        )
         optimizer.step()
         for view, decay in algorithm.follow(i + 1, i).items():
             policy.update(view, decay)

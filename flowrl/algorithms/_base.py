@@ -1,15 +1,21 @@
-"""What the training loop asks of an algorithm, which owns no loop, no optimizer and no random state: all is a function of its arguments.
+"""What the training loop asks of an algorithm, which owns no loop, no optimizer and no random
+state: all is a function of its arguments.
 
-A plugin is a module of this package with `ALGORITHM`, a subclass of Algorithm ("_" starts the names of shared parts). One iteration:
+A plugin is a module of this package with `ALGORITHM`, a subclass of Algorithm ("_" starts the names
+of shared parts). One iteration:
 
     plan = algorithm.plan(sigmas, ...)                     which edges are walked, which are trained
-    leaf = algorithm.leaf_advantages(rewards, group)       rewards of the whole iteration, over all processes
+    leaf = algorithm.leaf_advantages(rewards, group)       rewards of the whole iteration, over all
+    processes
     advantages = algorithm.advantages(rollout, leaf)       credit of each leaf and each transition
-    rows = algorithm.columns(rollout, advantages, ...)     what is trained: one row per term of the loss
-    scores = algorithm.score(policy, rollout, rows)        differentiable numbers (n,): the only part that calls the network
+    rows = algorithm.columns(rollout, advantages, ...)     what is trained: one row per term of the
+    loss
+    scores = algorithm.score(policy, rollout, rows)        differentiable numbers (n,): the only
+    part that calls the network
     loss = algorithm.loss(scores, rows)                    pure; summed over rows
 
-Methods that train transitions build on _transitions.py, those that train finished samples on _forward.py.
+Methods that train transitions build on _transitions.py, those that train finished samples on
+_forward.py.
 """
 
 from __future__ import annotations
@@ -28,35 +34,62 @@ from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout
 class Options(BaseModel):
     """Base of every algorithm's Config: unknown keys are errors, values cannot change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class Credit(Options):
     """From rewards to the advantage of each sample, the same for every method."""
 
     outcome: Literal["reward", "win_rate"] = Field(
-        "reward", description="What credit starts from: the reward, or the share of the group's other members whose reward it exceeds."
+        "reward",
+        description=(
+            "What credit starts from: the reward, or the share of the group's other members whose"
+            " reward it exceeds."
+        ),
     )
     combine: Literal["rewards", "advantages", "gdpo"] = Field(
-        "rewards", description="Several rewards: z-score of the sum; sum of z-scores; or that over its spread in the iteration (GDPO)."
+        "rewards",
+        description=(
+            "Several rewards: z-score of the sum; sum of z-scores; or that over its spread in the"
+            " iteration (GDPO)."
+        ),
     )
-    std: Literal["group", "global"] | None = Field("group", description="An advantage is divided by the spread of its group, all, or none.")
-    ddof: Literal[0, 1] = Field(0, description="Degrees of freedom taken from the standard deviation.")
+    std: Literal["group", "global"] | None = Field(
+        "group", description="An advantage is divided by the spread of its group, all, or none."
+    )
+    ddof: Literal[0, 1] = Field(
+        0, description="Degrees of freedom taken from the standard deviation."
+    )
     eps: NonNegativeFloat = Field(1e-4, description="Added to the standard deviation.")
     adv_clip: PositiveFloat = Field(5.0, description="Advantages are clipped to this size.")
-    keep: int | None = Field(None, ge=2, description="Samples of each group that are trained, the best and worst halves; none: all.")
+    keep: int | None = Field(
+        None,
+        ge=2,
+        description="Samples of each group that are trained, the best and worst halves; none: all.",
+    )
 
 
 class Anchor(Options):
     """What the policy is held to."""
 
-    kl_weight: NonNegativeFloat = Field(0.0, description="Weight of the distance to the reference; 0: it is not computed.")
+    kl_weight: NonNegativeFloat = Field(
+        0.0, description="Weight of the distance to the reference; 0: it is not computed."
+    )
     reference: Literal["frozen", "ema", "reset"] = Field(
         "frozen",
-        description="The base model (without train.init_lora), a moving average of the policy, or the policy of some iterations ago.",
+        description=(
+            "The base model (without train.init_lora), a moving average of the policy, or the"
+            " policy of some iterations ago."
+        ),
     )
-    reference_decay: float = Field(0.99, ge=0, lt=1, description="Decay of reference=ema, applied after each iteration.")
-    reference_every: PositiveInt = Field(40, description="Iterations after which reference=reset becomes the policy again.")
+    reference_decay: float = Field(
+        0.99, ge=0, lt=1, description="Decay of reference=ema, applied after each iteration."
+    )
+    reference_every: PositiveInt = Field(
+        40, description="Iterations after which reference=reset becomes the policy again."
+    )
 
 
 class Sampler(Protocol):
@@ -67,11 +100,14 @@ class Sampler(Protocol):
 
 
 class Algorithm:
-    """One instance a run; holds its config, and in `memory` the numbers that a later plan may depend on."""
+    """One instance a run; holds its config, and in `memory` the numbers that a later plan may
+    depend on."""
 
     Config: ClassVar[type[Options]] = Options
     needs: frozenset[str] = frozenset()  # of "log_prob" | "leaves" | "reference" | "old" | "anchor"
-    couples: Literal["row", "sample", "group"] = "row"  # what one term of the loss joins; if not a row: rows of equal column "unit"
+    couples: Literal["row", "sample", "group"] = (
+        "row"  # what one term of the loss joins; if not a row: rows of equal column "unit"
+    )
     rollout_view: Literal["default", "old"] = "default"  # which weights sample
     guidance: Literal["none"] | None = None  # of the rollout; None: the sampler's setting
     left_out: float = 0.0  # advantage of a sample that `keep` does not train
@@ -89,22 +125,36 @@ class Algorithm:
         """ValueError, saying which setting to change, when the plan cannot serve."""
 
     def most_rows(self, plan: Plan, group: int) -> int:
-        """Rows of the loss that a group of `group` samples gives at most; told to the user before a run."""
+        """Rows of the loss that a group of `group` samples gives at most; told to the user before a
+        run."""
         return int(plan.trained.sum()) * group // plan.leaves
 
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
-        """(B,) fp32 from the rewards and groups of the whole iteration, over all processes; NaN: failed. The config is a Credit."""
+        """(B,) fp32 from the rewards and groups of the whole iteration, over all processes; NaN:
+        failed. The config is a Credit."""
         c = self.config
-        adv = credit.combine(self.outcome(rewards, group), group, how=c.combine, std=c.std, ddof=c.ddof, eps=c.eps, clip=c.adv_clip)
+        adv = credit.combine(
+            self.outcome(rewards, group),
+            group,
+            how=c.combine,
+            std=c.std,
+            ddof=c.ddof,
+            eps=c.eps,
+            clip=c.adv_clip,
+        )
         if c.keep is not None:
             adv = torch.where(credit.best_worst(adv, group, c.keep), adv, self.left_out)
         return torch.where(rewards.valid, adv, torch.nan)
 
     def outcome(self, rewards: Rewards, group: Tensor) -> Rewards:
-        """What credit starts from: the rewards, or win rates within groups, of each reward and of their sum."""
+        """What credit starts from: the rewards, or win rates within groups, of each reward and of
+        their sum."""
         if self.config.outcome == "reward":
             return rewards
-        raw = {label: credit.win_rate(value.masked_fill(~rewards.valid, float("nan")), group) for label, value in rewards.raw.items()}
+        raw = {
+            label: credit.win_rate(value.masked_fill(~rewards.valid, float("nan")), group)
+            for label, value in rewards.raw.items()
+        }
         return types.replace(rewards, raw=raw, total=credit.win_rate(rewards.total, group))
 
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
@@ -112,18 +162,22 @@ class Algorithm:
         return Advantages(leaf=leaf)
 
     def observe(self, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
-        """Numbers about this process's rollout, to be averaged over processes, logged, and given to `remember`."""
+        """Numbers about this process's rollout, to be averaged over processes, logged, and given to
+        `remember`."""
         return {}
 
     def remember(self, observed: dict[str, float]) -> None:
         """Take what later plans need of the numbers of `observe` into `memory`."""
 
-    def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
+    def columns(
+        self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
+    ) -> Columns:
         """Rows with a signal; at least "prompt" (n,), row of cond, "adv" and "weight" (n,) fp32."""
         raise NotImplementedError
 
     def network_rows(self, batch: Columns) -> Tensor:
-        """(n,) int64: rows of the batch with equal values share one row of the network's forward."""
+        """(n,) int64: rows of the batch with equal values share one row of the network's
+        forward."""
         return torch.arange(len(batch), device=batch.weight.device)
 
     def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
@@ -131,15 +185,18 @@ class Algorithm:
         raise NotImplementedError
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
-        """Sum over rows of weight * term; metrics are summed likewise. The caller divides both by the weight of the update."""
+        """Sum over rows of weight * term; metrics are summed likewise. The caller divides both by
+        the weight of the update."""
         raise NotImplementedError
 
     def fit(self, policy: Any, rollout: Rollout, batch: Columns) -> Tensor:
-        """(n,): how well the policy's present view explains each row; a log-prob, or minus an error."""
+        """(n,): how well the policy's present view explains each row; a log-prob, or minus an
+        error."""
         raise NotImplementedError
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:
-        """View -> d of view <- d view + (1 - d) theta, after iteration `iteration` (from 0) that ended at optimizer step `step`."""
+        """View -> d of view <- d view + (1 - d) theta, after iteration `iteration` (from 0) that
+        ended at optimizer step `step`."""
         return {}
 
 
@@ -154,7 +211,8 @@ class Anchored(Algorithm):
         """ValueError where a reference is chosen that the loss would not read."""
         if self.config.reference != "frozen" and "anchor" not in self.needs:
             raise ValueError(
-                f"algorithm.reference={self.config.reference} is read only with algorithm.kl_weight above 0; set it, or leave it out"
+                f"algorithm.reference={self.config.reference} is read only with algorithm.kl_weight"
+                " above 0; set it, or leave it out"
             )
 
     def anchor_needs(self, always: bool = False) -> set[str]:
@@ -170,8 +228,11 @@ class Anchored(Algorithm):
         return {"anchor": 0.0} if (iteration + 1) % c.reference_every == 0 else {}
 
 
-def held(term: Tensor, scores: dict[str, Tensor], metrics: dict[str, Tensor], weight: Tensor | float) -> Tensor:
-    """term (n,) plus weight times the distance to the reference, where scores hold one; it becomes a metric."""
+def held(
+    term: Tensor, scores: dict[str, Tensor], metrics: dict[str, Tensor], weight: Tensor | float
+) -> Tensor:
+    """term (n,) plus weight times the distance to the reference, where scores hold one; it becomes
+    a metric."""
     if "kl" not in scores:
         return term
     metrics["policy/kl"] = scores["kl"]
@@ -181,14 +242,19 @@ def held(term: Tensor, scores: dict[str, Tensor], metrics: dict[str, Tensor], we
 def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutput:
     """LossOutput of a term (n,) and metrics (n,), each weighted by the rows' weights."""
     return LossOutput(
-        loss=(batch.weight * term).sum(), metrics={name: (batch.weight * value.detach()).sum() for name, value in metrics.items()}
+        loss=(batch.weight * term).sum(),
+        metrics={name: (batch.weight * value.detach()).sum() for name, value in metrics.items()},
     )
 
 
 def sums(value: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of values (n,) -> sums of units (u,), rows of units (u,), unit of each row (n,) in 0..u-1."""
     _, place, count = torch.unique(unit, return_inverse=True, return_counts=True)
-    return torch.zeros(len(count), dtype=value.dtype, device=value.device).index_add(0, place, value), count, place
+    return (
+        torch.zeros(len(count), dtype=value.dtype, device=value.device).index_add(0, place, value),
+        count,
+        place,
+    )
 
 
 def mean_of_unit(value: Tensor, unit: Tensor) -> Tensor:
@@ -198,6 +264,7 @@ def mean_of_unit(value: Tensor, unit: Tensor) -> Tensor:
 
 
 def clipped_surrogate(ratio: Tensor, clipped: Tensor, adv: Tensor) -> tuple[Tensor, Tensor]:
-    """PPO's max(-A ratio, -A clipped), and 1 where the clip stops the gradient: (n,) each -> (n,), (n,)."""
+    """PPO's max(-A ratio, -A clipped), and 1 where the clip stops the gradient: (n,) each -> (n,),
+    (n,)."""
     stopped = (ratio < clipped) & (adv < 0) | (ratio > clipped) & (adv > 0)
     return torch.maximum(-adv * ratio, -adv * clipped), stopped.float()

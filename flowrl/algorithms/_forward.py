@@ -1,13 +1,15 @@
-"""Shared by methods on the forward process: finished samples are noised again, and velocities are compared with u = eps - x0.
+"""Shared by methods on the forward process: finished samples are noised again, and velocities are
+compared with u = eps - x0.
 
-They need clean samples and rewards alone: any solver, no log-probs, and media from a file do as well as media just made. With x at noise
-level s of a sample x0, x = (1-s) x0 + s eps, the error of a velocity is m = mean((v - u)^2) over latent dims.
+They need clean samples and rewards alone: any solver, no log-probs, and media from a file do as
+well as media just made. With x at noise level s of a sample x0, x = (1-s) x0 + s eps, the error of
+a velocity is m = mean((v - u)^2) over latent dims.
 
 Departures that every such method shares:
 * The loss is without guidance; rollouts and references may have it where the method says so.
 * Samples with advantage 0 are left out, the pull of KL included.
-* Groups are places of the batch, not equal texts; noise and levels are functions of (seed, iteration, sample), the same on any number of
-  processes.
+* Groups are places of the batch, not equal texts; noise and levels are functions of (seed,
+  iteration, sample), the same on any number of processes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from torch import Tensor
 
 from flowrl.algorithms import _base
@@ -25,7 +34,8 @@ from flowrl.samplers import plan as plans
 from flowrl.samplers.sigmas import shift
 from flowrl.types import Advantages, Columns, Plan, Rollout, expand
 
-LOWEST = 0.01  # continuous noise levels stay above it (AWM's code): nearer to data, errors of v say nothing
+# continuous noise levels stay above it (AWM's code): nearer to data, errors of v say nothing
+LOWEST = 0.01
 
 
 CONTINUOUS = ("logit_normal", "uniform")
@@ -36,22 +46,45 @@ class ForwardConfig(_base.Credit, _base.Anchor):
     solver: Literal["dpm2", "euler"] = Field("dpm2", description="ODE solver of rollouts.")
     levels: Levels = Field(
         "schedule",
-        description="Noise levels trained: of the schedule, drawn without replacement; one from each of equal parts of it; or continuous.",
+        description=(
+            "Noise levels trained: of the schedule, drawn without replacement; one from each of"
+            " equal parts of it; or continuous."
+        ),
     )
-    share: Literal["sample", "group", "all"] = Field("sample", description="Who is trained at the same noise levels.")
-    steps: PositiveInt | None = Field(None, description="Noise levels trained per sample; none: 99% of those there are, rounded down.")
-    first: NonNegativeInt = Field(0, description="First step of the schedule whose level is used; 1 leaves out pure noise.")
-    range: float = Field(1.0, gt=0, le=1, description="Share of the schedule, from noise on, whose levels are used.")
-    shift: PositiveFloat = Field(1.0, description="Continuous levels s become shift s / (1 + (shift - 1) s): above 1, more noise.")
-    error: Literal["velocity", "eps", "x0"] = Field("velocity", description="What the error is of: m times 1, (1-s)^2 or s^2.")
+    share: Literal["sample", "group", "all"] = Field(
+        "sample", description="Who is trained at the same noise levels."
+    )
+    steps: PositiveInt | None = Field(
+        None,
+        description="Noise levels trained per sample; none: 99% of those there are, rounded down.",
+    )
+    first: NonNegativeInt = Field(
+        0, description="First step of the schedule whose level is used; 1 leaves out pure noise."
+    )
+    range: float = Field(
+        1.0, gt=0, le=1, description="Share of the schedule, from noise on, whose levels are used."
+    )
+    shift: PositiveFloat = Field(
+        1.0,
+        description=(
+            "Continuous levels s become shift s / (1 + (shift - 1) s): above 1, more noise."
+        ),
+    )
+    error: Literal["velocity", "eps", "x0"] = Field(
+        "velocity", description="What the error is of: m times 1, (1-s)^2 or s^2."
+    )
 
     @model_validator(mode="after")
     def check_levels(self) -> ForwardConfig:
         if self.levels in CONTINUOUS and (self.first, self.range) != (0, 1):
-            raise ValueError(f"algorithm.first and range choose levels of the schedule, and levels={self.levels} is continuous; use shift")
+            raise ValueError(
+                f"algorithm.first and range choose levels of the schedule, and levels={self.levels}"
+                " is continuous; use shift"
+            )
         if self.levels not in CONTINUOUS and self.shift != 1:
             raise ValueError(
-                f"algorithm.shift={self.shift} moves continuous levels, and levels={self.levels} is of the schedule; use first and range"
+                f"algorithm.shift={self.shift} moves continuous levels, and levels={self.levels} is"
+                " of the schedule; use first and range"
             )
         return self
 
@@ -59,7 +92,9 @@ class ForwardConfig(_base.Credit, _base.Anchor):
 class Follower(_base.Options):
     """How the old policy follows, where its decay grows by steps."""
 
-    old_slope: NonNegativeFloat = Field(0.001, description="The old policy's decay is this times the optimizer step ...")
+    old_slope: NonNegativeFloat = Field(
+        0.001, description="The old policy's decay is this times the optimizer step ..."
+    )
     old_decay: float = Field(0.3, ge=0, lt=1, description="... and at most this.")
 
 
@@ -107,13 +142,14 @@ class ForwardMethod(_base.Anchored):
     # ------------------------------------------------------------------ noise levels
 
     def grid(self, plan: Plan) -> Tensor:
-        """Levels of the schedule that may be trained, of those where the plan calls the network: (K,) fp64, falling."""
+        """Levels of the schedule that may be trained, of those where the plan calls the network:
+        (K,) fp64, falling."""
         c, levels = self.config, torch.unique(plan.sigma).flip(0)
         last = int(len(levels) * c.range + 1e-9)
         if c.first >= last:
             raise ValueError(
-                f"algorithm.first={c.first}, range={c.range} leave none of sampler.steps={len(levels)} noise levels; lower first or raise "
-                "range"
+                f"algorithm.first={c.first}, range={c.range} leave none of"
+                f" sampler.steps={len(levels)} noise levels; lower first or raise range"
             )
         return levels[c.first : last]
 
@@ -123,17 +159,23 @@ class ForwardMethod(_base.Anchored):
         if c.levels in CONTINUOUS:
             return 1 if c.steps is None else c.steps
         levels = len(self.grid(plan))
-        most = levels if c.levels == "stratified" or (c.first, c.range) != (0, 1) else max(int(levels * 0.99), 1)
+        most = (
+            levels
+            if c.levels == "stratified" or (c.first, c.range) != (0, 1)
+            else max(int(levels * 0.99), 1)
+        )
         draws = most if c.steps is None else c.steps
         if draws > most:
             raise ValueError(
-                f"algorithm.steps={draws} noise levels per sample, but sampler.steps={torch.unique(plan.sigma).numel()} offers {most}; "
-                "choose at most that"
+                f"algorithm.steps={draws} noise levels per sample, but"
+                f" sampler.steps={torch.unique(plan.sigma).numel()} offers {most}; choose at most"
+                " that"
             )
         return draws
 
     def drawn_levels(self, plan: Plan, names: Tensor) -> tuple[Tensor, Tensor]:
-        """Noise levels and their numbers by name (n,) -> ((n, draws) fp64, (n, draws) int64: equal where levels are the same draw)."""
+        """Noise levels and their numbers by name (n,) -> ((n, draws) fp64, (n, draws) int64: equal
+        where levels are the same draw)."""
         c, draws = self.config, self.draws(plan)
         place = torch.arange(draws, device=names.device)
         if c.levels == "schedule":
@@ -158,9 +200,14 @@ class ForwardMethod(_base.Anchored):
         leaf = torch.nonzero(has_signal(advantages)).flatten()
         return leaf, advantages.leaf[leaf]
 
-    def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
-        """One row per (sample, noise level). unit: rows of one group at one draw; members: size of the group."""
-        assert not bool(rollout.state_sigma[rollout.leaf].any()), "what is trained on is data, at sigma 0"
+    def columns(
+        self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
+    ) -> Columns:
+        """One row per (sample, noise level). unit: rows of one group at one draw; members: size of
+        the group."""
+        assert not bool(rollout.state_sigma[rollout.leaf].any()), (
+            "what is trained on is data, at sigma 0"
+        )
         leaf, adv = self.chosen(rollout, advantages)
         purpose = type(self).__name__.lower()
         _, group, members = torch.unique(rollout.group, return_inverse=True, return_counts=True)
@@ -176,12 +223,21 @@ class ForwardMethod(_base.Anchored):
         def each(value: Tensor) -> Tensor:
             return value.repeat_interleave(draws)
 
-        unit = each(group[leaf]) * draws + torch.arange(draws, device=group.device).repeat(len(leaf))
-        return Columns({
-            "prompt": each(rollout.prompt[state]), "weight": torch.ones_like(each(adv)), "adv": each(adv), "state": each(state),
-            "sigma": sigma.flatten().to(rollout.state_sigma), "noise_key": noise.flatten(), "unit": unit,
-            "members": each(members[group[leaf]]),
-        })  # fmt: skip
+        unit = each(group[leaf]) * draws + torch.arange(draws, device=group.device).repeat(
+            len(leaf)
+        )
+        return Columns(
+            {
+                "prompt": each(rollout.prompt[state]),
+                "weight": torch.ones_like(each(adv)),
+                "adv": each(adv),
+                "state": each(state),
+                "sigma": sigma.flatten().to(rollout.state_sigma),
+                "noise_key": noise.flatten(),
+                "unit": unit,
+                "members": each(members[group[leaf]]),
+            }
+        )
 
     # ------------------------------------------------------------------ scores
 
@@ -190,16 +246,36 @@ class ForwardMethod(_base.Anchored):
         eps = keys.gaussian(batch.noise_key, x0.shape[1:], x0.device)
         sigma = expand(batch.sigma, x0).to(x0)
         s = sigma.flatten()
-        scale = {"velocity": torch.ones_like(s), "eps": (1 - s).square(), "x0": s.square()}[self.config.error]
-        return Noised(x0=x0, x=(1 - sigma) * x0 + sigma * eps, sigma=sigma, target=eps - x0, scale=scale)
+        scale = {"velocity": torch.ones_like(s), "eps": (1 - s).square(), "x0": s.square()}[
+            self.config.error
+        ]
+        return Noised(
+            x0=x0, x=(1 - sigma) * x0 + sigma * eps, sigma=sigma, target=eps - x0, scale=scale
+        )
 
-    def velocity(self, policy: Any, rollout: Rollout, batch: Columns, x: Tensor, guidance: float | str = "none") -> Tensor:
+    def velocity(
+        self,
+        policy: Any,
+        rollout: Rollout,
+        batch: Columns,
+        x: Tensor,
+        guidance: float | str = "none",
+    ) -> Tensor:
         """v (n, *L) of the policy's present view."""
-        return policy.velocity(x, batch.sigma, rollout.cond, batch.prompt, guidance=guidance).float()
+        return policy.velocity(
+            x, batch.sigma, rollout.cond, batch.prompt, guidance=guidance
+        ).float()
 
     @torch.no_grad()
     def other(
-        self, policy: Any, view: str, rollout: Rollout, batch: Columns, x: Tensor, v: Tensor, guidance: float | str = "none"
+        self,
+        policy: Any,
+        view: str,
+        rollout: Rollout,
+        batch: Columns,
+        x: Tensor,
+        v: Tensor,
+        guidance: float | str = "none",
     ) -> Tensor:
         """v (n, *L) of another view, without gradient: v itself where the weights are equal."""
         if view != "reference" and guidance == "none" and policy.same("default", view):
@@ -209,7 +285,11 @@ class ForwardMethod(_base.Anchored):
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:
         c = self.config
-        old = {"old": min(c.old_slope * step, c.old_decay)} if "old" in self.needs and isinstance(c, Follower) else {}
+        old = (
+            {"old": min(c.old_slope * step, c.old_decay)}
+            if "old" in self.needs and isinstance(c, Follower)
+            else {}
+        )
         return {**super().follow(step, iteration), **old}
 
     def fit(self, policy: Any, rollout: Rollout, batch: Columns) -> Tensor:
@@ -228,27 +308,34 @@ def has_signal(advantages: Advantages) -> Tensor:
 
 
 def members_with_signal(rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
-    """As ForwardMethod.chosen, with every member (NaN: none) of a group in which any has a signal, for losses that compare members."""
+    """As ForwardMethod.chosen, with every member (NaN: none) of a group in which any has a signal,
+    for losses that compare members."""
     signal = torch.unique(rollout.group[has_signal(advantages)])
     leaf = torch.nonzero(torch.isin(rollout.group, signal) & ~advantages.leaf.isnan()).flatten()
     return leaf, advantages.leaf[leaf]
 
 
 def group_keys(rollout: Rollout) -> Tensor:
-    """A name for each leaf's group that depends on its members alone: the smallest of their keys -> (B,) int64."""
+    """A name for each leaf's group that depends on its members alone: the smallest of their keys ->
+    (B,) int64."""
     _, place = torch.unique(rollout.group, return_inverse=True)
-    smallest = torch.full((int(place.max()) + 1,), torch.iinfo(torch.int64).max, device=place.device)
+    smallest = torch.full(
+        (int(place.max()) + 1,), torch.iinfo(torch.int64).max, device=place.device
+    )
     return smallest.scatter_reduce(0, place, rollout.leaf_key, "amin")[place]
 
 
 def softmax(logits: Tensor, unit: Tensor) -> Tensor:
     """exp(logits) (n,) over its sum within each unit."""
     _, place = torch.unique(unit, return_inverse=True)
-    top = torch.full_like(logits, -torch.inf).scatter_reduce(0, place, logits, "amax")  # no unit may underflow as a whole
+    top = torch.full_like(logits, -torch.inf).scatter_reduce(
+        0, place, logits, "amax"
+    )  # no unit may underflow as a whole
     e = (logits - top[place]).exp()
     return e / _base.sums(e, unit)[0][place]
 
 
 def ramp(n: int, start: float, slope: float, end: float, after: int = 0) -> float:
-    """Decay after n optimizer steps: 0 up to `after`, then start + slope (n - after), at most end."""
+    """Decay after n optimizer steps: 0 up to `after`, then start + slope (n - after), at most
+    end."""
     return 0.0 if n < after else min(start + slope * (n - after), end)

@@ -1,8 +1,9 @@
-"""BranchGRPO's pruning (arXiv:2509.06040): edges that are walked, so that leaves get rewards, but left out of the backward pass.
+"""BranchGRPO's pruning (arXiv:2509.06040): edges that are walked, so that leaves get rewards, but
+left out of the backward pass.
 
-Departures from the reference code: width pruning chooses children and leaves as the paper says (the code keeps the top half of *edges*,
-which share their advantage along a chain, and so drops steps). Depth pruning slides as `slide` says: the paper's way is later, the code's
-earlier.
+Departures from the reference code: width pruning chooses children and leaves as the paper says (the
+code keeps the top half of *edges*, which share their advantage along a chain, and so drops steps).
+Depth pruning slides as `slide` says: the paper's way is later, the code's earlier.
 """
 
 from __future__ import annotations
@@ -21,13 +22,26 @@ class Prune(Options):
     """Edges of a branching plan that are not trained."""
 
     width: Literal["none", "parent", "extremes"] = Field(
-        "none", description="After the last split: train all, of each node's children the best, or the way to a prompt's extreme leaves."
+        "none",
+        description=(
+            "After the last split: train all, of each node's children the best, or the way to a"
+            " prompt's extreme leaves."
+        ),
     )
-    leaves: PositiveInt = Field(4, description="width=extremes: as many of the best leaves and as many of the worst.")
-    depth: NonNegativeInt = Field(0, description="Consecutive depths left out, at or after the last split; 0: none.")
-    every: PositiveInt = Field(30, description="Iterations after which the depths left out move by one.")
+    leaves: PositiveInt = Field(
+        4, description="width=extremes: as many of the best leaves and as many of the worst."
+    )
+    depth: NonNegativeInt = Field(
+        0, description="Consecutive depths left out, at or after the last split; 0: none."
+    )
+    every: PositiveInt = Field(
+        30, description="Iterations after which the depths left out move by one."
+    )
     slide: Literal["later", "earlier"] = Field(
-        "later", description="From the last split on, and again; or from the end back to the last split, to stay."
+        "later",
+        description=(
+            "From the last split on, and again; or from the end back to the last split, to stay."
+        ),
     )
 
     @property
@@ -35,7 +49,14 @@ class Prune(Options):
         return self.width != "none" or self.depth > 0
 
 
-def pruned(prune: Prune, rollout: Rollout, advantages: Advantages, *, splits: tuple[int, ...], iteration: int) -> Tensor:
+def pruned(
+    prune: Prune,
+    rollout: Rollout,
+    advantages: Advantages,
+    *,
+    splits: tuple[int, ...],
+    iteration: int,
+) -> Tensor:
     """(N,) bool: transitions to leave out."""
     assert advantages.transition is not None
     last = max(splits)
@@ -48,7 +69,9 @@ def pruned(prune: Prune, rollout: Rollout, advantages: Advantages, *, splits: tu
     if prune.width == "parent":
         out |= (depth >= last) & ~_best_child(rollout, advantages.transition, depth, last)
     elif prune.width == "extremes":
-        out |= (depth >= last) & ~_leads_to(rollout, _extremes(advantages.leaf, rollout.group, prune.leaves))
+        out |= (depth >= last) & ~_leads_to(
+            rollout, _extremes(advantages.leaf, rollout.group, prune.leaves)
+        )
     return out
 
 
@@ -58,8 +81,11 @@ def depths(plan: Plan, splits: tuple[int, ...]) -> int:
 
 
 def prunes_all(prune: Prune, plan: Plan, splits: tuple[int, ...]) -> bool:
-    """Whether `depth` covers every noisy step of a branching plan, and so leaves nothing to train."""
-    return int(plan.depth[plan.trained].min()) >= max(splits) and prune.depth >= depths(plan, splits)
+    """Whether `depth` covers every noisy step of a branching plan, and so leaves nothing to
+    train."""
+    return int(plan.depth[plan.trained].min()) >= max(splits) and prune.depth >= depths(
+        plan, splits
+    )
 
 
 def _first(prune: Prune, last: int, deepest: int, iteration: int) -> int:

@@ -1,12 +1,17 @@
-"""AWM, Advantage Weighted Matching (arXiv:2509.25050): policy gradient with minus a weighted flow-matching error as log-likelihood.
+"""AWM, Advantage Weighted Matching (arXiv:2509.25050): policy gradient with minus a weighted
+flow-matching error as log-likelihood.
 
-l(x0; s, eps) = -w(m) at the same noise for the trained and the old policy, then PPO's clipped ratio exp(l - l_old) of each row, or of
-the mean over a sample's noise levels (ratio="sample": GSPO). A is clipped to +-adv_clip and divided by it. Rollouts may use any solver.
+l(x0; s, eps) = -w(m) at the same noise for the trained and the old policy, then PPO's clipped ratio
+exp(l - l_old) of each row, or of the mean over a sample's noise levels (ratio="sample": GSPO). A is
+clipped to +-adv_clip and divided by it. Rollouts may use any solver.
 
 Departures from the reference code (scxue/advantage_weighted_matching), beside those of _forward.py:
-* Rollouts by DPM++2M, not SA-Solver; so its stochastic middle part (noise 0.4 at 0.3 <= s <= 0.9) is missing.
-* The levels' bins share the schedule from step `first` to `range` of it, as the code's discrete modes do (first=1 is its "wo_init").
-* levels=uniform draws from (0.01, 1]; the code from 0.2 on. A shift above 1 means more noise, as there (Flow-Factory's port: less).
+* Rollouts by DPM++2M, not SA-Solver; so its stochastic middle part (noise 0.4 at 0.3 <= s <= 0.9)
+  is missing.
+* The levels' bins share the schedule from step `first` to `range` of it, as the code's discrete
+  modes do (first=1 is its "wo_init").
+* levels=uniform draws from (0.01, 1]; the code from 0.2 on. A shift above 1 means more noise, as
+  there (Flow-Factory's port: less).
 * The KL is of velocities; the code's "ELBO" weighting, over 2 std^2 of a Flow-SDE step, is missing.
 """
 
@@ -25,17 +30,32 @@ TINY = 1e-10  # added to m where a root is taken
 
 class AWMConfig(_forward.ForwardConfig, _forward.Follower):
     levels: _forward.Levels = Field(
-        "stratified", description="Noise levels trained: of the schedule, one from each of equal parts of it, or continuous."
+        "stratified",
+        description=(
+            "Noise levels trained: of the schedule, one from each of equal parts of it, or"
+            " continuous."
+        ),
     )
-    share: Literal["sample", "group", "all"] = Field("all", description="Who is trained at the same noise levels.")
+    share: Literal["sample", "group", "all"] = Field(
+        "all", description="Who is trained at the same noise levels."
+    )
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = Field(
-        "ghuber", description="w(m): m, s m, s^2 m, s sqrt(m), or s m^power / power (generalised Huber)."
+        "ghuber",
+        description="w(m): m, s m, s^2 m, s sqrt(m), or s m^power / power (generalised Huber).",
     )
     power: PositiveFloat = Field(0.25, description="Exponent of ghuber.")
-    ratio: Literal["row", "sample"] = Field("row", description="One ratio for each noise level, or one for each sample.")
-    clip: tuple[PositiveFloat, PositiveFloat] = Field((1.0, 1.0), description="The ratio is clipped to 1 - first .. 1 + second.")
-    ema_weight: NonNegativeFloat = Field(1.0, description="Weight of the mean square distance of velocities to the old policy.")
-    off_policy: bool = Field(False, description="Rollouts and ratios of the old policy, not of the current one.")
+    ratio: Literal["row", "sample"] = Field(
+        "row", description="One ratio for each noise level, or one for each sample."
+    )
+    clip: tuple[PositiveFloat, PositiveFloat] = Field(
+        (1.0, 1.0), description="The ratio is clipped to 1 - first .. 1 + second."
+    )
+    ema_weight: NonNegativeFloat = Field(
+        1.0, description="Weight of the mean square distance of velocities to the old policy."
+    )
+    off_policy: bool = Field(
+        False, description="Rollouts and ratios of the old policy, not of the current one."
+    )
 
 
 class AWM(_forward.ForwardMethod):
@@ -48,23 +68,31 @@ class AWM(_forward.ForwardMethod):
         super().__init__(config)
         self.couples = "sample" if config.ratio == "sample" else "row"
 
-    def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
+    def columns(
+        self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
+    ) -> Columns:
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         return Columns({**rows.data, "unit": rows.state})
 
     def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
-        """fit (n,) = -w(m) and fit_old (n,); old, kl (n,): distances of velocities to the old policy and the reference, when weighted."""
+        """fit (n,) = -w(m) and fit_old (n,); old, kl (n,): distances of velocities to the old
+        policy and the reference, when weighted."""
         c, rows = self.config, self.noised(rollout, batch)
         v = self.velocity(policy, rollout, batch, rows.x)
         fit = -self.weighted(rows.error(v), batch.sigma)
-        scores = {"fit": fit, "fit_old": fit.detach()}  # on-policy: old weights are those of the update's start
+        scores = {
+            "fit": fit,
+            "fit_old": fit.detach(),
+        }  # on-policy: old weights are those of the update's start
         if self.reads_old:
             v_old = self.other(policy, "old", rollout, batch, rows.x, v)
             scores["old"] = _forward.distance(v, v_old)
             if c.off_policy:
                 scores["fit_old"] = -self.weighted(rows.error(v_old), batch.sigma)
         if c.kl_weight:
-            scores["kl"] = _forward.distance(v, self.other(policy, self.anchor, rollout, batch, rows.x, v))
+            scores["kl"] = _forward.distance(
+                v, self.other(policy, self.anchor, rollout, batch, rows.x, v)
+            )
         return scores
 
     def weighted(self, m: Tensor, sigma: Tensor) -> Tensor:
@@ -85,8 +113,15 @@ class AWM(_forward.ForwardMethod):
             log_ratio = _base.mean_of_unit(log_ratio, batch.unit)
         ratio, adv = log_ratio.exp(), batch.adv / c.adv_clip
         term, stopped = _base.clipped_surrogate(ratio, ratio.clamp(1 - low, 1 + high), adv)
-        metrics = {"policy/clip_fraction": stopped, "policy/log_ratio": log_ratio.abs(), "policy/error": -scores["fit"]}
-        for name, weight, metric in (("old", c.ema_weight, "policy/old_distance"), ("kl", c.kl_weight, "policy/kl")):
+        metrics = {
+            "policy/clip_fraction": stopped,
+            "policy/log_ratio": log_ratio.abs(),
+            "policy/error": -scores["fit"],
+        }
+        for name, weight, metric in (
+            ("old", c.ema_weight, "policy/old_distance"),
+            ("kl", c.kl_weight, "policy/kl"),
+        ):
             if name in scores:
                 term = term + weight * scores[name]
                 metrics[metric] = scores[name]

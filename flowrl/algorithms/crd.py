@@ -1,15 +1,24 @@
-"""CRD, Centered Reward Distillation (arXiv:2603.14128): regress the centred implicit reward of each sample on its centred reward.
+"""CRD, Centered Reward Distillation (arXiv:2603.14128): regress the centred implicit reward of each
+sample on its centred reward.
 
-The implicit reward is r_hat = -(m(v) / w - m(v_old) / w_old) with w = mean|v - u|, detached; the external one is rho = A / 2c + 1/2,
-c = adv_clip. Both minus their group's weighted mean, (beta r_hat - rho)^2 c / beta is the loss, or the cross-entropy of their sigmoids.
+The implicit reward is r_hat = -(m(v) / w - m(v_old) / w_old) with w = mean|v - u|, detached; the
+external one is rho = A / 2c + 1/2,
+c = adv_clip. Both minus their group's weighted mean, (beta r_hat - rho)^2 c / beta is the loss, or
+the cross-entropy of their sigmoids.
 
-Departures from the code (Flow-Factory's port; the authors' was not seen), beside those of _forward.py:
-* Centred within each group at each noise level; the port centres over whatever its global micro-batch holds.
-* Rollouts are of the current policy: the port's sampling snapshot equals it for the first 75 steps and then lags behind.
-* The old policy's decay min(0.25 + 0.005 n, 0.999) counts optimizer steps n; the port's counts epochs.
-* The levels of a sample differ; the port's 20 come one from each of 20 equal parts of a schedule of 10, so that they repeat.
+Departures from the code (Flow-Factory's port; the authors' was not seen), beside those of
+_forward.py:
+* Centred within each group at each noise level; the port centres over whatever its global
+  micro-batch holds.
+* Rollouts are of the current policy: the port's sampling snapshot equals it for the first 75 steps
+  and then lags behind.
+* The old policy's decay min(0.25 + 0.005 n, 0.999) counts optimizer steps n; the port's counts
+  epochs.
+* The levels of a sample differ; the port's 20 come one from each of 20 equal parts of a schedule of
+  10, so that they repeat.
 * reference_guidance=none by default; the port distils a reference of guidance 4.5.
-* temperature=none gives uniform weights; the port's 0 was meant to select signs, but its negative mask is always empty.
+* temperature=none gives uniform weights; the port's 0 was meant to select signs, but its negative
+  mask is always empty.
 """
 
 from __future__ import annotations
@@ -25,16 +34,32 @@ from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 
 class CRDConfig(_forward.ForwardConfig):
-    share: Literal["group", "all"] = Field("group", description="Who is trained at the same noise levels, at which rewards are centred.")
+    share: Literal["group", "all"] = Field(
+        "group",
+        description="Who is trained at the same noise levels, at which rewards are centred.",
+    )
     beta: PositiveFloat = Field(1.0, description="Scale of the implicit reward.")
-    form: Literal["mse", "bce"] = Field("mse", description="Square of the difference, or cross-entropy of the sigmoids.")
+    form: Literal["mse", "bce"] = Field(
+        "mse", description="Square of the difference, or cross-entropy of the sigmoids."
+    )
     adaptive: bool = Field(True, description="Errors are divided by mean|v - u|.")
     temperature: PositiveFloat | None = Field(
-        None, description="Means are weighted by softmax(+-rho / temperature), both averaged; none: evenly."
+        None,
+        description=(
+            "Means are weighted by softmax(+-rho / temperature), both averaged; none: evenly."
+        ),
     )
-    kl_weight: NonNegativeFloat = Field(0.1, description="Weight of the mean square distance of velocities to the reference.")
-    kl_floor: float = Field(1e-4, ge=0, description="Distance weight of the worst sample, at most kl_weight, that of the best.")
-    reference_guidance: float | Literal["none"] = Field("none", description="Guidance of the reference: a scale (4.5 distils it), or none.")
+    kl_weight: NonNegativeFloat = Field(
+        0.1, description="Weight of the mean square distance of velocities to the reference."
+    )
+    kl_floor: float = Field(
+        1e-4,
+        ge=0,
+        description="Distance weight of the worst sample, at most kl_weight, that of the best.",
+    )
+    reference_guidance: float | Literal["none"] = Field(
+        "none", description="Guidance of the reference: a scale (4.5 distils it), or none."
+    )
 
 
 class CRD(_forward.ForwardMethod):
@@ -53,7 +78,11 @@ class CRD(_forward.ForwardMethod):
         v_old = self.other(policy, "old", rollout, batch, rows.x, v)
 
         def error(v: Tensor) -> Tensor:
-            w = (v.detach() - rows.target).abs().flatten(1).mean(1).clamp(min=1e-5) if c.adaptive else 1.0
+            w = (
+                (v.detach() - rows.target).abs().flatten(1).mean(1).clamp(min=1e-5)
+                if c.adaptive
+                else 1.0
+            )
             return rows.error(v) / w
 
         scores = {"implicit": error(v_old) - error(v)}
@@ -74,11 +103,15 @@ class CRD(_forward.ForwardMethod):
             if c.form == "mse":
                 term = term + (guess - target).square() * (c.adv_clip / c.beta) / len(signs)
             else:
-                bce = torch.nn.functional.binary_cross_entropy_with_logits(guess, target.sigmoid(), reduction="none")
+                bce = torch.nn.functional.binary_cross_entropy_with_logits(
+                    guess, target.sigmoid(), reduction="none"
+                )
                 term = term + bce * (c.adv_clip / c.beta) / len(signs)
         metrics = {"policy/implicit_reward": implicit, "policy/distillation_error": term}
         floor = min(c.kl_floor, c.kl_weight)
-        term = _base.held(term, scores, metrics, floor + rho * (c.kl_weight - floor))  # better samples are held more
+        term = _base.held(
+            term, scores, metrics, floor + rho * (c.kl_weight - floor)
+        )  # better samples are held more
         return _base.summed(term, metrics, batch)
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:

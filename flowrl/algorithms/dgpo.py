@@ -1,14 +1,18 @@
-"""DGPO, Direct Group Preference Optimization (arXiv:2510.08425): a Bradley-Terry model of a group's better half against its worse.
+"""DGPO, Direct Group Preference Optimization (arXiv:2510.08425): a Bradley-Terry model of a group's
+better half against its worse.
 
-With d = m(v) and d_ref of the reference at one noise for the whole group, the loss is A d weighted with W = sigmoid(beta sum_i A_i (d_i -
-d_ref_i) / K), the gradient of -log sigmoid(-beta sum A (d - d_ref) / K) without its leading beta: a group that is solved weighs nothing.
-Advantages add up to 0, so the partition function of the implicit rewards cancels.
+With d = m(v) and d_ref of the reference at one noise for the whole group, the loss is A d weighted
+with W = sigmoid(beta sum_i A_i (d_i - d_ref_i) / K), the gradient of -log sigmoid(-beta sum A (d -
+d_ref) / K) without its leading beta: a group that is solved weighs nothing. Advantages add up to 0,
+so the partition function of the implicit rewards cancels.
 
 Departures from the reference code (Luo-Yihong/DGPO), beside those of _forward.py:
-* Rollouts are of the current policy; the code changes to the averaged one after 200 steps. Its solver is Sana's DPM++, ours DPM++2M.
-* Clipping compares with the old policy, which follows once an iteration, not once an optimizer step.
-* Its dynamic reference is reference=ema, here with one decay from the start (reference_decay; the code's rises, min(0.001 n, 0.3)); its
-  guided one is reference_guidance.
+* Rollouts are of the current policy; the code changes to the averaged one after 200 steps. Its
+  solver is Sana's DPM++, ours DPM++2M.
+* Clipping compares with the old policy, which follows once an iteration, not once an optimizer
+  step.
+* Its dynamic reference is reference=ema, here with one decay from the start (reference_decay; the
+  code's rises, min(0.001 n, 0.3)); its guided one is reference_guidance.
 * kl_weight=0 by default; the code's configs add a KL of 0.02 or 1e-3.
 """
 
@@ -25,18 +29,32 @@ from flowrl.types import Columns, LossOutput, Rollout
 
 
 class DGPOConfig(_forward.ForwardConfig, _forward.Follower):
-    steps: PositiveInt | None = Field(4, description="Noise levels trained per sample; none: all of those there are.")
-    share: Literal["group", "all"] = Field("all", description="Who is trained at the same noise levels.")
-    range: float = Field(0.7, gt=0, le=1, description="Share of the schedule, from noise on, whose levels are used.")
-    beta: PositiveFloat = Field(100.0, description="Sharpness: 10 to 100 with a frozen reference, 2000 to 5000 with a moving one.")
-    clip: PositiveFloat | None = Field(1e-3, description="No gradient once exp(d_old - d) is this far past 1; none: off.")
-    reference_guidance: float | Literal["none"] = Field("none", description="Guidance of the reference: a scale, or none.")
+    steps: PositiveInt | None = Field(
+        4, description="Noise levels trained per sample; none: all of those there are."
+    )
+    share: Literal["group", "all"] = Field(
+        "all", description="Who is trained at the same noise levels."
+    )
+    range: float = Field(
+        0.7, gt=0, le=1, description="Share of the schedule, from noise on, whose levels are used."
+    )
+    beta: PositiveFloat = Field(
+        100.0,
+        description="Sharpness: 10 to 100 with a frozen reference, 2000 to 5000 with a moving one.",
+    )
+    clip: PositiveFloat | None = Field(
+        1e-3, description="No gradient once exp(d_old - d) is this far past 1; none: off."
+    )
+    reference_guidance: float | Literal["none"] = Field(
+        "none", description="Guidance of the reference: a scale, or none."
+    )
 
     @model_validator(mode="after")
     def check_keep(self) -> DGPOConfig:
         if self.keep is not None:
             raise ValueError(
-                f"dgpo needs advantages that add up to 0 over a group, of which algorithm.keep={self.keep} trains a part; set it to null"
+                "dgpo needs advantages that add up to 0 over a group, of which"
+                f" algorithm.keep={self.keep} trains a part; set it to null"
             )
         return self
 
@@ -69,13 +87,21 @@ class DGPO(_forward.ForwardMethod):
         c, d = self.config, scores["error"]
         with torch.no_grad():
             total, _, place = _base.sums(batch.adv * (d - scores["error_ref"]), batch.unit)
-            doubt = torch.sigmoid(c.beta * total[place] / batch.members)  # 1/2 at the reference, 0 once the group is solved
+            doubt = torch.sigmoid(
+                c.beta * total[place] / batch.members
+            )  # 1/2 at the reference, 0 once the group is solved
             stopped = torch.zeros_like(d, dtype=torch.bool)
             if c.clip is not None:
                 ratio = (scores["error_old"] - d).exp()
-                stopped = (ratio > 1 + c.clip) & (batch.adv > 0) | (ratio < 1 - c.clip) & (batch.adv <= 0)
+                stopped = (ratio > 1 + c.clip) & (batch.adv > 0) | (ratio < 1 - c.clip) & (
+                    batch.adv <= 0
+                )
         term = doubt * batch.adv * torch.where(stopped, d.detach(), d)
-        metrics = {"policy/doubt": doubt, "policy/clip_fraction": stopped.float(), "policy/error": d}
+        metrics = {
+            "policy/doubt": doubt,
+            "policy/clip_fraction": stopped.float(),
+            "policy/error": d,
+        }
         term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 

@@ -1,13 +1,16 @@
 """Online Diffusion-DPO (arXiv:2311.12908): the best sample of each group is preferred to its worst.
 
 With errors e of winner and loser at the same noise and level, and those of the reference,
-L = -log sigmoid(-beta/2 [(e_w - e_w_ref) - (e_l - e_l_ref)]). beta takes in the number of steps and latent dims. With media and scores from
-a folder (data.offline) it is the offline method.
+L = -log sigmoid(-beta/2 [(e_w - e_w_ref) - (e_l - e_l_ref)]). beta takes in the number of steps and
+latent dims. With media and scores from a folder (data.offline) it is the offline method.
 
 Departures from Flow-GRPO's code, beside those of _forward.py:
-* A group whose rewards are all equal gives no pair; the code prefers the first sample to the second.
-* Rollouts are of the current policy; the code's are of the reference. reference=reset with reference_every=40 is its "online" setting.
-* An error is the mean over latent dims of velocities (error="eps": Diffusion-DPO's own), in place of a sum.
+* A group whose rewards are all equal gives no pair; the code prefers the first sample to the
+  second.
+* Rollouts are of the current policy; the code's are of the reference. reference=reset with
+  reference_every=40 is its "online" setting.
+* An error is the mean over latent dims of velocities (error="eps": Diffusion-DPO's own), in place
+  of a sum.
 """
 
 from __future__ import annotations
@@ -25,16 +28,32 @@ from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
 class DPOConfig(_forward.ForwardConfig):
     levels: _forward.Levels = Field(
-        "logit_normal", description="Noise levels trained: continuous, of the schedule, or one from each of equal parts of it."
+        "logit_normal",
+        description=(
+            "Noise levels trained: continuous, of the schedule, or one from each of equal parts"
+            " of it."
+        ),
     )
-    share: Literal["group", "all"] = Field("group", description="Who is trained at the same noise levels: winner and loser, or all.")
-    adv_clip: PositiveFloat = Field(1e6, description="Advantages are clipped to this size; a pair is ranked by them.")
-    beta: PositiveFloat = Field(100.0, description="Strength of the pull to the reference: 100 online, 2000 to 5000 from a data set.")
+    share: Literal["group", "all"] = Field(
+        "group", description="Who is trained at the same noise levels: winner and loser, or all."
+    )
+    adv_clip: PositiveFloat = Field(
+        1e6, description="Advantages are clipped to this size; a pair is ranked by them."
+    )
+    beta: PositiveFloat = Field(
+        100.0,
+        description=(
+            "Strength of the pull to the reference: 100 online, 2000 to 5000 from a data set."
+        ),
+    )
 
     @model_validator(mode="after")
     def check_keep(self) -> DPOConfig:
         if self.keep is not None:
-            raise ValueError(f"dpo trains the best and the worst of each group whatever algorithm.keep={self.keep} says; set it to null")
+            raise ValueError(
+                "dpo trains the best and the worst of each group whatever"
+                f" algorithm.keep={self.keep} says; set it to null"
+            )
         return self
 
 
@@ -50,12 +69,17 @@ class DPO(_forward.ForwardMethod):
         return 2 * self.draws(plan)
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
-        """The best and the worst leaf of each group with a signal; ties within the best or the worst go to the first."""
+        """The best and the worst leaf of each group with a signal; ties within the best or the
+        worst go to the first."""
         leaf = []
         for g in torch.unique(rollout.group[_forward.has_signal(advantages)]).tolist():
             rows = torch.nonzero((rollout.group == g) & _forward.has_signal(advantages)).flatten()
             adv = advantages.leaf[rows]
-            leaf += [int(rows[adv.argmax()]), int(rows[adv.argmin()])] if float(adv.max()) > float(adv.min()) else []
+            leaf += (
+                [int(rows[adv.argmax()]), int(rows[adv.argmin()])]
+                if float(adv.max()) > float(adv.min())
+                else []
+            )
         chosen = torch.tensor(leaf, dtype=torch.int64, device=rollout.leaf.device)
         adv = torch.ones(len(leaf), device=rollout.leaf.device)
         adv[1::2] = -1
@@ -72,11 +96,18 @@ class DPO(_forward.ForwardMethod):
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
-        """Each row of a pair carries the pair's term, so that the mean over rows is the mean over pairs."""
+        """Each row of a pair carries the pair's term, so that the mean over rows is the mean over
+        pairs."""
         c = self.config
-        margin, _, place = _base.sums(batch.adv * (scores["error"] - scores["error_ref"]), batch.unit)
+        margin, _, place = _base.sums(
+            batch.adv * (scores["error"] - scores["error_ref"]), batch.unit
+        )
         term = -F.logsigmoid(-c.beta / 2 * margin)[place]
-        metrics = {"policy/accuracy": (margin < 0).float()[place], "policy/margin": -margin[place], "policy/error": scores["error"]}
+        metrics = {
+            "policy/accuracy": (margin < 0).float()[place],
+            "policy/margin": -margin[place],
+            "policy/error": scores["error"],
+        }
         term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 

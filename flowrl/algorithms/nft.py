@@ -1,8 +1,10 @@
-"""DiffusionNFT (arXiv:2509.16117): online RL on the forward process with an implicit positive and an implicit negative policy.
+"""DiffusionNFT (arXiv:2509.16117): online RL on the forward process with an implicit positive and
+an implicit negative policy.
 
-With optimality probability r of a sample, the implicit positive policy (1-beta) v_old + beta v is fitted with weight r and the implicit
-negative policy (1+beta) v_old - beta v with weight 1 - r, both to the flow-matching target of the re-noised sample. The optimum moves v
-by 2/beta times the direction from average to optimal samples. The rollout uses the old policy, no guidance and DPM++2M.
+With optimality probability r of a sample, the implicit positive policy (1-beta) v_old + beta v is
+fitted with weight r and the implicit negative policy (1+beta) v_old - beta v with weight 1 - r,
+both to the flow-matching target of the re-noised sample. The optimum moves v by 2/beta times the
+direction from average to optimal samples. The rollout uses the old policy, no guidance and DPM++2M.
 
 Departures from the reference code (NVlabs/DiffusionNFT at 24af555), beside those of _forward.py:
 * The model's time is not truncated to an integer in rollouts.
@@ -22,20 +24,40 @@ from flowrl.types import Columns, LossOutput, Rewards, Rollout
 
 
 class NFTConfig(_forward.ForwardConfig):
-    beta: PositiveFloat = Field(1.0, description="Inverse guidance strength: half doubles the step aimed at; 0.1 is fast, less stable.")
-    adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = Field(
-        "all", description="Advantages as they are, their positive or negative part, 1 where positive, or their sign."
+    beta: PositiveFloat = Field(
+        1.0,
+        description=(
+            "Inverse guidance strength: half doubles the step aimed at; 0.1 is fast, less stable."
+        ),
     )
-    adv_clip: PositiveFloat = Field(5.0, description="Advantages are clipped to this size c; optimality is A / 2c + 1/2.")
-    kl_weight: NonNegativeFloat = Field(1e-4, description="Weight of the mean square distance of velocities to the reference.")
+    adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = Field(
+        "all",
+        description=(
+            "Advantages as they are, their positive or negative part, 1 where positive, or their"
+            " sign."
+        ),
+    )
+    adv_clip: PositiveFloat = Field(
+        5.0, description="Advantages are clipped to this size c; optimality is A / 2c + 1/2."
+    )
+    kl_weight: NonNegativeFloat = Field(
+        1e-4, description="Weight of the mean square distance of velocities to the reference."
+    )
     decay: Literal[0, 1, 2] = Field(
-        1, description="Old policy's decay after n optimizer steps. 0: 0, copied; 1: min(n / 1000, 0.5); 2: 0 until n = 75, then to 0.999."
+        1,
+        description=(
+            "Old policy's decay after n optimizer steps. 0: 0, copied; 1: min(n / 1000, 0.5); 2: 0"
+            " until n = 75, then to 0.999."
+        ),
     )
 
     @model_validator(mode="after")
     def check_error(self) -> NFTConfig:
         if self.error != "velocity":
-            raise ValueError(f"algorithm.error={self.error} has no effect: nft's error is of x0, over its own size; leave it out")
+            raise ValueError(
+                f"algorithm.error={self.error} has no effect: nft's error is of x0, over its own"
+                " size; leave it out"
+            )
         return self
 
 
@@ -56,7 +78,8 @@ class NFT(_forward.ForwardMethod):
         return modes[self.config.adv_mode](adv)
 
     def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
-        """positive, negative (n,): weighted x0 errors of the two implicit policies; kl (n,) when it has a weight."""
+        """positive, negative (n,): weighted x0 errors of the two implicit policies; kl (n,) when it
+        has a weight."""
         rows, beta = self.noised(rollout, batch), self.config.beta
         v = self.velocity(policy, rollout, batch, rows.x)
         v_old = self.other(policy, "old", rollout, batch, rows.x, v)
@@ -70,7 +93,8 @@ class NFT(_forward.ForwardMethod):
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
-        """c (r L+ + (1-r) L-) / beta + kl_weight KL, c = adv_clip, r = A / 2c + 1/2; at the old policy its gradient is A times L's."""
+        """c (r L+ + (1-r) L-) / beta + kl_weight KL, c = adv_clip, r = A / 2c + 1/2; at the old
+        policy its gradient is A times L's."""
         c = self.config
         r = (batch.adv / (2 * c.adv_clip) + 0.5).clamp(0, 1)
         term = c.adv_clip * (r * scores["positive"] + (1 - r) * scores["negative"]) / c.beta
@@ -79,12 +103,17 @@ class NFT(_forward.ForwardMethod):
         return _base.summed(term, metrics, batch)
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:
-        decay = (0.0, _forward.ramp(step, 0, 0.001, 0.5), _forward.ramp(step, 0, 0.0075, 0.999, after=75))[self.config.decay]
+        decay = (
+            0.0,
+            _forward.ramp(step, 0, 0.001, 0.5),
+            _forward.ramp(step, 0, 0.0075, 0.999, after=75),
+        )[self.config.decay]
         return {**super().follow(step, iteration), "old": decay}
 
 
 def x0_error(x0_hat: Tensor, x0: Tensor) -> Tensor:
-    """mean((x0_hat - x0)^2) / w with the detached w = max(mean |x0_hat - x0|, 1e-5), which evens out noise levels: (n, *L) -> (n,)."""
+    """mean((x0_hat - x0)^2) / w with the detached w = max(mean |x0_hat - x0|, 1e-5), which evens
+    out noise levels: (n, *L) -> (n,)."""
     with torch.no_grad():
         w = (x0_hat.double() - x0.double()).abs().flatten(1).mean(1).clamp(min=1e-5)
     return (x0_hat - x0).square().flatten(1).mean(1) / w.float()

@@ -1,14 +1,20 @@
-"""RAFT (arXiv:2304.06767) and RWR: supervised fine-tuning on one's own samples, the best of each group or all weighted by reward.
+"""RAFT (arXiv:2304.06767) and RWR: supervised fine-tuning on one's own samples, the best of each
+group or all weighted by reward.
 
-The loss is the flow-matching error of a sample times its weight. select="best" is RAFT: weight 1 for the `top` best of a group.
-select="softmax" is reward-weighted regression (DDPO's RWR, arXiv:2305.13301, eq. 4): softmax(A / temperature) within the group.
+The loss is the flow-matching error of a sample times its weight. select="best" is RAFT: weight 1
+for the `top` best of a group. select="softmax" is reward-weighted regression (DDPO's RWR,
+arXiv:2305.13301, eq. 4): softmax(A / temperature) within the group.
 
 Departures, beside those of _forward.py:
-* Groups whose rewards are all equal are left out; Flow-GRPO's code then trains on every sample, failures too.
-* Of samples with equal rewards the first ones are taken; that code takes all that reach the maximum.
-* A group of one is refused (its advantage is 0); RAFT with one sample a prompt would distil the policy into itself.
+* Groups whose rewards are all equal are left out; Flow-GRPO's code then trains on every sample,
+  failures too.
+* Of samples with equal rewards the first ones are taken; that code takes all that reach the
+  maximum.
+* A group of one is refused (its advantage is 0); RAFT with one sample a prompt would distil the
+  policy into itself.
 * RWR weighs advantages, so that temperature does not depend on the reward's scale (std="group").
-* Rows with less than LEAST of their group's weight are left out: at a low temperature a failure would cost as much as a success.
+* Rows with less than LEAST of their group's weight are left out: at a low temperature a failure
+  would cost as much as a success.
 """
 
 from __future__ import annotations
@@ -27,10 +33,18 @@ LEAST = 1e-4
 
 class RAFTConfig(_forward.ForwardConfig):
     levels: _forward.Levels = Field(
-        "logit_normal", description="Noise levels trained: continuous, of the schedule, or one from each of equal parts of it."
+        "logit_normal",
+        description=(
+            "Noise levels trained: continuous, of the schedule, or one from each of equal parts"
+            " of it."
+        ),
     )
-    adv_clip: PositiveFloat = Field(1e6, description="Advantages are clipped to this size; samples are ranked by them.")
-    select: Literal["best", "softmax"] = Field("best", description="Train the best samples of a group, or all, weighted by softmax.")
+    adv_clip: PositiveFloat = Field(
+        1e6, description="Advantages are clipped to this size; samples are ranked by them."
+    )
+    select: Literal["best", "softmax"] = Field(
+        "best", description="Train the best samples of a group, or all, weighted by softmax."
+    )
     top: PositiveInt = Field(1, description="select=best: samples of a group that are trained.")
     temperature: PositiveFloat = Field(1.0, description="select=softmax: of the advantages.")
 
@@ -41,18 +55,25 @@ class RAFT(_forward.ForwardMethod):
     guidance = None
 
     def most_rows(self, plan: Plan, group: int) -> int:
-        return super().most_rows(plan, min(group, self.config.top) if self.config.select == "best" else group)
+        return super().most_rows(
+            plan, min(group, self.config.top) if self.config.select == "best" else group
+        )
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
         leaf, adv = _forward.members_with_signal(rollout, advantages)
         if self.config.select == "softmax":
             return leaf, adv
         group = rollout.group[leaf]
-        best = [rows[adv[rows].argsort(descending=True, stable=True)[: self.config.top]] for rows in members(group)]
+        best = [
+            rows[adv[rows].argsort(descending=True, stable=True)[: self.config.top]]
+            for rows in members(group)
+        ]
         kept = torch.cat([leaf[:0], *best])
         return leaf[kept], adv[kept]
 
-    def columns(self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int) -> Columns:
+    def columns(
+        self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
+    ) -> Columns:
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         if self.config.select == "best" or not len(rows):
             return rows

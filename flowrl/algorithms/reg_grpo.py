@@ -1,13 +1,17 @@
-"""Reg-GRPO (DeepVideo-R1, arXiv:2506.07464), carried over to denoising steps: regress the advantage instead of clipping a ratio.
+"""Reg-GRPO (DeepVideo-R1, arXiv:2506.07464), carried over to denoising steps: regress the advantage
+instead of clipping a ratio.
 
-rho of a sample is log pi_theta / pi_old averaged over its stored steps (and latent dims). With its group's mean and std, A_hat = (rho -
-mean) / (std + eps) predicts the advantage, and the loss is (A - A_hat)^2 plus the KL to the reference. No clip.
+rho of a sample is log pi_theta / pi_old averaged over its stored steps (and latent dims). With its
+group's mean and std, A_hat = (rho - mean) / (std + eps) predicts the advantage, and the loss is (A
+- A_hat)^2 plus the KL to the reference. No clip.
 
 Departures from the paper, which is about language models:
-* At the old policy every rho is 0, and so is their std: A_hat would be 0 / 0. ratio_eps keeps it finite; the first step's direction is
-  that of A grad rho, its size is the optimizer's business.
-* The scale of rho is not identified (A_hat of a rho + b is that of rho), so nothing but the KL and the optimizer's steps hold it.
-* scale="fixed" regresses rho / ratio_eps instead, without std: GVPO's form (arXiv:2504.19599), which has an optimum.
+* At the old policy every rho is 0, and so is their std: A_hat would be 0 / 0. ratio_eps keeps it
+  finite; the first step's direction is that of A grad rho, its size is the optimizer's business.
+* The scale of rho is not identified (A_hat of a rho + b is that of rho), so nothing but the KL and
+  the optimizer's steps hold it.
+* scale="fixed" regresses rho / ratio_eps instead, without std: GVPO's form (arXiv:2504.19599),
+  which has an optimum.
 """
 
 from __future__ import annotations
@@ -23,8 +27,13 @@ from flowrl.types import Columns, LossOutput
 
 
 class RegGRPOConfig(_transitions.TransitionConfig):
-    scale: Literal["std", "fixed"] = Field("std", description="What a log-ratio is divided by: its group's std + ratio_eps, or ratio_eps.")
-    ratio_eps: PositiveFloat = Field(1e-4, description="Size of a log-ratio (per latent dim) that counts as small.")
+    scale: Literal["std", "fixed"] = Field(
+        "std",
+        description="What a log-ratio is divided by: its group's std + ratio_eps, or ratio_eps.",
+    )
+    ratio_eps: PositiveFloat = Field(
+        1e-4, description="Size of a log-ratio (per latent dim) that counts as small."
+    )
 
     @model_validator(mode="after")
     def check_plan(self) -> RegGRPOConfig:
@@ -47,13 +56,18 @@ class RegGRPO(_transitions.GroupMethod):
         first = _transitions.first_rows(place)
         predicted = standardised(total / steps, batch.unit[first], c.ratio_eps, c.scale == "std")
         term = (batch.adv[first] - predicted).square()[place]
-        metrics = {"policy/log_ratio": log_ratio.abs(), "policy/approx_kl": log_ratio.square() / 2, "policy/regression_error": term}
+        metrics = {
+            "policy/log_ratio": log_ratio.abs(),
+            "policy/approx_kl": log_ratio.square() / 2,
+            "policy/regression_error": term,
+        }
         term = _base.held(term, scores, metrics, c.kl_weight)
         return _base.summed(term, metrics, batch)
 
 
 def standardised(rho: Tensor, group: Tensor, eps: float, std: bool) -> Tensor:
-    """(rho - mean) / (std + eps) within groups, differentiable, also where all are equal: (m,) -> (m,). std False: divided by eps."""
+    """(rho - mean) / (std + eps) within groups, differentiable, also where all are equal: (m,) ->
+    (m,). std False: divided by eps."""
     centred = rho - _base.mean_of_unit(rho, group)
     if not std:
         return centred / eps

@@ -1,4 +1,5 @@
-"""Any diffusers pipeline, or a plain nn.Module, as a policy: a velocity field in flow coordinates with trainable parts."""
+"""Any diffusers pipeline, or a plain nn.Module, as a policy: a velocity field in flow coordinates
+with trainable parts."""
 
 from flowrl.policy.base import Policy
 from flowrl.policy.check import SelfCheck

@@ -18,7 +18,8 @@ Path = tuple[Any, ...]  # keys and positions that lead to an argument
 
 @dataclass
 class Slot:
-    """An argument that holds latents: affine(x') * factor(sigma), factor "1" or "1/r" (a network that reads variance-preserving input)."""
+    """An argument that holds latents: affine(x') * factor(sigma), factor "1" or "1/r" (a network
+    that reads variance-preserving input)."""
 
     path: Path
     map: Affine
@@ -32,7 +33,8 @@ class Slot:
 
 @dataclass
 class Time:
-    """An argument that follows the model time t or sigma: a named rule, or elementwise a * t + c with a, c shaped as one row of it."""
+    """An argument that follows the model time t or sigma: a named rule, or elementwise a * t + c
+    with a, c shaped as one row of it."""
 
     path: Path
     rule: str
@@ -44,8 +46,12 @@ class Time:
         """t, s (n,) or () fp64 -> (n, ...) for like (n, *L)."""
         if self.a is not None and self.c is not None:
             u = (s if "sigma" in self.rule else t).expand(like.shape[0])
-            return (expand(u, self.a[None]) * self.a.to(u.device) + self.c.to(u.device)).to(like.device, self.dtype)
-        return RULES[self.rule](t.to(like.device, self.dtype), s.to(like.device, self.dtype)).expand(like.shape[0])
+            return (expand(u, self.a[None]) * self.a.to(u.device) + self.c.to(u.device)).to(
+                like.device, self.dtype
+            )
+        return RULES[self.rule](
+            t.to(like.device, self.dtype), s.to(like.device, self.dtype)
+        ).expand(like.shape[0])
 
 
 RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -62,8 +68,8 @@ RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass
 class Rows:
-    """An argument with one entry a prompt along `axis`, ordered blocks x rows x repeats; kept as (blocks, P, repeats, ...). is_list: a
-    Python list."""
+    """An argument with one entry a prompt along `axis`, ordered blocks x rows x repeats; kept as
+    (blocks, P, repeats, ...). is_list: a Python list."""
 
     path: Path
     axis: int
@@ -85,9 +91,15 @@ class Rows:
             return None
         if self.is_list:
             one = kept[0] if all(k is kept[0] or _equal(k, kept[0]) for k in kept[1:]) else None
-            return ([one] * len(rows) if one is not None else [kept[i] for i in rows.tolist()]) * len(blocks)
+            return (
+                [one] * len(rows) if one is not None else [kept[i] for i in rows.tolist()]
+            ) * len(blocks)
         picked = blocks if self.blocks > 1 else [0]
-        v = torch.cat([kept[b].index_select(0, rows) for b in picked]) if len(picked) > 1 else kept[picked[0]].index_select(0, rows)
+        v = (
+            torch.cat([kept[b].index_select(0, rows) for b in picked])
+            if len(picked) > 1
+            else kept[picked[0]].index_select(0, rows)
+        )
         return v.flatten(0, 1).movedim(0, self.axis)
 
 
@@ -112,7 +124,9 @@ def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
         for key in path[:-1]:
             here = here.setdefault(key, {})
         here[path[-1]] = value
-    return {k: _lists(v) if any(len(p) > 1 and p[0] == k for p in flat) else v for k, v in out.items()}
+    return {
+        k: _lists(v) if any(len(p) > 1 and p[0] == k for p in flat) else v for k, v in out.items()
+    }
 
 
 def _lists(value: Any) -> Any:
@@ -124,7 +138,8 @@ def _lists(value: Any) -> Any:
 
 
 def assign(args: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a nested argument, copying the containers on the way (constants are shared between calls)."""
+    """Set a nested argument, copying the containers on the way (constants are shared between
+    calls)."""
     here: Any = args
     for key in path[:-1]:
         here[key] = here[key].copy()

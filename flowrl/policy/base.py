@@ -16,18 +16,24 @@ from flowrl.policy.parts import Parts
 
 
 class Policy:
-    """A velocity field v(x, sigma | prompt) with trainable parts. Subclasses give encode, _velocity, decode, encode_media, schedule.
+    """A velocity field v(x, sigma | prompt) with trainable parts. Subclasses give encode,
+    _velocity, decode, encode_media, schedule.
 
-    modules: component name -> network that is called; a trainer may put wrapped networks (sharded, compiled) in their place. calls:
-    network rows so far (states x guidance branches). latent_shape: (*L).
+    modules: component name -> network that is called; a trainer may put wrapped networks (sharded,
+    compiled) in their place. calls: network rows so far (states x guidance branches). latent_shape:
+    (*L).
     """
 
-    def __init__(self, modules: dict[str, nn.Module], adapter: dict[str, Any] | None, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, modules: dict[str, nn.Module], adapter: dict[str, Any] | None, shape: tuple[int, ...]
+    ) -> None:
         self.modules: dict[str, nn.Module] = dict(modules)
         self.latent_shape = tuple(shape)
         self.trainable = Parts(dict(modules), adapter)
         self.calls = 0
-        self._rows: tuple[Tensor, Tensor] | None = None  # the last CPU rows, and where they were put
+        self._rows: tuple[Tensor, Tensor] | None = (
+            None  # the last CPU rows, and where they were put
+        )
 
     @property
     def device(self) -> torch.device:
@@ -35,13 +41,22 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights as loaded (LoRA is always fp32; so are all weights once they are trained in full mode)."""
-        return next(p for m in self.trainable.modules.values() for n, p in m.named_parameters() if "lora_" not in n).dtype
+        """Of the weights as loaded (LoRA is always fp32; so are all weights once they are trained
+        in full mode)."""
+        return next(
+            p
+            for m in self.trainable.modules.values()
+            for n, p in m.named_parameters()
+            if "lora_" not in n
+        ).dtype
 
     def branches(self, guidance: float | str) -> int:
-        """Network rows that a state costs at this guidance (see velocity); a guidance that the model does not know -> ValueError."""
+        """Network rows that a state costs at this guidance (see velocity); a guidance that the
+        model does not know -> ValueError."""
         if not isinstance(guidance, str) and guidance != 1:
-            raise ValueError(f"guidance={guidance}: this policy has no unconditional branch; use 'none'")
+            raise ValueError(
+                f"guidance={guidance}: this policy has no unconditional branch; use 'none'"
+            )
         return 1
 
     def encode(self, prompts: list[str]) -> Any:
@@ -49,17 +64,25 @@ class Policy:
         raise NotImplementedError
 
     def schedule(self, steps: int) -> Schedule:
-        """Sigmas (T+1,) fp64 and exact model times (T,) of a run with `steps` steps, from the pipeline's own scheduler."""
+        """Sigmas (T+1,) fp64 and exact model times (T,) of a run with `steps` steps, from the
+        pipeline's own scheduler."""
         raise NotImplementedError
 
     def velocity(
-        self, x: Tensor, sigma: Tensor | float, cond: Any, rows: Tensor, *, guidance: float | str = "pipeline", detach_uncond: bool = False
+        self,
+        x: Tensor,
+        sigma: Tensor | float,
+        cond: Any,
+        rows: Tensor,
+        *,
+        guidance: float | str = "pipeline",
+        detach_uncond: bool = False,
     ) -> Tensor:
         """v = eps_hat - x0_hat at x, differentiable.
 
-        x (n, *L) fp32 flow coordinates; sigma (n,) or (), in [0, 1], may differ by row; rows (n,) int64 into cond. guidance: "pipeline"
-        as recorded, "none" only the conditional branch, or a float g: u + g (c - u). detach_uncond: no gradient through u. Returns (n,
-        *L) fp32.
+        x (n, *L) fp32 flow coordinates; sigma (n,) or (), in [0, 1], may differ by row; rows (n,)
+        int64 into cond. guidance: "pipeline" as recorded, "none" only the conditional branch, or a
+        float g: u + g (c - u). detach_uncond: no gradient through u. Returns (n, *L) fp32.
         """
         if not isinstance(guidance, str):
             guidance = "none" if guidance == 1 else float(guidance)
@@ -68,51 +91,75 @@ class Policy:
         n = x.shape[0]
         if tuple(x.shape[1:]) != self.latent_shape or rows.shape != (n,):
             raise ValueError(
-                f"x {tuple(x.shape)} and rows {tuple(rows.shape)}; expected (n, {', '.join(map(str, self.latent_shape))}) and (n,)"
+                f"x {tuple(x.shape)} and rows {tuple(rows.shape)}; expected (n,"
+                f" {', '.join(map(str, self.latent_shape))}) and (n,)"
             )
         s = torch.as_tensor(sigma, dtype=torch.float64)
         if s.ndim and s.device.type == "cpu" and bool((s == s[0]).all()):
             s = s[0]
         if s.ndim or s.device.type != "cpu":
-            s = s.to(x.device).expand(n)  # else one number: its time is found without work on the device
-        return self._velocity(x.float(), s, cond, self._placed(rows, x.device), guidance, detach_uncond)
+            s = s.to(x.device).expand(
+                n
+            )  # else one number: its time is found without work on the device
+        return self._velocity(
+            x.float(), s, cond, self._placed(rows, x.device), guidance, detach_uncond
+        )
 
     def _placed(self, rows: Tensor, device: torch.device) -> Tensor:
-        """rows on the device; the same tensor again for equal CPU rows, so that what is gathered by them is gathered once."""
+        """rows on the device; the same tensor again for equal CPU rows, so that what is gathered by
+        them is gathered once."""
         if rows.device.type != "cpu":
             return rows
-        if self._rows is None or self._rows[1].device != device or not torch.equal(self._rows[0], rows):
+        if (
+            self._rows is None
+            or self._rows[1].device != device
+            or not torch.equal(self._rows[0], rows)
+        ):
             self._rows = (rows.clone(), rows.to(device, copy=True))
         return self._rows[1]
 
-    def _velocity(self, x: Tensor, s: Tensor, cond: Any, rows: Tensor, guidance: float | str, detach_uncond: bool) -> Tensor:
+    def _velocity(
+        self,
+        x: Tensor,
+        s: Tensor,
+        cond: Any,
+        rows: Tensor,
+        guidance: float | str,
+        detach_uncond: bool,
+    ) -> Tensor:
         raise NotImplementedError
 
     def init(self, noise: Tensor, sigma: float) -> Tensor:
-        """noise (n, *L) -> x at sigma, the first of a run, as the pipeline starts (Stable Diffusion: below sigma 1, with less noise)."""
+        """noise (n, *L) -> x at sigma, the first of a run, as the pipeline starts (Stable
+        Diffusion: below sigma 1, with less noise)."""
         return noise
 
     def clean(self, x: Tensor, sigma: Tensor | float) -> Tensor:
-        """x (n, *L) at sigma, () or (n,), where a run ends -> x0, as decode takes it (Stable Diffusion ends above sigma 0)."""
+        """x (n, *L) at sigma, () or (n,), where a run ends -> x0, as decode takes it (Stable
+        Diffusion ends above sigma 0)."""
         return x
 
     def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:
-        """x (n, *L) flow coordinates at sigma -> media fp32 in [0, 1]: (n, 3, H, W) or (n, F, 3, H, W). Differentiable."""
+        """x (n, *L) flow coordinates at sigma -> media fp32 in [0, 1]: (n, 3, H, W) or (n, F, 3, H,
+        W). Differentiable."""
         raise NotImplementedError
 
     def encode_media(self, media: Tensor) -> Tensor:
         """media -> x0 (n, *L) flow coordinates: the mode of the VAE's posterior."""
         raise NotImplementedError
 
-    # ------------------------------------------------------------------------------------------------------ trained parts
+    # ---------------------------------------------------------------------------
+    # trained parts
 
     @property
     def parts(self) -> dict[str, dict[str, nn.Parameter]]:
-        """{"denoiser": {name: parameter}}: what is trained, and nothing else; fp32 (in full mode from the first time it is asked for)."""
+        """{"denoiser": {name: parameter}}: what is trained, and nothing else; fp32 (in full mode
+        from the first time it is asked for)."""
         return {"denoiser": self.trainable.named()}
 
     def add_view(self, name: str) -> None:
-        """A copy of the trainable weights under another name ("old"; in full mode also "reference"), for use with view()."""
+        """A copy of the trainable weights under another name ("old"; in full mode also
+        "reference"), for use with view()."""
         self.trainable.add_view(name)
 
     def copy_view(self, src: str = "default", dst: str = "old", decay: float = 0.0) -> None:
@@ -120,12 +167,14 @@ class Policy:
         self.trainable.copy(src, dst, decay)
 
     def same(self, a: str, b: str) -> bool:
-        """Whether two views of LoRA weights are equal bit for bit, so that one forward serves both (in full mode: not compared, False)."""
+        """Whether two views of LoRA weights are equal bit for bit, so that one forward serves both
+        (in full mode: not compared, False)."""
         return self.trainable.lora is not None and self.trainable.equal(a, b)
 
     @contextlib.contextmanager
     def view(self, name: str) -> Iterator[None]:
-        """Compute with the weights of a view: "default", an added one, or "reference" (adapters off)."""
+        """Compute with the weights of a view: "default", an added one, or "reference" (adapters
+        off)."""
         with self.trainable.view(name):
             yield
 
@@ -141,7 +190,11 @@ class Policy:
         """Recompute activations in the backward pass, for networks that can (diffusers models)."""
         for module in self.trainable.modules.values():
             if hasattr(module, "enable_gradient_checkpointing"):
-                module.enable_gradient_checkpointing() if on else module.disable_gradient_checkpointing()
+                (
+                    module.enable_gradient_checkpointing()
+                    if on
+                    else module.disable_gradient_checkpointing()
+                )
 
     def save_lora(self, folder: str | Path) -> Path:
         """Write the adapter to `folder`; diffusers' LoRA format where the pipeline has one."""
@@ -150,11 +203,16 @@ class Policy:
         self._needs_lora()
         Path(folder).mkdir(parents=True, exist_ok=True)
         target = Path(folder) / lora.FILE
-        save_file({k: v.contiguous() for k, v in self.state().items()}, str(target), lora.metadata(self.trainable.options))
+        save_file(
+            {k: v.contiguous() for k, v in self.state().items()},
+            str(target),
+            lora.metadata(self.trainable.options),
+        )
         return target
 
     def load_lora(self, path: str | Path) -> None:
-        """Load an adapter written by save_lora (a folder or file) into "default". Strict, rank and alpha included."""
+        """Load an adapter written by save_lora (a folder or file) into "default". Strict, rank and
+        alpha included."""
         from safetensors.torch import load_file
 
         self._needs_lora()
@@ -165,4 +223,6 @@ class Policy:
 
     def _needs_lora(self) -> None:
         if self.trainable.lora is None:
-            raise ValueError("this policy has no LoRA adapter; load it with lora={'rank': ..., 'alpha': ...}")
+            raise ValueError(
+                "this policy has no LoRA adapter; load it with lora={'rank': ..., 'alpha': ...}"
+            )

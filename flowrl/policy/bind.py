@@ -15,23 +15,38 @@ from flowrl.policy.replay import Cond, Replay
 
 
 def bind(prober: Prober, replay: Replay, steps: int, prompts: list[str], chunk: int = 64) -> Cond:
-    """Encode prompts by a stubbed run with zero latents, `chunk` prompts at a time, keeping what belongs to a prompt."""
-    parts = [_bind(prober, replay, steps, prompts[k : k + chunk]) for k in range(0, len(prompts), chunk)]
+    """Encode prompts by a stubbed run with zero latents, `chunk` prompts at a time, keeping what
+    belongs to a prompt."""
+    parts = [
+        _bind(prober, replay, steps, prompts[k : k + chunk]) for k in range(0, len(prompts), chunk)
+    ]
     if len(parts) == 1:
         return Cond(tuple(prompts), parts[0])
     return Cond(
         tuple(prompts),
-        [[{p: _cat([part[r][c][p] for part in parts]) for p in call} for c, call in enumerate(reg)] for r, reg in enumerate(parts[0])],
+        [
+            [
+                {p: _cat([part[r][c][p] for part in parts]) for p in call}
+                for c, call in enumerate(reg)
+            ]
+            for r, reg in enumerate(parts[0])
+        ],
     )
 
 
 def _cat(values: list[Any]) -> Any:
     if values[0] is None:
         return None
-    return torch.cat(values, 1) if isinstance(values[0], Tensor) else [v for part in values for v in part]
+    return (
+        torch.cat(values, 1)
+        if isinstance(values[0], Tensor)
+        else [v for part in values for v in part]
+    )
 
 
-def _bind(prober: Prober, replay: Replay, steps: int, prompts: list[str]) -> list[list[dict[Path, Any]]]:
+def _bind(
+    prober: Prober, replay: Replay, steps: int, prompts: list[str]
+) -> list[list[dict[Path, Any]]]:
     rows, drop = len(prompts) + len(prober.runner.pad), len(prober.runner.pad)
     lows = [*replay.boundaries, -1.0]
     seen: dict[int, Iteration] = {}
@@ -50,7 +65,12 @@ def _bind(prober: Prober, replay: Replay, steps: int, prompts: list[str]) -> lis
             values = {r.path: r.keep(get(call.args, r.path), rows, drop) for r in plan.rows}
             for slot in plan.slots:
                 if slot.map.const is not None:
-                    values[slot.path] = get(call.args, slot.path).detach().float().reshape(plan.blocks, rows, -1)[:, : rows - drop]
+                    values[slot.path] = (
+                        get(call.args, slot.path)
+                        .detach()
+                        .float()
+                        .reshape(plan.blocks, rows, -1)[:, : rows - drop]
+                    )
             kept.append(values)
         out.append(kept)
     return out

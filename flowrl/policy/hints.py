@@ -1,5 +1,5 @@
-"""Short declarations for pipelines whose inference is not unique. Every key overrides one inference; the self-check still judges the
-result."""
+"""Short declarations for pipelines whose inference is not unique. Every key overrides one
+inference; the self-check still judges the result."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def register(
 ) -> None:
     """Declare hints for a pipeline class by name.
 
-    denoisers: components that are networks (default: those named transformer* or unet*). guidance: the rule that combines outputs.
-    boundary: model time at which the first set of networks gives way to the second. decode: fn(pipe, latents) -> media in [0, 1],
-    differentiable.
+    denoisers: components that are networks (default: those named transformer* or unet*). guidance:
+    the rule that combines outputs. boundary: model time at which the first set of networks gives
+    way to the second. decode: fn(pipe, latents) -> media in [0, 1], differentiable.
     """
     given = {"denoisers": denoisers, "guidance": guidance, "boundary": boundary, "decode": decode}
     if guidance not in (None, "linear", "norm", "pipeline"):

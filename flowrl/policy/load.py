@@ -1,4 +1,5 @@
-"""load_policy: a live pipeline, a folder, a hub id, a named model or a plain module becomes a Policy."""
+"""load_policy: a live pipeline, a folder, a hub id, a named model or a plain module becomes a
+Policy."""
 
 from __future__ import annotations
 
@@ -30,19 +31,27 @@ def load_policy(
     cond: Callable[[list[str]], Tensor] | None = None,
     **pipeline_kwargs: Any,
 ) -> Policy:
-    """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in configs/model, or an nn.Module f(x, t, cond).
+    """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in
+    configs/model, or an nn.Module f(x, t, cond).
 
-    lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on every denoiser, fp32 whatever dtype is; None trains all weights.
-    dtype: of the networks (default: fp32; of a live pipeline, as it is). shape, kind, cond: for an nn.Module, see ModulePolicy.
-    pipeline_kwargs: arguments of the pipeline's
-    own call (height, width, num_frames, guidance_scale, negative_prompt, max_sequence_length ...); they hold for the policy's life.
+    lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on every denoiser, fp32
+    whatever dtype is; None trains all weights. dtype: of the networks (default: fp32; of a live
+    pipeline, as it is). shape, kind, cond: for an nn.Module, see ModulePolicy. pipeline_kwargs:
+    arguments of the pipeline's
+    own call (height, width, num_frames, guidance_scale, negative_prompt, max_sequence_length ...);
+    they hold for the policy's life.
     A pipeline whose loop cannot be inferred raises UnreplayableError (a ValueError).
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if isinstance(source, nn.Module):
         if shape is None or pipeline_kwargs:
-            raise ValueError(f"an nn.Module policy needs shape=(*L) and takes no pipeline arguments (got {sorted(pipeline_kwargs)})")
-        return ModulePolicy(source.to(device=device, dtype=dtype), tuple(shape), kind or "flow", cond, lora)
+            raise ValueError(
+                "an nn.Module policy needs shape=(*L) and takes no pipeline arguments (got"
+                f" {sorted(pipeline_kwargs)})"
+            )
+        return ModulePolicy(
+            source.to(device=device, dtype=dtype), tuple(shape), kind or "flow", cond, lora
+        )
     if shape is not None or kind is not None or cond is not None:
         raise ValueError("shape, kind and cond describe an nn.Module; a pipeline brings its own")
     if isinstance(source, str | Path):
@@ -59,17 +68,26 @@ def load_policy(
 
 
 def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
-    """A name of configs/model/<name>.yaml -> (its source, its call arguments); anything else as it is.
+    """A name of configs/model/<name>.yaml -> (its source, its call arguments); anything else as it
+    is.
 
-    A source "package:module/folder" points into an installed package. An unknown plain name -> ValueError with the nearest ones.
+    A source "package:module/folder" points into an installed package. An unknown plain name ->
+    ValueError with the nearest ones.
     """
     if Path(source).exists() or "/" in str(source):
         return str(source), {}
     folder = resources.files("flowrl.configs") / "model"
     listed = folder / f"{source}.yaml"
     if not listed.is_file():
-        names = [entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")]
-        raise ValueError(f'unknown model "{source}"{did_you_mean(str(source), names)} (a folder, or a hub id "owner/name", works too)')
+        names = [
+            entry.name.removesuffix(".yaml")
+            for entry in folder.iterdir()
+            if entry.name.endswith(".yaml")
+        ]
+        raise ValueError(
+            f'unknown model "{source}"{did_you_mean(str(source), names)} (a folder, or a hub id'
+            ' "owner/name", works too)'
+        )
     import yaml
 
     entry = yaml.safe_load(listed.read_text(encoding="utf-8"))["model"]
@@ -77,7 +95,8 @@ def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
 
 
 def _pretrained(source: str, dtype: torch.dtype) -> Any:
-    """A pipeline from a folder or the hub; components that its index lists as absent (SD3 without T5) stay absent."""
+    """A pipeline from a folder or the hub; components that its index lists as absent (SD3 without
+    T5) stay absent."""
     from diffusers import DiffusionPipeline
 
     if source.startswith("package:"):
@@ -85,20 +104,35 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
         source = str(resources.files(package) / folder)
     try:
         with quiet(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The `local_dir_use_symlinks`", UserWarning)  # diffusers' own argument
+            warnings.filterwarnings(
+                "ignore", "The `local_dir_use_symlinks`", UserWarning
+            )  # diffusers' own argument
             index = DiffusionPipeline.load_config(source)
     except OSError as error:
         away = constants.HF_HUB_OFFLINE and not Path(source).exists()
-        why = "HF_HUB_OFFLINE is set, and the cache does not hold it" if away else " ".join(str(error).split())[:300]
-        raise ValueError(f'model "{source}" is no diffusers folder, and cannot be fetched: {why}') from error
-    absent = {name: None for name, entry in index.items() if isinstance(entry, list | tuple) and entry[0] is None}
+        why = (
+            "HF_HUB_OFFLINE is set, and the cache does not hold it"
+            if away
+            else " ".join(str(error).split())[:300]
+        )
+        raise ValueError(
+            f'model "{source}" is no diffusers folder, and cannot be fetched: {why}'
+        ) from error
+    absent = {
+        name: None
+        for name, entry in index.items()
+        if isinstance(entry, list | tuple) and entry[0] is None
+    }
     with quiet(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)  # 0.40 knows no other name
+        warnings.filterwarnings(
+            "ignore", "`torch_dtype` is deprecated", FutureWarning
+        )  # 0.40 knows no other name
         return DiffusionPipeline.from_pretrained(source, torch_dtype=dtype, **absent)
 
 
 def _cast(pipe: Any, dtype: torch.dtype) -> None:
-    """Networks and text encoders to dtype; the VAE stays in fp32, whose decoding is differentiated and scored."""
+    """Networks and text encoders to dtype; the VAE stays in fp32, whose decoding is differentiated
+    and scored."""
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module):
             part.to(dtype=torch.float32 if name == "vae" else dtype)

@@ -1,5 +1,5 @@
-"""What is trained, and its views: the current weights, an older copy, the frozen reference. Optimizer, EMA and checkpoints read `named`
-and nothing else."""
+"""What is trained, and its views: the current weights, an older copy, the frozen reference.
+Optimizer, EMA and checkpoints read `named` and nothing else."""
 
 from __future__ import annotations
 
@@ -13,16 +13,28 @@ from torch import Tensor, nn
 from flowrl.policy.arguments import map_tensors
 
 DEFAULTS = {"rank": 32, "alpha": 64, "targets": None, "init": "gaussian"}
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
+ATTENTION = (
+    "to_q",
+    "to_k",
+    "to_v",
+    "to_out.0",
+    "add_q_proj",
+    "add_k_proj",
+    "add_v_proj",
+    "to_add_out",
+)
 
 
 def targets(module: nn.Module, wanted: list[str] | None) -> list[str]:
-    """Full names of the Linear layers that get LoRA: those whose name ends in `wanted`; by default attention projections, else every
-    Linear."""
+    """Full names of the Linear layers that get LoRA: those whose name ends in `wanted`; by default
+    attention projections, else every Linear."""
     linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
-    picked = [n for n in linear if any(n == w or n.endswith("." + w) for w in (wanted or ATTENTION))]
+    picked = [n for n in linear if any(n == w or n.endswith("." + w) for w in wanted or ATTENTION)]
     if not picked and wanted:
-        raise ValueError(f"lora targets {wanted} match no Linear layer of {type(module).__name__}; its layers end in {_endings(linear)}")
+        raise ValueError(
+            f"lora targets {wanted} match no Linear layer of {type(module).__name__}; its layers"
+            f" end in {_endings(linear)}"
+        )
     return picked or linear
 
 
@@ -31,10 +43,14 @@ def _endings(names: list[str]) -> list[str]:
 
 
 class Parts:
-    """Trainable parameters of `modules`: LoRA adapter "default" (lora given, options filled in) or all of them (full). Always fp32."""
+    """Trainable parameters of `modules`: LoRA adapter "default" (lora given, options filled in) or
+    all of them (full). Always fp32."""
 
     def __init__(self, modules: dict[str, Any], lora: dict[str, Any] | None) -> None:
-        self.modules, self.lora = modules, None if lora is None else dict(lora)  # networks as loaded, never wrapped
+        self.modules, self.lora = (
+            modules,
+            (None if lora is None else dict(lora)),
+        )  # networks as loaded, never wrapped
         self.copies: dict[str, dict[str, Tensor]] = {}  # full mode: other views' values
         self.targets: dict[str, list[str]] = {}  # names of the layers with LoRA, by component
         self.active = "default"
@@ -42,7 +58,9 @@ class Parts:
         self.options = {**DEFAULTS, **(lora or {})}
         unknown = sorted(set(self.options) - set(DEFAULTS))
         if unknown:
-            raise ValueError(f"lora={{...}} takes rank, alpha, targets and init, not {unknown[0]!r}")
+            raise ValueError(
+                f"lora={{...}} takes rank, alpha, targets and init, not {unknown[0]!r}"
+            )
         if lora is None:
             for m in modules.values():
                 m.requires_grad_(True)
@@ -60,10 +78,15 @@ class Parts:
                 module.requires_grad_(False)
                 self.targets[part] = targets(module, options["targets"])
             config = LoraConfig(
-                r=options["rank"], lora_alpha=options["alpha"], init_lora_weights=options["init"], target_modules=self.targets[part]
+                r=options["rank"],
+                lora_alpha=options["alpha"],
+                init_lora_weights=options["init"],
+                target_modules=self.targets[part],
             )
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are what we want
+                warnings.filterwarnings(
+                    "ignore", message="Already found a `peft_config`"
+                )  # two adapters are what we want
                 if hasattr(module, "add_adapter"):
                     module.add_adapter(config, adapter_name=name)
                 else:
@@ -73,11 +96,14 @@ class Parts:
                 layer.set_adapter("default")  # also turns gradients of other adapters off
             for key, p in module.named_parameters():
                 if f".{name}." in key:
-                    p.data = p.data.float()  # fp32 whatever the frozen dtype: small updates would round away
+                    p.data = (
+                        p.data.float()
+                    )  # fp32 whatever the frozen dtype: small updates would round away
         self.layers = [layer for m in self.modules.values() for layer in _layers(m)]
 
     def named(self, view: str = "default") -> dict[str, nn.Parameter]:
-        """Parameters of a view by stable name, "<component>.<path>"; read live, so sharded replacements are seen."""
+        """Parameters of a view by stable name, "<component>.<path>"; read live, so sharded
+        replacements are seen."""
         if self.lora is None and not self.wide:
             self._widen()
         mark = f".{view}." if self.lora is not None else ""
@@ -89,8 +115,10 @@ class Parts:
         }
 
     def _widen(self) -> None:
-        """fp32 weights for full mode: small updates of bf16 would round away. Done when they are first asked for, so that a policy that
-        only samples keeps the memory it was loaded with. Inputs in lower precision are widened as they come in."""
+        """fp32 weights for full mode: small updates of bf16 would round away. Done when they are
+        first asked for, so that a policy that only samples keeps the memory it was loaded with.
+        Inputs in lower precision are widened as they come in.
+        """
         self.wide = True
         for module in self.modules.values():
             if any(p.dtype != torch.float32 for p in module.parameters()):
@@ -115,7 +143,10 @@ class Parts:
     def tensors(self, view: str) -> dict[str, Tensor]:
         """Values of a view by name, sharing storage with it."""
         if view != "default" and view not in self._views():
-            raise ValueError(f"no view {view!r}; there are {['default', *self._views()]}; make one with policy.add_view({view!r})")
+            raise ValueError(
+                f"no view {view!r}; there are {['default', *self._views()]}; make one with"
+                f" policy.add_view({view!r})"
+            )
         if self.lora is None:
             return (
                 {k: p.detach() for k, p in self.named().items()}
@@ -134,7 +165,11 @@ class Parts:
         """dst = decay * dst + (1 - decay) * src."""
         source, target = self.tensors(src), self.tensors(dst)
         for key, value in target.items():
-            value.copy_(source[key]) if decay == 0.0 else value.lerp_(source[key].to(value), 1 - decay)
+            (
+                value.copy_(source[key])
+                if decay == 0.0
+                else value.lerp_(source[key].to(value), 1 - decay)
+            )
 
     @torch.no_grad()
     def load(self, view: str, state: dict[str, Tensor]) -> None:
@@ -143,19 +178,21 @@ class Parts:
         missing, extra = sorted(set(target) - set(state)), sorted(set(state) - set(target))
         if missing or extra:
             raise ValueError(
-                f"state of view {view!r} does not fit: {len(missing)} names missing {missing[:3]}, {len(extra)} unknown {extra[:3]}"
+                f"state of view {view!r} does not fit: {len(missing)} names missing {missing[:3]},"
+                f" {len(extra)} unknown {extra[:3]}"
             )
         for key, value in target.items():
             if value.shape != state[key].shape:
                 raise ValueError(
-                    f"state of view {view!r}: {key} has shape {tuple(state[key].shape)}, and {tuple(value.shape)} is expected (another "
-                    f"rank?)"
+                    f"state of view {view!r}: {key} has shape {tuple(state[key].shape)}, and"
+                    f" {tuple(value.shape)} is expected (another rank?)"
                 )
             value.copy_(state[key])
 
     @contextlib.contextmanager
     def view(self, name: str) -> Iterator[None]:
-        """Compute with another view's weights inside the block. Costs an attribute a layer; requires_grad is untouched."""
+        """Compute with another view's weights inside the block. Costs an attribute a layer;
+        requires_grad is untouched."""
         before = self.active
         self._switch(name)
         try:
@@ -174,7 +211,10 @@ class Parts:
                 layer._active_adapter = ["default" if name == "reference" else name]
         else:
             if name != "default" and name not in self.copies:
-                raise ValueError(f"view {name!r} needs a copy of all weights in full mode; call policy.add_view({name!r}) before training")
+                raise ValueError(
+                    f"view {name!r} needs a copy of all weights in full mode; call"
+                    f" policy.add_view({name!r}) before training"
+                )
             if self.active != "default":  # put the trained values back first
                 self._exchange(self.active)
             if name != "default":
@@ -187,7 +227,9 @@ class Parts:
             p.data, self.copies[name][key] = self.copies[name][key], p.data
 
 
-def _widened(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _widened(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     """Half-precision inputs of a call in fp32."""
     wide = lambda v: v.float() if v.dtype in (torch.bfloat16, torch.float16) else v  # noqa: E731
     return map_tensors(wide, args), map_tensors(wide, kwargs)

@@ -1,4 +1,5 @@
-"""Stubbed runs of a pipeline: networks answer with what we choose, and the loop goes on with latents that we choose."""
+"""Stubbed runs of a pipeline: networks answer with what we choose, and the loop goes on with
+latents that we choose."""
 
 from __future__ import annotations
 
@@ -10,17 +11,28 @@ from torch import Tensor
 
 from flowrl.policy.arguments import map_tensors
 from flowrl.policy.coords import Coords, Schedule
-from flowrl.policy.record import Call, Halt, Iteration, Runner, UnreplayableError, first_tensor, like_output
+from flowrl.policy.record import (
+    Call,
+    Halt,
+    Iteration,
+    Runner,
+    UnreplayableError,
+    first_tensor,
+    like_output,
+)
 
 RECORD = ["a red circle", "two blue squares left of a green triangle"]
 Key = tuple[str, int]  # component, n-th call to it within an iteration
 
 
 class Copies:
-    """Clones of recorded tensors, one for each version of a tensor: a loop may edit its own in place."""
+    """Clones of recorded tensors, one for each version of a tensor: a loop may edit its own in
+    place."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Tensor, int, Tensor]] = {}  # by id: source (kept, or its id would be another's), version, clone
+        self._made: dict[
+            int, tuple[Tensor, int, Tensor]
+        ] = {}  # by id: source (kept, or its id would be another's), version, clone
 
     def __call__(self, value: Tensor) -> Tensor:
         if value.is_inference():
@@ -33,7 +45,8 @@ class Copies:
 
 
 class Prober:
-    """templates[key] = (output of one real call, rows of the batch it came from): the only network calls that probing makes."""
+    """templates[key] = (output of one real call, rows of the batch it came from): the only network
+    calls that probing makes."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -51,9 +64,10 @@ class Prober:
         start: Tensor | None = None,
         output_type: str = "latent",
     ) -> list[Iteration]:
-        """Iterations of one run. After iteration j the loop goes on with latents(j); outputs(key, shape) answers a network (default:
-        ones); stop(j, iteration) ends the run early; start: initial latents (P, *L), for pipelines that take them. self.result is what
-        the call returned."""
+        """Iterations of one run. After iteration j the loop goes on with latents(j); outputs(key,
+        shape) answers a network (default: ones); stop(j, iteration) ends the run early; start:
+        initial latents (P, *L), for pipelines that take them. self.result is what the call
+        returned."""
         prompts = [*prompts, *self.runner.pad]
         done: list[Iteration] = []
         calls: list[Call] = []
@@ -73,33 +87,56 @@ class Prober:
         def on_step(prediction: Tensor, time: Any, sample: Tensor) -> Tensor | None:
             if not calls:
                 raise UnreplayableError(
-                    "scheduler.step is called twice between two denoiser calls (parallel streams or a conversion step), which cannot be "
-                    "replayed"
+                    "scheduler.step is called twice between two denoiser calls (parallel streams or"
+                    " a conversion step), which cannot be replayed"
                 )
             at = torch.as_tensor(time).detach().cpu().double().reshape(()).clone()
             done.append(Iteration(list(calls), at, copied(sample), copied(prediction)))
             calls.clear()
             if stop is not None and stop(len(done) - 1, done[-1]):
                 raise Halt
-            return None if latents is None else latents(len(done) - 1).to(sample.device, sample.dtype, copy=True)
+            return (
+                None
+                if latents is None
+                else latents(len(done) - 1).to(sample.device, sample.dtype, copy=True)
+            )
 
         given: dict[str, Any] = {} if start is None else {"latents": start}
-        self.result = self.runner.run(prompts, steps, on_call=on_call, on_step=on_step, output_type=output_type, **given)
+        self.result = self.runner.run(
+            prompts, steps, on_call=on_call, on_step=on_step, output_type=output_type, **given
+        )
         if not done:
             raise UnreplayableError(
-                f"{type(self.runner.pipe).__name__} never called scheduler.step after a denoiser: there is no loop to replay"
+                f"{type(self.runner.pipe).__name__} never called scheduler.step after a denoiser:"
+                " there is no loop to replay"
             )
         return done
 
     def schedule(self, steps: int, coords: Coords) -> Schedule:
-        """Sigmas and exact times of a stubbed run at the real number of steps and resolution, so that dynamic shifts are included."""
+        """Sigmas and exact times of a stubbed run at the real number of steps and resolution, so
+        that dynamic shifts are included."""
         iterations = self.run(RECORD, steps)
         times = torch.stack([i.time for i in iterations])
         sigmas = coords.sigmas_of(self.runner.pipe.scheduler, times)
         factor = float(getattr(self.runner.pipe.scheduler, "init_noise_sigma", 1.0))
-        if "latents" in self.runner.parameters and "latents" not in self.runner.kwargs:  # better than asking: give ones and look
+        if (
+            "latents" in self.runner.parameters and "latents" not in self.runner.kwargs
+        ):  # better than asking: give ones and look
             ones = torch.ones_like(iterations[0].sample)
-            seen = self.run(RECORD, steps, start=ones, stop=lambda j, it: True)[0].sample.double().mean().item()
-            factor = factor if abs(seen - factor) < 1e-2 * abs(factor) else seen  # seen is rounded in low precision
-        keep = torch.cat([sigmas[:-1] > sigmas[1:], torch.tensor([True])])  # PNDM asks for its second time twice
-        return Schedule(sigmas=sigmas[keep], times=times[keep[:-1]], start=factor / coords.scale(sigmas[0]).item())
+            seen = (
+                self.run(RECORD, steps, start=ones, stop=lambda j, it: True)[0]
+                .sample.double()
+                .mean()
+                .item()
+            )
+            factor = (
+                factor if abs(seen - factor) < 1e-2 * abs(factor) else seen
+            )  # seen is rounded in low precision
+        keep = torch.cat(
+            [sigmas[:-1] > sigmas[1:], torch.tensor([True])]
+        )  # PNDM asks for its second time twice
+        return Schedule(
+            sigmas=sigmas[keep],
+            times=times[keep[:-1]],
+            start=factor / coords.scale(sigmas[0]).item(),
+        )

@@ -1,8 +1,8 @@
 """Run a pipeline with its denoisers and its scheduler's step under our control.
 
-Nothing here infers anything. `Runner.run` calls the pipeline's own `__call__`; every denoiser call goes through `on_call` and every
-scheduler step through `on_step`, which may look, answer in place of the network, replace the latents, or leave the loop by raising
-`Halt`.
+Nothing here infers anything. `Runner.run` calls the pipeline's own `__call__`; every denoiser call
+goes through `on_call` and every scheduler step through `on_step`, which may look, answer in place
+of the network, replace the latents, or leave the loop by raising `Halt`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ _LOCK = threading.RLock()  # patches live on shared objects: one recording at a 
 
 
 class UnreplayableError(ValueError):
-    """The pipeline's loop is not a function of (x, sigma, prompt rows) that we can infer; the sentence names the inference that failed."""
+    """The pipeline's loop is not a function of (x, sigma, prompt rows) that we can infer; the
+    sentence names the inference that failed."""
 
 
 class Halt(BaseException):
-    """Raised by a callback to leave the pipeline's loop. Not an Exception: pipelines must not catch it."""
+    """Raised by a callback to leave the pipeline's loop. Not an Exception: pipelines must not catch
+    it."""
 
 
 @dataclass
@@ -40,7 +42,8 @@ class Call:
 
 @dataclass
 class Iteration:
-    """The denoiser calls up to one scheduler step, the model time and latents of that step, and the prediction given to it."""
+    """The denoiser calls up to one scheduler step, the model time and latents of that step, and the
+    prediction given to it."""
 
     calls: list[Call]
     time: Tensor  # () fp64, on the CPU
@@ -53,7 +56,8 @@ def first_tensor(output: Any) -> Tensor:
     out = output if isinstance(output, Tensor) else output[0]
     if not isinstance(out, Tensor):
         raise UnreplayableError(
-            f"a denoiser returned {type(out).__name__} where a tensor was expected; only tensor predictions can be replayed"
+            f"a denoiser returned {type(out).__name__} where a tensor was expected; only tensor"
+            " predictions can be replayed"
         )
     return out
 
@@ -86,29 +90,41 @@ class Runner:
         self.kwargs = self._checked(kwargs)
         self.undecorated = getattr(call, "__wrapped__", call)  # without torch.no_grad
         parts = {k: v for k, v in pipe.components.items() if isinstance(v, nn.Module)}
-        names = hints.get("denoisers") or [k for k in parts if k.startswith(("transformer", "unet"))]
+        names = hints.get("denoisers") or [
+            k for k in parts if k.startswith(("transformer", "unet"))
+        ]
         if not names:
             raise UnreplayableError(
-                f"{type(pipe).__name__} has no component named transformer* or unet*; name them with hints denoisers=[...]"
+                f"{type(pipe).__name__} has no component named transformer* or unet*; name them"
+                " with hints denoisers=[...]"
             )
         self.denoisers: dict[str, nn.Module] = {k: parts[k] for k in names}
-        self.pad: tuple[str, ...] = ()  # extra prompts that fix the text length; their rows are dropped
+        self.pad: tuple[
+            str, ...
+        ] = ()  # extra prompts that fix the text length; their rows are dropped
 
     def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Reject arguments the pipeline does not take; switch true CFG on where the pipeline's default scale asks for it."""
+        """Reject arguments the pipeline does not take; switch true CFG on where the pipeline's
+        default scale asks for it."""
         unknown = sorted(set(kwargs) - set(self.parameters))
         if unknown:
             allowed = ", ".join(
-                k for k in self.parameters if k not in ("self", "prompt", "num_inference_steps", "output_type", "return_dict")
+                k
+                for k in self.parameters
+                if k not in ("self", "prompt", "num_inference_steps", "output_type", "return_dict")
             )
-            raise ValueError(f"{type(self.pipe).__name__} takes no argument {unknown[0]!r}; it takes {allowed}")
+            raise ValueError(
+                f"{type(self.pipe).__name__} takes no argument {unknown[0]!r}; it takes {allowed}"
+            )
         scale = self.parameters.get("true_cfg_scale")
         wanted = kwargs.get("true_cfg_scale", scale.default if scale else 1.0)
         if scale is not None and wanted > 1 and kwargs.get("negative_prompt") is None:
             kwargs = {**kwargs, "negative_prompt": " "}
         return kwargs
 
-    def arguments(self, prompts: list[str], steps: int, output_type: str, **extra: Any) -> dict[str, Any]:
+    def arguments(
+        self, prompts: list[str], steps: int, output_type: str, **extra: Any
+    ) -> dict[str, Any]:
         """Keyword arguments of one call; text arguments become one entry a prompt."""
         rows = len(prompts)
         out: dict[str, Any] = {
@@ -119,7 +135,11 @@ class Runner:
             **extra,
         }
         for key, value in self.kwargs.items():
-            out[key] = [value] * rows if key.startswith("negative_prompt") and isinstance(value, str) else value
+            out[key] = (
+                [value] * rows
+                if key.startswith("negative_prompt") and isinstance(value, str)
+                else value
+            )
         if "generator" in self.parameters:
             out.setdefault("generator", torch.Generator(self.device).manual_seed(0))
         return out
@@ -143,29 +163,38 @@ class Runner:
     ) -> Any:
         """The pipeline's first output, or None after Halt.
 
-        on_call(name, args, real) -> output; on_step(prediction, time, sample) -> latents to go on with, or None to keep the
-        scheduler's. on_times(scheduler) runs after each set_timesteps. grad: keep the autograd graph. skip_step: on_step replaces the
-        scheduler's own step.
+        on_call(name, args, real) -> output; on_step(prediction, time, sample) -> latents to go on
+        with, or None to keep the
+        scheduler's. on_times(scheduler) runs after each set_timesteps. grad: keep the autograd
+        graph. skip_step: on_step replaces the scheduler's own step.
         """
         with _LOCK, self._quiet(), contextlib.ExitStack() as stack:
             for name, module in self.denoisers.items():
                 stack.enter_context(_patched_forward(name, module, on_call))
-            stack.enter_context(_patched_scheduler(self.pipe.scheduler, on_step, on_times, skip_step))
+            stack.enter_context(
+                _patched_scheduler(self.pipe.scheduler, on_step, on_times, skip_step)
+            )
             stack.enter_context(torch.set_grad_enabled(grad))
             try:
-                return self.undecorated(self.pipe, **self.arguments(prompts, steps, output_type, **extra))[0]
+                return self.undecorated(
+                    self.pipe, **self.arguments(prompts, steps, output_type, **extra)
+                )[0]
             except Halt:
                 return None
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """No progress bar, no safety checker or watermark (they are no part of the policy and are not differentiable), no truncation
-        warnings."""
+        """No progress bar, no safety checker or watermark (they are no part of the policy and are
+        not differentiable), no truncation warnings."""
         from diffusers.utils import logging
 
         pipe, level = self.pipe, logging.get_verbosity()
         bar = dict(getattr(pipe, "_progress_bar_config", {}))
-        extras = {k: getattr(pipe, k) for k in ("safety_checker", "watermark") if getattr(pipe, k, None) is not None}
+        extras = {
+            k: getattr(pipe, k)
+            for k in ("safety_checker", "watermark")
+            if getattr(pipe, k, None) is not None
+        }
         pipe.set_progress_bar_config(**{**bar, "disable": True})
         logging.set_verbosity_error()
         for k in extras:
@@ -181,11 +210,14 @@ class Runner:
 
 @contextlib.contextmanager
 def _patched_forward(name: str, module: nn.Module, on_call: Callable | None) -> Iterator[None]:
-    """Route module.forward through on_call. Set on the instance: a forward hook cannot suppress the call."""
+    """Route module.forward through on_call. Set on the instance: a forward hook cannot suppress the
+    call."""
     had, real = module.__dict__.get("forward"), module.forward
     signature = inspect.signature(real)
     if on_call is not None:
-        module.forward = lambda *args, **kwargs: on_call(name, bind(signature, args, kwargs), lambda: real(*args, **kwargs))
+        module.forward = lambda *args, **kwargs: on_call(
+            name, bind(signature, args, kwargs), lambda: real(*args, **kwargs)
+        )
     try:
         yield
     finally:
@@ -195,15 +227,20 @@ def _patched_forward(name: str, module: nn.Module, on_call: Callable | None) -> 
 
 
 @contextlib.contextmanager
-def _patched_scheduler(scheduler: Any, on_step: Callable | None, on_times: Callable | None, skip_step: bool) -> Iterator[None]:
-    """Swap the scheduler's class for a throw-away subclass; copies of the scheduler stay patched, its signatures stay readable."""
+def _patched_scheduler(
+    scheduler: Any, on_step: Callable | None, on_times: Callable | None, skip_step: bool
+) -> Iterator[None]:
+    """Swap the scheduler's class for a throw-away subclass; copies of the scheduler stay patched,
+    its signatures stay readable."""
     cls = type(scheduler)
     signature = inspect.signature(cls.step)
 
     @functools.wraps(cls.step)
     def step(self, *args, **kwargs):
         a = signature.bind(self, *args, **kwargs).arguments
-        new = on_step(a["model_output"], a["timestep"], a["sample"]) if on_step is not None else None
+        new = (
+            on_step(a["model_output"], a["timestep"], a["sample"]) if on_step is not None else None
+        )
         if skip_step:
             return (new,) if a.get("return_dict") is False else SimpleNamespace(prev_sample=new)
         result = cls.step(self, *args, **kwargs)  # step counters and multistep buffers stay valid

@@ -1,5 +1,5 @@
-"""Re-entry: run the pipeline's own loop body for one step. It infers nothing but output shapes, so it referees the Replay, and combines
-guidance that has no closed form."""
+"""Re-entry: run the pipeline's own loop body for one step. It infers nothing but output shapes, so
+it referees the Replay, and combines guidance that has no closed form."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ def reenter(
     prompts: list[str],
     outputs: dict[tuple[str, int], Tensor] | None = None,
 ) -> Tensor:
-    """The pipeline's combined prediction at flow coordinates x (P, *L), one sigma s () fp64 for all rows, row i with prompts[i].
+    """The pipeline's combined prediction at flow coordinates x (P, *L), one sigma s () fp64 for all
+    rows, row i with prompts[i].
 
-    The second iteration of a run is ours: its time is set after set_timesteps, its latents are returned by the first step.
-    outputs[(component, n-th call)]: answers of the networks, in place of the real ones (differentiable either way).
+    The second iteration of a run is ours: its time is set after set_timesteps, its latents are
+    returned by the first step. outputs[(component, n-th call)]: answers of the networks, in place
+    of the real ones (differentiable either way).
     """
     runner, pad = prober.runner, len(prober.runner.pad)
     t = coords.time(s.reshape(1)).item()
@@ -35,7 +37,9 @@ def reenter(
 
     def on_times(scheduler) -> None:
         times = scheduler.timesteps
-        first = (times[0] + times[1]) / 2 if times.is_floating_point() else (times[0] + times[1]) // 2
+        first = (
+            (times[0] + times[1]) / 2 if times.is_floating_point() else (times[0] + times[1]) // 2
+        )
         if t != int(t) and not times.is_floating_point():
             times = times.double()
         times = times.clone()
@@ -58,7 +62,10 @@ def reenter(
         first = first_tensor(template)
         if state["j"] == 1 and outputs is not None:
             return like_output(template, outputs[key])
-        return like_output(template, first.new_ones(first.shape[0] * (len(prompts) + pad) // rows, *first.shape[1:]))
+        return like_output(
+            template,
+            first.new_ones(first.shape[0] * (len(prompts) + pad) // rows, *first.shape[1:]),
+        )
 
     def on_step(prediction, time, sample):
         if state["j"] == 1:
@@ -74,6 +81,7 @@ def reenter(
         on_step=on_step,
         on_times=on_times,
         grad=torch.is_grad_enabled(),
-        skip_step=coords.kind == "vp",  # its step looks integer times up in a table, and ours may be a float
+        skip_step=coords.kind
+        == "vp",  # its step looks integer times up in a table, and ours may be a float
     )
     return state["prediction"][: len(prompts)].float()

@@ -1,13 +1,17 @@
-"""Prompts of GenEval's six tasks (arXiv:2310.11513), each with the clauses that its benchmark checks.
+"""Prompts of GenEval's six tasks (arXiv:2310.11513), each with the clauses that its benchmark
+checks.
 
-meta["include"]: clauses {"class": str, "count": int} with "color" and "position" where one is asked for; "position" is
-[relation, index], the object stands in that relation to an earlier clause. meta["exclude"]: {"class", "count"}, so many are too many.
-meta["tag"]: the task (also under "task", by which evaluation groups). Format and templates: djghosh13/geneval, prompts/create_prompts.py.
+meta["include"]: clauses {"class": str, "count": int} with "color" and "position" where one is asked
+for; "position" is
+[relation, index], the object stands in that relation to an earlier clause. meta["exclude"]:
+{"class", "count"}, so many are too many. meta["tag"]: the task (also under "task", by which
+evaluation groups). Format and templates: djghosh13/geneval, prompts/create_prompts.py.
 
-Held-out prompts have the benchmark's sizes (80, 99, 80, 94, 100, 100: 553). What a prompt asks for, whatever the order of words, is a
-combination; the first combinations in the order of their hashes are held out, the rest are for training. Departures: the texts are not the
-benchmark's own 553 (its prompt file works as it is: data.eval=evaluation_metadata.jsonl), plurals are English ("knives"), and pairs and
-masses ("skis", "scissors", "broccoli") are neither counted nor given an article.
+Held-out prompts have the benchmark's sizes (80, 99, 80, 94, 100, 100: 553). What a prompt asks for,
+whatever the order of words, is a combination; the first combinations in the order of their hashes
+are held out, the rest are for training. Departures: the texts are not the benchmark's own 553 (its
+prompt file works as it is: data.eval=evaluation_metadata.jsonl), plurals are English ("knives"),
+and pairs and masses ("skis", "scissors", "broccoli") are neither counted nor given an article.
 """
 
 from __future__ import annotations
@@ -19,21 +23,107 @@ from typing import Any
 
 # COCO's classes in COCO's order, under GenEval's names: a detector's label number is the place here
 CLASSES = (
-    "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat", "traffic light", "fire hydrant", "stop sign",
-    "parking meter", "bench", "bird", "cat", "dog", "horse", "sheep", "cow", "elephant", "bear", "zebra", "giraffe", "backpack", "umbrella",
-    "handbag", "tie", "suitcase", "frisbee", "skis", "snowboard", "sports ball", "kite", "baseball bat", "baseball glove", "skateboard",
-    "surfboard", "tennis racket", "bottle", "wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange",
-    "broccoli", "carrot", "hot dog", "pizza", "donut", "cake", "chair", "couch", "potted plant", "bed", "dining table", "toilet", "tv",
-    "laptop", "computer mouse", "tv remote", "computer keyboard", "cell phone", "microwave", "oven", "toaster", "sink", "refrigerator",
-    "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
-)  # fmt: skip
+    "person",
+    "bicycle",
+    "car",
+    "motorcycle",
+    "airplane",
+    "bus",
+    "train",
+    "truck",
+    "boat",
+    "traffic light",
+    "fire hydrant",
+    "stop sign",
+    "parking meter",
+    "bench",
+    "bird",
+    "cat",
+    "dog",
+    "horse",
+    "sheep",
+    "cow",
+    "elephant",
+    "bear",
+    "zebra",
+    "giraffe",
+    "backpack",
+    "umbrella",
+    "handbag",
+    "tie",
+    "suitcase",
+    "frisbee",
+    "skis",
+    "snowboard",
+    "sports ball",
+    "kite",
+    "baseball bat",
+    "baseball glove",
+    "skateboard",
+    "surfboard",
+    "tennis racket",
+    "bottle",
+    "wine glass",
+    "cup",
+    "fork",
+    "knife",
+    "spoon",
+    "bowl",
+    "banana",
+    "apple",
+    "sandwich",
+    "orange",
+    "broccoli",
+    "carrot",
+    "hot dog",
+    "pizza",
+    "donut",
+    "cake",
+    "chair",
+    "couch",
+    "potted plant",
+    "bed",
+    "dining table",
+    "toilet",
+    "tv",
+    "laptop",
+    "computer mouse",
+    "tv remote",
+    "computer keyboard",
+    "cell phone",
+    "microwave",
+    "oven",
+    "toaster",
+    "sink",
+    "refrigerator",
+    "book",
+    "clock",
+    "vase",
+    "scissors",
+    "teddy bear",
+    "hair drier",
+    "toothbrush",
+)
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 RELATIONS = ("left of", "right of", "above", "below")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 UNCOUNTED = ("skis", "scissors", "broccoli")
-PLURALS = {"person": "people", "sheep": "sheep", "knife": "knives", "computer mouse": "computer mice"}
-HELD_OUT = {"single_object": 80, "two_object": 99, "counting": 80, "colors": 94, "position": 100, "color_attr": 100}
-# Flow-GRPO's ratio of the training tasks (arXiv:2505.05470, section 5.1): hard tasks often, single objects never
+PLURALS = {
+    "person": "people",
+    "sheep": "sheep",
+    "knife": "knives",
+    "computer mouse": "computer mice",
+}
+HELD_OUT = {
+    "single_object": 80,
+    "two_object": 99,
+    "counting": 80,
+    "colors": 94,
+    "position": 100,
+    "color_attr": 100,
+}
+# Flow-GRPO's ratio of the training tasks (arXiv:2505.05470, section 5.1): hard tasks often, single
+# objects never
 RATIO = {"position": 7, "counting": 5, "color_attr": 3, "colors": 1, "two_object": 1}
 DRAWN = 4000  # combinations of two coloured objects; there are 277,290
 
@@ -41,11 +131,14 @@ Prompt = dict[str, Any]
 
 
 def train_prompts(count: int = 5100) -> list[Prompt]:
-    """About `count` prompts in Flow-GRPO's ratio, none of a held-out combination; tasks with few combinations repeat theirs."""
+    """About `count` prompts in Flow-GRPO's ratio, none of a held-out combination; tasks with few
+    combinations repeat theirs."""
     out = []
     for task, share in RATIO.items():
         members = _ordered(task)[1]
-        out += [members[i % len(members)] for i in range(round(count * share / sum(RATIO.values())))]
+        out += [
+            members[i % len(members)] for i in range(round(count * share / sum(RATIO.values())))
+        ]
     return out
 
 
@@ -71,46 +164,80 @@ def _ordered(task: str) -> tuple[list[Prompt], list[Prompt]]:
     first = [group[0] for group in by_combination.values()]
     held = _by_hash(first, "combination")[: HELD_OUT[task]]
     names = {prompt["combination"] for prompt in held}
-    rest = [prompt for name, group in by_combination.items() if name not in names for prompt in group]
-    return [_by_hash(by_combination[prompt["combination"]], "prompt")[0] for prompt in held], _by_hash(rest, "prompt")
+    rest = [
+        prompt for name, group in by_combination.items() if name not in names for prompt in group
+    ]
+    return [
+        _by_hash(by_combination[prompt["combination"]], "prompt")[0] for prompt in held
+    ], _by_hash(rest, "prompt")
 
 
 def _by_hash(prompts: list[Prompt], key: str) -> list[Prompt]:
-    return sorted(prompts, key=lambda prompt: hashlib.sha256(f"{prompt['tag']}:{prompt[key]}".encode()).digest())
+    return sorted(
+        prompts,
+        key=lambda prompt: hashlib.sha256(f"{prompt['tag']}:{prompt[key]}".encode()).digest(),
+    )
 
 
-def _prompt(tag: str, text: str, *include: dict[str, Any], combination: str, exclude: list[dict[str, Any]] | None = None) -> Prompt:
-    prompt = {"prompt": f"a photo of {text}", "tag": tag, "task": tag, "include": list(include), "combination": combination}
+def _prompt(
+    tag: str,
+    text: str,
+    *include: dict[str, Any],
+    combination: str,
+    exclude: list[dict[str, Any]] | None = None,
+) -> Prompt:
+    prompt = {
+        "prompt": f"a photo of {text}",
+        "tag": tag,
+        "task": tag,
+        "include": list(include),
+        "combination": combination,
+    }
     return prompt | ({"exclude": exclude} if exclude else {})
 
 
 def _single_object() -> list[Prompt]:
-    return [_prompt("single_object", with_article(name), {"class": name, "count": 1}, combination=name) for name in CLASSES]
+    return [
+        _prompt("single_object", with_article(name), {"class": name, "count": 1}, combination=name)
+        for name in CLASSES
+    ]
 
 
 def _two_object() -> list[Prompt]:
     return [
         _prompt(
-            "two_object", f"{with_article(a)} and {with_article(b)}", {"class": a, "count": 1}, {"class": b, "count": 1},
+            "two_object",
+            f"{with_article(a)} and {with_article(b)}",
+            {"class": a, "count": 1},
+            {"class": b, "count": 1},
             combination="+".join(sorted((a, b))),
         )
         for a, b in permutations(CLASSES, 2)
-    ]  # fmt: skip
+    ]
 
 
 def _counting() -> list[Prompt]:
     return [
         _prompt(
-            "counting", f"{word} {plural(name)}", {"class": name, "count": n}, exclude=[{"class": name, "count": n + 1}],
+            "counting",
+            f"{word} {plural(name)}",
+            {"class": name, "count": n},
+            exclude=[{"class": name, "count": n + 1}],
             combination=f"{n} {name}",
         )
-        for name, (n, word) in product(CLASSES, NUMBERS.items()) if name not in UNCOUNTED
-    ]  # fmt: skip
+        for name, (n, word) in product(CLASSES, NUMBERS.items())
+        if name not in UNCOUNTED
+    ]
 
 
 def _colors() -> list[Prompt]:
     return [
-        _prompt("colors", _colored(color, name), {"class": name, "count": 1, "color": color}, combination=f"{color} {name}")
+        _prompt(
+            "colors",
+            _colored(color, name),
+            {"class": name, "count": 1, "color": color},
+            combination=f"{color} {name}",
+        )
         for name, color in product(CLASSES[1:], COLORS)  # no coloured people
     ]
 
@@ -118,12 +245,25 @@ def _colors() -> list[Prompt]:
 def _position() -> list[Prompt]:
     out = []
     for a, b in combinations(CLASSES, 2):
-        for relation, mirror in (("left of", "right of"), ("right of", "left of"), ("above", "below"), ("below", "above")):
+        for relation, mirror in (
+            ("left of", "right of"),
+            ("right of", "left of"),
+            ("above", "below"),
+            ("below", "above"),
+        ):
             # "a left of b" and "b right of a" are one combination
             for first, where, second in ((a, relation, b), (b, mirror, a)):
                 clause = {"class": first, "count": 1, "position": [where, 0]}
                 text = f"{with_article(first)} {where} {with_article(second)}"
-                out.append(_prompt("position", text, {"class": second, "count": 1}, clause, combination=f"{a} {relation} {b}"))
+                out.append(
+                    _prompt(
+                        "position",
+                        text,
+                        {"class": second, "count": 1},
+                        clause,
+                        combination=f"{a} {relation} {b}",
+                    )
+                )
     return out
 
 
@@ -144,7 +284,14 @@ def _color_attr() -> list[Prompt]:
             continue
         seen.add(combination)
         text = " and ".join(_colored(color, name) for name, color in things)
-        out.append(_prompt("color_attr", text, *({"class": n, "count": 1, "color": c} for n, c in things), combination=combination))
+        out.append(
+            _prompt(
+                "color_attr",
+                text,
+                *({"class": n, "count": 1, "color": c} for n, c in things),
+                combination=combination,
+            )
+        )
     return out
 
 
@@ -153,6 +300,10 @@ def _colored(color: str, name: str) -> str:
 
 
 _TASKS = {
-    "single_object": _single_object, "two_object": _two_object, "counting": _counting, "colors": _colors, "position": _position,
+    "single_object": _single_object,
+    "two_object": _two_object,
+    "counting": _counting,
+    "colors": _colors,
+    "position": _position,
     "color_attr": _color_attr,
-}  # fmt: skip
+}

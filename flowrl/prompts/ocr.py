@@ -1,7 +1,9 @@
-"""Prompts that ask for written text: scenes with a place for it, and words, phrases and numbers to write there.
+"""Prompts that ask for written text: scenes with a place for it, and words, phrases and numbers to
+write there.
 
-meta["text"] is what should be read, in the prompt between double quotes; meta["task"] its kind. A hash of the text decides what is held
-out, so that no held-out text is ever trained on; scenes are shared.
+meta["text"] is what should be read, in the prompt between double quotes; meta["task"] its kind. A
+hash of the text decides what is held out, so that no held-out text is ever trained on; scenes are
+shared.
 """
 
 from __future__ import annotations
@@ -38,17 +40,89 @@ SCENES = (
     'A cinema marquee at night showing "{}"',
 )
 WORDS = (
-    "Bakery", "Harbor", "Winter", "Garden", "Library", "Welcome", "Galaxy", "Journey", "Market", "Station", "Rainbow", "Freedom", "Puzzle",
-    "Thunder", "Velvet", "Quartz", "Jungle", "Oxygen", "Zebra", "Mystery", "Copper", "Lantern", "Meadow", "Whisper", "Bridge", "Saturn",
-    "Festival", "Kitchen", "Museum", "Orchid", "Pioneer", "Sunrise",
-)  # fmt: skip
-FIRST = ("Fresh", "Grand", "Silent", "Golden", "Open", "Happy", "Lost", "Secret", "Little", "Royal", "Blue", "Final")
-SECOND = ("Bread", "Opening", "River", "Ticket", "Kitchen", "Birthday", "Island", "Garden", "Planet", "Hotel", "Moon", "Chapter")
+    "Bakery",
+    "Harbor",
+    "Winter",
+    "Garden",
+    "Library",
+    "Welcome",
+    "Galaxy",
+    "Journey",
+    "Market",
+    "Station",
+    "Rainbow",
+    "Freedom",
+    "Puzzle",
+    "Thunder",
+    "Velvet",
+    "Quartz",
+    "Jungle",
+    "Oxygen",
+    "Zebra",
+    "Mystery",
+    "Copper",
+    "Lantern",
+    "Meadow",
+    "Whisper",
+    "Bridge",
+    "Saturn",
+    "Festival",
+    "Kitchen",
+    "Museum",
+    "Orchid",
+    "Pioneer",
+    "Sunrise",
+)
+FIRST = (
+    "Fresh",
+    "Grand",
+    "Silent",
+    "Golden",
+    "Open",
+    "Happy",
+    "Lost",
+    "Secret",
+    "Little",
+    "Royal",
+    "Blue",
+    "Final",
+)
+SECOND = (
+    "Bread",
+    "Opening",
+    "River",
+    "Ticket",
+    "Kitchen",
+    "Birthday",
+    "Island",
+    "Garden",
+    "Planet",
+    "Hotel",
+    "Moon",
+    "Chapter",
+)
 PHRASES = (
-    "Mind the Gap", "Keep It Simple", "No Parking Today", "Best in Town", "Back in Time", "Wash Your Hands", "Made With Love",
-    "Out of Order", "Follow Your Heart", "Save the Bees", "Do Not Enter", "Live Music Tonight", "Made by Robots", "Never Stop Learning",
-    "Free Coffee Inside", "Closed on Monday", "Turn Left Here", "Think Before Speaking", "Look Both Ways", "Welcome to Mars",
-)  # fmt: skip
+    "Mind the Gap",
+    "Keep It Simple",
+    "No Parking Today",
+    "Best in Town",
+    "Back in Time",
+    "Wash Your Hands",
+    "Made With Love",
+    "Out of Order",
+    "Follow Your Heart",
+    "Save the Bees",
+    "Do Not Enter",
+    "Live Music Tonight",
+    "Made by Robots",
+    "Never Stop Learning",
+    "Free Coffee Inside",
+    "Closed on Monday",
+    "Turn Left Here",
+    "Think Before Speaking",
+    "Look Both Ways",
+    "Welcome to Mars",
+)
 NUMBERS = tuple(str(number) for number in range(1007, 10000, 211))
 KINDS = ("word", "two_words", "phrase", "number")
 HELD_OUT = 4  # one text in so many
@@ -73,6 +147,15 @@ def held_out(text: str) -> bool:
 @cache
 def all_prompts() -> tuple[Prompt, ...]:
     """Every scene with every text, ordered by a hash."""
-    texts = zip(KINDS, (WORDS, (f"{a} {b}" for a, b in product(FIRST, SECOND)), PHRASES, NUMBERS), strict=True)
-    out = [{"prompt": scene.format(text), "text": text, "task": kind} for kind, members in texts for text in members for scene in SCENES]
+    texts = zip(
+        KINDS,
+        (WORDS, (f"{a} {b}" for a, b in product(FIRST, SECOND)), PHRASES, NUMBERS),
+        strict=True,
+    )
+    out = [
+        {"prompt": scene.format(text), "text": text, "task": kind}
+        for kind, members in texts
+        for text in members
+        for scene in SCENES
+    ]
     return tuple(sorted(out, key=lambda prompt: hashlib.sha256(prompt["prompt"].encode()).digest()))

@@ -1,4 +1,5 @@
-"""How far the verifier can be trusted: it should accept what a prompt was drawn from, and reject the same scene with one planted error."""
+"""How far the verifier can be trusted: it should accept what a prompt was drawn from, and reject
+the same scene with one planted error."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ ERRORS = ("colour", "count", "shape", "order")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """accepted: share of true scenes judged right; rejected: planted error -> share judged wrong; planted: error -> how many were drawn."""
+    """accepted: share of true scenes judged right; rejected: planted error -> share judged wrong;
+    planted: error -> how many were drawn."""
 
     scenes: int
     accepted: float
@@ -27,18 +29,29 @@ class Agreement:
     planted: dict[str, int]
 
     def __str__(self) -> str:
-        errors = ", ".join(f"{error} {self.rejected[error]:.2%} of {self.planted[error]}" for error in ERRORS)
-        return f"{self.scenes} scenes: {self.accepted:.2%} accepted; with one error, rejected: {errors}"
+        errors = ", ".join(
+            f"{error} {self.rejected[error]:.2%} of {self.planted[error]}" for error in ERRORS
+        )
+        return (
+            f"{self.scenes} scenes: {self.accepted:.2%} accepted; with one error, rejected:"
+            f" {errors}"
+        )
 
 
-def plant(prompt: dict[str, Any], objects: list[Object], error: str, generator: torch.Generator) -> list[Object] | None:
-    """A scene with one error that its prompt excludes; None where the prompt leaves that open (colour of "a circle", order of "and")."""
+def plant(
+    prompt: dict[str, Any], objects: list[Object], error: str, generator: torch.Generator
+) -> list[Object] | None:
+    """A scene with one error that its prompt excludes; None where the prompt leaves that open
+    (colour of "a circle", order of "and")."""
     first, rest = objects[0], objects[1:]
     if error == "order":
         if prompt["task"] != "position":
             return None
         second = objects[1]
-        return [replace(first, x=second.x, y=second.y, size=second.size), replace(second, x=first.x, y=first.y, size=first.size)]
+        return [
+            replace(first, x=second.x, y=second.y, size=second.size),
+            replace(second, x=first.x, y=first.y, size=first.size),
+        ]
     if error == "count":
         if int(torch.randint(2, (), generator=generator)):
             return rest
@@ -56,7 +69,8 @@ def _other(names: Any, used: set[str], generator: torch.Generator) -> str:
 
 
 def measure(count: int, *, seed: int = 0, blur: bool = False) -> Agreement:
-    """Judge `count` scenes of random prompts, tasks in equal shares, each also with every error that applies.
+    """Judge `count` scenes of random prompts, tasks in equal shares, each also with every error
+    that applies.
 
     blur: pictures go through a 3x3 box filter first, softer than a VAE makes them.
     """
@@ -77,11 +91,15 @@ def measure(count: int, *, seed: int = 0, blur: bool = False) -> Agreement:
     for start in range(0, len(drawn), 256):
         part = drawn[start : start + 256]
         pictures = torch.stack([render(objects) for _, _, objects in part])
-        for (error, prompt, _), found in zip(part, verify.detect(box(pictures) if blur else pictures), strict=True):
+        for (error, prompt, _), found in zip(
+            part, verify.detect(box(pictures) if blur else pictures), strict=True
+        ):
             verdicts[error].append(verify.strict(found, prompt["include"]))
     rejected = {error: 1 - sum(verdicts[error]) / len(verdicts[error]) for error in ERRORS}
     planted = {error: len(verdicts[error]) for error in ERRORS}
-    return Agreement(scenes=count, accepted=sum(verdicts[""]) / count, rejected=rejected, planted=planted)
+    return Agreement(
+        scenes=count, accepted=sum(verdicts[""]) / count, rejected=rejected, planted=planted
+    )
 
 
 def box(pictures: Tensor) -> Tensor:

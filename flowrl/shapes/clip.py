@@ -1,8 +1,10 @@
-"""The tiny CLIP of the shapes world: where it lies, and the close prompts that it is trained and judged on.
+"""The tiny CLIP of the shapes world: where it lies, and the close prompts that it is trained and
+judged on.
 
-`open_clip.create_model_and_transforms(SOURCE)` and `open_clip.get_tokenizer(SOURCE)` load it as they load any other model: a CLIP with
-64 x 64 inputs and the world's own vocabulary, made by scripts/train_shapes_clip.py. It never saw a held-out combination. Its cosine is a
-proxy for the verifier, good enough to climb and imperfect enough to be hacked.
+`open_clip.create_model_and_transforms(SOURCE)` and `open_clip.get_tokenizer(SOURCE)` load it as
+they load any other model: a CLIP with 64 x 64 inputs and the world's own vocabulary, made by
+scripts/train_shapes_clip.py. It never saw a held-out combination. Its cosine is a proxy for the
+verifier, good enough to climb and imperfect enough to be hacked.
 """
 
 from __future__ import annotations
@@ -22,13 +24,17 @@ SOURCE = f"local-dir:{FOLDER}"  # a model name for open_clip
 
 KINDS = ("colour", "shape", "count", "relation", "swap")  # of foils
 
-Things = tuple[tuple[str, str | None], ...]  # sorted (shape, colour), one for each object; colour None: left open
+Things = tuple[
+    tuple[str, str | None], ...
+]  # sorted (shape, colour), one for each object; colour None: left open
 
 
 def foils(prompt: Prompt) -> dict[str, list[Prompt]]:
-    """Prompts of the world that differ from this one in one attribute, by kind: colour, shape, count, relation, or colours swapped.
+    """Prompts of the world that differ from this one in one attribute, by kind: colour, shape,
+    count, relation, or colours swapped.
 
-    None of them describes a picture of the prompt, but for two relations that hold at once in a diagonal picture; see `truths`.
+    None of them describes a picture of the prompt, but for two relations that hold at once in a
+    diagonal picture; see `truths`.
     """
     own = set(_meaning(prompt["include"]))
     out: dict[str, list[Prompt]] = {kind: [] for kind in KINDS}
@@ -40,13 +46,18 @@ def foils(prompt: Prompt) -> dict[str, list[Prompt]]:
 
 
 def _edits(include: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(kind, clauses with one edit); some edits leave the world of prompts, or say the same in other words."""
+    """(kind, clauses with one edit); some edits leave the world of prompts, or say the same in
+    other words."""
     for i, clause in enumerate(include):
         options: dict[str, list[dict[str, Any]]] = {
             "colour": [{"color": c} for c in COLORS if clause["color"] not in (None, c)],
             "shape": [{"shape": s} for s in SHAPES if s != clause["shape"]],
             "count": [{"count": n} for n in (1, *NUMBERS) if n != clause["count"]],
-            "relation": [{"position": [r, 0]} for r in RELATIONS if "position" in clause and clause["position"][0] != r],
+            "relation": [
+                {"position": [r, 0]}
+                for r in RELATIONS
+                if "position" in clause and clause["position"][0] != r
+            ],
         }
         for kind, changes in options.items():
             for change in changes:
@@ -66,7 +77,8 @@ def _spelled(include: list[dict[str, Any]]) -> str:
 
 
 def _meaning(include: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Equal for prompts that say the same: word order does not matter, "a left of b" is "b right of a"."""
+    """Equal for prompts that say the same: word order does not matter, "a left of b" is "b right of
+    a"."""
     things = [(c["shape"], c["color"], c["count"]) for c in include]
     relation = next((c["position"][0] for c in include if "position" in c), None)
     if relation is None:
@@ -78,7 +90,10 @@ def _meaning(include: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 def truths(objects: list[Object]) -> list[Prompt]:
     """Every prompt of the world that describes the scene, by the verifier's strict reading."""
     found = [verify.Found(o.shape, o.color, o.x, o.y, 2 * o.size, 2 * o.size) for o in objects]
-    candidates = [*_about()[_things((o.shape, o.color) for o in objects)], *_about()[_things((o.shape, None) for o in objects)]]
+    candidates = [
+        *_about()[_things((o.shape, o.color) for o in objects)],
+        *_about()[_things((o.shape, None) for o in objects)],
+    ]
     return [p for p in candidates if verify.strict(found, p["include"])]
 
 
@@ -87,7 +102,9 @@ def _about() -> dict[Things, list[Prompt]]:
     """Prompts by the objects that they ask for."""
     out: dict[Things, list[Prompt]] = defaultdict(list)
     for p in all_prompts():
-        out[_things((c["shape"], c["color"]) for c in p["include"] for _ in range(c["count"]))].append(p)
+        out[
+            _things((c["shape"], c["color"]) for c in p["include"] for _ in range(c["count"]))
+        ].append(p)
     return out
 
 

@@ -1,6 +1,8 @@
-"""The world of shapes-sd3: coloured shapes on white, 64x64 px, and the renderer that draws ground truth.
+"""The world of shapes-sd3: coloured shapes on white, 64x64 px, and the renderer that draws ground
+truth.
 
-A scene is a few objects that do not touch, each in a cell of its own on a 3x3 grid, a little off its centre.
+A scene is a few objects that do not touch, each in a cell of its own on a 3x3 grid, a little off
+its centre.
 Coordinates are pixels, x to the right, y downwards; size is half of the bounding box.
 """
 
@@ -21,7 +23,12 @@ COLORS: dict[str, tuple[float, float, float]] = {
     "purple": (0.6, 0.1, 0.7),
     "black": (0.05, 0.05, 0.05),
 }
-RELATIONS: dict[str, tuple[int, int]] = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
+RELATIONS: dict[str, tuple[int, int]] = {
+    "left of": (-1, 0),
+    "right of": (1, 0),
+    "above": (0, -1),
+    "below": (0, 1),
+}
 CELL = PIXELS / 3  # objects sit in the cells of a 3x3 grid
 JITTER = 1.5  # px, at most, off the centre of a cell
 
@@ -38,7 +45,8 @@ class Object:
 
 
 def inside(shape: str, u: Tensor, v: Tensor) -> Tensor:
-    """Membership of points (u, v), in units of the half-size around the centre of the bounding box -> bool. Triangles point up."""
+    """Membership of points (u, v), in units of the half-size around the centre of the bounding box
+    -> bool. Triangles point up."""
     if shape == "circle":
         return u.square() + v.square() <= 1
     if shape == "square":
@@ -47,7 +55,8 @@ def inside(shape: str, u: Tensor, v: Tensor) -> Tensor:
 
 
 def render(scene: list[Object], *, supersample: int = 4) -> Tensor:
-    """Draw a scene -> (3, 64, 64) fp32 in [0, 1]; edges are antialiased by box-filtering `supersample`**2 points a pixel."""
+    """Draw a scene -> (3, 64, 64) fp32 in [0, 1]; edges are antialiased by box-filtering
+    `supersample`**2 points a pixel."""
     n = PIXELS * supersample
     grid = (torch.arange(n) + 0.5) / supersample
     y, x = torch.meshgrid(grid, grid, indexing="ij")
@@ -59,14 +68,20 @@ def render(scene: list[Object], *, supersample: int = 4) -> Tensor:
     return image
 
 
-def place(kinds: list[tuple[str, str]], generator: torch.Generator, relation: str | None = None) -> list[Object]:
-    """Random cells, shifts and sizes for at most nine (shape, colour) pairs; `relation` holds between the first two, within 45 degrees."""
+def place(
+    kinds: list[tuple[str, str]], generator: torch.Generator, relation: str | None = None
+) -> list[Object]:
+    """Random cells, shifts and sizes for at most nine (shape, colour) pairs; `relation` holds
+    between the first two, within 45 degrees."""
     while True:
         cells = torch.randperm(9, generator=generator)[: len(kinds)].tolist()
         scene = []
         for (shape, color), cell in zip(kinds, cells, strict=True):
             a, b, c = torch.rand(3, generator=generator).tolist()
-            x, y = CELL * (cell % 3 + 0.5) + JITTER * (2 * a - 1), CELL * (cell // 3 + 0.5) + JITTER * (2 * b - 1)
+            x, y = (
+                CELL * (cell % 3 + 0.5) + JITTER * (2 * a - 1),
+                CELL * (cell // 3 + 0.5) + JITTER * (2 * b - 1),
+            )
             scene.append(Object(shape, color, x, y, 6.5 + 1.5 * c))
         if relation is None or _holds(relation, scene[0], scene[1]):
             return scene

@@ -1,8 +1,10 @@
-"""A verifier for shapes: what is in the picture, and does it match the prompt's clauses (GenEval, arXiv:2310.11513).
+"""A verifier for shapes: what is in the picture, and does it match the prompt's clauses (GenEval,
+arXiv:2310.11513).
 
-On white, a pixel that is covered to the fraction a by colour c is 1 - a (1 - c): its *direction* from white tells the colour whatever the
-coverage, its length the coverage. Objects are connected components of one colour; a shape is recognised by the overlap (intersection over
-union) with the ideal shape in its bounding box, so a blob of the right area is not taken for a circle.
+On white, a pixel that is covered to the fraction a by colour c is 1 - a (1 - c): its *direction*
+from white tells the colour whatever the coverage, its length the coverage. Objects are connected
+components of one colour; a shape is recognised by the overlap (intersection over union) with the
+ideal shape in its bounding box, so a blob of the right area is not taken for a circle.
 """
 
 from __future__ import annotations
@@ -19,15 +21,17 @@ from flowrl.shapes.scenes import COLORS, PIXELS, RELATIONS, SHAPES, inside
 COVERED = 0.5  # a pixel belongs to an object from this coverage on
 SAME_COLOR = 0.92  # cosine with the colour's direction from white
 SPECK = 12  # px; smaller components are ignored
-# IoU with the ideal shape from which a shape is recognised. A triangle that is softened (by the VAE) loses its tip and with it box height;
-# circles and squares never exceed 0.57 with a triangle, but 0.86 with each other.
+# IoU with the ideal shape from which a shape is recognised. A triangle that is softened (by the
+# VAE) loses its tip and with it box height; circles and squares never exceed 0.57 with a triangle,
+# but 0.86 with each other.
 OVERLAP = {"circle": 0.78, "square": 0.78, "triangle": 0.68}
 SQUARENESS = 0.72  # shorter side over longer side of a bounding box
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One component: shape (None: not recognised), colour, centre and full size of its bounding box in px."""
+    """One component: shape (None: not recognised), colour, centre and full size of its bounding box
+    in px."""
 
     shape: str | None
     color: str
@@ -38,9 +42,11 @@ class Found:
 
 
 def components(mask: Tensor) -> Tensor:
-    """Label 8-connected components of (n, H, W) bool -> (n, H, W) int64, 0 outside, a component's label is its largest pixel number + 1.
+    """Label 8-connected components of (n, H, W) bool -> (n, H, W) int64, 0 outside, a component's
+    label is its largest pixel number + 1.
 
-    A sweep spreads the largest label along whole runs of each row and each column, and then to diagonal neighbours.
+    A sweep spreads the largest label along whole runs of each row and each column, and then to
+    diagonal neighbours.
     """
     n, h, w = mask.shape
     label = torch.arange(1, h * w + 1, device=mask.device).reshape(1, h, w) * mask
@@ -51,7 +57,9 @@ def components(mask: Tensor) -> Tensor:
     while True:
         new = label
         for runs, count in ((rows, n * h * (w + 1)), (columns, n * w * (h + 1))):
-            best = torch.zeros(count, dtype=torch.int64, device=mask.device).scatter_reduce_(0, runs.flatten(), new.flatten(), "amax")
+            best = torch.zeros(count, dtype=torch.int64, device=mask.device).scatter_reduce_(
+                0, runs.flatten(), new.flatten(), "amax"
+            )
             new = best[runs] * mask
         new = F.max_pool2d(new[:, None].float(), 3, stride=1, padding=1)[:, 0].long() * mask
         if torch.equal(new, label):
@@ -60,9 +68,13 @@ def components(mask: Tensor) -> Tensor:
 
 
 def to_world(images: Tensor) -> Tensor:
-    """(B, 3, H, W) -> (B, 3, 64, 64): the longer side becomes 64 px (antialiased), and white paper fills what is missing."""
+    """(B, 3, H, W) -> (B, 3, 64, 64): the longer side becomes 64 px (antialiased), and white paper
+    fills what is missing."""
     if images.ndim != 4:
-        raise ValueError(f"the shapes verifier reads images (B, 3, H, W), not media of shape {tuple(images.shape)}")
+        raise ValueError(
+            "the shapes verifier reads images (B, 3, H, W), not media of shape"
+            f" {tuple(images.shape)}"
+        )
     height, width = images.shape[-2:]
     if height == width == PIXELS:
         return images
@@ -72,7 +84,8 @@ def to_world(images: Tensor) -> Tensor:
 
 
 def detect(images: Tensor) -> list[list[Found]]:
-    """Objects in each of (B, 3, H, W) images in [0, 1], in px of the 64x64 world; see `to_world` for other sizes."""
+    """Objects in each of (B, 3, H, W) images in [0, 1], in px of the 64x64 world; see `to_world`
+    for other sizes."""
     images, names = to_world(images), list(COLORS)
     toward = 1 - torch.tensor([COLORS[c] for c in names], device=images.device)  # (C, 3)
     away = 1 - images.float().clamp(0, 1)
@@ -88,13 +101,17 @@ def detect(images: Tensor) -> list[list[Found]]:
         return out
     labels = components(planes[busy[:, 0], busy[:, 1]])
     stride = PIXELS * PIXELS + 1  # one number for (plane, label)
-    values, counts = (labels + stride * torch.arange(len(labels), device=labels.device)[:, None, None]).unique(return_counts=True)
+    values, counts = (
+        labels + stride * torch.arange(len(labels), device=labels.device)[:, None, None]
+    ).unique(return_counts=True)
     values = values[(values % stride > 0) & (counts >= SPECK)]
     if not len(values):
         return out
     rows = values // stride
     masks = labels[rows] == (values % stride)[:, None, None]
-    for (image, c), (shape, x, y, width, height) in zip(busy[rows].tolist(), _recognise(masks), strict=True):
+    for (image, c), (shape, x, y, width, height) in zip(
+        busy[rows].tolist(), _recognise(masks), strict=True
+    ):
         out[image].append(Found(shape, names[c], x, y, width, height))
     return out
 
@@ -109,30 +126,53 @@ def _recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, flo
     width, height = (right - left).float(), (bottom - top).float()
     u = ((xs + 0.5 - left[:, None]) / width[:, None] * 2 - 1)[:, None, :].expand(masks.shape)
     v = ((ys + 0.5 - top[:, None]) / height[:, None] * 2 - 1)[:, :, None].expand(masks.shape)
-    ideal = torch.stack([inside(s, u, v) & (u.abs() <= 1) & (v.abs() <= 1) for s in SHAPES], 1)  # (K, S, H, W)
+    ideal = torch.stack(
+        [inside(s, u, v) & (u.abs() <= 1) & (v.abs() <= 1) for s in SHAPES], 1
+    )  # (K, S, H, W)
     both = (ideal & masks[:, None]).flatten(2).sum(2)
     iou, shape = (both / (ideal | masks[:, None]).flatten(2).sum(2)).max(1)
     enough = torch.tensor([OVERLAP[s] for s in SHAPES], device=masks.device)
-    known = (iou >= enough[shape]) & (torch.minimum(width, height) / torch.maximum(width, height) >= SQUARENESS)
+    known = (iou >= enough[shape]) & (
+        torch.minimum(width, height) / torch.maximum(width, height) >= SQUARENESS
+    )
     return [
         (SHAPES[s] if k else None, x, y, a, b)
         for s, k, x, y, a, b in zip(
-            shape.tolist(), known.tolist(), ((left + right) / 2).tolist(), ((top + bottom) / 2).tolist(), width.tolist(), height.tolist(),
+            shape.tolist(),
+            known.tolist(),
+            ((left + right) / 2).tolist(),
+            ((top + bottom) / 2).tolist(),
+            width.tolist(),
+            height.tolist(),
             strict=True,
         )
-    ]  # fmt: skip
+    ]
 
 
 def complaint(include: Any) -> str | None:
-    """What is wrong with a prompt's clauses, as the end of a sentence; None if they can be judged."""
+    """What is wrong with a prompt's clauses, as the end of a sentence; None if they can be
+    judged."""
     if not isinstance(include, list) or not include:
-        return f'has include={include!r}, which should be a list of clauses {{"shape": "circle", "count": 1, "color": "red"}}'
+        return (
+            f'has include={include!r}, which should be a list of clauses {{"shape": "circle",'
+            ' "count": 1, "color": "red"}'
+        )
     for number, clause in enumerate(include):
-        known = isinstance(clause, dict) and isinstance(clause.get("shape"), str) and isinstance(clause.get("color", 0), str | None)
+        known = (
+            isinstance(clause, dict)
+            and isinstance(clause.get("shape"), str)
+            and isinstance(clause.get("color", 0), str | None)
+        )
         if not known or not isinstance(clause.get("count"), int) or clause["count"] < 1:
-            return f'has the clause {clause!r}, which should be like {{"shape": "circle", "count": 1, "color": "red"}} (null: any colour)'
+            return (
+                f'has the clause {clause!r}, which should be like {{"shape": "circle", "count": 1,'
+                ' "color": "red"} (null: any colour)'
+            )
         if "position" in clause and not _points_back(clause["position"], number):
-            return f'has the position {clause["position"]!r}, which should be like ["left of", 0]: a relation and an earlier clause'
+            return (
+                f'has the position {clause["position"]!r}, which should be like ["left of", 0]: a'
+                " relation and an earlier clause"
+            )
     return None
 
 
@@ -141,27 +181,36 @@ def _points_back(position: Any, number: int) -> bool:
     if not isinstance(position, list) or len(position) != 2:
         return False
     relation, target = position
-    return isinstance(relation, str) and relation in RELATIONS and isinstance(target, int) and 0 <= target < number
+    return (
+        isinstance(relation, str)
+        and relation in RELATIONS
+        and isinstance(target, int)
+        and 0 <= target < number
+    )
 
 
 def strict(objects: list[Found], include: list[dict[str, Any]]) -> bool:
-    """GenEval's strict reading: every clause exactly right. Stricter in one point: nothing else may be in the picture."""
+    """GenEval's strict reading: every clause exactly right. Stricter in one point: nothing else may
+    be in the picture."""
     return len(objects) == sum(c["count"] for c in include) and partial(objects, include) == 1.0
 
 
 def partial(objects: list[Found], include: list[dict[str, Any]]) -> float:
     """Flow-GRPO's partial credit: the mean of a clause's terms, in [0, 1].
 
-    Count term 1 - |n - found| / n (floored at 0); when the count is right, colour term 1 - |n - n_colour| / n and position term 1 or 0;
-    when it is not, those terms are 0. Departures from the reference server: the count term is not negative above 2n, and a wrong
-    position scores 0 rather than the mean of [0, 1].
+    Count term 1 - |n - found| / n (floored at 0); when the count is right, colour term 1 - |n -
+    n_colour| / n and position term 1 or 0; when it is not, those terms are 0. Departures from the
+    reference server: the count term is not negative above 2n, and a wrong position scores 0 rather
+    than the mean of [0, 1].
     """
     terms: list[float] = []
     chosen: list[list[Found]] = []
     for clause in include:
         same = [o for o in objects if o.shape == clause["shape"]]
         if clause["color"] and sum(c["shape"] == clause["shape"] for c in include) > 1:
-            same = [o for o in same if o.color == clause["color"]]  # two clauses of one shape: the colour tells them apart
+            same = [
+                o for o in same if o.color == clause["color"]
+            ]  # two clauses of one shape: the colour tells them apart
         right = [o for o in same if clause["color"] in (None, o.color)]
         n, matched = clause["count"], len(same) == clause["count"]
         terms.append(max(0.0, 1 - abs(n - len(same)) / n))
@@ -170,14 +219,23 @@ def partial(objects: list[Found], include: list[dict[str, Any]]) -> float:
         chosen.append(right)
         if "position" in clause:
             relation, target = clause["position"]
-            holds = matched and right and chosen[target] and all(_holds(relation, a, b) for a in right for b in chosen[target])
+            holds = (
+                matched
+                and right
+                and chosen[target]
+                and all(_holds(relation, a, b) for a in right for b in chosen[target])
+            )
             terms.append(1.0 if holds else 0.0)
     return sum(terms) / len(terms)
 
 
 def _holds(relation: str, a: Found, b: Found) -> bool:
-    """GenEval's relation: the centre offset, shrunk by a tenth of both sizes, points within 60 degrees of the named direction."""
-    dx, dy = _shrink(a.x - b.x, 0.1 * (a.width + b.width)), _shrink(a.y - b.y, 0.1 * (a.height + b.height))
+    """GenEval's relation: the centre offset, shrunk by a tenth of both sizes, points within 60
+    degrees of the named direction."""
+    dx, dy = (
+        _shrink(a.x - b.x, 0.1 * (a.width + b.width)),
+        _shrink(a.y - b.y, 0.1 * (a.height + b.height)),
+    )
     norm = (dx * dx + dy * dy) ** 0.5
     ux, uy = RELATIONS[relation]
     return norm > 0 and (dx * ux + dy * uy) / norm > 0.5
