@@ -19,10 +19,10 @@ _HOMES = {
     "Policy": "flowrl.policy",
     "load_config": "flowrl.config",
     "Config": "flowrl.config",
-    "Trainer": "flowrl.loop",
-    "Run": "flowrl.loop",
-    "train": "flowrl.loop",
-    "generate": "flowrl.generation",
+    "Trainer": "flowrl.training.loop",
+    "Run": "flowrl.training.records",
+    "train": "flowrl.training.loop",
+    "generate": "flowrl.rollouts.generation",
     "evaluate": "flowrl.evaluation",
     "reward": "flowrl.rewards",
     "score": "flowrl.rewards",
@@ -45,10 +45,11 @@ __all__ = [
 if TYPE_CHECKING:
     from flowrl.config import Config, load_config
     from flowrl.evaluation import evaluate
-    from flowrl.generation import generate
-    from flowrl.loop import Run, Trainer, train
     from flowrl.policy import Policy, load_policy
     from flowrl.rewards import reward, score
+    from flowrl.rollouts.generation import generate
+    from flowrl.training.loop import Trainer, train
+    from flowrl.training.records import Run
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """Rewards: media, prompts and declared context in, one number a sample out. One file a reward;
 `flowrl list rewards` names them."""
 
-from flowrl.rewards._base import (
+from flowrl.rewards.core.reward import (
     Reward,
     RewardBug,
     RewardUnavailable,
@@ -10,7 +10,7 @@ from flowrl.rewards._base import (
     reward,
     reward_class,
 )
-from flowrl.rewards._score import (
+from flowrl.rewards.core.score import (
     RewardSet,
     TooManyInvalid,
     check_needs,
@@ -20,7 +20,7 @@ from flowrl.rewards._score import (
     readings,
     score,
 )
-from flowrl.rewards._words import parse_words
+from flowrl.rewards.core.words import parse_words
 
 __all__ = [
     "Reward",

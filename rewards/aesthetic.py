@@ -24,10 +24,7 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._clip import affine, warn_unpublished
-from flowrl.rewards._pictures import (
+from flowrl.rewards.core.pictures import (
     cropped,
     frames_of,
     mean_of_frames,
@@ -35,7 +32,10 @@ from flowrl.rewards._pictures import (
     pil_cropped,
     refuse_gradient,
 )
-from flowrl.rewards._weights import fill, network, path_of, tensors
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.weights import fill, network, path_of, tensors
+from flowrl.rewards.networks.clip import affine, warn_unpublished
 from flowrl.types import MediaContext
 
 PUBLISHED = (4.883285, 5.310305, 4.545052)  # what LAION's v2 head says to the inputs of _clip.probe

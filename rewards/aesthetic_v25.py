@@ -20,10 +20,7 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._clip import affine, warn_unpublished
-from flowrl.rewards._pictures import (
+from flowrl.rewards.core.pictures import (
     HALF,
     frames_of,
     mean_of_frames,
@@ -32,7 +29,10 @@ from flowrl.rewards._pictures import (
     refuse_gradient,
     stretched,
 )
-from flowrl.rewards._weights import fill, network, path_of, tensors
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.weights import fill, network, path_of, tensors
+from flowrl.rewards.networks.clip import affine, warn_unpublished
 from flowrl.types import MediaContext
 
 PUBLISHED = (

@@ -34,13 +34,13 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.prompts import checklists
-from flowrl.registry import did_you_mean
-from flowrl.rewards import _geneval
-from flowrl.rewards._base import Reward, RewardBug, forgetful, load, user_file
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._inner import load_inner
-from flowrl.rewards._pictures import frames_of
+from flowrl.data import checklists
+from flowrl.rewards.core.pictures import frames_of
+from flowrl.rewards.core.reward import Reward, RewardBug, forgetful, load, user_file
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.wrap import load_inner
+from flowrl.rewards.networks import detector as networks_detector
+from flowrl.runtime.registry import did_you_mean
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 
@@ -140,7 +140,7 @@ class Checklist(Reward):
         return (
             verify.complaint(meta.get("include"))
             if self.settings.questions == "shapes"
-            else _geneval.complaint(meta)
+            else networks_detector.complaint(meta)
         )
 
     def questions(self, meta: Mapping[str, Any]) -> Sequence[Question]:
@@ -342,7 +342,7 @@ class _Code:
         self.pictures = pictures
         checks = {question.get("check", "vlm") for questions in lists for question in questions}
         self.shapes = verify.detect(pictures) if checks & SHAPES.keys() else []
-        self.geneval: list[_geneval.Detections] = []
+        self.geneval: list[networks_detector.Detections] = []
         if "geneval" in checks:
             asked = [
                 [q.get("args", {}) for q in questions if q.get("check") == "geneval"]
@@ -388,16 +388,16 @@ def shapes_position(objects: list[verify.Found], *, include: list[dict[str, Any]
 
 
 def geneval(
-    found: _geneval.Detections,
+    found: networks_detector.Detections,
     *,
     include: Sequence[Mapping[str, Any]] = (),
     exclude: Sequence[Mapping[str, Any]] = (),
     reading: Literal["strict", "official"] = "strict",
 ) -> bool:
     return (
-        _geneval.strict(found, include)
+        networks_detector.strict(found, include)
         if reading == "strict"
-        else _geneval.official(found, include, exclude)
+        else networks_detector.official(found, include, exclude)
     )
 
 

@@ -28,11 +28,11 @@ from torch import Tensor
 from torchvision.transforms import Compose, InterpolationMode, Normalize
 from torchvision.transforms.functional import resize
 
-from flowrl.registry import did_you_mean
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._clip import HubClip, OpenClip, TwoTowers
-from flowrl.rewards._pictures import by_pil, cropped, normalized, pil_cropped, rounded
-from flowrl.rewards._weights import fetch_open_clip, path_of, unfetched
+from flowrl.rewards.core.pictures import by_pil, cropped, normalized, pil_cropped, rounded
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.weights import fetch_open_clip, path_of, unfetched
+from flowrl.rewards.networks.clip import HubClip, OpenClip, TwoTowers
+from flowrl.runtime.registry import did_you_mean
 from flowrl.shapes.clip import SOURCE as SHAPES
 
 VIT_L14 = "openai/clip-vit-large-patch14"

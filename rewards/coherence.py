@@ -36,10 +36,10 @@ from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, resize
 
-from flowrl.rewards import _weights
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._pictures import normalized, rounded
+from flowrl.rewards.core import weights as core_weights
+from flowrl.rewards.core.pictures import normalized, rounded
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.motion_smoothness import dynamic_degree
 from flowrl.rewards.video import softmin
 from flowrl.types import MediaContext
@@ -141,7 +141,7 @@ class VJepa2(nn.Module):
         super().__init__()
         from transformers import VJEPA2Model
 
-        path = _weights.path_of(weights, reward="coherence")
+        path = core_weights.path_of(weights, reward="coherence")
         try:
             self.model, report = VJEPA2Model.from_pretrained(
                 str(path), use_safetensors=True, output_loading_info=True

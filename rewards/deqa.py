@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
 
-from flowrl.rewards import _pictures, _vlm, _weights
-from flowrl.rewards._base import Reward
-from flowrl.rewards._pictures import (
+from flowrl.rewards.core import pictures
+from flowrl.rewards.core import weights as core_weights
+from flowrl.rewards.core.pictures import (
     CLIP_MEAN,
     cropped,
     frames_of,
@@ -40,7 +40,9 @@ from flowrl.rewards._pictures import (
     pil_cropped,
     rounded,
 )
-from flowrl.rewards._weights import fill, path_of
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.weights import fill, path_of
+from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
 WORDS = ("excellent", "good", "fair", "poor", "bad")  # worth 5, 4, 3, 2, 1
@@ -50,7 +52,7 @@ QUESTION = (
 )  # the picture between
 
 
-class Settings(_vlm.Settings):
+class Settings(vlm.Settings):
     weights: str = pydantic.Field(
         "zhiyuanyou/DeQA-Score-Mix3",
         description="Folder with config.json, tokenizer and weights, or its hub repository.",
@@ -89,7 +91,7 @@ class DeQA(Reward):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        _pictures.refuse_gradient(self, media)
+        pictures.refuse_gradient(self, media)
         frames = frames_of(media)
         values = torch.cat([self._scores(part) for part in frames.split(self.settings.chunk)])
         return self.factor * mean_of_frames(values, media)
@@ -98,9 +100,9 @@ class DeQA(Reward):
         """(n, 3, H, W) in [0, 1] -> (n,) fp32 in [1, 5]."""
         side = self.network.side
         if self.settings.rounding:
-            pixels = pil_cropped(_vlm.squared(rounded(frames), CLIP_MEAN), side)
+            pixels = pil_cropped(vlm.squared(rounded(frames), CLIP_MEAN), side)
         else:
-            pixels = cropped(_vlm.squared(frames, CLIP_MEAN), side)
+            pixels = cropped(vlm.squared(frames, CLIP_MEAN), side)
         before, after = (part.to(frames.device) for part in self.question)
         return opinion(self.network(before, normalized(pixels), after)[:, self.words])
 
@@ -114,7 +116,7 @@ def _tokens(folder: Path) -> tuple[list[int], list[list[int]]]:
     """Ids of the five words, and of the question before (with <s>) and after the picture."""
     from transformers import LlamaTokenizer
 
-    tokenizer = _weights.tokenizer(LlamaTokenizer, str(folder), reward="deqa")
+    tokenizer = core_weights.tokenizer(LlamaTokenizer, str(folder), reward="deqa")
     start = tokenizer.bos_token_id
 
     def ids(text: str) -> list[int]:
@@ -341,13 +343,13 @@ def load_network(folder: Path, *, dtype: str) -> Owl:
         )
     state = {
         key: value
-        for key, value in _vlm.folder_tensors(folder).items()
+        for key, value in vlm.folder_tensors(folder).items()
         if not key.endswith("rotary_emb.inv_freq")
     }
     with torch.device("meta"):  # a random network of this size would take minutes
         network = Owl(config)
     rotary = type(network.model.rotary_emb)(network.model.config)
-    network.to(_vlm.DTYPES[dtype]).to_empty(device="cpu")
+    network.to(vlm.DTYPES[dtype]).to_empty(device="cpu")
     network.model.rotary_emb = rotary
     return fill(network, state, path=folder)  # type: ignore[return-value]
 

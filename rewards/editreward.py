@@ -18,8 +18,10 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards import _pictures, _source, _vlm
-from flowrl.rewards._weights import path_of, template, tensors
+from flowrl.rewards.core import pictures
+from flowrl.rewards.core import source as core_source
+from flowrl.rewards.core.weights import path_of, template, tensors
+from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
 RUBRICS = {
@@ -33,7 +35,7 @@ WHERE = (
 ORIGINS = {key: f"the literal INSTRUCTION_EDIT_{key.upper()} {WHERE}" for key in RUBRICS}
 
 
-class Settings(_source.Settings, _vlm.Settings):
+class Settings(core_source.Settings, vlm.Settings):
     weights: str = pydantic.Field(
         "TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508",
         description="Folder with model.pth or model.safetensors, or its hub repository.",
@@ -55,7 +57,7 @@ class Settings(_source.Settings, _vlm.Settings):
     )
 
 
-class EditReward(_source.Sourced):
+class EditReward(core_source.Sourced):
     """Pooled mean of two preference distributions, unbounded; needs the picture before the edit;
     the prompt is the instruction."""
 
@@ -86,12 +88,12 @@ class EditReward(_source.Sourced):
         path = _checkpoint(path_of(s.weights, reward="editreward"))
         state = tensors(path, under="model")
         self.heads = nn.ModuleList(
-            [_vlm.ranknet(state, f"rm_heads.head_{i}.", path=path) for i in range(len(RUBRICS))]
+            [vlm.ranknet(state, f"rm_heads.head_{i}.", path=path) for i in range(len(RUBRICS))]
         )
-        self.vlm = _vlm.load_vlm(
+        self.vlm = vlm.load_vlm(
             s.base,
-            _vlm.backbone_state(state),
-            tokens=[_vlm.TOKEN],
+            vlm.backbone_state(state),
+            tokens=[vlm.TOKEN],
             dtype=s.dtype,
             path=path,
             reward="editreward",
@@ -112,21 +114,21 @@ class EditReward(_source.Sourced):
 
     def _heads(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> Tensor:
         """(heads, B, 2) fp32: mu and log sigma."""
-        _pictures.refuse_gradient(self, media)
+        pictures.refuse_gradient(self, media)
         sources = self.sources(media, context)
         by: Literal["pil", "float"] = "pil" if self.settings.rounding else "float"
         out = []
         for start in range(0, len(media), self.settings.chunk):
             rows = slice(start, start + self.settings.chunk)
-            before = [_vlm.fitted(source[None].to(media), by=by)[0] for source in sources[rows]]
-            after = _vlm.fitted(media[rows], by=by)
+            before = [vlm.fitted(source[None].to(media), by=by)[0] for source in sources[rows]]
+            after = vlm.fitted(media[rows], by=by)
             pairs = [
                 [source[None], edited[None]] for source, edited in zip(before, after, strict=True)
             ]
             states = (
                 self.vlm.hidden(
                     pairs,
-                    [rubric.format(text_prompt=prompt) + _vlm.SUFFIX for prompt in prompts[rows]],
+                    [rubric.format(text_prompt=prompt) + vlm.SUFFIX for prompt in prompts[rows]],
                 )[:, 0]
                 for rubric in self.rubrics
             )

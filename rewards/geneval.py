@@ -26,13 +26,14 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import functional as TF
 
-from flowrl.media import from_pil, to_pil
-from flowrl.prompts.geneval import CLASSES, COLORS
-from flowrl.rewards import _geneval, _weights
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._geneval import Found
-from flowrl.rewards._pictures import frames_of, mean_of_frames, normalized, rounded
+from flowrl.data.geneval import CLASSES, COLORS
+from flowrl.data.media import from_pil, to_pil
+from flowrl.rewards.core import weights as core_weights
+from flowrl.rewards.core.pictures import frames_of, mean_of_frames, normalized, rounded
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.networks import detector
+from flowrl.rewards.networks.detector import Found
 from flowrl.types import MediaContext
 
 CONFIDENCE, COUNTING = (
@@ -125,7 +126,7 @@ class Geneval(Reward):
         self._classifiers: dict[str, Tensor] = {}
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
-        return _geneval.complaint(meta)
+        return detector.complaint(meta)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -143,7 +144,7 @@ class Geneval(Reward):
         frames = media.shape[1] if media.ndim == 5 else 1
         metas = [meta for meta in context.meta for _ in range(frames)]
         judged = [
-            _geneval.readings(found, meta)
+            detector.readings(found, meta)
             for found, meta in zip(self.detect(frames_of(media), metas), metas, strict=True)
         ]
         return {
@@ -297,7 +298,7 @@ def _jpeg(picture: Image.Image) -> Image.Image:
 def _load_detector(source: str) -> Any:
     from transformers import Mask2FormerForUniversalSegmentation
 
-    folder = _weights.path_of(source, reward="geneval", only=["*.json", "*.safetensors"])
+    folder = core_weights.path_of(source, reward="geneval", only=["*.json", "*.safetensors"])
     load: Any = Mask2FormerForUniversalSegmentation.from_pretrained
     try:
         model, info = load(folder, output_loading_info=True, dtype=torch.float32)
@@ -330,7 +331,7 @@ def _load_clip(model: str, weights: str | None) -> tuple[Any, Any, Any]:
     import open_clip
 
     if weights in open_clip.list_pretrained_tags_by_model(model):
-        _weights.fetch_open_clip(model, weights, reward="geneval", setting="clip_weights")
+        core_weights.fetch_open_clip(model, weights, reward="geneval", setting="clip_weights")
     try:
         clip, _, preprocess = open_clip.create_model_and_transforms(
             model, pretrained=weights, precision="fp32"

@@ -26,10 +26,10 @@ from typing import Any, Literal
 import pydantic
 from torch import Tensor
 
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._clip import OpenClip, TwoTowers
-from flowrl.rewards._pictures import fitted, normalized, rounded
-from flowrl.rewards._weights import fill, path_of, tensors
+from flowrl.rewards.core.pictures import fitted, normalized, rounded
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.weights import fill, path_of, tensors
+from flowrl.rewards.networks.clip import OpenClip, TwoTowers
 
 logger = logging.getLogger("flowrl")
 

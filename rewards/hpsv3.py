@@ -15,10 +15,11 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards import _pictures, _vlm
-from flowrl.rewards._base import Reward
-from flowrl.rewards._pictures import frames_of, mean_of_frames
-from flowrl.rewards._weights import path_of, template, tensors
+from flowrl.rewards.core import pictures as core_pictures
+from flowrl.rewards.core.pictures import frames_of, mean_of_frames
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.weights import path_of, template, tensors
+from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
 RUBRIC = "0393599dad45a971"
@@ -28,7 +29,7 @@ ORIGIN = (
 )
 
 
-class Settings(_vlm.Settings):
+class Settings(vlm.Settings):
     weights: str = pydantic.Field(
         "MizzenAI/HPSv3", description="HPSv3.safetensors, its folder, or its hub repository."
     )
@@ -58,11 +59,11 @@ class HPSv3(Reward):
         self.rubric = template(s.template, sha256=RUBRIC, reward="hpsv3", origin=ORIGIN)
         path = path_of(s.weights, "HPSv3.safetensors", reward="hpsv3")
         state = tensors(path, under="model")
-        self.head = _vlm.ranknet(state, "rm_head.", path=path)
-        self.vlm = _vlm.load_vlm(
+        self.head = vlm.ranknet(state, "rm_head.", path=path)
+        self.vlm = vlm.load_vlm(
             s.base,
-            _vlm.backbone_state(state),
-            tokens=[_vlm.TOKEN],
+            vlm.backbone_state(state),
+            tokens=[vlm.TOKEN],
             dtype=s.dtype,
             path=path,
             reward="hpsv3",
@@ -81,17 +82,17 @@ class HPSv3(Reward):
 
     def _gaussian(self, media: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
         """mu and sigma, (B,) fp32 each."""
-        _pictures.refuse_gradient(self, media)
+        core_pictures.refuse_gradient(self, media)
         frames = frames_of(media)
         texts = [
-            self.rubric.format(text_prompt=prompt) + _vlm.SUFFIX
+            self.rubric.format(text_prompt=prompt) + vlm.SUFFIX
             for prompt in prompts
             for _ in range(len(frames) // len(prompts))
         ]
         out = []
         for start in range(0, len(frames), self.settings.chunk):
             rows = slice(start, start + self.settings.chunk)
-            pictures = _vlm.fitted(frames[rows], by="pil" if self.settings.rounding else "float")
+            pictures = vlm.fitted(frames[rows], by="pil" if self.settings.rounding else "float")
             out.append(
                 self.head(
                     self.vlm.hidden([[picture[None]] for picture in pictures], texts[rows])[:, 0]

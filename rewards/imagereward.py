@@ -20,11 +20,8 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards import _weights
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._blip import Blip, renamed
-from flowrl.rewards._pictures import (
+from flowrl.rewards.core import weights as core_weights
+from flowrl.rewards.core.pictures import (
     cropped,
     frames_of,
     mean_of_frames,
@@ -32,7 +29,10 @@ from flowrl.rewards._pictures import (
     pil_cropped,
     refuse_gradient,
 )
-from flowrl.rewards._prompts import warn_cut
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.tokens import warn_cut
+from flowrl.rewards.networks.blip import Blip, renamed
 from flowrl.types import MediaContext
 
 TOKENS = 35  # of a prompt, [CLS] and [SEP] among them
@@ -75,15 +75,15 @@ class ImageReward(Reward):
         from tokenizers import BertWordPieceTokenizer
 
         s = self.settings
-        checkpoint = _weights.path_of(
+        checkpoint = core_weights.path_of(
             s.weights, "ImageReward.pt", reward="imagereward", beside="med_config.json"
         )
         source = str(checkpoint.parent) if Path(s.weights).expanduser().is_file() else s.weights
-        config = _weights.path_of(
+        config = core_weights.path_of(
             source, "med_config.json", reward="imagereward", beside="ImageReward.pt"
         )
         self.model = load_network(checkpoint, json.loads(config.read_text()))
-        vocab = _weights.path_of(s.vocab, "vocab.txt", reward="imagereward", setting="vocab")
+        vocab = core_weights.path_of(s.vocab, "vocab.txt", reward="imagereward", setting="vocab")
         self.tokenizer = BertWordPieceTokenizer(str(vocab), lowercase=True)
         self.tokenizer.add_special_tokens(
             ["[DEC]", "[ENC]"]
@@ -149,7 +149,7 @@ class Network(nn.Module):
 def load_network(path: Path, med_config: dict[str, Any]) -> Network:
     """ImageReward.pt: keys blip.visual_encoder.*, blip.text_encoder.*, mlp.layers.* -> the network,
     frozen."""
-    state = _weights.tensors(path)
+    state = core_weights.tensors(path)
     blip = {
         key.removeprefix("blip."): value for key, value in state.items() if key.startswith("blip.")
     }
@@ -165,7 +165,7 @@ def load_network(path: Path, med_config: dict[str, Any]) -> Network:
             f"{path} is no ImageReward checkpoint, or med_config.json not its config: no"
             f" {error.args[0]}"
         ) from error
-    return _weights.fill(
+    return core_weights.fill(
         network,
         {**{f"blip.{key}": value for key, value in renamed(blip).items()}, **rest},
         path=path,

@@ -20,11 +20,11 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.registry import did_you_mean
-from flowrl.rewards import _weights
-from flowrl.rewards._base import Reward, user_file
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._pictures import rounded
+from flowrl.rewards.core import weights as core_weights
+from flowrl.rewards.core.pictures import rounded
+from flowrl.rewards.core.reward import Reward, user_file
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
 
@@ -233,13 +233,13 @@ def load_model(model: Any, settings: Mapping[str, Any], weights: str | None) -> 
                 " reward.inverse_dynamics.weights=path/to/weights.safetensors"
             )
         return module.eval()
-    path = _weights.path_of(weights, reward="inverse_dynamics")
+    path = core_weights.path_of(weights, reward="inverse_dynamics")
     if path.suffix != ".safetensors":
         raise ValueError(
             f"reward.inverse_dynamics.weights={weights}: save them as .safetensors; other files may"
             " run code when they are opened"
         )
-    return _weights.fill(module, _weights.tensors(path), path=path)
+    return core_weights.fill(module, core_weights.tensors(path), path=path)
 
 
 def _class_of(path: Path, member: str) -> Any:

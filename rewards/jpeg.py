@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowrl.media import to_pil
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
+from flowrl.data.media import to_pil
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
 from flowrl.types import MediaContext
 
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
 from flowrl.types import MediaContext
 
 

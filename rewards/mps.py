@@ -24,10 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowrl.rewards import _weights
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._pictures import (
+from flowrl.rewards.core import weights as core_weights
+from flowrl.rewards.core.pictures import (
     cropped,
     frames_of,
     mean_of_frames,
@@ -35,7 +33,9 @@ from flowrl.rewards._pictures import (
     pil_cropped,
     refuse_gradient,
 )
-from flowrl.rewards._prompts import warn_cut
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.tokens import warn_cut
 from flowrl.types import MediaContext
 
 HEADS = 16  # of both towers of CLIP-H
@@ -96,19 +96,23 @@ class Mps(Reward):
                 f"reward mps needs MPS_overall.pth: download {WHERE} and set"
                 " reward.mps.weights=/path/to/MPS_overall.pth"
             )
-        path = _weights.path_of(s.weights, "MPS_overall.pth", reward="mps")
+        path = core_weights.path_of(s.weights, "MPS_overall.pth", reward="mps")
         origin = (
             "the condition sentence in eval_overall_mps_on_hpdv2.py of github.com/Kwai-Kolors/MPS"
         )
-        condition = _weights.template(
+        condition = core_weights.template(
             s.condition, sha256=CONDITION, reward="mps", setting="condition", origin=origin
         )
         self.tokenizer = Tokenizer.from_file(
-            str(_weights.path_of(s.tokenizer, "tokenizer.json", reward="mps", setting="tokenizer"))
+            str(
+                core_weights.path_of(
+                    s.tokenizer, "tokenizer.json", reward="mps", setting="tokenizer"
+                )
+            )
         )
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
-        state = renamed(_weights.tensors(path))
+        state = renamed(core_weights.tensors(path))
         try:
             network = Network(state)
         except KeyError as error:  # sizes are read off the tensors
@@ -118,7 +122,7 @@ class Mps(Reward):
         ignore = tuple(
             f"clip.{tower}_model.embeddings.position_ids" for tower in ("text", "vision")
         )
-        self.model = _weights.fill(network, state, path=path, ignore=ignore).to(
+        self.model = core_weights.fill(network, state, path=path, ignore=ignore).to(
             getattr(torch, s.dtype)
         )
         self.condition = self._tokens([condition])

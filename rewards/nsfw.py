@@ -22,10 +22,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowrl.rewards import _weights
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._pictures import cropped, frames_of, normalized, pil_cropped, refuse_gradient
+from flowrl.rewards.core import weights as core_weights
+from flowrl.rewards.core.pictures import (
+    cropped,
+    frames_of,
+    normalized,
+    pil_cropped,
+    refuse_gradient,
+)
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
 from flowrl.types import MediaContext
 
 CARE = 0.01  # by how much a special-care hit lowers the thresholds of the concepts
@@ -135,18 +141,20 @@ def load_checker(source: str) -> tuple[Any, int]:
     if Path(source).expanduser().is_file():
         source = str(Path(source).expanduser().parent)
     config = CLIPConfig.from_json_file(
-        str(_weights.path_of(source, "config.json", reward="nsfw", beside="model.safetensors"))
+        str(core_weights.path_of(source, "config.json", reward="nsfw", beside="model.safetensors"))
     )
     try:
-        path = _weights.path_of(source, "model.safetensors", reward="nsfw")
+        path = core_weights.path_of(source, "model.safetensors", reward="nsfw")
     except ValueError:  # older copies hold a torch file only; its absence too is said in full
-        path = _weights.path_of(source, "pytorch_model.bin", reward="nsfw", beside="config.json")
+        path = core_weights.path_of(
+            source, "pytorch_model.bin", reward="nsfw", beside="config.json"
+        )
     checker = StableDiffusionSafetyChecker(config)
     nested = any(
         key.startswith("vision_model.vision_model.") for key in checker.state_dict()
     )  # transformers before 5; the published files
     state = {}
-    for key, value in _weights.tensors(path).items():
+    for key, value in core_weights.tensors(path).items():
         key = key.replace("vision_model.vision_model.", "vision_model.")
         state[key.replace("vision_model.", "vision_model.vision_model.") if nested else key] = value
     ignore = (
@@ -154,7 +162,7 @@ def load_checker(source: str) -> tuple[Any, int]:
         "vision_model.vision_model.embeddings.position_ids",
     )
     return (
-        _weights.fill(checker, state, path=path, ignore=ignore),
+        core_weights.fill(checker, state, path=path, ignore=ignore),
         checker.config.vision_config.image_size,
     )
 

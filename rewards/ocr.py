@@ -27,10 +27,10 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.media import to_uint8
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._pictures import frames_of, mean_of_frames
+from flowrl.data.media import to_uint8
+from flowrl.rewards.core.pictures import frames_of, mean_of_frames
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
 from flowrl.types import MediaContext
 
 logger = logging.getLogger("flowrl")

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import pydantic
 from torch import Tensor
 
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._clip import HubClip, TwoTowers
-from flowrl.rewards._pictures import cropped, normalized, pil_cropped
+from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.networks.clip import HubClip, TwoTowers
 
 SCALES = {
     "raw": "exp(logit_scale) * cosine, about 18 to 24",

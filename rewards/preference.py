@@ -1,4 +1,4 @@
-"""A Bradley-Terry head on CLIP features, trained on pairs by scripts/train_preference.py: one score
+"""A Bradley-Terry head on CLIP features, trained on pairs by scripts/embedded/train_preference.py: one score
 for each aspect, as VisionPrefer (arXiv:2404.15100) has them. Without settings it is the head of the
 shapes world, trained on synthetic preferences, and needs no network.
 """
@@ -13,15 +13,15 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.registry import did_you_mean
-from flowrl.rewards import _base
-from flowrl.rewards._bradley_terry import EMBEDDED, Backbone, load_head
-from flowrl.rewards._pictures import frames_of, mean_of_frames, refuse_gradient
-from flowrl.rewards._weights import path_of
+from flowrl.rewards.core import reward
+from flowrl.rewards.core.pictures import frames_of, mean_of_frames, refuse_gradient
+from flowrl.rewards.core.weights import path_of
+from flowrl.rewards.networks.bradley_terry import EMBEDDED, Backbone, load_head
+from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
 
-class Settings(_base.Settings):
+class Settings(reward.Settings):
     weights: str | None = pydantic.Field(
         None,
         description=(
@@ -48,7 +48,7 @@ class Settings(_base.Settings):
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
-class Preference(_base.Reward):
+class Preference(reward.Reward):
     """Log-odds: sigmoid(score(a) - score(b)) is the probability that a is preferred to b for the
     same prompt.
 

@@ -14,9 +14,9 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._compare import alone, groups_of
-from flowrl.rewards._inner import Around, load_inner
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.wrap import Around, load_inner
+from flowrl.rewards.judge.compare import alone, groups_of
 from flowrl.types import MediaContext
 
 SCALES = {

@@ -19,10 +19,13 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards import _judge, _replies, _source
-from flowrl.rewards._judge import Failed, Message, Reply
-from flowrl.rewards._judged import JudgeReward, Scores, interleaved, read_template, user
-from flowrl.rewards._replies import Unreadable
+from flowrl.rewards.core import source
+from flowrl.rewards.judge import client
+from flowrl.rewards.judge import replies as judge_replies
+from flowrl.rewards.judge.client import Failed, Message
+from flowrl.rewards.judge.completion import Reply
+from flowrl.rewards.judge.replies import Unreadable
+from flowrl.rewards.judge.reward import JudgeReward, Scores, interleaved, read_template, user
 from flowrl.types import MediaContext
 
 # The whole text with {prompt} (or {request}) and <image> in place. Two spellings of t2i: the
@@ -33,12 +36,12 @@ TEXTS = {
 }
 SYSTEMS = {"t2i": ("2fa66ca8679e6eed",), "edit": ("5463ca34f3c70f45",)}
 ASPECTS = {
-    task: [name for name in _replies.ASPECTS if task == "edit" or name != "image_faithfulness"]
+    task: [name for name in judge_replies.ASPECTS if task == "edit" or name != "image_faithfulness"]
     for task in TEXTS
 }
 
 
-class Settings(_source.Settings, _judge.Settings):
+class Settings(source.Settings, client.Settings):
     task: Literal["t2i", "edit"] = pydantic.Field(
         "t2i", description="Text to image, or an edit judged beside the picture before it."
     )
@@ -75,7 +78,7 @@ class Settings(_source.Settings, _judge.Settings):
     )
 
 
-class RationalRewards(_source.Sourced, JudgeReward):
+class RationalRewards(source.Sourced, JudgeReward):
     """(m - 1) / 3, m the mean of the aspects' scores, each clamped to [1, 4]; an aspect that is N/A
     does not count."""
 
@@ -146,7 +149,7 @@ class RationalRewards(_source.Sourced, JudgeReward):
         def read(reply: Reply) -> str | None:
             if reply.cut:  # the request is the last of a critique
                 raise Unreadable("the refined request is not whole")
-            return _replies.refined_request(reply.text)
+            return judge_replies.refined_request(reply.text)
 
         replies = self.judge.ask_all(self._questions(media, prompts, context), read)
         return [None if isinstance(reply, Failed) else reply for reply in replies]
@@ -180,13 +183,13 @@ class RationalRewards(_source.Sourced, JudgeReward):
     def _read(self, reply: Reply) -> Scores:
         found = {
             name: score
-            for name, score in _replies.aspects(reply.text, cut=reply.cut).items()
+            for name, score in judge_replies.aspects(reply.text, cut=reply.cut).items()
             if name in self.aspects
         }
         if not found:
             raise Unreadable(
                 f"none of the aspects {', '.join(self.aspects)} has a score in the reply"
-                f" {_replies.shown(reply.text)}"
+                f" {judge_replies.shown(reply.text)}"
             )
         return {"score": (sum(found.values()) / len(found) - 1) / 3, **found}
 

@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from PIL import Image, ImageSequence
 from torch import Tensor, nn
 
-from flowrl.media import IMAGE_SUFFIXES, from_pil, read_image
-from flowrl.rewards import _weights
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._pictures import column_of, frames_of, rounded
+from flowrl.data.media import IMAGE_SUFFIXES, from_pil, read_image
+from flowrl.rewards.core import weights
+from flowrl.rewards.core.pictures import column_of, frames_of, rounded
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
 from flowrl.types import MediaContext
 
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
@@ -271,7 +271,7 @@ def _array(path: Path) -> Tensor:
     if path.suffix.lower() == ".npy":
         array = torch.from_numpy(np.load(path, allow_pickle=False))
     else:
-        tensors = _weights.tensors(path)
+        tensors = weights.tensors(path)
         if len(tensors) != 1:
             raise ValueError(
                 f"the ground truth {path} holds {len(tensors)} tensors; give a file with one"
@@ -322,7 +322,7 @@ def _lpips(net: str, backbone: str | None) -> nn.Module:
     file = (
         None
         if backbone is None
-        else _weights.path_of(backbone, reward="reference", setting="backbone")
+        else weights.path_of(backbone, reward="reference", setting="backbone")
     )
     try:
         with warnings.catch_warnings():
@@ -338,8 +338,8 @@ def _lpips(net: str, backbone: str | None) -> nn.Module:
         # torchvision: features.3.weight; here: net.slice2.3.weight, the slices in the same
         # numbering
         names = {f"features.{key.split('.', 1)[1]}": key for key in module.net.state_dict()}
-        state = {names[key]: value for key, value in _weights.tensors(file).items() if key in names}
-        _weights.fill(module.net, state, path=file)
+        state = {names[key]: value for key, value in weights.tensors(file).items() if key in names}
+        weights.fill(module.net, state, path=file)
     return module.eval().requires_grad_(False)
 
 

@@ -29,10 +29,11 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.registry import did_you_mean
-from flowrl.rewards import _base, _wire
-from flowrl.rewards._base import RewardBug, RewardUnavailable
-from flowrl.rewards._journal import Journal, keys
+from flowrl.rewards.core import reward as core_reward
+from flowrl.rewards.core.reward import RewardBug, RewardUnavailable
+from flowrl.rewards.server import wire
+from flowrl.rewards.server.journal import Journal, keys
+from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
 logger = logging.getLogger("flowrl")
@@ -47,7 +48,7 @@ HEADERS = {
 }  # a compressed reply could be any size
 
 
-class Settings(_base.Settings):
+class Settings(core_reward.Settings):
     url: str = pydantic.Field(description="Address of the server, as http://127.0.0.1:8321.")
     reward: str | None = pydantic.Field(
         None, description="Which of the rewards served; null: their weighted total."
@@ -82,7 +83,7 @@ class Settings(_base.Settings):
     @pydantic.field_validator("url")
     @classmethod
     def check_url(cls, value: str) -> str:
-        return _wire.address(value, "http://HOST:PORT")
+        return wire.address(value, "http://HOST:PORT")
 
 
 class Refused(Exception):
@@ -93,7 +94,7 @@ class Ended(Exception):
     """The call that asked has ended: another request gave up, or the caller did."""
 
 
-class Remote(_base.Reward):
+class Remote(core_reward.Reward):
     """Asks a reward server; scale, needs, reads, reads_prompt and video are the server's.
 
     journal: a Journal of the scores, from the setting or of the run. problem: why samples of the
@@ -113,7 +114,7 @@ class Remote(_base.Reward):
             limits=httpx.Limits(
                 max_connections=None
             ),  # one that was given up may hold its connection a little longer
-            trust_env=not _wire.is_loopback(
+            trust_env=not wire.is_loopback(
                 httpx.URL(s.url).host
             ),  # a proxy of the environment cannot reach this machine's own address
         )
@@ -122,7 +123,7 @@ class Remote(_base.Reward):
         self.away, self.remembers = False, True
         try:
             self.about = self._read(
-                _wire.About, self._ask("GET", "/version", None, threading.Event())
+                wire.About, self._ask("GET", "/version", None, threading.Event())
             )
             served = self._chosen()
         except Refused as error:
@@ -137,7 +138,7 @@ class Remote(_base.Reward):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        pixels, columns = media.detach().cpu(), _wire.columns_of(context, self.needs)
+        pixels, columns = media.detach().cpu(), wire.columns_of(context, self.needs)
         scores: list[float | None] = [None] * len(prompts)
         names: list[str] = []
         if self.journal is not None:
@@ -182,7 +183,7 @@ class Remote(_base.Reward):
     def uncached(self) -> AbstractContextManager[None]:
         """Within it every score is the server's, though the journal may hold one; what comes is
         kept."""
-        return _base.forgetful(self)
+        return core_reward.forgetful(self)
 
     def _batches(
         self, scores: list[float | None], columns: Mapping[str, Any], pixels: Tensor
@@ -193,7 +194,7 @@ class Remote(_base.Reward):
             group = columns["group"].tolist()
             open_groups = dict.fromkeys(group[i] for (i,) in units)
             units = [[i for i, g in enumerate(group) if g == chosen] for chosen in open_groups]
-        tensors = [pixels, *(column for name, column in columns.items() if name in _wire.TENSORS)]
+        tensors = [pixels, *(column for name, column in columns.items() if name in wire.TENSORS)]
         room = int(
             self.about.max_mb * 1e6 / (1.4 * sum(t[0].nbytes for t in tensors))
         )  # base64 is 4/3, and the texts
@@ -208,18 +209,18 @@ class Remote(_base.Reward):
 
     def _score(
         self, media: Tensor, prompts: list[str], columns: Mapping[str, Any], over: threading.Event
-    ) -> _wire.Answer:
+    ) -> wire.Answer:
         question = {
             "id": secrets.token_hex(8),
             "prompts": prompts,
-            "media": _wire.pack_media(media, rounds=self.rounds),
+            "media": wire.pack_media(media, rounds=self.rounds),
         }
         question |= {name: _packed(name, column) for name, column in columns.items()}
         if self.settings.reward is not None:
             question["reward"] = self.settings.reward
         try:
             answer = self._read(
-                _wire.Answer, self._ask("POST", "/score", json.dumps(question), over)
+                wire.Answer, self._ask("POST", "/score", json.dumps(question), over)
             )
             if answer.id != question["id"] or {len(answer.scores), len(answer.errors)} != {
                 len(prompts)
@@ -340,14 +341,14 @@ class Remote(_base.Reward):
             return record.model_validate_json(response.content)
         except pydantic.ValidationError:
             raise Refused(
-                f"it answered what no flowrl server of protocol {_wire.PROTOCOL} does:"
+                f"it answered what no flowrl server of protocol {wire.PROTOCOL} does:"
                 f" {response.text[:60]!r}"
             ) from None
 
-    def _chosen(self) -> _wire.Served:
-        if self.about.protocol != _wire.PROTOCOL:
+    def _chosen(self) -> wire.Served:
+        if self.about.protocol != wire.PROTOCOL:
             raise Refused(
-                f"it speaks protocol {self.about.protocol}, this client {_wire.PROTOCOL}; install"
+                f"it speaks protocol {self.about.protocol}, this client {wire.PROTOCOL}; install"
                 " one version of flowrl on both"
             )
         label = self.settings.reward
@@ -412,16 +413,16 @@ def _side_by_side(
 
 
 def _authorization(variable: str | None) -> dict[str, str]:
-    return {} if variable is None else {"Authorization": f"Bearer {_wire.token_of(variable)}"}
+    return {} if variable is None else {"Authorization": f"Bearer {wire.token_of(variable)}"}
 
 
 def _packed(name: str, column: Any) -> Any:
     """A column of some samples as JSON takes it."""
     if name == "meta":
         for row in column:
-            _wire.meta_text(row)
+            wire.meta_text(row)
         return column
-    return column.tolist() if name == "group" else _wire.pack(column)
+    return column.tolist() if name == "group" else wire.pack(column)
 
 
 def _take(column: Any, rows: list[int]) -> Any:

@@ -10,12 +10,12 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from flowrl.rewards import _base
+from flowrl.rewards.core import reward
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 
 
-class Settings(_base.Settings):
+class Settings(reward.Settings):
     reading: Literal["partial", "strict", "both"] = Field(
         "both",
         description=(
@@ -25,7 +25,7 @@ class Settings(_base.Settings):
     )
 
 
-class Shapes(_base.Reward):
+class Shapes(reward.Reward):
     """In [0, 1]; 1 when the picture shows exactly what the prompt's clauses ask for. Reads
     meta["include"] of the prompt."""
 

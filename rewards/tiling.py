@@ -32,9 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowrl.rewards._base import Reward
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._pictures import frames_of, mean_of_frames
+from flowrl.rewards.core.pictures import frames_of, mean_of_frames
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.sharpness import HALF_A_LEVEL, luma
 from flowrl.types import MediaContext
 

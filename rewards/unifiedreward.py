@@ -30,9 +30,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowrl.rewards import _judge, _replies, _source
-from flowrl.rewards._judge import Failed, Reply, text
-from flowrl.rewards._judged import JudgeReward, Scores, filled, needed, read_template, spaced, user
+from flowrl.rewards.core import source as core_source
+from flowrl.rewards.judge import client, replies
+from flowrl.rewards.judge.client import Failed, text
+from flowrl.rewards.judge.completion import Reply
+from flowrl.rewards.judge.reward import (
+    JudgeReward,
+    Scores,
+    filled,
+    needed,
+    read_template,
+    spaced,
+    user,
+)
 from flowrl.types import MediaContext
 
 AXES = ("Alignment", "Coherence", "Style", "Physics")
@@ -119,7 +129,7 @@ VARIANTS = {
 }
 
 
-class Settings(_source.Settings, _judge.Settings):
+class Settings(core_source.Settings, client.Settings):
     model: str = pydantic.Field("UnifiedReward", description="The model's name on that server.")
     variant: Literal[
         "point_v15",
@@ -175,7 +185,7 @@ class Settings(_source.Settings, _judge.Settings):
 Read = Callable[[str, Settings], Scores]
 
 
-class UnifiedReward(_source.Sourced, JudgeReward):
+class UnifiedReward(core_source.Sourced, JudgeReward):
     """Scores of the point variants; the pair variants have `compare` instead, for win_rate and
     rank."""
 
@@ -225,7 +235,7 @@ class UnifiedReward(_source.Sourced, JudgeReward):
         """The score that a reply of this text gives; NaN where it gives none."""
         try:
             return READERS[self.settings.variant](reply, self.settings)["score"]
-        except _replies.Unreadable:
+        except replies.Unreadable:
             return math.nan
 
     def _compare(
@@ -280,12 +290,12 @@ class UnifiedReward(_source.Sourced, JudgeReward):
 
 
 def _semantic(reply: str, settings: Settings) -> Scores:
-    found = _replies.named_scores(reply, AXES[:3])
+    found = replies.named_scores(reply, AXES[:3])
     return {"score": needed(found, ["alignment"], reply)[0], **found}
 
 
 def _axes(reply: str, settings: Settings) -> Scores:
-    found = _replies.named_scores(reply, AXES)
+    found = replies.named_scores(reply, AXES)
     chosen = needed(found, settings.axes, reply)
     return {"score": sum(chosen) / len(chosen), **found}
 
@@ -293,26 +303,26 @@ def _axes(reply: str, settings: Settings) -> Scores:
 def _video(reply: str, settings: Settings) -> Scores:
     dims = {
         name.replace(" ", "_"): value
-        for name, value in _replies.labelled_scores(reply, VIDEO_AXES, 1, 4).items()
+        for name, value in replies.labelled_scores(reply, VIDEO_AXES, 1, 4).items()
     }
-    return {"score": _replies.final_score(reply, 1, 10), **dims}
+    return {"score": replies.final_score(reply, 1, 10), **dims}
 
 
 def _edit(reply: str, settings: Settings, *, names: tuple[str, str]) -> Scores:
-    pair = _replies.edit_scores(reply)
+    pair = replies.edit_scores(reply)
     mean = sum(w * x for w, x in zip(settings.weights, pair, strict=True)) / sum(settings.weights)
     return {"score": mean, **dict(zip(names, pair, strict=True))}
 
 
 def _pair_axes(reply: str, settings: Settings) -> Scores:
-    found = _replies.pair_scores(reply, [axis.capitalize() for axis in settings.axes])
+    found = replies.pair_scores(reply, [axis.capitalize() for axis in settings.axes])
     return {"score": sum(found.values()) / len(found), **found}
 
 
 def _flex(reply: str, settings: Settings) -> Scores:
     """(w_o overall + w_d mean category) / (w_o + w_d); without a readable category, the overall
     winner alone."""
-    found = _replies.flex(reply)
+    found = replies.flex(reply)
     categories = [p for name, p in found.items() if name != "overall" and p is not None]
     overall, (w_o, w_d) = found["overall"], settings.weights
     assert overall is not None
@@ -330,18 +340,18 @@ def _one(read: Callable[[str], float]) -> Read:
 
 
 READERS: dict[str, Read] = {
-    "point_v15": _one(lambda reply: _replies.final_score(reply, 1, 5) / 5),
-    "mix_score": _one(lambda reply: _replies.final_score(reply, 0, 5)),
+    "point_v15": _one(lambda reply: replies.final_score(reply, 1, 5) / 5),
+    "mix_score": _one(lambda reply: replies.final_score(reply, 0, 5)),
     "mix_semantic": _semantic,
     "point_v2": _axes,
     "point_video": _video,
     "edit_quality": partial(_edit, names=("naturalness", "no_artifacts")),
     "edit_instruction": partial(_edit, names=("success", "restraint")),
-    "pair_v1": _one(_replies.verdict),
+    "pair_v1": _one(replies.verdict),
     "pair_v2": _pair_axes,
-    "think": _one(_replies.tagged_verdict),
+    "think": _one(replies.tagged_verdict),
     "flex": _flex,
-    "edit_pair": _one(_replies.verdict),
+    "edit_pair": _one(replies.verdict),
 }
 
 REWARD = UnifiedReward

@@ -24,9 +24,10 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards import _pictures, _vlm
-from flowrl.rewards._base import Reward
-from flowrl.rewards._weights import fill, path_of, template, tensors
+from flowrl.rewards.core import pictures
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.weights import fill, path_of, template, tensors
+from flowrl.rewards.networks import vlm as networks_vlm
 from flowrl.types import MediaContext
 
 DIMS = ("VQ", "MQ", "TA")
@@ -47,7 +48,7 @@ Z_SCORE = {
 LOW = 128 * 28 * 28  # smallest area of a frame, vision_process.py's VIDEO_MIN_PIXELS
 
 
-class Settings(_vlm.Settings):
+class Settings(networks_vlm.Settings):
     weights: str = pydantic.Field(
         "KwaiVGI/VideoReward",
         description="Folder with model_config.json and checkpoint-*, or its hub repository.",
@@ -120,7 +121,7 @@ class VideoAlign(Reward):
         )
         self.fps, self.max_pixels = (
             s.fps or data.get("fps", 2.0),
-            s.max_pixels or data.get("max_frame_pixels", _vlm.PIXELS),
+            s.max_pixels or data.get("max_frame_pixels", networks_vlm.PIXELS),
         )
         self.constants = torch.tensor(
             [[constants[f"{dim}_{which}"] for dim in DIMS] for which in ("mean", "std")]
@@ -144,14 +145,14 @@ class VideoAlign(Reward):
 
     def _aspects(self, media: Tensor, prompts: list[str]) -> Tensor:
         """(B, 3) fp32: VQ, MQ, TA, z-scored unless the settings say otherwise."""
-        _pictures.refuse_gradient(self, media)
+        pictures.refuse_gradient(self, media)
         frames = media[:, sampled(media.shape[1], self.settings.clip_fps, self.fps)]
         out = []
         for start in range(0, len(media), self.settings.chunk):
             rows = slice(start, start + self.settings.chunk)
             videos = [
                 [
-                    _vlm.fitted(
+                    networks_vlm.fitted(
                         video,
                         low=LOW,
                         high=self.max_pixels,
@@ -206,16 +207,18 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], Path]:
 
 def _load(
     s: Settings, state: Mapping[str, Tensor], lora: Mapping[str, Any], path: Path
-) -> _vlm.Vlm:
+) -> networks_vlm.Vlm:
     """The network with its LoRA beside the base weights, not merged: bf16 would round a small
     difference away."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    own = _vlm.backbone_state(state)
+    own = networks_vlm.backbone_state(state)
     plain = {
         key.replace(".base_layer.", "."): value for key, value in own.items() if ".lora_" not in key
     }
-    vlm = _vlm.load_vlm(s.base, plain, tokens=TOKENS, dtype=s.dtype, path=path, reward="videoalign")
+    vlm = networks_vlm.load_vlm(
+        s.base, plain, tokens=TOKENS, dtype=s.dtype, path=path, reward="videoalign"
+    )
     targets = [
         key.removesuffix(".lora_A.default.weight")
         for key in own
@@ -231,7 +234,7 @@ def _load(
         target_modules=targets,
     )
     inject_adapter_in_model(config, vlm.backbone)
-    fill(vlm.backbone.to(_vlm.DTYPES[s.dtype]), own, path=path)
+    fill(vlm.backbone.to(networks_vlm.DTYPES[s.dtype]), own, path=path)
     return vlm
 
 

@@ -14,10 +14,12 @@ from typing import Any
 import pydantic
 from torch import Tensor
 
-from flowrl.rewards import _judge, _source
-from flowrl.rewards._judge import Failed, Reply, text
-from flowrl.rewards._judged import PLACE, JudgeReward, Scores, filled, spaced, user
-from flowrl.rewards._replies import digit_mean
+from flowrl.rewards.core import source
+from flowrl.rewards.judge import client
+from flowrl.rewards.judge.client import Failed, text
+from flowrl.rewards.judge.completion import Reply
+from flowrl.rewards.judge.replies import digit_mean
+from flowrl.rewards.judge.reward import PLACE, JudgeReward, Scores, filled, spaced, user
 from flowrl.types import MediaContext
 
 ASK = (
@@ -31,7 +33,7 @@ ASK_EDIT = (
 )
 
 
-class Settings(_source.Settings, _judge.Settings):
+class Settings(source.Settings, client.Settings):
     model: str = pydantic.Field(
         "Qwen2.5-VL-32B-Instruct", description="The model's name on that server."
     )
@@ -56,7 +58,7 @@ class Settings(_source.Settings, _judge.Settings):
     )
 
 
-class VlmLogit(_source.Sourced, JudgeReward):
+class VlmLogit(source.Sourced, JudgeReward):
     """Expectation of the first token over the digits 0 to `top`, divided by `top`."""
 
     Settings = Settings

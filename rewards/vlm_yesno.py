@@ -16,14 +16,15 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards import _judge
-from flowrl.rewards._judge import Failed, Reply, text
-from flowrl.rewards._judged import PLACE, JudgeReward, Scores, filled, spaced, user
-from flowrl.rewards._replies import yes_share
+from flowrl.rewards.judge import client
+from flowrl.rewards.judge.client import Failed, text
+from flowrl.rewards.judge.completion import Reply
+from flowrl.rewards.judge.replies import yes_share
+from flowrl.rewards.judge.reward import PLACE, JudgeReward, Scores, filled, spaced, user
 from flowrl.types import MediaContext
 
 
-class Settings(_judge.Settings):
+class Settings(client.Settings):
     model: str = pydantic.Field(
         "Qwen2.5-VL-7B-Instruct", description="The model's name on that server."
     )
@@ -78,7 +79,7 @@ class VlmYesNo(JudgeReward):
         def read(reply: Reply) -> Scores:
             return {"score": yes_share(reply.first, variants=s.variants, least=s.least)}
 
-        def message(sample: Tensor, question: str) -> list[_judge.Message]:
+        def message(sample: Tensor, question: str) -> list[client.Message]:
             shown = self.pictures(
                 sample, spaced(len(sample), s.frames) if sample.ndim == 4 else None
             )

@@ -29,10 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
 
-from flowrl.media import to_pil
-from flowrl.rewards import _pictures, _vlm
-from flowrl.rewards._base import Reward
-from flowrl.rewards._pictures import (
+from flowrl.data.media import to_pil
+from flowrl.rewards.core import pictures as core_pictures
+from flowrl.rewards.core.pictures import (
     CLIP_MEAN,
     cropped,
     frames_of,
@@ -41,8 +40,10 @@ from flowrl.rewards._pictures import (
     pil_cropped,
     rounded,
 )
-from flowrl.rewards._prompts import warn_cut
-from flowrl.rewards._weights import fill, network, path_of, tokenizer
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.tokens import warn_cut
+from flowrl.rewards.core.weights import fill, network, path_of, tokenizer
+from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
 # The chat that FlanT5 was tuned with (Vicuna's): before the picture, and after it with the
@@ -64,7 +65,7 @@ OTHERS = {
 }  # settings that a model does not read
 
 
-class Settings(_vlm.Settings):
+class Settings(vlm.Settings):
     model: Literal["clip-flant5", "qwen"] = pydantic.Field(
         "clip-flant5", description="The paper's model, or a Qwen-VL chat model."
     )
@@ -139,7 +140,7 @@ class VQAScore(Reward):
                 "vqascore with model=qwen gives no gradient; load it with model=clip-flant5,"
                 " rounding=False"
             )
-        _pictures.refuse_gradient(self, media)
+        core_pictures.refuse_gradient(self, media)
         frames = frames_of(media)
         questions = [
             question
@@ -207,10 +208,10 @@ class ClipT5(nn.Module):
             AutoTokenizer, s.tokenizer, reward="vqascore", setting="tokenizer"
         )
         self.answer = self._answer(s, config.vocab_size)
-        self.tower = _tower(s.tower, _vlm.DTYPES[s.dtype])
+        self.tower = _tower(s.tower, vlm.DTYPES[s.dtype])
         state = {
             key: value
-            for key, value in _vlm.folder_tensors(folder).items()
+            for key, value in vlm.folder_tensors(folder).items()
             if not key.startswith(("vision_tower.", "embed_tokens."))
         }
         projector = {
@@ -222,15 +223,15 @@ class ClipT5(nn.Module):
             state.setdefault(
                 f"{stack}.embed_tokens.weight", state.get("shared.weight", torch.empty(0))
             )
-        self.t5 = _vlm.from_state(
+        self.t5 = vlm.from_state(
             T5ForConditionalGeneration, config, state, dtype=s.dtype, path=folder
         )
         width = self.tower.config.hidden_size
         layers = nn.Sequential(
             nn.Linear(width, config.d_model), nn.GELU(), nn.Linear(config.d_model, config.d_model)
         )
-        self.projector = fill(layers, projector, path=folder).to(_vlm.DTYPES[s.dtype])
-        self.to(_vlm.DTYPES[s.dtype]).eval().requires_grad_(False)
+        self.projector = fill(layers, projector, path=folder).to(vlm.DTYPES[s.dtype])
+        self.to(vlm.DTYPES[s.dtype]).eval().requires_grad_(False)
 
     def _config(self, folder: Path) -> dict[str, Any]:
         file = folder / "config.json"
@@ -273,7 +274,7 @@ class ClipT5(nn.Module):
     def forward(self, frames: Tensor, questions: list[str]) -> Tensor:
         """Pictures (n, 3, H, W) in [0, 1] and n questions -> (n,) fp32."""
         side = self.tower.config.image_size
-        pictures = _vlm.squared(rounded(frames) if self.rounding else frames, CLIP_MEAN)
+        pictures = vlm.squared(rounded(frames) if self.rounding else frames, CLIP_MEAN)
         pixels = normalized((pil_cropped if self.rounding else cropped)(pictures, side)).to(
             self.t5.dtype
         )
@@ -333,9 +334,9 @@ class Qwen(nn.Module):
         from transformers import AutoModelForImageTextToText
 
         source = s.weights or WEIGHTS["qwen"]
-        self.processor = _vlm.processor_of(source, reward="vqascore", setting="weights")
+        self.processor = vlm.processor_of(source, reward="vqascore", setting="weights")
         self.network = network(
-            AutoModelForImageTextToText, source, reward="vqascore", dtype=_vlm.DTYPES[s.dtype]
+            AutoModelForImageTextToText, source, reward="vqascore", dtype=vlm.DTYPES[s.dtype]
         )
         if (kind := self.network.config.model_type) not in ("qwen2_vl", "qwen2_5_vl"):
             raise ValueError(

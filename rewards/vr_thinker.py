@@ -31,10 +31,24 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards import _judge
-from flowrl.rewards._judge import Ask, Failed, Message, text
-from flowrl.rewards._judged import JudgeReward, Scores, filled, needed, read_template, spaced, user
-from flowrl.rewards._replies import Unreadable, final_answer, frame_request, labelled_scores, shown
+from flowrl.rewards.judge import client
+from flowrl.rewards.judge.client import Ask, Failed, Message, text
+from flowrl.rewards.judge.replies import (
+    Unreadable,
+    final_answer,
+    frame_request,
+    labelled_scores,
+    shown,
+)
+from flowrl.rewards.judge.reward import (
+    JudgeReward,
+    Scores,
+    filled,
+    needed,
+    read_template,
+    spaced,
+    user,
+)
 from flowrl.types import MediaContext
 
 LABELS = ("TA", "VQ", "MQ", "OA")  # text alignment, visual quality, motion quality, overall
@@ -61,7 +75,7 @@ You may reply {turns} times in all. When you are sure, answer:
 <answer>TA = 4, VQ = 3, MQ = 3, OA = 3.5</answer>"""
 
 
-class Settings(_judge.Settings):
+class Settings(client.Settings):
     model: str = pydantic.Field("vr-thinker", description="The model's name on that server.")
     mode: Literal["pointwise", "pairwise"] = pydantic.Field(
         "pairwise", description="Grade one video, or say which of two is better."

@@ -20,9 +20,9 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards._base import Settings as Base
-from flowrl.rewards._compare import alone, ask, from_pointwise, groups_of, pairs_of, win_rates
-from flowrl.rewards._inner import Around, load_inner
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.wrap import Around, load_inner
+from flowrl.rewards.judge.compare import alone, ask, from_pointwise, groups_of, pairs_of, win_rates
 from flowrl.types import MediaContext
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flowrl.samplers._scalars import combine, fp32, fp64
+from flowrl.samplers.common.scalars import combine, fp32, fp64
 from flowrl.types import Transition
 
 

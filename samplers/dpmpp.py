@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flowrl.samplers._scalars import fp32, fp64
+from flowrl.samplers.common.scalars import fp32, fp64
 
 
 def step(

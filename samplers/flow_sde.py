@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowrl.samplers._scalars import combine, fp32, fp64
+from flowrl.samplers.common.scalars import combine, fp32, fp64
 from flowrl.types import Transition
 
 AT_ONE = (

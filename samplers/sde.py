@@ -6,7 +6,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from flowrl import registry
+from flowrl.runtime import registry
 from flowrl.samplers import cps, dance_sde, ddim, flow_sde
 from flowrl.types import Plan, Transition
 

@@ -22,14 +22,14 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from flowrl.algorithms import _base, _forward
+from flowrl.algorithms.common import base, forward
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 TINY = 1e-10  # added to m where a root is taken
 
 
-class AWMConfig(_forward.ForwardConfig, _forward.Follower):
-    levels: _forward.Levels = Field(
+class AWMConfig(forward.ForwardConfig, forward.Follower):
+    levels: forward.Levels = Field(
         "stratified",
         description=(
             "Noise levels trained: of the schedule, one from each of equal parts of it, or"
@@ -58,7 +58,7 @@ class AWMConfig(_forward.ForwardConfig, _forward.Follower):
     )
 
 
-class AWM(_forward.ForwardMethod):
+class AWM(forward.ForwardMethod):
     Config = AWMConfig
     config: AWMConfig
 
@@ -86,11 +86,11 @@ class AWM(_forward.ForwardMethod):
         }  # on-policy: old weights are those of the update's start
         if self.reads_old:
             v_old = self.other(policy, "old", rollout, batch, rows.x, v)
-            scores["old"] = _forward.distance(v, v_old)
+            scores["old"] = forward.distance(v, v_old)
             if c.off_policy:
                 scores["fit_old"] = -self.weighted(rows.error(v_old), batch.sigma)
         if c.kl_weight:
-            scores["kl"] = _forward.distance(
+            scores["kl"] = forward.distance(
                 v, self.other(policy, self.anchor, rollout, batch, rows.x, v)
             )
         return scores
@@ -110,9 +110,9 @@ class AWM(_forward.ForwardMethod):
         c, (low, high) = self.config, self.config.clip
         log_ratio = scores["fit"] - scores["fit_old"]
         if c.ratio == "sample":
-            log_ratio = _base.mean_of_unit(log_ratio, batch.unit)
+            log_ratio = base.mean_of_unit(log_ratio, batch.unit)
         ratio, adv = log_ratio.exp(), batch.adv / c.adv_clip
-        term, stopped = _base.clipped_surrogate(ratio, ratio.clamp(1 - low, 1 + high), adv)
+        term, stopped = base.clipped_surrogate(ratio, ratio.clamp(1 - low, 1 + high), adv)
         metrics = {
             "policy/clip_fraction": stopped,
             "policy/log_ratio": log_ratio.abs(),
@@ -125,7 +125,7 @@ class AWM(_forward.ForwardMethod):
             if name in scores:
                 term = term + weight * scores[name]
                 metrics[metric] = scores[name]
-        return _base.summed(term, metrics, batch)
+        return base.summed(term, metrics, batch)
 
 
 ALGORITHM = AWM

@@ -29,11 +29,11 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
-from flowrl.algorithms import _base, _forward
+from flowrl.algorithms.common import base, forward
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 
-class CRDConfig(_forward.ForwardConfig):
+class CRDConfig(forward.ForwardConfig):
     share: Literal["group", "all"] = Field(
         "group",
         description="Who is trained at the same noise levels, at which rewards are centred.",
@@ -62,14 +62,14 @@ class CRDConfig(_forward.ForwardConfig):
     )
 
 
-class CRD(_forward.ForwardMethod):
+class CRD(forward.ForwardMethod):
     Config = CRDConfig
     config: CRDConfig
     couples = "group"
     reads_old = True
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
-        return _forward.members_with_signal(rollout, advantages)
+        return forward.members_with_signal(rollout, advantages)
 
     def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
         """implicit (n,): the implicit reward; kl (n,) when it has a weight."""
@@ -88,7 +88,7 @@ class CRD(_forward.ForwardMethod):
         scores = {"implicit": error(v_old) - error(v)}
         if c.kl_weight:
             v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v, c.reference_guidance)
-            scores["kl"] = _forward.distance(v, v_ref)
+            scores["kl"] = forward.distance(v, v_ref)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
@@ -97,7 +97,7 @@ class CRD(_forward.ForwardMethod):
         signs = (0.0,) if c.temperature is None else (1 / c.temperature, -1 / c.temperature)
         term = torch.zeros_like(implicit)
         for sign in signs:
-            weight = _forward.softmax(sign * rho, batch.unit)
+            weight = forward.softmax(sign * rho, batch.unit)
             guess = c.beta * (implicit - weighted_mean(implicit.detach(), weight, batch.unit))
             target = rho - weighted_mean(rho, weight, batch.unit)
             if c.form == "mse":
@@ -109,18 +109,18 @@ class CRD(_forward.ForwardMethod):
                 term = term + bce * (c.adv_clip / c.beta) / len(signs)
         metrics = {"policy/implicit_reward": implicit, "policy/distillation_error": term}
         floor = min(c.kl_floor, c.kl_weight)
-        term = _base.held(
+        term = base.held(
             term, scores, metrics, floor + rho * (c.kl_weight - floor)
         )  # better samples are held more
-        return _base.summed(term, metrics, batch)
+        return base.summed(term, metrics, batch)
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:
-        return {**super().follow(step, iteration), "old": _forward.ramp(step, 0.25, 0.005, 0.999)}
+        return {**super().follow(step, iteration), "old": forward.ramp(step, 0.25, 0.005, 0.999)}
 
 
 def weighted_mean(value: Tensor, weight: Tensor, unit: Tensor) -> Tensor:
     """sum of weight * value of each row's unit: (n,) -> (n,)."""
-    total, _, place = _base.sums(weight * value, unit)
+    total, _, place = base.sums(weight * value, unit)
     return total[place]
 
 

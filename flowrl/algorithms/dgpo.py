@@ -24,11 +24,11 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
-from flowrl.algorithms import _base, _forward
+from flowrl.algorithms.common import base, forward
 from flowrl.types import Columns, LossOutput, Rollout
 
 
-class DGPOConfig(_forward.ForwardConfig, _forward.Follower):
+class DGPOConfig(forward.ForwardConfig, forward.Follower):
     steps: PositiveInt | None = Field(
         4, description="Noise levels trained per sample; none: all of those there are."
     )
@@ -59,7 +59,7 @@ class DGPOConfig(_forward.ForwardConfig, _forward.Follower):
         return self
 
 
-class DGPO(_forward.ForwardMethod):
+class DGPO(forward.ForwardMethod):
     Config = DGPOConfig
     config: DGPOConfig
     couples = "group"
@@ -80,13 +80,13 @@ class DGPO(_forward.ForwardMethod):
         if self.reads_old:
             scores["error_old"] = rows.error(self.other(policy, "old", rollout, batch, rows.x, v))
         if c.kl_weight:
-            scores["kl"] = _forward.distance(v, v_ref)
+            scores["kl"] = forward.distance(v, v_ref)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c, d = self.config, scores["error"]
         with torch.no_grad():
-            total, _, place = _base.sums(batch.adv * (d - scores["error_ref"]), batch.unit)
+            total, _, place = base.sums(batch.adv * (d - scores["error_ref"]), batch.unit)
             doubt = torch.sigmoid(
                 c.beta * total[place] / batch.members
             )  # 1/2 at the reference, 0 once the group is solved
@@ -102,8 +102,8 @@ class DGPO(_forward.ForwardMethod):
             "policy/clip_fraction": stopped.float(),
             "policy/error": d,
         }
-        term = _base.held(term, scores, metrics, c.kl_weight)
-        return _base.summed(term, metrics, batch)
+        term = base.held(term, scores, metrics, c.kl_weight)
+        return base.summed(term, metrics, batch)
 
 
 ALGORITHM = DGPO

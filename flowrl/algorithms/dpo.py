@@ -22,12 +22,12 @@ from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 from torch.nn import functional as F
 
-from flowrl.algorithms import _base, _forward
+from flowrl.algorithms.common import base, forward
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
 
-class DPOConfig(_forward.ForwardConfig):
-    levels: _forward.Levels = Field(
+class DPOConfig(forward.ForwardConfig):
+    levels: forward.Levels = Field(
         "logit_normal",
         description=(
             "Noise levels trained: continuous, of the schedule, or one from each of equal parts"
@@ -57,7 +57,7 @@ class DPOConfig(_forward.ForwardConfig):
         return self
 
 
-class DPO(_forward.ForwardMethod):
+class DPO(forward.ForwardMethod):
     Config = DPOConfig
     config: DPOConfig
     couples = "group"
@@ -72,8 +72,8 @@ class DPO(_forward.ForwardMethod):
         """The best and the worst leaf of each group with a signal; ties within the best or the
         worst go to the first."""
         leaf = []
-        for g in torch.unique(rollout.group[_forward.has_signal(advantages)]).tolist():
-            rows = torch.nonzero((rollout.group == g) & _forward.has_signal(advantages)).flatten()
+        for g in torch.unique(rollout.group[forward.has_signal(advantages)]).tolist():
+            rows = torch.nonzero((rollout.group == g) & forward.has_signal(advantages)).flatten()
             adv = advantages.leaf[rows]
             leaf += (
                 [int(rows[adv.argmax()]), int(rows[adv.argmin()])]
@@ -92,14 +92,14 @@ class DPO(_forward.ForwardMethod):
         v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
         scores = {"error": rows.error(v), "error_ref": rows.error(v_ref)}
         if self.config.kl_weight:
-            scores["kl"] = _forward.distance(v, v_ref)
+            scores["kl"] = forward.distance(v, v_ref)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         """Each row of a pair carries the pair's term, so that the mean over rows is the mean over
         pairs."""
         c = self.config
-        margin, _, place = _base.sums(
+        margin, _, place = base.sums(
             batch.adv * (scores["error"] - scores["error_ref"]), batch.unit
         )
         term = -F.logsigmoid(-c.beta / 2 * margin)[place]
@@ -108,8 +108,8 @@ class DPO(_forward.ForwardMethod):
             "policy/margin": -margin[place],
             "policy/error": scores["error"],
         }
-        term = _base.held(term, scores, metrics, c.kl_weight)
-        return _base.summed(term, metrics, batch)
+        term = base.held(term, scores, metrics, c.kl_weight)
+        return base.summed(term, metrics, batch)
 
 
 ALGORITHM = DPO

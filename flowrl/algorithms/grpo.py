@@ -38,12 +38,12 @@ import torch
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
-from flowrl.algorithms import _base, _transitions
+from flowrl.algorithms.common import base, transitions
 from flowrl.samplers import sde
 from flowrl.types import Advantages, Columns, LossOutput, Rollout, Transition
 
 
-class GRPOConfig(_transitions.TransitionConfig):
+class GRPOConfig(transitions.TransitionConfig):
     ratio: Literal["ppo", "log", "guard", "sequence"] = Field(
         "ppo",
         description=(
@@ -73,7 +73,7 @@ class GRPOConfig(_transitions.TransitionConfig):
 
     @model_validator(mode="after")
     def check_ratio(self) -> GRPOConfig:
-        if self.ratio == "sequence" and self.plan in _transitions.FORKING:
+        if self.ratio == "sequence" and self.plan in transitions.FORKING:
             raise ValueError(
                 f"algorithm.ratio=sequence is one ratio a sample, and samples of plan={self.plan}"
                 " share steps; use ratio=ppo"
@@ -86,7 +86,7 @@ class GRPOConfig(_transitions.TransitionConfig):
         return self
 
 
-class GRPO(_transitions.TransitionMethod):
+class GRPO(transitions.TransitionMethod):
     Config = GRPOConfig
     config: GRPOConfig
 
@@ -136,7 +136,7 @@ class GRPO(_transitions.TransitionMethod):
         """
         if self.config.ratio != "guard":
             return {}
-        noise = _transitions.own_noise(batch, y)
+        noise = transitions.own_noise(batch, y)
         return {"normed": (noise * (step.mean - y + step.std * noise)).flatten(1).mean(1)}
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
@@ -145,13 +145,13 @@ class GRPO(_transitions.TransitionMethod):
         if c.ratio == "guard":
             log_ratio = scores["normed"] - batch.normed
         if c.ratio == "sequence":
-            log_ratio = _base.mean_of_unit(log_ratio, batch.unit)
+            log_ratio = base.mean_of_unit(log_ratio, batch.unit)
         if c.ratio == "log":
             ratio, clipped = log_ratio, log_ratio.clamp(-low, high)
         else:
             ratio = log_ratio.exp()
             clipped = ratio.clamp(1 - low, 1 + high)
-        term, stopped = _base.clipped_surrogate(ratio, clipped, batch.adv)
+        term, stopped = base.clipped_surrogate(ratio, clipped, batch.adv)
         if c.dual_clip is not None:
             bound = -batch.adv * (math.log(c.dual_clip) if c.ratio == "log" else c.dual_clip)
             past = (batch.adv < 0) & (term > bound)
@@ -162,8 +162,8 @@ class GRPO(_transitions.TransitionMethod):
             "policy/log_ratio": log_ratio.abs(),
             "policy/approx_kl": step.square() / 2,
         }
-        term = _base.held(term, scores, metrics, c.kl_weight)
-        return _base.summed(term, metrics, batch)
+        term = base.held(term, scores, metrics, c.kl_weight)
+        return base.summed(term, metrics, batch)
 
 
 def spreads(rollout: Rollout, steps: Columns) -> Tensor:

@@ -19,11 +19,11 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 from torch import Tensor
 
-from flowrl.algorithms import _base, _forward
+from flowrl.algorithms.common import base, forward
 from flowrl.types import Columns, LossOutput, Rewards, Rollout
 
 
-class NFTConfig(_forward.ForwardConfig):
+class NFTConfig(forward.ForwardConfig):
     beta: PositiveFloat = Field(
         1.0,
         description=(
@@ -61,7 +61,7 @@ class NFTConfig(_forward.ForwardConfig):
         return self
 
 
-class NFT(_forward.ForwardMethod):
+class NFT(forward.ForwardMethod):
     Config = NFTConfig
     config: NFTConfig
     rollout_view = "old"
@@ -89,7 +89,7 @@ class NFT(_forward.ForwardMethod):
         }
         if self.config.kl_weight:
             v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
-            scores["kl"] = _forward.distance(v, v_ref)
+            scores["kl"] = forward.distance(v, v_ref)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
@@ -99,14 +99,14 @@ class NFT(_forward.ForwardMethod):
         r = (batch.adv / (2 * c.adv_clip) + 0.5).clamp(0, 1)
         term = c.adv_clip * (r * scores["positive"] + (1 - r) * scores["negative"]) / c.beta
         metrics = {"policy/x0_error": scores["positive"]}
-        term = _base.held(term, scores, metrics, c.kl_weight)
-        return _base.summed(term, metrics, batch)
+        term = base.held(term, scores, metrics, c.kl_weight)
+        return base.summed(term, metrics, batch)
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:
         decay = (
             0.0,
-            _forward.ramp(step, 0, 0.001, 0.5),
-            _forward.ramp(step, 0, 0.0075, 0.999, after=75),
+            forward.ramp(step, 0, 0.001, 0.5),
+            forward.ramp(step, 0, 0.0075, 0.999, after=75),
         )[self.config.decay]
         return {**super().follow(step, iteration), "old": decay}
 

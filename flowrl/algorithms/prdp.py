@@ -22,11 +22,11 @@ import torch
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
-from flowrl.algorithms import _base, _transitions
+from flowrl.algorithms.common import base, transitions
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 
-class PRDPConfig(_transitions.TransitionConfig):
+class PRDPConfig(transitions.TransitionConfig):
     beta: PositiveFloat = Field(
         10.0, description="Strength of the KL regularisation: reward differences are divided by it."
     )
@@ -40,7 +40,7 @@ class PRDPConfig(_transitions.TransitionConfig):
 
     @model_validator(mode="after")
     def check_plan(self) -> PRDPConfig:
-        _transitions.needs_whole_samples(self, "prdp")
+        transitions.needs_whole_samples(self, "prdp")
         if self.timestep_fraction < 1:
             raise ValueError(
                 f"algorithm.timestep_fraction={self.timestep_fraction} leaves out terms of the sum"
@@ -54,7 +54,7 @@ class PRDPConfig(_transitions.TransitionConfig):
         return self
 
 
-class PRDP(_transitions.GroupMethod):
+class PRDP(transitions.GroupMethod):
     Config = PRDPConfig
     config: PRDPConfig
     compares_reference = True
@@ -78,9 +78,9 @@ class PRDP(_transitions.GroupMethod):
         old = batch.dims * (batch.log_prob - scores["log_prob_ref"])
         near = batch.dims * c.clip
         clipped = torch.minimum(torch.maximum(ratio, old - near), old + near)
-        r_hat, _, place = _base.sums(ratio, batch.sample)
-        r_clip, _, _ = _base.sums(clipped, batch.sample)
-        first = _transitions.first_rows(place)
+        r_hat, _, place = base.sums(ratio, batch.sample)
+        r_clip, _, _ = base.sums(clipped, batch.sample)
+        first = transitions.first_rows(place)
         target = batch.adv[first] / c.beta
         term, held = pair_terms(r_hat - target, r_clip - target, batch.unit[first])
         metrics = {
@@ -89,8 +89,8 @@ class PRDP(_transitions.GroupMethod):
             "policy/clip_fraction": (ratio != clipped).float(),
             "policy/held": held[place],
         }
-        term = _base.held(term[place], scores, metrics, c.kl_weight)
-        return _base.summed(term, metrics, batch)
+        term = base.held(term[place], scores, metrics, c.kl_weight)
+        return base.summed(term, metrics, batch)
 
 
 def pair_terms(gap: Tensor, clipped: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:

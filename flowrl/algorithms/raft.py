@@ -25,14 +25,14 @@ import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from flowrl.algorithms import _base, _forward
+from flowrl.algorithms.common import base, forward
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
 LEAST = 1e-4
 
 
-class RAFTConfig(_forward.ForwardConfig):
-    levels: _forward.Levels = Field(
+class RAFTConfig(forward.ForwardConfig):
+    levels: forward.Levels = Field(
         "logit_normal",
         description=(
             "Noise levels trained: continuous, of the schedule, or one from each of equal parts"
@@ -49,7 +49,7 @@ class RAFTConfig(_forward.ForwardConfig):
     temperature: PositiveFloat = Field(1.0, description="select=softmax: of the advantages.")
 
 
-class RAFT(_forward.ForwardMethod):
+class RAFT(forward.ForwardMethod):
     Config = RAFTConfig
     config: RAFTConfig
     guidance = None
@@ -60,7 +60,7 @@ class RAFT(_forward.ForwardMethod):
         )
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
-        leaf, adv = _forward.members_with_signal(rollout, advantages)
+        leaf, adv = forward.members_with_signal(rollout, advantages)
         if self.config.select == "softmax":
             return leaf, adv
         group = rollout.group[leaf]
@@ -77,7 +77,7 @@ class RAFT(_forward.ForwardMethod):
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         if self.config.select == "best" or not len(rows):
             return rows
-        weight = _forward.softmax(rows.adv / self.config.temperature, rows.unit)
+        weight = forward.softmax(rows.adv / self.config.temperature, rows.unit)
         return Columns({**rows.data, "weight": weight})[weight >= LEAST]
 
     def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
@@ -87,13 +87,13 @@ class RAFT(_forward.ForwardMethod):
         scores = {"error": rows.error(v)}
         if self.config.kl_weight:
             v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
-            scores["kl"] = _forward.distance(v, v_ref)
+            scores["kl"] = forward.distance(v, v_ref)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         term, metrics = scores["error"], {"policy/error": scores["error"]}
-        term = _base.held(term, scores, metrics, self.config.kl_weight)
-        return _base.summed(term, metrics, batch)
+        term = base.held(term, scores, metrics, self.config.kl_weight)
+        return base.summed(term, metrics, batch)
 
 
 def members(group: Tensor) -> list[Tensor]:

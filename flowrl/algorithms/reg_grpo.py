@@ -22,11 +22,11 @@ import torch
 from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
-from flowrl.algorithms import _base, _transitions
+from flowrl.algorithms.common import base, transitions
 from flowrl.types import Columns, LossOutput
 
 
-class RegGRPOConfig(_transitions.TransitionConfig):
+class RegGRPOConfig(transitions.TransitionConfig):
     scale: Literal["std", "fixed"] = Field(
         "std",
         description="What a log-ratio is divided by: its group's std + ratio_eps, or ratio_eps.",
@@ -37,11 +37,11 @@ class RegGRPOConfig(_transitions.TransitionConfig):
 
     @model_validator(mode="after")
     def check_plan(self) -> RegGRPOConfig:
-        _transitions.needs_whole_samples(self, "reg_grpo")
+        transitions.needs_whole_samples(self, "reg_grpo")
         return self
 
 
-class RegGRPO(_transitions.GroupMethod):
+class RegGRPO(transitions.GroupMethod):
     Config = RegGRPOConfig
     config: RegGRPOConfig
 
@@ -52,8 +52,8 @@ class RegGRPO(_transitions.GroupMethod):
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c = self.config
         log_ratio = scores["log_prob"] - batch.log_prob
-        total, steps, place = _base.sums(log_ratio, batch.sample)
-        first = _transitions.first_rows(place)
+        total, steps, place = base.sums(log_ratio, batch.sample)
+        first = transitions.first_rows(place)
         predicted = standardised(total / steps, batch.unit[first], c.ratio_eps, c.scale == "std")
         term = (batch.adv[first] - predicted).square()[place]
         metrics = {
@@ -61,17 +61,17 @@ class RegGRPO(_transitions.GroupMethod):
             "policy/approx_kl": log_ratio.square() / 2,
             "policy/regression_error": term,
         }
-        term = _base.held(term, scores, metrics, c.kl_weight)
-        return _base.summed(term, metrics, batch)
+        term = base.held(term, scores, metrics, c.kl_weight)
+        return base.summed(term, metrics, batch)
 
 
 def standardised(rho: Tensor, group: Tensor, eps: float, std: bool) -> Tensor:
     """(rho - mean) / (std + eps) within groups, differentiable, also where all are equal: (m,) ->
     (m,). std False: divided by eps."""
-    centred = rho - _base.mean_of_unit(rho, group)
+    centred = rho - base.mean_of_unit(rho, group)
     if not std:
         return centred / eps
-    var = _base.mean_of_unit(centred.square(), group)
+    var = base.mean_of_unit(centred.square(), group)
     spread = torch.where(var > 0, var.clamp(min=1e-30).sqrt(), 0.0)  # sqrt has no derivative at 0
     return centred / (spread + eps)
 

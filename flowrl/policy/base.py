@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy import lora
-from flowrl.policy.coords import Schedule
 from flowrl.policy.parts import Parts
+from flowrl.policy.replay.coords import Schedule
 
 
 class Policy:

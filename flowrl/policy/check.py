@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flowrl.policy.decode import tail
-from flowrl.policy.probe import RECORD
-from flowrl.policy.record import Iteration, UnreplayableError
+from flowrl.policy.replay.decode import tail
+from flowrl.policy.replay.probe import RECORD
+from flowrl.policy.replay.record import Iteration, UnreplayableError
 
 if TYPE_CHECKING:
-    from flowrl.policy.policy import PipelinePolicy
+    from flowrl.policy.pipeline import PipelinePolicy
 
 MEANING = {
     "prediction": "predictions at the recorded latents and times",
@@ -117,7 +117,7 @@ def _judge(result: SelfCheck) -> SelfCheck:
         if not value <= result.tolerance:  # also NaN
             raise UnreplayableError(
                 f"{result.pipeline}: the replay differs in {MEANING[key]} by {value:.1e} (allowed"
-                f" {result.tolerance:.0e}); see policy.describe() and flowrl.policy.hints.register"
+                f" {result.tolerance:.0e}); see policy.describe() and flowrl.policy.replay.hints.register"
                 " for what can be declared"
             )
     if not result.wrong_rows > max(1e-3, 10 * result.errors["rows"]):

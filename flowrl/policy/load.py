@@ -13,11 +13,11 @@ import torch
 from huggingface_hub import constants
 from torch import Tensor, nn
 
-from flowrl.log import quiet
 from flowrl.policy.base import Policy
-from flowrl.policy.module_policy import ModulePolicy
-from flowrl.policy.policy import PipelinePolicy
-from flowrl.registry import did_you_mean
+from flowrl.policy.module import ModulePolicy
+from flowrl.policy.pipeline import PipelinePolicy
+from flowrl.runtime.log import quiet
+from flowrl.runtime.registry import did_you_mean
 
 
 def load_policy(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.policy.arguments import map_tensors
+from flowrl.policy.replay.arguments import map_tensors
 
 DEFAULTS = {"rank": 32, "alpha": 64, "targets": None, "init": "gaussian"}
 ATTENTION = (

@@ -3,7 +3,7 @@ judged on.
 
 `open_clip.create_model_and_transforms(SOURCE)` and `open_clip.get_tokenizer(SOURCE)` load it as
 they load any other model: a CLIP with 64 x 64 inputs and the world's own vocabulary, made by
-scripts/train_shapes_clip.py. It never saw a held-out combination. Its cosine is a proxy for the
+scripts/embedded/train_shapes_clip.py. It never saw a held-out combination. Its cosine is a proxy for the
 verifier, good enough to climb and imperfect enough to be hacked.
 """
 

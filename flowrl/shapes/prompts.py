@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from flowrl.registry import did_you_mean
+from flowrl.runtime.registry import did_you_mean
 from flowrl.shapes.scenes import COLORS, RELATIONS, SHAPES, Object, place
 
 NUMBERS = {2: "two", 3: "three", 4: "four"}

@@ -18,6 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 METHODS = ("flow_grpo", "mix_grpo", "branch_grpo", "tree_grpo", "nft", "dpo")
 OPTIONS = [  # what every run sets, so that ten iterations take half a minute
     "model=shapes-sd3",
@@ -32,7 +34,7 @@ OPTIONS = [  # what every run sets, so that ten iterations take half a minute
     "checkpoint.every=5",
     "trackers=[]",
 ]
-GROUP = {"mix_grpo": 12, "branch_grpo": 16, "tree_grpo": 8}  # a multiple of the plan's leaves
+GROUP = {"mix_grpo": 12, "branch_grpo": 16, "tree_grpo": 27}  # a multiple of the plan's leaves
 TREE = ["algorithm.tree.splits=[0,2]"]  # of branch_grpo: its own four splits want twenty steps
 TRAIN = "import sys, torch, flowrl; torch.set_num_threads(1); flowrl.train(flowrl.load_config(None, sys.argv[1:]))"
 VARIES = ("time/", "memory/", "mfu")  # keys of metrics.jsonl that are measurements of the machine
@@ -55,7 +57,11 @@ def run(package: Path, method: str, iterations: int, output: Path) -> None:
     options += [f"batch.group={GROUP.get(method, 8)}"] + TREE * (method == "branch_grpo")
     env = os.environ | {"PYTHONPATH": str(package), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", TRAIN, *options], env=env, cwd=package, capture_output=True, text=True
+        [sys.executable, "-c", TRAIN, *options],
+        env=env,
+        cwd=package,
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         raise SystemExit(f"{method} of {package} failed:\n{done.stderr[-3000:]}")
@@ -76,10 +82,13 @@ def difference(old: Path, new: Path) -> str | None:
         wrong = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
         if wrong:
             return f"iteration {i}: {wrong[0]} {a.get(wrong[0])} -> {b.get(wrong[0])}, {len(wrong)} keys"
-    for name in ("evaluation.json", "lora/pytorch_lora_weights.safetensors"):
-        if (old / name).read_bytes() != (new / name).read_bytes():
-            return f"{name} differs"
-    return None
+    if (old / "evaluation.json").read_bytes() != (new / "evaluation.json").read_bytes():
+        return "evaluation.json differs"
+    a, b = (load_file(run / "lora" / "pytorch_lora_weights.safetensors") for run in (old, new))
+    wrong = [
+        k for k in sorted(a.keys() | b.keys()) if k not in a or k not in b or not a[k].equal(b[k])
+    ]
+    return f"LoRA: {len(wrong)} of {len(a)} tensors differ" if wrong else None
 
 
 def main() -> int:
@@ -88,7 +97,9 @@ def main() -> int:
     parser.add_argument("new", type=Path)
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--iterations", type=int, default=10)
-    parser.add_argument("--cache", type=Path, help="keep the old checkout's runs here, and use those that are there")
+    parser.add_argument(
+        "--cache", type=Path, help="keep the old checkout's runs here, and use those that are there"
+    )
     args = parser.parse_args()
 
     failed = 0

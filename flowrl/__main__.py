@@ -1,0 +1,5 @@
+"""`python -m flowrl` is the `flowrl` command."""
+
+from flowrl.cli.main import main
+
+main()

@@ -1,0 +1,341 @@
+"""Shared by methods on the forward process: finished samples are noised again, and velocities are
+compared with u = eps - x0.
+
+They need clean samples and rewards alone: any solver, no log-probs, and media from a file do as
+well as media just made. With x at noise level s of a sample x0, x = (1-s) x0 + s eps, the error of
+a velocity is m = mean((v - u)^2) over latent dims.
+
+Departures that every such method shares:
+* The loss is without guidance; rollouts and references may have it where the method says so.
+* Samples with advantage 0 are left out, the pull of KL included.
+* Groups are places of the batch, not equal texts; noise and levels are functions of (seed,
+  iteration, sample), the same on any number of processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from torch import Tensor
+
+from flowrl.algorithms.common import base
+from flowrl.samplers import keys
+from flowrl.samplers import plan as plans
+from flowrl.samplers.sigmas import shift
+from flowrl.types import Advantages, Columns, Plan, Rollout, expand
+
+# continuous noise levels stay above it (AWM's code): nearer to data, errors of v say nothing
+LOWEST = 0.01
+
+
+CONTINUOUS = ("logit_normal", "uniform")
+Levels = Literal["schedule", "stratified", "logit_normal", "uniform"]
+
+
+class ForwardConfig(base.Credit, base.Anchor):
+    solver: Literal["dpm2", "euler"] = Field("dpm2", description="ODE solver of rollouts.")
+    levels: Levels = Field(
+        "schedule",
+        description=(
+            "Noise levels trained: of the schedule, drawn without replacement; one from each of"
+            " equal parts of it; or continuous."
+        ),
+    )
+    share: Literal["sample", "group", "all"] = Field(
+        "sample", description="Who is trained at the same noise levels."
+    )
+    steps: PositiveInt | None = Field(
+        None,
+        description="Noise levels trained per sample; none: 99% of those there are, rounded down.",
+    )
+    first: NonNegativeInt = Field(
+        0, description="First step of the schedule whose level is used; 1 leaves out pure noise."
+    )
+    range: float = Field(
+        1.0, gt=0, le=1, description="Share of the schedule, from noise on, whose levels are used."
+    )
+    shift: PositiveFloat = Field(
+        1.0,
+        description=(
+            "Continuous levels s become shift s / (1 + (shift - 1) s): above 1, more noise."
+        ),
+    )
+    error: Literal["velocity", "eps", "x0"] = Field(
+        "velocity", description="What the error is of: m times 1, (1-s)^2 or s^2."
+    )
+
+    @model_validator(mode="after")
+    def check_levels(self) -> ForwardConfig:
+        if self.levels in CONTINUOUS and (self.first, self.range) != (0, 1):
+            raise ValueError(
+                f"algorithm.first and range choose levels of the schedule, and levels={self.levels}"
+                " is continuous; use shift"
+            )
+        if self.levels not in CONTINUOUS and self.shift != 1:
+            raise ValueError(
+                f"algorithm.shift={self.shift} moves continuous levels, and levels={self.levels} is"
+                " of the schedule; use first and range"
+            )
+        return self
+
+
+class Follower(base.Options):
+    """How the old policy follows, where its decay grows by steps."""
+
+    old_slope: NonNegativeFloat = Field(
+        0.001, description="The old policy's decay is this times the optimizer step ..."
+    )
+    old_decay: float = Field(0.3, ge=0, lt=1, description="... and at most this.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noised:
+    """Rows ready for the network."""
+
+    x0: Tensor  # (n, *L) clean samples
+    x: Tensor  # (n, *L) noised to sigma
+    sigma: Tensor  # (n, 1, ...) fp32
+    target: Tensor  # (n, *L) u = eps - x0
+    scale: Tensor  # (n,) what m is multiplied by, for the error that the config names
+
+    def error(self, v: Tensor) -> Tensor:
+        """Mean square error of v (n, *L) in the config's terms -> (n,)."""
+        return self.scale * distance(v, self.target)
+
+
+class ForwardMethod(base.Anchored):
+    """Plan, rows, noise and velocities; a subclass adds scores and the loss."""
+
+    Config: ClassVar[type[ForwardConfig]] = ForwardConfig
+    config: ForwardConfig
+    guidance: Literal["none"] | None = "none"
+    shared_noise = False  # whether the members of a group get the same noise
+    compares_reference = False  # whether the loss reads errors of the reference
+    left_out = float("nan")  # not 0, which is also what a sample at the mean gets
+    reads_old = False  # whether the loss reads velocities of the old policy
+
+    def __init__(self, config: ForwardConfig):
+        super().__init__(config)
+        old = {"old"} if self.reads_old or self.rollout_view == "old" else set()
+        self.needs = frozenset({"leaves"} | old | self.anchor_needs(self.compares_reference))
+
+    def plan(self, sigmas: Tensor, *, sampler: base.Sampler, iteration: int, seed: int) -> Plan:
+        return plans.ode(sigmas, solver=self.config.solver, init=sampler.init_noise)
+
+    def check(self, plan: Plan) -> None:
+        self.check_anchor()
+        self.draws(plan)
+
+    def most_rows(self, plan: Plan, group: int) -> int:
+        return self.draws(plan) * min(group, self.config.keep or group)
+
+    # ------------------------------------------------------------------ noise levels
+
+    def grid(self, plan: Plan) -> Tensor:
+        """Levels of the schedule that may be trained, of those where the plan calls the network:
+        (K,) fp64, falling."""
+        c, levels = self.config, torch.unique(plan.sigma).flip(0)
+        last = int(len(levels) * c.range + 1e-9)
+        if c.first >= last:
+            raise ValueError(
+                f"algorithm.first={c.first}, range={c.range} leave none of"
+                f" sampler.steps={len(levels)} noise levels; lower first or raise range"
+            )
+        return levels[c.first : last]
+
+    def draws(self, plan: Plan) -> int:
+        """Noise levels trained per sample."""
+        c = self.config
+        if c.levels in CONTINUOUS:
+            return 1 if c.steps is None else c.steps
+        levels = len(self.grid(plan))
+        most = (
+            levels
+            if c.levels == "stratified" or (c.first, c.range) != (0, 1)
+            else max(int(levels * 0.99), 1)
+        )
+        draws = most if c.steps is None else c.steps
+        if draws > most:
+            raise ValueError(
+                f"algorithm.steps={draws} noise levels per sample, but"
+                f" sampler.steps={torch.unique(plan.sigma).numel()} offers {most}; choose at most"
+                " that"
+            )
+        return draws
+
+    def drawn_levels(self, plan: Plan, names: Tensor) -> tuple[Tensor, Tensor]:
+        """Noise levels and their numbers by name (n,) -> ((n, draws) fp64, (n, draws) int64: equal
+        where levels are the same draw)."""
+        c, draws = self.config, self.draws(plan)
+        place = torch.arange(draws, device=names.device)
+        if c.levels == "schedule":
+            grid = self.grid(plan).to(names.device)
+            level = keys.permutation(names, len(grid))[:, :draws]
+            return grid[level], level
+        u = keys.uniform(keys.key("level", names[:, None], place))
+        if c.levels == "stratified":
+            grid = self.grid(plan).to(names.device)
+            bounds = torch.arange(draws + 1, device=names.device) * len(grid) // draws
+            level = bounds[:-1] + (u * bounds.diff()).long()
+            return grid[level], level
+        u = (place + u) / draws  # one from each of equal parts
+        s = u if c.levels == "uniform" else torch.special.ndtri(u.clamp(1e-9, 1 - 1e-9)).sigmoid()
+        most = float(plan.sigma.max())  # Stable Diffusion knows noise up to 0.94 only
+        return shift(s, c.shift).clamp(LOWEST, most), place.expand(len(names), -1)
+
+    # ------------------------------------------------------------------ rows
+
+    def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
+        """Leaves that are trained and what stands in their column adv -> (m,) int64, (m,) fp32."""
+        leaf = torch.nonzero(has_signal(advantages)).flatten()
+        return leaf, advantages.leaf[leaf]
+
+    def columns(
+        self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
+    ) -> Columns:
+        """One row per (sample, noise level). unit: rows of one group at one draw; members: size of
+        the group."""
+        assert not bool(rollout.state_sigma[rollout.leaf].any()), (
+            "what is trained on is data, at sigma 0"
+        )
+        leaf, adv = self.chosen(rollout, advantages)
+        purpose = type(self).__name__.lower()
+        _, group, members = torch.unique(rollout.group, return_inverse=True, return_counts=True)
+        sample = keys.key(purpose, seed, iteration, rollout.leaf_key[leaf])
+        of_group = keys.key(purpose, seed, iteration, group_keys(rollout)[leaf])
+        everyone = torch.full_like(sample, keys.key(purpose, seed, iteration))
+        names = {"sample": sample, "group": of_group, "all": everyone}[self.config.share]
+        sigma, number = self.drawn_levels(rollout.plan, names)
+        noise = keys.key("eps", (of_group if self.shared_noise else sample)[:, None], number)
+        draws = sigma.shape[1]
+        state = rollout.leaf[leaf]
+
+        def each(value: Tensor) -> Tensor:
+            return value.repeat_interleave(draws)
+
+        unit = each(group[leaf]) * draws + torch.arange(draws, device=group.device).repeat(
+            len(leaf)
+        )
+        return Columns(
+            {
+                "prompt": each(rollout.prompt[state]),
+                "weight": torch.ones_like(each(adv)),
+                "adv": each(adv),
+                "state": each(state),
+                "sigma": sigma.flatten().to(rollout.state_sigma),
+                "noise_key": noise.flatten(),
+                "unit": unit,
+                "members": each(members[group[leaf]]),
+            }
+        )
+
+    # ------------------------------------------------------------------ scores
+
+    def noised(self, rollout: Rollout, batch: Columns) -> Noised:
+        x0 = rollout.states[batch.state]
+        eps = keys.gaussian(batch.noise_key, x0.shape[1:], x0.device)
+        sigma = expand(batch.sigma, x0).to(x0)
+        s = sigma.flatten()
+        scale = {"velocity": torch.ones_like(s), "eps": (1 - s).square(), "x0": s.square()}[
+            self.config.error
+        ]
+        return Noised(
+            x0=x0, x=(1 - sigma) * x0 + sigma * eps, sigma=sigma, target=eps - x0, scale=scale
+        )
+
+    def velocity(
+        self,
+        policy: Any,
+        rollout: Rollout,
+        batch: Columns,
+        x: Tensor,
+        guidance: float | str = "none",
+    ) -> Tensor:
+        """v (n, *L) of the policy's present view."""
+        return policy.velocity(
+            x, batch.sigma, rollout.cond, batch.prompt, guidance=guidance
+        ).float()
+
+    @torch.no_grad()
+    def other(
+        self,
+        policy: Any,
+        view: str,
+        rollout: Rollout,
+        batch: Columns,
+        x: Tensor,
+        v: Tensor,
+        guidance: float | str = "none",
+    ) -> Tensor:
+        """v (n, *L) of another view, without gradient: v itself where the weights are equal."""
+        if view != "reference" and guidance == "none" and policy.same("default", view):
+            return v.detach()
+        with policy.view(view):
+            return self.velocity(policy, rollout, batch, x, guidance)
+
+    def follow(self, step: int, iteration: int) -> dict[str, float]:
+        c = self.config
+        old = (
+            {"old": min(c.old_slope * step, c.old_decay)}
+            if "old" in self.needs and isinstance(c, Follower)
+            else {}
+        )
+        return {**super().follow(step, iteration), **old}
+
+    def fit(self, policy: Any, rollout: Rollout, batch: Columns) -> Tensor:
+        rows = self.noised(rollout, batch)
+        return -distance(self.velocity(policy, rollout, batch, rows.x), rows.target)
+
+
+def distance(v: Tensor, other: Tensor) -> Tensor:
+    """Mean square difference of velocities over latent dims: (n, *L), (n, *L) -> (n,)."""
+    return (v - other).square().flatten(1).mean(1)
+
+
+def has_signal(advantages: Advantages) -> Tensor:
+    """(B,) bool: leaves whose advantage is neither 0 nor NaN."""
+    return advantages.leaf.nan_to_num(0.0) != 0
+
+
+def members_with_signal(rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
+    """As ForwardMethod.chosen, with every member (NaN: none) of a group in which any has a signal,
+    for losses that compare members."""
+    signal = torch.unique(rollout.group[has_signal(advantages)])
+    leaf = torch.nonzero(torch.isin(rollout.group, signal) & ~advantages.leaf.isnan()).flatten()
+    return leaf, advantages.leaf[leaf]
+
+
+def group_keys(rollout: Rollout) -> Tensor:
+    """A name for each leaf's group that depends on its members alone: the smallest of their keys ->
+    (B,) int64."""
+    _, place = torch.unique(rollout.group, return_inverse=True)
+    smallest = torch.full(
+        (int(place.max()) + 1,), torch.iinfo(torch.int64).max, device=place.device
+    )
+    return smallest.scatter_reduce(0, place, rollout.leaf_key, "amin")[place]
+
+
+def softmax(logits: Tensor, unit: Tensor) -> Tensor:
+    """exp(logits) (n,) over its sum within each unit."""
+    _, place = torch.unique(unit, return_inverse=True)
+    top = torch.full_like(logits, -torch.inf).scatter_reduce(
+        0, place, logits, "amax"
+    )  # no unit may underflow as a whole
+    e = (logits - top[place]).exp()
+    return e / base.sums(e, unit)[0][place]
+
+
+def ramp(n: int, start: float, slope: float, end: float, after: int = 0) -> float:
+    """Decay after n optimizer steps: 0 up to `after`, then start + slope (n - after), at most
+    end."""
+    return 0.0 if n < after else min(start + slope * (n - after), end)

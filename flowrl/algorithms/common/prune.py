@@ -1,0 +1,131 @@
+"""BranchGRPO's pruning (arXiv:2509.06040): edges that are walked, so that leaves get rewards, but
+left out of the backward pass.
+
+Departures from the reference code: width pruning chooses children and leaves as the paper says (the
+code keeps the top half of *edges*, which share their advantage along a chain, and so drops steps).
+Depth pruning slides as `slide` says: the paper's way is later, the code's earlier.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveInt
+from torch import Tensor
+
+from flowrl.algorithms.common.base import Options
+from flowrl.types import Advantages, Plan, Rollout
+
+
+class Prune(Options):
+    """Edges of a branching plan that are not trained."""
+
+    width: Literal["none", "parent", "extremes"] = Field(
+        "none",
+        description=(
+            "After the last split: train all, of each node's children the best, or the way to a"
+            " prompt's extreme leaves."
+        ),
+    )
+    leaves: PositiveInt = Field(
+        4, description="width=extremes: as many of the best leaves and as many of the worst."
+    )
+    depth: NonNegativeInt = Field(
+        0, description="Consecutive depths left out, at or after the last split; 0: none."
+    )
+    every: PositiveInt = Field(
+        30, description="Iterations after which the depths left out move by one."
+    )
+    slide: Literal["later", "earlier"] = Field(
+        "later",
+        description=(
+            "From the last split on, and again; or from the end back to the last split, to stay."
+        ),
+    )
+
+    @property
+    def active(self) -> bool:
+        return self.width != "none" or self.depth > 0
+
+
+def pruned(
+    prune: Prune,
+    rollout: Rollout,
+    advantages: Advantages,
+    *,
+    splits: tuple[int, ...],
+    iteration: int,
+) -> Tensor:
+    """(N,) bool: transitions to leave out."""
+    assert advantages.transition is not None
+    last = max(splits)
+    depth = rollout.plan.depth.to(rollout.edge.device)[rollout.edge]
+    out = torch.zeros_like(rollout.trained)
+    if prune.depth:
+        stored = torch.unique(depth)
+        first = _first(prune, last, int(stored.max()), iteration)
+        out |= (depth >= first) & (depth < first + prune.depth)
+    if prune.width == "parent":
+        out |= (depth >= last) & ~_best_child(rollout, advantages.transition, depth, last)
+    elif prune.width == "extremes":
+        out |= (depth >= last) & ~_leads_to(
+            rollout, _extremes(advantages.leaf, rollout.group, prune.leaves)
+        )
+    return out
+
+
+def depths(plan: Plan, splits: tuple[int, ...]) -> int:
+    """Noisy steps of a branching plan from the last split on."""
+    return int(plan.depth[plan.trained].max()) + 1 - max(splits)
+
+
+def prunes_all(prune: Prune, plan: Plan, splits: tuple[int, ...]) -> bool:
+    """Whether `depth` covers every noisy step of a branching plan, and so leaves nothing to
+    train."""
+    return int(plan.depth[plan.trained].min()) >= max(splits) and prune.depth >= depths(
+        plan, splits
+    )
+
+
+def _first(prune: Prune, last: int, deepest: int, iteration: int) -> int:
+    """First depth left out at an iteration."""
+    moves = iteration // prune.every
+    reach = max(deepest + 1 - prune.depth - last, 0)
+    return last + (max(reach - moves, 0) if prune.slide == "earlier" else moves % (reach + 1))
+
+
+def _best_child(rollout: Rollout, adv: Tensor, depth: Tensor, last: int) -> Tensor:
+    """(N,) bool: at or below the best of the siblings that start at the last split."""
+    at = torch.nonzero(depth == last).flatten()
+    best: dict[int, int] = {}
+    for row, src in zip(at.tolist(), rollout.src[at].tolist(), strict=True):
+        if src not in best or adv[row] > adv[best[src]]:
+            best[src] = row
+    kept = torch.zeros_like(rollout.trained)
+    kept[torch.tensor(list(best.values()), dtype=torch.int64, device=kept.device)] = True
+    for d in range(last + 1, int(depth.max()) + 1):
+        rows = torch.nonzero((depth == d) & (rollout.parent >= 0)).flatten()
+        kept[rows] = kept[rollout.parent[rows]]
+    return kept
+
+
+def _extremes(leaf: Tensor, group: Tensor, count: int) -> Tensor:
+    """(B,) bool: the `count` highest and the `count` lowest of each group."""
+    chosen = torch.zeros(len(leaf), dtype=torch.bool, device=leaf.device)
+    for g in torch.unique(group).tolist():
+        rows = torch.nonzero((group == g) & ~torch.isnan(leaf)).flatten()
+        order = rows[leaf[rows].argsort(stable=True)]
+        chosen[order[:count]] = chosen[order[-count:]] = True
+    return chosen
+
+
+def _leads_to(rollout: Rollout, leaves: Tensor) -> Tensor:
+    """(N,) bool: transitions with one of the chosen leaves (B,) below them."""
+    out = torch.zeros_like(rollout.trained)
+    at = rollout.leaf_edge[leaves]
+    while bool((at >= 0).any()):
+        at = at[at >= 0]
+        out[at] = True
+        at = rollout.parent[at]
+    return out

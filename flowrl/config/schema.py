@@ -1,0 +1,379 @@
+"""What a run is made of: the pydantic schema holds every default once; flowrl/config/compose.py puts files
+and overrides on top of it.
+
+`load_config` returns a validated, frozen Config or raises ConfigError with every problem found, one
+a line. Model, algorithm, reward and data are independent groups in configs/; a YAML there states
+only what differs from the schema. The section `algorithm` is checked by the chosen algorithm's own
+Config, and a reward's settings by the reward itself.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+from flowrl.config.compose import one_form, options
+from flowrl.runtime import registry
+
+Guidance = float | Literal["none", "pipeline"]
+
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, values cannot change after validation."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class ModelConfig(Section):
+    source: str = Field(
+        "shapes-sd3", description="An embedded model, a folder in diffusers layout, or a hub id."
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Type of the frozen weights; trained weights are always fp32."
+    )
+    self_check: bool = Field(
+        True,
+        description=(
+            "Compare the replayed network with the pipeline itself before training: three short"
+            " runs."
+        ),
+    )
+    pipeline: dict[str, Any] = Field(
+        {}, description="Arguments of the pipeline's call, such as height, width, num_frames."
+    )
+
+
+class SamplerConfig(Section):
+    steps: PositiveInt = Field(10, description="Denoising steps of a rollout.")
+    eta: NonNegativeFloat = Field(
+        0.7,
+        description=(
+            "Noise level of SDE steps, in the unit of the transition that the algorithm names."
+        ),
+    )
+    init_noise: Literal["sample", "group", "batch"] = Field(
+        "sample",
+        description="Which samples share the initial noise: none, those of one prompt, all.",
+    )
+    schedule: Literal["pipeline", "linear"] = Field(
+        "pipeline",
+        description="Where sigmas come from: the pipeline's own scheduler, or evenly spaced.",
+    )
+    guidance: Guidance = Field(
+        "none",
+        description="Guidance in rollouts: a scale, none (one branch), or the pipeline's setting.",
+    )
+
+
+class BatchConfig(Section):
+    prompts: PositiveInt = Field(
+        8, description="Prompts an iteration, over all processes; divides by processes x updates."
+    )
+    group: PositiveInt = Field(
+        16, description="Samples a prompt, at least 2; a multiple of the plan's leaves."
+    )
+    updates: PositiveInt = Field(1, description="Optimizer steps an iteration.")
+    micro: PositiveInt = Field(
+        64,
+        description=(
+            "Most network rows (states x guidance branches) in one forward; a cap, never an error."
+        ),
+    )
+    decode: PositiveInt = Field(32, description="Most samples decoded and scored at once.")
+    overlap: NonNegativeInt = Field(
+        0,
+        description=(
+            "Prompts sampled at a time, while the rewards of those before are computed in a thread;"
+            " 0: all, then their rewards."
+        ),
+    )
+
+
+class LoraConfig(Section):
+    rank: PositiveInt = Field(32, description="Rank of the update.")
+    alpha: PositiveFloat = Field(64, description="The update is scaled by alpha / rank.")
+    targets: list[str] | None = Field(
+        None,
+        description=(
+            "Endings of the names of adapted layers; none given: the attention projections."
+        ),
+    )
+    init: Literal["gaussian", "kaiming"] = Field(
+        "gaussian", description="Distribution of A; B starts at 0: training starts at the base."
+    )
+
+
+class DrawConfig(Section):
+    mode: Literal["once", "refill", "balance"] = Field(
+        "once",
+        description=(
+            "Sample each group once; add fresh prompts for groups whose rewards are equal (dynamic"
+            " sampling); or sample a prompt again until half a group is good and half is not"
+            " (Reinforce-Ada)."
+        ),
+    )
+    rounds: PositiveInt = Field(3, description="Most further rounds of refill or balance.")
+    spread: NonNegativeFloat = Field(
+        1e-6,
+        description=(
+            "refill: standard deviation of a group's rewards up to which they count as equal."
+        ),
+    )
+    positive: float | None = Field(
+        None,
+        description="balance: a good sample's reward exceeds this; none: the first round's median.",
+    )
+
+
+class TrainConfig(Section):
+    parts: list[Literal["denoiser"]] = Field(
+        ["denoiser"], min_length=1, description="What is trained."
+    )
+    mode: Literal["lora", "full"] = Field("lora", description="Low-rank adapters, or every weight.")
+    lora: LoraConfig = Field(LoraConfig(), description="The adapters, when mode is lora.")
+    init_lora: str | None = Field(None, description="Folder of an existing LoRA to start from.")
+    # YAML 1.1 reads a bare `no` as false
+    precision: Annotated[
+        Literal["no", "bf16", "fp16"], BeforeValidator(lambda v: "no" if v is False else v)
+    ] = Field(
+        "no",
+        description="Mixed precision of the forward: none, bf16 or fp16 with a gradient scaler.",
+    )
+    gradient_checkpointing: bool = Field(
+        False,
+        description="Recompute activations in the backward: less memory, a quarter more time.",
+    )
+
+
+class OptimizerConfig(Section):
+    lr: PositiveFloat = Field(3e-4, description="Peak learning rate of AdamW.")
+    warmup: NonNegativeInt = Field(
+        0, description="Optimizer steps over which the rate rises linearly from 0."
+    )
+    schedule: Literal["constant", "cosine", "linear"] = Field(
+        "constant", description="Course after warm-up; cosine and linear end at 0."
+    )
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="Decay of the moments.")
+    weight_decay: NonNegativeFloat = Field(1e-4, description="Decoupled weight decay.")
+    eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment.")
+    max_grad_norm: PositiveFloat = Field(
+        1.0, description="Gradients are scaled down to this global norm."
+    )
+
+
+class EmaConfig(Section):
+    decay: float = Field(
+        0.9,
+        ge=0,
+        lt=1,
+        description="Highest decay of the averaged weights, used in evaluation; 0: no averaging.",
+    )
+    every: PositiveInt = Field(8, description="Optimizer steps between two averagings.")
+
+
+class EvalConfig(Section):
+    every: NonNegativeInt = Field(
+        20,
+        description=(
+            "Iterations between evaluations on held-out prompts; 0: only before and after training."
+        ),
+    )
+    steps: PositiveInt = Field(40, description="ODE steps of an evaluation sample.")
+    solver: Literal["euler", "dpm2"] = Field(
+        "euler", description="ODE solver of an evaluation sample."
+    )
+    guidance: Guidance = Field("none", description="Guidance of the rows before and after.")
+    baseline_guidance: PositiveFloat | None = Field(
+        None, description="Adds the row 'before, guided': untrained, at this guidance."
+    )
+    images: PositiveInt = Field(
+        512, description="Samples an evaluation, spread evenly over the held-out prompts."
+    )
+    at_start: bool = Field(
+        True, description="Evaluate before the first iteration, so that the report can compare."
+    )
+    seed: Seed = Field(
+        0,
+        description=(
+            "Seed of evaluation noise; the same before and after, and independent of the run's"
+            " seed."
+        ),
+    )
+
+
+class CheckpointConfig(Section):
+    every: PositiveInt = Field(
+        50,
+        description=(
+            "Iterations between checkpoints; one is always written at the end and when stopped."
+        ),
+    )
+    keep: PositiveInt = Field(2, description="Newest checkpoints kept.")
+
+
+class StopConfig(Section):
+    kl: PositiveFloat | None = Field(
+        None,
+        description=(
+            "Stop when policy/kl exceeds this; it is measured with algorithm.kl_weight above 0."
+        ),
+    )
+    reward: float | None = Field(None, description="Stop when reward/total reaches this.")
+    hours: PositiveFloat | None = Field(
+        None, description="Stop after this time, resumed runs counted from their start."
+    )
+
+
+class GuardConfig(Section):
+    nonfinite: PositiveInt = Field(
+        5,
+        description=(
+            "Non-finite updates in a row (skipped, batch written out) before the run aborts."
+        ),
+    )
+    invalid_fraction: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="Stop when more than this share of samples has no valid reward.",
+    )
+    canaries: bool = Field(
+        True,
+        description=(
+            "Try the rewards on the first samples: batch mates, determinism, noise against spread."
+        ),
+    )
+
+
+class DataConfig(Section):
+    train: str = Field(
+        "shapes:train", description="Prompts: a .txt (one a line) or .jsonl file, or shapes:train."
+    )
+    eval: str | None = Field(
+        "shapes:eval", description="Held-out prompts, as train; none: no evaluation."
+    )
+    offline: str | None = Field(
+        None,
+        description=(
+            "Folder of `flowrl score` to train on, in place of rollouts; its prompts replace train."
+        ),
+    )
+
+    @pydantic.field_validator("train")
+    @classmethod
+    def check_train(cls, value: str) -> str:
+        if not value:
+            raise ValueError(
+                "no prompts are named; add data.train=prompts.txt (one a line), a .jsonl file, or"
+                " data=shapes"
+            )
+        return value
+
+
+class Config(Section):
+    """One run. `algorithm` is {name, **options} with the algorithm's defaults filled in; `reward`
+    is name -> {weight, **settings}."""
+
+    model: ModelConfig = Field(ModelConfig(), description="The pretrained model.")
+    algorithm: dict[str, Any] = Field({}, description="name, and the options of that algorithm.")
+    reward: dict[str, dict[str, Any]] = Field(
+        {}, description="Name -> weight, or name -> {weight, settings}."
+    )
+    data: DataConfig = Field(DataConfig(), description="Prompts.")
+    sampler: SamplerConfig = Field(SamplerConfig(), description="How rollouts are sampled.")
+    batch: BatchConfig = Field(BatchConfig(), description="How many of everything.")
+    draw: DrawConfig = Field(DrawConfig(), description="How often prompts are sampled.")
+    train: TrainConfig = Field(
+        TrainConfig(), description="What is trained, and in which precision."
+    )
+    optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW.")
+    ema: EmaConfig = Field(EmaConfig(), description="Averaged weights.")
+    eval: EvalConfig = Field(EvalConfig(), description="Held-out evaluation.")
+    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save.")
+    stop: StopConfig = Field(StopConfig(), description="When to stop before the last iteration.")
+    guard: GuardConfig = Field(GuardConfig(), description="When to give up.")
+    iterations: PositiveInt = Field(
+        100, description="Iterations: a rollout, its rewards, its updates."
+    )
+    seed: Seed = Field(
+        0, description="Every random choice of a run is a function of this and of ids."
+    )
+    output: str | None = Field(None, description="Run folder; none: runs/ and the time of day.")
+    trackers: list[str] = Field(
+        ["tensorboard"], description="Trackers of accelerate: tensorboard, wandb, trackio ..."
+    )
+
+    @pydantic.field_validator("algorithm", mode="before")
+    @classmethod
+    def check_algorithm(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            raise ValueError(
+                f"no algorithm is named; choose algorithm={'|'.join(options('algorithm'))}"
+            )
+        schema = algorithm_schema(value["name"])
+        return {"name": value["name"]} | schema.model_validate(
+            {k: v for k, v in value.items() if k != "name"}
+        ).model_dump()
+
+    @pydantic.field_validator("reward", mode="before")
+    @classmethod
+    def check_reward(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not value:
+            raise ValueError(
+                "no reward is named; choose reward=NAME of"
+                f" {', '.join(registry.choices('flowrl.rewards'))}"
+            )
+        out, problems = {}, []
+        for label, entry in one_form(value).items():
+            out[label] = entry = {"weight": 1.0} | entry
+            if ".py:" in str(entry.get("name")):  # a run resumes from any folder
+                place, _, member = entry["name"].rpartition(":")
+                entry["name"] = f"{Path(place).expanduser().resolve()}:{member}"
+            try:
+                check_reward_entry(label, entry)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
+        return out
+
+
+def check_reward_entry(label: str, entry: dict[str, Any]) -> None:
+    """Judge {weight, name (when the label is not the reward's name), **settings} without loading
+    the reward; wrong -> ValueError."""
+    from flowrl.rewards.core import reward as core_reward
+
+    weight, settings = (
+        entry["weight"],
+        {k: v for k, v in entry.items() if k not in ("weight", "name")},
+    )
+    schema = core_reward.reward_class(str(entry.get("name", label))).Settings
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ValueError(f"reward.{label}={weight!r} should be its weight, a finite number")
+    core_reward.parse(schema, settings, what=f"reward.{label}", prefix=f"reward.{label}.")
+
+
+def algorithm_schema(name: str) -> type[BaseModel]:
+    """The pydantic schema of an algorithm's options."""
+    return registry.find("flowrl.algorithms", name, what="algorithm").ALGORITHM.Config

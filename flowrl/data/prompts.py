@@ -1,0 +1,121 @@
+"""Prompts: a text file, JSONL, or the embedded shapes world; which ones an iteration sees is a
+function of (seed, iteration)."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.runtime.registry import did_you_mean
+from flowrl.samplers import keys
+from flowrl.types import PromptBatch
+
+Prompts = list[dict[str, Any]]  # each {"prompt": text, **meta}
+
+
+WORLDS = {
+    "shapes": "flowrl.shapes.prompts",
+    "geneval": "flowrl.data.geneval",
+    "ocr": "flowrl.data.ocr",
+}
+
+
+def load_prompts(source: str) -> Prompts:
+    """Prompts of a .txt file (one a line; blank lines are skipped), a .jsonl file ({"prompt": ...,
+    **meta} a line), or prompts that are generated: shapes:train|eval, geneval:train|eval,
+    ocr:train|eval.
+
+    A line's "reference" is the path of an image, from the file's folder, that joins the prompt's
+    group as one more scored member.
+
+    A missing, empty, non-UTF-8 or malformed file -> ValueError that names the file and the line or
+    byte.
+    """
+    if source.partition(":")[0] in WORLDS:
+        return _generated(source)
+    path = Path(source)
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ValueError(
+            f"prompt file {path} does not exist; give a .txt file with one prompt a line, or a"
+            " .jsonl file"
+        ) from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(
+            f"prompt file {path} is not UTF-8: byte {error.start}, in line {line}; save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"prompt file {path} cannot be read: {error.strerror}") from None
+    lines = [
+        (number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()
+    ]
+    if not lines:
+        raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
+    if path.suffix in (".jsonl", ".json"):
+        entries = [_entry(line, f"prompt file {path}, line {number}") for number, line in lines]
+        return [
+            (
+                e | {"reference": str(path.parent / e["reference"])}
+                if isinstance(e.get("reference"), str)
+                else e
+            )
+            for e in entries
+        ]
+    return [{"prompt": line} for _, line in lines]
+
+
+def batch(prompts: Prompts, *, iteration: int, size: int, seed: int) -> PromptBatch:
+    """The `size` prompts of an iteration, counted from 0. An epoch is a shuffle by (seed, epoch)
+    cut into whole batches.
+
+    A function of its arguments, so a resumed run continues with the prompts it would have seen. No
+    prompt is twice in a batch; the remainder of an epoch, another one each time, is left out. ids
+    are places in `prompts`. More than there are -> ValueError.
+    """
+    if size > len(prompts):
+        raise ValueError(
+            f"batch.prompts={size} is more than the {len(prompts)} prompts of data.train; try"
+            f" {len(prompts)} or add prompts"
+        )
+    epoch, place = divmod(iteration, len(prompts) // size)
+    order = keys.permutation(torch.tensor(keys.key(seed, "prompts", epoch)), len(prompts))
+    return select(prompts, order[place * size : (place + 1) * size])
+
+
+def select(prompts: Prompts, ids: Tensor) -> PromptBatch:
+    """The prompts at `ids` (P,), in that order."""
+    rows = [prompts[i] for i in ids.tolist()]
+    meta = [{key: value for key, value in row.items() if key != "prompt"} for row in rows]
+    return PromptBatch(text=[row["prompt"] for row in rows], ids=ids, meta=meta)
+
+
+def _entry(line: str, where: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+    if (
+        not isinstance(entry, dict)
+        or not isinstance(entry.get("prompt"), str)
+        or not entry["prompt"].strip()
+    ):
+        raise ValueError(
+            f'{where} needs a "prompt" that is a non-empty text, as in {{"prompt": "a red circle"}}'
+        )
+    return entry
+
+
+def _generated(source: str) -> Prompts:
+    sources = {
+        f"{world}:{part}": f"{part}_prompts" for world in WORLDS for part in ("train", "eval")
+    }
+    if source not in sources:
+        raise ValueError(f'unknown data "{source}"{did_you_mean(source, sources)}')
+    return getattr(importlib.import_module(WORLDS[source.partition(":")[0]]), sources[source])()

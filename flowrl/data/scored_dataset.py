@@ -1,0 +1,169 @@
+"""A folder of `flowrl score` as the dataset of a run: images, prompts and their scores."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.data.prompts import Prompts
+from flowrl.data.scored_folder import list_of, meta_of, read_list
+from flowrl.samplers import keys
+from flowrl.types import PromptBatch
+
+LARGEST = 3.4e38  # of fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """One scored image. file: as the list names it, from the place of the list; it names the sample
+    wherever the folder lies."""
+
+    path: Path
+    file: str
+    total: float
+    scores: dict[str, float]  # by reward; NaN where one of weight 0 failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """A scored folder: distinct prompts, as flowrl.data.prompts has them, the items of each, and the
+    weights that made the totals."""
+
+    prompts: Prompts
+    items: list[list[Item]]
+    weights: dict[str, float]
+
+    @property
+    def smallest(self) -> int:
+        """Fewest items of a prompt; a group of one has no baseline but itself."""
+        return min(map(len, self.items))
+
+    @property
+    def singles(self) -> int:
+        """Prompts with a single item, whose advantage is 0 in every method that compares within
+        groups."""
+        return sum(len(items) == 1 for items in self.items)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [item.path for items in self.items for item in items]
+
+
+def load(folder: str | Path) -> Dataset:
+    """Read FOLDER/scores.jsonl, or the .jsonl list given.
+
+    A prompt's meta is what all its lines agree on. A list without "scores" has one, "total", of
+    weight 1. A missing list or image, a broken or repeated line, a number that is not finite, or
+    other rewards than in the first line -> ValueError that names file and line.
+    """
+    path = list_of(Path(folder))
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist; `flowrl score MEDIA... --prompt TEXT --reward NAME -o FOLDER`"
+            " makes a folder with one"
+        )
+    prompts: dict[str, dict[str, Any]] = {}
+    items: dict[str, list[Item]] = {}
+    weights: dict[str, float] = {}
+    seen: dict[tuple[str, str], str] = {}
+    for where, entry in read_list(path):
+        item, own, text = *_item(path.parent, where, entry), entry["prompt"]
+        weights = weights or own
+        if own != weights:
+            raise ValueError(
+                f"{where} has weights {own}, but the first line {weights}; score all media with the"
+                " same rewards"
+            )
+        before = seen.setdefault((os.path.normpath(item.path), text), where)
+        if before != where:
+            raise ValueError(f'{where} repeats {before}: "{item.file}" for the prompt "{text}"')
+        meta = meta_of(entry)
+        agreed = prompts.setdefault(text, meta)
+        prompts[text] = {
+            key: value for key, value in agreed.items() if key in meta and meta[key] == value
+        }
+        items.setdefault(text, []).append(item)
+    return Dataset(
+        prompts=[{"prompt": text, **meta} for text, meta in prompts.items()],
+        items=list(items.values()),
+        weights=weights,
+    )
+
+
+def _item(folder: Path, where: str, entry: Mapping[str, Any]) -> tuple[Item, dict[str, float]]:
+    """The image of a line, and the weights of its total: 1 for each score where none are stated."""
+    path = folder / entry["file"]
+    if not path.is_file():
+        raise ValueError(f"{where} names {path}, which does not exist")
+    total = _number(f'{where}: "total"', entry.get("total"))
+    scores = _mapping(f'{where}: "scores"', entry.get("scores", {"total": total}))
+    weights = _mapping(f'{where}: "weights"', entry.get("weights", dict.fromkeys(scores, 1.0)))
+    weights = {
+        label: _number(f'{where}: the weight of "{label}"', value)
+        for label, value in weights.items()
+    }
+    if scores.keys() != weights.keys():
+        raise ValueError(
+            f"{where} has scores of {sorted(scores)}, but weights of {sorted(weights)}; give each"
+            " score a weight"
+        )
+    unknown = {label for label, value in scores.items() if value is None and weights[label] == 0}
+    raw = {
+        label: math.nan if label in unknown else _number(f'{where}: the score "{label}"', value)
+        for label, value in scores.items()
+    }
+    return Item(path=path, file=entry["file"], total=total, scores=raw), weights
+
+
+def _mapping(what: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        raise ValueError(
+            f'{what} is {value!r}, which should hold a number a reward, as in {{"jpeg": 1.0}}'
+        )
+    return value
+
+
+def _number(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        raise ValueError(f"{what} is {value!r}, which should be a finite number")
+    return float(value)
+
+
+def gather(
+    dataset: Dataset, batch: PromptBatch, group: int, *, seed: int, iteration: int
+) -> list[list[Item]]:
+    """`group` items of each prompt, drawn without replacement; all of them where there are fewer.
+
+    A function of (seed, iteration, prompt id) and of the prompt's items: ids are places in
+    dataset.prompts.
+    """
+    drawn = []
+    for i in batch.ids.tolist():
+        items = dataset.items[i]
+        order = keys.permutation(keys.key(seed, "offline", iteration, i), len(items))
+        drawn.append([items[place] for place in order[:group].tolist()])
+    return drawn
+
+
+def references(prompts: Prompts) -> list[Path]:
+    """Reference images that prompts name, each once, for `check`."""
+    return list(
+        dict.fromkeys(
+            path
+            for prompt in prompts
+            if (path := reference_of(prompt["prompt"], prompt)) is not None
+        )
+    )
+
+
+def reference_of(text: str, meta: Mapping[str, Any]) -> Path | None:
+    path = meta.get("reference")
+    if path is not None and (not isinstance(path, str) or not path):
+        raise ValueError(
+            f'the prompt "{text}" has reference={path!r}, which should be the path of an image'
+        )
+    return None if path is None else Path(path)

@@ -1,0 +1,60 @@
+"""What checklists said about the pictures that an evaluation shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from flowrl.data.prompts import Prompts
+from flowrl.report.answers import Answers
+from flowrl.rewards import RewardSet
+from flowrl.rewards.checklist import Checklist
+from flowrl.rollouts.velocity import meta_rows
+
+
+def told(
+    rewards: RewardSet,
+    pictures: Tensor,
+    prompts: Prompts,
+    which: Sequence[int],
+    shown: Mapping[int, int],
+) -> Answers:
+    """What checklists have just answered about pictures (n, ...) of prompts[i] for i in which, as a
+    row of evaluation.json keeps it.
+
+    shown: row -> number of the image, for those that are kept. Asks nothing: of a chunk in which a
+    check broke down nothing is kept.
+    """
+    checklists = {
+        label: reward for label, reward in rewards.rewards.items() if isinstance(reward, Checklist)
+    }
+    if not checklists or not shown:
+        return {}
+    rows = torch.nonzero(
+        pictures.flatten(1).isfinite().all(1).cpu()
+    ).flatten()  # the others were shown to no reward
+    texts, context = meta_rows(prompts, [which[i] for i in rows.tolist()])
+    said = {
+        label: reward.told(pictures[rows.to(pictures.device)], context)
+        for label, reward in checklists.items()
+    }
+    out: Answers = {}
+    for label, every in said.items():
+        entries = zip(rows.tolist(), texts, every or (), strict=every is not None)
+        out[label] = [
+            {"image": shown[row], "prompt": text, "said": own}
+            for row, text, own in entries
+            if row in shown
+        ]
+    return out
+
+
+def joined(parts: Iterable[Answers]) -> Answers:
+    """Those of several chunks, by number of the image."""
+    out: Answers = {}
+    for part in parts:
+        for label, entries in part.items():
+            out[label] = sorted(out.get(label, []) + entries, key=lambda entry: entry["image"])
+    return out

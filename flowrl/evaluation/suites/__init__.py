@@ -1,0 +1,1 @@
+"""Suites: models and runs side by side on a benchmark's prompts."""

@@ -1,0 +1,274 @@
+"""Sampling and scoring for evaluation suites: every prompt several times, chunk by chunk, pictures
+dropped as soon as they are scored.
+
+What a chunk gave is kept in a journal, so an evaluation that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flowrl.data.prompts import Prompts
+from flowrl.evaluation.answers import joined, told
+from flowrl.evaluation.held_out import Sampling, judged, spread_rows
+from flowrl.policy import Policy
+from flowrl.report.answers import Answers
+from flowrl.rewards import Reward, RewardSet
+from flowrl.rewards.checklist import YES, Checklist
+from flowrl.rewards.core.pictures import frames_of
+from flowrl.rewards.networks.clip import TwoTowers
+from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.log import Progress
+from flowrl.samplers import keys
+from flowrl.types import MediaContext
+
+CHUNK = 256  # images sampled at a time; more only where one prompt has more
+THUMB = 16  # pixels a side of what diversity in pixels compares
+# begins the part of a checklist that is the share of yes to one dimension's questions
+DIMENSION = "dimension/"
+
+Features = dict[str, Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """values: reading -> (P, n) fp32, NaN where one failed; diversity: kind -> (P,) mean distance
+    of a prompt's images; nfe: network rows an image, guidance branches included; answers: of
+    checklists, about the first image of a few prompts, whose places are the numbers.
+    """
+
+    values: dict[str, Tensor]
+    diversity: dict[str, Tensor]
+    nfe: int
+    answers: Answers = field(default_factory=dict)
+
+
+@torch.no_grad()
+def measure(
+    policy: Policy,
+    prompts: Prompts,
+    rewards: RewardSet,
+    sampling: Sampling,
+    *,
+    images: int,
+    journal: Journal | None = None,
+    setting: str = "",
+) -> Measured:
+    """`images` pictures of each prompt under the view that is active. Image k of prompt p has the
+    noise of (seed, p, k)."""
+    journal, ledger, features = (
+        journal or Journal(),
+        Ledger(policy.device),
+        features_of(rewards, images),
+    )
+    each, parts = max(1, CHUNK // images), []
+    with Progress(len(prompts), title=setting or "evaluate") as bar:
+        for start in range(0, len(prompts), each):
+            which = range(start, min(start + each, len(prompts)))
+            part = journal.get(setting, start)
+            if part is None:
+                part = _chunk(policy, prompts, which, rewards, sampling, images, features, ledger)
+                journal.put(setting, start, part)
+            parts.append((which, part))
+            bar.update(which.stop)
+    return Measured(
+        values=_joined([(which, part["values"]) for which, part in parts], (len(prompts), images)),
+        diversity=_joined([(which, part["diversity"]) for which, part in parts], (len(prompts),)),
+        nfe=sum(part["calls"] for _, part in parts) // (len(prompts) * images),
+        answers=joined(
+            part.get("answers", {}) for _, part in parts
+        ),  # a journal of before they were kept has none
+    )
+
+
+def _joined(parts: list[tuple[range, dict[str, Any]]], shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Chunks of rows -> whole columns; a reading that a chunk does not have (a dimension of other
+    prompts) is NaN there."""
+    out: dict[str, Tensor] = {}
+    for which, columns in parts:
+        for name, rows in columns.items():
+            out.setdefault(name, torch.full(shape, float("nan")))[which.start : which.stop] = (
+                torch.as_tensor(rows)
+            )
+    return out
+
+
+def _chunk(
+    policy: Policy,
+    prompts: Prompts,
+    which: Sequence[int],
+    rewards: RewardSet,
+    sampling: Sampling,
+    images: int,
+    features: Features,
+    ledger: Ledger,
+) -> dict[str, Any]:
+    """{"values": reading -> lists (prompts of the chunk, images), "diversity": kind -> list
+    (prompts of the chunk), "calls", "answers"}."""
+    ids = [p for p in which for _ in range(images)]
+    noise = keys.key(
+        sampling.seed, "suite", torch.tensor(ids), torch.arange(images).repeat(len(which))
+    )
+    calls, answers, chosen = policy.calls, [], spread_rows(len(prompts), len(prompts))
+    values: dict[str, Tensor] = {}
+    seen: dict[str, list[Tensor]] = {kind: [] for kind in features}
+    for rows, pictures, scored in judged(policy, prompts, ids, noise, rewards, sampling, ledger):
+        for name, value in scored.items():
+            values.setdefault(name, torch.full((len(ids),), float("nan")))[rows] = value
+        for kind, feature in features.items():
+            seen[kind].append(feature(pictures).float().cpu())
+        shown = {
+            row - rows.start: ids[row]
+            for row in range(rows.start, rows.stop)
+            if row % images == 0 and ids[row] in chosen
+        }
+        answers.append(told(rewards, pictures, prompts, ids[rows], shown))
+    return {
+        "values": {
+            name: value.view(-1, images).tolist()
+            for name, value in values.items()
+            if name != "total"
+        },
+        "diversity": {
+            kind: [spread(kind, own).item() for own in torch.cat(rows).split(images)]
+            for kind, rows in seen.items()
+        },
+        "calls": policy.calls - calls,
+        "answers": joined(answers),
+    }
+
+
+# ---------------------------------------------------------------------------
+# diversity
+
+
+def features_of(rewards: RewardSet, images: int) -> Features:
+    """What distances between a prompt's images are measured on, media -> (n, d): thumbnails, and
+    embeddings of the first CLIP, if any."""
+    if images < 2:
+        return {}
+    clips = {
+        label: reward for label, reward in rewards.rewards.items() if isinstance(reward, TwoTowers)
+    }
+    return {"pixels": thumbnails} | {
+        label: _embedding_of(reward) for label, reward in list(clips.items())[:1]
+    }
+
+
+def thumbnails(media: Tensor) -> Tensor:
+    """(n, 3, H, W) or (n, F, 3, H, W) -> (n, d): every frame at 16 x 16."""
+    return F.adaptive_avg_pool2d(frames_of(media), THUMB).reshape(len(media), -1)
+
+
+def _embedding_of(reward: TwoTowers) -> Callable[[Tensor], Tensor]:
+    def embed(media: Tensor) -> Tensor:
+        vectors = reward.pictures(frames_of(media))
+        return F.normalize(vectors.view(len(media), -1, vectors.shape[-1]).mean(1), dim=-1)
+
+    return embed
+
+
+def spread(kind: str, own: Tensor) -> Tensor:
+    """Mean distance over the pairs of (n, d): of pixels the root mean square difference, of
+    embeddings 1 - cosine."""
+    distance = torch.pdist(own)
+    return (distance / own.shape[1] ** 0.5).mean() if kind == "pixels" else (distance**2 / 2).mean()
+
+
+# ---------------------------------------------------------------------------
+# checklists
+
+
+class ByDimension(Checklist):
+    """A checklist that also reads the share of yes to each "dimension" of questions, before parents
+    zero any (DPG-Bench, UniGenBench)."""
+
+    def __init__(self, loaded: Checklist):
+        self.__dict__.update(vars(loaded))  # shares its judge
+
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
+        out = super().parts(media, prompts, context)
+        assert context is not None and context.meta is not None
+        for i, (meta, answers) in enumerate(zip(context.meta, self.last_answers, strict=True)):
+            by_name: dict[str, list[float]] = {}
+            for question, answer in zip(self.questions(meta), answers, strict=True):
+                by_name.setdefault(question["dimension"], []).append(
+                    answer if answer != answer else float(answer >= YES)
+                )  # NaN stays
+            for name, own in by_name.items():
+                column = out.setdefault(
+                    DIMENSION + name, torch.full((len(prompts),), float("nan"), device=media.device)
+                )
+                column[i] = sum(own) / len(own)
+        return out
+
+
+def by_dimension(rewards: RewardSet) -> RewardSet:
+    """The set with its checklists read by dimension."""
+    read: dict[str, Reward] = {
+        k: ByDimension(r) if isinstance(r, Checklist) else r for k, r in rewards.rewards.items()
+    }
+    return RewardSet(rewards=read, weights=rewards.weights)
+
+
+# ---------------------------------------------------------------------------
+# journal
+
+
+@dataclass
+class Journal:
+    """What an evaluation has measured so far: a file with a line a chunk, or, without a path,
+    nothing.
+
+    key: what is measured and how; the file of another key is begun anew. A last line cut short is
+    dropped.
+    """
+
+    path: Path | None = None
+    key: str = ""
+    known: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is None:
+            return
+        lines = list(_lines(self.path))
+        if not lines or lines[0] != {"key": self.key}:
+            lines = [{"key": self.key}]
+        self.known = {(line["setting"], line["start"]): line["part"] for line in lines[1:]}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        os.replace(temporary, self.path)
+
+    def get(self, setting: str, start: int) -> dict[str, Any] | None:
+        return self.known.get((setting, start))
+
+    def put(self, setting: str, start: int, part: dict[str, Any]) -> None:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"setting": setting, "start": start, "part": part}) + "\n")
+
+    def close(self) -> None:
+        """The evaluation is finished and written elsewhere."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return

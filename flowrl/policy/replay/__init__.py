@@ -1,0 +1,1 @@
+"""A pipeline recorded, probed, and replayed as a differentiable function."""

@@ -1,0 +1,107 @@
+"""Sort the arguments of a denoiser call: which change with the batch, with the latents, with
+time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.policy.replay.arguments import RULES, Path, Time
+from flowrl.policy.replay.record import UnreplayableError
+
+
+@dataclass
+class Leaf:
+    """One argument or nested entry. axis: where the batch lies, None if shared; is_list: a Python
+    list with entries per row."""
+
+    path: Path
+    axis: int | None = None
+    is_list: bool = False
+
+
+def name(path: Path) -> str:
+    return str(path[0]) + "".join(f"[{k!r}]" for k in path[1:])
+
+
+def get(args: Any, path: Path) -> Any:
+    for key in path:
+        args = args[key]
+    return args
+
+
+def leaves(a: Any, b: Any, rows_a: int, rows_b: int, path: Path = ()) -> Iterator[Leaf]:
+    """Compare the same call recorded with rows_a and rows_b rows; an axis whose length scales with
+    the rows is the batch axis."""
+    if isinstance(a, dict) and a:
+        for key in a:
+            yield from leaves(a[key], b[key], rows_a, rows_b, (*path, key))
+    elif isinstance(a, list | tuple) and len(a) != len(b):
+        if len(a) * rows_b != len(b) * rows_a:
+            raise UnreplayableError(
+                f"argument {name(path)}: {len(a)} entries for {rows_a} prompts and {len(b)} for"
+                f" {rows_b}; no batch axis found"
+            )
+        yield Leaf(path, 0, True)
+    elif isinstance(a, list | tuple) and any(isinstance(v, Tensor) for v in a):
+        for k, (u, v) in enumerate(zip(a, b, strict=True)):
+            yield from leaves(u, v, rows_a, rows_b, (*path, k))
+    elif isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape != b.shape:
+        axes = [k for k, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
+        if len(axes) != 1 or a.shape[axes[0]] * rows_b != b.shape[axes[0]] * rows_a:
+            raise UnreplayableError(
+                f"argument {name(path)}: shape {tuple(a.shape)} for {rows_a} prompts and"
+                f" {tuple(b.shape)} for {rows_b}; no batch axis found"
+            )
+        yield Leaf(path, axes[0])
+    else:
+        yield Leaf(path)
+
+
+def differs(a: Any, b: Any) -> bool:
+    """True when two recorded values of one argument are not equal."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape != b.shape or not torch.equal(a.to(b.dtype), b)
+    if isinstance(a, list | tuple):
+        return len(a) != len(b) or any(differs(u, v) for u, v in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return any(differs(a[k], b[k]) for k in a)
+    return type(a) is not type(b) or (
+        isinstance(a, int | float | str | bool | type(None)) and a != b
+    )
+
+
+def fit_time(path: Path, values: list[Any], t: Tensor, s: Tensor, batched: bool) -> Time:
+    """The rule by which an argument follows t (J,) or sigma (J,); values: what it was at these
+    times. Elementwise affine in t or s at worst."""
+    if not all(isinstance(v, Tensor | int | float) and not isinstance(v, bool) for v in values):
+        raise UnreplayableError(
+            f"argument {name(path)} changes from step to step and is not a number; it cannot be"
+            " replayed at other times"
+        )
+    stack = torch.stack([torch.as_tensor(v).detach().cpu() for v in values])
+    dtype = (
+        stack.dtype if stack.is_floating_point() else torch.float32
+    )  # integer times: networks embed floats alike
+    exact = torch.finfo(dtype).eps * 8
+    flat = stack.double().reshape(len(values), -1)
+    if stack.ndim <= 2 and bool((flat == flat[:, :1]).all()):
+        for rule, fn in RULES.items():
+            expected = fn(t.to(dtype), s.to(dtype)).double()
+            if ((flat[:, 0] - expected).abs() <= exact * expected.abs().clamp(min=1e-3)).all():
+                return Time(path, rule, dtype)
+    row = stack.double()[:, 0] if batched and stack.ndim > 1 else stack.double()
+    for label, u in (("t", t), ("sigma", s)):
+        w = u.reshape(-1, *[1] * (row.ndim - 1))
+        a = (row[-1] - row[0]) / (u[-1] - u[0])
+        c = row[0] - a * u[0]
+        if (a * w + c - row).abs().max() <= 4 * exact * row.abs().max():
+            return Time(path, f"a * {label} + c", dtype, a, c)
+    raise UnreplayableError(
+        f"argument {name(path)} changes from step to step, but not as a function of t or sigma that"
+        " could be fitted"
+    )

@@ -1,0 +1,115 @@
+"""How a loop combines the outputs of its branches: fitted on random outputs, never on the network's
+own (equal branches would hide the weights)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.policy.replay.record import UnreplayableError
+
+
+@dataclass
+class Guidance:
+    """rule "linear": sum of weights * outputs; "norm": the same, rescaled to the conditional
+    output's norm over the last axis (true CFG of Qwen-Image); "pipeline": the pipeline combines
+    (slow). total: what equal outputs are multiplied by, +1 or -1. cond: index of the conditional
+    branch."""
+
+    rule: str
+    weights: tuple[float, ...]
+    total: float
+    cond: int
+
+    def __call__(
+        self, outs: list[Tensor], guidance: float | str, combine: Callable[[list[Tensor]], Tensor]
+    ) -> Tensor:
+        """Predictions of the branches, each (n, *L) -> prediction (n, *L)."""
+        if guidance == "none":
+            return outs[0] if self.total == 1.0 else self.total * outs[0]
+        if guidance == "pipeline" and self.rule == "pipeline":
+            return combine(outs)
+        weights = self.weights if guidance == "pipeline" else self._reweighted(float(guidance))
+        mixed = (
+            sum(w * o for w, o in zip(weights[1:], outs[1:], strict=True)) + weights[0] * outs[0]
+            if len(outs) > 1
+            else weights[0] * outs[0]
+        )
+        if self.rule != "norm":
+            return mixed
+        return mixed * (
+            outs[self.cond].norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True)
+        )
+
+    def check(self, g: float) -> None:
+        """ValueError unless the scale can be changed to g."""
+        if len(self.weights) == 1:
+            raise ValueError(
+                f"guidance={g} needs an unconditional branch, and none was recorded; load the"
+                " policy with guidance on (guidance_scale > 1, or true_cfg_scale > 1 and"
+                " negative_prompt), or use guidance='pipeline' or 'none'"
+            )
+        if self.rule == "pipeline" or len(self.weights) > 2:
+            raise ValueError(
+                f"guidance={g}: this pipeline's guidance is not u + g (c - u), so g cannot be"
+                " changed; use 'pipeline' or 'none'"
+            )
+
+    def _reweighted(self, g: float) -> tuple[float, ...]:
+        """Weights at guidance scale g; a norm-rescaled rule rescales after them."""
+        self.check(g)
+        return tuple(self.total * (g if k == self.cond else 1 - g) for k in range(2))
+
+    def describe(self) -> str:
+        if self.rule == "pipeline":
+            return "pipeline_combines(out)"
+        text = " + ".join(f"{w:g} * out[{k}]" for k, w in enumerate(self.weights)).replace(
+            "+ -", "- "
+        )
+        return f"rescale_to_norm_of(out[{self.cond}], {text})" if self.rule == "norm" else text
+
+
+def fit(samples: list[tuple[list[Tensor], Tensor]], forced: str | None) -> Guidance:
+    """samples: (outputs of each branch (n, *L), the pipeline's prediction) of several iterations;
+    forced: the rule named by a hint."""
+    outs = [torch.stack([s[0][k] for s in samples]).double() for k in range(len(samples[0][0]))]
+    pred = torch.stack([s[1] for s in samples]).double()
+    matrix = torch.stack([o.flatten() for o in outs], 1)
+    weights = torch.linalg.lstsq(matrix, pred.flatten()[:, None]).solution[:, 0]
+    total = float(torch.sign(weights.sum()))
+    if total == 0.0 or not torch.isfinite(weights).all():
+        raise UnreplayableError(
+            "guidance: the prediction does not depend on the network's outputs in a way that could"
+            " be fitted"
+        )
+    linear = ((matrix @ weights - pred.flatten()).norm() / pred.norm()).item() < 1e-4
+    if linear and forced in (None, "linear"):
+        signed = weights / total
+        return Guidance(
+            "linear", tuple(round(w, 6) for w in weights.tolist()), total, int(signed.argmax())
+        )
+    if len(outs) == 2 and forced in (None, "norm"):
+        for cond in (0, 1):
+            g = _norm_scale(outs[cond], outs[1 - cond], total * pred)
+            if g is not None:
+                pair = (g, 1 - g) if cond == 0 else (1 - g, g)
+                return Guidance("norm", tuple(total * round(w, 5) for w in pair), total, cond)
+    if forced in ("linear", "norm"):
+        raise UnreplayableError(
+            f"guidance: the hint says {forced!r}, but random outputs are not combined that way"
+        )
+    return Guidance("pipeline", tuple(weights.tolist()), total, int((weights / total).argmax()))
+
+
+def _norm_scale(c: Tensor, u: Tensor, pred: Tensor) -> float | None:
+    """g if pred = m |c| / |m| over the last axis with m = u + g (c - u), else None. From the
+    components of u and c - u across pred."""
+    unit = pred / pred.norm(dim=-1, keepdim=True)
+    across = [o - (o * unit).sum(-1, keepdim=True) * unit for o in (u, c - u)]
+    g = (-(across[0] * across[1]).sum() / across[1].square().sum()).item()
+    m = u + g * (c - u)
+    rebuilt = m * (c.norm(dim=-1, keepdim=True) / m.norm(dim=-1, keepdim=True))
+    return g if ((rebuilt - pred).norm() / pred.norm()).item() < 1e-4 else None

@@ -1,0 +1,1 @@
+"""Reports: pages, charts, grids of pictures, and tables for terminals."""

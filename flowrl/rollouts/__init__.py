@@ -1,0 +1,1 @@
+"""Rollouts: what an iteration trains on, sampled or read from files, and scored."""

@@ -1,0 +1,192 @@
+"""Rollouts from files: a scored folder in place of the sampler, and reference images as members of
+online groups.
+
+For methods that read leaves alone: such a rollout is encoded media at sigma 0, and holds no
+transition. A folder's prompts are distinct texts, each with the images that the list names for it;
+`flowrl score` makes one, and any list with "file", "prompt" and "total" serves.
+
+Nothing was sampled, so a group is what the folder has: prompts with fewer images than batch.group
+give smaller groups. A reference image is scored on its own pixels, as every file is, while sampled
+members are scored as the VAE decodes them; its leaf is what the VAE encodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowrl import types
+from flowrl.data.media import image_size, read_image
+from flowrl.data.scored_dataset import Item, reference_of
+from flowrl.policy import Policy
+from flowrl.rewards import RewardSet, concat, score
+from flowrl.samplers import keys
+from flowrl.types import MediaContext, Plan, PromptBatch, Rewards, Rollout
+
+
+def media_shape(policy: Policy) -> tuple[int, ...]:
+    """Shape of one sample that the policy decodes: (3, H, W), or (F, 3, H, W) for a video."""
+    with torch.no_grad():
+        return tuple(
+            policy.decode(torch.zeros(1, *policy.latent_shape, device=policy.device)).shape[1:]
+        )
+
+
+def check(policy: Policy, paths: Iterable[Path]) -> None:
+    """At start-up: every file is an image of the size that the policy makes, judged by its head,
+    else ValueError that names it."""
+    shape = media_shape(policy)
+    for path in paths:
+        width, height = image_size(path)
+        _check_shape(path, (3, height, width), shape)
+
+
+def _check_shape(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if len(shape) != 3:
+        raise ValueError(
+            f"{path} is an image, but the model makes videos of shape {shape} (frames, channels,"
+            " height, width)"
+        )
+    if found != shape:
+        size, expected = (f"{width}x{height}" for _, height, width in (found, shape))
+        raise ValueError(
+            f"{path} is {size} pixels, but the model makes {expected}; resize the image, or set"
+            " model.pipeline.height and width"
+        )
+
+
+@torch.no_grad()
+def _encoded(
+    policy: Policy, paths: Sequence[Path], decode: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(rows of paths, media (n, 3, H, W), x0 (n, *L) fp32) in chunks of n <= decode; outside
+    autocast, as decoding is."""
+    shape = media_shape(policy)
+    for start in range(0, len(paths), decode):
+        rows = slice(start, min(start + decode, len(paths)))
+        pictures = {path: read_image(path) for path in paths[rows]}
+        for path, picture in pictures.items():
+            _check_shape(path, tuple(picture.shape), shape)
+        media = torch.stack([pictures[path] for path in paths[rows]]).to(policy.device)
+        with torch.autocast(policy.device.type, enabled=False):
+            x0 = policy.encode_media(media).float()
+        assert x0.shape[1:] == policy.latent_shape, f"encode_media gave {tuple(x0.shape)}"
+        yield rows, media, x0
+
+
+@torch.no_grad()
+def rollout(
+    policy: Policy,
+    batch: PromptBatch,
+    items: Sequence[Sequence[Item]],
+    plan: Plan,
+    *,
+    weights: dict[str, float],
+    decode: int = 32,
+) -> tuple[Rollout, Rewards]:
+    """Items of each prompt (of `gather`) as a rollout of leaves, and their rewards as the folder
+    states them; `plan` gives noise levels.
+
+    A leaf's key is a function of its file's name and prompt, so that what a loss draws for it
+    depends on neither batch nor process.
+    """
+    flat = [(row, item) for row, group in enumerate(items) for item in group]
+    x0 = torch.cat([x0 for _, _, x0 in _encoded(policy, [item.path for _, item in flat], decode)])
+    device = x0.device
+    group = torch.tensor([row for row, _ in flat], device=device)
+    names = [keys.key("offline", item.file, batch.text[row]) for row, item in flat]
+    index, real = (
+        torch.empty(0, dtype=torch.int64, device=device),
+        torch.empty(0, dtype=torch.float64, device=device),
+    )
+    made = Rollout(
+        states=x0,
+        prompt=group,
+        state_sigma=torch.zeros(len(flat), dtype=torch.float64, device=device),
+        src=index,
+        dst=index,
+        parent=index,
+        edge=index,
+        sigma=real,
+        sigma_next=real,
+        eta=real,
+        noise_key=index,
+        log_prob=None,
+        trained=index.bool(),
+        leaf=torch.arange(len(flat), device=device),
+        leaf_edge=torch.full_like(group, -1),
+        leaf_key=torch.tensor(names, device=device),
+        group=group,
+        tree=torch.arange(len(flat), device=device),
+        plan=plan,
+        nfe=0,
+        cond=policy.encode(batch.text),
+        guidance="none",
+    )
+    raw = {
+        label: torch.tensor(
+            [item.scores[label] for _, item in flat], dtype=torch.float32, device=device
+        )
+        for label in weights
+    }
+    total = torch.tensor([item.total for _, item in flat], dtype=torch.float32, device=device)
+    return made, Rewards(raw=raw, weights=dict(weights), total=total, valid=total.isfinite())
+
+
+@torch.no_grad()
+def with_references(
+    policy: Policy,
+    rollout: Rollout,
+    batch: PromptBatch,
+    rewards: Rewards,
+    reward_set: RewardSet,
+    *,
+    decode: int = 32,
+) -> tuple[Rollout, Rewards]:
+    """One more leaf, after all others, in the group of each prompt whose meta has "reference": the
+    path of an image.
+
+    It is scored with reward_set as every member, on the image's own pixels. Other prompts' leaves
+    are as they were.
+    """
+    found = [
+        (row, path)
+        for row, meta in enumerate(batch.meta)
+        if (path := reference_of(batch.text[row], meta)) is not None
+    ]
+    if not found:
+        return rollout, rewards
+    if "group" in reward_set.needs:
+        raise ValueError(
+            "a reward that compares the members of a group cannot judge a reference image, which is"
+            " scored alone; drop one"
+        )
+    parts, states = [rewards], [rollout.states]
+    for rows, media, x0 in _encoded(policy, [path for _, path in found], decode):
+        members = [row for row, _ in found[rows]]
+        context = MediaContext(meta=[batch.meta[row] for row in members])
+        parts.append(score(media, [batch.text[row] for row in members], reward_set, context))
+        states.append(x0)
+    like = rollout.group
+    group = torch.tensor([row for row, _ in found]).to(like)
+    number = torch.arange(len(found)).to(like)
+    names = torch.tensor(
+        [keys.key("reference", path.as_posix(), batch.text[row]) for row, path in found]
+    ).to(like)
+    more = types.replace(
+        rollout,
+        states=torch.cat(states),
+        state_sigma=torch.cat(
+            [rollout.state_sigma, torch.zeros(len(found)).to(rollout.state_sigma)]
+        ),
+        prompt=torch.cat([rollout.prompt, group]),
+        leaf=torch.cat([rollout.leaf, len(rollout.states) + number]),
+        leaf_edge=torch.cat([rollout.leaf_edge, torch.full_like(group, -1)]),
+        leaf_key=torch.cat([rollout.leaf_key, names]),
+        group=torch.cat([rollout.group, group]),
+        tree=torch.cat([rollout.tree, rollout.tree.max() + 1 + number]),
+    )
+    return more, concat(parts)

@@ -1,0 +1,56 @@
+"""Rollouts cut to some leaves, and several rollouts as one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from flowrl.types import Rollout, replace
+
+
+def take(rollout: Rollout, rows: Tensor) -> Rollout:
+    """The rollout with leaves `rows` only; states and transitions stay."""
+    rows = rows.to(rollout.leaf.device)
+    return replace(
+        rollout,
+        **{
+            name: getattr(rollout, name)[rows]
+            for name in ("leaf", "leaf_edge", "leaf_key", "group", "tree")
+        },
+    )
+
+
+def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
+    """One rollout of several by the same plan; rows[i][p]: conditioning row, in the whole, of
+    prompt p of rollout i."""
+    states = transitions = trees = 0
+    parts: dict[str, list[Tensor]] = {
+        f.name: []
+        for f in dataclasses.fields(Rollout)
+        if f.name not in ("plan", "nfe", "cond", "guidance")
+    }
+    for r, at in zip(rollouts, rows, strict=True):
+        place = at.to(r.prompt.device)
+        moved = {
+            "prompt": place[r.prompt],
+            "group": place[r.group],
+            "src": r.src + states,
+            "dst": r.dst + states,
+            "leaf": r.leaf + states,
+            "parent": torch.where(r.parent < 0, -1, r.parent + transitions),
+            "leaf_edge": torch.where(r.leaf_edge < 0, -1, r.leaf_edge + transitions),
+            "tree": r.tree + trees,
+        }
+        for name, column in parts.items():
+            column.append(moved.get(name, getattr(r, name)))
+        states, transitions, trees = (
+            states + len(r.states),
+            transitions + len(r.src),
+            trees + int(r.tree.max()) + 1,
+        )
+    whole = {
+        name: None if column[0] is None else torch.cat(column) for name, column in parts.items()
+    }
+    return replace(rollouts[0], nfe=sum(r.nfe for r in rollouts), **whole)

@@ -1,0 +1,1 @@
+"""What everything stands on: log, run folder, checkpoints, processes, signals, statistics."""

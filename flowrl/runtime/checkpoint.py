@@ -1,0 +1,236 @@
+"""Checkpoints that are whole or absent: safetensors, json and a manifest of sha256, never a pickle.
+
+A checkpoint is written to a temporary folder, flushed to disk, and renamed to
+checkpoints/step-000100: a run killed at any moment leaves the previous one. `load` verifies the
+size and hash of every file before it returns a number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+META, MANIFEST = "meta.json", "manifest.json"
+
+
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, incomplete or altered; the message names the file."""
+
+
+def folder_of(run: str | Path, iteration: int) -> Path:
+    return Path(run) / "checkpoints" / f"step-{iteration:06d}"
+
+
+def save(
+    run: str | Path,
+    iteration: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    meta: Mapping[str, Any],
+    *,
+    keep: int = 2,
+) -> Path:
+    """Write checkpoints/step-<iteration> of a run atomically and remove all but the newest `keep`.
+
+    iteration: the last one finished, counted from 1. tensors: file stem -> name -> tensor on any
+    device; meta: anything json can hold.
+    A checkpoint of the same iteration is replaced. One process writes at a time. -> its folder.
+    """
+    final = folder_of(run, iteration)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in final.parent.glob(".tmp-*"):  # of a run that was killed while writing
+        shutil.rmtree(leftover)
+    temporary = final.parent / f".tmp-{final.name}"
+    temporary.mkdir()
+    for stem, group in tensors.items():
+        write_tensors(temporary / f"{stem}.safetensors", group)
+    write_synced(temporary / META, json.dumps({"iteration": iteration, **meta}, indent=1).encode())
+    files = {
+        p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)}
+        for p in sorted(temporary.iterdir())
+    }
+    write_synced(temporary / MANIFEST, json.dumps({"files": files}, indent=1).encode())
+    sync_folder(temporary)
+    if final.exists():  # a rename cannot replace a folder with files
+        remove_folder(final)
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    for stale in steps(run)[:-keep]:
+        remove_folder(stale)
+    return final
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Named tensors as one safetensors file, flushed to disk."""
+    data = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    write_synced(path, safetensors.torch.save(data))
+
+
+def steps(run: str | Path) -> list[Path]:
+    """Finished checkpoints of a run, oldest first; leftovers of interrupted writes are not
+    listed."""
+    parent = Path(run) / "checkpoints"
+    found = (
+        [p for p in parent.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)]
+        if parent.is_dir()
+        else []
+    )
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def latest(run: str | Path) -> Path:
+    """The newest checkpoint. None there -> CheckpointError."""
+    found = steps(run)
+    if not found:
+        raise CheckpointError(
+            f"{Path(run) / 'checkpoints'} holds no checkpoint; start the run anew, without --resume"
+        )
+    return found[-1]
+
+
+def load(folder: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """(tensors, meta) as given to `save`, after every file's size and hash were verified; meta also
+    holds "iteration"."""
+    folder = Path(folder)
+    manifest = _json(folder / MANIFEST).get("files")
+    if (
+        not isinstance(manifest, dict)
+        or META not in manifest
+        or not all(isinstance(e, dict) for e in manifest.values())
+    ):
+        raise CheckpointError(f"{folder / MANIFEST} is not a manifest of files; {_advice(folder)}")
+    for name, entry in manifest.items():
+        _verify(folder / name, entry)
+    tensors = {
+        Path(n).stem: safetensors.torch.load_file(folder / n)
+        for n in manifest
+        if n.endswith(".safetensors")
+    }
+    return tensors, _json(folder / META)
+
+
+def pack_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """AdamW's state as {"<parameter>/exp_avg": ...}, keyed by the parameters' names instead of
+    their order. names: name -> parameter."""
+    by_id = {id(p): name for name, p in names.items()}
+    packed = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            packed[f"{by_id[id(parameter)]}/{key}"] = torch.as_tensor(value)
+    return packed
+
+
+def unpack_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], packed: Mapping[str, Tensor]
+) -> None:
+    """Inverse of `pack_optimizer`: moments go to their parameter's device, step counts stay where
+    AdamW keeps them.
+
+    A name that is not trained now, or a moment of another shape -> CheckpointError.
+    """
+    states: dict[str, dict[str, Tensor]] = {}
+    for full, value in packed.items():
+        name, _, key = full.rpartition("/")
+        states.setdefault(name, {})[key] = value
+    unknown = sorted(states.keys() - names.keys())
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint holds optimizer state of {unknown[0]}, which is not trained by this"
+            " config"
+        )
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for name, state in states.items():
+        parameter = names[name]
+        for key, value in state.items():
+            if key != "step" and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{name}: {key} has shape {tuple(value.shape)}, the parameter"
+                    f" {tuple(parameter.shape)}"
+                )
+            state[key] = (
+                value.clone()
+                if key == "step" and not fused
+                else value.to(parameter.device, copy=True)
+            )
+        optimizer.state[parameter] = state
+
+
+def _verify(path: Path, entry: Mapping[str, Any]) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; {_advice(path.parent)}")
+    size = path.stat().st_size
+    if size != entry.get("bytes"):
+        raise CheckpointError(
+            f"{path} has {size} bytes instead of {entry['bytes']}, so it is truncated or altered;"
+            f" {_advice(path.parent)}"
+        )
+    if _sha256(path) != entry.get("sha256"):
+        raise CheckpointError(
+            f"{path} does not match its sha256, so it was altered; {_advice(path.parent)}"
+        )
+
+
+def _advice(folder: Path) -> str:
+    others = [p for p in steps(folder.parent.parent) if p != folder]
+    return (
+        f"remove {folder} to resume from {others[-1].name}"
+        if others
+        else "no other checkpoint is there to resume from"
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; {_advice(path.parent)}") from error
+    except ValueError as error:  # also non-UTF-8 bytes
+        raise CheckpointError(
+            f"{path} is not json, so it is truncated or altered; {_advice(path.parent)}"
+        ) from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a file or folder; a checkpoint is renamed first, so that a kill halfway leaves no half
+    checkpoint under its name."""
+    if path.is_dir():
+        doomed = path.with_name(f".tmp-gone-{path.name}")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+    else:
+        path.unlink()

@@ -1,0 +1,147 @@
+"""What a run says: metrics.jsonl for machines, a live bar for terminals, plain lines for files."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+logger = logging.getLogger("flowrl")
+
+
+def setup(level: str = "INFO") -> None:
+    """Send flowrl's messages to stderr through rich; of diffusers and transformers, errors only and
+    no progress bars."""
+    from rich.logging import RichHandler
+
+    _hush()
+    if not logger.handlers:
+        logger.addHandler(
+            RichHandler(console=_console(), show_path=False, show_time=False, markup=False)
+        )
+        logger.propagate = False
+    logger.setLevel(level)
+
+
+def _hush() -> list[tuple[Any, int, bool]]:
+    """Errors only and no progress bars of diffusers and transformers -> what they said before:
+    (logging, verbosity, bars)."""
+    import diffusers
+    import transformers
+
+    libraries = [library.utils.logging for library in (diffusers, transformers)]
+    before = [
+        (library, library.get_verbosity(), library.is_progress_bar_enabled())
+        for library in libraries
+    ]
+    for library in libraries:
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+    return before
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, diffusers and transformers report errors only and show no progress bars."""
+    before = _hush()
+    try:
+        yield
+    finally:
+        for library, verbosity, bars in before:
+            library.set_verbosity(verbosity)
+            if bars:
+                library.enable_progress_bar()
+
+
+class Progress:
+    """`with Progress(total) as bar: bar.update(iteration, reward=..., ...)`: a live bar on a
+    terminal, a line each few seconds elsewhere.
+
+    show: False on all but the main process.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        done: int = 0,
+        title: str = "train",
+        show: bool = True,
+        every: float = 10.0,
+    ) -> None:
+        self.total, self.done, self.title, self.every = total, done, title, every
+        self.show = show
+        self.live = show and sys.stderr.isatty()
+        self.last = -math.inf
+        self.first: tuple[float, int] | None = (
+            None  # when the first iteration here ended; what came before says nothing of the rest
+        )
+
+    def __enter__(self) -> Progress:
+        if self.live:
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                TextColumn,
+                TimeElapsedColumn,
+                TimeRemainingColumn,
+            )
+            from rich.progress import Progress as Bar
+
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+            )
+            self.bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=_console())
+            self.task = self.bar.add_task(
+                self.title, total=self.total, completed=self.done, numbers=""
+            )
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.live:
+            self.bar.stop()
+
+    def update(self, iteration: int, **numbers: float) -> None:
+        """Iterations finished so far, and the few numbers worth watching."""
+        self.done = iteration
+        if not self.show:
+            return
+        text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        if self.live:
+            self.bar.update(self.task, completed=iteration, numbers=text)
+            return
+        now = time.perf_counter()
+        self.first = self.first or (now, iteration)
+        if now - self.last >= self.every or iteration >= self.total:
+            self.last = now
+            began, start = self.first
+            left = (
+                f"  {(now - began) / (iteration - start) * (self.total - iteration):.0f} s left"
+                if iteration > start
+                else ""
+            )
+            print(
+                f"{self.title} {iteration}/{self.total}  {text}{left}", file=sys.stderr, flush=True
+            )
+
+
+def _console() -> Any:
+    """One console on stderr, shared by the bar and by messages, so that they do not overwrite each
+    other."""
+    global _shared
+    from rich.console import Console
+
+    if _shared is None:
+        _shared = Console(stderr=True)
+    return _shared
+
+
+_shared: Any = None

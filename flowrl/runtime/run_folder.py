@@ -1,0 +1,184 @@
+"""The files of a run folder: metrics, environment, what a report reads."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowrl.runtime.checkpoint import remove_folder, sync_folder, write_synced
+
+PACKAGES = (
+    "flowrl",
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "open-clip-torch",
+    "numpy",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run folder holds; empty where a file is missing, with the reason in notes."""
+
+    path: Path
+    config: str
+    metrics: list[dict[str, Any]]
+    evaluation: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def read(path: Path) -> Run:
+    """Load a run folder; ValueError if it is none or if a file in it cannot be read."""
+    path = path.resolve()
+    if not path.is_dir():
+        raise ValueError(
+            f'"{path}" is no folder; give the folder of a run, such as runs/quickstart'
+        )
+    config, metrics, evaluation = (
+        path / "config.yaml",
+        path / "metrics.jsonl",
+        path / "evaluation.json",
+    )
+    if not config.exists() and not metrics.exists():
+        raise ValueError(
+            f'"{path}" holds no run: neither config.yaml nor metrics.jsonl is there; give a folder'
+            " that flowrl train wrote"
+        )
+    notes: list[str] = []
+    return Run(
+        path=path,
+        config=config.read_text(encoding="utf-8") if config.exists() else "",
+        metrics=_lines(metrics, notes) if metrics.exists() else [],
+        evaluation=read_json(evaluation) if evaluation.exists() else {},
+        notes=notes,
+    )
+
+
+def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Objects of metrics.jsonl. A last line cut short (the run is being written) is left out and
+    noted; another bad line is an error."""
+    rows, text = [], path.read_text(encoding="utf-8").splitlines()
+    for i, line in enumerate(text, 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if i < len(text):
+                raise ValueError(
+                    f"{path}, line {i} is not JSON ({error}); the file was edited or damaged"
+                ) from error
+            notes.append(
+                f"The last line of metrics.jsonl (line {i}) is cut short and was left out."
+            )
+    return rows
+
+
+def environment() -> dict[str, str]:
+    """Versions and machine, for a run's environment.json and for this page."""
+    found = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": str(os.cpu_count()),
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A number that JSON can hold: tensors become floats, NaN and infinities null, integers
+    stay."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value
+
+
+class MetricsFile:
+    """metrics.jsonl: one object a line, one line an iteration, on disk as soon as it is written."""
+
+    def __init__(self, run: str | Path) -> None:
+        self.path = Path(run) / "metrics.jsonl"
+
+    def write(self, iteration: int, metrics: Mapping[str, Any]) -> None:
+        line = json.dumps(
+            {"iteration": iteration, **{k: plain(v) for k, v in metrics.items()}}, allow_nan=False
+        )
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object; ValueError that names it otherwise."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is not readable JSON ({error}); delete it or write it again with flowrl"
+            " evaluate"
+        ) from error
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"{path} holds a {type(value).__name__}, not an object; write it again with flowrl"
+            " evaluate"
+        )
+    return value
+
+
+def read_metrics(run: str | Path) -> list[dict[str, Any]]:
+    """Lines of a run's metrics.jsonl, oldest first; [] before the first iteration."""
+    path = Path(run) / "metrics.jsonl"
+    return (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.exists()
+        else []
+    )
+
+
+def truncate_metrics(run: str | Path, iteration: int) -> None:
+    """Forget what a run recorded after `iteration`, so that a resumed run records each iteration
+    once.
+
+    Later lines of metrics.jsonl and a half-written last one go (the file is replaced atomically),
+    and so do later samples/, told by the six digits in their names; names without digits stay.
+    Tracker logs are append-only: write later events with `purge_step=iteration + 1` (TensorBoard
+    drops the old ones).
+    """
+    run = Path(run)
+    metrics = run / "metrics.jsonl"
+    if metrics.exists():
+        kept = [
+            line
+            for line in metrics.read_bytes().splitlines(keepends=True)
+            if _iteration(line) <= iteration
+        ]
+        temporary = metrics.with_suffix(".tmp")
+        write_synced(temporary, b"".join(kept))
+        os.replace(temporary, metrics)
+        sync_folder(run)
+    for sample in (run / "samples").glob("*"):
+        number = re.search(r"\d{6,}", sample.name)
+        if number and int(number.group()) > iteration:
+            remove_folder(sample)
+
+
+def _iteration(line: bytes) -> float:
+    """Iteration of a line of metrics.jsonl; infinite when the line was cut off."""
+    try:
+        return json.loads(line)["iteration"] if line.endswith(b"\n") else float("inf")
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

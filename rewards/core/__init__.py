@@ -1,0 +1,1 @@
+"""What every reward is made of, and how samples are scored."""

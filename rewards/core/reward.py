@@ -1,0 +1,339 @@
+"""What a reward is, and how one is found by name.
+
+A reward is a module rewards/<name>.py that exposes `REWARD`, a subclass of Reward with a pydantic
+`Settings` schema. The file is the registration: nothing else has to be edited. Shared parts live in
+modules that start with "_". A function in a user's own file is one too: decorated with `reward`, it
+is named "path/to/file.py:function".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pydantic
+from torch import Tensor, nn
+
+from flowrl.runtime.registry import did_you_mean, find
+from flowrl.types import MediaContext
+
+COLUMNS = tuple(field.name for field in dataclasses.fields(MediaContext))
+ORIGINS = {  # of the others: Python code, and clients of a reward server
+    "meta": "every prompt of a data file brings it",
+    "group": "a training run brings it, for its samples of one prompt",
+}
+
+
+class RewardBug(RuntimeError):
+    """A reward broke its contract (shape, dtype, device, an unknown column). The run stops: no
+    retry would help."""
+
+
+class RewardUnavailable(RuntimeError):
+    """What a reward relies on (a server) is gone, and waiting did not help. The run stops,
+    resumable: no sample is counted as failed."""
+
+
+class Settings(pydantic.BaseModel):
+    """Base of every reward's settings: an unknown key is an error, values do not change after
+    loading."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+class Reward:
+    """Scores media for their prompts; higher is always better.
+
+    name: what the log calls it. scale: one sentence that says what a number means. needs:
+    MediaContext columns that it reads.
+    remedies: for such a column, the setting that does without it. reads: keys of each prompt's meta
+    that it cannot do without; checked before a run. reads_prompt: whether the text matters, so that
+    an empty one is refused. video: whether it takes videos; images it always takes unless it is
+    "only".
+    differentiable: whether a gradient reaches the media (as loaded: settings may decide). range:
+    the lowest and the highest score that can be, inf for an open end; None: not known. quality: it
+    is meant to put honest pictures above noise and blank ones. problem: why samples of the last
+    call failed.
+    """
+
+    Settings: ClassVar[type[Settings]] = Settings
+    name: str = ""
+    scale: str = ""
+    needs: frozenset[str] = frozenset()
+    remedies: Mapping[str, str] = {}
+    reads: frozenset[str] = frozenset()
+    reads_prompt: bool = False
+    video: Literal["yes", "no", "only"] = "yes"
+    differentiable: bool = False
+    range: tuple[float, float] | None = None
+    quality: bool = False
+    problem: str | None = None
+
+    def __init__(self, settings: Any = None):
+        """settings: an instance of this class's Settings; None: their defaults."""
+        self.settings: Any = self.Settings() if settings is None else settings
+
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
+        """media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1] -> (B,) fp32 on media's device; NaN
+        marks a sample that failed."""
+        raise NotImplementedError(f"{type(self).__name__} does not define __call__")
+
+    def complaint(self, meta: Mapping[str, Any]) -> str | None:
+        """What is wrong with what a prompt carries under the keys that this reward reads, as the
+        end of a sentence; None: nothing."""
+        return None
+
+    def parts(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> dict[str, Tensor]:
+        """Readings that evaluation shows beside the score, as eval/<label>/<part>: name -> (B,)
+        fp32. Most rewards have none."""
+        return {}
+
+    def expect(self, prompts: Sequence[str]) -> None:
+        """The texts that will be scored, as far as they are known at start-up: what there is to say
+        of them all is said once."""
+
+    def begin(self, run: Path) -> None:
+        """A training run in the folder `run` begins, or goes on; most rewards keep nothing
+        there."""
+
+    def uncached(self) -> AbstractContextManager[None]:
+        """Within it, no score or answer comes from a store of earlier ones: what asks whether a
+        reward repeats itself needs that."""
+        return nullcontext()
+
+    def to(self, device: Any) -> Reward:
+        """Move the networks among our attributes to device; free when they are there already."""
+        for value in vars(self).values():
+            if isinstance(value, nn.Module):
+                value.to(device)
+        return self
+
+    def __repr__(self) -> str:
+        return f"<reward {self.name}: {self.scale}>"
+
+
+@contextmanager
+def forgetful(holder: Any) -> Iterator[None]:
+    """holder.remembers is False inside, and as before after it: what `uncached` is made of."""
+    before, holder.remembers = holder.remembers, False
+    try:
+        yield
+    finally:
+        holder.remembers = before
+
+
+class FunctionReward(Reward):
+    """Any function (media, prompts, context) -> (B,) as a reward."""
+
+    def __init__(self, function: Callable[..., Tensor], name: str):
+        super().__init__()
+        self.function, self.name = function, name
+        self.needs = frozenset(getattr(function, "needs", ()))
+        self.scale = getattr(function, "scale", "as the function gives it")
+
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
+        return self.function(media, prompts, context)
+
+
+def reward(
+    function: Callable[..., Tensor] | None = None,
+    *,
+    scale: str = "as the function gives it",
+    needs: Iterable[str] = (),
+    reads: Iterable[str] = (),
+    reads_prompt: bool = False,
+    differentiable: bool = False,
+    range: tuple[float, float] | None = None,
+    quality: bool = False,
+) -> Any:
+    """Decorator: a function (media, prompts, context=None, *, setting=default, ...) -> (B,) is a
+    reward, and may be called as before.
+
+    Its keyword-only arguments are the reward's settings. The other arguments are attributes of
+    flowrl.rewards.Reward.
+    """
+
+    declared = {
+        "scale": scale,
+        "needs": frozenset(needs),
+        "reads": frozenset(reads),
+        "reads_prompt": reads_prompt,
+        "differentiable": differentiable,
+        "range": range,
+        "quality": quality,
+    }
+
+    def register(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        f.REWARD = _class_of(f, declared)  # type: ignore[attr-defined]
+        return f
+
+    return register if function is None else register(function)
+
+
+def _class_of(f: Callable[..., Tensor], declared: Mapping[str, Any]) -> type[Reward]:
+    signature = inspect.signature(f, eval_str=True)
+    positional = [
+        p
+        for p in signature.parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(positional) != 3:
+        raise ValueError(
+            f"{f.__name__}{signature} takes {len(positional)} positional arguments; a reward takes"
+            " (media, prompts, context=None)"
+        )
+    fields: dict[str, Any] = {
+        p.name: (
+            Any if p.annotation is p.empty else p.annotation,
+            ... if p.default is p.empty else p.default,
+        )
+        for p in signature.parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    }
+
+    def call(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
+        return f(media, prompts, context, **{key: getattr(self.settings, key) for key in fields})
+
+    schema = pydantic.create_model(f"{f.__name__}_settings", __base__=Settings, **fields)
+    own = {
+        "__call__": call,
+        "function": staticmethod(f),
+        "__doc__": f.__doc__,
+        "Settings": schema,
+        "name": f.__name__,
+    }
+    return type(f.__name__, (Reward,), {**own, **declared})
+
+
+def reward_class(name: str) -> type[Reward]:
+    """The class behind a reward's name or "file.py:function", unloaded. Unknown -> ValueError with
+    the nearest names."""
+    if ".py:" in name:
+        return _from_file(name)
+    cls = getattr(find("flowrl.rewards", name, what="reward"), "REWARD", None)
+    if not (isinstance(cls, type) and issubclass(cls, Reward)):
+        said = (
+            "exposes no REWARD"
+            if cls is None
+            else f"exposes REWARD = {cls!r}, which is no subclass of flowrl.rewards.Reward"
+        )
+        raise ValueError(f'reward "{name}": its file {said}; end it with REWARD = YourClass')
+    return cls
+
+
+def _from_file(name: str) -> type[Reward]:
+    """The class of a decorated function, or a subclass of Reward, in a user's file."""
+    place, _, member = name.rpartition(":")
+    path = Path(place).expanduser().resolve()
+    found = user_file(path, what=f'reward "{name}"')
+    cls = getattr(found.get(member), "REWARD", found.get(member))
+    if isinstance(cls, type) and issubclass(cls, Reward):
+        return cls
+    rewards = [
+        key
+        for key, value in found.items()
+        if hasattr(value, "REWARD") and getattr(value, "__module__", "") == found["__name__"]
+    ]
+    if member in found:
+        raise ValueError(f'reward "{name}": {member} is no reward; put @flowrl.reward above it')
+    raise ValueError(
+        f'reward "{name}": {path.name} has no "{member}"{did_you_mean(member, rewards)}'
+    )
+
+
+def user_file(path: Path, *, what: str) -> dict[str, Any]:
+    """What a Python file of the user's defines, by name; it runs once in a process. Missing or
+    broken -> ValueError."""
+    if not path.is_file():
+        raise ValueError(f"{what}: there is no file {path}")
+    unique = f"flowrl_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    if unique not in sys.modules:
+        spec = importlib.util.spec_from_file_location(unique, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[unique] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # whatever a user's file does when it is imported
+            del sys.modules[unique]
+            raise ValueError(
+                f"{what}: {path} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+    return vars(sys.modules[unique])
+
+
+def load(name: str, **settings: Any) -> Reward:
+    """Load reward `name` with its settings. Unknown reward or setting -> ValueError naming the
+    nearest valid ones."""
+    cls = reward_class(name)
+    checked = parse(
+        cls.Settings, settings, what=f'reward "{name}"', prefix=f"{name.rpartition(':')[2]}."
+    )
+    try:
+        return cls(checked)
+    except ImportError as error:
+        raise ValueError(
+            f'reward "{name}" needs a package that cannot be imported: {error}'
+        ) from error
+
+
+def parse(
+    schema: type[Settings], settings: Mapping[str, Any], *, what: str, prefix: str = ""
+) -> Settings:
+    """Validate settings against schema; all problems are reported together, as one ValueError.
+    prefix: what a user puts before a key."""
+    try:
+        return schema.model_validate(dict(settings))
+    except pydantic.ValidationError as error:
+        raise ValueError(
+            f"{what}: "
+            + "; ".join(_sentence(problem, schema, prefix) for problem in error.errors())
+        ) from None
+
+
+def _sentence(problem: Any, schema: type[Settings], prefix: str) -> str:
+    key = ".".join(map(str, problem["loc"])) or "settings"
+    if problem["type"] == "extra_forbidden":
+        return f'unknown setting "{key}"' + (
+            did_you_mean(key, schema.model_fields) or "; it has no settings"
+        )
+    if problem["type"] == "missing":
+        field = schema.model_fields.get(key)
+        about = f" ({field.description.rstrip('.')})" if field and field.description else ""
+        return f'the setting "{key}" is missing; give {prefix}{key}=VALUE{about}'
+    return f"{key}={problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+
+
+def check_columns(rewards: Mapping[str, Reward], columns: Iterable[str]) -> None:
+    """Every column that a reward declares must be offered; see flowrl.rewards.check_needs."""
+    offered = set(columns)
+    for label, reward in rewards.items():
+        for column in sorted(reward.needs):
+            if column not in COLUMNS:
+                raise RewardBug(
+                    f'reward "{label}" needs "{column}", which is no context'
+                    f" column{did_you_mean(column, COLUMNS)}"
+                )
+            if column not in offered:
+                have = ", ".join(sorted(offered)) or "none"
+                origin = ORIGINS.get(column, "no data file brings it")
+                remedy = f"{reward.remedies[column]}, " if column in reward.remedies else ""
+                raise ValueError(
+                    f'reward "{label}" needs the context column "{column}", which is not provided'
+                    f" (provided: {have}); {origin}: {remedy}score in Python with"
+                    f" MediaContext({column}=...), or leave this reward out"
+                )

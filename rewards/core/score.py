@@ -1,0 +1,374 @@
+"""Scoring media with several rewards at once: weighted sum, failed samples, and the errors worth
+keeping.
+
+A reward that fails for some samples must not end a run of days, and one that breaks its contract
+must not be trained on for another minute. So: NaN or inf marks a failed sample; an exception is
+retried sample by sample; a wrong shape, dtype or device is a RewardBug.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.data.prompts import Prompts
+from flowrl.rewards.core.reward import (
+    FunctionReward,
+    Reward,
+    RewardBug,
+    RewardUnavailable,
+    check_columns,
+    load,
+)
+from flowrl.types import MediaContext, Rewards
+
+Spec = Mapping[str, "float | Mapping[str, Any] | Reward | Callable[..., Tensor]"]
+
+
+class TooManyInvalid(RuntimeError):
+    """So many samples could not be scored that training on the rest would mislead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSet:
+    """Loaded rewards and their weights, by label. A reward of weight 0 is measured and logged, and
+    its failures invalidate nothing."""
+
+    rewards: dict[str, Reward]
+    weights: dict[str, float]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset().union(*(reward.needs for reward in self.rewards.values()))
+
+    def pointwise(self) -> RewardSet:
+        """Without rewards that compare the members of a group: what can judge samples of different
+        models alike."""
+        alone = {
+            label: reward for label, reward in self.rewards.items() if "group" not in reward.needs
+        }
+        return RewardSet(rewards=alone, weights={label: self.weights[label] for label in alone})
+
+    def to(self, device: Any) -> RewardSet:
+        for reward in self.rewards.values():
+            reward.to(device)
+        return self
+
+
+def load_set(spec: Spec | RewardSet) -> RewardSet:
+    """Load what a config states.
+
+    {"clip": 1.0} gives a weight; {"clip": {"weight": 0.5, "model": "ViT-B-16"}} gives settings too;
+    {"strict": {"name": "shapes", "weight": 0, ...}} gives the reward another label; a Reward or a
+    function counts with weight 1, or as {"reward": it, "weight": 0.5}.
+    """
+    if isinstance(spec, RewardSet):
+        return spec
+    if not isinstance(spec, Mapping) or not spec:
+        raise ValueError(
+            f'rewards={spec!r}: give at least one reward and its weight, for example {{"jpeg":'
+            " 1.0}"
+        )
+    rewards, weights = {}, {}
+    for label, entry in spec.items():
+        rewards[label], weights[label] = _load_entry(label, entry)
+    return RewardSet(rewards=rewards, weights=weights)
+
+
+def _load_entry(label: str, entry: Any) -> tuple[Reward, float]:
+    options = (
+        dict(entry)
+        if isinstance(entry, Mapping)
+        else {"reward": entry}
+        if callable(entry)
+        else {"weight": entry}
+    )
+    weight = options.pop("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ValueError(
+            f'reward "{label}": weight={weight!r} is not a finite number; write {label}=1.0 or'
+            f" {label}.weight=1.0"
+        )
+    reward = (
+        None if isinstance(options.get("reward"), str) else options.pop("reward", None)
+    )  # a text is a setting, as of `rank`
+    if reward is None:
+        return load(options.pop("name", label), **options), float(weight)
+    if options:
+        raise ValueError(
+            f'reward "{label}" is already loaded, so {sorted(options)} cannot be set; only'
+            ' "weight" can'
+        )
+    if hasattr(reward, "REWARD"):  # a function under @flowrl.reward
+        reward = reward.REWARD()
+    return reward if isinstance(reward, Reward) else FunctionReward(reward, label), float(weight)
+
+
+def check_needs(rewards: Spec | RewardSet, columns: Iterable[str]) -> None:
+    """At start-up: every context column that a reward declares is among columns, else ValueError
+    with reward and column."""
+    check_columns(load_set(rewards).rewards, columns)
+
+
+def score(
+    media: Tensor,
+    prompts: list[str],
+    rewards: Spec | RewardSet,
+    context: MediaContext | None = None,
+) -> Rewards:
+    """Score B samples without gradient.
+
+    media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1]. rewards: see load_set; load once and pass
+    the set when scoring often.
+    Returns Rewards on media's device: raw parts, total = sum of weight * part, NaN where a weighted
+    part (or a pixel) is not finite. Samples with pixels that are not finite are shown to no reward;
+    one that compares the members of a group sees the others.
+    """
+    media = check_media(media, prompts)
+    chosen = load_set(rewards).to(media.device)
+    context = MediaContext() if context is None else context
+    check_columns(
+        chosen.rewards, [f.name for f in fields(context) if getattr(context, f.name) is not None]
+    )
+    check_kind(chosen.rewards, media, prompts)
+    rows = _visible(media)
+    hidden = len(prompts) - len(rows)
+    errors = [f"media: {hidden} of {len(prompts)} samples hold NaN or inf pixels"] if hidden else []
+    total, raw = torch.full((len(prompts),), math.nan, device=media.device), {}
+    total[rows.to(media.device)] = 0.0
+    for label, reward in chosen.rewards.items():
+        values, problem = _evaluate(label, reward, media, prompts, context, rows)
+        raw[label] = values.masked_fill(~values.isfinite(), math.nan)
+        errors += [problem] if problem else []
+        if chosen.weights[label]:
+            total = total + chosen.weights[label] * raw[label]
+    return Rewards(
+        raw=raw, weights=dict(chosen.weights), total=total, valid=total.isfinite(), errors=errors
+    )
+
+
+@torch.no_grad()
+def readings(
+    media: Tensor, prompts: list[str], rewards: RewardSet, context: MediaContext
+) -> dict[str, Tensor]:
+    """What evaluation shows, name -> (B,) fp32: every reward, "total", and each reward's parts as
+    <label>/<part>. NaN where one failed."""
+    scored = score(media, prompts, rewards, context)
+    out = {**scored.raw, "total": scored.total}
+    visible = _visible(media)
+    for label, reward in rewards.rewards.items():
+        queue = [visible] if len(visible) else []
+        while queue:
+            rows = queue.pop()
+            part = media[rows.to(media.device)]
+            try:
+                found = reward.parts(part, [prompts[i] for i in rows], take(context, rows))
+            except RewardUnavailable:
+                raise
+            except (
+                Exception
+            ):  # `score` met it too, and counted it; NaN stays for those that fail alone
+                queue += _retry_units(reward, context, rows) if rows is visible else []
+                continue
+            for name, value in found.items():
+                column = out.setdefault(
+                    f"{label}/{name}", torch.full((len(prompts),), math.nan, device=media.device)
+                )
+                column[rows.to(media.device)] = _held(f"{label}/{name}", value, part)
+    return out
+
+
+def concat(parts: list[Rewards]) -> Rewards:
+    """Chunks of samples, scored with the same rewards, as one record."""
+    raw = {label: torch.cat([part.raw[label] for part in parts]) for label in parts[0].raw}
+    total, valid = (
+        torch.cat([part.total for part in parts]),
+        torch.cat([part.valid for part in parts]),
+    )
+    return Rewards(
+        raw=raw,
+        weights=parts[0].weights,
+        total=total,
+        valid=valid,
+        errors=[e for part in parts for e in part.errors],
+    )
+
+
+def check_valid(rewards: Rewards, limit: float = 0.05) -> None:
+    """TooManyInvalid when more than the fraction `limit` of samples is invalid, or all are; the
+    message holds the first error."""
+    bad, count = int((~rewards.valid).sum()), rewards.valid.numel()
+    if bad > limit * count or (bad and bad == count):
+        first = rewards.errors[0] if rewards.errors else "no message was kept"
+        raise TooManyInvalid(
+            f"{bad} of {count} samples could not be scored (allowed: {limit:.0%}); first error:"
+            f" {first}"
+        )
+
+
+def check_media(media: Tensor, prompts: list[str]) -> Tensor:
+    """The media without gradient; ValueError unless they are what every reward may rely on."""
+    if not isinstance(media, Tensor) or media.dtype != torch.float32:
+        got = f"{media.dtype} tensor" if isinstance(media, Tensor) else type(media).__name__
+        raise ValueError(
+            f"media is a {got}; rewards take an fp32 tensor in [0, 1] (flowrl.data.media.from_pil makes"
+            " one)"
+        )
+    if media.ndim not in (4, 5) or media.shape[-3] != 3:
+        raise ValueError(
+            f"media has shape {tuple(media.shape)}; rewards take (B, 3, H, W) images or (B, F, 3,"
+            " H, W) videos"
+        )
+    if len(prompts) != len(media):
+        raise ValueError(f"{len(media)} media but {len(prompts)} prompts; give one prompt a sample")
+    media = media.detach()
+    finite = media[media.isfinite()]
+    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+    if low < -0.01 or high > 1.01:
+        span = f"[{low:.3g}, {high:.3g}]"
+        raise ValueError(
+            f"media spans {span}; rewards take [0, 1]: (media + 1) / 2 maps from [-1, 1], media /"
+            " 255 from bytes"
+        )
+    return media
+
+
+def check_kind(rewards: Mapping[str, Reward], media: Tensor, prompts: list[str]) -> None:
+    """ValueError where a reward does not take media of this kind, or reads a prompt that is
+    empty."""
+    empty = [i for i, prompt in enumerate(prompts) if not prompt.strip()]
+    for label, reward in rewards.items():
+        if reward.video == ("no" if media.ndim == 5 else "only"):
+            takes, got = ("images", "videos") if media.ndim == 5 else ("videos", "images")
+            raise ValueError(
+                f'reward "{label}" takes {takes}, and the media are {got} of shape'
+                f" {tuple(media.shape)}; leave it out"
+            )
+        if empty and reward.reads_prompt:
+            raise ValueError(
+                f'reward "{label}" reads the prompt, and that of sample {empty[0]} is empty; give'
+                " every sample a text"
+            )
+
+
+def _visible(media: Tensor) -> Tensor:
+    """Rows, on the CPU, of samples without NaN or inf pixels."""
+    return torch.nonzero(media.flatten(1).isfinite().all(1).cpu()).flatten()
+
+
+def _evaluate(
+    label: str,
+    reward: Reward,
+    media: Tensor,
+    prompts: list[str],
+    context: MediaContext,
+    rows: Tensor,
+) -> tuple[Tensor, str | None]:
+    """(B,) values, NaN where failed and beyond `rows`, and a sentence if anything failed."""
+    values = torch.full((len(prompts),), math.nan, device=media.device)
+    if not len(rows):
+        return values, None
+    place = rows.to(media.device)
+    try:
+        values[place] = _checked(label, reward, media, prompts, context, rows)
+        failed = int((~values[place].isfinite()).sum())
+        why = f" ({reward.problem})" if reward.problem else ""
+        return values, (
+            f"{label}: NaN or inf for {failed} of {len(rows)} samples{why}" if failed else None
+        )
+    except (RewardBug, RewardUnavailable):
+        raise
+    except (
+        Exception
+        # a reward may fail in any way; the message is kept and the samples are counted as invalid
+    ) as error:
+        first = f"{label}: {type(error).__name__}: {error}"
+    for unit in _retry_units(reward, context, rows):
+        try:
+            values[unit.to(media.device)] = _checked(label, reward, media, prompts, context, unit)
+        except (RewardBug, RewardUnavailable):
+            raise
+        except Exception:  # these samples stay NaN and are counted; the chunk's message was kept
+            continue
+    failed = int((~values[place].isfinite()).sum())
+    return values, f"{first} (in a chunk of {len(rows)}; tried one at a time, {failed} failed)"
+
+
+def _retry_units(reward: Reward, context: MediaContext, rows: Tensor) -> list[Tensor]:
+    """Samples one by one; whole groups for a reward that compares the members of a group."""
+    if "group" in reward.needs and context.group is not None:
+        group = context.group.cpu()[rows]
+        return [rows[group == g] for g in group.unique()]
+    return list(rows.split(1))
+
+
+def _checked(
+    label: str,
+    reward: Reward,
+    media: Tensor,
+    prompts: list[str],
+    context: MediaContext,
+    rows: Tensor,
+) -> Tensor:
+    """Call the reward on some rows and hold it to its contract."""
+    part = media[rows.to(media.device)]
+    with torch.no_grad():
+        return _held(label, reward(part, [prompts[i] for i in rows], take(context, rows)), part)
+
+
+def _held(label: str, out: Any, media: Tensor) -> Tensor:
+    """What a reward returned for media, if it is what its contract says."""
+    expected = f"a float32 tensor of shape ({len(media)},) on {media.device}"
+    if not isinstance(out, Tensor):
+        raise RewardBug(
+            f'reward "{label}" returned a {type(out).__module__}.{type(out).__name__}; expected'
+            f" {expected}"
+        )
+    if out.shape != (len(media),) or out.dtype != torch.float32 or out.device != media.device:
+        got = (
+            f"a {str(out.dtype).removeprefix('torch.')} tensor of shape {tuple(out.shape)} on"
+            f" {out.device}"
+        )
+        raise RewardBug(f'reward "{label}" returned {got}; expected {expected}')
+    return out
+
+
+def take(context: MediaContext, rows: Tensor) -> MediaContext:
+    """The same columns for some samples."""
+    columns: dict[str, Any] = {
+        field.name: getattr(context, field.name) for field in fields(context)
+    }
+    for name, value in columns.items():
+        if value is not None:
+            columns[name] = (
+                value[rows.to(value.device)]
+                if isinstance(value, Tensor)
+                else [value[i] for i in rows]
+            )
+    return MediaContext(**columns)
+
+
+def check_meta(rewards: RewardSet, sources: dict[str, Prompts]) -> None:
+    """Every prompt carries what the rewards read of it, else ValueError naming the first that does
+    not; rewards are told all texts."""
+    for label, reward in rewards.rewards.items():
+        for source, prompts in sources.items():
+            for prompt in prompts:
+                for key in sorted(reward.reads - prompt.keys()):
+                    raise ValueError(
+                        f'reward "{label}" reads "{key}" of each prompt, which "{prompt["prompt"]}"'
+                        f" in {source} does not carry; add it to that line of a .jsonl file, or"
+                        " choose another reward"
+                    )
+                if complaint := reward.complaint(prompt):
+                    raise ValueError(
+                        f'reward "{label}": the prompt "{prompt["prompt"]}" in {source} {complaint}'
+                    )
+    texts = [prompt["prompt"] for prompts in sources.values() for prompt in prompts]
+    for reward in rewards.rewards.values() if texts else ():
+        reward.expect(texts)

@@ -1,0 +1,96 @@
+"""The picture before an edit, for rewards that judge edits: the context column `source`, or the
+image that each prompt names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from torch import Tensor
+
+from flowrl.data.media import IMAGE_SUFFIXES, read_image
+from flowrl.rewards.core.pictures import column_of
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
+from flowrl.types import MediaContext
+
+
+class Settings(Base):
+    source: Literal["column", "meta"] = pydantic.Field(
+        "column",
+        description=(
+            "Where the picture before editing is: context.source, or the image that each prompt"
+            ' names under "source".'
+        ),
+    )
+    folder: str | None = pydantic.Field(
+        None,
+        description=(
+            "source=meta: where images with relative paths are; null: the working directory."
+        ),
+    )
+
+
+class Sourced(Reward):
+    """A reward that may be shown the picture before editing; it says so once, by
+    `declare_source`."""
+
+    remedies = {
+        "source": 'set source=meta to read it from the image that each prompt names under "source"'
+    }
+
+    def declare_source(self, shown: bool, setting: str = "") -> None:
+        """shown: whether it sees the picture as it is loaded; setting: what makes it so, where it
+        does not."""
+        meta = self.settings.source == "meta"
+        if meta and not shown:
+            raise ValueError(
+                f"reward.{self.name}.source=meta would not be used: no picture before editing is"
+                f" shown without {setting}"
+            )
+        self.needs = self.needs | (
+            frozenset({"meta" if meta else "source"}) if shown else frozenset()
+        )
+        self.reads = self.reads | (frozenset({"source"}) if meta else frozenset())
+
+    def complaint(self, meta: Mapping[str, Any]) -> str | None:
+        if "source" in self.reads:
+            try:
+                self._path(meta)
+            except ValueError as error:
+                return f"has no picture before editing: {error}"
+        return super().complaint(meta)
+
+    def sources(self, media: Tensor, context: MediaContext | None) -> list[Tensor]:
+        """The picture before editing of each sample, (3, H, W) fp32 in [0, 1] on media's device;
+        files may differ in size."""
+        if self.settings.source == "column":
+            return list(column_of(context, "source", len(media)).to(media.device))
+        assert context is not None and context.meta is not None  # declared
+        paths = [self._path(meta) for meta in context.meta]
+        read = {path: _read(path).to(media.device) for path in dict.fromkeys(paths)}
+        return [read[path] for path in paths]
+
+    def _path(self, meta: Mapping[str, Any]) -> Path:
+        name = meta.get("source")
+        if not isinstance(name, str) or Path(name).suffix.lower() not in IMAGE_SUFFIXES:
+            raise ValueError(
+                f"source={name!r}, which should be the path of an image"
+                f" ({', '.join(IMAGE_SUFFIXES)})"
+            )
+        path = Path(self.settings.folder or "", name).expanduser()
+        if not path.is_file():
+            raise ValueError(
+                f"source={name}: there is no file {path}; set reward.{self.name}.folder to where"
+                " the images are"
+            )
+        return path
+
+
+def _read(path: Path) -> Tensor:
+    try:
+        return read_image(path)
+    except ValueError as error:
+        raise ValueError(f"the picture before editing {error}") from error

@@ -1,0 +1,78 @@
+"""A reward made of another one: how the inner one is named, and that what it needs, reads and
+refuses is asked of the outer one too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from flowrl.rewards.core.reward import FunctionReward, Reward, load
+
+
+def load_inner(value: Any, settings: Mapping[str, Any], *, reward: str, setting: str) -> Any:
+    """The reward that `setting` of `reward` names, loaded with its settings; in Python also a
+    loaded one, a comparator or a function."""
+    key = f"reward.{reward}.{setting}"
+    if value is None:
+        raise ValueError(
+            f"reward {reward} works on another reward: set {key} to its name, for example"
+            f" {key}=clip"
+        )
+    if isinstance(value, str):
+        return load(value, **settings)
+    if settings:
+        raise ValueError(
+            f"{key} is already loaded, so {sorted(settings)} cannot be set; leave"
+            f" {key}_settings out"
+        )
+    if hasattr(value, "REWARD"):  # a function under @flowrl.reward
+        return value.REWARD()
+    if isinstance(value, Reward) or hasattr(value, "compare"):
+        return value
+    if callable(value):
+        return FunctionReward(value, getattr(value, "__name__", setting))
+    raise ValueError(
+        f"{key}={value!r} is no reward; give a reward's name, or in Python a reward, a comparator"
+        " or a function"
+    )
+
+
+class Around(Reward):
+    """A reward that asks `inner`, which moves with it, keeps its records in the same run and says
+    why a sample failed.
+
+    Of a judge that writes, it passes on what a reply of it says (`read_reply`).
+    """
+
+    def __init__(self, settings: Any, inner: Any):
+        super().__init__(settings)
+        self.inner = inner
+        self.needs = type(self).needs | frozenset(getattr(inner, "needs", ()))
+        self.reads = frozenset(getattr(inner, "reads", ()))
+        self.reads_prompt = getattr(inner, "reads_prompt", False)
+        self.video = getattr(inner, "video", "yes")
+        self.remedies = getattr(inner, "remedies", {})
+        self.quality = getattr(inner, "quality", False)
+        if hasattr(inner, "read_reply"):
+            self.read_reply = inner.read_reply
+
+    def complaint(self, meta: Mapping[str, Any]) -> str | None:
+        return self.inner.complaint(meta) if isinstance(self.inner, Reward) else None
+
+    def expect(self, prompts: Sequence[str]) -> None:
+        if isinstance(self.inner, Reward):
+            self.inner.expect(prompts)
+
+    def begin(self, run: Path) -> None:
+        if isinstance(self.inner, Reward):
+            self.inner.begin(run)
+
+    def uncached(self) -> AbstractContextManager[None]:
+        return self.inner.uncached() if isinstance(self.inner, Reward) else super().uncached()
+
+    def to(self, device: Any) -> Reward:
+        if hasattr(self.inner, "to"):
+            self.inner.to(device)
+        return super().to(device)

@@ -1,0 +1,1 @@
+"""Judges: vision-language models behind an OpenAI-compatible server."""

@@ -1,0 +1,182 @@
+"""What rewards that ask a judge have in common: its replies as columns of scores, the frames it
+sees of a video, its prompt texts."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from flowrl.data.media import to_pil
+from flowrl.rewards.core import weights
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.judge import client
+from flowrl.rewards.judge.client import Failed, Judge, Message, picture, text
+from flowrl.rewards.judge.replies import Unreadable
+from flowrl.types import MediaContext
+
+PLACE = re.compile(
+    r"\{(?:prompt|request|instruction)?\}"
+)  # where a prompt text takes the caption: {prompt}, or {} as in some references
+Scores = dict[str, float]
+
+
+class JudgeReward(Reward):
+    """Scores that a judge states. A subclass says in `ask` what it is asked and how replies read; a
+    sample without a readable reply is NaN.
+
+    fields: what its requests hold besides the question. problem: the first failure of the last
+    call.
+    """
+
+    Settings = client.Settings
+    reads_prompt = True
+    fields: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, settings: Any = None):
+        super().__init__(settings)
+        self.judge = Judge(self.settings, reward=self.name, fields=self.fields)
+
+    def ask(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None
+    ) -> list[Scores | Failed]:
+        """For each sample its scores, "score" among them, or why there are none."""
+        raise NotImplementedError
+
+    def __call__(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None = None
+    ) -> Tensor:
+        return self.scores(self.ask(media, prompts, context), media)
+
+    def scores(self, found: Sequence[Scores | Failed], media: Tensor) -> Tensor:
+        """The "score" of every sample -> (B,) fp32, NaN where there is none; `problem` says why."""
+        self.problem = next((str(scores) for scores in found if isinstance(scores, Failed)), None)
+        return column(found, "score", media)
+
+    def uncached(self) -> AbstractContextManager[None]:
+        return self.judge.uncached()
+
+    def parts_of(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None
+    ) -> dict[str, Tensor]:
+        """The other scores, for `parts`; the judge is not asked again while its replies are
+        kept."""
+        found = self.ask(media, prompts, context)
+        names = dict.fromkeys(
+            name
+            for scores in found
+            if isinstance(scores, dict)
+            for name in scores
+            if name != "score"
+        )
+        return {name: column(found, name, media) for name in names}
+
+    def pictures(self, media: Tensor, places: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """An image (3, H, W), or frames of a video (F, 3, H, W) at these places, as parts of a
+        message."""
+        frames = (
+            media[None] if media.ndim == 3 else media if places is None else media[list(places)]
+        )
+        return [picture(self.adapted(image), self.settings.side) for image in to_pil(frames)]
+
+    def adapted(self, image: Image.Image) -> Image.Image:
+        """A picture as this judge's reference shows it."""
+        return image
+
+
+def column(found: Sequence[Scores | Failed], name: str, media: Tensor) -> Tensor:
+    """One score of every sample -> (B,) fp32 on media's device, NaN where there is none."""
+    values = [
+        scores.get(name, math.nan) if isinstance(scores, dict) else math.nan for scores in found
+    ]
+    return torch.tensor(values, dtype=torch.float32, device=media.device)
+
+
+def spaced(total: int, count: int, *, ends: bool = True) -> list[int]:
+    """Places of `count` of `total` frames, all if there are fewer: from the first to the last, or
+    every total/count-th from the first."""
+    if total <= count:
+        return list(range(total))
+    return (
+        np.linspace(0, total - 1, count).astype(int).tolist()
+        if ends
+        else [i * total // count for i in range(count)]
+    )
+
+
+def user(*parts: dict[str, Any]) -> Message:
+    return {"role": "user", "content": list(parts)}
+
+
+def filled(template: str, prompt: str) -> str:
+    """The prompt at every {prompt} (or {}, {request}, {instruction}) of a text; braces that mean
+    something else stay."""
+    return PLACE.sub(lambda _: prompt, template)
+
+
+def interleaved(
+    template: str, prompt: str, pictures: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The parts of a text with a picture at every <image>. A prompt that holds "<image>" itself
+    stays text."""
+    pieces = template.split("<image>")
+    parts = [text(filled(pieces[0], prompt))]
+    for shown, piece in zip(pictures, pieces[1:], strict=True):
+        parts += [shown, text(filled(piece, prompt))]
+    return [part for part in parts if part.get("text") != ""]
+
+
+def read_template(
+    path: str | None,
+    *,
+    reward: str,
+    setting: str,
+    origin: str,
+    sha256: Sequence[str] = (),
+    places: bool = True,
+    images: int | None = None,
+) -> str:
+    """A judge's prompt text from a user's file. sha256: prefixes of the texts it may be; none: any
+    text will do.
+
+    places: it must say where the caption goes. images: so many <image> marks it must have.
+    """
+    found = _first_that_fits(path, sha256 or ("",), reward=reward, setting=setting, origin=origin)
+    name = f"reward.{reward}.{setting}={path}"
+    if places and not PLACE.search(found):
+        raise ValueError(f"{name} does not say where the caption goes: write {{prompt}} there")
+    if images is not None and (marks := found.count("<image>")) != images:
+        raise ValueError(
+            f"{name} has {marks} <image> marks; {images} pictures are shown, so write <image>"
+            f" {images} times"
+        )
+    return found
+
+
+def _first_that_fits(path: str | None, sha256: Sequence[str], **said: str) -> str:
+    for last, prefix in enumerate(sha256, 1 - len(sha256)):
+        try:
+            return weights.template(path, sha256=prefix, **said)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"reward.{said['reward']}.{said['setting']}={path} is no text file: {error}"
+            ) from error
+        except ValueError:
+            if last == 0:
+                raise
+    raise AssertionError("no sha256")
+
+
+def needed(found: Mapping[str, float], names: Sequence[str], reply: str) -> list[float]:
+    """These scores; a missing one -> Unreadable."""
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise Unreadable(f"no {', '.join(missing)} score in the reply {reply[:80]!r}")
+    return [found[name] for name in names]

@@ -1,0 +1,178 @@
+"""A Bradley-Terry head on CLIP features (Bradley & Terry 1952; on pictures ImageReward,
+arXiv:2304.05977, and per aspect VisionPrefer, arXiv:2404.15100): P(a is preferred to b) =
+sigmoid(score(a) - score(b)), one score for each aspect.
+
+The published models tune a whole vision-language backbone; here it stays frozen, and a linear layer
+or a small network learns from its embeddings. A head is a folder: config.json (`HeadConfig`) and
+head.safetensors. scripts/embedded/train_preference.py makes one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flowrl.rewards.clip import Clip
+from flowrl.rewards.clip import Settings as ClipSettings
+from flowrl.rewards.core.reward import Settings, parse
+from flowrl.rewards.core.weights import fill, tensors
+from flowrl.shapes import clip as shapes_clip
+
+CONFIG, WEIGHTS = "config.json", "head.safetensors"
+EMBEDDED = shapes_clip.FOLDER.parent / "preference"
+
+
+class HeadConfig(Settings):
+    """What config.json holds."""
+
+    aspects: list[str] = pydantic.Field(
+        min_length=1, description="Names of the scores, in the order of the head's outputs."
+    )
+    model: str = pydantic.Field("shapes", description='As clip.model; "shapes": the embedded CLIP.')
+    pretrained: str | None = pydantic.Field(
+        None, description="As clip.pretrained; null where the model has its own weights."
+    )
+    width: int = pydantic.Field(ge=1, description="Length of the model's embeddings.")
+    features: list[Literal["image", "product", "text"]] = pydantic.Field(
+        ["image", "product"],
+        min_length=1,
+        description=(
+            "Inputs: the picture's embedding, its product with the prompt's (which adds up to the"
+            " cosine), the prompt's embedding."
+        ),
+    )
+    hidden: int = pydantic.Field(
+        0, ge=0, description="Width of a hidden layer; 0: the head is linear."
+    )
+    notes: dict[str, Any] = pydantic.Field(
+        {}, description="How it was trained and how well it does; nothing reads it."
+    )
+
+
+class Head(nn.Module):
+    """Embeddings of pictures and their prompts -> scores, in log-odds; of a linear head, over the
+    average training picture."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, config: HeadConfig):
+        super().__init__()
+        self.features, self.width = tuple(config.features), config.width
+        dim, outputs = config.width * len(config.features), len(config.aspects)
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("std", torch.ones(dim))
+        layers = [nn.Linear(dim, config.hidden), nn.GELU()] if config.hidden else []
+        self.layers = nn.Sequential(*layers, nn.Linear(config.hidden or dim, outputs, bias=False))
+
+    def inputs(self, image: Tensor, text: Tensor) -> Tensor:
+        """image, text: (n, width), of length 1 each -> (n, dim)."""
+        parts = {"image": image, "product": image * text, "text": text}
+        return torch.cat([parts[name] for name in self.features], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, dim) -> (n, aspects)."""
+        return self.layers((x - self.mean) / self.std)
+
+
+class Backbone(Clip):
+    """The towers of the clip reward and its way from pictures to the network, for their
+    embeddings."""
+
+    name = "preference"
+
+    def __init__(
+        self, model: str, pretrained: str | None = None, *, rounding: bool = True, chunk: int = 64
+    ):
+        """model: as clip.model, or "shapes" for the embedded CLIP."""
+        name = shapes_clip.SOURCE if model == "shapes" else model
+        if pretrained is None and ":" not in name and "/" not in name:
+            raise ValueError(
+                f'the CLIP "{model}" needs weights: give pretrained=TAG or a file, or a model with'
+                " weights of its own"
+            )
+        super().__init__(
+            ClipSettings(model=name, pretrained=pretrained, rounding=rounding, chunk=chunk)
+        )
+        with torch.no_grad():
+            self.width = self.towers.text([model], "cpu").shape[-1]
+
+
+def loss(difference: Tensor, preference: Tensor) -> Tensor:
+    """-p log sigmoid(d) - (1 - p) log sigmoid(-d), mean over what is not NaN -> ().
+
+    difference d: score(a) - score(b); preference p: 1 where a was preferred, 0 where b was, 0.5 a
+    tie, NaN where nobody was asked.
+    """
+    asked = ~preference.isnan()
+    return F.binary_cross_entropy_with_logits(difference[asked], preference[asked])
+
+
+def fit(
+    head: Head, a: Tensor, b: Tensor, preference: Tensor, *, l2: float = 0.01, steps: int = 200
+) -> float:
+    """Fit the head to pairs, in place -> the loss at the end (with the penalty), all aspects
+    together.
+
+    a, b: (N, dim) of `Head.inputs`; preference: (N, aspects) as in `loss`. l2: weight of the sum of
+    squared weights.
+    Inputs are standardised by the pairs' own mean and deviation; full-batch L-BFGS, so that the
+    same pairs give the same head.
+    """
+    with torch.no_grad():
+        x = torch.cat([a, b])
+        head.mean.copy_(x.mean(0))
+        head.std.copy_(x.std(0).clamp_min(1e-6))
+    weights = [p for p in head.layers.parameters() if p.ndim == 2]
+    optimizer = torch.optim.LBFGS(
+        head.layers.parameters(), max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-6
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        total = loss(head(a) - head(b), preference) + l2 * sum(w.square().sum() for w in weights)
+        total.backward()
+        return total
+
+    return optimizer.step(closure).item()
+
+
+def save_head(head: Head, config: HeadConfig, folder: str | Path) -> None:
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {key: value.contiguous() for key, value in head.state_dict().items()}, str(folder / WEIGHTS)
+    )
+    (folder / CONFIG).write_text(json.dumps(config.model_dump(), indent=2) + "\n")
+
+
+def load_head(folder: Path) -> tuple[Head, HeadConfig]:
+    """What `save_head` wrote; anything else -> ValueError that names the file and what is wrong
+    with it."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} holds no {CONFIG}; give a folder that scripts/embedded/train_preference.py wrote"
+        )
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(
+            f"{folder} holds a {CONFIG} and no {WEIGHTS}; copy both files that"
+            " scripts/embedded/train_preference.py wrote"
+        )
+    config = parse(
+        HeadConfig, found if isinstance(found, Mapping) else {"config": found}, what=str(path)
+    )
+    return fill(Head(config), tensors(folder / WEIGHTS), path=folder / WEIGHTS), config  # type: ignore[return-value]

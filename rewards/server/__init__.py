@@ -1,0 +1,1 @@
+"""Rewards behind HTTP: the service and what the client reward shares with it."""

@@ -1,0 +1,122 @@
+"""Scores that were already paid for, by the content of what was scored: a run that is resumed does
+not ask for them again.
+
+One JSON line a score, {"key": sha256 in hex, "score": number}, appended in one write per batch:
+what a killed process had received is there, and several processes may share the file. Python writes
+a float so that it reads back as the same float. A line that was torn by a kill is skipped, and so
+is an empty one, which a process leaves that looked at the end of the file while another one wrote.
+Failed samples are not kept: they are tried again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flowrl.rewards.server.wire import meta_text
+
+
+class Journal:
+    """Key -> score, on disk without limit, in memory the newest `keep`. Safe to use from
+    threads."""
+
+    def __init__(self, path: str | Path, *, keep: int = 200_000):
+        """path: made when the first score comes. A file of something else -> ValueError."""
+        self.path, self.keep = Path(path), keep
+        self.lock = threading.Lock()
+        self.scores: dict[str, float] = {}
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as file:
+            lines = deque(file, maxlen=keep)
+        for line in lines:
+            if (entry := _entry(line)) is not None:
+                self.scores[entry[0]] = entry[1]
+        if lines and not self.scores and lines[0].endswith(b"\n"):
+            raise ValueError(
+                f"{self.path} is no journal of scores: none of its lines holds a key and a score;"
+                " name another file"
+            )
+
+    def get(self, key: str) -> float | None:
+        return self.scores.get(key)
+
+    def add(self, scores: Mapping[str, float]) -> None:
+        """Keep some more. They are in the file, though not yet forced to the disk, when this
+        returns."""
+        if not scores:
+            return
+        text = "".join(
+            json.dumps({"key": key, "score": score}) + "\n" for key, score in scores.items()
+        )
+        with self.lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab+", buffering=0) as file:
+                file.write((b"" if _ends_a_line(file) else b"\n") + text.encode())
+            self.scores |= scores
+            while len(self.scores) > self.keep:
+                del self.scores[next(iter(self.scores))]
+
+
+def keys(version: str, media: Tensor, prompts: list[str], columns: Mapping[str, Any]) -> list[str]:
+    """sha256 of what the score of each sample depends on -> B hex texts.
+
+    version: of the reward and its settings. media: (B, ...) on CPU. columns: those that the reward
+    needs (columns_of). With a column "group" a score depends on the whole group, in order.
+    """
+    own = []
+    for i, prompt in enumerate(prompts):
+        parts = [version.encode(), prompt.encode(), *_tensor(media[i])]
+        for name, column in columns.items():
+            if name != "group":
+                parts += [
+                    name.encode(),
+                    *(
+                        _tensor(column[i])
+                        if isinstance(column, Tensor)
+                        else (meta_text(column[i]).encode(),)
+                    ),
+                ]
+        own.append(_hash(*parts))
+    if "group" not in columns:
+        return own
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(columns["group"].tolist()):
+        members.setdefault(group, []).append(i)
+    out = dict.fromkeys(range(len(own)), "")
+    for rows in members.values():
+        whole = "".join(own[i] for i in rows).encode()
+        out |= {i: _hash(whole, str(place).encode()) for place, i in enumerate(rows)}
+    return list(out.values())
+
+
+def _hash(*parts: bytes) -> str:
+    """Of the parts' own hashes, so that no two lists of parts run together."""
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def _tensor(row: Tensor) -> tuple[bytes, bytes]:
+    return f"{row.dtype} {tuple(row.shape)}".encode(), row.contiguous().numpy().tobytes()
+
+
+def _entry(line: bytes) -> tuple[str, float] | None:
+    try:
+        record = json.loads(line)
+        return str(record["key"]), float(record["score"])
+    except (ValueError, TypeError, KeyError):  # torn, or two torn ones run together
+        return None
+
+
+def _ends_a_line(file: Any) -> bool:
+    if file.seek(0, os.SEEK_END) == 0:
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

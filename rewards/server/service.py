@@ -1,0 +1,318 @@
+"""Rewards behind HTTP: `flowrl serve jpeg` on one side, reward=remote on the other.
+
+GET /health (open to all), GET /version and POST /score; the records are in rewards/server/wire.py. One
+thread scores, because rewards need not be safe in several. Requests that wait together, with media
+of one size and without a column "group", are scored as one batch of at most `max_batch` samples:
+batch mates do not change a score, but for the last bits of a network's sums, and max_batch=1 keeps
+every request to itself. What fails in one request fails there alone.
+
+This file imports neither diffusers nor transformers, so that an environment with other versions of
+them, or none, can serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import threading
+from collections import deque
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pydantic
+import torch
+from torch import Tensor
+
+from flowrl.rewards import RewardSet, RewardUnavailable, score
+from flowrl.rewards.core.reward import check_columns
+from flowrl.rewards.core.score import check_kind, check_media
+from flowrl.rewards.server import wire
+from flowrl.runtime.registry import did_you_mean
+from flowrl.types import MediaContext
+
+
+class Gate:
+    """Lets bytes in while those inside stay within a limit, or when nothing is inside; others wait
+    in the order they came."""
+
+    def __init__(self, limit: float):
+        self.limit, self.inside = limit, 0
+        self.turn, self.changed = asyncio.Lock(), asyncio.Condition()
+
+    @asynccontextmanager
+    async def hold(self, amount: int) -> AsyncIterator[None]:
+        async with self.turn, self.changed:
+            await self.changed.wait_for(
+                lambda: self.inside == 0 or self.inside + amount <= self.limit
+            )
+            self.inside += amount
+        try:
+            yield
+        finally:
+            async with self.changed:
+                self.inside -= amount
+                self.changed.notify_all()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """One request, unpacked. B samples."""
+
+    id: str
+    reward: str | None  # None: the weighted total
+    media: Tensor  # (B, 3, H, W) or (B, F, 3, H, W) fp32
+    prompts: list[str]
+    context: MediaContext
+    future: Future[wire.Answer] = field(default_factory=Future)
+
+    @property
+    def kind(self) -> tuple:
+        """Jobs of one kind may share a batch."""
+        tensors = [(name, getattr(self.context, name)) for name in wire.TENSORS]
+        shapes = [
+            (name, column.dtype, column.shape[1:]) for name, column in tensors if column is not None
+        ]
+        return self.reward, self.media.shape[1:], self.context.meta is None, *shapes
+
+
+class Service:
+    """What the HTTP handlers call: limits, and one thread that scores. max_mb: of a request, as
+    JSON and unpacked."""
+
+    def __init__(
+        self, rewards: RewardSet, *, max_mb: float, max_batch: int, device: str | None = None
+    ):
+        self.device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.rewards = rewards.to(self.device)
+        self.max_mb, self.max_batch = max_mb, max_batch
+        self.about = wire.about(
+            rewards.rewards,
+            rewards.weights,
+            flowrl=importlib.metadata.version("flowrl"),
+            max_mb=max_mb,
+        )
+        self.arriving, self.unpacked = Gate(2e6 * max_mb), Gate(2e6 * max_mb)
+        self.scored = 0
+        self.jobs: deque[Job] = deque()
+        self.changed, self.closed = threading.Condition(), False
+        self.thread = threading.Thread(target=self._work, name="scoring", daemon=True)
+        self.thread.start()
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+        self.thread.join()
+
+    def check_size(self, size: int, what: str) -> None:
+        if size > self.max_mb * 1e6:
+            raise wire.TooLarge(
+                f"a request may have {self.max_mb:g} MB, and this one has {size / 1e6:.1f} MB"
+                f" {what}; send fewer samples at once, or serve with a larger --max-mb"
+            )
+
+    def read(self, body: bytes) -> wire.Question:
+        """The request in a body, sizes checked, nothing unpacked yet."""
+        try:
+            question = wire.Question.model_validate_json(body)
+        except pydantic.ValidationError as error:
+            raise ValueError(_sentence(error)) from None
+        if len(question.prompts) > wire.MAX_SAMPLES:
+            raise wire.TooLarge(
+                f"a request may have {wire.MAX_SAMPLES} samples, and this one has"
+                f" {len(question.prompts)}; send several"
+            )
+        self.check_size(question.nbytes, "unpacked")
+        return question
+
+    def job(self, question: wire.Question) -> Job:
+        """Unpacked, and held to what the rewards take."""
+        rewards = self._chosen(question.reward).rewards
+        columns: dict[str, Any] = {"meta": question.meta}
+        for name in wire.TENSORS:
+            record = getattr(question, name)
+            columns[name] = None if record is None else wire.unpack(record)
+        columns["group"] = None if question.group is None else torch.tensor(question.group)
+        given = {name: column for name, column in columns.items() if column is not None}
+        for name, column in given.items():
+            if (
+                column.shape[:1] != (len(question.prompts),)
+                if isinstance(column, Tensor)
+                else len(column) != len(question.prompts)
+            ):
+                raise ValueError(
+                    f'"{name}" should have one row for each of the {len(question.prompts)} prompts'
+                )
+        media = check_media(wire.unpack(question.media), question.prompts)
+        check_columns(rewards, given)
+        check_kind(rewards, media, question.prompts)
+        context = MediaContext(**columns)
+        return Job(
+            id=question.id,
+            reward=question.reward,
+            media=media,
+            prompts=question.prompts,
+            context=context,
+        )
+
+    def submit(self, job: Job) -> Future[wire.Answer]:
+        with self.changed:
+            self.jobs.append(job)
+            self.changed.notify()
+        return job.future
+
+    def _chosen(self, label: str | None) -> RewardSet:
+        if label is None:
+            return self.rewards
+        if label not in self.rewards.rewards:
+            raise ValueError(
+                f'reward "{label}" is not served{did_you_mean(label, self.rewards.rewards)}'
+            )
+        return RewardSet(rewards={label: self.rewards.rewards[label]}, weights={label: 1.0})
+
+    def _work(self) -> None:
+        while batch := self._next():
+            self._answer([job for job in batch if job.future.set_running_or_notify_cancel()])
+
+    def _next(self) -> list[Job]:
+        """The job that waited longest and others that can share its batch; none: closed."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.jobs or self.closed)
+            if self.closed:
+                return []
+            first = self.jobs.popleft()
+            batch, size = [first], len(first.prompts)
+            for job in list(self.jobs) if first.context.group is None else []:
+                if (
+                    job.context.group is None
+                    and size + len(job.prompts) <= self.max_batch
+                    and job.kind == first.kind
+                ):
+                    self.jobs.remove(job)
+                    batch.append(job)
+                    size += len(job.prompts)
+            return batch
+
+    def _answer(self, jobs: list[Job]) -> None:
+        if not jobs:
+            return
+        try:
+            answers = self._score(jobs)
+        except (
+            Exception
+        ) as error:  # whatever a reward raises belongs to the requests, and the thread must live
+            if len(jobs) == 1:
+                jobs[0].future.set_exception(error)
+                return
+            for job in jobs:
+                self._answer([job])
+            return
+        for job, answer in zip(jobs, answers, strict=True):
+            job.future.set_result(answer)
+
+    def _score(self, jobs: list[Job]) -> list[wire.Answer]:
+        rewards = self._chosen(jobs[0].reward)
+        media, prompts = (
+            torch.cat([job.media for job in jobs]),
+            [prompt for job in jobs for prompt in job.prompts],
+        )
+        context = _joined([job.context for job in jobs])
+        whole = score(media.to(self.device), prompts, rewards, context)
+        self.scored += len(prompts)
+        parts, total = (
+            {label: _plain(column) for label, column in whole.raw.items()},
+            _plain(whole.total),
+        )
+        errors: list[str | None] = [None] * len(prompts)
+        failed = [
+            i for i in range(len(prompts)) if any(column[i] is None for column in parts.values())
+        ]
+        for i in failed:
+            alone = whole
+            if context.group is None and len(prompts) > 1:
+                try:
+                    alone = score(
+                        media[i : i + 1].to(self.device),
+                        prompts[i : i + 1],
+                        rewards,
+                        _row(context, i),
+                    )
+                except (
+                    RewardUnavailable
+                ):  # what the reward relies on is there if it answered for another sample
+                    if len(failed) == len(prompts):
+                        raise
+            errors[i] = "; ".join(alone.errors) or "it failed once, and not when it was tried again"
+        answers, start = [], 0
+        for job in jobs:
+            rows = slice(start, start := start + len(job.prompts))
+            own = {label: column[rows] for label, column in parts.items()}
+            answers.append(
+                wire.Answer(
+                    id=job.id,
+                    version=self.about.version,
+                    scores=total[rows],
+                    parts=own,
+                    errors=errors[rows],
+                )
+            )
+        return answers
+
+
+def _joined(contexts: list[MediaContext]) -> MediaContext:
+    """The columns of jobs of one kind, one after the other."""
+    first = contexts[0]
+    tensors = {
+        name: torch.cat([getattr(c, name) for c in contexts])
+        for name in wire.TENSORS
+        if getattr(first, name) is not None
+    }
+    return MediaContext(
+        meta=None if first.meta is None else [row for c in contexts for row in c.meta or []],
+        group=first.group,
+        **tensors,
+    )
+
+
+def _row(context: MediaContext, i: int) -> MediaContext:
+    """Of a context without groups."""
+    tensors = {
+        name: getattr(context, name)[i : i + 1]
+        for name in wire.TENSORS
+        if getattr(context, name) is not None
+    }
+    return MediaContext(meta=None if context.meta is None else context.meta[i : i + 1], **tensors)
+
+
+def _plain(column: Tensor) -> list[float | None]:
+    """NaN -> None."""
+    return [value if value == value else None for value in column.tolist()]
+
+
+def _sentence(error: pydantic.ValidationError) -> str:
+    """The first problem of a request."""
+    problem = error.errors(include_url=False)[0]
+    place, said = (
+        ".".join(str(part) for part in problem["loc"]),
+        problem["msg"][:1].lower() + problem["msg"][1:],
+    )
+    if problem["type"] == "json_invalid":
+        return f"the body is no JSON: {said}"
+    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
+        return f'unknown key "{place}"{did_you_mean(place, wire.Question.model_fields)}'
+    if problem["loc"][:1] in [(name,) for name in ("media", *wire.TENSORS)]:
+        return (
+            f'{problem["loc"][0]} should be {{"png": [...]}} or {{"dtype": ..., "shape": ...,'
+            ' "data": ...}, see docs/rewards/serving.md'
+        )
+    return f"{place or 'the body'}: {said}"
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={name} cannot be used: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,1 @@
+"""What the transitions share."""

@@ -1,0 +1,324 @@
+"""Train a Bradley-Terry head on the CLIP features of pairs of pictures; flowrl.rewards'
+`preference` loads it.
+
+    python scripts/embedded/train_preference.py fit pairs.jsonl --out my_head --model ViT-L-14-quickgelu
+    --pretrained openai
+    flowrl train reward=preference reward.preference.weights=my_head
+    reward.preference.aspect=quality
+
+    python scripts/embedded/train_preference.py shapes --work runs/preference      # draws pairs with
+    shapes-sd3 and plays the annotator
+    python scripts/embedded/train_preference.py fit runs/preference/pairs.jsonl --out
+    flowrl/shapes/weights/preference --hidden 16
+
+A line of a pairs file is {"prompt": text, "a": path, "b": path, "<aspect>": preference, ...}. Paths
+are relative to the file; a preference is the share of votes for a, from 0 to 1 (1: a is better, 0:
+b), or "tie" for 0.5; every other key but "id" and "combination" names an aspect, and a pair may
+lack some. Whole prompts are held out, a share of --held-out chosen by a hash of their text, or of
+the text under "combination", which prompts that say the same in other words share. Accuracy is told
+on them alone: over the pairs that were no tie, with a 95% interval that resamples them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flowrl
+from flowrl.data import media
+from flowrl.rewards.networks.bradley_terry import Backbone, Head, HeadConfig, fit, save_head
+from flowrl.runtime import statistics
+from flowrl.shapes import prompts, verify
+from flowrl.shapes.agreement import ERRORS, plant
+from flowrl.shapes.scenes import render
+
+FIELDS = ("prompt", "a", "b", "id", "combination")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """N pairs: prompts; subjects, each held out as one; pictures a and b; preference (N, aspects)
+    in [0, 1], NaN where nobody was asked."""
+
+    prompts: list[str]
+    subjects: list[str]
+    a: list[Path]
+    b: list[Path]
+    aspects: list[str]
+    preference: Tensor
+
+
+def read(path: Path, aspects: Sequence[str] = ()) -> Pairs:
+    """A pairs file; aspects: those to read (none given: all that occur). A line that is none ->
+    ValueError with its number."""
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_checked(json.loads(line), path.parent))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+    found = list(dict.fromkeys(key for row in rows for key in row if key not in FIELDS))
+    if missing := [aspect for aspect in aspects if aspect not in found]:
+        raise ValueError(f"{path} has no aspect {missing}; it has {found}")
+    chosen = list(aspects) or found
+    if not rows or not chosen:
+        raise ValueError(
+            f'{path} has {len(rows)} pairs and no aspect; a line is {{"prompt": ..., "a": ..., "b":'
+            ' ..., "quality": 1}'
+        )
+    preference = torch.tensor([[row.get(aspect, math.nan) for aspect in chosen] for row in rows])
+    columns = {"prompts": "prompt", "subjects": "combination", "a": "a", "b": "b"}
+    return Pairs(
+        **{name: [row[key] for row in rows] for name, key in columns.items()},
+        aspects=chosen,
+        preference=preference,
+    )
+
+
+def _checked(row: Any, folder: Path) -> dict[str, Any]:
+    if not isinstance(row, dict) or not all(
+        isinstance(row.get(key), str) for key in ("prompt", "a", "b")
+    ):
+        raise ValueError(
+            f'{row!r} is no pair; write {{"prompt": "a cat", "a": "1.png", "b": "2.png",'
+            ' "quality": 1}'
+        )
+    subject = row["prompt"] if row.get("combination") is None else row["combination"]
+    if not isinstance(subject, str):
+        raise ValueError(
+            f"combination={subject!r} is no text; give all prompts that say the same one text, or"
+            " leave it out"
+        )
+    out: dict[str, Any] = {"prompt": row["prompt"], "combination": subject}
+    for side in ("a", "b"):
+        out[side] = folder / row[side]
+        if not out[side].is_file():
+            raise ValueError(f'"{side}": there is no picture {out[side]}')
+    for key, value in row.items():
+        if key in FIELDS or value is None:
+            continue
+        number = 0.5 if value == "tie" else value
+        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= 1:
+            raise ValueError(
+                f"{key}={value!r} is no preference; give the share of votes for a, from 0 to 1, or"
+                ' "tie"'
+            )
+        out[key] = float(number)
+    return out
+
+
+def held_out(subject: str, share: float) -> bool:
+    """By a hash, so that a subject stays on its side whatever else the file holds."""
+    return (
+        int.from_bytes(hashlib.sha256(f"held out: {subject}".encode()).digest()[:4]) < share * 2**32
+    )
+
+
+@torch.no_grad()
+def embed(backbone: Backbone, paths: Sequence[Path], chunk: int = 64) -> dict[Path, Tensor]:
+    """Each picture once: path -> (width,). Pictures of one size go through the network together."""
+    out: dict[Path, Tensor] = {}
+    unique = list(dict.fromkeys(paths))
+    for start in range(0, len(unique), chunk):
+        by_size = defaultdict(list)
+        for path in unique[start : start + chunk]:
+            image = media.read_image(path)
+            by_size[image.shape].append((path, image))
+        for members in by_size.values():
+            vectors = backbone.pictures(torch.stack([image for _, image in members]))
+            out |= {path: vector for (path, _), vector in zip(members, vectors, strict=True)}
+    return out
+
+
+def train(args: argparse.Namespace) -> None:
+    """Fit on the prompts that are not held out, measure on those that are, save."""
+    pairs = read(args.pairs, args.aspects)
+    test = torch.tensor([held_out(subject, args.held_out) for subject in pairs.subjects])
+    decided = ~pairs.preference.isnan() & (pairs.preference != 0.5)  # (N, aspects)
+    for side, name in ((test, "held out"), (~test, "left to train on")):
+        if thin := [
+            aspect
+            for aspect, one in zip(pairs.aspects, decided.T, strict=True)
+            if not bool((one & side).any())
+        ]:
+            count, share = len(set(pairs.subjects)), args.held_out
+            raise ValueError(
+                f"{args.pairs}, {count} prompts, --held-out {share}: no decided pair of {thin} is"
+                f" {name}; give more prompts"
+            )
+    backbone = Backbone(args.model, args.pretrained)
+    source = {"model": args.model, "pretrained": args.pretrained, "width": backbone.width}
+    config = HeadConfig(aspects=pairs.aspects, features=args.features, hidden=args.hidden, **source)
+    torch.manual_seed(args.seed)
+    head = Head(config)
+    pictures = embed(backbone, [*pairs.a, *pairs.b])
+    with torch.no_grad():
+        text = backbone.prompts(pairs.prompts, "cpu")
+    a, b = (
+        head.inputs(torch.stack([pictures[path] for path in side]), text)
+        for side in (pairs.a, pairs.b)
+    )
+    fit(head, a[~test], b[~test], pairs.preference[~test], l2=args.l2)
+    with torch.no_grad():
+        right = ((head(a) > head(b)) == (pairs.preference > 0.5)).double()
+    notes: dict[str, Any] = {
+        "pairs": len(test),
+        "pairs_held_out": int(test.sum()),
+        "prompts": len(set(pairs.prompts)),
+    }
+    for k, aspect in enumerate(pairs.aspects):
+        rows = torch.nonzero(decided[:, k] & test).flatten().tolist()
+        held = statistics.mean_interval(right[rows, k], groups=[pairs.subjects[i] for i in rows])
+        training = float(right[decided[:, k] & ~test, k].mean())
+        numbers = {
+            "accuracy": held.mean,
+            "low": held.ci[0],
+            "high": held.ci[1],
+            "accuracy_in_training": training,
+        }
+        notes[aspect] = {"decided_pairs": held.n} | {
+            name: round(value, 4) for name, value in numbers.items()
+        }
+        span = f"95%: {held.ci[0]:.1%} to {held.ci[1]:.1%}"
+        print(
+            f"{aspect}: {held.mean:.1%} of {held.n} held-out pairs ({span}), {training:.1%} in"
+            " training"
+        )
+    save_head(head, config.model_copy(update={"notes": notes}), args.out)
+    print(f"wrote {args.out}")
+
+
+def draw(args: argparse.Namespace) -> None:
+    """Six pictures a prompt, and what a simulated annotator says of every pair of them.
+
+    Two by shapes-sd3 without guidance (often pale), two with it, a rendered scene, and that scene
+    with one planted error. Two aspects with known utilities u (`utilities`): P(a is preferred) =
+    sigmoid((u(a) - u(b)) / temperature), as Bradley and Terry have it; a tie where they are equal.
+    """
+    policy = flowrl.load_policy("shapes-sd3")
+    g = torch.Generator().manual_seed(args.seed)
+    every = [p for p in prompts.all_prompts() if not prompts.held_out(p)]
+    tasks = Counter(p["task"] for p in every)
+    weights = torch.tensor([prompts.SHARES[p["task"]] / tasks[p["task"]] for p in every])
+    chosen = [every[i] for i in torch.multinomial(weights, args.prompts, generator=g).tolist()]
+    (args.work / "pictures").mkdir(parents=True, exist_ok=True)
+    texts = [p["prompt"] for p in chosen for _ in range(2)]
+    halves = [
+        flowrl.generate(policy, texts, steps=args.steps, guidance=w, seed=args.seed)
+        for w in ("none", "pipeline")
+    ]
+    generated = torch.stack(
+        [half.view(len(chosen), 2, *half.shape[1:]) for half in halves], 1
+    ).flatten(1, 2)  # (P, 4, 3, H, W)
+    lines, agree = [], defaultdict(list)
+    for n, prompt in enumerate(chosen):
+        pictures = torch.cat([generated[n], rendered(prompt, g)])
+        names = [f"pictures/{n:04d}-{i}.png" for i in range(len(pictures))]
+        for picture, name in zip(pictures, names, strict=True):
+            media.save(picture, args.work / name)
+        worth = utilities(pictures, prompt["include"])
+        for pair in itertools.combinations(range(len(pictures)), 2):
+            i, j = pair if torch.rand((), generator=g) < 0.5 else pair[::-1]
+            line: dict[str, Any] = {key: prompt[key] for key in ("prompt", "combination")} | {
+                "a": names[i],
+                "b": names[j],
+            }
+            for aspect, u in worth.items():
+                gap = (u[i] - u[j]) / TEMPERATURE[aspect]
+                vote = float(torch.rand((), generator=g) < 1 / (1 + math.exp(-gap)))
+                line[aspect] = vote if gap else "tie"
+                agree[aspect] += [vote == (gap > 0)] if gap else []
+            lines.append(json.dumps(line))
+    (args.work / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+    ceiling = ", ".join(
+        f"{aspect} {sum(x) / len(x):.1%} of {len(x)}" for aspect, x in agree.items()
+    )
+    print(
+        f"wrote {len(lines)} pairs to {args.work / 'pairs.jsonl'}; the utilities themselves agree"
+        f" with the votes in: {ceiling}"
+    )
+
+
+def rendered(prompt: dict[str, Any], g: torch.Generator) -> Tensor:
+    """(2, 3, H, W): a scene of the prompt, and the same with an error drawn from those that
+    apply."""
+    truth = prompts.scene(prompt, g)
+    wrong = [found for error in ERRORS if (found := plant(prompt, truth, error, g)) is not None]
+    return torch.stack(
+        [render(truth), render(wrong[int(torch.randint(len(wrong), (), generator=g))])]
+    )
+
+
+TEMPERATURE = {"alignment": 0.1, "vivid": 0.05}
+
+
+def utilities(pictures: Tensor, include: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """What the annotator sees in (n, 3, H, W) pictures of one prompt.
+
+    alignment: mean of the verifier's two readings. vivid: mean depth of the ink (1 - the darkest
+    channel) where there is some.
+    """
+    rounded = media.to_uint8(pictures).float() / 255
+    found = verify.detect(rounded)
+    depth = 1 - rounded.amin(1)
+    inked = depth > 0.15
+    vivid = (depth * inked).flatten(1).sum(1) / inked.flatten(1).sum(1).clamp(min=1)
+    alignment = [(verify.partial(o, include) + verify.strict(o, include)) / 2 for o in found]
+    return {"alignment": alignment, "vivid": vivid.tolist()}
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("fit", help="train a head on a pairs file")
+    one.add_argument("pairs", type=Path)
+    one.add_argument("--out", type=Path, required=True, help="folder to write")
+    one.add_argument(
+        "--model", default="shapes", help="a CLIP, as reward.clip.model; shapes: the embedded one"
+    )
+    one.add_argument("--pretrained", help="its weights, as reward.clip.pretrained")
+    one.add_argument(
+        "--aspects", nargs="*", default=[], help="those to train on; default: all in the file"
+    )
+    one.add_argument(
+        "--features", nargs="+", default=["image", "product"], choices=["image", "product", "text"]
+    )
+    one.add_argument("--hidden", type=int, default=0, help="width of a hidden layer; 0: linear")
+    one.add_argument(
+        "--l2", type=float, default=0.003, help="weight of the penalty on squared weights"
+    )
+    one.add_argument(
+        "--held-out", type=float, default=0.2, help="share of prompts that accuracy is measured on"
+    )
+    two = commands.add_parser(
+        "shapes", help="draw pairs with shapes-sd3, labelled by known utilities"
+    )
+    two.add_argument("--work", type=Path, default=Path("runs/preference"))
+    two.add_argument("--prompts", type=int, default=600)
+    two.add_argument("--steps", type=int, default=8, help="denoising steps")
+    for command in (one, two):
+        command.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(words)
+    try:
+        train(args) if args.command == "fit" else draw(args)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Methods that no other test trains through the loop, and start-up's words on options that nothing
+reads."""
+
+import logging
+import math
+
+import pytest
+import small
+import torch
+
+from flowrl.config import build
+from flowrl.config.compose import options
+from flowrl.config.load import load_config
+from flowrl.runtime.log import logger
+from flowrl.samplers import sigmas
+from flowrl.training.unused_options import RULES, unread
+
+SMALL = {  # what makes each small enough, of four steps
+    "branch_grpo": {"batch.group": "4", "algorithm.tree.splits": "[0, 1]"},
+    "branch_grpo_mix": {
+        "batch.group": "4",
+        "algorithm.tree.splits": "[0, 1]",
+        "algorithm.window.size": "1",
+        "algorithm.window.every": "1",
+    },
+    "tempflow_grpo": {"batch.group": "6", "algorithm.tree.children": "2"},
+    "granular_grpo": {
+        "batch.group": "4",
+        "algorithm.tree.children": "2",
+        "algorithm.tree.steps": "[0]",
+        "algorithm.tree.strides": "[1, 2]",
+    },
+    "grpo_guard": {},
+    "ddpo": {},
+    "dpok": {},
+    "mix_grpo_flash": {"algorithm.window.size": "1", "algorithm.window.every": "1"},
+    "pref_grpo": {"batch.group": "4"},
+}
+
+QUICK = {
+    "data__eval": "null",
+    "batch__micro": "256",
+    "guard__canaries": "false",
+    "model__self_check": "false",
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_method_trains_lora_for_two_iterations(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(small.ALGORITHMS, name, SMALL[name])
+    made = small.trainer(tmp_path / "run", name, iterations="2", **QUICK)
+    before = {key: p.detach().clone() for key, p in made.parameters.items()}
+    assert made.cfg.train.mode == "lora" and made.parts.plan.sde == made.cfg.algorithm["sde"]
+    first, second = list(made)
+    for it in (first, second):
+        assert (
+            it.metrics["policy/rows"] > 0
+            and it.metrics["policy/skipped"] == 0
+            and it.metrics["policy/grad_norm"] > 0
+        )
+        assert all(math.isfinite(value) for value in it.metrics.values())
+        assert ("tree/variance/0" in it.metrics) == (made.parts.plan.leaves > 1)
+    assert second.metrics["optimizer/step"] == 2 and first.metrics["policy/ratio_error"] < 1e-4
+    assert any(not torch.equal(before[key], p) for key, p in made.parameters.items())
+
+
+# --- options without effect
+
+
+def said(*words, spare=5):
+    """What start-up says of a run with these words."""
+    cfg = load_config(None, ["reward=jpeg", *words])
+    algorithm = build.make_algorithm(cfg)
+    plan = algorithm.plan(
+        sigmas.shifted(cfg.sampler.steps, 3), sampler=cfg.sampler, iteration=0, seed=cfg.seed
+    )
+    return unread(cfg, algorithm, plan, spare=spare)
+
+
+@pytest.mark.parametrize("name", options("algorithm"))
+def test_all_options_of_a_shipped_file_are_read(name):
+    assert said(f"algorithm={name}") == []
+
+
+TRANSITIONS, FORWARD = "algorithm=flow_grpo", "algorithm=awm"
+WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence each)
+    ([TRANSITIONS, "algorithm.tail=0.5"], ["algorithm.tail=0.5"]),
+    (["algorithm=mix_grpo", "algorithm.tail_count=code"], ["algorithm.tail_count=code"]),
+    (
+        [TRANSITIONS, "algorithm.window.size=2", "algorithm.window.low=1"],
+        ["algorithm.window.size=2, algorithm.window.low=1"],
+    ),
+    (["algorithm=branch_grpo", "algorithm.window.size=2"], ["algorithm.window.size=2"]),
+    (
+        [
+            "algorithm=mix_grpo",
+            "algorithm.window.every_min=2",
+            "algorithm.window.rate=0.5",
+            "algorithm.window.knee=3",
+        ],
+        ["algorithm.window.every_min=2", "algorithm.window.rate=0.5", "algorithm.window.knee=3"],
+    ),
+    (["algorithm=flow_grpo_fast", "algorithm.window.stride=2"], ["algorithm.window.stride=2"]),
+    (
+        ["algorithm=mix_grpo", "algorithm.window.schedule=random", "algorithm.window.every=3"],
+        ["algorithm.window.every=3"],
+    ),
+    (["algorithm=mix_grpo", "algorithm.tree.children=3"], ["algorithm.tree.children=3"]),
+    (["algorithm=tree_grpo", "algorithm.tree.splits=[1]"], ["algorithm.tree.splits=[1]"]),
+    (["algorithm=branch_grpo", "algorithm.tree.steps=[1]"], ["algorithm.tree.steps=[1]"]),
+    (["algorithm=tempflow_grpo", "algorithm.tree.strides=[1]"], ["algorithm.tree.strides=[1]"]),
+    (["algorithm=tree_grpo", "algorithm.tree.noisy=window"], ["algorithm.tree.noisy=window"]),
+    (
+        ["algorithm=tree_grpo", "algorithm.fusion=path", "algorithm.scope=tree"],
+        ["algorithm.fusion=path, algorithm.scope=tree"],
+    ),
+    (["algorithm=branch_grpo", "algorithm.temperature=2"], ["algorithm.temperature=2.0"]),
+    ([TRANSITIONS, "algorithm.credit=backup"], ["algorithm.credit=backup"]),
+    ([TRANSITIONS, "algorithm.credit=td"], ["algorithm.credit=td"]),
+    (["algorithm=mix_grpo", "algorithm.kl=velocity"], ["algorithm.kl=velocity"]),
+    ([TRANSITIONS, "algorithm.reference_decay=0.5"], ["algorithm.reference_decay=0.5"]),
+    ([TRANSITIONS, "algorithm.reference_every=5"], ["algorithm.reference_every=5"]),
+    (["algorithm=branch_grpo", "algorithm.prune.depth=50"], ["algorithm.prune.depth=50"]),
+    (["algorithm=branch_grpo", "algorithm.prune.leaves=2"], ["algorithm.prune.leaves=2"]),
+    (
+        ["algorithm=branch_grpo", "algorithm.prune.width=parent", "algorithm.prune.every=2"],
+        ["algorithm.prune.every=2"],
+    ),
+    (
+        ["algorithm=branch_grpo", "algorithm.prune.depth=10", "algorithm.prune.slide=earlier"],
+        ["algorithm.prune.slide=earlier"],
+    ),
+    (
+        ["algorithm=branch_grpo", "algorithm.prune.width=extremes", "algorithm.prune.leaves=8"],
+        ["algorithm.prune.width=extremes"],
+    ),
+    ([TRANSITIONS, "algorithm.keep=64"], ["algorithm.keep=64"]),
+    (["algorithm=crd", "batch.group=8", "algorithm.keep=8"], ["algorithm.keep=8"]),
+    (
+        [FORWARD, "algorithm.clip=[0.1,0.1]", "algorithm.ratio=sample"],
+        ["algorithm.clip=[0.1, 0.1], algorithm.ratio=sample"],
+    ),
+    (
+        ["algorithm=crd", "algorithm.kl_weight=0", "algorithm.reference_guidance=4.5"],
+        ["algorithm.reference_guidance=4.5"],
+    ),
+    (["algorithm=raft", "algorithm.temperature=2"], ["algorithm.temperature=2.0"]),
+    (["algorithm=rwr", "algorithm.top=2"], ["algorithm.top=2"]),
+    ([FORWARD, "algorithm.weighting=huber", "algorithm.power=0.5"], ["algorithm.power=0.5"]),
+    ([FORWARD, "algorithm.ema_weight=0", "algorithm.old_decay=0.5"], ["algorithm.old_decay=0.5"]),
+    (
+        ["algorithm=dgpo", "algorithm.clip=null", "algorithm.old_slope=0.1"],
+        ["algorithm.old_slope=0.1"],
+    ),
+    ([FORWARD, "draw.rounds=2", "draw.spread=0.1"], ["draw.rounds=2", "draw.spread=0.1"]),
+    ([FORWARD, "draw.mode=balance", "draw.spread=0.1"], ["draw.spread=0.1"]),
+    ([FORWARD, "draw.mode=refill", "draw.positive=0.1"], ["draw.positive=0.1"]),
+    ([FORWARD, "sampler.eta=0.3"], ["sampler.eta=0.3"]),
+]
+
+
+@pytest.mark.parametrize(("words", "named"), WITHOUT_EFFECT)
+def test_an_option_without_effect_is_named(words, named):
+    assert [sentence.partition(" ha")[0] for sentence in said(*words)] == named
+    assert all(" no effect" in sentence and "{" not in sentence for sentence in said(*words))
+
+
+def test_every_rule_is_met_by_some_case():
+    met = {
+        option.partition("=")[0]
+        for _, named in WITHOUT_EFFECT
+        for part in named
+        for option in part.split(", ")
+    }
+    assert all(
+        met & set(rule.keys) for rule in RULES if rule.keys != ("draw.mode",)
+    )  # which the last test meets
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "algorithm=mix_grpo",
+            "algorithm.tail=0.5",
+            "algorithm.tail_count=code",
+            "algorithm.window.low=1",
+        ],
+        [
+            "algorithm=mix_grpo",
+            "algorithm.kl_weight=0.1",
+            "algorithm.kl=mean",
+            "algorithm.reference=ema",
+            "algorithm.reference_decay=0.5",
+        ],
+        [
+            "algorithm=mix_grpo",
+            "algorithm.window.schedule=exp_decay",
+            "algorithm.window.rate=0.5",
+            "algorithm.window.knee=3",
+        ],
+        [
+            "algorithm=branch_grpo_mix",
+            "algorithm.window.stride=2",
+            "algorithm.tree.splits=[1]",
+            "algorithm.tail=0.5",
+            "batch.group=2",
+        ],
+        [
+            "algorithm=branch_grpo",
+            "algorithm.prune.depth=9",
+            "algorithm.prune.every=2",
+            "algorithm.prune.slide=earlier",
+        ],
+        ["algorithm=branch_grpo", "algorithm.prune.width=extremes", "algorithm.prune.leaves=7"],
+        [
+            TRANSITIONS,
+            "algorithm.credit=td",
+            "sampler.init_noise=group",
+        ],  # copies share their first state
+        [
+            FORWARD,
+            "algorithm.off_policy=true",
+            "algorithm.clip=[0.1,0.1]",
+            "algorithm.ratio=sample",
+            "algorithm.keep=8",
+        ],
+        [FORWARD, "algorithm.old_decay=0.5", "algorithm.power=0.5", "algorithm.weighting=ghuber"],
+        [
+            "algorithm=dgpo",
+            "algorithm.reference_guidance=4.5",
+            "algorithm.old_decay=0.5",
+            "draw.mode=refill",
+            "draw.rounds=2",
+        ],
+        [TRANSITIONS, "sampler.eta=0.3", "draw.mode=balance", "draw.positive=0.1", "draw.rounds=2"],
+    ],
+)
+def test_what_is_read_is_not_named(words):
+    assert said(*words) == []
+
+
+def test_start_up_warns_of_refill_without_spare_prompts_and_of_unread_options(tmp_path, caplog):
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
+    logger.propagate = True
+    with caplog.at_level(logging.WARNING):
+        small.trainer(
+            tmp_path / "run",
+            data__train=tmp_path / "prompts.txt",
+            draw__mode="refill",
+            sampler__eta="0.2",
+            **QUICK,
+        )
+    assert (
+        "draw.mode=refill has no effect: too few prompts are left beside those of a batch"
+        in caplog.text
+    )
+    assert "sampler.eta=0.2 has no effect: this method samples without noise" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        small.trainer(tmp_path / "run", draw__mode="refill", **QUICK)
+    assert "no effect" not in caplog.text

@@ -1,0 +1,174 @@
+"""Media: one rounding rule, lossless round trips, readable grids, files by their suffix."""
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+from flowrl.data import media
+from flowrl.report import grids
+
+
+def test_rounding_goes_to_the_nearest_byte_and_clamps():
+    x = (
+        torch.tensor([-0.5, 0.0, 0.4999 / 255, 0.5001 / 255, 0.5, 254.6 / 255, 1.0, 1.7])
+        .view(1, 1, 8)
+        .expand(3, 1, 8)
+    )
+    assert media.to_uint8(x)[0, 0].tolist() == [0, 0, 0, 1, 128, 255, 255, 255]
+
+
+def test_every_byte_survives_the_round_trip():
+    x = (torch.arange(256).float() / 255).view(1, 1, 16, 16).expand(2, 3, 16, 16)
+    assert torch.equal(media.from_pil(media.to_pil(x)), x)
+
+
+def test_channels_and_axes_stay_where_they_are():
+    x = torch.zeros(3, 2, 5)
+    x[0, 0, 4], x[2, 1, 0] = 1.0, 1.0
+    (image,) = media.to_pil(x)
+    assert (
+        image.size == (5, 2)
+        and image.getpixel((4, 0)) == (255, 0, 0)
+        and image.getpixel((0, 1)) == (0, 0, 255)
+    )
+    assert torch.equal(media.from_pil(image)[0], x)
+
+
+def test_images_of_two_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"sizes \[\(4, 4\), \(4, 5\)\]"):
+        media.from_pil([Image.new("RGB", (4, 4)), Image.new("RGB", (4, 5))])
+
+
+def test_a_png_holds_exactly_the_rounded_pixels(tmp_path):
+    x = torch.rand(3, 8, 6)
+    path = media.save(x, tmp_path / "new" / "folder" / "x.png")
+    assert torch.equal(media.from_pil(Image.open(path))[0], media.to_uint8(x).float() / 255)
+
+
+def test_a_gif_keeps_every_frame_and_the_speed(tmp_path):
+    video = torch.stack([torch.full((3, 8, 8), level) for level in (0.0, 0.5, 1.0)])
+    with Image.open(media.save(video, tmp_path / "x.gif", fps=10)) as file:
+        assert file.n_frames == 3 and file.info["duration"] == 100
+        file.seek(2)
+        assert file.convert("RGB").getpixel((3, 3)) == (255, 255, 255)
+
+
+def test_mp4_without_its_extra_names_the_extra_and_leaves_no_file(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ValueError, match=r"pip install 'flowrl\[video\]'"):
+        media.save(torch.rand(2, 3, 8, 8), tmp_path / "x.mp4")
+    assert not (tmp_path / "x.mp4").exists()
+
+
+def test_mp4_is_written_where_the_extra_is_installed(tmp_path):
+    video = torch.stack([torch.full((3, 32, 48), level) for level in (0.1, 0.5, 0.9)])
+    if importlib.util.find_spec("av") is None:
+        with pytest.raises(ValueError, match="extra"):
+            media.save(video, tmp_path / "x.mp4")
+        return
+    import av
+
+    with av.open(str(media.save(video, tmp_path / "x.mp4", fps=8))) as file:
+        frames = [
+            torch.from_numpy(frame.to_ndarray(format="rgb24")).float() / 255
+            for frame in file.decode(video=0)
+        ]
+        assert file.streams.video[0].average_rate == 8
+    assert [frame.shape for frame in frames] == [(32, 48, 3)] * 3
+    assert torch.allclose(
+        torch.stack(frames).mean((1, 2, 3)), torch.tensor([0.1, 0.5, 0.9]), atol=0.02
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "said"),
+    [
+        ((3, 8, 8), "x.mp4", r"an image is saved as \.png"),
+        ((2, 3, 8, 8), "x.png", r"a video is saved as \.mp4, \.gif"),
+        ((3, 8, 8), "x", 'the suffix is ""'),
+        ((1, 8, 8), "x.png", r"shape \(1, 8, 8\)"),
+    ],
+)
+def test_a_suffix_that_does_not_fit_the_media_is_refused(tmp_path, shape, name, said):
+    with pytest.raises(ValueError, match=said):
+        media.save(torch.rand(shape), tmp_path / name)
+
+
+def _find(sheet, colour):
+    pixels = (media.from_pil(sheet)[0] * 255).round().long()
+    return (pixels == torch.tensor(colour)[:, None, None]).all(0)
+
+
+def test_a_grid_shows_each_picture_whole_and_enlarged_by_a_whole_number():
+    colours = [(200, 10, 10), (10, 200, 10), (10, 10, 200)]
+    x = torch.stack([torch.tensor(c).view(3, 1, 1).expand(3, 20, 20) / 255 for c in colours])
+    sheet = grids.grid(x, ["red", "green", "blue"], columns=2, cell=64)
+    where = [_find(sheet, c).nonzero() for c in colours]
+    assert [len(w) for w in where] == [60 * 60] * 3
+    assert where[0].amax(0)[1] < where[1].amin(0)[1] and where[0].amax(0)[0] < where[2].amin(0)[0]
+
+
+def test_a_grid_reduces_large_pictures_and_shows_the_middle_frame_of_videos():
+    video = torch.zeros(1, 3, 3, 200, 100)
+    video[:, 1] = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
+    assert int(_find(grids.grid(video, cell=64), (255, 0, 0)).sum()) == 64 * 32
+
+
+def test_captions_change_the_sheet_and_long_ones_are_shortened():
+    x = torch.rand(2, 3, 32, 32)
+    bare, named = grids.grid(x), grids.grid(x, ["a", "b"])
+    assert named.height > bare.height and named.width == bare.width
+    long = grids.grid(x, ["a very long prompt " * 20, "b"])
+    assert named.height < long.height < named.height + 40
+
+
+def test_verdicts_draw_green_and_red_edges():
+    x = torch.full((2, 3, 32, 32), 0.5)
+    sheet = grids.grid(x, verdicts=[True, False], cell=64)
+    green, red = _find(sheet, (26, 158, 92)), _find(sheet, (214, 69, 65))
+    assert (
+        int(green.sum()) == int(red.sum()) > 0
+        and green.nonzero()[:, 1].max() < red.nonzero()[:, 1].min()
+    )
+
+
+def test_before_after_puts_pairs_side_by_side_in_order():
+    before = torch.stack(
+        [torch.tensor(c).view(3, 1, 1).expand(3, 16, 16) / 255 for c in [(250, 0, 0), (0, 250, 0)]]
+    )
+    after = torch.stack(
+        [
+            torch.tensor(c).view(3, 1, 1).expand(3, 16, 16) / 255
+            for c in [(0, 0, 250), (250, 0, 250)]
+        ]
+    )
+    sheet = grids.before_after(
+        before, after, ["one", "two"], verdicts=([False, True], [True, True]), cell=64
+    )
+    left = [
+        int(_find(sheet, c).nonzero()[:, 1].min())
+        for c in [(250, 0, 0), (0, 0, 250), (0, 250, 0), (250, 0, 250)]
+    ]
+    assert left == sorted(left) and left[1] - left[0] == left[3] - left[2] == 72
+    assert int(_find(sheet, (214, 69, 65)).sum()) * 3 == int(_find(sheet, (26, 158, 92)).sum())
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda x: grids.grid(x, ["one"]), "2 images but 1 captions"),
+        (lambda x: grids.grid(x[:0]), "at least one image"),
+        (lambda x: grids.before_after(x, x[:1], ["a", "b"]), "2 images but 1 after"),
+        (lambda x: grids.before_after(x, x, ["a"]), "2 images but 1 prompts"),
+        (
+            lambda x: grids.before_after(x, x, ["a", "b"], verdicts=([True], [True, False])),
+            "2 images but 1 verdicts",
+        ),
+    ],
+)
+def test_lengths_that_do_not_match_are_one_sentence(call, said):
+    with pytest.raises(ValueError, match=said):
+        call(torch.rand(2, 3, 8, 8))

@@ -1,0 +1,132 @@
+"""Whole runs that take seconds: the embedded model, two prompts, two samples each, and JPEG size as
+a reward that never ties."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+import transformers
+from typer.testing import CliRunner
+
+from flowrl.config.load import load_config
+from flowrl.runtime import checkpoint
+from flowrl.runtime.log import logger
+from flowrl.training.loop import Trainer
+
+SETTINGS = {
+    "reward": "jpeg",
+    "batch.prompts": "2",
+    "batch.group": "2",
+    "batch.updates": "1",
+    "sampler.steps": "4",
+    "sampler.guidance": "none",
+    "ema.every": "1",
+    "eval.every": "0",
+    "eval.images": "4",
+    "eval.steps": "2",
+    "eval.baseline_guidance": "null",
+    "checkpoint.every": "1",
+    "trackers": "[]",
+}
+ALGORITHMS = {
+    "nft": {"algorithm.steps": "2"},
+    "flow_grpo": {},
+    "dance_grpo": {},
+    "mix_grpo": {
+        "algorithm.window.every": "1",
+        "algorithm.window.size": "1",
+    },  # the window moves each iteration
+    "flow_grpo_fast": {"algorithm.window.size": "1", "algorithm.window.high": "2"},
+}
+CHANGING = ("time/", "flops", "memory/", "mfu")  # metrics that depend on the machine
+
+# their handlers would keep the stream of the first command, which is closed after it
+diffusers.logging.set_verbosity_error()
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+def words(output, algorithm="nft", **changes):
+    """Command-line words of a small run; keyword `batch__group="4"` overrides batch.group, None
+    takes a word away."""
+    settings = {
+        "algorithm": algorithm,
+        **SETTINGS,
+        **ALGORITHMS[algorithm],
+        **{k.replace("__", "."): v for k, v in changes.items()},
+    }
+    return [
+        *(f"{key}={value}" for key, value in settings.items() if value is not None),
+        f"output={output}",
+    ]
+
+
+def config(output, algorithm="nft", **changes):
+    return load_config(None, words(output, algorithm, **changes))
+
+
+def trainer(output, algorithm="nft", **changes):
+    return Trainer(config(output, algorithm, **changes))
+
+
+def invoke(*arguments):
+    """The command line in this process -> result with exit_code and output (stdout and stderr)."""
+    from flowrl.cli.common import app
+
+    try:
+        return CliRunner().invoke(app, [str(a) for a in arguments])
+    finally:
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+def start(*arguments, **options):
+    """The command line as a process of its own."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    code = "import torch; torch.set_num_threads(1); from flowrl.cli.main import main; main()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def lines(run):
+    """Whole lines of a run's metrics.jsonl so far."""
+    path = Path(run) / "metrics.jsonl"
+    return (
+        [
+            json.loads(line)
+            for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
+        if path.exists()
+        else []
+    )
+
+
+def numbers(run):
+    """metrics.jsonl without what depends on the machine."""
+    return [{k: v for k, v in line.items() if not k.startswith(CHANGING)} for line in lines(run)]
+
+
+def weights(run):
+    """Every tensor of a run's newest checkpoint, by file and name."""
+    tensors, _ = checkpoint.load(checkpoint.latest(run))
+    return {
+        f"{stem}/{name}": value for stem, group in tensors.items() for name, value in group.items()
+    }
+
+
+def values(run, row):
+    """Per-image values of a row of evaluation.json."""
+    record = json.loads((Path(run) / "evaluation.json").read_text())
+    return next(r["values"] for r in record["rows"] if r["name"] == row)

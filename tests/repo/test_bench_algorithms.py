@@ -1,0 +1,327 @@
+"""The benchmark's queue and its page: what is run next, which setting wins, and that the page says
+what the cells hold."""
+
+import importlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowrl.config import build
+from flowrl.config.load import load_config
+from flowrl.data.prompts import load_prompts
+from flowrl.samplers import sigmas
+from flowrl.training.loop import Trainer
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+BASE = "1000" * 87  # a quarter of the images right
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """The script, with an empty folder of cells."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    module = importlib.import_module("algorithms")
+    monkeypatch.setattr(module, "FOLDER", tmp_path / "results")
+    monkeypatch.setattr(importlib.import_module("results_page"), "PAGE", tmp_path / "results.md")
+    shutil.copytree(SCRIPTS.parents[1] / "docs" / "algorithms", tmp_path / "algorithms")
+    yield module
+    for name in ("algorithms", "results_page"):
+        sys.modules.pop(name, None)
+
+
+def finish(bench, cell, strict, *, images=BASE):
+    """Write the result of a cell, as a run would."""
+    whole = cell["kind"] in ("run", "claim")
+    score = {"shapes/strict": {"mean": strict}}
+    curve = [
+        {
+            "iteration": i + 1,
+            "calls": 100.0 * (i + 1),
+            "rows": 10.0,
+            "seconds": 2.0 * (i + 1),
+            "strict": 0.1 * i,
+        }
+        for i in range(4)
+    ]
+    record = {
+        **cell,
+        "commit": "abc",
+        "spent": {"seconds": 8.0},
+        "curve": curve,
+        "before": score if whole else None,
+    }
+    record |= {"after": score, "images": images, "images_before": BASE if whole else None}
+    bench.path_of(cell).parent.mkdir(parents=True, exist_ok=True)
+    bench.path_of(cell).write_text(json.dumps(record))
+
+
+@pytest.fixture
+def committed(monkeypatch):
+    """The script, with the cells of the repository."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    yield importlib.import_module("algorithms")
+    for name in ("algorithms", "results_page"):
+        sys.modules.pop(name, None)
+
+
+def planned(cell):
+    cfg = load_config(None, cell["settings"])
+    algorithm = build.make_algorithm(cfg)
+    plan = algorithm.plan(sigmas.sd3(cfg.sampler.steps), sampler=cfg.sampler, iteration=0, seed=0)
+    algorithm.check(plan)
+    return cfg, plan
+
+
+def test_every_method_has_a_valid_cell_and_all_share_what_is_compared(bench):
+    shared = set()
+    for method in bench.METHODS:
+        cfg, plan = planned(bench.tuning(method)[0])
+        assert cfg.batch.group % plan.leaves == 0 and cfg.batch.prompts % cfg.batch.updates == 0
+        shared.add(
+            (
+                cfg.model.source,
+                str(cfg.reward),
+                str(cfg.train),
+                cfg.batch.prompts,
+                cfg.sampler.steps,
+                str(cfg.eval),
+                str(cfg.ema),
+            )
+        )
+    assert len(shared) == 1 and len(bench.METHODS) == 23
+    assert set(bench.CLIPS) <= set(bench.METHODS)
+
+
+def test_every_claim_has_a_valid_cell(bench):
+    for method, _, _ in bench.CLAIMS.values():
+        for cell in bench.tuning(method):
+            finish(bench, cell, 0.3)
+        if method in bench.CLIPS:
+            finish(bench, bench.tuning(method)[-1], 0.2)
+    for name in bench.CLAIMS:
+        cells = bench.claims(name)
+        assert {cell["claim"] for cell in cells} == {name}
+        assert [cell["seed"] for cell in cells] == ([0, 1, 2] if name in bench.SEEDED else [0])
+        planned(cells[0])
+
+
+def test_what_is_timed_is_what_is_run(bench):
+    for cell in bench.tuning("nft"):
+        finish(bench, cell, 0.3)
+    run, timed = bench.finals("nft")[0], bench.timing("nft")[0]
+    assert timed["settings"] == run["settings"] and timed["name"] == run["name"].replace(
+        "run-", "time-"
+    )
+    assert {"dance_25_14", "branch_mix_20"} < set(bench.TIMED_CLAIMS) and not any(
+        "steps" in name for name in bench.TIMED_CLAIMS
+    )
+
+
+def test_a_proxy_is_trained_on_and_the_verifier_read(bench):
+    for name, outcome in (("proxy_points", "reward"), ("proxy_wins", "win_rate")):
+        method, words, _ = bench.CLAIMS[name]
+        cfg, _ = planned(bench.cell(method, words, seed=0, budget=1, kind="claim"))
+        assert cfg.reward == {
+            "clip": {"weight": 1.0, "preset": "shapes"},
+            "shapes": {"weight": 0, "reading": "strict"},
+        }
+        assert cfg.algorithm["outcome"] == outcome
+
+
+def test_tuning_tries_the_other_clip_at_the_best_rate_and_runs_take_the_best_of_all(bench):
+    rates = bench.tuning("mix_grpo")
+    assert len(rates) == 3 and not bench.finals("mix_grpo")
+    for cell, strict in zip(rates, (0.2, 0.4, 0.3), strict=True):
+        finish(bench, cell, strict)
+    *_, other = bench.tuning("mix_grpo")
+    assert (
+        other["words"][0] == rates[1]["words"][0]
+        and "algorithm.clip=[1e-3,1e-3]" in other["words"]
+        and not bench.finals("mix_grpo")
+    )
+    finish(bench, other, 0.35)
+    runs = bench.finals("mix_grpo")
+    assert [c["seed"] for c in runs] == [0, 1, 2] and all(
+        c["words"] == ["optimizer.lr=0.001"] for c in runs
+    )  # a third of 3e-3
+    assert len({c["name"] for c in runs}) == 3 and all(c["budget"] == bench.BUDGET for c in runs)
+
+
+def test_settings_are_chosen_on_other_images_than_they_are_judged_by(bench):
+    tune, run = load_config(None, bench.tuning("nft")[0]["settings"]), None
+    for cell in bench.tuning("nft"):
+        finish(bench, cell, 0.3)
+    run = load_config(None, bench.finals("nft")[0]["settings"])
+    assert (tune.data.eval, tune.eval.seed) == ("shapes:train", 1) and (
+        run.data.eval,
+        run.eval.seed,
+    ) == ("shapes:eval", 0)
+
+
+def test_a_cell_is_named_by_all_that_it_runs(bench, monkeypatch):
+    one = bench.tuning("nft")[0]["name"]
+    assert bench.tuning("nft")[0]["name"] == one
+    monkeypatch.setattr(bench, "COMMON", [*bench.COMMON, "batch.micro=64"])
+    assert bench.tuning("nft")[0]["name"] != one
+
+
+def test_the_page_holds_what_the_cells_hold(bench):
+    import results_page
+
+    for cell in bench.tuning("nft"):
+        finish(bench, cell, 0.3)
+    better = "".join(
+        "1" if mark == "1" or (i < 116 and i % 4 == 1) else "0" for i, mark in enumerate(BASE)
+    )
+    gain = better.count("1") / 348 - 0.25  # 29 images more
+    for cell in bench.finals("nft"):
+        finish(bench, cell, 0.5, images=better)
+    results_page.write()
+    assert (bench.FOLDER / "strict-by-calls.svg").exists() and not (
+        bench.FOLDER / "strict-by-seconds.svg"
+    ).exists()  # nothing was timed
+    finish(bench, bench.timing("nft")[0], 0.0)
+    results_page.write()
+    page = results_page.PAGE.read_text()
+    row = next(line for line in page.splitlines() if "[nft](algorithms/nft.md)" in line)
+    assert (
+        f"{gain:+.3f} [" in row and "0.500, 0.500, 0.500" in row and "| 8 |" in row
+    )  # 4 x 100 rows of 0.02 s
+    low, high = (float(x) for x in row.split("[+")[1].split("]")[0].split(", +"))
+    assert low < gain < high and gain == pytest.approx(29 / 348)
+    assert "| nft | **0.300** (1e-3) | 0.300 (3e-3) | 0.300 (1e-2) |" in page
+    assert (bench.FOLDER / "strict-by-seconds.svg").exists() and (
+        bench.FOLDER / "gain.svg"
+    ).exists()
+    said = (results_page.PAGE.parent / "algorithms" / "nft.md").read_text()
+    assert (
+        f"gain {gain:+.3f} [+{low:.3f}, +{high:.3f}]" in said
+        and said.count(results_page.BEGIN) == said.count(results_page.END) == 1
+    )
+
+
+def test_intervals_resample_the_texts_that_evaluation_drew(bench):
+    import results_page
+
+    prompts = load_prompts("shapes:eval")
+    texts = results_page.texts_of("shapes:eval", 348)
+    assert len(texts) == 348 and len(set(texts)) == 87 < len(prompts) == 128
+    assert texts == [prompts[i % 128]["prompt"] for i in range(348)]  # as Evaluation.prompt
+
+
+def test_the_page_leaves_out_claims_of_older_settings(bench, monkeypatch):
+    import results_page
+
+    for cell in bench.tuning("nft"):
+        finish(bench, cell, 0.3)
+    finish(bench, bench.claims("nft_1_steps")[0], 0.4)
+    results_page.write()
+    assert "| nft_1_steps |" in results_page.PAGE.read_text()
+    monkeypatch.setattr(bench, "COMMON", [*bench.COMMON, "batch.micro=64"])
+    for cell in bench.tuning("nft"):
+        finish(bench, cell, 0.3)
+    results_page.write()
+    assert "| nft_1_steps |" not in results_page.PAGE.read_text()
+
+
+def test_the_page_shows_proxy_and_verifier_of_each_run(bench):
+    import results_page
+
+    gain = {
+        "clip": {"difference": 0.2, "ci": [0.1, 0.3]},
+        "shapes/strict": {"difference": -0.05, "ci": [-0.1, 0.0]},
+    }
+    cell = {
+        "claim": "proxy_points",
+        "seed": 1,
+        "paired": gain,
+        "curve": [{"strict": 0.31}, {}],
+        "after": {"shapes/strict": {"mean": 0.25}},
+    }
+    *_, row = results_page.proxy_table([cell]).splitlines()
+    assert (
+        row == "| proxy_points | 1 | +0.200 [+0.100, +0.300] | -0.050 [-0.100, +0.000] | 0.310 |"
+        " 0.250 |"
+    )
+
+
+def test_ways_to_train_on_a_proxy_are_compared_seed_by_seed(bench):
+    import results_page
+
+    none, some = "1000" * 87, "1100" * 87
+    cells = [
+        {
+            "claim": name,
+            "seed": seed,
+            "images": images,
+            "after": {"shapes/strict": {"mean": images.count("1") / 348}},
+        }
+        for name, seed, images in (
+            ("proxy_points", 0, none),
+            ("proxy_points", 2, none),
+            ("proxy_wins", 0, some),
+            ("proxy_wins", 1, some),
+        )
+    ]
+    said = results_page.proxy_difference(cells)
+    assert "points: +0.250 [" in said and "by seed +0.250,\n" in said
+    assert results_page.proxy_difference(cells[:2]) == ""
+
+
+def test_every_method_has_improved_significantly_in_a_committed_run(committed):
+    """On held-out prompts at the shared settings, or, where that is too much for it, on the eight
+    prompts it trained on."""
+    import results_page
+
+    low = {}
+    for method in committed.METHODS:
+        low[method] = results_page.gain(results_page.results(committed.finals(method)))[1]
+        few = (
+            results_page.results(committed.claims(f"{method}_few"))
+            if f"{method}_few" in committed.CLAIMS
+            else []
+        )
+        low[method] = max([low[method], *(results_page.few_change(c)[1] for c in few)])
+    assert len(low) == 23 and not {method for method, value in low.items() if value <= 0}
+
+
+@pytest.mark.parametrize(
+    ("method", "seed"), [("mix_grpo_flash", 1), ("tree_grpo", 0), ("dpo", 0), ("nft", 0)]
+)
+def test_the_code_as_it_is_makes_the_committed_runs(committed, tmp_path, method, seed):
+    """Their first iteration: the samples' mean reward, the gradient's size, and by winner_gain its
+    direction."""
+    cell = committed.result(committed.finals(method)[seed])
+    only = ["eval.at_start=false", "guard.canaries=false", f"output={tmp_path}/run"]
+    now, then = (
+        next(iter(Trainer(load_config(None, [*cell["settings"], *only])))).metrics,
+        cell["curve"][0],
+    )
+    assert now["policy/rows"] == then["rows"] > 0
+    for key, rel in (
+        ("reward/total", 0.1),
+        ("policy/grad_norm", 0.03),
+        ("policy/winner_gain", 0.1),
+    ):
+        assert now[key] == pytest.approx(then[key], rel=rel), key
+    assert then["policy/winner_gain"] > 0
+
+
+def test_the_quickstarts_seeds_may_be_followed_by_overrides(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    seeds = importlib.import_module("quickstart_seeds")
+    asked = []
+    monkeypatch.setattr(
+        seeds, "run", lambda seed, folder, overrides: asked.append((seed, overrides))
+    )
+    monkeypatch.setattr(seeds, "row", lambda seed, folder: "")
+    for words in (
+        ["--seeds", "0", "2", "algorithm=awm", "--output", str(tmp_path)],
+        ["optimizer.lr=5e-4", "--seeds", "1"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["quickstart_seeds.py", *words])
+        seeds.main()
+    assert asked == [(0, ["algorithm=awm"]), (2, ["algorithm=awm"]), (1, ["optimizer.lr=5e-4"])]

@@ -1,0 +1,494 @@
+"""The documentation holds: its snippets run, its commands and links exist, its reference is what
+the schemas say."""
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import re
+import shlex
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+from toy import ToyPolicy, advantages_of, rewards_of, roll_out
+
+import flowrl
+from flowrl.cli.common import app
+from flowrl.config import build, load, schema
+from flowrl.rewards import reward_class
+from flowrl.samplers import sigmas
+from flowrl.training import checks
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {
+    p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8")
+    for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+}
+FENCE = re.compile(r"^(<!-- run -->\n)?(`{3,})(\w+)\n(.*?)^\2$", re.M | re.S)
+SECTIONS = [
+    "Usage",
+    "Equations",
+    "Logged metrics",
+    "Departures from paper and code",
+    "Results",
+]  # of an algorithm's page
+
+
+def blocks(page, text):
+    """(place, language, text, whether it is marked to run) of every fenced block."""
+    return [
+        (f"{page}:{text[: m.start()].count(chr(10)) + 1}", m[3], m[4], bool(m[1]))
+        for m in FENCE.finditer(text)
+    ]
+
+
+def shell(page, text):
+    """(place, words) of every command line."""
+    lines = [
+        (where, line)
+        for where, language, code, _ in blocks(page, text)
+        if language == "bash"
+        for line in code.splitlines()
+        if line
+    ]
+    return [(where, shlex.split(line, comments=True)) for where, line in lines]
+
+
+def commands(page, text):
+    """(place, words after `flowrl`) of every command of ours."""
+    return [(where, words[1:]) for where, words in shell(page, text) if words[0] == "flowrl"]
+
+
+OURS = {
+    page: text for page, text in PAGES.items() if page != "docs/extending.md"
+}  # its files are the reader's: see test_extending.py
+BLOCKS = [block for page, text in OURS.items() for block in blocks(page, text)]
+PYTHON = {where: code for where, language, code, _ in BLOCKS if language == "python"}
+RUN = {where: code for where, _, code, run in BLOCKS if run}
+COMMANDS = [command for page, text in OURS.items() for command in shell(page, text)]
+FLOWRL = [command for page, text in OURS.items() for command in commands(page, text)]
+ALGORITHMS = schema.options("algorithm")
+
+
+def test_every_page_has_snippets_or_commands_where_they_are_expected():
+    assert {"README.md", "docs/quickstart.md", "docs/rewards.md"} <= {
+        where.split(":")[0] for where in RUN
+    }
+    assert len(FLOWRL) > 20 and len(PYTHON) >= len(RUN) >= 6
+
+
+# --- snippets
+
+
+@pytest.mark.parametrize("where", PYTHON)
+def test_python_snippets_parse_and_name_what_exists(where):
+    for node in ast.walk(ast.parse(PYTHON[where])):
+        if isinstance(node, ast.ImportFrom):
+            module = importlib.import_module(node.module)
+            for alias in node.names:
+                known = hasattr(module, alias.name) or importlib.util.find_spec(
+                    f"{node.module}.{alias.name}"
+                )
+                assert known, f"{where}: {node.module} has no {alias.name}"
+        elif isinstance(node, ast.Import):
+            assert all(importlib.util.find_spec(alias.name) for alias in node.names)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "flowrl"
+        ):
+            assert node.attr in flowrl.__all__, f"{where}: flowrl.{node.attr} is not public"
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "load_config":
+            load.load_config(*(ast.literal_eval(argument) for argument in node.args))
+
+
+@pytest.mark.parametrize("where", RUN)
+def test_snippets_marked_run_do(where, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(RUN[where], where, "exec"), {"__name__": "snippet"})
+
+
+def test_the_readme_reward_scores_pictures_and_videos_as_it_says():
+    import torch
+
+    code = next(code for code in RUN.values() if "def redness" in code)
+    names = {"__name__": "snippet"}
+    exec(code, names)
+    red = torch.zeros(2, 3, 4, 4)
+    red[0, 0] = 1
+    red[1, 1:] = 1
+    assert flowrl.score(red, ["", ""], {"redness": names["redness"]}).total.tolist() == [1.0, -1.0]
+    assert flowrl.score(
+        red.view(1, 2, 3, 4, 4), [""], {"redness": names["redness"]}
+    ).total.tolist() == [0.0]
+
+
+# --- commands
+
+
+def check_run(where, words):
+    """A command exists and takes its options; of one that trains, the config composes, and its
+    plans fit its batch all through the run."""
+    group = typer.main.get_command(app)
+    assert words[0] in group.commands, f"{where}: flowrl has no command {words[0]}"
+    command = group.commands[words[0]]
+    context = command.make_context(words[0], words[1:])  # parses and checks options; runs nothing
+    if words[0] not in ("train", "show") or context.params.get("resume"):
+        return
+    cfg = load.load_config(None, list(context.params["overrides"] or []))
+    classes = [reward_class(entry.get("name", label)) for label, entry in cfg.reward.items()]
+    reads = {key for cls in classes for key in cls.reads}
+    assert not reads or cfg.data.train.startswith("shapes:"), (
+        f"{where}: a text file carries no {reads}"
+    )
+    algorithm = build.make_algorithm(cfg)
+    for iteration in {0, 1, cfg.iterations // 2, cfg.iterations - 1}:
+        plan = algorithm.plan(
+            sigmas.linear(cfg.sampler.steps),
+            sampler=cfg.sampler,
+            iteration=iteration,
+            seed=cfg.seed,
+        )
+        algorithm.check(plan)
+        checks.check_batch(cfg, processes=1, leaves=plan.leaves)
+    checks.check_signal(cfg, algorithm, plan, frozenset().union(*(cls.needs for cls in classes)))
+
+
+@pytest.mark.parametrize(("where", "words"), FLOWRL, ids=[" ".join(words) for _, words in FLOWRL])
+def test_commands_exist_take_their_options_compose_and_fit_their_plans(where, words):
+    check_run(where, words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["algorithm=branch_grpo", "batch.group=24"], "plan's 16 leaves; try 16 or 32"),
+        (["algorithm=mix_grpo", "batch.prompts=6"], "1 process x 4 updates; try 4 or 8"),
+        (["algorithm=awm", "sampler.steps=4"], "sampler.steps=4 offers 2"),
+        (["algorithm=dpo", "batch.group=1"], "use at least 2"),
+    ],
+)
+def test_a_command_that_composes_but_could_not_start_is_found(words, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        check_run("here", ["train", *words])
+
+
+def test_scripts_and_make_targets_exist():
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
+    for where, words in COMMANDS:
+        if words[0] == "make":
+            assert set(words[1:]) <= set(targets), where
+        elif words[0] == "python" and words[1] != "-m":
+            source = (ROOT / words[1]).read_text(encoding="utf-8")
+            unknown = [w for w in words[2:] if w.startswith("--") and f'"{w}"' not in source]
+            assert not unknown, f"{where}: {words[1]} has no {unknown}"
+
+
+# --- links and paths
+
+
+def slugs(text):
+    """Anchors of a page's headings, as GitHub and MkDocs make them."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.M | re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_internal_links_resolve(page):
+    text = re.sub(r"^(`{3,}).*?^\1$|`[^`\n]*`", "", PAGES[page], flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        path, _, anchor = link.partition("#")
+        if "://" in path:
+            continue
+        target = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert target.exists(), f"{page} links to {link}, which does not exist"
+        if anchor:
+            assert anchor in slugs(target.read_text(encoding="utf-8")), (
+                f"{page} links to {link}: no such heading"
+            )
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page):
+    named = re.findall(
+        r"`((?:configs|flowrl|rewards|samplers|scripts|tests)/[\w./-]+)`", PAGES[page]
+    )
+    invented = {
+        "rewards/redness.py",
+        "rewards/NAME.py",
+        "flowrl/algorithms/rloo.py",
+        "configs/algorithm/rloo.yaml",
+        "tests/test_rloo.py",
+    }
+    missing = [path for path in named if path not in invented and not (ROOT / path).exists()]
+    assert not missing, f"{page} names {missing}"
+
+
+def test_the_site_lists_every_page_and_only_pages():
+    def flat(entries):
+        for entry in entries:
+            yield from [entry] if isinstance(entry, str) else flat(next(iter(entry.values())))
+
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert {f"docs/{page}" for page in flat(nav)} == set(PAGES) - {"README.md"}
+
+
+def test_the_readme_marks_its_results_table():
+    table = re.search(r"<!-- results -->\n(.*?)<!-- /results -->", PAGES["README.md"], re.S)
+    assert table and "scripts/bench/quickstart_seeds.py" in table[1]
+
+
+# --- what has to be installed
+
+
+def test_every_package_that_is_imported_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core, extras = project["dependencies"], project["optional-dependencies"]
+    assert {
+        "dev",
+        "docs",
+        "ocr",
+        "video",
+        "xformers",
+        "wandb",
+        "deepspeed",
+        "server",
+    } <= extras.keys()
+    declared = {
+        re.split(r"[<>=\[]", entry)[0].lower() for entry in [*core, *sum(extras.values(), [])]
+    }
+    found = set()
+    for path in [
+        p for folder in ("flowrl", "samplers", "rewards") for p in ROOT.glob(f"{folder}/**/*.py")
+    ]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            found |= (
+                {alias.name.split(".")[0] for alias in node.names}
+                if isinstance(node, ast.Import)
+                else set()
+            )
+            found |= {node.module.split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
+    foreign = found - sys.stdlib_module_names - {"flowrl"}
+    extra = {name: [name] for name in ("av", "paddleocr", "lpips")}  # which may be absent
+    names = importlib.metadata.packages_distributions() | extra
+    assert {"yaml", "omegaconf", "torch"} <= foreign
+    assert not [
+        name
+        for name in foreign
+        if not {d.lower().replace("_", "-") for d in names.get(name, [])} & declared
+    ]
+
+
+# --- reference
+
+
+def load_script(name):
+    """A file of scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return load_script("docs/config_reference")
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("batch.group", "int > 0"),
+        ("ema.decay", "float >= 0 and < 1"),
+        ("model.dtype", "fp32, bf16, fp16"),
+        ("sampler.guidance", "float, none, pipeline"),
+        ("stop.kl", "float > 0 or null"),
+        ("optimizer.betas", "[float >= 0 and < 1, float >= 0 and < 1]"),
+        ("train.lora.targets", "list of str or null"),
+        ("algorithm.std", "group, global, null"),
+        ("algorithm.keep", "int >= 2 or null"),
+        ("algorithm.clip", "[float > 0, float > 0]"),
+        ("algorithm.window.high", "int > 0 or null"),
+        ("algorithm.tree.splits", "list of int"),
+        ("algorithm.tree.strides", "list of int > 0"),
+        ("algorithm.tree.steps", "list of int or null"),
+    ],
+)
+def test_the_reference_says_in_words_what_a_key_accepts(reference, key, said):
+    field = dict(
+        [
+            *reference.rows(schema.Config),
+            *reference.rows(schema.algorithm_schema("grpo"), "algorithm."),
+        ]
+    )[key]
+    assert reference.accepts(field.annotation, field.metadata) == said
+
+
+def test_the_configuration_page_is_what_the_schemas_say(reference):
+    assert PAGES["docs/configuration.md"] == reference.page(), (
+        "run: python scripts/docs/config_reference.py"
+    )
+    for key in load.flatten(load.load_config("quickstart").model_dump(mode="json")):
+        assert (
+            f"`{key}`" in PAGES["docs/configuration.md"]
+            or key.split(".")[0] in ("reward", "algorithm")
+            or "pipeline" in key
+        )
+
+
+@pytest.mark.parametrize(
+    "name", sorted({path.stem for path in (ROOT / "flowrl/algorithms").glob("[!_]*.py")})
+)
+def test_shared_and_own_tables_together_are_an_algorithms_options(reference, name):
+    """Each option stands once with the default that holds: in the algorithm's own table, or in one
+    of those that it names."""
+    page = PAGES["docs/configuration.md"]
+    section = page.split(f"### algorithm.name = {name}\n")[1].split("\n### ")[0].split("\n## ")[0]
+    shared = [
+        page.split(f"### Options {title}\n")[1].split("\n### ")[0]
+        for title in re.findall(r"\[(of [\w ]+)\]\(#", section)
+    ]
+    assert len(shared) == 2
+    cells = re.compile(r"^\| `(algorithm\.[\w.]+)` \| `([^`]*)` \|", re.M)
+    said = dict(row for table in [*shared, section] for row in cells.findall(table))
+    assert said == {
+        key: reference.default(field)
+        for key, field in reference.rows(schema.algorithm_schema(name), "algorithm.")
+    }
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_has_a_page_with_the_same_sections(name):
+    page = PAGES[f"docs/algorithms/{name}.md"]
+    assert re.findall(r"^## (.+)$", page, re.M) == SECTIONS
+    assert "arXiv:" in page
+    chosen = [
+        words
+        for _, words in commands(name, page)
+        if words[0] == "train" and f"algorithm={name}" in words
+    ]
+    models = [word for words in chosen for word in words if word.startswith("model=")]
+    assert models and len(models) < len(chosen), (
+        "a command for the embedded model and one for a model of the hub"
+    )
+
+
+def test_every_metric_that_code_writes_is_explained():
+    sources = "".join(
+        p.read_text(encoding="utf-8")
+        for p in [*ROOT.glob("flowrl/*.py"), *ROOT.glob("flowrl/algorithms/*.py")]
+    )
+    written = set(re.findall(r'"((?:policy|optimizer|reward)/[a-z0-9_]+)"', sources))
+    written |= {
+        f"time/{phase}" for phase in re.findall(r'(?:\.phase|\.add_time)\("(\w+)"', sources)
+    }
+    explained = "".join(PAGES.values())
+    assert {
+        "policy/clip_fraction",
+        "policy/x0_error",
+        "reward/total",
+        "optimizer/lr",
+        "time/advantages",
+    } <= written
+    assert not [metric for metric in written if f"`{metric}`" not in explained]
+
+
+# --- the overview of algorithms
+
+
+OVERVIEW = PAGES["docs/algorithms/index.md"]
+COST = {
+    name: re.findall(r"`([^`]+)`", rest)
+    for names, rest in re.findall(
+        r"^\| ((?:`\w+`(?:, )?)+) \| (`[^|]+` \| `[^|]+` \| `[^|]+`) \|$", OVERVIEW, re.M
+    )
+    for name in re.findall(r"`(\w+)`", names)
+}
+
+
+def example(name, copies=1, prompts=2):
+    """The first command of an algorithm's page, on the toy flow -> config, algorithm, policy,
+    rollout, rows."""
+    words = next(words for _, words in commands(name, PAGES[f"docs/algorithms/{name}.md"]))
+    cfg = load.load_config(None, words[1:])
+    algorithm, policy, grid = (
+        build.make_algorithm(cfg),
+        ToyPolicy(0.1),
+        sigmas.shifted(cfg.sampler.steps, 3),
+    )
+    leaves = algorithm.plan(grid, sampler=cfg.sampler, iteration=0, seed=0).leaves
+    options = {
+        "copies": copies * cfg.batch.group // leaves,
+        "prompts": prompts,
+        "sampler": cfg.sampler,
+        "grid": grid,
+    }
+    rollout = roll_out(policy, algorithm, **options)
+    rewards = rewards_of(torch.randn(len(rollout.leaf)))
+    rows = algorithm.columns(
+        rollout, advantages_of(algorithm, rollout, rewards), seed=0, iteration=0
+    )
+    return cfg, algorithm, policy, rollout, rewards, rows
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_formulas_of_cost_count_the_rollout_and_the_rows(name, copies):
+    cfg, algorithm, _, rollout, _, rows = example(name, copies)
+    c, plan, steps = algorithm.config, rollout.plan, cfg.sampler.steps
+    known = {"T": steps, "G": cfg.batch.group * copies, "floor": math.floor, "ceil": math.ceil}
+    if "log_prob" in algorithm.needs:
+        tree, w = c.tree, c.window.size
+        start = (
+            algorithm._start(sigmas.linear(steps), 0, 0)
+            if c.plan in ("window", "tree") or tree.noisy == "window"
+            else 0
+        )
+        known |= {
+            "K": tree.children,
+            "B": tree.splits,
+            "D": tree.strides,
+            "w": w,
+            "l": start,
+            "f": c.timestep_fraction,
+            "r": c.tail,
+        }
+        known |= {
+            "S": range(steps - 1) if tree.steps is None else tree.steps,
+            "noisy": {*tree.splits, *range(start, start + w)},
+        }
+    else:
+        known["n"] = algorithm.draws(plan)
+    leaves, forwards, most = COST[name]
+    assert eval(leaves, dict(known)) == plan.leaves
+    known["C"] = known["G"] // plan.leaves
+    assert eval(forwards, dict(known)) * 2 == rollout.nfe
+    assert eval(most, dict(known)) * 2 == len(rows)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_pages_name_the_metrics_that_a_loss_logs_and_no_other(name):
+    _, algorithm, policy, rollout, rewards, rows = example(name)
+    logged = algorithm.loss(algorithm.score(policy, rollout, rows), rows).metrics
+    page = PAGES[f"docs/algorithms/{name}.md"]
+    shared = set(re.findall(r"`(policy/\w+)`", OVERVIEW.split("## Metrics\n")[1].split("\n## ")[0]))
+    own = set(re.findall(r"^\| `(policy/\w+)` \|", page, re.M))
+    assert own <= logged.keys() <= own | shared and not own & shared
+    forks = {name.split("/")[1] for name in algorithm.observe(rollout, rewards)}
+    assert forks == ({"variance"} if rollout.plan.leaves > 1 else set())
+
+
+def test_the_overview_says_of_every_algorithm_what_it_needs():
+    table = dict(re.findall(r"^\| \[`(\w+)`\]\(\1\.md\) \|.*\| ([\w, ]+) \|$", OVERVIEW, re.M))
+    assert set(table) == set(COST) == set(ALGORITHMS) and f"{len(ALGORITHMS)} files" in OVERVIEW
+    for name, needs in table.items():
+        assert (
+            set(needs.split(", "))
+            == build.make_algorithm(load.load_config(None, [f"algorithm={name}"])).needs
+        ), name

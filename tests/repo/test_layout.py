@@ -1,0 +1,179 @@
+"""The house plan holds: imports point downwards, the wheel carries everything, every module says
+what it is."""
+
+import ast
+import doctest
+import importlib.util
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FOLDERS = {
+    name: ROOT / folder for name, folder in PROJECT["tool"]["setuptools"]["package-dir"].items()
+}
+PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
+
+
+def load_script(name):
+    """A file of scripts/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+budgets = load_script("check_budgets")
+
+# Folders, top first. A folder imports from those below it; folders of one row may not import one another,
+# but for the last names of a row that are listed in BESIDE.
+FLOORS = [
+    {"cli"},
+    {"training"},
+    {"evaluation"},
+    {"rollouts", "config"},
+    {"rewards", "report"},
+    {"algorithms", "data"},
+    {"policy", "samplers", "shapes"},
+    {"runtime", "advantages"},
+    {"types", "configs"},
+]
+FLOOR = {name: height for height, names in enumerate(reversed(FLOORS)) for name in names}
+BESIDE = {("policy", "samplers"), ("data", "algorithms")}
+
+
+def wrong_arrows(edges):
+    """Folder -> folders it imports; those that do not lie below it."""
+    return sorted(
+        f"{here} imports {there}"
+        for here, found in edges.items()
+        for there in found
+        if FLOOR[there] >= FLOOR[here] and (here, there) not in BESIDE
+    )
+
+
+def test_imports_point_downwards_folder_by_folder():
+    edges = budgets.folder_graph(budgets.modules())
+    assert set(edges) <= set(FLOOR) and not wrong_arrows(edges)
+
+
+def test_the_rule_itself_refuses_upward_and_sideways_imports():
+    assert wrong_arrows({"rewards": {"config"}, "report": {"rewards"}, "types": {"runtime"}}) == [
+        "report imports rewards",
+        "rewards imports config",
+        "types imports runtime",
+    ]
+    assert not wrong_arrows({"cli": {"training", "types"}, "rollouts": {"rewards", "policy"}})
+
+
+def test_no_file_imports_itself_through_others():
+    assert budgets.levels(budgets.graph(budgets.modules()))[1] == []
+    assert budgets.levels({"a": {"b"}, "b": {"c"}, "c": {"a"}})[1] and budgets.levels(
+        {"a": {"b"}, "b": {"c"}}
+    ) == (3, [])
+
+
+def test_no_file_imports_a_private_name_of_another():
+    assert not budgets.private_imports(budgets.modules())
+
+
+def test_imports_are_absolute_and_none_hides_under_type_checking():
+    for module, path in budgets.modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not isinstance(node, ast.ImportFrom) or node.level == 0, module
+            named = isinstance(node, ast.Name) and node.id == "TYPE_CHECKING"
+            assert not named or module == "flowrl", f"{module} imports under TYPE_CHECKING"
+
+
+def test_the_loop_imports_no_particular_reward_and_no_plotting():
+    code = "import sys, flowrl.training.loop; print(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.split())
+    plugins = {f"flowrl.rewards.{path.stem}" for path in (ROOT / "rewards").glob("*.py")}
+    assert not loaded & (plugins - {"flowrl.rewards.__init__"})
+    assert "matplotlib" not in loaded and "flowrl.report.charts" not in loaded
+
+
+def test_accelerate_is_imported_in_two_files_only():
+    users = {name for name, path in budgets.modules().items() if _imports(path, "accelerate")}
+    assert users <= {"flowrl.runtime.distributed", "flowrl.training.loop"}
+
+
+def _imports(path, package):
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    return any(name.split(".")[0] == package for name in names)
+
+
+def test_every_folder_with_modules_is_a_declared_package():
+    inits = [
+        p for top in ("flowrl", "samplers", "rewards") for p in ROOT.glob(f"{top}/**/__init__.py")
+    ]
+    assert {budgets.module_of(path) for path in inits} | {"flowrl.configs"} == set(PACKAGES)
+
+
+def test_the_wheel_carries_every_module_config_and_weight(tmp_path):
+    code = (
+        "import setuptools, sys; d = setuptools.Distribution({'script_name': 'setup.py',"
+        " 'script_args': []}); d.parse_config_files();c = d.get_command_obj('build_py');"
+        " c.build_lib = sys.argv[1]; c.ensure_finalized(); print('\\n'.join(c.get_outputs(False)))"
+    )
+    listed = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    wheel = {
+        Path(line).relative_to(tmp_path).as_posix()
+        for line in listed.splitlines()
+        if line.startswith(str(tmp_path))
+    }
+    expected = {
+        f"{name.replace('.', '/')}.py" for name in budgets.modules() if name not in PACKAGES
+    }
+    expected |= {f"{package.replace('.', '/')}/__init__.py" for package in PACKAGES}
+    expected |= {
+        f"flowrl/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "configs").rglob("*.yaml")
+    }
+    expected |= {
+        p.relative_to(ROOT).as_posix()
+        for p in (ROOT / "flowrl/shapes/weights").rglob("*")
+        if p.is_file()
+    }
+    assert "flowrl/configs/model/shapes-sd3.yaml" in expected
+    assert not expected - wheel
+
+
+def test_samplers_and_rewards_import_under_one_name():
+    for package in PACKAGES:
+        folder = Path(next(iter(importlib.import_module(package).__path__))).resolve()
+        top, _, rest = package.removeprefix("flowrl.").partition(".")
+        root = (
+            FOLDERS.get(f"flowrl.{top}", ROOT / "flowrl" / top)
+            if package != "flowrl"
+            else ROOT / "flowrl"
+        )
+        assert folder == root / rest.replace(".", "/")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_say_what_they_are_and_their_examples_hold(package):
+    found = [
+        info
+        for info in pkgutil.iter_modules(importlib.import_module(package).__path__)
+        if not info.ispkg
+    ]
+    for info in found:
+        if info.name == "__main__":  # importing it runs the command
+            continue
+        module = importlib.import_module(f"{package}.{info.name}")
+        assert module.__doc__ and module.__doc__.strip(), f"{module.__name__} has no docstring"
+        assert doctest.testmod(module).failed == 0

@@ -1,0 +1,83 @@
+"""Which pairs scripts/embedded/train_preference.py holds out: prompts that say the same in other words stay
+on one side."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from flowrl.shapes import prompts
+
+SPEC = importlib.util.spec_from_file_location(
+    "train_preference_held_out", Path(__file__).parents[2] / "scripts/embedded/train_preference.py"
+)
+script = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(script)
+
+
+def listing(folder, *lines):
+    Image.new("RGB", (4, 4)).save(folder / "x.png")
+    (folder / "pairs.jsonl").write_text(
+        "".join(json.dumps({"a": "x.png", "b": "x.png", "ink": 1, **line}) + "\n" for line in lines)
+    )
+    return folder / "pairs.jsonl"
+
+
+def test_prompts_of_one_combination_are_held_out_together(tmp_path):
+    """Both word orders of 300 prompts of the world; by their texts alone a good part of them would
+    be torn apart."""
+    world = [p for p in prompts.all_prompts() if p["task"] == "color_attr"][:300]
+    pairs = script.read(
+        listing(tmp_path, *({key: p[key] for key in ("prompt", "combination")} for p in world))
+    )
+    assert pairs.aspects == ["ink"] and pairs.prompts == [p["prompt"] for p in world]
+    test = {subject for subject in pairs.subjects if script.held_out(subject, 0.2)}
+    assert 0 < len(test) < len(set(pairs.subjects)) < len(set(pairs.prompts))
+    of_text = {
+        side: {p["combination"] for p in world if script.held_out(p["prompt"], 0.2) == side}
+        for side in (True, False)
+    }
+    assert (
+        len(of_text[True] & of_text[False]) > 20
+    )  # what a hash of the text would have shown in training
+
+
+def test_a_pair_without_a_combination_is_held_out_by_its_prompt(tmp_path):
+    pairs = script.read(
+        listing(
+            tmp_path,
+            {"prompt": "a"},
+            {"prompt": "b", "combination": None},
+            {"prompt": "c", "combination": "a"},
+        )
+    )
+    assert pairs.subjects == ["a", "b", "a"]
+
+
+def test_a_combination_that_is_no_text_is_named(tmp_path):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"line 2: combination=\['a', 'b'\] is no text; give all prompts that say the same one"
+            r" text"
+        ),
+    ):
+        script.read(listing(tmp_path, {"prompt": "a"}, {"prompt": "b", "combination": ["a", "b"]}))
+
+
+def test_the_script_writes_the_combination_beside_each_pair_of_shapes(tmp_path, monkeypatch):
+    drawn = script.torch.rand(6, 3, 64, 64)
+    monkeypatch.setattr(script.flowrl, "load_policy", lambda name: name)
+    monkeypatch.setattr(
+        script.flowrl, "generate", lambda policy, texts, **settings: drawn[: len(texts)]
+    )
+    script.main(["shapes", "--work", str(tmp_path), "--prompts", "3"])
+    found = script.read(tmp_path / "pairs.jsonl")
+    assert (
+        found.subjects == [prompts.find(text)["combination"] for text in found.prompts]
+        and len(found.subjects) == 3 * 15
+    )
+    assert found.aspects == ["alignment", "vivid"]

@@ -1,0 +1,96 @@
+"""Pretraining of the embedded model, a few steps of it: all stages, interrupted and not, and what
+export writes."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+
+SPEC = importlib.util.spec_from_file_location(
+    "train_shapes", Path(__file__).parents[2] / "scripts/embedded/train_shapes.py"
+)
+script = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(script)
+
+SIZES = {
+    "vae-steps": 4,
+    "vae-batch": 2,
+    "vae-scenes": 8,
+    "flow-steps": 4,
+    "flow-scenes": 16,
+    "faded-steps": 4,
+    "faded-scenes": 16,
+}
+STAGES = ("vae", "flow", "faded")
+
+
+class Killed(Exception):
+    pass
+
+
+def run(stage, work):
+    sizes = [f"--{name}={value}" for name, value in SIZES.items()]
+    script.main(
+        [
+            stage,
+            f"--work={work}",
+            f"--out={work / 'out'}",
+            "--device=cpu",
+            "--threads=1",
+            "--batch=4",
+            "--save=2",
+            *sizes,
+        ]
+    )
+
+
+def killed_at_the_first_save(stage, work, monkeypatch):
+    save = script.save
+
+    def once(*args, **parts):
+        save(*args, **parts)
+        raise Killed
+
+    with monkeypatch.context() as m, pytest.raises(Killed):
+        m.setattr(script, "save", once)
+        run(stage, work)
+
+
+def test_every_stage_goes_on_where_it_was_killed_and_ends_bit_for_bit_the_same(
+    tmp_path, monkeypatch
+):
+    for stage in STAGES:
+        run(stage, tmp_path / "whole")
+        killed_at_the_first_save(stage, tmp_path / "parts", monkeypatch)
+        assert torch.load(tmp_path / "parts" / f"{stage}.pt")["step"] == 2
+        run(stage, tmp_path / "parts")
+        whole, parts = (torch.load(tmp_path / name / f"{stage}.pt") for name in ("whole", "parts"))
+        assert whole["step"] == parts["step"] == 4
+        for part in ("model", "ema") if stage != "vae" else ("model",):
+            different = [
+                name
+                for name, value in whole[part].items()
+                if not torch.equal(value, parts[part][name])
+            ]
+            assert not different
+    first, last = (
+        torch.load(tmp_path / "whole" / f"{stage}.pt")["ema"] for stage in ("flow", "faded")
+    )
+    assert any(not torch.equal(first[name], last[name]) for name in first)
+
+    run("export", tmp_path / "whole")
+    pipe = diffusers.DiffusionPipeline.from_pretrained(
+        tmp_path / "whole" / "out", text_encoder_3=None, tokenizer_3=None
+    )
+    assert type(pipe).__name__ == "StableDiffusion3Pipeline"
+    weight = next(name for name in last if name.startswith("transformer.") and last[name].ndim == 2)
+    assert torch.equal(
+        pipe.transformer.state_dict()[weight.removeprefix("transformer.")].half(),
+        last[weight].half(),
+    )
+    provenance = json.loads((tmp_path / "whole" / "out" / "provenance.json").read_text())
+    assert provenance["vae_steps"] == provenance["flow_steps"] == provenance["faded_steps"] == 4
+    assert sum(f.stat().st_size for f in (tmp_path / "whole" / "out").rglob("*")) < 12e6

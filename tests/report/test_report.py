@@ -1,0 +1,484 @@
+"""report.html: what is in a run folder is on the page, what is missing is said, nothing is fetched,
+text is escaped."""
+
+import base64
+import io
+import json
+import math
+import re
+import shlex
+from html import unescape
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from rich.console import Console
+
+from flowrl.config.load import diff, dump, load_config
+from flowrl.report import answers, charts, grids, run_page, terminal
+
+VOID = {"meta", "img"}
+
+
+class Page(HTMLParser):
+    """Tags, attributes and visible text; asserts that tags are balanced."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.stack, self.text, self.src = [], [], "", []
+        self.feed(html)
+        assert self.stack == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.src += [value for name, value in attrs if name in ("src", "href", "data", "srcset")]
+        assert not any(name.startswith("on") for name, _ in attrs)
+        if tag not in VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data):
+        if self.stack and self.stack[-1] not in ("style", "title"):
+            self.text += data
+
+
+def interval(mean, half):
+    return {"mean": mean, "ci": [mean - half, mean + half]}
+
+
+def row(name, strict, **more):
+    metrics = {"shapes": interval(strict + 0.3, 0.02), "shapes/strict": interval(strict, 0.03)}
+    tasks = {"shapes/strict": {"counting": strict - 0.1, "two_object": strict + 0.1}}
+    return {
+        "name": name,
+        "guidance": "none",
+        "steps": 10,
+        "images": 512,
+        "nfe": 10,
+        "metrics": metrics,
+        "tasks": tasks,
+    } | more
+
+
+EVALUATION = {
+    "rows": [
+        row("before", 0.21),
+        row("before, guidance 3", 0.36, guidance=3.0, nfe=20),
+        row("after", 0.49),
+    ],
+    "paired": {
+        "shapes": {"difference": 0.28, "ci": [0.26, 0.30], "p": 0.0002},
+        "shapes/strict": {"difference": 0.28, "ci": [0.235, 0.325], "p": 0.0002},
+    },
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A complete run folder."""
+    folder = tmp_path / "my-run"
+    (folder / "samples").mkdir(parents=True)
+    (folder / "config.yaml").write_text(
+        "model:\n  name: shapes-sd3\nalgorithm:\n  name: nft\nreward:\n  shapes: 1.0\nseed: 7\n"
+    )
+    lines = []
+    for i in range(1, 41):
+        line = {
+            "iteration": i,
+            "reward/total": 0.4 + i / 100,
+            "policy/kl": i * 1e-5,
+            "policy/ratio": None,
+        }
+        line |= {"nfe/rollout": 64, "nfe/update": 32}
+        line |= {
+            "time/rollout": 2.0,
+            "time/update": 6.0,
+            "time/iteration": 10.0,
+            "time/network_work": 7.0,
+            "time/overhead_fraction": 0.3,
+        }
+        lines.append(json.dumps(line | ({"eval/shapes/strict": i / 100} if i % 10 == 0 else {})))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "evaluation.json").write_text(json.dumps(EVALUATION))
+    grids.before_after(torch.rand(2, 3, 16, 16), torch.rand(2, 3, 16, 16), ["a", "b"]).save(
+        folder / "samples" / "before_after.png"
+    )
+    (folder / "environment.json").write_text('{"torch": "9.9.9"}')
+    return folder
+
+
+def page_of(run):
+    html = run_page.build(run).read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def test_the_page_says_what_the_run_found(run):
+    html, page = page_of(run)
+    assert run_page.build(run) == run.resolve() / "report.html"
+    assert "+0.280" in page.text and "shapes/strict improved: 0.210 → 0.490" in page.text
+    assert "+0.235 to +0.325" in page.text
+    for said in (
+        "before, guidance 3",
+        "0.360",
+        "[0.330, 0.390]",
+        "3.0",
+        "512",
+        "20",
+        "my-run",
+        "shapes-sd3",
+        "nft",
+        "9.9.9",
+        "seed: 7",
+    ):
+        assert said in page.text, said
+    assert "name: shapes-sd3" in page.text and "flowrl train" in page.text
+    assert re.search(
+        r"two object\s*0\.310\s*0\.460\s*0\.590", re.sub(r"\s+", " ", re.sub("<[^>]+>", " ", html))
+    )
+    assert 'class="missing"' not in html and 'class="note"' not in html
+
+
+def test_the_page_fetches_nothing_and_forbids_it(run):
+    html, page = page_of(run)
+    assert page.src and all(source.startswith("data:image/png;base64,") for source in page.src)
+    assert not {"script", "link", "iframe", "object"} & set(page.tags)
+    assert (
+        "http" not in html.replace("http-equiv", "")
+        and "url(" not in html
+        and "@import" not in html
+    )
+    assert "default-src 'none'" in html
+
+
+def test_pictures_are_the_files_of_the_run(run):
+    _, page = page_of(run)
+    assert (
+        base64.b64decode(page.src[0].split(",")[1])
+        == (run / "samples" / "before_after.png").read_bytes()
+    )
+    (run / "samples" / "before_after.png").unlink()
+    grids.grid(torch.rand(1, 3, 8, 8)).save(run / "samples" / "before.png")
+    html, page = page_of(run)
+    assert len(page.src) == 1 and "samples/after.png are missing" in page.text
+
+
+def test_every_curve_of_the_metrics_is_drawn_with_its_values_on_hover(run):
+    html, page = page_of(run)
+    for name in ("reward/total", "policy/kl", "eval/shapes/strict"):
+        assert html.count(f'aria-label="{name}"') == 1
+    assert "iteration 40: 0.800" in html and "iteration 30: 0.300" in html
+    assert 'aria-label="time/rollout"' not in html
+
+
+def test_a_run_that_forks_shows_what_each_step_decides(run):
+    """Two iterations: step 0 decides (0.2 + 0.4) / 2, step 3 decides 0.1, where the window lay
+    once."""
+    assert "decided by each step" not in page_of(run)[0]
+    lines = [
+        {"iteration": 1, "tree/variance/0": 0.2, "tree/variance/3": 0.1},
+        {"iteration": 2, "tree/variance/0": 0.4},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    html, _ = page_of(run)
+    assert "decided by each step" in html and "step 0: 0.300" in html and "step 3: 0.100" in html
+
+
+def test_the_ledger_sums_phases_and_names_what_is_left(run):
+    """40 iterations of 10 s: rollout 80 s, update 240 s, 80 s between them; network 280 s,
+    everything else 120 s."""
+    text = re.sub(r"\s+", " ", page_of(run)[1].text)
+    for said in (
+        "update60.0%240 s",
+        "rollout20.0%80.0 s",
+        "between phases20.0%80.0 s",
+        "network70.0%280 s",
+        "everything else30.0%120 s",
+    ):
+        assert said in text, said
+    assert "rollout66.7%2,560 rows" in text and "6 min 40 s" in text
+    assert "overhead_fraction" not in text
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("evaluation.json", "There is no evaluation.json"),
+        ("metrics.jsonl", "metrics.jsonl is missing or holds no curves"),
+        ("config.yaml", "Nothing was recorded for “configuration”"),
+        ("samples/before_after.png", "samples/before.png and samples/after.png are missing"),
+        ("environment.json", "the run itself recorded none"),
+    ],
+)
+def test_a_missing_piece_leaves_a_sentence_in_its_place(run, missing, said):
+    (run / missing).unlink()
+    assert said in page_of(run)[1].text
+
+
+@pytest.mark.parametrize(
+    "rows", [None, [], [{"name": "before"}], [row("before", 0.2)], [row("after", 0.2)] * 2]
+)
+def test_a_partial_evaluation_still_makes_a_page(run, rows):
+    (run / "evaluation.json").write_text(json.dumps({} if rows is None else {"rows": rows}))
+    html, page = page_of(run)
+    assert 'class="missing"' in html and "Learning curves" in page.text
+
+
+def test_before_comes_first_and_after_last_in_whatever_order_they_were_measured(run):
+    first, middle, last = EVALUATION["rows"]
+    (run / "evaluation.json").write_text(json.dumps(EVALUATION | {"rows": [last, middle, first]}))
+    html, page = page_of(run)
+    assert "improved: 0.210 → 0.490" in page.text
+    assert re.findall(r"<tr><td>([^<]+)</td><td>(?:none|3\.0)", html) == [
+        "before",
+        "before, guidance 3",
+        "after",
+    ]
+
+
+def test_a_worse_or_unclear_result_is_called_so(run):
+    for ci, said, css in (
+        ([-0.2, -0.1], "got worse", '"bad"'),
+        ([-0.1, 0.2], "no clear change", '""'),
+    ):
+        paired = {"shapes/strict": {"difference": sum(ci) / 2, "ci": ci, "p": 0.5}}
+        (run / "evaluation.json").write_text(json.dumps(EVALUATION | {"paired": paired}))
+        html, page = page_of(run)
+        assert f"shapes/strict {said}" in page.text and f"<strong class={css}>" in html
+
+
+def test_text_from_the_run_is_escaped(run):
+    bad = "<script>alert('x')</script>&\"'"
+    folder = run.rename(run.parent / "a<b>&c")
+    (folder / "config.yaml").write_text(f"model: {json.dumps(bad)}\n")
+    (folder / "environment.json").write_text(json.dumps({bad: bad}))
+    evaluation = {
+        "rows": [row(bad, 0.2), row("after", 0.4)],
+        "paired": {bad: {"difference": 0.1, "ci": [0, 0.2]}},
+    }
+    evaluation["rows"][0]["metrics"][bad] = interval(0.1, 0.1)
+    evaluation["rows"][0]["tasks"] = {bad: {bad: 0.1}}
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    (folder / "metrics.jsonl").write_text(
+        json.dumps({"iteration": 1, f"reward/{bad}": 0.1, f"time/{bad}": 1.0}) + "\n"
+    )
+    html, page = page_of(folder)
+    assert "<script" not in html and page.text.count("alert('x')") >= 6 and "a<b>&c" in page.text
+
+
+@pytest.mark.parametrize("output", ["runs/a run", None, "runs/moved"])
+def test_the_command_that_repeats_a_run_composes_to_the_same_config_and_another_folder(
+    tmp_path, monkeypatch, output
+):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "a run"
+    folder.mkdir(parents=True)
+    overrides = [
+        "model=sd1.5",
+        "algorithm=mix_grpo",
+        "~reward",
+        "reward.jpeg=0.5",
+        "reward.jpeg.quality=50",
+        "seed=3",
+    ]
+    cfg = load_config(None, [*overrides, f"output={output or 'null'}"])
+    (folder / "config.yaml").write_text(dump(cfg))
+    command = re.search(
+        "<pre>(flowrl train .*?)</pre>", run_page.build(folder).read_text(encoding="utf-8")
+    )[1]
+    words = shlex.split(unescape(command))
+    again = load_config(words[2], words[3:])
+    assert diff(cfg, again) == ["output"] and again.seed == 3
+    assert not (tmp_path / again.output).exists() and (tmp_path / words[2]).samefile(
+        folder / "config.yaml"
+    )
+
+
+def test_the_page_says_how_many_prompts_were_resampled(run):
+    paired = {"shapes/strict": {"difference": 0.28, "ci": [0.2, 0.3], "clusters": 87}}
+    (run / "evaluation.json").write_text(json.dumps(EVALUATION | {"paired": paired}))
+    assert "same seeds; 87 different prompts were resampled." in page_of(run)[1].text
+
+
+def test_a_line_cut_short_at_the_end_is_noted_and_elsewhere_an_error(run):
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"iteration": 41, "rewa')
+    assert "last line of metrics.jsonl (line 41) is cut short" in page_of(run)[1].text
+    path.write_text("{oops\n" + path.read_text())
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 1 is not JSON"):
+        run_page.build(run)
+
+
+def test_a_folder_that_is_no_run_is_refused_and_left_as_it_is(run, tmp_path):
+    with pytest.raises(ValueError, match="holds no run: neither config.yaml nor metrics.jsonl"):
+        run_page.build(run / "samples")
+    assert not (run / "samples" / "report.html").exists()
+    with pytest.raises(ValueError, match="is no folder"):
+        run_page.build(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("evaluation.json", "{", "readable JSON"),
+        ("evaluation.json", "[]", "a list"),
+        ("config.yaml", "a: [", "not YAML"),
+    ],
+)
+def test_a_damaged_file_is_named(run, file, text, said):
+    (run / file).write_text(text)
+    with pytest.raises(ValueError, match=said) as error:
+        run_page.build(run)
+    assert file in str(error.value)
+
+
+def test_a_table_of_answers_pairs_rows_by_image_and_says_what_failed():
+    def said(text, answer):
+        return {"question": text, "answer": answer, "counted": answer, "zeroed": False}
+
+    entry = {"image": 3, "prompt": "p", "said": [said("red?", 0.5)]}
+    rows = [
+        {"name": "before", "answers": {"c": [entry]}},
+        {"name": "old"},  # without checklists
+        {
+            "name": "after",
+            "answers": {
+                "c": [
+                    entry | {"said": [said("red?", None)]},
+                    entry | {"said": [said("blue?", 1.0)]},
+                ]
+            },
+        },
+    ]
+    text = re.sub(r"\s+", " ", re.sub("<[^>]+>", " ", answers.folded(rows)))
+    assert (
+        text.strip()
+        == "c: answers about 2 images before after image 3: p blue? yes image 3: p red? 0.50 failed"
+    )
+    assert answers.folded(rows[1:2]) == ""
+
+
+def test_building_again_replaces_the_page_and_leaves_nothing_else(run):
+    run_page.build(run)
+    (run / "report.html").write_text("old")
+    run_page.build(run)
+    assert "+0.280" in (run / "report.html").read_text(encoding="utf-8") and not list(
+        run.glob("*.part")
+    )
+
+
+def test_the_terminal_table_fits_eighty_columns_and_starts_with_the_headline_metric():
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(terminal.evaluation_table(EVALUATION))
+    text = console.export_text()
+    assert "…" not in text and text.index("shapes/strict") < text.index("shapes ")
+    for said in (
+        "before, guidance 3",
+        "0.490",
+        "[0.460, 0.520]",
+        "512 images, 10 steps",
+        "shapes/strict +0.280 [+0.235, +0.325]",
+    ):
+        assert said in text, said
+    assert terminal.evaluation_table({}).row_count == 0
+
+
+# --- plots
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(0.19, 0.49), (-3.0, 7.0), (1e-5, 3e-4), (0, 12345), (0.4999, 0.5001), (-1, -0.1)],
+)
+def test_ticks_are_round_even_and_cover_the_data(low, high):
+    out = charts.ticks(low, high)
+    step = out[1] - out[0]
+    assert out[0] <= low + 1e-9 * step and out[-1] >= high - 1e-9 * step and 4 <= len(out) <= 8
+    assert all(math.isclose(b - a, step, rel_tol=1e-6) for a, b in zip(out, out[1:], strict=False))
+    assert round(step / 10 ** math.floor(math.log10(step) + 1e-9), 6) in (1, 2, 2.5, 5)
+    assert len({charts._tick(t, out) for t in out}) == len(out)
+
+
+def test_numbers_have_three_digits():
+    shown = [
+        charts.number(v)
+        for v in (0, 0.51234, 12.345, 123.4, 12345.6, 0.00012, -0.5, math.nan, 20, 999.96)
+    ]
+    assert shown == [
+        "0",
+        "0.512",
+        "12.3",
+        "123",
+        "12,346",
+        "1.2e-04",
+        "-0.500",
+        "nan",
+        "20.0",
+        "1000",
+    ]
+
+
+def test_a_line_chart_places_points_linearly():
+    chart = charts.line_chart("x", [(0, 0.0), (5, 0.5), (10, 1.0)], width=340, height=190)
+    (d,) = re.findall(r'class="line" d="([^"]+)"', chart)
+    points = [tuple(map(float, p)) for p in re.findall(r"([\d.]+) ([\d.]+)", d)]
+    assert points[1] == pytest.approx([(points[0][k] + points[2][k]) / 2 for k in (0, 1)], abs=0.06)
+    assert points[0][0] < points[2][0] and points[0][1] > points[2][1]  # SVG's y grows downwards
+
+
+@pytest.mark.parametrize(
+    "points", [[(1, 0.5)], [(1, 0.0), (2, 0.0)], [(1, math.nan), (2, 3.0)], [(0, -1e-9), (1, 1e9)]]
+)
+def test_degenerate_curves_draw_finite_numbers(points):
+    chart = charts.line_chart("x", points)
+    assert "<svg" in chart and "nan" not in chart and "inf" not in chart
+
+
+def test_no_finite_point_draws_nothing_and_long_curves_are_averaged():
+    assert charts.line_chart("x", [(0, math.nan)]) == "" and charts.line_chart("x", []) == ""
+    long = [(i, float(i)) for i in range(1000)]
+    assert len(charts.thin(long)) == 250 and charts.thin(long)[0] == (1.5, 1.5)
+    assert charts.thin(long[:300]) == long[:300]
+
+
+def test_smoothing_keeps_constants_and_reduces_noise():
+    assert charts.smooth([(i, 2.0) for i in range(50)]) == [
+        (i, pytest.approx(2.0)) for i in range(50)
+    ]
+    noise = torch.randn(500).tolist()
+    smoothed = torch.tensor([y for _, y in charts.smooth(list(enumerate(noise)))])
+    assert smoothed[100:].std() < 0.3 * torch.tensor(noise).std()
+
+
+def test_shares_of_a_stacked_bar_add_up_and_are_ranked():
+    html = charts.stacked_bar({"a": 1.0, "b": 3.0}, unit="s")
+    assert [float(w) for w in re.findall(r"width: ([\d.]+)%", html)] == [75.0, 25.0]
+    assert re.findall(r"</i>(\w)<b>([\d.]+)%", html) == [("b", "75.0"), ("a", "25.0")]
+
+
+def test_a_metric_that_repeats_another_is_shown_once_and_long_names_wrap(capsys):
+    values = {"mean": 0.25, "ci": [0.125, 0.375]}
+    rows = [
+        {"name": name, "images": 4, "metrics": {"shapes/strict": values, "shapes": values}}
+        for name in ("before", "evaluate, " * 9)
+    ]
+    Console(width=60).print(terminal.evaluation_table({"rows": rows}))
+    shown = capsys.readouterr().out
+    assert shown.count("[0.125, 0.375]") == 2 and "…" not in shown and shown.count("evaluate,") == 9
+
+
+def test_small_differences_are_not_rounded_away(capsys):
+    values = {"mean": -0.00172, "ci": [-0.00174, -0.00170]}
+    paired = {"difference": 1.2e-5, "ci": [-1.6e-5, 2.6e-5], "p": 0.6}
+    Console(width=100).print(
+        terminal.evaluation_table(
+            {"rows": [{"name": "before", "metrics": {"jpeg": values}}], "paired": {"jpeg": paired}}
+        )
+    )
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "-0.00172" in shown and "[-0.00174, -0.00170]" in shown
+    assert "jpeg +0.00001 [-0.00002, +0.00003], p = 0.6" in shown

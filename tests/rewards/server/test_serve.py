@@ -1,0 +1,549 @@
+"""The reward server: what travels, what is scored, what is refused and how."""
+
+import asyncio
+import base64
+import io
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from flowrl import rewards
+from flowrl.rewards.server import wire
+from flowrl.rewards.server.app import Server
+from flowrl.rewards.server.service import Gate
+from flowrl.shapes.prompts import all_prompts
+from flowrl.types import MediaContext
+
+PROMPTS = ["a cat", "a dog", "two red circles", "a blue square"]
+
+
+def brightness(media, prompts, context=None):
+    """Reads every bit of the pixels."""
+    return media.mean((1, 2, 3))
+
+
+def picky(media, prompts, context=None):
+    if "a dog" in prompts:
+        raise OSError("no dogs")
+    return brightness(media, prompts)
+
+
+def question(media, prompts=PROMPTS, **more):
+    return {"id": "q", "prompts": list(prompts), "media": wire.pack_media(media), **more}
+
+
+def post(server, body, **headers):
+    content = body if isinstance(body, bytes) else json.dumps(body)
+    return httpx.post(
+        f"{server.url}/score",
+        content=content,
+        headers={"Content-Type": "application/json", **headers},
+    )
+
+
+@pytest.fixture
+def media():
+    return torch.rand(4, 3, 16, 16)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server(
+        {"jpeg": 1.0, "light": {"reward": brightness, "weight": 0.5}},
+        port=0,
+        max_mb=1.0,
+        device="cpu",
+    ) as server:
+        yield server
+
+
+# --- scores
+
+
+def test_a_png_of_any_program_is_a_picture(server):
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 6, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    answer = post(
+        server,
+        {
+            "prompts": ["a cat"],
+            "media": {"png": [base64.b64encode(buffer.getvalue()).decode()]},
+            "reward": "light",
+        },
+    ).json()
+    expected = brightness(
+        torch.from_numpy(pixels).permute(2, 0, 1)[None].float().contiguous() / 255, ["a cat"]
+    )
+    assert answer["scores"] == expected.tolist()
+
+
+def test_scores_equal_local_ones_bit_for_bit(server, media):
+    local = rewards.score(
+        media, PROMPTS, {"jpeg": 1.0, "light": {"reward": brightness, "weight": 0.5}}
+    )
+    answer = post(server, question(media)).json()
+    assert answer["id"] == "q" and answer["scores"] == local.total.tolist()
+    assert (
+        answer["parts"] == {label: column.tolist() for label, column in local.raw.items()}
+        and answer["errors"] == [None] * 4
+    )
+    assert post(server, question(media, reward="light")).json()["parts"] == {
+        "light": local.raw["light"].tolist()
+    }
+
+
+def test_version_says_what_a_client_must_know(server):
+    about = httpx.get(f"{server.url}/version").json()
+    assert about["rewards"]["jpeg"]["scale"] == "minus kilobytes at JPEG quality 95, divided by 500"
+    assert (
+        about["total"]["scale"].startswith("1 x jpeg (minus kilobytes")
+        and about["rewards"]["light"]["weight"] == 0.5
+    )
+    assert (about["protocol"], about["max_mb"], about["max_samples"]) == (1, 1.0, 1024)
+    assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
+    assert [
+        httpx.get(f"{server.url}/{page}").status_code for page in ("docs", "openapi.json", "")
+    ] == [404] * 3
+
+
+def test_a_sample_that_fails_is_null_with_its_own_message(media):
+    media[3, 0, 0, 0] = math.nan
+    with Server({"picky": picky}, port=0, device="cpu") as server:
+        answer = post(server, question(media)).json()
+    assert [score is None for score in answer["scores"]] == [False, True, False, True]
+    assert (
+        "OSError: no dogs" in answer["errors"][1]
+        and "hold NaN or inf pixels" in answer["errors"][3]
+    )
+    assert answer["errors"][0] is None and answer["errors"][2] is None
+    assert answer["scores"][0] == brightness(media[:1], PROMPTS[:1]).item()
+
+
+def test_a_sample_that_a_judge_does_not_answer_is_null_if_others_were_answered_and_else_a_503(
+    media,
+):
+    def judge(media, prompts, context=None):
+        if set(prompts) == {"a dog"}:
+            raise rewards.RewardUnavailable("the judge answered none of 1 questions")
+        return torch.tensor([math.nan if prompt == "a dog" else 1.0 for prompt in prompts])
+
+    with Server({"judge": judge}, port=0, device="cpu") as server:
+        answer = post(server, question(media)).json()
+        alone = post(server, question(media[:1], ["a dog"]))
+    assert answer["scores"] == [1.0, None, 1.0, 1.0] and answer["errors"][1].startswith(
+        "judge: NaN or inf for 1 of 4 samples"
+    )
+    assert (
+        alone.status_code == 503
+        and alone.json()["detail"] == "the judge answered none of 1 questions"
+    )
+
+
+def test_a_broken_reward_is_a_500_with_its_sentence_and_the_server_lives_on(media):
+    with Server(
+        {"light": brightness, "liar": lambda m, p, c: torch.zeros(7)}, port=0, device="cpu"
+    ) as server:
+        answer = post(server, question(media))
+        assert (
+            answer.status_code == 500
+            and 'reward "liar" returned a float32 tensor of shape (7,)' in answer.json()["detail"]
+        )
+        assert post(server, question(media, reward="light")).status_code == 200
+
+
+# --- batches across requests
+
+
+def slow_log(seen):
+    def reward(media, prompts, context=None):
+        seen.append(
+            (
+                len(prompts),
+                None if context is None or context.group is None else context.group.tolist(),
+            )
+        )
+        time.sleep(0.1)
+        return media.mean((1, 2, 3))
+
+    return reward
+
+
+def ask_together(server, bodies):
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return [answer.json() for answer in pool.map(lambda body: post(server, body), bodies)]
+
+
+def test_requests_that_wait_are_scored_together_up_to_the_limit(media):
+    seen, bodies = (
+        [],
+        [question(torch.rand(2, 3, 16, 16), PROMPTS[:2], id=str(i)) for i in range(9)],
+    )
+    with Server({"slow": slow_log(seen)}, port=0, max_batch=6, device="cpu") as server:
+        answers = ask_together(server, bodies)
+    sizes = [size for size, _ in seen]
+    assert sum(sizes) == 18 and max(sizes) == 6 and len(sizes) < 9
+    for body, answer in zip(bodies, answers, strict=True):
+        assert answer["id"] == body["id"]
+        assert (
+            answer["scores"] == wire.unpack(wire.Numbers(**body["media"])).mean((1, 2, 3)).tolist()
+        )
+
+
+def test_other_sizes_and_groups_are_not_mixed(media):
+    seen = []
+    bodies = [question(torch.rand(2, 3, 8, side), PROMPTS[:2]) for side in (8, 8, 10, 10)]
+    bodies += [question(torch.rand(2, 3, 8, 8), PROMPTS[:2], group=[0, 0]) for _ in range(3)]
+    with Server({"slow": slow_log(seen)}, port=0, device="cpu") as server:
+        answers = ask_together(server, bodies)
+    assert [size for size, group in seen if group is not None] == [2, 2, 2] and sum(
+        size for size, _ in seen
+    ) == 14
+    for body, answer in zip(bodies, answers, strict=True):
+        assert (
+            answer["scores"] == wire.unpack(wire.Numbers(**body["media"])).mean((1, 2, 3)).tolist()
+        )
+
+
+def test_context_columns_arrive_row_by_row():
+    def read(media, prompts, context):
+        return (
+            torch.tensor([row["n"] for row in context.meta])
+            + context.source.mean((1, 2, 3))
+            + context.actions.sum(1)
+        )
+
+    read.needs = {"meta", "source", "actions"}
+    media, actions = torch.rand(4, 3, 8, 8), torch.randn(4, 5)
+    meta = [{"n": 0.1 * i, "nested": {"list": [1, None, "x"]}} for i in range(4)]
+    local = rewards.score(
+        media, PROMPTS, {"read": read}, MediaContext(meta=meta, source=1 - media, actions=actions)
+    )
+    with Server({"read": read}, port=0, device="cpu") as server:
+        body = question(
+            media, meta=meta, source=wire.pack_media(1 - media), actions=wire.pack(actions)
+        )
+        assert post(server, body).json()["scores"] == local.total.tolist()
+        missing = post(server, question(media, meta=meta))
+        assert (
+            missing.status_code == 422
+            and 'needs the context column "actions"' in missing.json()["detail"]
+        )
+
+
+def test_a_request_whose_client_has_gone_is_not_scored(media):
+    seen, busy, leave = [], threading.Event(), threading.Event()
+
+    def held(media, prompts, context=None):
+        seen.append(len(prompts))
+        busy.set()
+        leave.wait(10)
+        return media.mean((1, 2, 3))
+
+    with Server({"held": held}, port=0, max_batch=1, device="cpu") as server:
+        first = threading.Thread(target=post, args=(server, question(media[:1], PROMPTS[:1])))
+        first.start()
+        busy.wait(10)
+        with pytest.raises(httpx.ReadTimeout):
+            content = json.dumps(question(media[:2], PROMPTS[:2]))
+            httpx.post(
+                f"{server.url}/score",
+                content=content,
+                headers={"Content-Type": "application/json"},
+                timeout=0.5,
+            )
+        deadline = time.monotonic() + 10
+        while (
+            not all(job.future.cancelled() for job in server.service.jobs)
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.01)
+        leave.set()
+        first.join()
+        assert post(server, question(media)).status_code == 200
+    assert seen == [1, 4]
+
+
+def test_bytes_wait_at_the_gate_in_the_order_they_came():
+    order = []
+
+    async def hold(gate, name, amount):
+        async with gate.hold(amount):
+            order.append((name, gate.inside))
+            await asyncio.sleep(0.01)
+
+    async def all_at_once():
+        gate = Gate(10)
+        await asyncio.gather(
+            *(
+                hold(gate, name, amount)
+                for name, amount in [("a", 6), ("b", 25), ("c", 4), ("d", 6), ("e", 1)]
+            )
+        )
+        return gate.inside
+
+    assert asyncio.run(all_at_once()) == 0
+    assert (
+        [name for name, _ in order] == list("abcde")
+        and order[1] == ("b", 25)
+        and order[3] == ("d", 10)
+    )
+    assert all(inside <= 10 for name, inside in order if name != "b")
+
+
+# --- what is refused
+
+
+BAD = {
+    "no JSON": (b"garbage", "the body is no JSON"),
+    "cut": (b'{"prompts": ["a"', "the body is no JSON"),
+    "bytes": (bytes(range(256)), "the body is no JSON"),
+    "a list": ([], "the body: input should be an object"),
+    "nested": (b"[" * 100_000, "the body is no JSON"),
+    "no prompts": ({"media": {"png": ["x"]}}, "prompts: field required"),
+    "no media": ({"prompts": ["a"]}, "media should be"),
+    "unknown key": (
+        {"prompts": ["a"], "media": {"png": ["x"]}, "prompt": 1},
+        'unknown key "prompt"; did you mean "prompts"',
+    ),
+    "a number as prompt": (
+        {"prompts": [1], "media": {"png": ["x"]}},
+        "prompts.0: input should be a valid string",
+    ),
+    "no png": (
+        {"prompts": ["a"], "media": {"png": ["x" * 40]}},
+        "png 0 is not base64 of an RGB PNG with 8 bits a channel",
+    ),
+    "no base64": (
+        {"prompts": ["a"], "media": {"dtype": "float32", "shape": [1], "data": "?"}},
+        "is not base64 of zlib",
+    ),
+    "no zlib": (
+        {"prompts": ["a"], "media": {"dtype": "float32", "shape": [1], "data": "AAAA"}},
+        "is not base64 of zlib",
+    ),
+    "a pickle": (
+        {"prompts": ["a"], "media": {"dtype": "object", "shape": [1], "data": "gASVAAAA"}},
+        "media should be",
+    ),
+    "negative": (
+        {"prompts": ["a"], "media": {"dtype": "float32", "shape": [-1, 3, 4, 4], "data": ""}},
+        "media should be",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_garbage_is_refused_with_one_sentence(server, case):
+    body, said = BAD[case]
+    answer = post(server, body)
+    assert (
+        answer.status_code == 422
+        and said in answer.json()["detail"]
+        and "\n" not in answer.json()["detail"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompts": PROMPTS[:3]}, "4 media but 3 prompts"),
+        ({"media": wire.pack(torch.rand(4, 1, 8, 8))}, "media has shape (4, 1, 8, 8)"),
+        ({"media": wire.pack(torch.rand(4, 3, 8, 8) * 255)}, "media spans"),
+        ({"media": wire.pack(torch.rand(4, 3, 8, 8).double())}, "torch.float64 tensor"),
+        ({"meta": [{}]}, '"meta" should have one row for each of the 4 prompts'),
+        ({"group": [0, 0]}, '"group" should have one row'),
+        ({"group": [2**70] * 4}, "group.0: input should be less than 9223372036854775808"),
+        ({"actions": wire.pack(torch.rand(3, 1))}, '"actions" should have one row'),
+        ({"reward": "jpg"}, 'reward "jpg" is not served; did you mean "jpeg"'),
+        (
+            {
+                "media": {
+                    "dtype": "float32",
+                    "shape": [4, 3, 8, 8],
+                    "data": wire.pack(torch.rand(4, 3, 8, 7))["data"],
+                }
+            },
+            "its data holds 2688",
+        ),
+        (
+            {
+                "media": {
+                    "dtype": "float32",
+                    "shape": [1, 3, 8, 8],
+                    "data": wire.pack(torch.rand(4, 3, 8, 8))["data"],
+                }
+            },
+            "more than 768",
+        ),
+    ],
+)
+def test_records_that_do_not_fit_together_are_refused(server, media, change, said):
+    answer = post(server, question(media) | change)
+    assert answer.status_code == 422 and said in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "I;16"])
+def test_a_png_that_is_not_rgb_is_refused(server, mode):
+    buffer = io.BytesIO()
+    Image.new(mode, (4, 4)).save(buffer, "PNG")
+    answer = post(
+        server, {"prompts": ["a"], "media": {"png": [base64.b64encode(buffer.getvalue()).decode()]}}
+    )
+    assert (
+        answer.status_code == 422 and "png 0 is not base64 of an RGB PNG" in answer.json()["detail"]
+    )
+
+
+def test_a_torn_png_and_pngs_of_two_sizes_are_refused(server, media):
+    whole = wire.pack_media(media, rounds=True)["png"]
+    torn = base64.b64encode(base64.b64decode(whole[1])[:-40]).decode()
+    assert (
+        "png 1 cannot be read"
+        in post(
+            server, {"prompts": PROMPTS, "media": {"png": [whole[0], torn, *whole[2:]]}}
+        ).json()["detail"]
+    )
+    wide = wire.pack_media(torch.rand(1, 3, 4, 8), rounds=True)["png"]
+    answer = post(server, {"prompts": PROMPTS, "media": {"png": whole[:3] + wide}})
+    assert (
+        answer.status_code == 422
+        and "one size; these have [(8, 4), (16, 16)]" in answer.json()["detail"]
+    )
+
+
+def test_what_is_too_large_is_refused_before_it_is_unpacked(server):
+    assert post(server, b" " * 1_000_001).status_code == 413
+    zeros = base64.b64encode(zlib.compress(bytes(12 * 300 * 300))).decode()
+    bomb = post(
+        server,
+        {"prompts": ["a"], "media": {"dtype": "float32", "shape": [1, 3, 300, 300], "data": zeros}},
+    )
+    assert bomb.status_code == 413 and len(zeros) < 2000
+    assert bomb.json()["detail"].startswith(
+        "a request may have 1 MB, and this one has 1.1 MB unpacked; send fewer samples"
+    )
+    picture = post(
+        server, {"prompts": ["a"], "media": wire.pack_media(torch.zeros(1, 3, 300, 300))}
+    )
+    assert picture.status_code == 413 and "1.1 MB unpacked" in picture.json()["detail"]
+    huge = {"dtype": "float32", "shape": [10**9] * 8, "data": ""}
+    assert post(server, {"prompts": ["a"], "media": huge}).status_code == 413
+    many = post(server, {"prompts": ["a"] * 1025, "media": huge})
+    assert many.status_code == 413 and "1024 samples" in many.json()["detail"]
+
+
+def test_a_body_without_length_or_of_another_type_is_refused(server, media):
+    body = json.dumps(question(media)).encode()
+    streamed = httpx.post(
+        f"{server.url}/score", content=iter([body]), headers={"Content-Type": "application/json"}
+    )
+    assert streamed.status_code == 411
+    form = post(server, body, **{"Content-Type": "text/plain"})
+    assert form.status_code == 415 and "Content-Type: application/json" in form.json()["detail"]
+
+
+def test_a_token_is_asked_for_everywhere_but_for_health(media, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "s3cret")
+    with Server({"jpeg": 1.0}, port=0, token_env="MY_TOKEN", device="cpu") as server:
+        for wrong in (
+            {},
+            {"Authorization": "Bearer s3cre"},
+            {"Authorization": "Bearer s3cret "[:-2]},
+            {"Authorization": "s3cret"},
+        ):
+            answer = post(server, b"garbage", **wrong)
+            assert answer.status_code == 401 and answer.json()["detail"].startswith(
+                "send the server's token"
+            )
+            assert httpx.get(f"{server.url}/version", headers=wrong).status_code == 401
+        assert post(server, question(media), Authorization="Bearer s3cret").status_code == 200
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+# --- starting
+
+
+def test_an_address_that_others_reach_needs_a_token(monkeypatch):
+    for host in ("0.0.0.0", "::", "10.0.0.1", "gpu-box"):
+        with pytest.raises(ValueError, match="can be reached from other machines.*token_env"):
+            Server({"jpeg": 1.0}, host=host, port=0)
+    assert (
+        wire.is_loopback("127.0.0.1") and wire.is_loopback("::1") and wire.is_loopback("localhost")
+    )
+    for value, said in (
+        (None, "is empty or not set"),
+        ("two words", "holds spaces"),
+        ("schlüssel", "outside ASCII"),
+    ):
+        monkeypatch.delenv("MY_TOKEN", raising=False)
+        if value is not None:
+            monkeypatch.setenv("MY_TOKEN", value)
+        with pytest.raises(ValueError, match=f"token_env=MY_TOKEN.*{said}"):
+            Server({"jpeg": 1.0}, token_env="MY_TOKEN", port=0)
+
+
+def test_a_port_that_is_taken_and_a_device_that_is_none_are_sentences():
+    with pytest.raises(ValueError, match="device=cudaa cannot be used"):
+        Server({"jpeg": 1.0}, port=0, device="cudaa")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(ValueError, match="cannot be served.*choose another port"),
+    ):
+        Server({"jpeg": 1.0}, port=taken.getsockname()[1])
+
+
+def test_describe_names_the_rewards_and_the_address(server):
+    assert server.describe().splitlines() == [
+        "jpeg (weight 1): minus kilobytes at JPEG quality 95, divided by 500",
+        "light (weight 0.5): as the function gives it",
+        f"{server.url} on cpu; train with: reward=remote reward.remote.url={server.url}",
+    ]
+
+
+def test_serving_needs_neither_diffusers_nor_transformers():
+    blocked = ("diffusers", "transformers", "accelerate", "peft", "hydra", "omegaconf", "open_clip")
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked}))\nimport httpx, torch; from"
+        " flowrl.rewards.server.service import Server; from flowrl.rewards import load\nwith Server({'jpeg':"
+        " 1.0}, port=0, device='cpu') as s: print(load('remote', url=s.url)(torch.zeros(1, 3, 8,"
+        " 8), ['a']).tolist())"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=120
+    )
+    assert out.stdout.strip() == str(
+        rewards.load("jpeg")(torch.zeros(1, 3, 8, 8), ["a"]).tolist()
+    ), out.stderr
+
+
+def test_shapes_scores_through_json_equal_local_ones():
+    prompts = list(all_prompts()[:4])
+    media, texts = torch.rand(4, 3, 64, 64), [prompt["prompt"] for prompt in prompts]
+    local = rewards.score(media, texts, {"shapes": 1.0}, MediaContext(meta=prompts))
+    with Server({"shapes": 1.0}, port=0, device="cpu") as server:
+        assert (
+            post(server, question(media, texts, meta=prompts)).json()["scores"]
+            == local.total.tolist()
+        )
+        answer = post(server, question(media, texts, meta=[{}] * 4)).json()
+    assert (
+        answer["scores"] == [None] * 4
+        and "the shapes reward is for data=shapes" in answer["errors"][2]
+    )

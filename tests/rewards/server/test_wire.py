@@ -1,0 +1,119 @@
+"""What travels between a reward server and its clients arrives bit for bit, and what is served has
+a name of its own."""
+
+import base64
+import json
+import math
+import zlib
+
+import pytest
+import torch
+
+from flowrl import rewards
+from flowrl.rewards.server import wire
+from flowrl.types import MediaContext
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.rand(2, 3, 5, 7),
+        torch.rand(2, 4, 3, 5, 7),
+        torch.tensor([math.nan, math.inf, -0.0, 1e-45]),
+        torch.randn(3, 2, dtype=torch.float64),
+        torch.randint(-(2**62), 2**62, (4, 2)),
+        torch.arange(5, dtype=torch.int32),
+        torch.arange(256, dtype=torch.uint8),
+        torch.rand(4, 6).t(),
+    ],
+)
+def test_a_tensor_arrives_bit_for_bit(tensor):
+    record = wire.Numbers.model_validate_json(json.dumps(wire.pack(tensor)))
+    out = wire.unpack(record)
+    assert out.dtype == tensor.dtype and out.shape == tensor.shape
+    assert (
+        out.numpy().tobytes() == tensor.contiguous().numpy().tobytes()
+        and record.nbytes == tensor.nbytes
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 4, 3, 5, 7)])
+def test_pixels_with_eight_bits_travel_as_bytes_and_arrive_bit_for_bit(shape):
+    media = torch.randint(0, 256, shape, dtype=torch.uint8).float() / 255
+    packed = wire.pack_media(media)
+    assert ("png" in packed) == (len(shape) == 4) and packed.get("dtype", "unorm8") == "unorm8"
+    record = wire.Question.model_validate_json(json.dumps({"prompts": [""], "media": packed})).media
+    assert torch.equal(wire.unpack(record), media) and record.nbytes == media.nbytes
+
+
+def test_other_pixels_travel_as_floats_unless_the_reader_rounds():
+    media = torch.rand(4, 3, 16, 16)
+    assert wire.pack_media(media)["dtype"] == "float32"
+    rounded = wire.unpack(wire.Pngs(**wire.pack_media(media, rounds=True)))
+    assert torch.equal(rounded, (media * 255).round() / 255)
+
+
+def chunk(kind, data):
+    return len(data).to_bytes(4) + kind + data + zlib.crc32(kind + data).to_bytes(4)
+
+
+@pytest.mark.parametrize(("colour", "mode"), [(b"\x08\x02", "RGB"), (b"\x08\x00", "L")])
+def test_a_png_with_a_second_head_is_refused_before_its_pixels_are_unpacked(colour, mode):
+    """Declared as 4 x 4, 192 bytes as fp32; by the second head, which Pillow believes, 2000 x
+    2000."""
+    heads = [
+        side.to_bytes(4) * 2 + kind + bytes(3) for side, kind in ((4, b"\x08\x02"), (2000, colour))
+    ]
+    rows = zlib.compress(bytes(2000 * (1 + 2000 * len(mode))))
+    file = (
+        b"\x89PNG\r\n\x1a\n"
+        + b"".join(chunk(b"IHDR", head) for head in heads)
+        + chunk(b"IDAT", rows)
+        + chunk(b"IEND", b"")
+    )
+    record = wire.Pngs(png=[base64.b64encode(file).decode()])
+    assert len(file) < 13_000 and record.nbytes == 192
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"png 0 cannot be read: .*head says \(4, 4\) RGB, its pixels are \(2000, 2000\) {mode}"
+        ),
+    ):
+        wire.unpack(record)
+
+
+def test_the_version_changes_with_settings_weights_and_source(tmp_path):
+    file = tmp_path / "mine.py"
+
+    def version(spec):
+        loaded = rewards.load_set(spec)
+        return wire.about(loaded.rewards, loaded.weights, flowrl="1", max_mb=1).version
+
+    def mine(scale):
+        file.write_text(
+            "from flowrl.rewards import Reward\nclass R(Reward):\n    name, scale = 'mine',"
+            f" '{scale}'\n"
+        )
+        return version({"mine": {"name": f"{file}:R"}})
+
+    specs = [
+        {"jpeg": 1.0},
+        {"jpeg": 2.0},
+        {"jpeg": {"quality": 80}},
+        {"x": {"name": "jpeg"}},
+        {"jpeg": 1.0, "shapes": 1.0},
+    ]
+    versions = [version(spec) for spec in specs] + [mine("one"), mine("two")]
+    assert len(set(versions)) == 7 and versions == [version(spec) for spec in specs] + [
+        mine("one"),
+        mine("two"),
+    ]
+
+
+def test_columns_are_those_that_a_reward_needs_and_must_be_there():
+    context = MediaContext(meta=[{}], group=torch.tensor([3]))
+    assert list(wire.columns_of(context, frozenset({"group"}))) == ["group"]
+    with pytest.raises(
+        ValueError, match="needs the context columns actions, source, which were not given"
+    ):
+        wire.columns_of(context, frozenset({"source", "actions", "meta"}))

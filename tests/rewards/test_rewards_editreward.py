@@ -1,0 +1,229 @@
+"""EditReward: two rubrics, two passes, two heads, three poolings; the source picture; the
+reference's checkpoint layouts."""
+
+import hashlib
+import math
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_rewards_vlm import make_base, make_head, make_state
+from torch import nn
+
+from flowrl import rewards
+from flowrl.data.media import save
+from flowrl.runtime.registry import find
+from flowrl.types import MediaContext
+
+editreward = find("flowrl.rewards", "editreward", what="reward")
+RUBRICS = {
+    "following": "\nWas it done? {text_prompt}\n",
+    "quality": "\nDoes it look good? {text_prompt}\n",
+}
+PROMPTS = ["add a hat", "paint the red car blue and remove the tree"]
+SUFFIX = "\nPlease provide the overall ratings of this image: <|Reward|>\n\nEND\n"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Settings of a tiny Qwen2.5-VL checkpoint as transformers >= 4.52 names it, two heads beside
+    the network."""
+    folder = tmp_path_factory.mktemp("edit")
+    base = make_base(folder / "base", "qwen2_5_vl")
+    state = (
+        make_state(base, 264, old=False)
+        | make_head("rm_heads.head_0.")
+        | make_head("rm_heads.head_1.", seed=2)
+    )
+    save_file(state, folder / "model.safetensors")
+    for key, text in RUBRICS.items():
+        (folder / f"{key}.txt").write_text(text)
+    texts = {key: str(folder / f"{key}.txt") for key in RUBRICS}
+    return {"weights": str(folder), "base": str(base), "dtype": "float32", **texts}
+
+
+@pytest.fixture
+def load(files, monkeypatch):
+    monkeypatch.setattr(
+        editreward,
+        "RUBRICS",
+        {key: hashlib.sha256(text.encode()).hexdigest()[:16] for key, text in RUBRICS.items()},
+    )
+    return lambda **settings: rewards.load("editreward", **files | settings)
+
+
+@pytest.fixture
+def media():
+    return torch.rand(2, 3, 56, 56)
+
+
+@pytest.fixture
+def source():
+    return MediaContext(source=torch.rand(2, 3, 40, 80))
+
+
+def test_each_head_reads_its_own_rubric_with_source_before_edit(load, media, source):
+    reward = load(rounding=False)
+    before, after = (
+        editreward._vlm.fitted(source.source, by="float"),
+        editreward._vlm.fitted(media, by="float"),
+    )
+    pairs = [[b[None], a[None]] for b, a in zip(before, after, strict=True)]
+    heads = [
+        head(reward.vlm.hidden(pairs, [text.format(text_prompt=p) + SUFFIX for p in PROMPTS])[:, 0])
+        for head, text in zip(reward.heads, RUBRICS.values(), strict=True)
+    ]
+    out, parts = reward(media, PROMPTS, source), reward.parts(media, PROMPTS, source)
+    assert out.shape == (2,) and out.dtype == torch.float32
+    assert torch.allclose(out, (heads[0][:, 0] + heads[1][:, 0]) / 2, atol=1e-5)
+    assert torch.allclose(parts["following"], heads[0][:, 0], atol=1e-5) and torch.allclose(
+        parts["quality"], heads[1][:, 0], atol=1e-5
+    )
+    assert torch.allclose(parts["sigma"], ((heads[0][:, 1] + heads[1][:, 1]) / 2).exp(), rtol=1e-4)
+
+
+def test_pooling_by_hand():
+    """Heads (mu, log sigma) = (1, log 3) and (2, log 4): mean 1.5 and log sqrt(12); min 1 and log
+    3; sum 3 and log 5 (3, 4, 5)."""
+    heads = torch.tensor([[[1.0, math.log(3)]], [[2.0, math.log(4)]]])
+    for pooling, mu, sigma in [("mean", 1.5, math.sqrt(12)), ("min", 1.0, 3.0), ("sum", 3.0, 5.0)]:
+        assert torch.allclose(
+            editreward.pooled(heads, pooling), torch.tensor([[mu, math.log(sigma)]])
+        )
+
+
+def test_poolings_are_settings_over_the_same_heads(load, media, source):
+    parts = load().parts(media, PROMPTS, source)
+    assert torch.allclose(
+        load(pooling="min")(media, PROMPTS, source),
+        torch.minimum(parts["following"], parts["quality"]),
+        atol=1e-5,
+    )
+    assert torch.allclose(
+        load(pooling="sum")(media, PROMPTS, source),
+        parts["following"] + parts["quality"],
+        atol=1e-5,
+    )
+
+
+def test_batch_mates_do_not_change_a_score_and_the_source_does(load, media, source):
+    reward = load()
+    whole = reward(media, PROMPTS, source)
+    alone = torch.cat(
+        [
+            reward(
+                media[i : i + 1], PROMPTS[i : i + 1], MediaContext(source=source.source[i : i + 1])
+            )
+            for i in range(2)
+        ]
+    )
+    assert torch.allclose(whole, alone, atol=1e-5) and torch.allclose(
+        whole, load(chunk=1)(media, PROMPTS, source), atol=1e-5
+    )
+    assert (
+        whole - reward(media, PROMPTS, MediaContext(source=source.source.flip(0)))
+    ).abs().min() > 1e-4
+    swapped = reward(source.source, PROMPTS, MediaContext(source=media))
+    assert (whole - swapped).abs().min() > 1e-4
+
+
+def test_the_older_layout_model_pth_with_old_names_loads_too(load, files, media, source, tmp_path):
+    old = (
+        make_state(files["base"], 264)
+        | make_head("rm_heads.head_0.")
+        | make_head("rm_heads.head_1.", seed=2)
+    )
+    torch.save({"model": old}, tmp_path / "model.pth")
+    assert torch.equal(
+        load()(media, PROMPTS, source), load(weights=str(tmp_path))(media, PROMPTS, source)
+    )
+
+
+def test_without_rounding_the_gradient_reaches_the_edit(load, media, source):
+    x = media.clone().requires_grad_()
+    load(rounding=False)(x, PROMPTS, source).sum().backward()
+    assert bool((x.grad.abs().amax((1, 2, 3)) > 0).all())
+
+
+def test_a_source_that_each_prompt_names_is_the_source_in_the_context(
+    load, media, source, tmp_path
+):
+    """Files of two sizes, one above the other would not stack."""
+    other = torch.rand(3, 60, 40)
+    names = [save(source.source[0], tmp_path / "a.png").name, save(other, tmp_path / "b.png").name]
+    reward = load(source="meta", folder=str(tmp_path))
+    assert (reward.needs, reward.reads) == ({"meta"}, {"source"}) and reward.complaint(
+        {"source": names[0]}
+    ) is None
+    out = reward(media, PROMPTS, MediaContext(meta=[{"source": name} for name in names]))
+    alone = [
+        load()(media[i : i + 1], PROMPTS[i : i + 1], MediaContext(source=x[None]))
+        for i, x in enumerate((source.source[0], other))
+    ]
+    assert torch.allclose(out, torch.cat(alone), atol=1e-6)
+
+
+def test_what_is_missing_is_one_sentence(load, files, media, source, tmp_path):
+    with pytest.raises(
+        ValueError,
+        match=r"context.source is missing: give MediaContext\(source=...\), one a sample",
+    ):
+        load()(media, PROMPTS)
+    for wrong, said in (
+        (
+            (source.source * 255).byte(),
+            "context.source must be as media are: media is a torch.uint8 tensor",
+        ),
+        (
+            source.source * 255,
+            r"context.source must be as media are: media spans \[.*media / 255 from bytes",
+        ),
+        (source.source[:1], "context.source must be as media are: 1 media but 2 prompts"),
+        (source.source.log().log(), "context.source holds NaN or inf"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            load()(media, PROMPTS, MediaContext(source=wrong))
+    with pytest.raises(
+        ValueError,
+        match=(
+            r'"editreward" needs the context column "source", .*Python with'
+            r" MediaContext\(source=...\)"
+        ),
+    ):
+        rewards.score(media, PROMPTS, {"editreward": {"reward": load()}})
+    with pytest.raises(ValueError, match="takes images, and the media are videos"):
+        rewards.score(media[:, None], PROMPTS, {"editreward": {"reward": load()}}, source)
+    with pytest.raises(ValueError, match="holds neither model.pth nor model.safetensors"):
+        load(weights=str(tmp_path))
+    with pytest.raises(
+        ValueError,
+        match="save the literal INSTRUCTION_EDIT_QUALITY of .* set reward.editreward.quality=/path",
+    ):
+        load(quality=None)
+    save_file(
+        make_state(files["base"], 264) | make_head("rm_heads.head_0."),
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(ValueError, match=r"holds no head rm_heads.head_1.0, .* \(found: nothing\)"):
+        load(weights=str(tmp_path))
+
+
+@pytest.mark.hub
+def test_editreward_prefers_the_edit_that_was_asked_for():
+    """Needs FLOWRL_EDITREWARD_RUBRICS, a folder with following.txt and quality.txt."""
+    folder = os.environ.get("FLOWRL_EDITREWARD_RUBRICS")
+    if not folder:
+        pytest.skip("FLOWRL_EDITREWARD_RUBRICS names no folder")
+    reward = rewards.load("editreward", **{key: f"{folder}/{key}.txt" for key in RUBRICS})
+    blue, red = torch.zeros(1, 3, 448, 448), torch.zeros(1, 3, 448, 448)
+    blue[:, 2], red[:, 0] = 0.8, 0.8
+    disc = (
+        (torch.arange(448)[:, None] - 224) ** 2 + (torch.arange(448) - 224) ** 2 < 120**2
+    ).float()
+    scene = [disc * colour + (1 - disc) * 0.9 for colour in (blue, red)]
+    before = MediaContext(source=nn.functional.pad(scene[0], (0, 0)).repeat(2, 1, 1, 1))
+    kept, done = reward(
+        torch.cat(scene), ["change the colour of the disc to red"] * 2, before
+    ).tolist()
+    assert done > kept

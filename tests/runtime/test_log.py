@@ -1,0 +1,61 @@
+"""metrics.jsonl is valid JSON whatever the numbers, and a run without a terminal says where it is
+in plain lines."""
+
+import json
+
+import numpy as np
+import torch
+
+from flowrl.runtime import log, run_folder
+
+
+def test_each_line_is_valid_json_and_not_a_number_becomes_null(tmp_path):
+    file = run_folder.MetricsFile(tmp_path)
+    file.write(
+        1,
+        {
+            "reward/total": torch.tensor(0.5),
+            "loss": float("nan"),
+            "kl": np.float32("inf"),
+            "nfe/rollout": 3,
+            "text": "a",
+        },
+    )
+    file.write(2, {"reward/total": 1e-30})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert "NaN" not in lines[0] and json.loads(lines[0]) == {
+        "iteration": 1,
+        "reward/total": 0.5,
+        "loss": None,
+        "kl": None,
+        "nfe/rollout": 3,
+        "text": "a",
+    }
+    assert run_folder.read_metrics(tmp_path)[1] == {"iteration": 2, "reward/total": 1e-30}
+
+
+def test_a_run_without_lines_has_no_metrics(tmp_path):
+    assert run_folder.read_metrics(tmp_path) == []
+
+
+def test_without_a_terminal_progress_is_plain_lines(capsys):
+    with log.Progress(3, every=0) as bar:
+        bar.update(1, reward=0.25)
+        bar.update(3, reward=0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("train 1/3  reward 0.25") and lines[1].startswith(
+        "train 3/3  reward 0.5"
+    )
+
+
+def test_lines_are_few_and_the_last_is_always_there(capsys):
+    with log.Progress(50, every=1000) as bar:
+        for i in range(1, 51):
+            bar.update(i)
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["1/50", "50/50"]
+
+
+def test_other_processes_stay_silent(capsys):
+    with log.Progress(1, show=False) as bar:
+        bar.update(1)
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,211 @@
+"""Two processes train what one trains: prompts are dealt out, statistics and gradients are
+global."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import small
+import torch
+
+from flowrl.config import load
+from flowrl.rewards import load_set
+from flowrl.training import build, loop
+
+SCRIPT = """
+import json, sys, torch
+torch.set_num_threads(1)
+from flowrl import cli, config, loop, setup
+from flowrl.rewards import load_set
+load = setup.load_set
+for smooth, words in json.loads(sys.argv.pop()):
+    setup.load_set = (lambda _: load_set({"spread": lambda media, *_: media.flatten(1).std(1)})) if smooth else load
+    list(loop.Trainer(config.load_config(None, words)))
+cli.main()
+"""
+RUN = {
+    "iterations": "2",
+    "batch__group": "3",
+    "optimizer__eps": "1e-3",
+}  # eps: Adam blows rounding up
+RUNS = {
+    "nft": {**RUN, "algorithm__std": "global"},
+    "flow_grpo": {**RUN, "algorithm__std": "group", "data__eval": "null"},
+    # every group counts as flat, so that each process adds a fresh prompt of its own
+    "dgpo": {
+        **RUN,
+        "algorithm__steps": "2",
+        "data__eval": "null",
+        "draw__mode": "refill",
+        "draw__rounds": "1",
+        "draw__spread": "100",
+    },
+}
+small.ALGORITHMS.setdefault("dgpo", {})
+
+
+def smooth(media, *_):
+    """A reward that never ties and, unlike a JPEG's size, moves by 1e-7 when pixels do."""
+    return media.flatten(1).std(1)
+
+
+def lonely(folder):
+    """A run of which one process often has no row to train: no picture shows a star, so its group's
+    rewards tie."""
+    clauses = {name: [{"shape": name, "count": 1, "color": None}] for name in ("circle", "star")}
+    data = folder / "prompts.jsonl"
+    data.write_text(
+        "".join(
+            json.dumps({"prompt": f"a {name}", "include": clause}) + "\n"
+            for name, clause in clauses.items()
+        )
+    )
+    return small.words(
+        folder / "lonely",
+        reward="shapes",
+        reward__shapes__reading="partial",
+        data__train=data,
+        data__eval="null",
+        batch__group="8",
+        iterations="3",
+        sampler__steps="8",
+    )
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Four runs on two CPU processes that talk by gloo -> their folder; the last one through the
+    command line."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "train.py").write_text(SCRIPT)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    before = [
+        (False, lonely(folder)),
+        *((True, small.words(folder / name, name, **RUNS[name])) for name in ("flow_grpo", "dgpo")),
+    ]
+    last = small.words(folder / "nft", **RUNS["nft"])
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+    ]
+    result = subprocess.run(
+        [*command, folder / "train.py", "train", *last, json.dumps(before)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "on 2 process(es)" in result.stdout and result.stdout.count("Run folder:") == 1
+    return folder
+
+
+def step_by_step(run):
+    return [
+        {k: v for k, v in line.items() if not k.startswith((*small.CHANGING, "nfe/"))}
+        for line in small.lines(run)
+    ]
+
+
+@pytest.mark.parametrize("algorithm", ["nft", "flow_grpo", "dgpo"])
+def test_two_processes_equal_one(two, tmp_path, monkeypatch, algorithm):
+    monkeypatch.setattr(build, "load_set", lambda _: load_set({"spread": smooth}))
+    words = small.words(tmp_path / "one", algorithm, **RUNS[algorithm])
+    one = loop.train(load.load_config(None, words))
+    a, b = step_by_step(one.path), step_by_step(two / algorithm)
+    assert [line["iteration"] for line in b] == [1, 2]
+    for mine, theirs in zip(a, b, strict=True):
+        assert mine.keys() == theirs.keys() and mine["policy/grad_norm"] > 0
+        for name in mine:
+            assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-6), name
+        assert theirs["reward/total"] == pytest.approx(mine["reward/total"], abs=1e-6)
+    x, y = small.weights(one.path), small.weights(two / algorithm)
+    assert x.keys() == y.keys()
+    for name in (n for n in x if n.startswith(("policy/", "ema/", "old/"))):
+        torch.testing.assert_close(y[name], x[name], rtol=1e-4, atol=1e-6)
+    if algorithm == "nft":
+        assert small.values(two / algorithm, "after")["spread"] == pytest.approx(
+            small.values(one.path, "after")["spread"], abs=1e-5
+        )
+
+
+def test_a_process_without_a_row_to_train_does_not_stall_the_others(two):
+    lines = small.lines(two / "lonely")
+    assert len(lines) == 3 and any(line["policy/rows"] for line in lines)
+    assert all(
+        line["policy/rows"] <= 16 for line in lines
+    )  # of the two groups of 8 x 2, only the circle's
+
+
+def test_the_first_reason_to_stop_is_every_process_s(monkeypatch):
+    from types import SimpleNamespace
+
+    from flowrl.runtime import distributed
+
+    world = distributed.World(
+        SimpleNamespace(process_index=1, num_processes=3, is_main_process=False)
+    )
+    for heard, agreed in (
+        ([None, "SIGTERM received", None], "SIGTERM received"),
+        ([None, None, None], None),
+    ):
+        monkeypatch.setattr(distributed, "gather_object", lambda _, heard=heard: heard)
+        assert world.agree(None) == agreed
+    monkeypatch.setattr(distributed, "gather_object", lambda mine: [{}, *mine, {"policy/kl": 2.0}])
+    assert world.sum_metrics({"policy/kl": torch.tensor(0.5)}) == {"policy/kl": 2.5}
+
+
+class Pretend:
+    """An accelerator of one of `size` processes, all of which hold the same."""
+
+    def __init__(self, rank, size, counts):
+        self.process_index, self.num_processes, self.is_main_process, self.device = (
+            rank,
+            size,
+            rank == 0,
+            "cpu",
+        )
+        self.counts = counts
+
+    def gather(self, value):
+        if value.dtype == torch.int64 and value.shape == (1,):
+            return torch.tensor(self.counts)
+        return torch.cat([value] * self.num_processes)
+
+
+def test_rows_of_any_number_are_gathered_and_found_again():
+    from flowrl.runtime import distributed
+
+    world = distributed.World(Pretend(1, 3, [2, 3, 0]))
+    mine = torch.tensor([[1.0], [2.0], [3.0]])
+    assert world.gather(mine).flatten().tolist() == [1, 2, 1, 2, 3] and world.part(3) == slice(2, 5)
+    nothing = distributed.World(Pretend(1, 3, [0, 0, 0]))
+    assert nothing.gather(torch.empty(0, 2)).shape == (0, 2)
+
+
+def test_each_update_trains_the_same_prompts_on_any_number_of_processes():
+    """8 prompts, 2 updates: the first 4 and the last 4, on 1, 2 and 4 processes."""
+    from flowrl.runtime import distributed
+
+    for size in (1, 2, 4):
+        first, second = set(), set()
+        for rank in range(size):
+            mine = list(range(8))[distributed.World(Pretend(rank, size, None)).share(8)]
+            for row, prompt in enumerate(mine):
+                (first if row * 2 // len(mine) == 0 else second).add(prompt)
+        assert first == {0, 1, 2, 3} and second == {4, 5, 6, 7}

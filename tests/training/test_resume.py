@@ -1,0 +1,222 @@
+"""A run that was killed, stopped or prolonged and then resumed equals the uninterrupted one, bit
+for bit."""
+
+import os
+import shutil
+import signal
+import time
+
+import pytest
+import small
+import torch
+
+from flowrl.rollouts import draw
+from flowrl.runtime import checkpoint
+from flowrl.training import loop
+from flowrl.training.checks import check_resume
+
+ITERATIONS = "5"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """Algorithm -> folder of a run of five iterations, made once."""
+    made = {}
+
+    def run(algorithm):
+        if algorithm not in made:
+            torch.set_num_threads(1)
+            made[algorithm] = tmp_path_factory.mktemp(algorithm) / "run"
+            small.trainer(made[algorithm], algorithm, iterations=ITERATIONS).run()
+        return made[algorithm]
+
+    return run
+
+
+def assert_equal(run, other):
+    assert [line["iteration"] for line in small.lines(run)] == [1, 2, 3, 4, 5]
+    assert small.numbers(run) == small.numbers(other) and all(
+        line["policy/grad_norm"] > 0 for line in small.lines(run)
+    )
+    assert checkpoint.latest(run).name == checkpoint.latest(other).name == "step-000005"
+    a, b = small.weights(run), small.weights(other)
+    assert a.keys() == b.keys() and {name.split("/")[0] for name in a} >= {
+        "policy",
+        "ema",
+        "optimizer",
+    }
+    different = [name for name in a if not torch.equal(a[name], b[name])]
+    assert not different
+    assert small.values(run, "after") == small.values(other, "after")
+    assert small.values(run, "before") == small.values(other, "before")
+
+
+def wait_for(process, run, count):
+    until = time.monotonic() + 120
+    while len(small.lines(run)) < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def resume(run, *overrides):
+    result = small.invoke("train", "--resume", run, *overrides)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "every", "done", "later"),
+    [
+        ("nft", 1, 2, 0.0),
+        ("mix_grpo", 2, 3, 0.2),
+    ],  # while a checkpoint is written; in the middle of an iteration past the last one
+)
+def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(
+    uninterrupted, tmp_path, algorithm, every, done, later
+):
+    run = tmp_path / "run"
+    process = small.start(
+        "train", *small.words(run, algorithm, iterations=ITERATIONS, checkpoint__every=str(every))
+    )
+    wait_for(process, run, done)
+    time.sleep(later)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and done <= len(small.lines(run)) < int(ITERATIONS)
+    resume(run)
+    assert_equal(run, uninterrupted(algorithm))
+
+
+def test_sigterm_ends_with_a_checkpoint_and_the_command_that_resumes(uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    process = small.start("train", *small.words(run, iterations=ITERATIONS, checkpoint__every="50"))
+    wait_for(process, run, 1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "SIGTERM received" in out and f"flowrl train --resume {run}" in out
+    finished = small.lines(run)[-1]["iteration"]
+    assert finished < int(ITERATIONS) and checkpoint.latest(run).name == f"step-{finished:06d}"
+    resume(run)
+    assert_equal(run, uninterrupted("nft"))
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c_finishes_the_iteration_and_a_second_one_gives_it_up(
+    uninterrupted, tmp_path, monkeypatch, signals
+):
+    run, calls, decode_into = tmp_path / "run", [], draw.decode_into
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            for _ in range(signals):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
+        return decode_into(*args, **kwargs)
+
+    monkeypatch.setattr(draw, "decode_into", interrupted)
+    result = small.invoke("train", *small.words(run, iterations=ITERATIONS, checkpoint__every="50"))
+    assert result.exit_code == 0, result.output
+    assert "SIGINT received" in result.output and f"flowrl train --resume {run}" in result.output
+    assert len(small.lines(run)) == 4 - signals
+    resume(run)
+    assert_equal(run, uninterrupted("nft"))
+
+
+def test_a_signal_during_the_last_evaluation_leaves_a_run_that_resumes(
+    uninterrupted, tmp_path, monkeypatch
+):
+    run, evaluate = tmp_path / "run", loop.evaluation.evaluate
+
+    def interrupted(*args, **kwargs):
+        if small.lines(run):
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.05)
+        return evaluate(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.evaluation, "evaluate", interrupted)
+        result = small.invoke("train", *small.words(run, iterations=ITERATIONS))
+    assert result.exit_code == 0 and f"flowrl train --resume {run}" in result.output
+    assert len(small.lines(run)) == 5
+    with pytest.raises(StopIteration):
+        small.values(run, "after")
+    resume(run)
+    assert_equal(run, uninterrupted("nft"))
+
+
+def test_a_prolonged_run_equals_one_that_was_long_from_the_start(uninterrupted, tmp_path):
+    run = tmp_path / "run"
+    small.trainer(run, "mix_grpo", iterations="2").run()
+    resume(run, f"iterations={ITERATIONS}", "checkpoint.keep=1")
+    assert_equal(run, uninterrupted("mix_grpo"))
+    assert len(checkpoint.steps(run)) == 1
+
+
+def test_a_run_left_early_and_saved_by_hand_goes_on(uninterrupted, tmp_path):
+    trainer = small.trainer(
+        tmp_path / "run", "mix_grpo", iterations=ITERATIONS, checkpoint__every="50"
+    )
+    for it in trainer:
+        if it.number == 3:
+            break
+    trainer.save()
+    loop.train(trainer.cfg, resume=tmp_path / "run")
+    assert_equal(tmp_path / "run", uninterrupted("mix_grpo"))
+
+
+def test_resuming_with_another_config_names_the_keys(uninterrupted):
+    run = uninterrupted("nft")
+    before = sorted(p.name for p in run.rglob("*"))
+    result = small.invoke(
+        "train", "--resume", run, "optimizer.lr=1e-5", "algorithm.beta=0.5", "iterations=9"
+    )
+    assert result.exit_code == 2
+    assert "another config: algorithm.beta, optimizer.lr;" in result.output
+    assert sorted(p.name for p in run.rglob("*")) == before
+
+
+def test_the_number_of_iterations_may_change_only_while_the_learning_rate_does_not_depend_on_it(
+    uninterrupted, tmp_path
+):
+    run = uninterrupted("nft")
+    check_resume(small.config(run, iterations="9", stop__reward="3", trackers="[tensorboard]"), run)
+    shutil.copytree(run, tmp_path / "run")
+    text = (tmp_path / "run" / "config.yaml").read_text()
+    (tmp_path / "run" / "config.yaml").write_text(
+        text.replace("schedule: constant", "schedule: cosine")
+    )
+    result = small.invoke("train", "--resume", tmp_path / "run", "iterations=9")
+    assert result.exit_code == 2 and "the learning rate's schedule depends on it" in result.output
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
+def test_a_damaged_checkpoint_is_named(uninterrupted, tmp_path, damage):
+    run = shutil.copytree(uninterrupted("nft"), tmp_path / "run")
+    name = {
+        "truncated": "optimizer.safetensors",
+        "altered": "policy.safetensors",
+        "missing": "ema.safetensors",
+    }[damage]
+    file = checkpoint.latest(run) / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data[:-7] if damage == "truncated" else data)
+    if damage == "missing":
+        file.unlink()
+    result = small.invoke("train", "--resume", run)
+    assert result.exit_code == 2
+    assert str(file) in result.output.replace("\n", "") and damage in result.output
+    assert f"remove {file.parent} to resume from step-000004" in result.output.replace("\n", "")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    result = small.invoke("train", "--resume", tmp_path / "nowhere")
+    assert (
+        result.exit_code == 2
+        and "nowhere is not a run folder: it has no config.yaml" in result.output
+    )
+    assert not (tmp_path / "nowhere").exists()
