@@ -1,5 +1,7 @@
-"""JPEG size of a picture (DDPO, arXiv:2305.13301): a reward that needs no network, and the classic
-first test of a training loop."""
+"""JPEG size of a picture (DDPO, arXiv:2305.13301).
+
+It needs no network, and is the classic first test of a training loop.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.data.media import to_pil
+from flowrl.rewards.core.pictures import frames_of, mean_of_frames
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.types import MediaContext
@@ -41,27 +44,21 @@ class Jpeg(Reward):
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
-        self.factor = (1 if s.goal == "incompressible" else -1) / (
-            500 if s.scale == "flow_grpo" else 1
-        )
-        sign, over = (
-            "minus " if s.goal == "compressible" else "",
-            (", divided by 500" if s.scale == "flow_grpo" else ""),
-        )
-        self.scale = f"{sign}kilobytes at JPEG quality {s.quality}{over}"
+        sign, minus = (-1, "minus ") if s.goal == "compressible" else (1, "")
+        divisor, over = (500, ", divided by 500") if s.scale == "flow_grpo" else (1, "")
+        self.factor = sign / divisor
+        self.scale = f"{minus}kilobytes at JPEG quality {s.quality}{over}"
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        frames = media.reshape(-1, *media.shape[-3:])
-        kilobytes = torch.tensor(
-            [jpeg_bytes(image, self.settings.quality) / 1000 for image in to_pil(frames)]
-        )
-        return (self.factor * kilobytes.view(len(media), -1).mean(1)).to(media.device)
+        images = to_pil(frames_of(media))
+        kilobytes = [jpeg_bytes(image, self.settings.quality) / 1000 for image in images]
+        return (self.factor * mean_of_frames(torch.tensor(kilobytes), media)).to(media.device)
 
 
 def jpeg_bytes(image: Image.Image, quality: int) -> int:
-    """Length of the file that PIL writes."""
+    """Length of the JPEG file that PIL writes."""
     buffer = io.BytesIO()
     image.save(buffer, format="JPEG", quality=quality)
     return buffer.tell()

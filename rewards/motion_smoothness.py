@@ -4,20 +4,18 @@ With m = mean |f_{t+1} - f_t| over interior frames (to both their neighbours) an
 (f_{t-1} + f_{t+1}) / 2|, the error of guessing a frame as the mean of its neighbours (half the
 second difference):
 
-    relative       1 - e / m     0 to 1: 1 when every pixel keeps its rate of change, 0 when every
-    change is undone in the next frame;
-                                 1 - sqrt(3) / 2 = 0.134 for independent Gaussian noise, whatever
-                                 its strength
-    interpolation  1 - e         VBench's motion smoothness, (255 - mean |frame - interpolated
-    frame|) / 255, with the mean of the neighbours in place of the AMT network, and at every
-    interior frame, not at the odd ones only
+    relative       1 - e / m   0 to 1: 1 when every pixel keeps its rate of change, 0 when every
+                               change is undone in the next frame; 1 - sqrt(3) / 2 = 0.134 for
+                               independent Gaussian noise, whatever its strength
+    interpolation  1 - e       VBench's motion smoothness, (255 - mean |frame - interpolated
+                               frame|) / 255, with the mean of the neighbours in place of the AMT
+                               network, and at every interior frame, not only at the odd ones
 
 A frozen video is perfectly smooth, and a model that is paid for smoothness freezes. Therefore the
 result is multiplied by m / (m + floor): without motion there is no reward; floor=0 gives VBench's
 reading, which pays 1 for a still. This measures pixels, not objects: a sharp edge that moves evenly
-is not smooth to the pixels that it flips. `pool` averages blocks first: an edge moving v pixels a
-frame then scores
-1 - v / pool. A video played backwards scores the same.
+is not smooth to the pixels that it flips. `pool` averages blocks first: an edge that moves v pixels
+a frame then scores 1 - v / pool. A video played backwards scores the same.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class Settings(Base):
     )
 
     @pydantic.model_validator(mode="after")
-    def _relative_to_something(self) -> Settings:
+    def _relative_needs_a_floor(self) -> Settings:
         if self.measure == "relative" and not self.floor:
             raise ValueError(
                 "measure=relative divides by the motion, so a still needs floor above 0; take"
@@ -70,8 +68,7 @@ class Settings(Base):
 
 
 class MotionSmoothness(Reward):
-    """Smoothness of the change between frames, in [0, 1], paid in proportion to motion: a frozen
-    video gets 0."""
+    """Smoothness of the change between frames, in [0, 1]; a frozen video gets 0."""
 
     Settings = Settings
     name = "motion_smoothness"
@@ -84,7 +81,7 @@ class MotionSmoothness(Reward):
         super().__init__(settings)
         if not self.settings.floor:
             self.scale = (
-                "0 to 1: one less the mean error of guessing a frame from its neighbours, 1 for a"
+                "0 to 1: one minus the mean error of guessing a frame from its neighbours, 1 for a"
                 " frozen video"
             )
 
@@ -100,36 +97,34 @@ class MotionSmoothness(Reward):
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
-        """dynamic: mean change of a pixel between frames; error: that of guessing a frame from its
-        neighbours. Both in [0, 1]."""
+        """dynamic: mean change of a pixel between frames; error: e of the formula; both 0 to 1."""
         return {"dynamic": dynamic_degree(media), "error": self._motion_and_error(media)[1]}
 
     def _motion_and_error(self, media: Tensor) -> tuple[Tensor, Tensor]:
         """m and e of the formula, (B,) each."""
-        frames, least = media.shape[1], min(media.shape[-2:])
+        self._check_size(media)
+        pooled = F.avg_pool2d(media.flatten(0, 1), self.settings.pool).view(*media.shape[:2], -1)
+        steps = pooled.diff(dim=1)  # (B, F - 1, pixels)
+        before, after = steps[:, :-1], steps[:, 1:]
+        motion = (before.abs() + after.abs()) / 2
+        return motion.mean((1, 2)), (after - before).abs().mean((1, 2)) / 2
+
+    def _check_size(self, media: Tensor) -> None:
+        frames, least, pool = media.shape[1], min(media.shape[-2:]), self.settings.pool
         if frames < 3:
             raise ValueError(
                 "reward motion_smoothness looks at a frame and its two neighbours; the videos have"
                 f" {frames} frames"
             )
-        if self.settings.pool > least:
+        if pool > least:
             raise ValueError(
-                f"reward.motion_smoothness.pool={self.settings.pool} is wider than the frames,"
-                f" which have {least} pixels"
+                f"reward.motion_smoothness.pool={pool} is wider than the frames, which have"
+                f" {least} pixels"
             )
-        steps = (
-            F.avg_pool2d(media.flatten(0, 1), self.settings.pool)
-            .view(*media.shape[:2], -1)
-            .diff(dim=1)
-        )  # (B, F - 1, pixels)
-        before, after = steps[:, :-1], steps[:, 1:]
-        motion = (before.abs() + after.abs()) / 2
-        return motion.mean((1, 2)), (after - before).abs().mean((1, 2)) / 2
 
 
 def dynamic_degree(media: Tensor) -> Tensor:
-    """Mean change of a pixel between frames, in [0, 1]: (B, F, 3, H, W) -> (B,) fp32; 0 for a
-    frozen video."""
+    """Mean change of a pixel between frames, in [0, 1]: (B, F, 3, H, W) -> (B,) fp32."""
     return torch.diff(media, dim=1).abs().mean((1, 2, 3, 4))
 
 

@@ -1,6 +1,6 @@
-"""MPS, the multi-dimensional preference score (Zhang et al., CVPR 2024): CLIP-H whose picture
-tokens attend to the prompt's.
+"""MPS, the multi-dimensional preference score (Zhang et al., CVPR 2024).
 
+CLIP-H whose picture tokens attend to the prompt's.
 After github.com/Kwai-Kolors/MPS at be9027f (eval_overall_mps_on_hpdv2.py) and its state-dict
 conversion in EasyAnimate (easyanimate/reward/MPS). A fixed condition sentence says which words of
 the prompt count: a token counts whose similarity to the condition is more than `threshold` of the
@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from flowrl.rewards.core import weights as core_weights
 from flowrl.rewards.core.pictures import (
     cropped,
     frames_of,
@@ -36,10 +37,12 @@ from flowrl.rewards.core.pictures import (
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.tokens import warn_cut
+from flowrl.rewards.core.weights import fill, path_of, template, tensors
 from flowrl.types import MediaContext
 
 HEADS = 16  # of both towers of CLIP-H
 CONDITION = "b9d60155529e0ad3"  # sha256 of the overall condition, 182 bytes
+ORIGIN = "the condition sentence in eval_overall_mps_on_hpdv2.py of github.com/Kwai-Kolors/MPS"
 WHERE = (
     "https://pai-aigc-photog.oss-cn-hangzhou.aliyuncs.com/easyanimate/Third_Party/MPS_overall.pth"
 )
@@ -77,8 +80,10 @@ class Settings(Base):
 
 
 class Mps(Reward):
-    """exp(logit scale), about 100, times a cosine: about 5 to 15; two pictures of one prompt
-    compare by the softmax of their scores."""
+    """exp(logit scale), about 100, times a cosine: about 5 to 15.
+
+    Two pictures of one prompt compare by the softmax of their scores.
+    """
 
     Settings = Settings
     name = "mps"
@@ -88,43 +93,18 @@ class Mps(Reward):
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
-        from tokenizers import Tokenizer
-
         s = self.settings
         if s.weights is None:
             raise ValueError(
                 f"reward mps needs MPS_overall.pth: download {WHERE} and set"
                 " reward.mps.weights=/path/to/MPS_overall.pth"
             )
-        path = core_weights.path_of(s.weights, "MPS_overall.pth", reward="mps")
-        origin = (
-            "the condition sentence in eval_overall_mps_on_hpdv2.py of github.com/Kwai-Kolors/MPS"
+        path = path_of(s.weights, "MPS_overall.pth", reward="mps")
+        condition = template(
+            s.condition, sha256=CONDITION, reward="mps", setting="condition", origin=ORIGIN
         )
-        condition = core_weights.template(
-            s.condition, sha256=CONDITION, reward="mps", setting="condition", origin=origin
-        )
-        self.tokenizer = Tokenizer.from_file(
-            str(
-                core_weights.path_of(
-                    s.tokenizer, "tokenizer.json", reward="mps", setting="tokenizer"
-                )
-            )
-        )
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
-        state = renamed(core_weights.tensors(path))
-        try:
-            network = Network(state)
-        except KeyError as error:  # sizes are read off the tensors
-            raise ValueError(
-                f"{path} is no state dict of MPS: it has no {error.args[0]}; {WHERE} is one"
-            ) from error
-        ignore = tuple(
-            f"clip.{tower}_model.embeddings.position_ids" for tower in ("text", "vision")
-        )
-        self.model = core_weights.fill(network, state, path=path, ignore=ignore).to(
-            getattr(torch, s.dtype)
-        )
+        self.tokenizer = load_tokenizer(s.tokenizer)
+        self.model = load_network(path).to(getattr(torch, s.dtype))
         self.condition = self._tokens([condition])
         self.differentiable = not s.rounding
 
@@ -132,189 +112,199 @@ class Mps(Reward):
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
         refuse_gradient(self, media)
-        frames, s = frames_of(media), self.settings
+        frames, chunk = frames_of(media), self.settings.chunk
+        # each prompt once: its words, their sum, and which words count
         distinct = list(dict.fromkeys(prompts))
-        ids = self._tokens(distinct)
-        condition, _ = self.model.words(self.condition.to(media.device))
-        words, sentence = (
-            torch.cat(found)
-            for found in zip(
-                *map(self.model.words, ids.to(media.device).split(s.chunk)), strict=True
-            )
-        )
-        counts = counted(words, condition[0], s.threshold)
+        words, sentences, counts = self._read(self._tokens(distinct).to(media.device))
+        # the row of each frame's prompt in them
         index = torch.tensor([distinct.index(prompt) for prompt in prompts], device=media.device)
         owner = index.repeat_interleave(len(frames) // len(prompts))
+        scale = self.model.clip.logit_scale.float().exp()
         values = []
-        for part, rows in zip(frames.split(s.chunk), owner.split(s.chunk), strict=True):
-            pixels = (
-                pil_cropped(part, self.model.side, floor=True)
-                if s.rounding
-                else cropped(part, self.model.side, floor=True)
-            )
-            fused = self.model.fuse(normalized(pixels), words[rows], counts[rows])
-            values.append(
-                self.model.clip.logit_scale.float().exp()
-                * F.cosine_similarity(fused.float(), sentence[rows].float())
-            )
+        for part, rows in zip(frames.split(chunk), owner.split(chunk), strict=True):
+            fused = self.model.fuse(self._pixels(part), words[rows], counts[rows])
+            values.append(scale * F.cosine_similarity(fused.float(), sentences[rows].float()))
         return mean_of_frames(torch.cat(values), media)
+
+    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """ids (P, 77) -> words (P, 77, d), sentences (P, d), and which words count (P, 77)."""
+        condition, _ = self.model.words(self.condition.to(ids.device))
+        chunks = map(self.model.words, ids.split(self.settings.chunk))
+        words, sentences = (torch.cat(found) for found in zip(*chunks, strict=True))
+        return words, sentences, counted(words, condition[0], self.settings.threshold)
+
+    def _pixels(self, frames: Tensor) -> Tensor:
+        resize = pil_cropped if self.settings.rounding else cropped
+        return normalized(resize(frames, self.model.side, floor=True))
 
     def expect(self, prompts: Sequence[str]) -> None:
         self._encoded(list(dict.fromkeys(prompts)), known=True)
 
     def _encoded(self, texts: list[str], *, known: bool = False) -> list[list[int]]:
-        """Start, text, end of each, uncut."""
+        """Tokens of each text between start and end, uncut."""
         found = [encoding.ids for encoding in self.tokenizer.encode_batch(texts)]
         warn_cut("mps", [len(ids) for ids in found], self.model.length, known=known)
         return found
 
     def _tokens(self, texts: list[str]) -> Tensor:
-        """ids (B, 77): start, text, end; cut so that end stays, padded with end."""
+        """ids (B, 77): start, text, end; cut so that the end token stays, and padded with it."""
         found, length = self._encoded(texts), self.model.length
         cut = [ids if len(ids) <= length else [*ids[: length - 1], ids[-1]] for ids in found]
         return torch.tensor([ids + ids[-1:] * (length - len(ids)) for ids in cut])
 
 
+def load_tokenizer(source: str) -> Tokenizer:
+    """CLIP-H's tokenizer, which neither pads nor cuts."""
+    file = path_of(source, "tokenizer.json", reward="mps", setting="tokenizer")
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def load_network(path: Path) -> Network:
+    """The network of a state dict in the reference's names, frozen, in eval mode."""
+    state = renamed(tensors(path))
+    try:
+        network = Network(state)
+    except KeyError as error:  # sizes are read off the tensors
+        raise ValueError(
+            f"{path} is not a state dict of MPS: it does not have {error.args[0]}; {WHERE} is one"
+        ) from error
+    ignore = tuple(f"clip.{tower}_model.embeddings.position_ids" for tower in ("text", "vision"))
+    return fill(network, state, path=path, ignore=ignore)
+
+
 def counted(words: Tensor, condition: Tensor, threshold: float) -> Tensor:
-    """Which tokens of a prompt count. words (B, L, d), condition (M, d) -> (B, L) bool; the most
-    similar one always does."""
+    """Which tokens of a prompt count: words (B, L, d), condition (M, d) -> (B, L) bool.
+
+    The most similar one always does.
+    """
     similarity = (words @ condition.T).amax(2)
     return similarity / similarity.amax(1, keepdim=True) > threshold
 
 
 class Network(nn.Module):
-    """CLIP with all tokens projected, and the layers in which picture tokens attend to the
-    prompt's."""
+    """CLIP with all tokens projected, and layers in which picture tokens attend to words."""
 
     def __init__(self, state: Mapping[str, Tensor]):
         """state: in this module's names (see renamed), read for sizes."""
         super().__init__()
         from transformers import CLIPConfig, CLIPModel
 
-        def tower(name: str, width: int) -> dict[str, Any]:
-            layers = {
-                key.split(".")[4]
-                for key in state
-                if key.startswith(f"clip.{name}_model.encoder.layers.")
-            }
-            inner = state[f"clip.{name}_model.encoder.layers.0.mlp.fc1.weight"].shape[0]
-            return {
-                "hidden_size": width,
-                "intermediate_size": inner,
-                "num_hidden_layers": len(layers),
-                "num_attention_heads": HEADS,
-                "hidden_act": "gelu",
-                "projection_dim": dim,
-            }
-
-        dim = state["clip.text_projection.weight"].shape[0]
-        vocabulary, width = state["clip.text_model.embeddings.token_embedding.weight"].shape
-        self.length = state["clip.text_model.embeddings.position_embedding.weight"].shape[0]
-        patches = state["clip.vision_model.embeddings.patch_embedding.weight"].shape
-        self.side = (
-            round(
-                (state["clip.vision_model.embeddings.position_embedding.weight"].shape[0] - 1)
-                ** 0.5
-            )
-            * patches[-1]
-        )
+        dim = len(state["clip.text_projection.weight"])
+        text, vision = _text_sizes(state, dim), _vision_sizes(state, dim)
+        self.length, self.side = text["max_position_embeddings"], vision["image_size"]
         self.clip = CLIPModel(
-            CLIPConfig(
-                text_config={
-                    **tower("text", width),
-                    "vocab_size": vocabulary,
-                    "max_position_embeddings": self.length,
-                },
-                vision_config={
-                    **tower("vision", patches[0]),
-                    "image_size": self.side,
-                    "patch_size": patches[-1],
-                },
-                projection_dim=dim,
-            )
+            CLIPConfig(text_config=text, vision_config=vision, projection_dim=dim)
         )
         layers = {key.split(".")[1] for key in state if key.startswith("cross.")}
         self.cross = nn.ModuleList(Layer(state, f"cross.{i}.") for i in range(len(layers)))
 
     def words(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids (B, L) -> every token projected (B, L, d), and that of the end of the text (B, d):
-        the first of the highest id."""
+        """ids (B, L) -> every token projected (B, L, d), and that of the end of the text (B, d)."""
         tokens = self.clip.text_projection(self.clip.text_model(input_ids=ids).last_hidden_state)
-        return tokens, tokens[torch.arange(len(ids), device=ids.device), ids.argmax(1)]
+        ends = ids.argmax(1)  # the end token has the highest id; its first place
+        return tokens, tokens[torch.arange(len(ids), device=ids.device), ends]
 
     def fuse(self, pixels: Tensor, words: Tensor, counts: Tensor) -> Tensor:
-        """pixels (n, 3, side, side), words (n, L, d), counts (n, L) -> the picture's class token
-        after attending to words (n, d)."""
-        # as in the reference, tokens are projected without the LayerNorm that CLIP has before its
-        # projection
-        tokens = self.clip.visual_projection(
-            self.clip.vision_model(pixel_values=pixels.to(words.dtype)).last_hidden_state
-        )
+        """The picture's class token after attending to the words that count -> (n, d).
+
+        pixels (n, 3, side, side), words (n, L, d), counts (n, L).
+        """
+        # as in the reference, without the LayerNorm that CLIP has before its projection
+        states = self.clip.vision_model(pixel_values=pixels.to(words.dtype)).last_hidden_state
+        tokens = self.clip.visual_projection(states)
         for layer in self.cross:
             tokens = layer(tokens, words, counts)
         return tokens[:, 0]
 
 
+def _text_sizes(state: Mapping[str, Tensor], dim: int) -> dict[str, Any]:
+    """The text tower's configuration; dim: what both towers are projected to."""
+    embeddings = "clip.text_model.embeddings"
+    vocabulary, width = state[f"{embeddings}.token_embedding.weight"].shape
+    length = len(state[f"{embeddings}.position_embedding.weight"])
+    sizes = {"vocab_size": vocabulary, "max_position_embeddings": length}
+    return _tower_sizes(state, "text", width, dim) | sizes
+
+
+def _vision_sizes(state: Mapping[str, Tensor], dim: int) -> dict[str, Any]:
+    """The picture tower's configuration; dim: what both towers are projected to."""
+    embeddings = "clip.vision_model.embeddings"
+    width, *_, patch = state[f"{embeddings}.patch_embedding.weight"].shape
+    patches = len(state[f"{embeddings}.position_embedding.weight"]) - 1  # and a class token
+    sizes = {"image_size": round(patches**0.5) * patch, "patch_size": patch}
+    return _tower_sizes(state, "vision", width, dim) | sizes
+
+
+def _tower_sizes(state: Mapping[str, Tensor], tower: str, width: int, dim: int) -> dict[str, Any]:
+    """What the configurations of both towers hold."""
+    prefix = f"clip.{tower}_model.encoder.layers."
+    layers = {key.split(".")[4] for key in state if key.startswith(prefix)}
+    return {
+        "hidden_size": width,
+        "intermediate_size": len(state[f"{prefix}0.mlp.fc1.weight"]),
+        "num_hidden_layers": len(layers),
+        "num_attention_heads": HEADS,
+        "hidden_act": "gelu",
+        "projection_dim": dim,
+    }
+
+
 class Layer(nn.Module):
-    """Cross attention to the words, then a block of self attention, each beside its feed-forward;
-    one head of keys and values (PaLM's)."""
+    """Cross attention to the words, then self attention, each beside its feed-forward.
+
+    All heads share one key and value, as in PaLM.
+    """
 
     def __init__(self, state: Mapping[str, Tensor], prefix: str):
         super().__init__()
         inner, dim = state[f"{prefix}attend.to_q.weight"].shape
-        head, hidden = (
-            state[f"{prefix}attend.to_kv.weight"].shape[0] // 2,
-            state[f"{prefix}attend.ff.2.weight"].shape[1],
-        )
-        self.attend = nn.ModuleDict(
-            {
-                "norm": nn.LayerNorm(dim),
-                "to_q": _linear(dim, inner),
-                "to_kv": _linear(dim, 2 * head),
-                "to_out": _linear(inner, dim),
-                "ff": nn.Sequential(_linear(dim, 2 * hidden), SwiGlu(), _linear(hidden, dim)),
-            }
-        )
+        head = len(state[f"{prefix}attend.to_kv.weight"]) // 2
+        hidden = state[f"{prefix}attend.ff.2.weight"].shape[1]
+        attend = {
+            "norm": nn.LayerNorm(dim),
+            "to_q": _linear(dim, inner),
+            "to_kv": _linear(dim, 2 * head),
+            "to_out": _linear(inner, dim),
+            "ff": nn.Sequential(_linear(dim, 2 * hidden), SwiGlu(), _linear(hidden, dim)),
+        }
         self.parts = (inner, head, head, 2 * hidden)
-        self.block = nn.ModuleDict(
-            {
-                "norm": nn.LayerNorm(dim),
-                "fused_attn_ff_proj": _linear(dim, sum(self.parts)),
-                "attn_out": _linear(inner, dim),
-                "ff_out": nn.Sequential(SwiGlu(), _linear(hidden, dim)),
-            }
-        )
+        block = {
+            "norm": nn.LayerNorm(dim),
+            "fused_attn_ff_proj": _linear(dim, sum(self.parts)),
+            "attn_out": _linear(inner, dim),
+            "ff_out": nn.Sequential(SwiGlu(), _linear(hidden, dim)),
+        }
+        self.attend, self.block = nn.ModuleDict(attend), nn.ModuleDict(block)
 
     def forward(self, x: Tensor, words: Tensor, counts: Tensor) -> Tensor:
         """x (n, tokens, d), words (n, L, d), counts (n, L) -> (n, tokens, d)."""
         a, b = self.attend, self.block
         normal = a["norm"](x)
         key, value = a["to_kv"](words).chunk(2, dim=-1)
-        x = (
-            x
-            + a["to_out"](_attention(a["to_q"](normal), key, value, counts[:, None, None]))
-            + a["ff"](normal)
-        )
+        seen = _attention(a["to_q"](normal), key, value, counts[:, None, None])
+        x = x + a["to_out"](seen) + a["ff"](normal)
         query, key, value, ff = b["fused_attn_ff_proj"](b["norm"](x)).split(self.parts, dim=-1)
         query, key = self._turned(query), self._turned(key)
         return x + b["attn_out"](_attention(query, key, value)) + b["ff_out"](ff)
 
     def _turned(self, x: Tensor) -> Tensor:
-        """Rotary positions (arXiv:2104.09864), each head of x (n, tokens, heads * head) turned;
-        halves, not neighbours, are the pairs."""
+        """x (n, tokens, heads * head) with rotary positions (arXiv:2104.09864).
+
+        The pairs that turn are the halves of a head, not neighbours.
+        """
         head = self.parts[1]
         heads = x.unflatten(2, (-1, 2, head // 2))
-        # fp32 in any network: bf16 would turn the 257th token by half a radian too much or too
-        # little
-        frequency = 10000.0 ** -(
-            torch.arange(0, head, 2, device=x.device, dtype=torch.float32) / head
-        )
+        # fp32 in any network: bf16 would turn the 257th token half a radian too far or too little
+        even = torch.arange(0, head, 2, device=x.device, dtype=torch.float32)
+        frequency = 10000.0 ** -(even / head)
         angle = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None] * frequency
         cos, sin = angle.cos()[:, None].to(x.dtype), angle.sin()[:, None].to(x.dtype)
         first, second = heads.unbind(3)
-        return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=3).flatten(
-            2
-        )
+        turned = first * cos - second * sin, second * cos + first * sin
+        return torch.stack(turned, dim=3).flatten(2)
 
 
 class SwiGlu(nn.Module):
@@ -326,13 +316,11 @@ class SwiGlu(nn.Module):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """query (n, q, heads * head), one head of key and value (n, k, head) -> (n, q, heads *
-    head)."""
+    """query (n, q, heads * head), one key and value (n, k, head) -> (n, q, heads * head)."""
     heads = query.unflatten(2, (-1, key.shape[-1])).transpose(1, 2)
     key, value = (one[:, None].expand(-1, heads.shape[1], -1, -1) for one in (key, value))
-    return (
-        F.scaled_dot_product_attention(heads, key, value, attn_mask=mask).transpose(1, 2).flatten(2)
-    )
+    out = F.scaled_dot_product_attention(heads, key, value, attn_mask=mask)
+    return out.transpose(1, 2).flatten(2)
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
@@ -340,8 +328,10 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The reference's state dict (model.*, cross_model.layers.I.{0,1}.fn.*) in the names of
-    Network, which computes rotary frequencies."""
+    """The reference's state dict (model.*, cross_model.layers.I.{0,1}.fn.*) in Network's names.
+
+    Rotary frequencies are left out: Network computes them.
+    """
     out = {}
     for key, value in state.items():
         if re.fullmatch(r"cross_model\.layers\.\d+\.1\.fn\.rotary_emb\.inv_freq", key):

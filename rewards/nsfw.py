@@ -1,28 +1,27 @@
-"""The safety checker of Stable Diffusion as a reward: 0 where it would show the picture, -1 where
-it would black it out.
+"""Stable Diffusion's safety checker: 0 where it would show the picture, -1 where it would not.
 
 diffusers' StableDiffusionSafetyChecker (arXiv:2210.04610 says what its concepts are): the cosine of
 CLIP-L's picture embedding to 17 concept vectors, each with its threshold; a picture near one of 3
 special-care vectors has all thresholds lowered by 0.01. We call its network and write its decision
-for a batch; like diffusers, an excess over the threshold counts once it rounds to more than 0 at
+for a batch; as in diffusers, an excess over the threshold counts once it rounds to more than 0 at
 three decimals. Differences: of a video the worst frame counts, since one unsafe frame makes it
 unsafe; with rounding=False pictures are resized as tensors.
 
-Its authors' concepts are few and its errors many, in both directions: a guard rail and a number to
-watch, no measure of safety.
+Its concepts are few and its errors many, in both directions: it is a guard rail and a number to
+watch, not a measure of safety.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from flowrl.rewards.core import weights as core_weights
 from flowrl.rewards.core.pictures import (
     cropped,
     frames_of,
@@ -32,9 +31,12 @@ from flowrl.rewards.core.pictures import (
 )
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.types import MediaContext
 
 CARE = 0.01  # by how much a special-care hit lowers the thresholds of the concepts
+# the picture tower in transformers 5 and later, and before it (so in the published files)
+FLAT, NESTED = "vision_model", "vision_model.vision_model"
 
 
 class Settings(Base):
@@ -81,90 +83,87 @@ class Nsfw(Reward):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        excess = self._excess(media)
-        return (
-            -unsafe(excess).amax((1, 2))
-            if self.settings.reading == "flag"
-            else -excess.amax((1, 2))
-        )
+        found = self._excess(media)
+        if self.settings.reading == "flag":
+            found = unsafe(found)
+        return -found.amax((1, 2))
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
-        """unsafe: 1 or 0. concepts: how many of the 17 are hit in the frame that hits most. margin:
-        see the class."""
-        excess = self._excess(media)
-        hits = unsafe(excess)
+        """unsafe: 1 or 0. concepts: most of the 17 that a frame hits. margin: see the class."""
+        found = self._excess(media)
+        hits = unsafe(found)
         return {
             "unsafe": hits.amax((1, 2)),
             "concepts": hits.sum(2).amax(1),
-            "margin": -excess.amax((1, 2)),
+            "margin": -found.amax((1, 2)),
         }
 
     def _excess(self, media: Tensor) -> Tensor:
-        """(B, F, 17): cosine to each concept less its threshold, per frame."""
+        """(B, F, 17): cosine to each concept minus its threshold, per frame."""
         refuse_gradient(self, media, "reading=margin, rounding=False")
-        found = []
-        for part in frames_of(media).split(self.settings.chunk):
-            pixels = (
-                pil_cropped(part, self.side, floor=True)
-                if self.settings.rounding
-                else cropped(part, self.side, floor=True)
-            )
-            found.append(excess(self.model, normalized(pixels)))
+        resize = pil_cropped if self.settings.rounding else cropped
+        found = [
+            excess(self.model, normalized(resize(part, self.side, floor=True)))
+            for part in frames_of(media).split(self.settings.chunk)
+        ]
         return torch.cat(found).view(len(media), -1, found[0].shape[1])
 
 
-def excess(checker: Any, pixels: Tensor) -> Tensor:
-    """pixels (n, 3, side, side), normalised -> (n, 17) fp32: cosine to a concept less its
-    threshold, plus CARE after a special-care hit."""
+def excess(checker: nn.Module, pixels: Tensor) -> Tensor:
+    """Cosine to each concept minus its threshold, plus CARE after a special-care hit.
+
+    pixels (n, 3, side, side), normalised -> (n, 17) fp32.
+    """
     picture = F.normalize(checker.visual_projection(checker.vision_model(pixels)[1]))
-    care = (
-        picture @ F.normalize(checker.special_care_embeds).T - checker.special_care_embeds_weights
+    special, concepts = (
+        picture @ F.normalize(embeddings).T - thresholds
+        for embeddings, thresholds in (
+            (checker.special_care_embeds, checker.special_care_embeds_weights),
+            (checker.concept_embeds, checker.concept_embeds_weights),
+        )
     )
-    concepts = picture @ F.normalize(checker.concept_embeds).T - checker.concept_embeds_weights
-    return (concepts + CARE * unsafe(care).amax(1, keepdim=True)).float()
+    return (concepts + CARE * unsafe(special).amax(1, keepdim=True)).float()
 
 
 def unsafe(excess: Tensor) -> Tensor:
-    """Which excesses count: 1 for those that round to more than 0 at three decimals, else 0; NaN
-    stays, for nobody knows."""
+    """Which excesses count: 1 for those that round to more than 0 at three decimals, else 0.
+
+    NaN stays NaN: a picture that could not be read is neither safe nor unsafe.
+    """
     excess = excess.detach()
     return (excess.round(decimals=3) > 0).to(excess.dtype).masked_fill(excess.isnan(), torch.nan)
 
 
-def load_checker(source: str) -> tuple[Any, int]:
+def load_checker(source: str) -> tuple[nn.Module, int]:
     """The safety checker, frozen, and the side of its pictures in pixels."""
     from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
     from transformers import CLIPConfig
 
     if Path(source).expanduser().is_file():
         source = str(Path(source).expanduser().parent)
-    config = CLIPConfig.from_json_file(
-        str(core_weights.path_of(source, "config.json", reward="nsfw", beside="model.safetensors"))
-    )
+    config = path_of(source, "config.json", reward="nsfw", beside="model.safetensors")
+    checker = StableDiffusionSafetyChecker(CLIPConfig.from_json_file(str(config)))
+    path = _weights_of(source)
+    ignore = tuple(f"{tower}.embeddings.position_ids" for tower in (FLAT, NESTED))
+    fill(checker, _renamed(tensors(path), checker), path=path, ignore=ignore)
+    return checker, checker.config.vision_config.image_size
+
+
+def _weights_of(source: str) -> Path:
     try:
-        path = core_weights.path_of(source, "model.safetensors", reward="nsfw")
+        return path_of(source, "model.safetensors", reward="nsfw")
     except ValueError:  # older copies hold a torch file only; its absence too is said in full
-        path = core_weights.path_of(
-            source, "pytorch_model.bin", reward="nsfw", beside="config.json"
-        )
-    checker = StableDiffusionSafetyChecker(config)
-    nested = any(
-        key.startswith("vision_model.vision_model.") for key in checker.state_dict()
-    )  # transformers before 5; the published files
-    state = {}
-    for key, value in core_weights.tensors(path).items():
-        key = key.replace("vision_model.vision_model.", "vision_model.")
-        state[key.replace("vision_model.", "vision_model.vision_model.") if nested else key] = value
-    ignore = (
-        "vision_model.embeddings.position_ids",
-        "vision_model.vision_model.embeddings.position_ids",
-    )
-    return (
-        core_weights.fill(checker, state, path=path, ignore=ignore),
-        checker.config.vision_config.image_size,
-    )
+        return path_of(source, "pytorch_model.bin", reward="nsfw", beside="config.json")
+
+
+def _renamed(state: Mapping[str, Tensor], checker: nn.Module) -> dict[str, Tensor]:
+    """The tensors under the names that this version of transformers gives to the picture tower."""
+    nested = any(key.startswith(f"{NESTED}.") for key in checker.state_dict())
+    tower = NESTED if nested else FLAT
+    flat = {key.replace(f"{NESTED}.", f"{FLAT}."): value for key, value in state.items()}
+    return {key.replace(f"{FLAT}.", f"{tower}."): value for key, value in flat.items()}
 
 
 REWARD = Nsfw
