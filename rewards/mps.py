@@ -169,7 +169,7 @@ def load_network(path: Path) -> Network:
         network = Network(state)
     except KeyError as error:  # sizes are read off the tensors
         raise ValueError(
-            f"{path} is not a state dict of MPS: it does not have {error.args[0]}; {WHERE} is one"
+            f"{path} is not a state dict of MPS: it has no {error.args[0]}; {WHERE} is one"
         ) from error
     ignore = tuple(f"clip.{tower}_model.embeddings.position_ids" for tower in ("text", "vision"))
     return fill(network, state, path=path, ignore=ignore)

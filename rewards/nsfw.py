@@ -144,8 +144,8 @@ def load_checker(source: str) -> tuple[nn.Module, int]:
     if Path(source).expanduser().is_file():
         source = str(Path(source).expanduser().parent)
     config = path_of(source, "config.json", reward="nsfw", beside="model.safetensors")
-    checker = StableDiffusionSafetyChecker(CLIPConfig.from_json_file(str(config)))
     path = _weights_of(source)
+    checker = StableDiffusionSafetyChecker(CLIPConfig.from_json_file(str(config)))
     ignore = tuple(f"{tower}.embeddings.position_ids" for tower in (FLAT, NESTED))
     fill(checker, _renamed(tensors(path), checker), path=path, ignore=ignore)
     return checker, checker.config.vision_config.image_size

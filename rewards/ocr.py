@@ -1,6 +1,6 @@
-"""Is the text that a prompt asks for in the picture? Text recognition and an edit distance
-(Flow-GRPO, arXiv:2505.05470).
+"""Is the text that a prompt asks for in the picture? (Flow-GRPO, arXiv:2505.05470)
 
+Text recognition and an edit distance.
 Reference: yifan123/flow_grpo, flow_grpo/ocr.py. The formula is its own: spaces removed, lower case;
 distance 0 if the target is contained in what was read, else Levenshtein's, at most the target's
 length; reward 1 - distance / length. Departures:
@@ -62,7 +62,9 @@ class Settings(Base):
 
 class Ocr(Reward):
     """1 - distance / length of the text asked for, in [0, 1]; 1 if it was read anywhere.
-    meta["text"] overrides the prompt."""
+
+    meta["text"] overrides the prompt.
+    """
 
     Settings = Settings
     name = "ocr"
@@ -74,14 +76,11 @@ class Ocr(Reward):
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
-        self._make: Callable[[], Engine] = {"rapidocr": _rapidocr, "paddle": _paddle}[
-            self.settings.engine
-        ]
+        s = self.settings
+        self._make: Callable[[], Engine] = _rapidocr if s.engine == "rapidocr" else _paddle
         self._idle: queue.LifoQueue[Engine] = queue.LifoQueue()
         self._idle.put(self._make())  # now, so that a missing package is said at start-up
-        self._pool = (
-            ThreadPoolExecutor(self.settings.threads) if self.settings.threads > 1 else None
-        )
+        self._pool = ThreadPoolExecutor(s.threads) if s.threads > 1 else None
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         try:
@@ -91,31 +90,27 @@ class Ocr(Reward):
         return None
 
     def target(self, prompt: str, meta: Mapping[str, Any]) -> str:
-        """What should be read, spaces removed and in lower case; ValueError where there is
-        nothing."""
+        """What should be read, spaces removed and in lower case; nothing -> ValueError."""
         text = meta.get("text")
         if text is None:
             text = prompt if self.settings.target == "prompt" else _quoted(prompt)
         if not isinstance(text, str) or not plain(text):
             raise ValueError(
                 f'the text asked for by "{prompt}" is {text!r}; give it at least one character that'
-                " is no space"
+                " is not a space"
             )
         return plain(text)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        metas = (
-            context.meta
-            if context is not None and context.meta is not None
-            else [{}] * len(prompts)
-        )
+        known = context is not None and context.meta is not None
+        metas = context.meta if known else [{}] * len(prompts)
         targets = [self.target(prompt, meta) for prompt, meta in zip(prompts, metas, strict=True)]
         shown = media[:, :: self.settings.every] if media.ndim == 5 else media
         frames = to_uint8(frames_of(shown))[:, [2, 1, 0]].permute(0, 2, 3, 1).cpu().numpy()  # BGR
         run = map if self._pool is None else self._pool.map
-        texts = list(run(self.read, frames))
+        texts = run(self.read, frames)
         each = len(frames) // len(targets)
         values = [
             math.nan if text is None else score(text, targets[i // each])
@@ -124,17 +119,14 @@ class Ocr(Reward):
         return mean_of_frames(torch.tensor(values, device=media.device), media)
 
     def read(self, picture: np.ndarray) -> str | None:
-        """All text in a picture (H, W, 3) uint8 BGR, as the engine gives it; None where the engine
-        failed."""
+        """All text in a picture (H, W, 3) uint8 BGR; None where the engine failed."""
         try:  # an engine keeps the size of the picture while it reads: no two threads share one
             engine = self._idle.get_nowait()
         except queue.Empty:
             engine = self._make()
         try:
             return engine(np.ascontiguousarray(picture))
-        except (
-            Exception
-        ) as error:  # engines fail in their own ways on odd pictures; the sample is NaN and counted
+        except Exception as error:  # engines fail in their own ways; the sample is NaN, and counted
             logger.warning(
                 f"ocr: {self.settings.engine} failed on a picture of shape {picture.shape}:"
                 f" {type(error).__name__}: {error}"
@@ -152,6 +144,7 @@ def score(read: str, target: str) -> float:
 
 
 def plain(text: str) -> str:
+    """Without spaces, in lower case."""
     return text.replace(" ", "").lower()
 
 
@@ -166,6 +159,7 @@ def levenshtein(a: str, b: str) -> int:
 
 
 def _quoted(prompt: str) -> str:
+    """The text between the first double quotes; none -> ValueError."""
     parts = prompt.split('"')
     if len(parts) < 3:
         has = "no double quotes" if len(parts) == 1 else "a double quote that is never closed"
@@ -178,11 +172,11 @@ def _quoted(prompt: str) -> str:
 
 
 def _rapidocr() -> Engine:
+    """PP-OCRv4 by onnxruntime."""
     from rapidocr_onnxruntime import RapidOCR
 
-    engine = RapidOCR(
-        intra_op_num_threads=1, inter_op_num_threads=1
-    )  # one core: sums are in one order, whatever `threads` is
+    # one core: sums are in one order, whatever `threads` is
+    engine = RapidOCR(intra_op_num_threads=1, inter_op_num_threads=1)
 
     def read(picture: np.ndarray) -> str:
         lines, _ = engine(picture, use_cls=False)  # no angle classifier, as in the reference
@@ -194,29 +188,37 @@ def _rapidocr() -> Engine:
 def _paddle() -> Engine:
     import paddleocr
 
-    if hasattr(paddleocr.PaddleOCR, "predict"):  # PaddleOCR 3
-        engine = paddleocr.PaddleOCR(
-            lang="en",
-            use_doc_orientation_classify=False,
-            use_doc_unwarping=False,
-            use_textline_orientation=False,
+    if hasattr(paddleocr.PaddleOCR, "predict"):
+        return _paddle_3(paddleocr.PaddleOCR)
+    return _paddle_2(paddleocr.PaddleOCR)
+
+
+def _paddle_3(engine_class: Callable[..., Any]) -> Engine:
+    engine = engine_class(
+        lang="en",
+        use_doc_orientation_classify=False,
+        use_doc_unwarping=False,
+        use_textline_orientation=False,
+    )
+
+    def read(picture: np.ndarray) -> str:
+        return "".join(
+            text
+            for page in engine.predict(picture)
+            for text, confidence in zip(page["rec_texts"], page["rec_scores"], strict=True)
+            if confidence > 0
         )
 
-        def read(picture: np.ndarray) -> str:
-            pages = engine.predict(picture)
-            return "".join(
-                text
-                for page in pages
-                for text, sure in zip(page["rec_texts"], page["rec_scores"], strict=True)
-                if sure > 0
-            )
+    return read
 
-    else:  # 2.9.1, the reference's
-        engine = paddleocr.PaddleOCR(lang="en", use_angle_cls=False, show_log=False)
 
-        def read(picture: np.ndarray) -> str:
-            lines = engine.ocr(picture, cls=False)[0]
-            return "".join(text for _, (text, confidence) in lines or [] if confidence > 0)
+def _paddle_2(engine_class: Callable[..., Any]) -> Engine:
+    """PaddleOCR 2.9.1 is the reference's."""
+    engine = engine_class(lang="en", use_angle_cls=False, show_log=False)
+
+    def read(picture: np.ndarray) -> str:
+        lines = engine.ocr(picture, cls=False)[0]
+        return "".join(text for _, (text, confidence) in lines or [] if confidence > 0)
 
     return read
 

@@ -1,8 +1,8 @@
-"""PickScore (Pick-a-Pic, arXiv:2305.01569): a CLIP ViT-H/14 tuned on half a million choices between
-two pictures of a prompt.
+"""PickScore (Pick-a-Pic, arXiv:2305.01569).
 
-score = exp(logit_scale) * cos(picture, prompt); the temperature is 100, so 18 to 24. Two pictures
-of one prompt: the first is preferred with probability sigmoid(score_1 - score_2). Reference:
+A CLIP ViT-H/14 tuned on half a million choices between two pictures of a prompt. With score =
+exp(logit_scale) * cos(picture, prompt) and a temperature of 100, scores are 18 to 24; the first of
+two pictures of a prompt is preferred with probability sigmoid(score_1 - score_2). Reference:
 github.com/yuvalkirstain/PickScore; peers differ in the scale only.
 
 Departures: prompts are padded to 77 tokens and not to the longest of the batch, which leaves an
@@ -28,11 +28,8 @@ SCALES = {
     "mix_grpo": "(PickScore - 18) / 8, about 0 to 0.75 (MixGRPO)",
     "cosine": "cosine of image and prompt embeddings, about 0.18 to 0.24 (DanceGRPO, Pref-GRPO)",
 }
-AFFINE = {
-    "raw": (0.0, 1.0),
-    "flow_grpo": (0.0, 26.0),
-    "mix_grpo": (18.0, 8.0),
-}  # (score - first) / second
+# (score - first) / second
+AFFINE = {"raw": (0.0, 1.0), "flow_grpo": (0.0, 26.0), "mix_grpo": (18.0, 8.0)}
 
 
 class Settings(Base):
@@ -62,8 +59,7 @@ class Settings(Base):
 
 
 class PickScore(TwoTowers):
-    """exp(logit_scale) * cosine of picture and prompt, 18 to 24; of a video, the mean over
-    frames."""
+    """exp(logit_scale) * cosine of picture and prompt, 18 to 24; of a video, the mean."""
 
     Settings = Settings
     name = "pickscore"

@@ -1,6 +1,8 @@
-"""A Bradley-Terry head on CLIP features, trained on pairs by scripts/embedded/train_preference.py: one score
-for each aspect, as VisionPrefer (arXiv:2404.15100) has them. Without settings it is the head of the
-shapes world, trained on synthetic preferences, and needs no network.
+"""A Bradley-Terry head on CLIP features: one score for each aspect, as in VisionPrefer.
+
+VisionPrefer is arXiv:2404.15100. scripts/embedded/train_preference.py trains a head on pairs.
+Without settings it is the head of the shapes world, trained on synthetic preferences, and nothing
+is fetched.
 """
 
 from __future__ import annotations
@@ -13,15 +15,16 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core import reward
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames, refuse_gradient
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import path_of
 from flowrl.rewards.networks.bradley_terry import EMBEDDED, Backbone, load_head
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
 
-class Settings(reward.Settings):
+class Settings(Base):
     weights: str | None = pydantic.Field(
         None,
         description=(
@@ -48,12 +51,11 @@ class Settings(reward.Settings):
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
-class Preference(reward.Reward):
-    """Log-odds: sigmoid(score(a) - score(b)) is the probability that a is preferred to b for the
-    same prompt.
+class Preference(Reward):
+    """Log-odds: sigmoid(score(a) - score(b)) is the probability that a is preferred to b.
 
-    Of a video, the mean over frames. The zero is arbitrary; scores of different prompts need not
-    compare.
+    Of a video, the mean over frames. The zero is arbitrary, and scores of different prompts need
+    not compare.
     """
 
     Settings = Settings
@@ -64,32 +66,30 @@ class Preference(reward.Reward):
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
-        self.head, self.config = load_head(
-            path_of(s.weights, reward="preference") if s.weights else EMBEDDED
-        )
+        folder = path_of(s.weights, reward="preference") if s.weights else EMBEDDED
+        self.head, self.config = load_head(folder)
         self.weights = self._weights_of(s.aspect)
+        self.backbone = self._load_backbone()
+        self.reads_prompt = self.config.features != ["image"]
+        self.differentiable = not s.rounding
+
+    def _load_backbone(self) -> Backbone:
+        """The CLIP of the settings, else that of the head; one that does not fit -> ValueError."""
+        s, trained = self.settings, (self.config.model, self.config.pretrained)
         if s.pretrained and not s.backbone:
             raise ValueError(
                 f"reward.preference.pretrained={s.pretrained} goes with reward.preference.backbone,"
                 " which is not set"
             )
-        chosen = (
-            (s.backbone, s.pretrained)
-            if s.backbone
-            else (self.config.model, self.config.pretrained)
-        )
-        self.backbone = Backbone(*chosen, rounding=s.rounding, chunk=s.chunk)
-        if self.backbone.width != self.config.width:
-            head, trained = (
-                s.weights or "the shapes world",
-                " ".join(filter(None, (self.config.model, self.config.pretrained))),
-            )
+        model, pretrained = (s.backbone, s.pretrained) if s.backbone else trained
+        backbone = Backbone(model, pretrained, rounding=s.rounding, chunk=s.chunk)
+        if backbone.width != self.config.width:
             raise ValueError(
-                f'the CLIP "{chosen[0]}" embeds into {self.backbone.width} numbers, and the head of'
-                f" {head} reads {self.config.width}: it was trained on {trained}"
+                f'the CLIP "{model}" embeds into {backbone.width} numbers, and the head of'
+                f" {s.weights or 'the shapes world'} reads {self.config.width}: it was trained on"
+                f" {' '.join(filter(None, trained))}"
             )
-        self.reads_prompt = self.config.features != ["image"]
-        self.differentiable = not s.rounding
+        return backbone
 
     def to(self, device: Any) -> Preference:
         self.head.to(device)
@@ -113,39 +113,37 @@ class Preference(reward.Reward):
         refuse_gradient(self, media)
         image = self.backbone.pictures(frames_of(media))
         if self.reads_prompt:
-            text = self.backbone.prompts(prompts, media.device).repeat_interleave(
-                len(image) // len(prompts), 0
-            )
+            text = self.backbone.prompts(prompts, media.device)
+            text = text.repeat_interleave(len(image) // len(prompts), 0)  # one a frame
         else:
             text = torch.zeros_like(image)
         scores = self.head(self.head.inputs(image, text))
-        return {
-            name: mean_of_frames(scores[:, i], media) for i, name in enumerate(self.config.aspects)
-        }
+        names = self.config.aspects
+        return {name: mean_of_frames(scores[:, i], media) for i, name in enumerate(names)}
 
     def _weights_of(self, aspect: str | dict[str, float] | None) -> dict[str, float]:
+        """The weight of each aspect of the head that counts."""
         names = self.config.aspects
-        weights = (
-            dict.fromkeys(names, 1 / len(names))
-            if aspect is None
-            else {aspect: 1.0}
-            if isinstance(aspect, str)
-            else aspect
-        )
+        if aspect is None:
+            return dict.fromkeys(names, 1 / len(names))
+        weights = {aspect: 1.0} if isinstance(aspect, str) else aspect
         for name, weight in weights.items():
-            if name not in names:
-                raise ValueError(
-                    "reward.preference.aspect: the head has no aspect"
-                    f' "{name}"{did_you_mean(name, names)}'
-                )
-            if not math.isfinite(weight):
-                raise ValueError(f"reward.preference.aspect.{name}={weight} is not a finite number")
+            _check_weight(name, weight, names)
         if not weights:
             raise ValueError(
                 f"reward.preference.aspect is empty; give one of {', '.join(names)}, or a weight"
                 " for some of them"
             )
         return weights
+
+
+def _check_weight(name: str, weight: float, names: Sequence[str]) -> None:
+    if name not in names:
+        raise ValueError(
+            f'reward.preference.aspect: the head has no aspect "{name}"{did_you_mean(name, names)}'
+        )
+    if not math.isfinite(weight):
+        raise ValueError(f"reward.preference.aspect.{name}={weight} is not a finite number")
 
 
 REWARD = Preference

@@ -3,7 +3,7 @@
 `flow_factory` is Flow-Factory's groupwise reward (github.com/X-GenGroup/Flow-Factory,
 rewards/pick_score.py), there of PickScore only: rank 0 for the worst, over n. Departures: ties
 share their mean rank (there argsort breaks them by place in the batch); a sample that could not be
-scored takes no rank and is left out of n. `unit` equals win_rate with a hard pointwise judge.
+scored takes no rank and does not count in n. `unit` equals win_rate with a hard pointwise judge.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ class Settings(Base):
 
 
 class Rank(Around):
-    """Rank of the inner reward among the members of the group; ties share their mean rank. NaN
-    where fewer than two could be scored."""
+    """Rank of the inner reward's score among the members of the group; ties share their mean rank.
+
+    NaN where fewer than two could be scored.
+    """
 
     Settings = Settings
     name = "rank"
@@ -53,15 +55,15 @@ class Rank(Around):
 
     def __init__(self, settings: Any = None):
         s = self.Settings() if settings is None else settings
-        super().__init__(
-            s, load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward")
-        )
+        inner = load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward")
+        super().__init__(s, inner)
         if not callable(self.inner):
             raise ValueError(
                 f"reward.rank.reward={type(self.inner).__name__} compares and gives no score; rank"
                 " by a reward, or use win_rate"
             )
-        self.scale, self.range = SCALES[s.form], (-1.0 if s.form == "centred" else 0.0, 1.0)
+        self.scale = SCALES[s.form]
+        self.range = (-1.0 if s.form == "centred" else 0.0, 1.0)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -79,13 +81,17 @@ class Rank(Around):
     def _placed(self, ranks: Tensor) -> Tensor:
         """Ranks 0 .. n-1 on the scale of the form."""
         n = len(ranks)
-        if self.settings.form == "flow_factory":
-            return ranks / n
-        return ranks / (n - 1) if self.settings.form == "unit" else 2 * ranks / (n - 1) - 1
+        match self.settings.form:
+            case "flow_factory":
+                return ranks / n
+            case "unit":
+                return ranks / (n - 1)
+            case _:  # centred
+                return 2 * ranks / (n - 1) - 1
 
 
 def mean_ranks(values: Tensor) -> Tensor:
-    """(n,) -> (n,) fp32: how many are lower, and half of the others that are equal."""
+    """(n,) -> (n,) fp32: how many are lower, plus half of the others that are equal."""
     lower, equal = values[None] < values[:, None], values[None] == values[:, None]
     return lower.sum(1) + (equal.sum(1) - 1) / 2
 

@@ -423,7 +423,7 @@ def test_an_edit_is_shown_after_its_source_and_aspects_can_be_chosen(load):
     assert server.requests[0]["model"] == "RationalRewards-8B-Edit"
     with pytest.raises(
         ValueError,
-        match="image_faithfulness is no aspect of task=t2i; choose from text_faithfulness",
+        match="image_faithfulness is not an aspect of task=t2i; choose from text_faithfulness",
     ):
         rewards.load("rationalrewards", aspects=["image_faithfulness"])
 

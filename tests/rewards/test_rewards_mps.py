@@ -450,7 +450,7 @@ def test_another_text_than_the_condition_is_refused(load, tmp_path):
         (lambda s: s.update(extra=torch.zeros(1)), r"1 unknown keys \(extra\)"),
         (
             lambda s: s.clear() or s.update(w=torch.zeros(1)),
-            "is not a state dict of MPS: it does not have clip.text_projection.weight",
+            "is not a state dict of MPS: it has no clip.text_projection.weight",
         ),
     ],
 )
