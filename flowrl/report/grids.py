@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import cast
 
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
@@ -11,13 +12,39 @@ from torch import Tensor
 from flowrl.data.media import to_pil
 
 INK, FAINT, PAPER = (31, 35, 40), (110, 118, 129), (255, 255, 255)
+ACCEPTED, REFUSED = (26, 158, 92), (214, 69, 65)  # edges by the verdict of a verifier
+PAD = 8  # pixels between pictures
+GAP = 24  # pixels between pairs
+
+Font = ImageFont.FreeTypeFont
+Verdicts = Sequence[bool | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Equal cells in rows, the first at `corner`; x before y, in pixels."""
+
+    columns: int
+    corner: tuple[int, int]
+    step: tuple[int, int]  # from a cell to the next
+
+    def place(self, i: int) -> tuple[int, int]:
+        """The corner of cell i."""
+        row, column = divmod(i, self.columns)
+        return self.corner[0] + column * self.step[0], self.corner[1] + row * self.step[1]
+
+    def sheet(self, count: int, below: int = 0) -> Image.Image:
+        """Paper for `count` cells, with a margin below them."""
+        rows = -(-count // self.columns)
+        width = self.corner[0] + self.columns * self.step[0]
+        return Image.new("RGB", (width, self.corner[1] + rows * self.step[1] + below), PAPER)
 
 
 def grid(
     media: Tensor,
     captions: Sequence[str] | None = None,
     *,
-    verdicts: Sequence[bool | None] | None = None,
+    verdicts: Verdicts | None = None,
     columns: int = 8,
     cell: int = 128,
 ) -> Image.Image:
@@ -27,21 +54,19 @@ def grid(
     False draw a green or red edge.
     cell: pixels a side of one picture; whole-number enlargements keep small pictures crisp.
     """
-    pictures = [_fit(picture, cell) for picture in to_pil(_stills(media))]
-    if not pictures:
+    pictures = _pictures(media, cell)
+    count = len(pictures)
+    if not count:
         raise ValueError("a grid needs at least one image")
-    _check_lengths(len(pictures), captions=captions, verdicts=verdicts)
-    columns = min(columns, len(pictures))
-    font, pad, text = _font(cell), 8, _caption_height(cell, captions)
-    rows = -(-len(pictures) // columns)
-    sheet = Image.new(
-        "RGB", (columns * (cell + pad) + pad, rows * (cell + text + pad) + pad), PAPER
-    )
+    _check_lengths(count, captions=captions, verdicts=verdicts)
+    step = cell + PAD, cell + _caption_height(cell, captions) + PAD
+    layout = Layout(columns=min(columns, count), corner=(PAD, PAD), step=step)
+    sheet = layout.sheet(count)
     for i, picture in enumerate(pictures):
-        x, y = pad + (i % columns) * (cell + pad), pad + (i // columns) * (cell + text + pad)
+        x, y = layout.place(i)
         _paste(sheet, picture, (x, y), cell, None if verdicts is None else verdicts[i])
         if captions is not None:
-            _write(sheet, captions[i], (x, y + cell + 4), cell, font)
+            _write(sheet, captions[i], (x, y + cell + 4), cell, _font(cell))
     return sheet
 
 
@@ -50,48 +75,42 @@ def before_after(
     after: Tensor,
     prompts: Sequence[str],
     *,
-    verdicts: tuple[Sequence[bool | None], Sequence[bool | None]] | None = None,
+    verdicts: tuple[Verdicts, Verdicts] | None = None,
     labels: tuple[str, str] = ("before", "after"),
     columns: int = 4,
     cell: int = 128,
 ) -> Image.Image:
     """Pairs side by side (same prompt, same noise), labelled, with the prompt under each pair.
     before, after: (B, 3, H, W)."""
-    first, second = (
-        [_fit(picture, cell) for picture in to_pil(_stills(media))] for media in (before, after)
-    )
-    if not first:
+    sides = _pictures(before, cell), _pictures(after, cell)
+    count = len(sides[0])
+    if not count:
         raise ValueError("a before/after grid needs at least one pair")
-    _check_lengths(len(first), after=second, prompts=prompts)
+    _check_lengths(count, after=sides[1], prompts=prompts)
     for marks in verdicts or ():
-        _check_lengths(len(first), verdicts=marks)
-    columns = min(columns, len(first))
-    font, pad, gap, text = _font(cell), 8, 24, _caption_height(2 * cell, prompts)
-    head = font.size + 10
-    wide, tall = 2 * cell + pad + gap, cell + text + pad
-    rows = -(-len(first) // columns)
-    sheet = Image.new("RGB", (columns * wide + gap, rows * tall + head + gap), PAPER)
-    draw = ImageDraw.Draw(sheet)
-    for c in range(columns):
-        for side, label in enumerate(labels):
-            x = gap + c * wide + side * (cell + pad) + cell / 2
-            draw.text((x, 6), label, fill=FAINT if side == 0 else INK, font=font, anchor="ma")
-    for i in range(len(first)):
-        x, y = gap + (i % columns) * wide, head + (i // columns) * tall
-        for side, pictures in enumerate((first, second)):
-            _paste(
-                sheet,
-                pictures[i],
-                (x + side * (cell + pad), y),
-                cell,
-                None if verdicts is None else verdicts[side][i],
-            )
-        _write(sheet, prompts[i], (x, y + cell + 4), 2 * cell + pad, font)
+        _check_lengths(count, verdicts=marks)
+    # a row of labels, then pairs with their prompt
+    font = _font(cell)
+    step = 2 * cell + PAD + GAP, cell + _caption_height(2 * cell, prompts) + PAD
+    layout = Layout(columns=min(columns, count), corner=(GAP, font.size + 10), step=step)
+    sheet = layout.sheet(count, below=GAP)
+    _label_sides(sheet, layout, labels, cell)
+    for i, prompt in enumerate(prompts):
+        x, y = layout.place(i)
+        for side, pictures in enumerate(sides):
+            verdict = None if verdicts is None else verdicts[side][i]
+            _paste(sheet, pictures[i], (x + side * (cell + PAD), y), cell, verdict)
+        _write(sheet, prompt, (x, y + cell + 4), 2 * cell + PAD, font)
     return sheet
 
 
-def _stills(media: Tensor) -> Tensor:
-    return media[:, media.shape[1] // 2] if media.ndim == 5 else media
+def _label_sides(sheet: Image.Image, layout: Layout, labels: tuple[str, str], cell: int) -> None:
+    """The two labels above each column of pairs; the first one is faint."""
+    draw = ImageDraw.Draw(sheet)
+    for column in range(layout.columns):
+        for side, (label, colour) in enumerate(zip(labels, (FAINT, INK), strict=True)):
+            middle = layout.place(column)[0] + side * (cell + PAD) + cell / 2
+            draw.text((middle, 6), label, fill=colour, font=_font(cell), anchor="ma")
 
 
 def _check_lengths(count: int, **columns: Sequence | None) -> None:
@@ -100,18 +119,21 @@ def _check_lengths(count: int, **columns: Sequence | None) -> None:
             raise ValueError(f"{count} images but {len(column)} {name}; give one each")
 
 
+def _pictures(media: Tensor, cell: int) -> list[Image.Image]:
+    """Images, or the middle frame of videos, that fit into cell x cell."""
+    stills = media[:, media.shape[1] // 2] if media.ndim == 5 else media
+    return [_fit(picture, cell) for picture in to_pil(stills)]
+
+
 def _fit(picture: Image.Image, cell: int) -> Image.Image:
-    """Fit into cell x cell: whole-number enlargement without smoothing, or a smooth reduction."""
-    long = max(picture.size)
+    """Whole-number enlargement without smoothing, or a smooth reduction."""
+    width, height = picture.size
+    long = max(width, height)
     if long <= cell:
         factor = cell // long
-        return picture.resize(
-            (picture.width * factor, picture.height * factor), Image.Resampling.NEAREST
-        )
-    return picture.resize(
-        (max(1, picture.width * cell // long), max(1, picture.height * cell // long)),
-        Image.Resampling.LANCZOS,
-    )
+        return picture.resize((width * factor, height * factor), Image.Resampling.NEAREST)
+    size = max(1, width * cell // long), max(1, height * cell // long)
+    return picture.resize(size, Image.Resampling.LANCZOS)
 
 
 def _paste(
@@ -121,20 +143,24 @@ def _paste(
     cell: int,
     verdict: bool | None,
 ) -> None:
+    """A picture in the middle of its cell, with an edge where there is a verdict."""
     x, y = corner[0] + (cell - picture.width) // 2, corner[1] + (cell - picture.height) // 2
     sheet.paste(picture, (x, y))
     if verdict is not None:
-        colour = (26, 158, 92) if verdict else (214, 69, 65)
-        ImageDraw.Draw(sheet).rectangle(
-            (x - 2, y - 2, x + picture.width + 1, y + picture.height + 1), outline=colour, width=2
-        )
+        edge = (x - 2, y - 2, x + picture.width + 1, y + picture.height + 1)
+        colour = ACCEPTED if verdict else REFUSED
+        ImageDraw.Draw(sheet).rectangle(edge, outline=colour, width=2)
 
 
-def _font(cell: int) -> Any:
-    return ImageFont.load_default(size=max(10, min(14, cell // 9)))
+# ---------------------------------------------------------------------------
+# text
 
 
-def _lines(text: str, width: int, font) -> list[str]:
+def _font(cell: int) -> Font:
+    return cast(Font, ImageFont.load_default(size=max(10, min(14, cell // 9))))
+
+
+def _lines(text: str, width: int, font: Font) -> list[str]:
     """Wrap at words to at most two lines; what does not fit ends in an ellipsis."""
     lines, words = [""], text.split()
     for word in words:
@@ -152,15 +178,14 @@ def _lines(text: str, width: int, font) -> list[str]:
 
 
 def _caption_height(width: int, captions: Sequence[str] | None) -> int:
+    """Room below a picture: that of the longest caption."""
+    if captions is None:
+        return 0
     font = _font(width)
-    return (
-        0
-        if captions is None
-        else 8 + (font.size + 3) * max(len(_lines(c, width, font)) for c in captions)
-    )
+    return 8 + (font.size + 3) * max(len(_lines(c, width, font)) for c in captions)
 
 
-def _write(sheet: Image.Image, text: str, corner: tuple[int, int], width: int, font) -> None:
+def _write(sheet: Image.Image, text: str, corner: tuple[int, int], width: int, font: Font) -> None:
     draw = ImageDraw.Draw(sheet)
     for n, line in enumerate(_lines(text, width, font)):
         draw.text((corner[0], corner[1] + n * (font.size + 3)), line, fill=INK, font=font)

@@ -1,14 +1,19 @@
-"""Tables for terminals."""
+"""Tables for terminals: evaluations, suites, scores."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
 from flowrl.data.scored_folder import Scored
+from flowrl.report import suite_page
 from flowrl.report.numbers import (
     HEADS,
-    distinct_rows,
+    distinct_metrics,
     evaluation_rows,
     interval_text,
     paired_sentence,
@@ -16,30 +21,10 @@ from flowrl.report.numbers import (
 )
 
 
-def evaluation_table(evaluation: dict[str, Any]):
-    """The headline table for the terminal: one row a setting, mean and interval of the metrics, the
-    paired difference below."""
-    from rich import box
-    from rich.table import Table
-
-    rows, metrics, paired = (
-        evaluation_rows(evaluation),
-        distinct_rows(evaluation)[:2],
-        evaluation.get("paired", {}),
-    )
-    same = [
-        f"{rows[0][key]} {key}"
-        for key in ("images", "steps")
-        if rows and len({row.get(key) for row in rows}) == 1 and key in rows[0]
-    ]
-    title = ", ".join(["Held-out prompts", *same])
-    out = Table(
-        title=title,
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
-        padding=(0, 1),
-    )
+def evaluation_table(evaluation: dict[str, Any]) -> Table:
+    """One row a setting with mean and interval of the metrics; the paired difference below."""
+    rows, metrics = evaluation_rows(evaluation), distinct_metrics(evaluation)[:2]
+    out = _table(", ".join(["Held-out prompts", *_same(rows)]), caption_justify="left")
     out.add_column("", overflow="fold")
     for name in (HEADS[0], HEADS[-1].replace("/", "/\n"), *metrics):
         out.add_column(name, justify="right", no_wrap=True)
@@ -47,28 +32,64 @@ def evaluation_table(evaluation: dict[str, Any]):
         name, guidance, *_, calls = row_head(row)
         cells = [interval_text(row.get("metrics", {}).get(metric), "\n") for metric in metrics]
         out.add_row(name, guidance, calls, *cells, style="bold" if row is rows[-1] else "")
-    out.caption = (
-        "\n".join(paired_sentence(metric, paired[metric]) for metric in metrics if metric in paired)
-        or None
-    )
+    paired = evaluation.get("paired", {})
+    found = [paired_sentence(metric, paired[metric]) for metric in metrics if metric in paired]
+    out.caption = "\n".join(found) or None
     return out
 
 
-def score_table(scored: Sequence[Scored], weights: Mapping[str, float]) -> Any:
-    """File, each reward as it scored, and the total, for the terminal."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def _same(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What all rows have in common, which their title says."""
+    return [
+        f"{rows[0][key]} {key}"
+        for key in ("images", "steps")
+        if rows and len({row.get(key) for row in rows}) == 1 and key in rows[0]
+    ]
 
-    out = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+
+def suite_tables(record: suite_page.Record) -> list[Table | str]:
+    """What `flowrl evaluate --suite` prints for a run: tables, then sentences."""
+    suite, metric, heads = record["suite"], suite_page.headline(record), suite_page.heads(record)
+    setting = f"{record['prompts']} prompts x {suite['images']}, {record['steps']} steps"
+    title = f"{suite['title']}: {setting}, {record['run']}"
+    out = [_text_table(title, heads, suite_page.lines(record, "scores"))]
+    out += [_text_table(title, heads, lines) for title, lines in suite_page.breakdowns(record)]
+    if found := suite_page.lines(record, "diversity"):
+        out.append(_text_table("Mean distance between images of a prompt", heads, found))
+    if len(found := suite_page.best_lines(record)) > 1:
+        title = f"Suite's score of the best of N images by {metric}"
+        out.append(_text_table(title, heads[: 1 + len(record["rows"])], found))
+    return [*out, *suite_page.sentences(record)]
+
+
+def matrix_table(matrix: Mapping[str, Any]) -> Table:
+    """Side effects of several runs: tuned - base."""
+    heads, lines = suite_page.matrix_heads(matrix), suite_page.matrix_lines(matrix)
+    return _text_table("Side effects: tuned - base", heads, lines)
+
+
+def score_table(scored: Sequence[Scored], weights: Mapping[str, float]) -> Table:
+    """File, each reward as it scored, and the total."""
+    out = _table()
     out.add_column("file", overflow="fold")
     for label, weight in weights.items():
         out.add_column(label if weight == 1 else f"{label} x {weight:g}", justify="right")
     out.add_column("total", justify="right")
     for item in scored:
-        out.add_row(
-            Text(str(item.sample.path)),
-            *(f"{item.scores[label]:.4g}" for label in weights),
-            f"{item.total:.4g}",
-        )
+        scores = [f"{item.scores[label]:.4g}" for label in weights]
+        out.add_row(Text(str(item.sample.path)), *scores, f"{item.total:.4g}")
     return out
+
+
+def _text_table(title: str, heads: Sequence[str], lines: suite_page.Lines) -> Table:
+    """An interval goes below its number."""
+    out = _table(title)
+    for i, name in enumerate(heads):
+        out.add_column(name, justify="right" if i else "left", overflow="fold")
+    for line in lines:
+        out.add_row(*(text.replace(" [", "\n[") for text in line))
+    return out
+
+
+def _table(title: str | None = None, **options: Any) -> Table:
+    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1), **options)

@@ -118,7 +118,7 @@ def test_every_folder_with_modules_is_a_declared_package():
     assert {budgets.module_of(path) for path in inits} | {"flowrl.configs"} == set(PACKAGES)
 
 
-def test_the_wheel_carries_every_module_config_and_weight(tmp_path):
+def test_the_wheel_carries_every_module_config_template_and_weight(tmp_path):
     code = (
         "import setuptools, sys; d = setuptools.Distribution({'script_name': 'setup.py',"
         " 'script_args': []}); d.parse_config_files();c = d.get_command_obj('build_py');"
@@ -145,10 +145,14 @@ def test_the_wheel_carries_every_module_config_and_weight(tmp_path):
     }
     expected |= {
         p.relative_to(ROOT).as_posix()
-        for p in (ROOT / "flowrl/shapes/weights").rglob("*")
+        for folder in ("flowrl/shapes/weights", "flowrl/report/templates")
+        for p in (ROOT / folder).rglob("*")
         if p.is_file()
     }
-    assert "flowrl/configs/model/shapes-sd3.yaml" in expected
+    assert expected >= {
+        "flowrl/configs/model/shapes-sd3.yaml",
+        "flowrl/report/templates/style.css",
+    }
     assert not expected - wheel
 
 

@@ -9,6 +9,7 @@ import re
 import shlex
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ class Page(HTMLParser):
         super().__init__()
         self.tags, self.stack, self.text, self.src = [], [], "", []
         self.feed(html)
+        self.text = " ".join(self.text.split())
         assert self.stack == []
 
     def handle_starttag(self, tag, attrs):
@@ -387,7 +389,13 @@ def test_the_terminal_table_fits_eighty_columns_and_starts_with_the_headline_met
     assert terminal.evaluation_table({}).row_count == 0
 
 
-# --- plots
+def test_every_colour_that_charts_name_is_in_the_style_sheet_for_light_and_for_dark():
+    style = (Path(charts.__file__).parent / "templates" / "style.css").read_text()
+    named = [int(number) for number in re.findall(r"--chart-(\d+):", style)]
+    assert named == list(range(charts.COLOURS)) * 2
+
+
+# --- charts
 
 
 @pytest.mark.parametrize(
@@ -400,7 +408,7 @@ def test_ticks_are_round_even_and_cover_the_data(low, high):
     assert out[0] <= low + 1e-9 * step and out[-1] >= high - 1e-9 * step and 4 <= len(out) <= 8
     assert all(math.isclose(b - a, step, rel_tol=1e-6) for a, b in zip(out, out[1:], strict=False))
     assert round(step / 10 ** math.floor(math.log10(step) + 1e-9), 6) in (1, 2, 2.5, 5)
-    assert len({charts._tick(t, out) for t in out}) == len(out)
+    assert len({charts.tick_text(t, out) for t in out}) == len(out)
 
 
 def test_numbers_have_three_digits():
