@@ -8,45 +8,15 @@ import math
 import re
 import shlex
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
+from page import Page
 from rich.console import Console
 
 from flowrl.config.load import diff, dump, load_config
 from flowrl.report import answers, charts, grids, run_page, terminal
-
-VOID = {"meta", "img"}
-
-
-class Page(HTMLParser):
-    """Tags, attributes and visible text; asserts that tags are balanced."""
-
-    def __init__(self, html):
-        super().__init__()
-        self.tags, self.stack, self.text, self.src = [], [], "", []
-        self.feed(html)
-        self.text = " ".join(self.text.split())
-        assert self.stack == []
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.src += [value for name, value in attrs if name in ("src", "href", "data", "srcset")]
-        assert not any(name.startswith("on") for name, _ in attrs)
-        if tag not in VOID:
-            self.stack.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.stack.pop() == tag
-
-    def handle_data(self, data):
-        if self.stack and self.stack[-1] not in ("style", "title"):
-            self.text += data
 
 
 def interval(mean, half):
