@@ -1,5 +1,4 @@
-"""How near is what was generated to what it should have been? PSNR, SSIM and LPIPS against a
-ground-truth file or array.
+"""PSNR, SSIM and LPIPS against a ground-truth file or array.
 
 For world models and other tasks with one right answer. Of a video, the mean over frames or the
 worst frame; both are in `parts`, and the value of every frame in `last_frames`. Higher is better
@@ -27,10 +26,10 @@ from PIL import Image, ImageSequence
 from torch import Tensor, nn
 
 from flowrl.data.media import IMAGE_SUFFIXES, from_pil, read_image
-from flowrl.rewards.core import weights
-from flowrl.rewards.core.pictures import column_of, frames_of, rounded
+from flowrl.rewards.core.pictures import column_of, frames_of, refuse_gradient, rounded
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.types import MediaContext
 
 VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
@@ -70,8 +69,10 @@ class Settings(Base):
 
 
 class Reference(Reward):
-    """PSNR in dB, SSIM in [-1, 1] or minus LPIPS against the prompt's ground truth, of the same
-    size and number of frames."""
+    """PSNR in dB, SSIM in [-1, 1] or minus LPIPS against the prompt's ground truth.
+
+    It must have the size and the number of frames of what was generated.
+    """
 
     Settings = Settings
     name = "reference"
@@ -80,28 +81,21 @@ class Reference(Reward):
         "PSNR in dB against the prompt's ground truth, at most 60; of a video, the mean over its"
         " frames"
     )
-    last_frames: Tensor | None = (
-        None  # (B, F) fp32 on the CPU: one value a frame of the last call's samples
-    )
+    # (B, F) fp32 on the CPU: one value a frame of the last call's samples
+    last_frames: Tensor | None = None
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
-        what = {
-            "psnr": f"PSNR in dB, at most {s.cap:g},",
-            "ssim": "SSIM, -1 to 1,",
-            "lpips": "minus LPIPS, 0 is best,",
+        what, self.range = {
+            "psnr": (f"PSNR in dB, at most {s.cap:g},", (0.0, s.cap)),
+            "ssim": ("SSIM, -1 to 1,", (-1.0, 1.0)),
+            "lpips": ("minus LPIPS, 0 is best,", (-math.inf, 0.0)),
         }[s.metric]
         over = "the mean over" if s.over == "mean" else "the worst of"
-        self.range = {"psnr": (0.0, s.cap), "ssim": (-1.0, 1.0), "lpips": (-math.inf, 0.0)}[
-            s.metric
-        ]
         self.scale = f"{what} against the prompt's ground truth; of a video, {over} its frames"
-        self.needs, self.reads = (
-            (frozenset({"meta"}), frozenset({s.key}))
-            if s.key
-            else (frozenset({"reference"}), frozenset())
-        )
+        self.needs = frozenset({"meta" if s.key else "reference"})
+        self.reads = frozenset({s.key} if s.key else ())
         self.differentiable = not s.rounding
         self.lpips = _lpips(s.net, s.backbone) if s.metric == "lpips" else None
 
@@ -117,19 +111,14 @@ class Reference(Reward):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        if media.requires_grad and torch.is_grad_enabled() and not self.differentiable:
-            raise ValueError(
-                "reference as it is loaded rounds pictures and gives no gradient; load it with"
-                " rounding=False"
-            )
+        refuse_gradient(self, media)
         values = self._frames(media, context)
         return values.mean(1) if self.settings.over == "mean" else values.amin(1)
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
-        """Of videos, {"mean": (B,), "worst": (B,)} over frames; of images there is nothing to
-        add."""
+        """Of videos, {"mean": (B,), "worst": (B,)} over frames; of images nothing."""
         if media.ndim == 4:
             return {}
         values = self._frames(media, context)
@@ -137,13 +126,11 @@ class Reference(Reward):
 
     def _frames(self, media: Tensor, context: MediaContext | None) -> Tensor:
         """(B, F) one value a frame; F is 1 for images."""
+        s = self.settings
         target = frames_of(self._targets(media, context))
-        frames = rounded(frames_of(media)) if self.settings.rounding else frames_of(media)
-        chunk = self.settings.chunk
-        values = [
-            self._nearness(a, b)
-            for a, b in zip(frames.split(chunk), target.split(chunk), strict=True)
-        ]
+        frames = rounded(frames_of(media)) if s.rounding else frames_of(media)
+        chunks = zip(frames.split(s.chunk), target.split(s.chunk), strict=True)
+        values = [self._nearness(a, b) for a, b in chunks]
         found = torch.cat(values).float().view(len(media), -1)
         self.last_frames = found.detach().cpu()
         return found
@@ -168,14 +155,9 @@ class Reference(Reward):
                 )
             return target.to(media)
         assert context.meta is not None
-        files: dict[Path, Tensor] = {}
-        out = []
-        for meta in context.meta:
-            path = self._path(meta)
-            if path not in files:
-                files[path] = read(path, media[0])
-            out.append(files[path])
-        return torch.stack(out).to(media)
+        paths = [self._path(meta) for meta in context.meta]
+        files = {path: read(path, media[0]) for path in dict.fromkeys(paths)}
+        return torch.stack([files[path] for path in paths]).to(media)
 
     def _path(self, meta: Mapping[str, Any]) -> Path:
         name = meta.get(self.settings.key)
@@ -194,69 +176,52 @@ class Reference(Reward):
 
 
 def psnr(a: Tensor, b: Tensor, *, cap: float = 60.0) -> Tensor:
-    """Peak signal-to-noise ratio in dB of (n, 3, H, W) in [0, 1] -> (n,), at most cap (where the
-    gradient is 0)."""
+    """Peak signal-to-noise ratio in dB of (n, 3, H, W) in [0, 1] -> (n,).
+
+    At most cap, where the gradient is 0.
+    """
     mse = (a - b).square().flatten(1).mean(1)
     return -10 * mse.clamp_min(10 ** (-cap / 10)).log10()
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
-    """Structural similarity of (n, C, H, W) in [0, 1] -> (n,), mean over the places where the
-    window fits, and over channels.
+    """Structural similarity of (n, C, H, W) in [0, 1] -> (n,).
 
-    In fp64: a variance is a small difference of large numbers, and a convolution of fp32 may keep
-    11 bits of them (TF32).
+    The mean over the places where the window fits, and over channels. In fp64: a variance is a
+    small difference of large numbers, and a convolution of fp32 may keep 11 bits of them (TF32).
     """
     height, width = a.shape[-2:]
-    kind, a, b = a.dtype, a.double(), b.double()
     if min(height, width) < WINDOW:
         raise ValueError(
             f"SSIM needs pictures of at least {WINDOW} x {WINDOW} px; these are {width} x {height}"
         )
-    place = torch.arange(WINDOW, device=a.device, dtype=a.dtype) - WINDOW // 2
+    kind, a, b = a.dtype, a.double(), b.double()
+    mean_a, mean_b = blurred(a), blurred(b)
+    var_a, var_b = blurred(a * a) - mean_a**2, blurred(b * b) - mean_b**2
+    both = blurred(a * b) - mean_a * mean_b
+    c1, c2 = K1**2, K2**2
+    above = (2 * mean_a * mean_b + c1) * (2 * both + c2)
+    below = (mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2)
+    return (above / below).flatten(1).mean(1).to(kind)
+
+
+def blurred(x: Tensor) -> Tensor:
+    """Gaussian mean of each window: (n, C, H, W) -> (n, C, H - 10, W - 10)."""
+    place = torch.arange(WINDOW, device=x.device, dtype=x.dtype) - WINDOW // 2
     weight = (-place.square() / (2 * SIGMA**2)).exp()
     weight = weight / weight.sum()
-
-    def blur(x: Tensor) -> Tensor:
-        x = F.conv2d(x.flatten(0, 1)[:, None], weight.view(1, 1, -1, 1))
-        return F.conv2d(x, weight.view(1, 1, 1, -1)).view(
-            *a.shape[:2], height - WINDOW + 1, width - WINDOW + 1
-        )
-
-    mean_a, mean_b = blur(a), blur(b)
-    var_a, var_b, both = (
-        blur(a * a) - mean_a**2,
-        blur(b * b) - mean_b**2,
-        blur(a * b) - mean_a * mean_b,
-    )
-    c1, c2 = K1**2, K2**2
-    similarity = (
-        (2 * mean_a * mean_b + c1)
-        * (2 * both + c2)
-        / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))
-    )
-    return similarity.flatten(1).mean(1).to(kind)
+    columns = F.conv2d(x.flatten(0, 1)[:, None], weight.view(1, 1, -1, 1))
+    out = F.conv2d(columns, weight.view(1, 1, 1, -1))
+    return out.view(*x.shape[:2], *out.shape[-2:])
 
 
 def read(path: Path, like: Tensor) -> Tensor:
-    """A file as media of the shape of `like`, (3, H, W) or (F, 3, H, W), fp32 in [0, 1] on CPU;
-    another size -> ValueError.
+    """A file as media of the shape of `like`, (3, H, W) or (F, 3, H, W), fp32 in [0, 1] on CPU.
 
     Images; videos (also .gif); .npy and .safetensors with one array, channels first or last, bytes
-    or floats in [0, 1].
+    or floats in [0, 1]. Another size -> ValueError.
     """
-    suffix = path.suffix.lower()
-    if suffix in (".npy", ".safetensors"):
-        found = _array(path)
-    elif suffix == ".gif" or suffix in VIDEO_SUFFIXES:
-        found = from_pil(_video(path))
-    elif suffix in IMAGE_SUFFIXES:
-        found = read_image(path)
-    else:
-        known = ", ".join([*IMAGE_SUFFIXES, ".gif", *VIDEO_SUFFIXES, ".npy", ".safetensors"])
-        raise ValueError(
-            f"the ground truth {path} is of no kind that can be read; give one of {known}"
-        )
+    found = _read_any(path)
     if found.ndim == 4 and like.ndim == 3 and len(found) == 1:
         found = found[0]
     if found.shape != like.shape:
@@ -267,16 +232,35 @@ def read(path: Path, like: Tensor) -> Tensor:
     return found
 
 
+def _read_any(path: Path) -> Tensor:
+    """A file as media, by its suffix."""
+    suffix = path.suffix.lower()
+    if suffix in (".npy", ".safetensors"):
+        return _as_media(_array(path), path)
+    if suffix == ".gif" or suffix in VIDEO_SUFFIXES:
+        return from_pil(_video(path))
+    if suffix in IMAGE_SUFFIXES:
+        return read_image(path)
+    known = ", ".join([*IMAGE_SUFFIXES, ".gif", *VIDEO_SUFFIXES, ".npy", ".safetensors"])
+    raise ValueError(
+        f"the ground truth {path} is not of a kind that can be read; give one of {known}"
+    )
+
+
 def _array(path: Path) -> Tensor:
+    """The one array of a .npy or .safetensors file, as it is stored."""
     if path.suffix.lower() == ".npy":
-        array = torch.from_numpy(np.load(path, allow_pickle=False))
-    else:
-        tensors = weights.tensors(path)
-        if len(tensors) != 1:
-            raise ValueError(
-                f"the ground truth {path} holds {len(tensors)} tensors; give a file with one"
-            )
-        array = next(iter(tensors.values()))
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    found = list(tensors(path).values())
+    if len(found) != 1:
+        raise ValueError(
+            f"the ground truth {path} holds {len(found)} tensors; give a file with one"
+        )
+    return found[0]
+
+
+def _as_media(array: Tensor, path: Path) -> Tensor:
+    """Channels first, fp32 in [0, 1]; another shape or other values -> ValueError."""
     if array.ndim not in (3, 4) or 3 not in (array.shape[-3], array.shape[-1]):
         raise ValueError(
             f"the ground truth {path} has shape {tuple(array.shape)}; expected (3, H, W) or (H, W,"
@@ -296,6 +280,7 @@ def _array(path: Path) -> Tensor:
 
 
 def _video(path: Path) -> list[Image.Image]:
+    """The frames of a video file or a .gif."""
     if path.suffix.lower() == ".gif":
         with Image.open(path) as gif:
             return [frame.convert("RGB") for frame in ImageSequence.Iterator(gif)]
@@ -317,30 +302,32 @@ def _size(media: Tensor) -> str:
 
 def _lpips(net: str, backbone: str | None) -> nn.Module:
     """The package's network: its own linear heads on torchvision's backbone."""
+    if backbone is None:
+        module = _lpips_package(net, fetch=True)
+    else:
+        file = path_of(backbone, reward="reference", setting="backbone")
+        module = _lpips_package(net, fetch=False)
+        # torchvision: features.3.weight; here: net.slice2.3.weight, with the same numbering
+        names = {f"features.{key.split('.', 1)[1]}": key for key in module.net.state_dict()}
+        state = {names[key]: value for key, value in tensors(file).items() if key in names}
+        fill(module.net, state, path=file)
+    return module.eval().requires_grad_(False)
+
+
+def _lpips_package(net: str, *, fetch: bool) -> nn.Module:
+    """fetch: have torchvision fetch the backbone's weights; else they are random."""
     import lpips
 
-    file = (
-        None
-        if backbone is None
-        else weights.path_of(backbone, reward="reference", setting="backbone")
-    )
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it calls torchvision by names of long ago
-            module = lpips.LPIPS(net=net, pnet_rand=file is not None, verbose=False)
+            warnings.simplefilter("ignore")  # the package uses deprecated names of torchvision
+            return lpips.LPIPS(net=net, pnet_rand=not fetch, verbose=False)
     except OSError as error:
         raise ValueError(
             f"LPIPS needs torchvision's ImageNet weights of {net}, which could not be fetched"
             f" ({error}); download them (https://docs.pytorch.org/vision, models) and set"
             " reward.reference.backbone=/path/to/the/file"
         ) from error
-    if file is not None:
-        # torchvision: features.3.weight; here: net.slice2.3.weight, the slices in the same
-        # numbering
-        names = {f"features.{key.split('.', 1)[1]}": key for key in module.net.state_dict()}
-        state = {names[key]: value for key, value in weights.tensors(file).items() if key in names}
-        weights.fill(module.net, state, path=file)
-    return module.eval().requires_grad_(False)
 
 
 REWARD = Reference

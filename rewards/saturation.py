@@ -1,9 +1,8 @@
-"""Colour saturation of a picture: a watch for neon colours and burnt-out pixels, to be logged with
-weight 0 beside the reward trained on.
+"""Colour saturation of a picture: a watch for neon colours and burnt-out pixels.
 
-Aesthetic rewards are known to pull a policy towards both. Of the HSV saturation (Smith 1978): a
-pixel that is nearly black has one too, and it is mostly noise; read it together with the share of
-clipped pixels.
+To be logged with weight 0 beside the reward trained on: aesthetic rewards are known to pull a
+policy towards both. A pixel that is nearly black has an HSV saturation (Smith 1978) too, which is
+mostly noise; read it together with the share of clipped pixels.
 """
 
 from __future__ import annotations
@@ -53,23 +52,19 @@ class Saturation(Reward):
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
-        return {
-            name: mean_of_frames(reading(frames_of(media)), media)
-            for name, reading in READINGS.items()
-        }
+        frames = frames_of(media)
+        return {name: mean_of_frames(read(frames), media) for name, read in READINGS.items()}
 
 
 def saturation(frames: Tensor) -> Tensor:
     """(n, 3, H, W) in [0, 1] -> (n,): mean of (max - min) / max over pixels; 0 for black."""
     high, low = frames.amax(1), frames.amin(1)
-    return ((high - low) / high.clamp(min=1 / 255)).mean(
-        (1, 2)
-    )  # 1/255: the darkest colour that a saved picture has
+    darkest = 1 / 255  # of the colours that a saved picture can have
+    return ((high - low) / high.clamp(min=darkest)).mean((1, 2))
 
 
 def clipped(frames: Tensor) -> Tensor:
-    """(n, 3, H, W) in [0, 1] -> (n,): share of pixels with a channel that a saved picture holds as
-    0 or 255; no gradient."""
+    """(n, 3, H, W) in [0, 1] -> (n,): share of pixels with a channel at 0 or 255; no gradient."""
     levels = to_uint8(frames)
     return ((levels == 0) | (levels == 255)).any(1).float().mean((1, 2))
 

@@ -1,22 +1,25 @@
-"""Does a picture of the shapes world show what its prompt says? GenEval's two readings of a
-verifier (flowrl.shapes.verify)."""
+"""Does a picture of the shapes world show what its prompt says?
+
+GenEval's two readings of a verifier (flowrl.shapes.verify).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import pydantic
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from flowrl.rewards.core import reward
+from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Settings as Base
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 
 
-class Settings(reward.Settings):
-    reading: Literal["partial", "strict", "both"] = Field(
+class Settings(Base):
+    reading: Literal["partial", "strict", "both"] = pydantic.Field(
         "both",
         description=(
             "partial: credit per clause term; strict: 1 if all is right and nothing else is there;"
@@ -25,9 +28,11 @@ class Settings(reward.Settings):
     )
 
 
-class Shapes(reward.Reward):
-    """In [0, 1]; 1 when the picture shows exactly what the prompt's clauses ask for. Reads
-    meta["include"] of the prompt."""
+class Shapes(Reward):
+    """In [0, 1]; 1 when the picture shows exactly what the prompt's clauses ask for.
+
+    Reads meta["include"] of the prompt.
+    """
 
     Settings = Settings
     name = "shapes"
@@ -61,12 +66,10 @@ class Shapes(reward.Reward):
                 raise ValueError(
                     f'the prompt "{prompt}" {complaint}; the shapes reward is for data=shapes'
                 )
+        clauses = [meta["include"] for meta in context.meta]
         readings = [
-            (
-                verify.partial(objects, meta["include"]),
-                float(verify.strict(objects, meta["include"])),
-            )
-            for objects, meta in zip(verify.detect(media), context.meta, strict=True)
+            (verify.partial(objects, include), float(verify.strict(objects, include)))
+            for objects, include in zip(verify.detect(media), clauses, strict=True)
         ]
         values = torch.tensor(readings, dtype=torch.float32, device=media.device)
         return {"partial": values[:, 0], "strict": values[:, 1]}

@@ -1,16 +1,17 @@
-"""Sharpness of a picture: a watch for oversharpening and for blur, to be logged with weight 0
-beside the reward that is trained.
+"""Sharpness of a picture: a watch for oversharpening and for blur.
 
-Two readings. "laplacian": the variance of the Laplacian (Pech-Pacheco et al. 2000, the common focus
-measure), on a log scale. It differs from OpenCV's usual one-liner in two ways: log10(1 + variance),
-and border pixels, which lack a neighbour, are left out. "high_frequency": the share of the
-spectrum's energy above half the Nyquist frequency. Both grow when a picture is oversharpened or
-gets noisy, and both depend on the number of pixels: compare pictures of one size.
+To be logged with weight 0 beside the reward trained on. Two readings. "laplacian": the variance of
+the Laplacian (Pech-Pacheco et al. 2000, the common focus measure), on a log scale. It differs from
+OpenCV's usual one-liner in two ways: log10(1 + variance), and border pixels, which lack a
+neighbour, are left out. "high_frequency": the share of the spectrum's energy above half the Nyquist
+frequency. Both grow when a picture is oversharpened or gets noisy, and both depend on the number of
+pixels: compare pictures of one size.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pydantic
@@ -33,11 +34,10 @@ class Settings(Base):
 
 
 class Sharpness(Reward):
-    """log10(1 + variance of the Laplacian of luma in 0..255); higher is sharper; of a video, the
-    mean over frames.
+    """log10(1 + variance of the Laplacian of luma in 0..255); higher is sharper.
 
-    Flat: 0. Blurred photos: 0.5 to 1.5. Photos of 512 px: 2 to 3.5. Uniform noise: 4.7. A
-    checkerboard of single pixels: 6.0.
+    Of a video, the mean over frames. Flat: 0. Blurred photos: 0.5 to 1.5. Photos of 512 px: 2 to
+    3.5. Uniform noise: 4.7. A checkerboard of single pixels: 6.0.
     """
 
     Settings = Settings
@@ -64,16 +64,14 @@ class Sharpness(Reward):
     ) -> dict[str, Tensor]:
         return {name: self._read(media, reading) for name, reading in READINGS.items()}
 
-    def _read(self, media: Tensor, reading: Any) -> Tensor:
-        if min(media.shape[-2:]) < 3:
+    def _read(self, media: Tensor, reading: Callable[[Tensor], Tensor]) -> Tensor:
+        height, width = media.shape[-2:]
+        if min(height, width) < 3:
             raise ValueError(
-                f"sharpness needs pictures of at least 3 x 3 pixels; these are {media.shape[-1]} x"
-                f" {media.shape[-2]}"
+                f"sharpness needs pictures of at least 3 x 3 pixels; these are {width} x {height}"
             )
-        values = torch.cat(
-            [reading(luma(part)) for part in frames_of(media).split(self.settings.chunk)]
-        )
-        return mean_of_frames(values, media)
+        chunks = frames_of(media).split(self.settings.chunk)
+        return mean_of_frames(torch.cat([reading(luma(part)) for part in chunks]), media)
 
 
 def luma(frames: Tensor) -> Tensor:
@@ -83,8 +81,10 @@ def luma(frames: Tensor) -> Tensor:
 
 
 def laplacian(y: Tensor) -> Tensor:
-    """(n, H, W) in [0, 1] -> (n,): log10(1 + variance of the 4-neighbour Laplacian over interior
-    pixels, in byte levels)."""
+    """(n, H, W) in [0, 1] -> (n,): log10(1 + variance of the 4-neighbour Laplacian).
+
+    Over interior pixels, in byte levels.
+    """
     inner = (
         y[:, :-2, 1:-1] + y[:, 2:, 1:-1] + y[:, 1:-1, :-2] + y[:, 1:-1, 2:] - 4 * y[:, 1:-1, 1:-1]
     )
@@ -92,11 +92,10 @@ def laplacian(y: Tensor) -> Tensor:
 
 
 def high_frequency(y: Tensor) -> Tensor:
-    """(n, H, W) in [0, 1] -> (n,): energy at 1/4 cycle a pixel and above over all energy but the
-    mean's.
+    """(n, H, W) in [0, 1] -> (n,): share of the energy at 1/4 cycle a pixel and above.
 
-    A Hann window keeps the jump between opposite borders, which the Fourier transform takes for an
-    edge, out of the spectrum.
+    The mean's energy is left out. A Hann window keeps the jump between opposite borders, which the
+    Fourier transform takes for an edge, out of the spectrum.
     """
     height, width = y.shape[-2:]
     window = _hann(height, y)[:, None] * _hann(width, y)
@@ -104,16 +103,14 @@ def high_frequency(y: Tensor) -> Tensor:
     energy = torch.fft.fft2(inner).abs().square()
     rows, columns = (torch.fft.fftfreq(side, device=y.device) for side in (height, width))
     high = rows[:, None].square() + columns.square() >= 0.25**2
-    floor = (
-        height * width * (HALF_A_LEVEL * window).square().sum()
-    )  # Parseval: the energy of a contrast of half a level
+    # by Parseval's theorem, the energy of a contrast of half a level
+    floor = height * width * (HALF_A_LEVEL * window).square().sum()
     return energy[:, high].sum(1) / (energy.sum((1, 2)) + floor)
 
 
 def _hann(side: int, like: Tensor) -> Tensor:
-    return torch.hann_window(side + 2, periodic=False, device=like.device)[
-        1:-1
-    ]  # symmetric, and no border is multiplied by 0
+    """A symmetric Hann window of this length without its two zeros."""
+    return torch.hann_window(side + 2, periodic=False, device=like.device)[1:-1]
 
 
 READINGS = {"laplacian": laplacian, "high_frequency": high_frequency}

@@ -1,9 +1,9 @@
-"""Tiling and grid artefacts: a watch for pictures that repeat themselves, to be logged with weight
-0 beside the reward trained on.
+"""Tiling and grid artefacts: a watch for pictures that repeat themselves.
 
-Policies that hack a reward are known to fill the picture with copies of what the reward likes, and
-to show the grid of the network's patches (8 pixels of the autoencoder, 16 with patches of two
-latents). Three readings of the luma, each 0 to 1 and near 0 where nothing repeats:
+To be logged with weight 0 beside the reward trained on. Policies that hack a reward are known to
+fill the picture with copies of what the reward likes, and to show the grid of the network's patches
+(8 pixels of the autoencoder, 16 with patches of two latents). Three readings of the luma, each 0 to
+1 and near 0 where nothing repeats:
 
 * repetition: the highest peak of the autocorrelation away from zero. At each lag only the overlap
   is compared, so that any exact tiling gives 1 (two copies of one object on an empty ground: 0.5 to
@@ -12,7 +12,7 @@ latents). Three readings of the luma, each 0 to 1 and near 0 where nothing repea
   to 128 is compared.
 * pattern: the share of fine detail that is one block of p x p pixels, repeated. A classical
   seasonal decomposition: a moving average over one period is taken out, the rest is averaged by
-  phase, and the variance of those means is set against all variance, less chance's share.
+  phase, and the variance of those means is compared with all variance, minus what chance gives.
 * seams: the same share for the mean step from each column, or row, to the next: block borders,
   though their steps differ from block to block. Steps saturate at a few levels, so that a faint
   grid shows beside strong edges; pictures that were JPEG files have 0.5 to 0.9.
@@ -53,11 +53,10 @@ class Settings(Base):
 
 
 class Tiling(Reward):
-    """How much a picture repeats itself, 0 to 1: the largest of repetition, pattern and seams; of a
-    video, of their means over frames.
+    """How much a picture repeats itself, 0 to 1: the largest of repetition, pattern and seams.
 
-    Photos that were never JPEG files: below 0.2. Pictures that repeat exactly: 1. Higher is worse:
-    as a penalty, give it a negative weight.
+    Of a video, the largest of their means over frames. Photos that were never JPEG files: below
+    0.2. Pictures that repeat exactly: 1. Higher is worse: as a penalty, give it a negative weight.
     """
 
     Settings = Settings
@@ -73,22 +72,14 @@ class Tiling(Reward):
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
         found = self.parts(media, prompts)
-        return (
-            torch.stack(list(found.values())).amax(0)
-            if self.settings.reading == "worst"
-            else found[self.settings.reading]
-        )
+        if self.settings.reading == "worst":
+            return torch.stack(list(found.values())).amax(0)
+        return found[self.settings.reading]
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
-        periods = [p for p in self.settings.periods if 4 * p <= min(media.shape[-2:])]
-        if not periods:
-            size, least = f"{media.shape[-1]} x {media.shape[-2]}", 4 * min(self.settings.periods)
-            raise ValueError(
-                f"tiling needs pictures of at least {least} x {least} pixels (4 periods); these are"
-                f" {size}"
-            )
+        periods = self._periods(media)
         columns: dict[str, list[Tensor]] = {"repetition": [], "pattern": [], "seams": []}
         for part in frames_of(media).split(self.settings.chunk):
             y = luma(part)
@@ -97,79 +88,90 @@ class Tiling(Reward):
             columns["seams"].append(torch.stack([seams(y, p) for p in periods]).amax(0))
         return {name: mean_of_frames(torch.cat(values), media) for name, values in columns.items()}
 
+    def _periods(self, media: Tensor) -> list[int]:
+        """Those that fit four times into the pictures; none -> ValueError."""
+        height, width = media.shape[-2:]
+        periods = [p for p in self.settings.periods if 4 * p <= min(height, width)]
+        if not periods:
+            least = 4 * min(self.settings.periods)
+            raise ValueError(
+                f"tiling needs pictures of at least {least} x {least} pixels (4 periods); these are"
+                f" {width} x {height}"
+            )
+        return periods
+
 
 def repetition(y: Tensor) -> Tensor:
-    """Luma (n, H, W) -> (n,): (r - v) / (1 - v) at its largest, r the autocorrelation at a lag, v
-    its largest value around that lag.
+    """Luma (n, H, W) -> (n,): the largest (r - v) / (1 - v) over all lags.
 
-    Lags of 1/8 to 1/2 of a side in either direction; around: on the square 1/16 of a side away.
+    r: autocorrelation at a lag, v: its largest value around that lag, on the square 1/16 of a side
+    away. Lags are 1/8 to 1/2 of a side in either direction.
     """
-    shrink = SIDE / min(y.shape[-2:])
-    if shrink < 1:
-        size = [round(side * shrink) for side in y.shape[-2:]]
-        y = F.interpolate(y[:, None], size=size, mode="bilinear", antialias=True)[:, 0]
+    y = _shrunk(y)
     height, width = y.shape[-2:]
     r = autocorrelation(_band(y))
-    reach = max(1, min(height, width) // 16)
-    v = _around(r, reach)
+    v = _around(r, max(1, min(height, width) // 16))
     rows, columns = (torch.fft.fftfreq(n, 1 / n, device=y.device).abs() for n in r.shape[-2:])
     allowed = (rows[:, None] >= height / 8) | (columns >= width / 8)
     allowed &= (rows[:, None] <= height / 2) & (columns <= width / 2)
-    # where the surroundings are themselves near 1 (an edge seen along its own direction), r - v is
-    # rounding, not a peak
+    # 0.1: where the surroundings themselves are near 1 (an edge seen along its own direction),
+    # r - v is rounding, not a peak
     peak = (r - v) / (1 - v).clamp(min=0.1)
     return peak[:, allowed].amax(1).clamp(min=0)
 
 
-def autocorrelation(x: Tensor) -> Tensor:
-    """(n, h, w) of mean about 0 -> (n, 2h, 2w): cosine of the parts of x that overlap when it is
-    shifted; lag -d is at the end.
+def _shrunk(y: Tensor) -> Tensor:
+    """(n, H, W) with a shorter side of at most SIDE pixels."""
+    shrink = SIDE / min(y.shape[-2:])
+    if shrink >= 1:
+        return y
+    size = [round(side * shrink) for side in y.shape[-2:]]
+    return F.interpolate(y[:, None], size=size, mode="bilinear", antialias=True)[:, 0]
 
-    Half a byte level of contrast is added to the norms, so that a flat picture has none.
+
+def autocorrelation(x: Tensor) -> Tensor:
+    """(n, h, w) of mean about 0 -> (n, 2h, 2w): cosine of x and x shifted, where they overlap.
+
+    Negative lags are at the end, as the Fourier transform orders them. Half a byte level of
+    contrast is added to the norms, so that a flat picture has none.
     """
     size = (2 * x.shape[-2], 2 * x.shape[-1])
     energy = x.square() + HALF_A_LEVEL**2
     shifted, ones = torch.fft.rfft2(energy, s=size), torch.fft.rfft2(torch.ones_like(x), s=size)
-    one, other = (
-        torch.fft.irfft2(a * b.conj(), s=size) for a, b in ((shifted, ones), (ones, shifted))
-    )
+    one = torch.fft.irfft2(shifted * ones.conj(), s=size)
+    other = torch.fft.irfft2(ones * shifted.conj(), s=size)
     dot = torch.fft.irfft2(torch.fft.rfft2(x, s=size).abs().square(), s=size)
     least = 1e-6 * energy.sum((1, 2), keepdim=True).square()  # lags with next to no overlap
     return dot / torch.maximum(one * other, least).sqrt()
 
 
 def pattern(y: Tensor, period: int) -> Tensor:
-    """Luma (n, H, W) -> (n,): share of its detail's variance that repeats with the period in both
-    directions."""
+    """Luma (n, H, W) -> (n,): share of detail's variance that repeats in both directions."""
     detail = _detrended(y, period)
-    height, width = detail.shape[-2:]
-    rows, columns = (torch.arange(side, device=y.device) % period for side in (height, width))
-    return _between(
-        detail.flatten(1), (rows[:, None] * period + columns).flatten(), period**2, HALF_A_LEVEL**2
-    )
+    rows, columns = (torch.arange(side, device=y.device) % period for side in detail.shape[-2:])
+    phase = (rows[:, None] * period + columns).flatten()
+    return _between(detail.flatten(1), phase, period**2, HALF_A_LEVEL**2)
 
 
 def seams(y: Tensor, period: int) -> Tensor:
-    """Luma (n, H, W) -> (n,): of the mean step to the next column, the share of variance that
-    repeats; columns or rows, the larger."""
+    """Luma (n, H, W) -> (n,): of the mean step to the next column, the share that repeats.
+
+    The same for rows; the larger of the two.
+    """
     shares = []
     for turned in (y, y.transpose(1, 2)):
         step = turned.diff(dim=2).abs()
         profile = _detrended((step / (step + STEP)).mean(1, keepdim=True), period)[:, 0]
-        shares.append(
-            _between(
-                profile, torch.arange(profile.shape[1], device=y.device) % period, period, 1e-6
-            )
-        )
+        phase = torch.arange(profile.shape[1], device=y.device) % period
+        shares.append(_between(profile, phase, period, 1e-6))
     return torch.stack(shares).amax(0)
 
 
 def _between(values: Tensor, phase: Tensor, phases: int, floor: float) -> Tensor:
-    """(n, N) values in groups by phase (N,) -> (n,): variance of the group means over all variance
-    + floor, less chance's share.
+    """(n, N) values in groups by phase (N,) -> (n,): share of variance that the groups explain.
 
-    As the adjusted R squared of a regression on the phase: 1 - (1 - R2) (N - 1) / (N - phases), at
-    least 0.
+    R2 is the variance of the group means over all variance + floor; the share is the adjusted R2 of
+    a regression on the phase, 1 - (1 - R2) (N - 1) / (N - phases), at least 0.
     """
     count = values.shape[1]
     values = values - values.mean(1, keepdim=True)
@@ -180,8 +182,10 @@ def _between(values: Tensor, phase: Tensor, phases: int, floor: float) -> Tensor
 
 
 def _detrended(y: Tensor, period: int) -> Tensor:
-    """(n, H, W) less its moving average over one (even) period, centred, along axes longer than 1;
-    what it does not reach goes."""
+    """(n, H, W) minus its moving average over one (even) period, along axes longer than 1.
+
+    The average is centred; borders that it does not reach are cut off.
+    """
     kernel = y.new_ones(period + 1) / period
     kernel[[0, -1]] /= 2
     trend, edge = y[:, None], period // 2
@@ -191,14 +195,16 @@ def _detrended(y: Tensor, period: int) -> Tensor:
 
 
 def _band(y: Tensor) -> Tensor:
-    """(n, H, W) -> (n, H - 8, W - 8): mean over 3 x 3 less mean over 9 x 9 pixels."""
+    """(n, H, W) -> (n, H - 8, W - 8): mean over 3 x 3 minus mean over 9 x 9 pixels."""
     fine, coarse = F.avg_pool2d(y[:, None], 3, 1), F.avg_pool2d(y[:, None], 9, 1)
     return (fine[..., 3:-3, 3:-3] - coarse)[:, 0]
 
 
 def _around(r: Tensor, reach: int) -> Tensor:
-    """The largest r on the border of the square of half side `reach` around each lag; lags wrap
-    around. (n, h, w) -> (n, h, w)."""
+    """The largest r on the border of the square of half side `reach` around each lag.
+
+    (n, h, w) -> (n, h, w); lags wrap around.
+    """
     height, width = r.shape[-2:]
     wrapped = F.pad(r[:, None], (reach,) * 4, mode="circular")
     across = F.max_pool2d(wrapped, (1, 2 * reach + 1), 1)[:, 0]

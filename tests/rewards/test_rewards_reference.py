@@ -388,7 +388,7 @@ def test_files_that_cannot_be_ground_truth_are_named_before_a_run(tmp_path):
     assert reward.complaint({"ground_truth": "x.png"}) is None and reward.reads == {"ground_truth"}
     (tmp_path / "x.txt").write_text("no picture")
     save_file({"a": torch.zeros(3, 4, 4), "b": torch.zeros(3, 4, 4)}, tmp_path / "two.safetensors")
-    with pytest.raises(ValueError, match="is of no kind that can be read; give one of .png"):
+    with pytest.raises(ValueError, match="is not of a kind that can be read; give one of .png"):
         reward(torch.rand(1, 3, 4, 4), [""], meta("x.txt"))
     with pytest.raises(ValueError, match="holds 2 tensors; give a file with one"):
         reward(torch.rand(1, 3, 4, 4), [""], meta("two.safetensors"))
