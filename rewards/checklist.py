@@ -96,6 +96,7 @@ class Checklist(Reward):
     )
     range = (0.0, 1.0)
     needs = frozenset({"meta"})
+    answers = True
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)

@@ -10,7 +10,6 @@ from torch import Tensor
 from flowrl.data.prompts import Prompts
 from flowrl.report.answers import Answers
 from flowrl.rewards import RewardSet
-from flowrl.rewards.checklist import Checklist
 from flowrl.rollouts.velocity import meta_rows
 
 
@@ -21,28 +20,22 @@ def told(
     which: Sequence[int],
     shown: Mapping[int, int],
 ) -> Answers:
-    """What checklists have just answered about pictures (n, ...) of prompts[i] for i in which, as a
-    row of evaluation.json keeps it.
+    """What checklists have just answered about pictures (n, ...) of prompts[i] for i in `which`.
 
-    shown: row -> number of the image, for those that are kept. Asks nothing: of a chunk in which a
-    check broke down nothing is kept.
+    As a row of evaluation.json keeps it. shown: row -> number of the image, for those that are
+    kept. Asks nothing: of a chunk in which a check broke down nothing is kept.
     """
-    checklists = {
-        label: reward for label, reward in rewards.rewards.items() if isinstance(reward, Checklist)
-    }
+    checklists = {label: reward for label, reward in rewards.rewards.items() if reward.answers}
     if not checklists or not shown:
         return {}
-    rows = torch.nonzero(
-        pictures.flatten(1).isfinite().all(1).cpu()
-    ).flatten()  # the others were shown to no reward
+    # pictures that are not finite were shown to no reward
+    rows = torch.nonzero(pictures.flatten(1).isfinite().all(1).cpu()).flatten()
+    scored = pictures[rows.to(pictures.device)]
     texts, context = meta_rows(prompts, [which[i] for i in rows.tolist()])
-    said = {
-        label: reward.told(pictures[rows.to(pictures.device)], context)
-        for label, reward in checklists.items()
-    }
     out: Answers = {}
-    for label, every in said.items():
-        entries = zip(rows.tolist(), texts, every or (), strict=every is not None)
+    for label, reward in checklists.items():
+        answers = reward.told(scored, context)
+        entries = zip(rows.tolist(), texts, answers or (), strict=answers is not None)
         out[label] = [
             {"image": shown[row], "prompt": text, "said": own}
             for row, text, own in entries

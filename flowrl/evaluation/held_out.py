@@ -1,15 +1,15 @@
-"""Held-out evaluation: the same prompts, seeds and solver every time, so that before and after are
-paired image by image.
+"""Held-out evaluation: before and after are paired image by image.
 
-evaluation.json of a run holds one row a setting (before, before with guidance, after ...), each
-with per-image values, means with 95% bootstrap intervals that resample whole prompts (equal texts
-are one prompt), and the paired difference of "after" to "before".
+The prompts, seeds and solver are the same every time. evaluation.json of a run holds one row a
+setting (before, before with guidance, after ...), each with per-image values, means with 95%
+bootstrap intervals that resample whole prompts (equal texts are one prompt), and the paired
+difference of "after" to "before".
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,13 +28,16 @@ from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys
 
 SHOWN = 16  # images kept for the before/after grid
+CHUNK = 256  # images sampled at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Values of one setting: name -> (n,) fp32 CPU tensors; prompt (n,) row of the held-out
-    prompts; images: the first ones;
-    answers: what checklists said about those (flowrl/report/answers.py)."""
+    """Values of one setting: name -> (n,) fp32 CPU tensors.
+
+    prompt: (n,) rows of the held-out prompts. images: those of `spread_rows`. answers: what
+    checklists said about these (flowrl/report/answers.py).
+    """
 
     values: dict[str, Tensor]
     prompt: list[int]
@@ -46,8 +49,10 @@ class Evaluation:
         return self.values[name].nanmean().item()
 
     def verdicts(self, rows: list[int]) -> dict[str, list[bool | None]]:
-        """Right or wrong for some images, by every value that is only ever 0 or 1; None where it is
-        missing."""
+        """Right or wrong for some images, by every value that is only ever 0 or 1.
+
+        None where it is missing.
+        """
         out = {}
         for name, value in self.values.items():
             known = value[~value.isnan()]
@@ -62,9 +67,11 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How evaluation samples. micro: most network rows in a forward; decode: most images decoded
-    and scored at once; autocast: context of the sampling network; as in training, decoding and
-    rewards run outside it."""
+    """How evaluation samples.
+
+    micro: most network rows in a forward; decode: most images decoded and scored at once; autocast:
+    context of the sampling network; as in training, decoding and rewards run outside it.
+    """
 
     steps: int
     guidance: float | str
@@ -75,37 +82,85 @@ class Sampling:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
-@torch.no_grad()
-def judged(
-    policy: Policy,
-    prompts: Prompts,
-    which: Sequence[int],
-    noise: Tensor,
-    rewards: RewardSet,
-    how: Sampling,
-    ledger: Ledger,
-) -> Iterator[tuple[slice, Tensor, dict[str, Tensor]]]:
-    """Sample prompts[i] for i in `which` from noise keys (n,), decode and score, chunk by chunk ->
-    (rows, media, readings)."""
-    with how.autocast():
-        x, sigma = sample(
-            policy,
-            [prompts[i]["prompt"] for i in which],
-            noise,
-            steps=how.steps,
-            guidance=how.guidance,
-            solver=how.solver,
-            micro=how.micro,
-            ledger=ledger,
-        )
-    for rows, pictures in media_of(policy, x, sigma, decode=how.decode, ledger=ledger):
-        with ledger.phase("reward"), ledger.work("reward"):
-            shown, context = meta_rows(prompts, list(which[rows]))
-            scored = readings(pictures, shown, rewards, context)
-        yield rows, pictures, {name: value.float().cpu() for name, value in scored.items()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A chunk of images. rows: which of those asked for; values: reading -> (rows,) fp32 CPU."""
+
+    rows: slice
+    media: Tensor
+    values: dict[str, Tensor]
+    answers: Answers
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """A policy, prompts, and the rewards that judge what it makes of them."""
+
+    policy: Policy
+    prompts: Prompts
+    rewards: RewardSet
+    how: Sampling
+    ledger: Ledger
+
+    @torch.no_grad()
+    def judged(
+        self, which: Sequence[int], noise: Tensor, shown: Mapping[int, int]
+    ) -> Iterator[Judged]:
+        """Sample prompts[i] for i in `which` from noise keys (n,), decode and score, by chunks.
+
+        shown: place in `which` -> number of the image, of those whose answers are kept.
+        """
+        x, sigma = self._sampled([self.prompts[i]["prompt"] for i in which], noise)
+        chunks = media_of(self.policy, x, sigma, decode=self.how.decode, ledger=self.ledger)
+        for rows, media in chunks:
+            with self.ledger.phase("reward"), self.ledger.work("reward"):
+                texts, context = meta_rows(self.prompts, list(which[rows]))
+                scored = readings(media, texts, self.rewards, context)
+            values = {name: value.float().cpu() for name, value in scored.items()}
+            kept = {i: shown[row] for i, row in enumerate(range(len(which))[rows]) if row in shown}
+            answers = told(self.rewards, media, self.prompts, which[rows], kept)
+            yield Judged(rows=rows, media=media, values=values, answers=answers)
+
+    def _sampled(self, texts: list[str], noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Final states (n, *L) and their sigma (n,)."""
+        with self.how.autocast():
+            return sample(
+                self.policy,
+                texts,
+                noise,
+                steps=self.how.steps,
+                guidance=self.how.guidance,
+                solver=self.how.solver,
+                micro=self.how.micro,
+                ledger=self.ledger,
+            )
+
+    @torch.no_grad()
+    def evaluation(self, images: int) -> Evaluation:
+        """`images` images, prompt i % P for image i."""
+        calls, number = self.policy.calls, torch.arange(images)
+        which = (number % len(self.prompts)).tolist()
+        noise = keys.key(self.how.seed, "evaluation", number)
+        chosen = spread_rows(images, len(self.prompts))
+        values: dict[str, Tensor] = {}
+        kept: dict[int, Tensor] = {}
+        answers: list[Answers] = []
+        # equal prompts together: each is encoded once
+        order = sorted(range(images), key=lambda i: which[i])
+        for start in range(0, images, CHUNK):
+            rows = order[start : start + CHUNK]
+            shown = {place: i for place, i in enumerate(rows) if i in chosen}
+            for part in self.judged([which[i] for i in rows], noise[rows], shown):
+                members = rows[part.rows]
+                for name, value in part.values.items():
+                    values.setdefault(name, torch.full((images,), float("nan")))[members] = value
+                kept |= {i: part.media[row].cpu() for row, i in enumerate(members) if i in chosen}
+                answers.append(part.answers)
+        grid = torch.stack([kept[i] for i in sorted(kept)])
+        nfe, said = (self.policy.calls - calls) // images, joined(answers)
+        return Evaluation(values=values, prompt=which, images=grid, nfe=nfe, answers=said)
+
+
 def evaluate(
     policy: Policy,
     prompts: Prompts,
@@ -121,10 +176,10 @@ def evaluate(
     ledger: Ledger | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Evaluation:
-    """Sample and score `images` images, prompt i % P for image i; image i's noise is a function of
-    (seed, i) only. See Sampling.
+    """Sample and score `images` images, prompt i % P for image i.
 
-    Rewards that compare the members of a group say nothing about a model's level and are left out.
+    Image i's noise is a function of (seed, i) only. See Sampling. Rewards that compare the members
+    of a group say nothing about a model's level and are left out.
     """
     how = Sampling(
         steps=steps,
@@ -136,30 +191,14 @@ def evaluate(
         autocast=autocast,
     )
     ledger, rewards = ledger or Ledger(policy.device), rewards.pointwise()
-    number = torch.arange(images)
-    which = (number % len(prompts)).tolist()
-    order = sorted(range(images), key=lambda i: which[i])  # equal prompts together: encoded once
-    noise = keys.key(seed, "evaluation", number)
-    calls, values, kept, answers = policy.calls, {}, {}, []
-    chosen = spread_rows(images, len(prompts))
-    for start in range(0, images, 256):
-        rows = order[start : start + 256]
-        for chunk, pictures, scored in judged(
-            policy, prompts, [which[i] for i in rows], noise[rows], rewards, how, ledger
-        ):
-            members = rows[chunk]
-            for name, value in scored.items():
-                values.setdefault(name, torch.full((images,), float("nan")))[members] = value
-            shown = {row: i for row, i in enumerate(members) if i in chosen}
-            kept |= {i: pictures[row].cpu() for row, i in shown.items()}
-            answers.append(told(rewards, pictures, prompts, [which[i] for i in members], shown))
-    grid = torch.stack([kept[i] for i in sorted(kept)])
-    nfe, said = (policy.calls - calls) // images, joined(answers)
-    return Evaluation(values=values, prompt=which, images=grid, nfe=nfe, answers=said)
+    evaluator = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=how, ledger=ledger)
+    return evaluator.evaluation(images)
 
 
 def spread_rows(images: int, prompts: int) -> list[int]:
-    """Images of the grid: spread evenly over the first pass through the prompts; chosen by place,
-    never by score."""
+    """Images of the grid, spread evenly over the first pass through the prompts.
+
+    Chosen by place, never by score.
+    """
     count = min(images, prompts)
     return sorted({round(i * (count - 1) / max(1, SHOWN - 1)) for i in range(SHOWN)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,107 +13,83 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.data import media
+from flowrl.data.media import to_uint8
+from flowrl.data.prompts import Prompts
 from flowrl.evaluation.held_out import Evaluation, spread_rows
 from flowrl.report import grids
-from flowrl.runtime import statistics
 from flowrl.runtime.run_folder import read_json
-from flowrl.types import replace
+from flowrl.runtime.statistics import mean_interval, paired_bootstrap
 
 FILE = "evaluation.json"
+Verdicts = list[bool | None]  # right or wrong; None: not known
 
 
-def shown_prompts(prompts: list[dict[str, Any]], images: int) -> list[str]:
+def shown_prompts(prompts: Prompts, images: int) -> list[str]:
     """Prompts of `Evaluation.images`, in its order."""
     return [prompts[i % len(prompts)]["prompt"] for i in spread_rows(images, len(prompts))]
 
 
 def add_row(
-    run: Path, name: str, evaluation: Evaluation, prompts: list[dict[str, Any]], **setting: Any
+    run: Path, name: str, evaluation: Evaluation, prompts: Prompts, **setting: Any
 ) -> dict[str, Any]:
-    """Write a row into evaluation.json (atomically; a row of the same name is replaced) and return
-    the whole record."""
+    """Write a row into evaluation.json and return the whole record.
+
+    Atomically; a row of the same name is replaced.
+    """
     path = run / FILE
     record = {"rows": []} | (read_json(path) if path.exists() else {})
-    clusters = [
-        prompts[i]["prompt"] for i in evaluation.prompt
-    ]  # held-out data may hold a text several times
-    metrics, tasks = {}, {}
-    for key, value in evaluation.values.items():
-        ok = torch.nonzero(~value.isnan()).flatten()
-        if len(ok):
-            groups = [clusters[i] for i in ok.tolist()]
-            interval = statistics.mean_interval(value[ok], groups=groups, resamples=2000)
-            invalid = len(value) - len(ok)
-            metrics[key] = {
-                "mean": interval.mean,
-                "ci": list(interval.ci),
-                "clusters": len(set(groups)),
-                "invalid": invalid,
-            }
-        tasks[key] = _by_task(value, evaluation.prompt, prompts)
-    row = {
-        "name": name,
-        **setting,
-        "images": len(clusters),
-        "nfe": evaluation.nfe,
-        "metrics": metrics,
-        "tasks": tasks,
-    }
-    row["values"] = {
-        key: [None if math.isnan(v) else round(v, 6) for v in value.tolist()]
-        for key, value in evaluation.values.items()
-    }
-    row |= {"answers": evaluation.answers} if evaluation.answers else {}
+    row = {"name": name, **setting, **_row(evaluation, prompts)}
     record["rows"] = [r for r in record["rows"] if r["name"] != name] + [row]
     by_name = {r["name"]: r for r in record["rows"]}
     if name in ("before", "after") and {"before", "after"} <= by_name.keys():
-        record["paired"] = _paired(
-            by_name["before"]["values"], by_name["after"]["values"], clusters
-        )
+        before, after = by_name["before"]["values"], by_name["after"]["values"]
+        record["paired"] = _paired(before, after, _texts(evaluation, prompts))
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record))
     os.replace(temporary, path)
     return record
 
 
-def save_images(
-    run: Path, name: str, evaluation: Evaluation, prompts: list[dict[str, Any]]
-) -> None:
-    """samples/<name>.png, and samples/before_after.png as soon as both are there."""
-    captions = shown_prompts(prompts, len(evaluation.prompt))
-    if evaluation.images.ndim != 4:  # of a video, its middle frame
-        evaluation = replace(
-            evaluation, images=evaluation.images[:, evaluation.images.shape[1] // 2]
-        )
-    stem = name.replace(", ", "_").replace(" ", "_")
-    grids.grid(evaluation.images, captions).save(run / "samples" / f"{stem}.png")
-    verdicts = evaluation.verdicts(spread_rows(len(evaluation.prompt), len(prompts)))
-    judged = {
-        f"verdicts.{key}": np.array([-1 if v is None else v for v in marks], np.int8)
-        for key, marks in verdicts.items()
+def _texts(evaluation: Evaluation, prompts: Prompts) -> list[str]:
+    """Text of each image: what is resampled, as held-out data may hold a text several times."""
+    return [prompts[i]["prompt"] for i in evaluation.prompt]
+
+
+def _row(evaluation: Evaluation, prompts: Prompts) -> dict[str, Any]:
+    texts = _texts(evaluation, prompts)
+    metrics = {key: _metric(value, texts) for key, value in evaluation.values.items()}
+    row = {
+        "images": len(texts),
+        "nfe": evaluation.nfe,
+        "metrics": {key: metric for key, metric in metrics.items() if metric is not None},
+        "tasks": {
+            key: _by_task(value, evaluation.prompt, prompts)
+            for key, value in evaluation.values.items()
+        },
+        "values": {
+            key: [None if math.isnan(v) else round(v, 6) for v in value.tolist()]
+            for key, value in evaluation.values.items()
+        },
     }
-    np.savez(
-        run / "samples" / f"{stem}.npz", images=media.to_uint8(evaluation.images).numpy(), **judged
-    )
-    before = run / "samples" / "before.npz"
-    if name == "after" and before.exists():
-        old = np.load(before)
-        common = next(
-            (key for key in verdicts if f"verdicts.{key}" in old), None
-        )  # of both or of none
-        both = (
-            None
-            if common is None
-            else ([None if v < 0 else bool(v) for v in old[f"verdicts.{common}"]], verdicts[common])
-        )
-        first = torch.from_numpy(old["images"]).float() / 255
-        grids.before_after(first, evaluation.images, captions, verdicts=both).save(
-            run / "samples" / "before_after.png"
-        )
+    return row | ({"answers": evaluation.answers} if evaluation.answers else {})
 
 
-def _by_task(value: Tensor, prompt: list[int], prompts: list[dict[str, Any]]) -> dict[str, float]:
+def _metric(value: Tensor, texts: list[str]) -> dict[str, Any] | None:
+    """Mean over the valid images, with its interval over texts; None where no image is valid."""
+    valid = torch.nonzero(~value.isnan()).flatten()
+    if not len(valid):
+        return None
+    groups = [texts[i] for i in valid.tolist()]
+    interval = mean_interval(value[valid], groups=groups, resamples=2000)
+    return {
+        "mean": interval.mean,
+        "ci": list(interval.ci),
+        "clusters": len(set(groups)),
+        "invalid": len(value) - len(valid),
+    }
+
+
+def _by_task(value: Tensor, prompt: list[int], prompts: Prompts) -> dict[str, float]:
     """Mean over a task's valid images, where prompts name one."""
     tasks: dict[str, list[float]] = {}
     for v, p in zip(value.tolist(), prompt, strict=True):
@@ -122,25 +99,58 @@ def _by_task(value: Tensor, prompt: list[int], prompts: list[dict[str, Any]]) ->
 
 
 def _paired(
-    before: dict[str, list[Any]], after: dict[str, list[Any]], clusters: list[str]
+    before: dict[str, list[Any]], after: dict[str, list[Any]], texts: list[str]
 ) -> dict[str, Any]:
     """Difference of every value that both rows hold, over the images valid in both."""
     out = {}
     for key in sorted(before.keys() & after.keys()):
-        pairs = [
-            (a, b, c)
-            for a, b, c in zip(before[key], after[key], clusters, strict=True)
-            if a is not None and b is not None
-        ]
+        images = zip(before[key], after[key], texts, strict=True)
+        pairs = [(a, b, text) for a, b, text in images if a is not None and b is not None]
         if not pairs:
             continue
         x, y, groups = zip(*pairs, strict=True)
-        result = statistics.paired_bootstrap(x, y, groups=groups)
+        change = paired_bootstrap(x, y, groups=groups)
         out[key] = {
-            "difference": result.difference,
-            "ci": list(result.ci),
-            "p": result.p,
-            "n": result.n,
-            "clusters": result.clusters,
+            "difference": change.difference,
+            "ci": list(change.ci),
+            "p": change.p,
+            "n": change.n,
+            "clusters": change.clusters,
         }
     return out
+
+
+def save_images(run: Path, name: str, evaluation: Evaluation, prompts: Prompts) -> None:
+    """samples/<name>.png, and samples/before_after.png as soon as both are there."""
+    captions = shown_prompts(prompts, len(evaluation.prompt))
+    images = evaluation.images
+    if images.ndim != 4:  # of a video, its middle frame
+        images = images[:, images.shape[1] // 2]
+    stem = run / "samples" / name.replace(", ", "_").replace(" ", "_")
+    grids.grid(images, captions).save(stem.with_name(f"{stem.name}.png"))
+    verdicts = evaluation.verdicts(spread_rows(len(evaluation.prompt), len(prompts)))
+    kept = {f"verdicts.{key}": _marks(own) for key, own in verdicts.items()}
+    np.savez(stem.with_name(f"{stem.name}.npz"), images=to_uint8(images).numpy(), **kept)
+    before = run / "samples" / "before.npz"
+    if name == "after" and before.exists():
+        old = np.load(before)
+        first = torch.from_numpy(old["images"]).float() / 255
+        both = _common_verdicts(old, verdicts)
+        grid = grids.before_after(first, images, captions, verdicts=both)
+        grid.save(run / "samples" / "before_after.png")
+
+
+def _marks(verdicts: Verdicts) -> np.ndarray:
+    """Right 1, wrong 0, missing -1."""
+    return np.array([-1 if v is None else v for v in verdicts], np.int8)
+
+
+def _common_verdicts(
+    old: Mapping[str, np.ndarray], verdicts: dict[str, Verdicts]
+) -> tuple[Verdicts, Verdicts] | None:
+    """Verdicts before and after by the first value that both have; None: by none."""
+    for key, own in verdicts.items():
+        if f"verdicts.{key}" in old:
+            marks = old[f"verdicts.{key}"]
+            return [None if v < 0 else bool(v) for v in marks], own
+    return None

@@ -60,7 +60,7 @@ class Reward:
     differentiable: whether a gradient reaches the media (as loaded: settings may decide). range:
     the lowest and the highest score that can be, inf for an open end; None: not known. quality: it
     is meant to put honest pictures above noise and blank ones. problem: why samples of the last
-    call failed.
+    call failed. answers: whether `told` has answers about pictures, which evaluation keeps.
     """
 
     Settings: ClassVar[type[Settings]] = Settings
@@ -75,6 +75,7 @@ class Reward:
     range: tuple[float, float] | None = None
     quality: bool = False
     problem: str | None = None
+    answers: bool = False
 
     def __init__(self, settings: Any = None):
         """settings: an instance of this class's Settings; None: their defaults."""
@@ -98,6 +99,10 @@ class Reward:
         """Readings that evaluation shows beside the score, as eval/<label>/<part>: name -> (B,)
         fp32. Most rewards have none."""
         return {}
+
+    def told(self, media: Tensor, context: MediaContext) -> list[list[dict[str, Any]]] | None:
+        """What it answered about each of these samples, if they are the last that it scored."""
+        return None
 
     def expect(self, prompts: Sequence[str]) -> None:
         """The texts that will be scored, as far as they are known at start-up: what there is to say

@@ -9,12 +9,12 @@ import small
 import torch
 
 from flowrl import load_policy
-from flowrl.evaluation import held_out
 from flowrl.evaluation import record as evaluation_record
 from flowrl.evaluation.held_out import Evaluation, evaluate
-from flowrl.evaluation.record import add_row, save_images
+from flowrl.evaluation.record import add_row, save_images, shown_prompts
+from flowrl.report import grids
 from flowrl.rewards import load_set
-from flowrl.runtime import statistics
+from flowrl.runtime.statistics import mean_interval
 from flowrl.shapes.prompts import eval_prompts
 
 PROMPTS = eval_prompts()[40:45]
@@ -51,9 +51,8 @@ def test_image_i_shows_prompt_i_modulo_p_and_every_part_is_reported(policy):
     torch.testing.assert_close(made.values["shapes"], both)
     torch.testing.assert_close(made.values["total"], both + 0.1 * made.values["jpeg"])
     assert made.metrics().keys() == {f"eval/{name}" for name in made.values}
-    assert evaluation_record.shown_prompts(PROMPTS, 12) == [
-        p["prompt"] for p in PROMPTS
-    ] and made.images.shape == (5, 3, 64, 64)
+    assert shown_prompts(PROMPTS, 12) == [p["prompt"] for p in PROMPTS]
+    assert made.images.shape == (5, 3, 64, 64)
 
 
 def test_an_image_does_not_depend_on_chunks_or_on_how_many_there_are(policy):
@@ -108,22 +107,19 @@ def test_a_row_is_written_atomically_and_replaces_its_namesake(tmp_path, monkeyp
         prompts,
         guidance="none",
     )
-    assert (
-        record == json.loads((tmp_path / "evaluation.json").read_text()) and "paired" not in record
-    )
+    assert record == json.loads((tmp_path / "evaluation.json").read_text())
+    assert "paired" not in record
     assert [row["name"] for row in record["rows"]] == ["before, guided", "before"]
     row = record["rows"][1]
-    assert (
-        row["metrics"]["r"]["mean"] == 0.25
-        and row["tasks"]["r"] == {"x": 0.0, "y": 0.5}
-        and row["guidance"] == "none"
-    )
+    assert row["metrics"]["r"]["mean"] == 0.25
+    assert row["tasks"]["r"] == {"x": 0.0, "y": 0.5}
+    assert row["guidance"] == "none"
     assert row["images"] == 4 and row["nfe"] == 3 and row["values"]["r"] == [0, 0, 0, 1]
 
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(held_out.os, "replace", killed)
+    monkeypatch.setattr(evaluation_record.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         add_row(tmp_path, "after", result({"r": [1.0, 1.0, 1.0, 1.0]}, [0, 1, 0, 1]), prompts)
     assert json.loads((tmp_path / "evaluation.json").read_text()) == record
@@ -147,16 +143,12 @@ def test_the_paired_difference_leaves_pairs_with_an_invalid_side_out(tmp_path):
     )
     paired = record["paired"]
     assert paired.keys() == {"r"} and paired["r"]["n"] == paired["r"]["clusters"] == 3
-    assert (
-        paired["r"]["difference"] == pytest.approx(2 / 3)
-        and paired["r"]["ci"][0] <= 2 / 3 <= paired["r"]["ci"][1]
-    )
+    assert paired["r"]["difference"] == pytest.approx(2 / 3)
+    assert paired["r"]["ci"][0] <= 2 / 3 <= paired["r"]["ci"][1]
     before = record["rows"][0]
-    assert (
-        before["values"]["r"][1] is None
-        and before["metrics"]["r"]["invalid"] == 1
-        and "s" not in before["metrics"]
-    )
+    assert before["values"]["r"][1] is None
+    assert before["metrics"]["r"]["invalid"] == 1
+    assert "s" not in before["metrics"]
     json.loads(
         (tmp_path / "evaluation.json").read_text(),
         parse_constant=lambda c: pytest.fail(f"{c} is not JSON"),
@@ -177,8 +169,8 @@ def test_rows_of_equal_text_are_one_cluster(tmp_path):
     )
     assert metric["clusters"] == paired["clusters"] == 2 and paired["n"] == 8
     rounded = np.asarray(torch.tensor(values).tolist())
-    assert metric["ci"] == list(statistics.mean_interval(rounded, groups=texts, resamples=2000).ci)
-    by_row = statistics.mean_interval(rounded, groups=[0, 1, 2, 3] * 2, resamples=2000).ci
+    assert metric["ci"] == list(mean_interval(rounded, groups=texts, resamples=2000).ci)
+    by_row = mean_interval(rounded, groups=[0, 1, 2, 3] * 2, resamples=2000).ci
     assert metric["ci"][1] - metric["ci"][0] > 1.2 * (by_row[1] - by_row[0])
 
 
@@ -244,9 +236,9 @@ def test_verdicts_are_drawn_of_the_same_value_on_both_sides_or_on_none(
     tmp_path, monkeypatch, before, after, drawn
 ):
     (tmp_path / "samples").mkdir()
-    prompts, seen, draw = [{"prompt": "a"}, {"prompt": "b"}], [], held_out.media.before_after
+    prompts, seen, draw = [{"prompt": "a"}, {"prompt": "b"}], [], grids.before_after
     monkeypatch.setattr(
-        held_out.media,
+        grids,
         "before_after",
         lambda *a, verdicts: seen.append(verdicts) or draw(*a, verdicts=verdicts),
     )
@@ -266,7 +258,8 @@ def test_the_command_evaluates_a_run_that_has_no_row_after(tmp_path):
     assert [r["name"] for r in record["rows"]] == [
         "before",
         "evaluate, 2 steps, guidance none, seed 0",
-    ] and "paired" not in record
+    ]
+    assert "paired" not in record
     assert record["rows"][1]["values"] != record["rows"][0]["values"]
     assert "evaluate, 2 steps" in (made.path / "report.html").read_text(encoding="utf-8")
 
@@ -289,5 +282,6 @@ def test_the_command_adds_a_row_of_the_averaged_weights(tmp_path):
     assert [r["name"] for r in rows][2:] == [
         again["name"],
         "evaluate, 1 steps, guidance 2.0, seed 4",
-    ] and rows[-1]["images"] == 3
+    ]
+    assert rows[-1]["images"] == 3
     assert np.isfinite(rows[-1]["values"]["jpeg"]).all()

@@ -1,12 +1,13 @@
-"""Sampling and scoring for evaluation suites: every prompt several times, chunk by chunk, pictures
-dropped as soon as they are scored.
+"""Sampling and scoring for evaluation suites: every prompt several times, chunk by chunk.
 
-What a chunk gave is kept in a journal, so an evaluation that was stopped goes on where it was.
+Pictures are dropped as soon as they are scored. What a chunk gave is kept in a journal, so an
+evaluation that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.data.prompts import Prompts
-from flowrl.evaluation.answers import joined, told
-from flowrl.evaluation.held_out import Sampling, judged, spread_rows
+from flowrl.evaluation.answers import joined
+from flowrl.evaluation.held_out import Evaluator, Sampling, spread_rows
 from flowrl.policy import Policy
 from flowrl.report.answers import Answers
 from flowrl.rewards import Reward, RewardSet
@@ -41,7 +42,9 @@ Features = dict[str, Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """values: reading -> (P, n) fp32, NaN where one failed; diversity: kind -> (P,) mean distance
+    """What is known of n images of each prompt.
+
+    values: reading -> (P, n) fp32, NaN where one failed; diversity: kind -> (P,) mean distance
     of a prompt's images; nfe: network rows an image, guidance branches included; answers: of
     checklists, about the first image of a few prompts, whose places are the numbers.
     """
@@ -63,86 +66,79 @@ def measure(
     journal: Journal | None = None,
     setting: str = "",
 ) -> Measured:
-    """`images` pictures of each prompt under the view that is active. Image k of prompt p has the
-    noise of (seed, p, k)."""
-    journal, ledger, features = (
-        journal or Journal(),
-        Ledger(policy.device),
-        features_of(rewards, images),
-    )
-    each, parts = max(1, CHUNK // images), []
+    """`images` pictures of each prompt under the view that is active.
+
+    Image k of prompt p has the noise of (seed, p, k).
+    """
+    ledger, journal = Ledger(policy.device), journal or Journal()
+    asked = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=sampling, ledger=ledger)
+    features = features_of(rewards, images)
+    parts: list[tuple[range, dict[str, Any]]] = []
     with Progress(len(prompts), title=setting or "evaluate") as bar:
-        for start in range(0, len(prompts), each):
-            which = range(start, min(start + each, len(prompts)))
-            part = journal.get(setting, start)
+        for which in _chunks(len(prompts), images):
+            part = journal.get(setting, which.start)
             if part is None:
-                part = _chunk(policy, prompts, which, rewards, sampling, images, features, ledger)
-                journal.put(setting, start, part)
+                part = _chunk(asked, which, images, features)
+                journal.put(setting, which.start, part)
             parts.append((which, part))
             bar.update(which.stop)
     return Measured(
-        values=_joined([(which, part["values"]) for which, part in parts], (len(prompts), images)),
-        diversity=_joined([(which, part["diversity"]) for which, part in parts], (len(prompts),)),
+        values=_joined(parts, "values", (len(prompts), images)),
+        diversity=_joined(parts, "diversity", (len(prompts),)),
         nfe=sum(part["calls"] for _, part in parts) // (len(prompts) * images),
-        answers=joined(
-            part.get("answers", {}) for _, part in parts
-        ),  # a journal of before they were kept has none
+        answers=joined(part["answers"] for _, part in parts),
     )
 
 
-def _joined(parts: list[tuple[range, dict[str, Any]]], shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Chunks of rows -> whole columns; a reading that a chunk does not have (a dimension of other
-    prompts) is NaN there."""
+def _chunks(prompts: int, images: int) -> list[range]:
+    """Places of the prompts whose images are sampled together."""
+    each = max(1, CHUNK // images)
+    return [range(start, min(start + each, prompts)) for start in range(0, prompts, each)]
+
+
+def _joined(
+    parts: list[tuple[range, dict[str, Any]]], key: str, shape: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """Chunks of rows -> whole columns.
+
+    A reading that a chunk does not have (a dimension of other prompts) is NaN there.
+    """
     out: dict[str, Tensor] = {}
-    for which, columns in parts:
-        for name, rows in columns.items():
-            out.setdefault(name, torch.full(shape, float("nan")))[which.start : which.stop] = (
-                torch.as_tensor(rows)
-            )
+    for which, part in parts:
+        for name, rows in part[key].items():
+            column = out.setdefault(name, torch.full(shape, float("nan")))
+            column[which.start : which.stop] = torch.as_tensor(rows)
     return out
 
 
-def _chunk(
-    policy: Policy,
-    prompts: Prompts,
-    which: Sequence[int],
-    rewards: RewardSet,
-    sampling: Sampling,
-    images: int,
-    features: Features,
-    ledger: Ledger,
-) -> dict[str, Any]:
+def _chunk(asked: Evaluator, which: range, images: int, features: Features) -> dict[str, Any]:
     """{"values": reading -> lists (prompts of the chunk, images), "diversity": kind -> list
     (prompts of the chunk), "calls", "answers"}."""
     ids = [p for p in which for _ in range(images)]
-    noise = keys.key(
-        sampling.seed, "suite", torch.tensor(ids), torch.arange(images).repeat(len(which))
-    )
-    calls, answers, chosen = policy.calls, [], spread_rows(len(prompts), len(prompts))
+    number = torch.arange(images).repeat(len(which))
+    noise = keys.key(asked.how.seed, "suite", torch.tensor(ids), number)
+    chosen = spread_rows(len(asked.prompts), len(asked.prompts))
+    # of a chosen prompt, its first image
+    shown = {
+        row: p for row, p in zip(range(0, len(ids), images), which, strict=True) if p in chosen
+    }
+    calls, answers = asked.policy.calls, []
     values: dict[str, Tensor] = {}
     seen: dict[str, list[Tensor]] = {kind: [] for kind in features}
-    for rows, pictures, scored in judged(policy, prompts, ids, noise, rewards, sampling, ledger):
-        for name, value in scored.items():
-            values.setdefault(name, torch.full((len(ids),), float("nan")))[rows] = value
+    for part in asked.judged(ids, noise, shown):
+        for name, value in part.values.items():
+            values.setdefault(name, torch.full((len(ids),), float("nan")))[part.rows] = value
         for kind, feature in features.items():
-            seen[kind].append(feature(pictures).float().cpu())
-        shown = {
-            row - rows.start: ids[row]
-            for row in range(rows.start, rows.stop)
-            if row % images == 0 and ids[row] in chosen
-        }
-        answers.append(told(rewards, pictures, prompts, ids[rows], shown))
+            seen[kind].append(feature(part.media).float().cpu())
+        answers.append(part.answers)
+    values.pop("total", None)
     return {
-        "values": {
-            name: value.view(-1, images).tolist()
-            for name, value in values.items()
-            if name != "total"
-        },
+        "values": {name: value.view(-1, images).tolist() for name, value in values.items()},
         "diversity": {
             kind: [spread(kind, own).item() for own in torch.cat(rows).split(images)]
             for kind, rows in seen.items()
         },
-        "calls": policy.calls - calls,
+        "calls": asked.policy.calls - calls,
         "answers": joined(answers),
     }
 
@@ -152,16 +148,17 @@ def _chunk(
 
 
 def features_of(rewards: RewardSet, images: int) -> Features:
-    """What distances between a prompt's images are measured on, media -> (n, d): thumbnails, and
-    embeddings of the first CLIP, if any."""
+    """What distances between a prompt's images are measured on, media -> (n, d).
+
+    Thumbnails, and embeddings of the first CLIP, if any.
+    """
     if images < 2:
         return {}
-    clips = {
-        label: reward for label, reward in rewards.rewards.items() if isinstance(reward, TwoTowers)
-    }
-    return {"pixels": thumbnails} | {
-        label: _embedding_of(reward) for label, reward in list(clips.items())[:1]
-    }
+    out: Features = {"pixels": thumbnails}
+    for label, reward in rewards.rewards.items():
+        if isinstance(reward, TwoTowers):
+            return out | {label: _embedding_of(reward)}
+    return out
 
 
 def thumbnails(media: Tensor) -> Tensor:
@@ -178,8 +175,10 @@ def _embedding_of(reward: TwoTowers) -> Callable[[Tensor], Tensor]:
 
 
 def spread(kind: str, own: Tensor) -> Tensor:
-    """Mean distance over the pairs of (n, d): of pixels the root mean square difference, of
-    embeddings 1 - cosine."""
+    """Mean distance over the pairs of (n, d).
+
+    Of pixels the root mean square difference, of embeddings 1 - cosine.
+    """
     distance = torch.pdist(own)
     return (distance / own.shape[1] ** 0.5).mean() if kind == "pixels" else (distance**2 / 2).mean()
 
@@ -189,8 +188,10 @@ def spread(kind: str, own: Tensor) -> Tensor:
 
 
 class ByDimension(Checklist):
-    """A checklist that also reads the share of yes to each "dimension" of questions, before parents
-    zero any (DPG-Bench, UniGenBench)."""
+    """A checklist that also reads the share of yes to each "dimension" of questions.
+
+    Before parents zero any (DPG-Bench, UniGenBench).
+    """
 
     def __init__(self, loaded: Checklist):
         self.__dict__.update(vars(loaded))  # shares its judge
@@ -200,18 +201,19 @@ class ByDimension(Checklist):
     ) -> dict[str, Tensor]:
         out = super().parts(media, prompts, context)
         assert context is not None and context.meta is not None
+        unasked = torch.full((len(prompts),), float("nan"), device=media.device)
         for i, (meta, answers) in enumerate(zip(context.meta, self.last_answers, strict=True)):
-            by_name: dict[str, list[float]] = {}
-            for question, answer in zip(self.questions(meta), answers, strict=True):
-                by_name.setdefault(question["dimension"], []).append(
-                    answer if answer != answer else float(answer >= YES)
-                )  # NaN stays
-            for name, own in by_name.items():
-                column = out.setdefault(
-                    DIMENSION + name, torch.full((len(prompts),), float("nan"), device=media.device)
-                )
-                column[i] = sum(own) / len(own)
+            for name, share in self._shares(meta, answers).items():
+                out.setdefault(DIMENSION + name, unasked.clone())[i] = share
         return out
+
+    def _shares(self, meta: dict[str, Any], answers: Sequence[float]) -> dict[str, float]:
+        """Dimension -> share of yes; NaN where a check failed."""
+        by_name: dict[str, list[float]] = {}
+        for question, answer in zip(self.questions(meta), answers, strict=True):
+            said = answer if math.isnan(answer) else float(answer >= YES)
+            by_name.setdefault(question["dimension"], []).append(said)
+        return {name: sum(own) / len(own) for name, own in by_name.items()}
 
 
 def by_dimension(rewards: RewardSet) -> RewardSet:
@@ -228,11 +230,10 @@ def by_dimension(rewards: RewardSet) -> RewardSet:
 
 @dataclass
 class Journal:
-    """What an evaluation has measured so far: a file with a line a chunk, or, without a path,
-    nothing.
+    """What an evaluation has measured so far: a file with a line a chunk.
 
-    key: what is measured and how; the file of another key is begun anew. A last line cut short is
-    dropped.
+    Without a path nothing is kept. key: what is measured and how; a file with another key is begun
+    anew. A last line cut short is dropped.
     """
 
     path: Path | None = None

@@ -1,8 +1,7 @@
-"""Prompt files of evaluation suites in the forms in which benchmarks publish them; texts come from
-the user's disk or the hub, none ship.
+"""Prompt files of evaluation suites in the forms in which benchmarks publish them.
 
-.txt, .jsonl and generated prompts are read by flowrl.data.prompts. Of a .csv or .tsv file the suite says
-what it is:
+Texts come from the user's disk or the hub; flowrl ships none of them. flowrl.data.prompts reads
+.txt, .jsonl and generated prompts. Of a .csv or .tsv file the suite says what it is:
 * table: one prompt a line; `columns` names what is kept of it (DrawBench's sheet,
   PartiPrompts.tsv).
 * dpg: ELLA's dpg_bench.csv (arXiv:2403.05135), one question a line -> a checklist for each prompt,
@@ -19,6 +18,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,10 +40,9 @@ def load(
     form: Form = "table",
     columns: Mapping[str, str] | None = None,
 ) -> Prompts:
-    """Prompts of a file, of "hf:owner/repo/file" (a data set on the hub), or generated
-    ("shapes:eval").
+    """Prompts of a file, of "hf:owner/repo/file" on the hub, or generated ("shapes:eval").
 
-    origin: where the file is found, for the sentence that is raised where it is not here.
+    origin: where the file is found, for the sentence that is raised where it is missing.
     """
     if source is None:
         raise ValueError(
@@ -52,18 +51,30 @@ def load(
         )
     if source.partition(":")[0] in WORLDS:
         return load_prompts(source)
+    path = _file(source, suite, origin)
+    if path.suffix in (".csv", ".tsv"):
+        return _of_rows(path, form, columns or {"prompt": "prompt"})
+    return load_prompts(str(path))
+
+
+def _file(source: str, suite: str, origin: str) -> Path:
     path = _from_hub(source, suite, origin) if source.startswith(HUB) else Path(source).expanduser()
     if not path.is_file():
         raise ValueError(
             f'suite "{suite}": there is no prompt file {path}; download {origin or "it"} and give'
             " it with --prompts PATH"
         )
-    if path.suffix not in (".csv", ".tsv"):
-        return load_prompts(str(path))
+    return path
+
+
+def _of_rows(path: Path, form: Form, columns: Mapping[str, str]) -> Prompts:
     rows = read_rows(path)
-    prompts = {"table": _table, "dpg": _dpg, "unigenbench": _unigenbench}[form](
-        rows, columns or {"prompt": "prompt"}, path
-    )
+    if form == "dpg":
+        prompts = _dpg(rows, path)
+    elif form == "unigenbench":
+        prompts = _unigenbench(rows, path)
+    else:
+        prompts = _table(rows, columns, path)
     if not prompts:
         raise ValueError(f"prompt file {path} holds no prompts")
     return prompts
@@ -78,31 +89,26 @@ def _from_hub(source: str, suite: str, origin: str) -> Path:
 
     try:
         return Path(hf_hub_download(f"{owner}/{repo}", file, repo_type="dataset"))
-    except (
-        Exception
-        # the hub's client raises a dozen kinds: no network, no such repository, a gate, a full disk
-    ) as error:
+    # the hub's client raises a dozen kinds: no network, no such repository, a gate, a full disk
+    except Exception as error:
         raise ValueError(
             f'suite "{suite}" needs {file} of https://huggingface.co/datasets/{owner}/{repo}, which'
-            " is not here and could not be "
-            f"fetched ({type(error).__name__}); download it{f' or {origin}' if origin else ''} and"
-            f" give it with --prompts /path/to/{file}"
+            f" is not here and could not be fetched ({type(error).__name__}); download"
+            f" it{f' or {origin}' if origin else ''} and give it with --prompts /path/to/{file}"
         ) from error
 
 
 def read_rows(path: Path) -> Rows:
     """Lines of a .csv, or of a .tsv (whose quotes are text), by the names in the first line."""
-    how: dict[str, Any] = (
-        {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
-    )
+    how: dict[str, Any] = {}
+    if path.suffix == ".tsv":
+        how = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return [
-                {key: value or "" for key, value in row.items() if key is not None}
-                for row in csv.DictReader(file, **how)
-            ]
+            lines = list(csv.DictReader(file, **how))
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"prompt file {path} cannot be read: {error}; save it as UTF-8") from None
+    return [{k: value or "" for k, value in line.items() if k is not None} for line in lines]
 
 
 def _column(rows: Rows, names: Sequence[str], path: Path) -> str:
@@ -127,39 +133,35 @@ def _table(rows: Rows, columns: Mapping[str, str], path: Path) -> Prompts:
     ]
 
 
-def _dpg(rows: Rows, columns: Mapping[str, str], path: Path) -> Prompts:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A line of dpg_bench.csv. parents: numbers of the questions that it depends on."""
+
+    item: str
+    text: str  # of the prompt
+    number: int
+    parents: set[int]
+    question: str
+    dimension: str
+
+
+def _dpg(rows: Rows, path: Path) -> Prompts:
     """A prompt of each item_id, with "item" and "checklist"."""
-    names = (
-        "item_id",
-        "text",
-        "proposition_id",
-        "dependency",
-        "tuple",
-        "question_natural_language",
-    )
-    item, text, number, dependency, kind, question = (_column(rows, [name], path) for name in names)
-    items: dict[str, Rows] = {}
-    for row in rows:
-        items.setdefault(row[item], []).append(row)
+    items: dict[str, list[Question]] = {}
+    for own in _dpg_questions(rows, path):
+        items.setdefault(own.item, []).append(own)
     out, dropped = [], 0
     for name, members in items.items():
-        by_number = {_whole(row[number], path): row for row in members}
-        wanted = {
-            n: {_whole(d, path) for d in row[dependency].split(",") if d.strip()} - {0}
-            for n, row in by_number.items()
-        }
+        by_number = {own.number: own for own in members}
+        wanted = {number: own.parents for number, own in by_number.items()}
         place, parents = _parents_first(wanted)
         dropped += sum(map(len, wanted.values())) - sum(map(len, parents.values()))
         checklist = [
-            {
-                "question": by_number[n][question].strip(),
-                "weight": 1.0,
-                "parent": sorted(place[p] for p in parents[n]) or None,
-                "dimension": by_number[n][kind].partition("(")[0].strip(),
-            }
+            _checked(by_number[n].question, by_number[n].dimension)
+            | {"parent": sorted(place[p] for p in parents[n]) or None}
             for n in place
         ]
-        out.append({"prompt": members[0][text].strip(), "item": name, "checklist": checklist})
+        out.append({"prompt": members[0].text, "item": name, "checklist": checklist})
     if dropped:
         logger.warning(
             f"{path}: {dropped} dependencies of questions point nowhere or in a circle, and are"
@@ -168,15 +170,37 @@ def _dpg(rows: Rows, columns: Mapping[str, str], path: Path) -> Prompts:
     return out
 
 
+def _dpg_questions(rows: Rows, path: Path) -> list[Question]:
+    names = ("item_id", "text", "proposition_id", "dependency", "tuple")
+    item, text, number, dependency, kind = (_column(rows, [name], path) for name in names)
+    question = _column(rows, ["question_natural_language"], path)
+    return [
+        Question(
+            item=row[item],
+            text=row[text].strip(),
+            number=_whole(row[number], path),
+            parents={_whole(d, path) for d in row[dependency].split(",") if d.strip()} - {0},
+            question=row[question].strip(),
+            dimension=row[kind].partition("(")[0].strip(),
+        )
+        for row in rows
+    ]
+
+
+def _checked(question: str, dimension: str) -> dict[str, Any]:
+    """A question of a checklist."""
+    return {"question": question, "weight": 1.0, "dimension": dimension}
+
+
 def _parents_first(wanted: dict[int, set[int]]) -> tuple[dict[int, int], dict[int, set[int]]]:
     """Questions' parents -> (place of each question, parents first, else in their order; the
     parents that come before it)."""
     place: dict[int, int] = {}
     left = dict(wanted)
     while left:
-        ready = [n for n, parents in left.items() if not (parents & left.keys() - {n})] or list(
-            left
-        )[:1]
+        ready = [n for n, parents in left.items() if not (parents & left.keys() - {n})]
+        if not ready:  # a circle: it is cut at its first question
+            ready = list(left)[:1]
         for n in ready:
             place[n] = len(place)
             del left[n]
@@ -188,35 +212,30 @@ def _whole(text: str, path: Path) -> int:
         return int(text)
     except ValueError:
         raise ValueError(
-            f'prompt file {path}: "{text}" is no number of a question (proposition_id, dependency)'
+            f'prompt file {path}: "{text}" is not a question\'s number (proposition_id, dependency)'
         ) from None
 
 
-def _unigenbench(rows: Rows, columns: Mapping[str, str], path: Path) -> Prompts:
+def _unigenbench(rows: Rows, path: Path) -> Prompts:
     """A prompt a line, with "category" (its theme) and "checklist" (one question a test point)."""
-    text, points = (
-        _column(rows, ["prompt", "prompt_en", "prompt_zh"], path),
-        _column(rows, ["sub_dims", "sub_dims_en", "sub_dims_zh"], path),
-    )
+    text = _column(rows, ["prompt", "prompt_en", "prompt_zh"], path)
+    points = _column(rows, ["sub_dims", "sub_dims_en", "sub_dims_zh"], path)
     out = []
     for line, row in enumerate(rows, 2):
-        try:
-            about = json.loads(row[points])
-            pairs = list(zip(about["Testpoints"], about["Testpoint Description"], strict=True))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"prompt file {path}, entry {line}: its test points cannot be read"
-                f" ({type(error).__name__}: {error})"
-            ) from None
-        checklist = [
-            {"question": POINT.format(dimension=d, text=t), "weight": 1.0, "dimension": d.strip()}
-            for d, t in pairs
-        ]
-        out.append(
-            {
-                "prompt": row[text].strip(),
-                "category": about.get("Primary Categories", ""),
-                "checklist": checklist,
-            }
-        )
+        category, pairs = _test_points(row[points], f"prompt file {path}, entry {line}")
+        checklist = [_checked(POINT.format(dimension=d, text=t), d.strip()) for d, t in pairs]
+        prompt = {"prompt": row[text].strip(), "category": category, "checklist": checklist}
+        out.append(prompt)
     return out
+
+
+def _test_points(text: str, where: str) -> tuple[str, list[tuple[str, str]]]:
+    """(theme, test points with their descriptions) of a line's JSON."""
+    try:
+        about = json.loads(text)
+        pairs = list(zip(about["Testpoints"], about["Testpoint Description"], strict=True))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{where}: its test points cannot be read ({type(error).__name__}: {error})"
+        ) from None
+    return about.get("Primary Categories", ""), pairs

@@ -1,10 +1,10 @@
-"""Suites on run folders: base and tuned model side by side, written to run/suites/<name>.json, and
-several runs as a side-effect matrix.
+"""Suites on run folders: base and tuned model side by side, written to run/suites/<name>.json.
 
-A record holds, for each row (base, tuned, and "base, guided" where the run's config asks for it),
-scores over all and by category with 95% intervals, diversity, the best-of-N curve and every value;
-the paired differences of "tuned" to the others; at which iteration held-out rewards peaked in
-training; how much of the suite was trained on; and warnings.
+Several runs also get a side-effect matrix. A record holds, for each row (base, tuned, and "base,
+guided" where the run's config asks for it), scores over all and by category with 95% intervals,
+diversity, the best-of-N curve and every value; the paired differences of "tuned" to the others; at
+which iteration held-out rewards peaked in training; how much of the suite was trained on; and
+warnings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 
 from flowrl.config import build
-from flowrl.config import load as config
+from flowrl.config.load import read_config
 from flowrl.config.schema import Config
-from flowrl.data import prompts as data
 from flowrl.data import scored_dataset
+from flowrl.data.prompts import Prompts, load_prompts
 from flowrl.evaluation.held_out import Sampling
-from flowrl.evaluation.suites import statistics
+from flowrl.evaluation.suites.contamination import contamination
 from flowrl.evaluation.suites.measure import Journal, Measured
 from flowrl.evaluation.suites.suite import Suite, Task, load, prepare, run_suite, with_rewards
 from flowrl.evaluation.suites.summary import matrix, summary
@@ -35,22 +35,18 @@ from flowrl.runtime import checkpoint, run_folder
 from flowrl.runtime.log import logger
 
 FOLDER = "suites"
-
-
-UNMEASURED = {
-    "title",
-    "origin",
-    "metric",
-    "aggregate",
-    "scale",
-}  # fields of a suite that change no measured value
+# fields of a suite that change no measured value
+UNMEASURED = {"title", "origin", "metric", "aggregate", "scale"}
+Rows = dict[str, Measured]  # "base", "tuned" and the like
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line changes; None: as the suite says. best_of: longest curve; rewards:
-    settings of the suite's
-    rewards, held_out: further rewards to read, both as words (see flowrl.evaluation.suites.suite.with_rewards)."""
+    """What the command line changes; None: as the suite says.
+
+    best_of: the longest curve. rewards: settings of the suite's rewards; held_out: further rewards
+    to read; both as words (see flowrl.evaluation.suites.suite.with_rewards).
+    """
 
     images: int | None = None
     best_of: int | None = None
@@ -64,31 +60,16 @@ class Options:
 
 
 def evaluate_runs(runs: Sequence[Path], name: str, chosen: Options) -> list[dict[str, Any]]:
-    """Evaluate finished runs on a suite and write run/suites/<name>.json of each -> the records;
-    several get their side-effect matrix.
+    """Evaluate finished runs on a suite and write run/suites/<name>.json of each -> the records.
 
     What is wrong with suite, prompts, rewards or runs -> ValueError before anything is sampled.
     Runs of one base model share its rows.
     """
-    suite = load(
-        name,
-        images=chosen.images,
-        count=chosen.count,
-        steps=chosen.steps,
-        guidance=chosen.guidance,
-        prompts=chosen.prompts,
-    )
-    suite = with_rewards(suite, chosen.rewards, chosen.held_out)
-    most = suite.images if chosen.best_of is None else chosen.best_of
-    if most > suite.images:
-        what = (
-            f"--best-of {most} needs at least {most} images a prompt, and this evaluation makes"
-            f" {suite.images}"
-        )
-        raise ValueError(f"{what}; add --images {most}, or give a smaller --best-of")
+    suite = _suite(name, chosen)
+    most = _longest_curve(chosen, suite)
     configs = [_config_of(run) for run in runs]
     task = prepare(Path(name).stem, suite)
-    known: dict[str, dict[str, Measured]] = {}
+    known: dict[str, Rows] = {}
     records: list[dict[str, Any]] = []
     for run, cfg in zip(runs, configs, strict=True):
         records.append(_evaluate(run, cfg, task, chosen.seed, most, known))
@@ -101,8 +82,26 @@ def evaluate_runs(runs: Sequence[Path], name: str, chosen: Options) -> list[dict
     return records
 
 
+def _suite(name: str, chosen: Options) -> Suite:
+    """The suite with what the command line changes."""
+    fields = ("images", "count", "steps", "guidance", "prompts")
+    suite = load(name, **{field: getattr(chosen, field) for field in fields})
+    return with_rewards(suite, chosen.rewards, chosen.held_out)
+
+
+def _longest_curve(chosen: Options, suite: Suite) -> int:
+    """Of how many images the best is looked at, at most."""
+    most = suite.images if chosen.best_of is None else chosen.best_of
+    if most > suite.images:
+        raise ValueError(
+            f"--best-of {most} needs at least {most} images a prompt, and this evaluation makes"
+            f" {suite.images}; add --images {most}, or give a smaller --best-of"
+        )
+    return most
+
+
 def _evaluate(
-    run: Path, cfg: Config, task: Task, seed: int, most: int, known: dict[str, dict[str, Measured]]
+    run: Path, cfg: Config, task: Task, seed: int, most: int, known: dict[str, Rows]
 ) -> dict[str, Any]:
     """known: rows of base models that were measured for other runs, by what they depend on."""
     weights = checkpoint.latest(run)  # the run may go on and write another one
@@ -116,35 +115,38 @@ def _evaluate(
         run / FOLDER / f"{task.name}.part.jsonl",
         key=f"{key} {_digest((weights / checkpoint.MANIFEST).read_bytes())}",
     )
-    measured = run_suite(
-        policy, task, sampling, baseline=baseline, journal=journal, known=known.setdefault(key, {})
-    )
-    guidances = {"base": sampling.guidance, "base, guided": baseline, "tuned": sampling.guidance}
+    base = known.setdefault(key, {})
+    measured = run_suite(policy, task, sampling, baseline=baseline, journal=journal, known=base)
+    out = {"checkpoint": weights.name, **summary(task, measured, most)}
+    for row in out["rows"]:
+        row["guidance"] = baseline if row["name"] == "base, guided" else sampling.guidance
+    record = _record(run, cfg, task, sampling, out)
+    journal.close()
+    return record
+
+
+def _record(
+    run: Path, cfg: Config, task: Task, sampling: Sampling, measured: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What suites/<name>.json holds: what was measured, how, and what to know of it."""
     out = {
         "suite": task.suite.model_dump(mode="json"),
         "name": task.name,
         "run": str(run),
-        "checkpoint": weights.name,
+        "checkpoint": measured["checkpoint"],
         "prompts": len(task.prompts),
-        "seed": seed,
+        "seed": sampling.seed,
         "steps": sampling.steps,
         "solver": sampling.solver,
         "trained": trained_on(cfg),
-        **summary(task, measured, most),
+        "rows": measured["rows"],
+        "paired": measured["paired"],
     }
-    for row in out["rows"]:
-        row["guidance"] = guidances[row["name"]]
-    own = {
-        label
-        for label, entry in cfg.reward.items()
-        if str(entry.get("name", label)) in out["trained"]
-    }
-    out["peaks"] = peaks(run_folder.read(run), own, cfg.eval.guidance)
+    out["peaks"] = peaks(run_folder.read(run), _labels(cfg, out["trained"]), cfg.eval.guidance)
     out["contamination"], problem = _contamination(cfg, task)
     out["warnings"] = [*_warnings(task, out), *([problem] if problem else [])]
     for sentence in out["warnings"]:
         logger.warning(sentence)
-    journal.close()
     return out
 
 
@@ -153,7 +155,7 @@ def _config_of(run: Path) -> Config:
         raise ValueError(f"{run} is not a run folder: it has no config.yaml")
     run_folder.read(run)  # its other files are readable, before time is spent
     checkpoint.latest(run)
-    return config.read_config(run / "config.yaml")
+    return read_config(run / "config.yaml")
 
 
 def sampling_of(suite: Suite, cfg: Config, *, seed: int, device: torch.device) -> Sampling:
@@ -200,23 +202,25 @@ def python_files(value: Any) -> list[Path]:
         return [path for item in value.items() for part in item for path in python_files(part)]
     if isinstance(value, list | tuple):
         return [path for part in value for path in python_files(part)]
-    path = (
-        Path(value[: value.rfind(".py") + 3]).expanduser()
-        if isinstance(value, str) and ".py" in value
-        else None
-    )
-    return [path] if path is not None and path.is_file() else []
+    if not isinstance(value, str) or ".py" not in value:
+        return []
+    path = Path(value[: value.rfind(".py") + 3]).expanduser()
+    return [path] if path.is_file() else []
 
 
 def trained_on(cfg: Config) -> list[str]:
     """Rewards whose weight is not 0, by their names."""
-    return sorted(
-        {
-            str(entry.get("name", label))
-            for label, entry in cfg.reward.items()
-            if entry.get("weight", 1.0)
-        }
-    )
+    weighted = (label for label, entry in cfg.reward.items() if entry.get("weight", 1.0))
+    return sorted({_name(cfg, label) for label in weighted})
+
+
+def _labels(cfg: Config, names: Collection[str]) -> set[str]:
+    """Labels of the config's rewards of these names."""
+    return {label for label in cfg.reward if _name(cfg, label) in names}
+
+
+def _name(cfg: Config, label: str) -> str:
+    return str(cfg.reward[label].get("name", label))
 
 
 def write(run: Path, name: str, record: dict[str, Any]) -> Path:
@@ -232,82 +236,96 @@ def write(run: Path, name: str, record: dict[str, Any]) -> Path:
 def peaks(
     run: run_folder.Run, trained: Collection[str], guidance: float | str
 ) -> dict[str, dict[str, Any]]:
-    """Of every eval/ reading that was not trained on (labels of rewards): the iteration of its
-    highest value and what became of it since.
+    """When held-out rewards peaked in training, and what became of them since.
 
-    From metrics.jsonl, and the rows of evaluation.json that say at which iteration they were made
-    and have the run's own guidance ("before, guided" has another one).
-    -> {"iteration", "value", "last_iteration", "last"} of each reading.
+    Of every eval/ reading whose label is not in `trained`:
+    {"iteration", "value", "last_iteration", "last"}.
     """
-    curves: dict[str, dict[int, float]] = {}
-    for row in run.evaluation.get("rows", []):
-        for name, entry in (
-            row.get("metrics", {}).items()
-            if "iteration" in row and row["guidance"] == guidance
-            else ()
-        ):
-            curves.setdefault(name, {})[int(row["iteration"])] = entry["mean"]
-    for row in run.metrics:
-        for name, value in row.items():
-            if name.startswith("eval/") and isinstance(value, int | float):
-                curves.setdefault(name.removeprefix("eval/"), {})[int(row["iteration"])] = float(
-                    value
-                )
+    curves = _curves(run, guidance)
     out: dict[str, dict[str, Any]] = {}
     for name, curve in curves.items():
         label = name.partition("/")[0]
-        if (
-            name != "total"
-            and label not in trained
-            and len(curve) > 1
-            and (name == label or curve != curves.get(label))
-        ):
-            best, last = max(curve, key=lambda i: (curve[i], -i)), max(curve)
-            out[name] = {
-                "iteration": best,
-                "value": curve[best],
-                "last_iteration": last,
-                "last": curve[last],
-            }
+        repeats = name != label and curve == curves.get(label)
+        if name == "total" or label in trained or len(curve) < 2 or repeats:
+            continue
+        best, last = max(curve, key=lambda i: (curve[i], -i)), max(curve)
+        out[name] = {
+            "iteration": best,
+            "value": curve[best],
+            "last_iteration": last,
+            "last": curve[last],
+        }
     return out
+
+
+def _curves(run: run_folder.Run, guidance: float | str) -> dict[str, dict[int, float]]:
+    """Reading -> iteration -> mean, from metrics.jsonl and evaluation.json.
+
+    Of evaluation.json those rows that say at which iteration they were made and have the run's own
+    guidance ("before, guided" has another one).
+    """
+    curves: dict[str, dict[int, float]] = {}
+    for row in run.evaluation.get("rows", []):
+        if "iteration" in row and row["guidance"] == guidance:
+            for name, entry in row.get("metrics", {}).items():
+                curves.setdefault(name, {})[int(row["iteration"])] = entry["mean"]
+    for row in run.metrics:
+        for name, value in row.items():
+            if name.startswith("eval/") and isinstance(value, int | float):
+                curve = curves.setdefault(name.removeprefix("eval/"), {})
+                curve[int(row["iteration"])] = float(value)
+    return curves
 
 
 def _contamination(cfg: Config, task: Task) -> tuple[dict[str, Any] | None, str | None]:
     """(counts, None), or (None, why the training prompts cannot be read any more)."""
     try:
-        prompts = (
-            scored_dataset.load(cfg.data.offline).prompts
-            if cfg.data.offline
-            else data.load_prompts(cfg.data.train)
-        )
+        prompts = _training_prompts(cfg)
     except ValueError as error:
         return None, f"training prompts were not compared with the suite's: {error}"
-    return (
-        statistics.contamination(
-            (p["prompt"] for p in prompts), (p["prompt"] for p in task.prompts)
-        ),
-        None,
-    )
+    trained, asked = ((p["prompt"] for p in side) for side in (prompts, task.prompts))
+    return contamination(trained, asked), None
+
+
+def _training_prompts(cfg: Config) -> Prompts:
+    if cfg.data.offline:
+        return scored_dataset.load(cfg.data.offline).prompts
+    return load_prompts(cfg.data.train)
 
 
 def _warnings(task: Task, record: dict[str, Any]) -> list[str]:
-    out = []
-    for label, entry in task.suite.held_out.items():
-        if (name := str((entry or {}).get("name", label))) in record["trained"]:
-            out.append(
-                f'{record["run"]} was trained on the reward "{name}", so in suite "{task.name}" it'
-                " is no held-out reward"
-            )
+    """What to know before the numbers are trusted."""
+    return [
+        *_trained_warnings(task, record),
+        *_copied_warnings(task, record),
+        *_invalid_warnings(record),
+    ]
+
+
+def _trained_warnings(task: Task, record: dict[str, Any]) -> list[str]:
+    names = [str((entry or {}).get("name", label)) for label, entry in task.suite.held_out.items()]
+    return [
+        f'{record["run"]} was trained on the reward "{name}", so in suite "{task.name}" it is not'
+        " a held-out reward"
+        for name in names
+        if name in record["trained"]
+    ]
+
+
+def _copied_warnings(task: Task, record: dict[str, Any]) -> list[str]:
     found = record["contamination"]
-    if found and found["exact"]:
-        out.append(
-            f'{found["exact"]} of the {found["suite"]} prompts of suite "{task.name}" are training'
-            f" prompts of {record['run']}"
-        )
-    for row in record["rows"]:
-        for reading, count in row["invalid"].items():
-            out.append(
-                f"{row['name']}: {reading} could not score {count} of {row['images']} images; they"
-                " are left out"
-            )
-    return out
+    if not found or not found["exact"]:
+        return []
+    return [
+        f'{found["exact"]} of the {found["suite"]} prompts of suite "{task.name}" are training'
+        f" prompts of {record['run']}"
+    ]
+
+
+def _invalid_warnings(record: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['name']}: {reading} could not score {count} of {row['images']} images; they are left"
+        " out"
+        for row in record["rows"]
+        for reading, count in row["invalid"].items()
+    ]

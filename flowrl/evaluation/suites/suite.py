@@ -1,8 +1,8 @@
 """Evaluation suites: a prompt file, rewards and a rule of aggregation in one YAML of configs/suite.
 
 `load` reads one, `prepare` loads and checks what it names, `run_suite` samples base and tuned model
-from the same noise and scores them. flowrl/evaluation/suites/runs.py does this for run folders and writes what
-came out; the statistics are in flowrl/evaluation/suites/statistics.py.
+from the same noise and scores them. runs.py does this for run folders and writes the results;
+scores.py holds the statistics.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import pydantic
 
 from flowrl.config.compose import config_folder, options, read_yaml
 from flowrl.config.schema import Guidance
-from flowrl.data import prompts as data_prompts
+from flowrl.data.prompts import Prompts
 from flowrl.evaluation.held_out import Sampling
 from flowrl.evaluation.suites import prompt_files
 from flowrl.evaluation.suites.measure import Journal, Measured, by_dimension, measure
 from flowrl.evaluation.suites.prompt_files import Form
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set, parse_words
-from flowrl.rewards.core import score
 from flowrl.rewards.core.reward import Settings, parse
+from flowrl.rewards.core.score import check_meta
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import replace
 
@@ -97,66 +97,60 @@ class Task:
 
     name: str
     suite: Suite
-    prompts: data_prompts.Prompts
+    prompts: Prompts
     rewards: RewardSet
 
     @property
     def categories(self) -> list[str] | None:
         """Each prompt's category, (P,); None where prompts have none."""
         key = self.suite.category
-        return (
-            None
-            if key in (None, BY_QUESTION) or key not in self.prompts[0]
-            else [str(prompt[key]) for prompt in self.prompts]
-        )
+        if key is None or key == BY_QUESTION or key not in self.prompts[0]:
+            return None
+        return [str(prompt[key]) for prompt in self.prompts]
 
 
 def load(name: str, **changes: Any) -> Suite:
-    """The suite of configs/suite/<name>.yaml, or of a YAML file. changes: fields that are not None
-    replace the file's."""
-    path = (
-        Path(name).expanduser()
-        if name.endswith((".yaml", ".yml"))
-        else config_folder() / "suite" / f"{name}.yaml"
-    )
+    """The suite of configs/suite/<name>.yaml, or of a YAML file.
+
+    changes: fields that are not None replace the file's.
+    """
+    own_file = name.endswith((".yaml", ".yml"))
+    path = Path(name).expanduser() if own_file else config_folder() / "suite" / f"{name}.yaml"
     if not path.is_file():
-        there = (
-            "; there is no such file"
-            if path.parent.name != "suite"
-            else did_you_mean(name, options("suite"))
-        )
+        shipped = path.parent.name == "suite"
+        there = did_you_mean(name, options("suite")) if shipped else "; there is no such file"
         raise ValueError(f'unknown suite "{name}"{there}')
-    return parse(
-        Suite,
-        read_yaml(path) | {k: v for k, v in changes.items() if v is not None},
-        what=f'suite "{name}"',
-    )  # type: ignore[return-value]
+    settings = read_yaml(path) | {k: v for k, v in changes.items() if v is not None}
+    return parse(Suite, settings, what=f'suite "{name}"')  # type: ignore[return-value]
 
 
 def with_rewards(suite: Suite, settings: Sequence[str], held_out: Sequence[str]) -> Suite:
-    """The suite with settings of its rewards (words NAME.SETTING=VALUE) and rewards to hold out
-    (NAME, NAME.SETTING=VALUE) added.
+    """The suite with settings of its rewards, and rewards to hold out, added.
 
-    Settings join those that the file gives, key by key.
+    settings: words NAME.SETTING=VALUE; held_out: NAME or NAME.SETTING=VALUE. They join those that
+    the file gives, key by key.
     """
     own, more = {**suite.rewards}, {**suite.held_out}
     for label, entry in _entries("--reward", settings).items():
+        _check_setting(label, entry, [*own, *more])
         section = own if label in own else more
-        if label not in section:
-            there = did_you_mean(label, [*own, *more])
-            raise ValueError(
-                f"--reward {label}: the suite reads no reward of that name (--held-out adds"
-                f" one){there}"
-            )
-        if not entry:
-            raise ValueError(
-                f"--reward {label} sets nothing; give NAME.SETTING=VALUE, such as"
-                " geneval.weights=/path/to/the/file"
-            )
         section[label] = _joined(section[label], entry)
     for label, entry in _entries("--held-out", held_out).items():
         more[label] = _joined(more.get(label), entry)
     return suite.model_copy(update={"rewards": own, "held_out": more})
+
+
+def _check_setting(label: str, entry: dict[str, Any], known: Sequence[str]) -> None:
+    if label not in known:
+        raise ValueError(
+            f"--reward {label}: the suite reads no reward of that name (--held-out adds"
+            f" one){did_you_mean(label, known)}"
+        )
+    if not entry:
+        raise ValueError(
+            f"--reward {label} sets nothing; give NAME.SETTING=VALUE, such as"
+            " geneval.weights=/path/to/the/file"
+        )
 
 
 def _entries(option: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -172,79 +166,99 @@ def _entries(option: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _joined(entry: Any, new: dict[str, Any]) -> dict[str, Any]:
-    """An entry of a reward (settings, a weight or nothing), with the values of `new` in place of
+    """An entry of a reward (settings, a weight or nothing) in which the values of `new` replace
     its own."""
-    old = entry if isinstance(entry, dict) else {} if entry is None else {"weight": entry}
-    return old | {
-        key: _joined(old.get(key, {}), value) if isinstance(value, dict) else value
-        for key, value in new.items()
-    }
+    if isinstance(entry, dict):
+        out = dict(entry)
+    else:
+        out = {} if entry is None else {"weight": entry}
+    for key, value in new.items():
+        out[key] = _joined(out.get(key, {}), value) if isinstance(value, dict) else value
+    return out
 
 
 def prepare(name: str, suite: Suite) -> Task:
-    """Load prompts and rewards, and check that they fit; all that is wrong with a suite ->
-    ValueError, before a model is loaded."""
+    """Load prompts and rewards, and check that they fit.
+
+    All that is wrong with a suite -> ValueError, before a model is loaded.
+    """
+    _check_names(name, suite)
+    prompts = _prompts(name, suite)
+    rewards = _rewards(name, suite)
+    check_meta(rewards, {suite.prompts or "": prompts})
+    _check_categories(name, suite, prompts)
+    rewards = by_dimension(rewards) if suite.category == BY_QUESTION else rewards
+    return Task(name=name, suite=suite, prompts=prompts, rewards=rewards)
+
+
+def _check_names(name: str, suite: Suite) -> None:
     if twice := sorted(suite.rewards.keys() & suite.held_out.keys()):
         raise ValueError(
             f'suite "{name}" names {twice[0]} among rewards and among held_out; keep one of the two'
         )
     if suite.headline.partition("/")[0] not in suite.rewards:
         raise ValueError(
-            f'suite "{name}": metric={suite.metric} is no reward of'
-            f" it{did_you_mean(suite.headline, suite.rewards)}"
+            f'suite "{name}": metric={suite.metric} is not one of its'
+            f" rewards{did_you_mean(suite.headline, suite.rewards)}"
         )
+
+
+def _prompts(name: str, suite: Suite) -> Prompts:
+    """The suite's prompts, thinned out evenly to its count."""
     prompts = prompt_files.load(
         suite.prompts, suite=name, origin=suite.origin, form=suite.form, columns=suite.columns
     )
-    if suite.count is not None and suite.count < len(prompts):
-        prompts = [prompts[i * len(prompts) // suite.count] for i in range(suite.count)]
-    rewards = load_set(
-        {
-            **suite.rewards,
-            **{label: {**(entry or {}), "weight": 0.0} for label, entry in suite.held_out.items()},
-        }
-    )
+    if suite.count is None or suite.count >= len(prompts):
+        return prompts
+    return [prompts[i * len(prompts) // suite.count] for i in range(suite.count)]
+
+
+def _rewards(name: str, suite: Suite) -> RewardSet:
+    """The suite's rewards, and those held out with weight 0."""
+    held_out = {label: {**(entry or {}), "weight": 0.0} for label, entry in suite.held_out.items()}
+    rewards = load_set({**suite.rewards, **held_out})
     if groupwise := sorted(rewards.rewards.keys() - rewards.pointwise().rewards.keys()):
         raise ValueError(
             f'suite "{name}": {groupwise[0]} compares the members of a group, and a suite judges'
             " each image by itself"
         )
     check_needs(rewards, ("meta", "group"))
-    score.check_meta(rewards, {suite.prompts or "": prompts})
-    _check_categories(name, suite, prompts)
-    rewards = by_dimension(rewards) if suite.category == BY_QUESTION else rewards
-    return Task(name=name, suite=suite, prompts=prompts, rewards=rewards)
+    return rewards
 
 
-def _check_categories(name: str, suite: Suite, prompts: data_prompts.Prompts) -> None:
-    """A key that every prompt carries, or, where nothing is averaged over categories, none."""
-    key = suite.category
-    if key is None and suite.aggregate == "category_mean":
+def _check_categories(name: str, suite: Suite, prompts: Prompts) -> None:
+    """Every prompt has the category's key, or, where nothing is averaged over it, none has."""
+    key, averaged = suite.category, suite.aggregate == "category_mean"
+    if key is None and averaged:
         raise ValueError(
             f'suite "{name}": aggregate=category_mean needs a category, the key of each prompt that'
             " names it"
         )
+    if key is None:
+        return
     if key == BY_QUESTION:
-        bare = [
-            p
-            for p in prompts
-            for q in p.get("checklist", [{}])
-            if not isinstance(q, dict) or not isinstance(q.get("dimension"), str)
-        ]
-        if bare:
+        _check_dimensions(name, prompts)
+        return
+    without = [prompt for prompt in prompts if key not in prompt]
+    if without and (averaged or len(without) < len(prompts)):
+        raise ValueError(
+            f'"{without[0]["prompt"]}" of {suite.prompts} carries no "{key}", by which suite'
+            f' "{name}" splits its scores; add it to that line, or set category: to a key that'
+            " every prompt has"
+        )
+
+
+def _check_dimensions(name: str, prompts: Prompts) -> None:
+    """Every question of every prompt's checklist names its dimension."""
+
+    def named(question: Any) -> bool:
+        return isinstance(question, dict) and isinstance(question.get("dimension"), str)
+
+    for prompt in prompts:
+        if not all(map(named, prompt.get("checklist", [None]))):
             raise ValueError(
-                f'suite "{name}": "{bare[0]["prompt"]}" has no checklist whose every question names'
+                f'suite "{name}": "{prompt["prompt"]}" has no checklist whose every question names'
                 ' its "dimension"'
-            )
-    elif key is not None:
-        without = [prompt for prompt in prompts if key not in prompt]
-        if without and (suite.aggregate == "category_mean" or len(without) < len(prompts)):
-            what = (
-                f'"{without[0]["prompt"]}" of {suite.prompts} carries no "{key}", by which suite'
-                f' "{name}" splits its scores'
-            )
-            raise ValueError(
-                f"{what}; add it to that line, or set category: to a key that every prompt has"
             )
 
 
@@ -257,26 +271,15 @@ def run_suite(
     journal: Journal | None = None,
     known: dict[str, Measured] | None = None,
 ) -> dict[str, Measured]:
-    """Measure the reference view ("base") and the current weights ("tuned") from the same noise
-    with the same solver.
+    """Measure the reference view ("base") and the current weights ("tuned") from the same noise.
 
     baseline: guidance of one more row, "base, guided". known: rows of the base model that were
     measured before with this sampling; new ones are added.
     """
-    rows = {"base": ("reference", sampling.guidance), "tuned": ("default", sampling.guidance)}
-    if baseline not in (None, sampling.guidance):
-        rows = {
-            "base": rows["base"],
-            "base, guided": ("reference", baseline),
-            "tuned": rows["tuned"],
-        }
-    known, rewards, images = (
-        {} if known is None else known,
-        task.rewards.to(policy.device),
-        task.suite.images,
-    )
+    rewards, images = task.rewards.to(policy.device), task.suite.images
+    known = {} if known is None else known
     out: dict[str, Measured] = {}
-    for name, (view, guidance) in rows.items():
+    for name, view, guidance in _settings(sampling.guidance, baseline):
         if name in known:
             out[name] = known[name]
             continue
@@ -287,9 +290,25 @@ def run_suite(
             )
         if view == "reference":
             known[name] = out[name]
-        if (metric := task.suite.headline) not in out[name].values:
-            raise ValueError(
-                f'suite "{task.name}": metric={metric} was not'
-                f" measured{did_you_mean(metric, out[name].values)}"
-            )
+        _check_headline(task, out[name])
     return out
+
+
+def _settings(
+    guidance: float | str, baseline: float | str | None
+) -> list[tuple[str, str, float | str]]:
+    """(name, view of the policy, guidance) of each row of a record."""
+    guided = baseline is not None and baseline != guidance
+    return [
+        ("base", "reference", guidance),
+        *([("base, guided", "reference", baseline)] if guided else []),
+        ("tuned", "default", guidance),
+    ]
+
+
+def _check_headline(task: Task, measured: Measured) -> None:
+    if (metric := task.suite.headline) not in measured.values:
+        raise ValueError(
+            f'suite "{task.name}": metric={metric} was not'
+            f" measured{did_you_mean(metric, measured.values)}"
+        )

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from flowrl.evaluation.suites import statistics
 from flowrl.evaluation.suites.measure import DIMENSION, Measured
-from flowrl.evaluation.suites.statistics import Cells, Design, Rule
+from flowrl.evaluation.suites.scores import (
+    Cells,
+    Design,
+    Rule,
+    best_of,
+    cells,
+    common,
+    design,
+    difference,
+    score,
+)
 from flowrl.evaluation.suites.suite import BY_QUESTION, Task
 
 Values = dict[str, np.ndarray]  # reading -> (P, n)
@@ -18,8 +28,10 @@ Values = dict[str, np.ndarray]  # reading -> (P, n)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A reading's sums: overall with its rule, and by category (None: there are none); details:
-    below categories, as "a - b" below "a"."""
+    """A reading's sums: overall with its rule, and by category (None: there are none).
+
+    details: below categories, as "a - b" below "a".
+    """
 
     overall: Cells
     rule: Rule
@@ -29,100 +41,93 @@ class Split:
 
 
 def summary(task: Task, measured: dict[str, Measured], most: int) -> dict[str, Any]:
-    """{"rows", "paired": other row -> reading -> difference of "tuned" to it, overall and by
-    category}."""
-    chosen = statistics.design(
-        [p["prompt"] for p in task.prompts], task.categories or [""] * len(task.prompts)
-    )
-    values: dict[str, Values] = {
-        name: {k: v.double().numpy() for k, v in own.values.items()}
-        for name, own in measured.items()
-    }
-    readings = _distinct(values, task.suite.headline)
-    readings.sort(
-        key=lambda name: (
-            name != task.suite.headline,
-            name.partition("/")[0] not in task.suite.rewards,
-        )
-    )
+    """{"rows", "paired"}; paired: other row -> differences of "tuned" to it."""
+    strata = task.categories or [""] * len(task.prompts)
+    chosen = design([p["prompt"] for p in task.prompts], strata)
+    values = {name: _arrays(own.values) for name, own in measured.items()}
+    readings = _readings(values, task)
     rows = [
         _row(task, chosen, name, values[name], own, readings, most)
         for name, own in measured.items()
     ]
-    paired = {
-        name: _paired(task, chosen, values[name], values["tuned"], readings)
-        for name in measured
-        if name != "tuned"
-    }
-    for name, differences in paired.items():
-        first, second = (
-            {k: d.double().numpy()[:, None] for k, d in measured[row].diversity.items()}
-            for row in (name, "tuned")
-        )
-        differences["diversity"] = {
-            kind: _difference(first[kind], second[kind], chosen) for kind in second
+    paired = {}
+    for name in (name for name in measured if name != "tuned"):
+        paired[name] = _paired(task, chosen, values[name], values["tuned"], readings)
+        before, after = measured[name].diversity, measured["tuned"].diversity
+        paired[name]["diversity"] = {
+            kind: _difference(_column(before[kind]), _column(after[kind]), chosen) for kind in after
         }
     return {"rows": rows, "paired": paired}
 
 
-def _distinct(values: dict[str, Values], headline: str) -> list[str]:
-    """Readings, the headline first; without a reward's part that is its score."""
+def _arrays(values: Mapping[str, Tensor]) -> Values:
+    return {name: value.double().numpy() for name, value in values.items()}
+
+
+def _column(value: Tensor) -> np.ndarray:
+    """(P,) -> (P, 1): one value a prompt."""
+    return value.double().numpy()[:, None]
+
+
+def _readings(values: dict[str, Values], task: Task) -> list[str]:
+    """Readings to report: the headline, the other ones of the suite's rewards, then those held out.
+
+    Without the dimensions of a checklist, and without a reward's part that is its score.
+    """
+    headline = task.suite.headline
 
     def repeats(name: str) -> bool:
         label, _, part = name.partition("/")
-        return (
-            bool(part)
-            and name != headline
-            and all(np.array_equal(v[name], v[label], equal_nan=True) for v in values.values())
+        return bool(part) and all(
+            np.array_equal(v[name], v[label], equal_nan=True) for v in values.values()
         )
 
-    return [
-        headline,
-        *(
-            name
-            for name in values["tuned"]
-            if name != headline and DIMENSION not in name and not repeats(name)
-        ),
-    ]
+    others = [name for name in values["tuned"] if name != headline and DIMENSION not in name]
+    kept = [name for name in others if not repeats(name)]
+    kept.sort(key=lambda name: name.partition("/")[0] not in task.suite.rewards)
+    return [headline, *kept]
 
 
 def split(task: Task, chosen: Design, reading: str, values: Values) -> Split:
-    """How a reading is summed up: the suite's own rewards by the suite's rule, all others by the
-    mean over images."""
-    suite, label = task.suite, reading.partition("/")[0]
-    own = label in suite.rewards
-    rule: Rule = suite.aggregate if own else "mean"
-    whole, scale = statistics.cells({"": values[reading]}, chosen), suite.scale if own else 1.0
-    if suite.category == BY_QUESTION:
-        begin = f"{label}/{DIMENSION}"
-        columns = {
-            name.removeprefix(begin): value
-            for name, value in values.items()
-            if name.startswith(begin)
-        }
-        if reading != label or not columns:
-            return Split(overall=whole, rule="mean", scale=scale)
-        asked = {
-            name: np.array(
-                [sum(q["dimension"] == name for q in p["checklist"]) for p in task.prompts], float
-            )
-            for name in columns
-        }
-        details = statistics.cells(columns, chosen, asked)
-        categories = details.merged(lambda name: name.partition("-")[0].strip())
-        overall = categories if rule == "category_mean" else whole
-        return Split(
-            overall=overall, rule=rule, scale=scale, categories=categories, details=details
-        )
+    """How a reading is summed up: the suite's rewards by its rule, others by the mean of images."""
+    own = reading.partition("/")[0] in task.suite.rewards
+    rule: Rule = task.suite.aggregate if own else "mean"
+    scale = task.suite.scale if own else 1.0
+    if task.suite.category == BY_QUESTION:
+        return _by_question(task, chosen, reading, values, rule, scale)
     if task.categories is None:
+        whole = cells({"": values[reading]}, chosen)
         return Split(overall=whole, rule="mean", scale=scale)
     member = np.array(task.categories)
     columns = {
         name: np.where((member == name)[:, None], values[reading], np.nan)
         for name in dict.fromkeys(task.categories)
     }
-    categories = statistics.cells(columns, chosen)
+    categories = cells(columns, chosen)
     return Split(overall=categories, rule=rule, scale=scale, categories=categories)
+
+
+def _by_question(
+    task: Task, chosen: Design, reading: str, values: Values, rule: Rule, scale: float
+) -> Split:
+    """A checklist's score by the dimensions of its questions."""
+    whole = cells({"": values[reading]}, chosen)
+    begin = f"{reading}/{DIMENSION}"
+    columns = {
+        name.removeprefix(begin): value for name, value in values.items() if name.startswith(begin)
+    }
+    if not columns:
+        return Split(overall=whole, rule="mean", scale=scale)
+    details = cells(columns, chosen, {name: _asked(task, name) for name in columns})
+    categories = details.merged(lambda name: name.partition("-")[0].strip())
+    overall = categories if rule == "category_mean" else whole
+    return Split(overall=overall, rule=rule, scale=scale, categories=categories, details=details)
+
+
+def _asked(task: Task, dimension: str) -> np.ndarray:
+    """How many questions of each prompt (P,) are about a dimension."""
+    asked = [[q["dimension"] for q in prompt["checklist"]] for prompt in task.prompts]
+    return np.array([dimensions.count(dimension) for dimensions in asked], float)
 
 
 def _row(
@@ -134,109 +139,96 @@ def _row(
     readings: list[str],
     most: int,
 ) -> dict[str, Any]:
-    splits = {reading: split(task, chosen, reading, values) for reading in readings}
-    tables = {
-        level: {
-            reading: {
-                part: statistics.score(table.only(part), chosen, scale=s.scale)
-                for part in table.names
-            }
-            for reading, s in splits.items()
-            if (table := getattr(s, level)) is not None
-        }
-        for level in ("categories", "details")
-    }
+    """What a record says of one setting."""
+    missing = {reading: int(np.isnan(values[reading]).sum()) for reading in readings}
+    diversity = {kind: cells({"": _column(d)}, chosen) for kind, d in own.diversity.items()}
     return {
         "name": name,
         "images": len(task.prompts) * task.suite.images,
         "nfe": own.nfe,
-        "scores": {
-            reading: statistics.score(s.overall, chosen, s.rule, s.scale)
-            for reading, s in splits.items()
-        },
-        **tables,
-        "invalid": {
-            reading: n for reading in readings if (n := int(np.isnan(values[reading]).sum()))
-        },
-        "diversity": {
-            kind: statistics.score(
-                statistics.cells({"": d.double().numpy()[:, None]}, chosen), chosen
-            )
-            for kind, d in own.diversity.items()
-        },
+        **_scores({reading: split(task, chosen, reading, values) for reading in readings}, chosen),
+        "invalid": {reading: count for reading, count in missing.items() if count},
+        "diversity": {kind: score(distances, chosen) for kind, distances in diversity.items()},
         "best_of": _curve(task, chosen, values, most),
         "answers": own.answers,
-        "values": {
-            reading: [[_rounded(v) for v in images] for images in rows.tolist()]
-            for reading, rows in values.items()
-        },
+        "values": {reading: _rounded(rows) for reading, rows in values.items()},
     }
+
+
+def _scores(splits: dict[str, Split], chosen: Design) -> dict[str, Any]:
+    """Scores of each reading: overall, by category, and below categories."""
+
+    def by_part(table: Cells, scale: float) -> dict[str, Any]:
+        return {part: score(table.only(part), chosen, scale=scale) for part in table.names}
+
+    out: dict[str, Any] = {"scores": {}, "categories": {}, "details": {}}
+    for reading, s in splits.items():
+        out["scores"][reading] = score(s.overall, chosen, s.rule, s.scale)
+        for level, table in (("categories", s.categories), ("details", s.details)):
+            if table is not None:
+                out[level][reading] = by_part(table, s.scale)
+    return out
 
 
 def _curve(task: Task, chosen: Design, values: Values, most: int) -> list[dict[str, Any]]:
-    """The suite's score of the best of N images by the headline, N = 1..most, summed up as the
-    headline is."""
+    """The suite's score of the best of N images by the headline, N = 1..most.
+
+    Summed up as the headline is.
+    """
     headline = task.suite.headline
-    read = {
-        name: value
-        for name, value in values.items()
-        if name == headline or name.startswith(f"{headline}/{DIMENSION}")
-    }
-    best = statistics.best_of(values[headline], most, read)
-    splits = [
-        split(task, chosen, headline, {name: curve[:, n : n + 1] for name, curve in best.items()})
-        for n in range(most)
-    ]
-    return [statistics.score(s.overall, chosen, s.rule, s.scale) for s in splits]
+    begin = f"{headline}/{DIMENSION}"
+    read = {name: v for name, v in values.items() if name == headline or name.startswith(begin)}
+    best = best_of(values[headline], most, read)
+    curve = []
+    for n in range(most):
+        of_n = {name: column[:, n : n + 1] for name, column in best.items()}
+        s = split(task, chosen, headline, of_n)
+        curve.append(score(s.overall, chosen, s.rule, s.scale))
+    return curve
 
 
 def _paired(
     task: Task, chosen: Design, before: Values, after: Values, readings: list[str]
 ) -> dict[str, Any]:
-    both = {name: statistics.common(before[name], after[name]) for name in after if name in before}
+    """after - before of each reading, overall and by category, over images that both have."""
+    both = {name: common(before[name], after[name]) for name in after if name in before}
     first, second = ({name: pair[i] for name, pair in both.items()} for i in (0, 1))
     out: dict[str, Any] = {"scores": {}, "categories": {}}
     for reading in readings:
         a, b = split(task, chosen, reading, first), split(task, chosen, reading, second)
-        out["scores"][reading] = statistics.difference(
-            a.overall, b.overall, chosen, a.rule, a.scale
-        )
-        if a.categories is not None and b.categories is not None:
+        out["scores"][reading] = difference(a.overall, b.overall, chosen, a.rule, a.scale)
+        if (old := a.categories) is not None and (new := b.categories) is not None:
             out["categories"][reading] = {
-                part: statistics.difference(
-                    a.categories.only(part), b.categories.only(part), chosen, scale=a.scale
-                )
-                for part in a.categories.names
+                part: difference(old.only(part), new.only(part), chosen, scale=a.scale)
+                for part in old.names
             }
     return out
 
 
 def _difference(before: np.ndarray, after: np.ndarray, chosen: Design) -> dict[str, Any] | None:
-    a, b = (statistics.cells({"": own}, chosen) for own in statistics.common(before, after))
-    return statistics.difference(a, b, chosen)
+    a, b = (cells({"": own}, chosen) for own in common(before, after))
+    return difference(a, b, chosen)
 
 
-def _rounded(value: float) -> float | None:
-    return round(value, 6) if np.isfinite(value) else None
+def _rounded(rows: np.ndarray) -> list[list[float | None]]:
+    """Numbers as JSON keeps them; None where a value is missing."""
+    return [[round(v, 6) if np.isfinite(v) else None for v in images] for images in rows.tolist()]
 
 
 def matrix(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Side effects: a row a run (what was trained), a column a reading (what was measured), entries
-    tuned minus base with intervals."""
+    """Side effects of training: the change of every reading (columns) in every run (rows).
+
+    Entries are tuned minus base with intervals.
+    """
     first = records[0]
     shown = [
         name
         for name in first["paired"]["base"]["scores"]
         if "/" not in name or name == first["suite"]["metric"]
     ]
-    return {
-        "columns": shown,
-        "rows": [
-            {
-                "run": r["run"],
-                "trained": r["trained"],
-                "entries": [r["paired"]["base"]["scores"].get(c) for c in shown],
-            }
-            for r in records
-        ],
-    }
+    rows = []
+    for record in records:
+        changes = record["paired"]["base"]["scores"]
+        entries = [changes.get(column) for column in shown]
+        rows.append({"run": record["run"], "trained": record["trained"], "entries": entries})
+    return {"columns": shown, "rows": rows}

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.data import prompts as data
-from flowrl.evaluation.suites import statistics, summary
+from flowrl.data.prompts import load_prompts
+from flowrl.evaluation.suites import scores
 from flowrl.evaluation.suites import suite as suites
+from flowrl.evaluation.suites.contamination import contamination, near_duplicates
 from flowrl.evaluation.suites.measure import Measured
+from flowrl.evaluation.suites.summary import summary
 from flowrl.rewards import load_set
 from flowrl.runtime.statistics import mean_interval
 
@@ -41,15 +43,12 @@ def test_geneval_is_the_mean_of_task_accuracies_and_not_of_images():
     right = [[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
     chosen = task(prompts, category="tag", aggregate="category_mean", held_out={"sharpness": {}})
     base = measured(jpeg=(torch.tensor(right) * 0).tolist(), sharpness=right)
-    out = summary.summary(chosen, {"base": base, "tuned": measured(jpeg=right, sharpness=right)}, 2)
+    out = summary(chosen, {"base": base, "tuned": measured(jpeg=right, sharpness=right)}, 2)
     tuned = out["rows"][-1]
-    assert tuned["scores"]["jpeg"]["mean"] == pytest.approx(7 / 12) and tuned["scores"][
-        "sharpness"
-    ]["mean"] == pytest.approx(3 / 8)
-    assert (
-        tuned["categories"]["jpeg"]["counting"]["mean"] == pytest.approx(1 / 6)
-        and tuned["categories"]["jpeg"]["counting"]["n"] == 6
-    )
+    assert tuned["scores"]["jpeg"]["mean"] == pytest.approx(7 / 12)
+    assert tuned["scores"]["sharpness"]["mean"] == pytest.approx(3 / 8)
+    assert tuned["categories"]["jpeg"]["counting"]["mean"] == pytest.approx(1 / 6)
+    assert tuned["categories"]["jpeg"]["counting"]["n"] == 6
     assert tuned["categories"]["jpeg"]["colors"] == {
         "mean": 1.0,
         "ci": None,
@@ -63,7 +62,7 @@ def test_geneval_is_the_mean_of_task_accuracies_and_not_of_images():
 def test_a_failed_image_is_left_out_of_both_sides_and_counted():
     nan = float("nan")
     prompts = [{"prompt": "a"}, {"prompt": "b"}]
-    out = summary.summary(
+    out = summary(
         task(prompts),
         {
             "base": measured(jpeg=[[0.0, 4.0], [2.0, 2.0]]),
@@ -71,13 +70,10 @@ def test_a_failed_image_is_left_out_of_both_sides_and_counted():
         },
         1,
     )
-    assert out["rows"][-1]["invalid"] == {"jpeg": 1} and out["rows"][-1]["scores"]["jpeg"][
-        "mean"
-    ] == pytest.approx(7 / 3)
-    assert (
-        out["paired"]["base"]["scores"]["jpeg"]["difference"] == pytest.approx(1.0)
-        and out["paired"]["base"]["scores"]["jpeg"]["n"] == 3
-    )
+    assert out["rows"][-1]["invalid"] == {"jpeg": 1}
+    assert out["rows"][-1]["scores"]["jpeg"]["mean"] == pytest.approx(7 / 3)
+    assert out["paired"]["base"]["scores"]["jpeg"]["difference"] == pytest.approx(1.0)
+    assert out["paired"]["base"]["scores"]["jpeg"]["n"] == 3
     json.dumps(out, allow_nan=False)
 
 
@@ -110,17 +106,14 @@ def test_unigenbench_pools_test_points_by_dimension_and_averages_dimensions():
         "Attribute - Shape": [[nan, nan], [1.0, 1.0]],
     }
     own = measured(c=[[0.4, 0.6], [1.0, 1.0]], **{begin + name: v for name, v in values.items()})
-    (row,) = summary.summary(chosen, {"tuned": own}, 2)["rows"]
+    (row,) = summary(chosen, {"tuned": own}, 2)["rows"]
     assert [entry["mean"] for entry in row["best_of"]] == pytest.approx(
         [100 * (5 / 6 + 1 / 2) / 2, 50.0]
     )
-    assert row["scores"]["c"]["mean"] == pytest.approx(100 * (5 / 6 + 1 / 2) / 2) and list(
-        row["scores"]
-    ) == ["c"]
-    assert (
-        row["categories"]["c"]["Attribute"]["mean"] == pytest.approx(500 / 6)
-        and row["categories"]["c"]["Attribute"]["n"] == 6
-    )
+    assert row["scores"]["c"]["mean"] == pytest.approx(100 * (5 / 6 + 1 / 2) / 2)
+    assert list(row["scores"]) == ["c"]
+    assert row["categories"]["c"]["Attribute"]["mean"] == pytest.approx(500 / 6)
+    assert row["categories"]["c"]["Attribute"]["n"] == 6
     assert row["details"]["c"]["Attribute - Color"]["mean"] == pytest.approx(50.0)
 
 
@@ -138,7 +131,7 @@ def test_dpg_is_100_times_the_mean_score_while_its_categories_count_answers():
             "c__dimension__relation - spatial": [[1.0], [1.0]],
         },
     )
-    (row,) = summary.summary(chosen, {"tuned": own}, 1)["rows"]
+    (row,) = summary(chosen, {"tuned": own}, 1)["rows"]
     assert row["scores"]["c"]["mean"] == 50.0 and row["best_of"][0]["mean"] == 50.0
     assert {name: s["mean"] for name, s in row["categories"]["c"].items()} == {
         "entity": 50.0,
@@ -146,14 +139,14 @@ def test_dpg_is_100_times_the_mean_score_while_its_categories_count_answers():
     }
 
 
-def test_intervals_resample_prompts_as_flowrl_stats_does():
+def test_intervals_of_suites_and_of_means_resample_prompts_alike():
     rng = np.random.default_rng(0)
     values = rng.normal(size=(60, 1)) + 0.1 * rng.normal(
         size=(60, 8)
     )  # images of a prompt are alike
     texts = [f"p{i // 2}" for i in range(60)]  # every prompt is there twice
-    chosen = statistics.design(texts, [""] * 60)
-    got = statistics.score(statistics.cells({"": values}, chosen), chosen)
+    chosen = scores.design(texts, [""] * 60)
+    got = scores.score(scores.cells({"": values}, chosen), chosen)
     want = mean_interval(values.ravel(), groups=np.repeat([int(t[1:]) for t in texts], 8))
     assert got["mean"] == pytest.approx(want.mean) and got["n"] == 480 and got["prompts"] == 30
     assert got["ci"] == pytest.approx(list(want.ci), abs=0.03)
@@ -162,24 +155,23 @@ def test_intervals_resample_prompts_as_flowrl_stats_does():
 
 
 def test_tasks_keep_their_sizes_in_every_resample_and_single_prompts_are_drawn_together():
-    chosen = statistics.design(["a", "b", "c", "a", "d", "e"], ["x", "x", "x", "x", "y", "z"])
+    chosen = scores.design(["a", "b", "c", "a", "d", "e"], ["x", "x", "x", "x", "y", "z"])
     assert chosen.cluster.tolist() == [0, 1, 2, 0, 3, 4]
-    assert (chosen.weights[:, :3].sum(1) == 3).all() and (chosen.weights[:, 3:].sum(1) == 2).all()
-    assert set(np.unique(chosen.weights[:, 3])) == {0, 1, 2} and chosen.weights[
-        :, 0
-    ].mean() == pytest.approx(1, abs=0.1)
+    weights = chosen.resample(np.eye(5))  # how often each resample drew each cluster
+    assert (weights[:, :3].sum(1) == 3).all() and (weights[:, 3:].sum(1) == 2).all()
+    assert set(np.unique(weights[:, 3])) == {0, 1, 2}
+    assert weights[:, 0].mean() == pytest.approx(1, abs=0.1)
 
 
 def test_a_paired_interval_is_narrower_than_the_values_it_compares():
     before = np.random.default_rng(0).normal(size=(40, 4))
     after = before + 0.1 + 0.01 * np.random.default_rng(1).normal(size=(40, 4))
-    chosen = statistics.design([str(i) for i in range(40)], [str(i % 2) for i in range(40)])
-    a, b = (statistics.cells({"": v}, chosen) for v in (before, after))
-    got = statistics.difference(a, b, chosen, scale=100)
-    assert 9 < got["ci"][0] < got["difference"] < got["ci"][1] < 11 and got["p"] == pytest.approx(
-        2 / 2001
-    )
-    assert statistics.difference(a, a, chosen) == {
+    chosen = scores.design([str(i) for i in range(40)], [str(i % 2) for i in range(40)])
+    a, b = (scores.cells({"": v}, chosen) for v in (before, after))
+    got = scores.difference(a, b, chosen, scale=100)
+    assert 9 < got["ci"][0] < got["difference"] < got["ci"][1] < 11
+    assert got["p"] == pytest.approx(2 / 2001)
+    assert scores.difference(a, a, chosen) == {
         "difference": 0.0,
         "ci": [0.0, 0.0],
         "p": 1.0,
@@ -191,7 +183,7 @@ def test_a_paired_interval_is_narrower_than_the_values_it_compares():
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
 def test_best_of_n_is_the_mean_maximum_over_all_subsets_and_never_falls(n):
     values = np.random.default_rng(n).integers(0, 4, (3, n)).astype(float)  # with ties
-    got = statistics.best_of(values, n, {"own": values})["own"]
+    got = scores.best_of(values, n, {"own": values})["own"]
     want = [
         [np.mean([max(c) for c in combinations(row, size)]) for size in range(1, n + 1)]
         for row in values
@@ -204,7 +196,7 @@ def test_best_of_n_is_the_mean_maximum_over_all_subsets_and_never_falls(n):
 
 def test_best_of_n_is_unbiased_and_leaves_out_prompts_with_too_few_images():
     def best_of(values, most):
-        return statistics.best_of(values, most, {"own": values})["own"]
+        return scores.best_of(values, most, {"own": values})["own"]
 
     draws = np.random.default_rng(0).uniform(size=(20_000, 6))
     np.testing.assert_allclose(
@@ -225,7 +217,7 @@ def test_what_is_read_of_the_best_image_is_that_of_the_image_and_of_equal_ones_t
             "unasked": np.full((1, 3), np.nan),
         },
     )
-    got = statistics.best_of(values, 3, read)
+    got = scores.best_of(values, 3, read)
     np.testing.assert_allclose(got["other"], [[5.0, 6.0, 6.0]])
     assert np.isnan(got["unasked"]).all()
 
@@ -238,7 +230,7 @@ def test_best_of_one_is_the_headline_whatever_the_rule():
         for text, tag in (("a", "counting"), ("b", "counting"), ("c", "counting"), ("d", "colors"))
     ]
     right = measured(jpeg=[[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
-    out = summary.summary(
+    out = summary(
         task(prompts, category="tag", aggregate="category_mean", scale=100), {"tuned": right}, 2
     )["rows"][0]
     assert out["scores"]["jpeg"]["mean"] == out["best_of"][0]["mean"] == pytest.approx(100 * 7 / 12)
@@ -259,7 +251,7 @@ def test_contamination_counts_copies_near_copies_and_shared_8_grams():
         "a blue square",
         "A blue square.",
     ]
-    got = statistics.contamination(train, suite)
+    got = contamination(train, suite)
     assert {k: got[k] for k in ("training", "suite", "exact", "near", "shared_8_grams")} == {
         "training": 3,
         "suite": 4,
@@ -272,10 +264,7 @@ def test_contamination_counts_copies_near_copies_and_shared_8_grams():
         ["near", suite[1]],
         ["shared_8_grams", suite[2]],
     ]
-    assert (
-        statistics.contamination(train, ["one two three four five six seven"])["shared_8_grams"]
-        == 0
-    )
+    assert contamination(train, ["one two three four five six seven"])["shared_8_grams"] == 0
 
 
 def test_near_duplicates_are_those_of_all_pairs():
@@ -283,12 +272,12 @@ def test_near_duplicates_are_those_of_all_pairs():
     sets = [{str(w) for w in rng.integers(0, 14, rng.integers(1, 12))} for _ in range(160)]
     train, suite = sets[:80], sets[80:]
     want = [any(5 * len(a & b) >= 4 * len(a | b) for b in train) for a in suite]
-    assert statistics.near_duplicates(train, suite) == want and 5 < sum(want) < 75
+    assert near_duplicates(train, suite) == want and 5 < sum(want) < 75
 
 
 def test_held_out_prompts_of_the_shapes_world_are_not_trained_on():
-    found = statistics.contamination(
-        (p["prompt"] for p in data.load_prompts("shapes:train")),
-        (p["prompt"] for p in data.load_prompts("shapes:eval")),
+    found = contamination(
+        (p["prompt"] for p in load_prompts("shapes:train")),
+        (p["prompt"] for p in load_prompts("shapes:eval")),
     )
     assert found["exact"] == 0 and found["suite"] > 50
