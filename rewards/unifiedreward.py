@@ -1,18 +1,20 @@
-"""UnifiedReward (CodeGoat24, arXiv:2503.05236, 2505.03318): judges that score a picture or video,
-or say which of two is better.
+"""UnifiedReward (CodeGoat24, arXiv:2503.05236, 2505.03318).
 
-The checkpoints are served by vLLM or sglang; `variant` names the model generation and the question
-it was trained on. Prompt texts belong to the models: give each as a text file, with {prompt} where
-the caption goes (docs/rewards/judges.md says where they are found).
+Judges that score a picture or video, or say which of two is better. The checkpoints are served by
+vLLM or sglang; `variant` names the model generation and the question it was trained on. Prompt
+texts belong to the models: give each as a text file, with {prompt} where the caption goes
+(docs/rewards/judges.md says where they are found).
 
 References: flow_grpo ac4c86e (flow_grpo/rewards.py: point_v15), MixGRPO e5cdd6a (unified_reward.py:
 mix_score, mix_semantic), Pref-GRPO 3e787f6 (fastvideo/rewards: point_v2, think, flex, edit_*),
 UnifiedReward ff6f520 (the other pairs and videos). MixGRPO's two texts are told apart by what they
 ask for: QUESTION_TEMPLATE_SCORE has 804 characters (sha256 b691b5ff...), QUESTION_TEMPLATE_SEMANTIC
-1,350 (776575c9...); lists that give them the other way round have them swapped. Departures:
+1,350 (776575c9...); lists that give them the other way round have them swapped.
+
+Departures:
 * A reply that cannot be read is NaN. The references score it 0, give it the batch's mean (point_v2)
   or count it as a tie (pairs).
-* Pictures are sent as PNG; only flow_grpo does so, the others send JPEG of quality 95.
+* Pictures are sent as PNG, as only flow_grpo does; the others send JPEG of quality 95.
 * A pair is judged by its own reply: flex weighs overall and mean category outcome of each pair,
   which is the reference's formula wherever the replies of a group name the same categories.
 """
@@ -30,10 +32,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowrl.rewards.core import source as core_source
-from flowrl.rewards.judge import client, replies
+from flowrl.rewards.core.source import Settings as SourceSettings
+from flowrl.rewards.core.source import Sourced
+from flowrl.rewards.judge import replies
 from flowrl.rewards.judge.client import Failed, text
-from flowrl.rewards.judge.completion import Reply
+from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.reward import (
     JudgeReward,
     Scores,
@@ -55,10 +58,13 @@ VIDEO_AXES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """range: of the score. pair: asked about two. source: shown the picture before editing first.
-    frames: of a video, by default."""
+    """A model generation and the question it was trained on.
+
+    range: of the score. pair: asked about two. source: shown the picture before editing first.
+    frames: how many of a video are shown by default.
+    """
 
     scale: str
     range: tuple[float, float] = (0.0, 1.0)
@@ -129,7 +135,7 @@ VARIANTS = {
 }
 
 
-class Settings(core_source.Settings, client.Settings):
+class Settings(SourceSettings, JudgeSettings):
     model: str = pydantic.Field("UnifiedReward", description="The model's name on that server.")
     variant: Literal[
         "point_v15",
@@ -185,9 +191,8 @@ class Settings(core_source.Settings, client.Settings):
 Read = Callable[[str, Settings], Scores]
 
 
-class UnifiedReward(core_source.Sourced, JudgeReward):
-    """Scores of the point variants; the pair variants have `compare` instead, for win_rate and
-    rank."""
+class UnifiedReward(Sourced, JudgeReward):
+    """Scores of the point variants; pair variants have `compare` instead, for win_rate and rank."""
 
     Settings = Settings
     name = "unifiedreward"
@@ -219,22 +224,20 @@ class UnifiedReward(core_source.Sourced, JudgeReward):
                 f"unifiedreward with variant={self.settings.variant} says which of two is better"
                 " and scores none alone; make it the judge of win_rate, or choose a point variant"
             )
-        return self._asked([media], prompts, context, READERS[self.settings.variant])
+        return self._asked([media], prompts, context)
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
         """The single scores of a reply: axes, or the two of an edit."""
-        return (
-            {}
-            if self.variant.pair or self.settings.variant in ("point_v15", "mix_score")
-            else self.parts_of(media, prompts, context)
-        )
+        if self.variant.pair or self.settings.variant in ("point_v15", "mix_score"):
+            return {}
+        return self.parts_of(media, prompts, context)
 
     def read_reply(self, reply: str) -> float:
         """The score that a reply of this text gives; NaN where it gives none."""
         try:
-            return READERS[self.settings.variant](reply, self.settings)["score"]
+            return self._read(reply)["score"]
         except replies.Unreadable:
             return math.nan
 
@@ -245,45 +248,41 @@ class UnifiedReward(core_source.Sourced, JudgeReward):
         prompts: list[str],
         context: MediaContext | None = None,
     ) -> Tensor:
-        """(n, 3, H, W) or (n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5,
-        0 or between; NaN where it failed."""
+        """(n, 3, H, W) or (n, F, 3, H, W) twice -> (n,) fp32 probability that a is better.
+
+        1, 0.5, 0 or between; NaN where it failed.
+        """
         with torch.no_grad():
-            return self.scores(
-                self._asked([media_a, media_b], prompts, context, READERS[self.settings.variant]),
-                media_a,
-            )
+            return self.scores(self._asked([media_a, media_b], prompts, context), media_a)
 
     def _asked(
-        self, shown: list[Tensor], prompts: list[str], context: MediaContext | None, read: Read
+        self, shown: list[Tensor], prompts: list[str], context: MediaContext | None
     ) -> list[Scores | Failed]:
-        """One question a sample: the source if the variant wants it, then the pictures of each of
-        `shown`, then the text."""
+        """One question a sample: the source if the variant wants it, the pictures, the text.
+
+        shown: what is judged, one or two of (n, 3, H, W) or (n, F, 3, H, W).
+        """
         before = [self.sources(shown[0], context)] if self.variant.source else []
         questions = []
         for row, prompt in enumerate(prompts):
             pictures = [part for media in before + shown for part in self._seen(media[row])]
             questions.append([user(*pictures, text(filled(self.template, prompt)))])
-        settings = self.settings
+        return self.judge.ask_all(questions, lambda reply: self._read(reply.text))
 
-        def reader(reply: Reply) -> Scores:
-            return read(reply.text, settings)
-
-        return self.judge.ask_all(questions, reader)
+    def _read(self, reply: str) -> Scores:
+        return READERS[self.settings.variant](reply, self.settings)
 
     def _seen(self, media: Tensor) -> list[dict[str, Any]]:
         """One sample's pictures: the image, or evenly spaced frames."""
         if media.ndim == 3:
             return self.pictures(media)
-        return self.pictures(
-            media,
-            spaced(len(media), self.settings.frames or self.variant.frames, ends=self.variant.ends),
-        )
+        count = self.settings.frames or self.variant.frames
+        return self.pictures(media, spaced(len(media), count, ends=self.variant.ends))
 
     def adapted(self, image: Image.Image) -> Image.Image:
         side = self.variant.stretch
-        return (
-            image if side is None else image.resize((side, side))
-        )  # PIL's own filter, bicubic, as the reference does
+        # by PIL's default filter, bicubic, as the reference does
+        return image if side is None else image.resize((side, side))
 
 
 # --- how replies read
@@ -301,16 +300,14 @@ def _axes(reply: str, settings: Settings) -> Scores:
 
 
 def _video(reply: str, settings: Settings) -> Scores:
-    dims = {
-        name.replace(" ", "_"): value
-        for name, value in replies.labelled_scores(reply, VIDEO_AXES, 1, 4).items()
-    }
-    return {"score": replies.final_score(reply, 1, 10), **dims}
+    found = replies.labelled_scores(reply, VIDEO_AXES, 1, 4)
+    axes = {name.replace(" ", "_"): value for name, value in found.items()}
+    return {"score": replies.final_score(reply, 1, 10), **axes}
 
 
 def _edit(reply: str, settings: Settings, *, names: tuple[str, str]) -> Scores:
-    pair = replies.edit_scores(reply)
-    mean = sum(w * x for w, x in zip(settings.weights, pair, strict=True)) / sum(settings.weights)
+    pair, weights = replies.edit_scores(reply), settings.weights
+    mean = sum(w * x for w, x in zip(weights, pair, strict=True)) / sum(weights)
     return {"score": mean, **dict(zip(names, pair, strict=True))}
 
 
@@ -320,17 +317,17 @@ def _pair_axes(reply: str, settings: Settings) -> Scores:
 
 
 def _flex(reply: str, settings: Settings) -> Scores:
-    """(w_o overall + w_d mean category) / (w_o + w_d); without a readable category, the overall
-    winner alone."""
+    """(w_o overall + w_d mean category) / (w_o + w_d).
+
+    Without a readable category, the overall winner alone.
+    """
     found = replies.flex(reply)
     categories = [p for name, p in found.items() if name != "overall" and p is not None]
     overall, (w_o, w_d) = found["overall"], settings.weights
     assert overall is not None
-    score = (
-        (w_o * overall + w_d * sum(categories) / len(categories)) / (w_o + w_d)
-        if categories
-        else overall
-    )
+    if not categories:
+        return {"score": overall, "overall": overall}
+    score = (w_o * overall + w_d * sum(categories) / len(categories)) / (w_o + w_d)
     return {"score": score, "overall": overall}
 
 

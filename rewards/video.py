@@ -1,9 +1,8 @@
-"""Any image reward as a video reward: frames are sampled, each is scored as a picture, and the
-scores become one.
+"""Any image reward as a video reward: frames are scored as pictures, and the scores become one.
 
-As the video rewards of Flow-Factory (mean over frames) and the judges' frame sampling (Pref-GRPO,
-VideoAlign: a count, or 2 a second, evenly spread with the first and the last). A mean hides one
-broken frame; `min` and `softmin` do not.
+After the video rewards of Flow-Factory (mean over frames) and the judges' frame sampling
+(Pref-GRPO, VideoAlign: a count, or 2 a second, evenly spread with the first and the last). A mean
+hides one broken frame; `min` and `softmin` do not.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ from flowrl.rewards.core.score import take
 from flowrl.rewards.core.wrap import Around, load_inner
 from flowrl.types import MediaContext
 
-WHOLE = (
-    "reference",
-)  # rewards that read a video as a whole, beside a ground truth of as many frames
+WHOLE = ("reference",)  # rewards that compare a whole video with one of as many frames
 Pool = Literal["mean", "min", "softmin", "max", "first", "last"]
 
 
@@ -67,8 +64,10 @@ class Settings(Base):
 
 
 class Video(Around):
-    """An image reward over some frames of a video, on the image reward's own scale; of an image,
-    that reward itself."""
+    """An image reward over some frames of a video, on the image reward's own scale.
+
+    Of an image, that reward itself.
+    """
 
     Settings = Settings
     name = "video"
@@ -76,9 +75,8 @@ class Video(Around):
 
     def __init__(self, settings: Any = None):
         s = self.Settings() if settings is None else settings
-        super().__init__(
-            s, load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward")
-        )
+        inner = load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward")
+        super().__init__(s, inner)
         what = getattr(self.inner, "name", type(self.inner).__name__)
         whole = what in WHOLE or self.needs & {"group", "actions", "reference"}
         if whole or not callable(self.inner) or self.inner.video == "only":
@@ -119,26 +117,23 @@ class Video(Around):
         if s.pool in ("first", "last"):
             return [0 if s.pool == "first" else count - 1]
         wanted = s.frames if s.fps is None else max(1, round(count / s.video_fps * s.fps))
-        return (
-            torch.linspace(0, count - 1, min(wanted, count), dtype=torch.float64)
-            .round()
-            .long()
-            .tolist()
-        )
+        places = torch.linspace(0, count - 1, min(wanted, count), dtype=torch.float64)
+        return places.round().long().tolist()
 
     def _pictures(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
     ) -> tuple[Tensor, list[str], MediaContext | None]:
-        """(B, F, 3, H, W) -> the chosen frames (B * n, 3, H, W), frames of a sample next to each
-        other, with their prompts and columns."""
+        """(B, F, 3, H, W) -> the chosen frames (B * n, 3, H, W), with their prompts and columns.
+
+        Frames of a sample are next to each other.
+        """
         places = self.chosen(media.shape[1])
         rows = torch.arange(len(media)).repeat_interleave(len(places))
         columns = None if context is None else take(context, rows)
         return media[:, places].flatten(0, 1), [prompts[row] for row in rows], columns
 
     def _pooled(self, values: Tensor, size: int) -> Tensor:
-        """(B * n,) -> (B,) fp32; NaN where a frame's is NaN or inf, which marks a failure as
-        well."""
+        """(B * n,) -> (B,) fp32; NaN where the score of a frame is NaN or inf: a failure."""
         values = values.float().view(size, -1)
         values = values.masked_fill(~values.isfinite(), torch.nan)
         match self.settings.pool:
@@ -148,13 +143,15 @@ class Video(Around):
                 return values.amax(1)
             case "softmin":
                 return softmin(values, self.settings.temperature)
-            case _:  # first and last have chosen one frame
+            case _:  # mean; of first and last, which have chosen one frame, that frame's score
                 return values.mean(1)
 
 
 def softmin(values: Tensor, temperature: float) -> Tensor:
-    """Mean of each row weighted by softmax(-value / temperature): (B, n) -> (B,). Between the
-    lowest value and the mean."""
+    """Mean of each row weighted by softmax(-value / temperature): (B, n) -> (B,).
+
+    Between the lowest value and the mean.
+    """
     return ((-values / temperature).softmax(1) * values).sum(1)
 
 

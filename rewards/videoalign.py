@@ -1,16 +1,17 @@
-"""VideoAlign's VideoReward (arXiv:2501.13918): visual quality, motion quality and text alignment of
-a video, from Qwen2-VL-2B with LoRA.
+"""VideoAlign's VideoReward (arXiv:2501.13918), Qwen2-VL-2B with LoRA.
 
-Reference: github.com/KwaiVGI/VideoAlign, `inference.py`, `trainer.py`, `vision_process.py`,
-`utils.py`. Frames sampled at 2 a second pass the network with a rubric that holds three tokens, one
-an aspect; a linear head without bias gives a number at each, which is z-scored with constants from
-the checkpoint's model_config.json. "Overall" is the sum of the three. The rubric belongs to the
-model and is read from a file.
+Visual quality, motion quality and text alignment of a video. Reference:
+github.com/KwaiVGI/VideoAlign, `inference.py`, `trainer.py`, `vision_process.py`, `utils.py`. Frames
+sampled at 2 a second pass the network with a rubric that holds three tokens, one an aspect; a
+linear head without bias gives a number at each, which is z-scored with constants from the
+checkpoint's model_config.json. "Overall" is the sum of the three. The rubric belongs to the model
+and is read from a file.
 
 Frames are resized as the reference does (bytes, torchvision's bicubic, an area between 128 * 28 *
 28 and 448 * 448), but come from tensors: the reference's peers go through an mp4 file, whose losses
 are not repeated here. The head runs in fp32 on the network's bf16 states; the reference's bf16 head
-rounds a score of 3 to steps of 1/64. The other departures are those of `_vlm`.
+rounds a score of 3 to steps of 1/64. The other departures are those of
+`flowrl.rewards.networks.vlm`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards.core import pictures
+from flowrl.rewards.core.pictures import refuse_gradient
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.weights import fill, path_of, template, tensors
-from flowrl.rewards.networks import vlm as networks_vlm
+from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
 DIMS = ("VQ", "MQ", "TA")
@@ -48,7 +49,7 @@ Z_SCORE = {
 LOW = 128 * 28 * 28  # smallest area of a frame, vision_process.py's VIDEO_MIN_PIXELS
 
 
-class Settings(networks_vlm.Settings):
+class Settings(vlm.Settings):
     weights: str = pydantic.Field(
         "KwaiVGI/VideoReward",
         description="Folder with model_config.json and checkpoint-*, or its hub repository.",
@@ -84,8 +85,10 @@ class Settings(networks_vlm.Settings):
 
 
 class VideoAlign(Reward):
-    """Sum of z-scored visual quality, motion quality and text alignment; 0 is the average of the
-    reference's videos."""
+    """Sum of z-scored visual quality, motion quality and text alignment.
+
+    0 is the average of the reference's videos.
+    """
 
     Settings = Settings
     name = "videoalign"
@@ -101,42 +104,24 @@ class VideoAlign(Reward):
         super().__init__(settings)
         s = self.settings
         self.rubric = template(s.template, sha256=RUBRIC, reward="videoalign", origin=ORIGIN)
-        folder = path_of(s.weights, reward="videoalign")
-        config, path = _checkpoint(folder)
-        state = {
-            key.removeprefix("base_model.model."): value for key, value in tensors(path).items()
-        }
-        self.vlm = _load(s, state, config.get("peft_lora_config", {}), path)
-        head = state.get("rm_head.weight", torch.empty(0, 0))
-        if head.shape[0] not in (1, 3):
-            raise ValueError(
-                f"{path} holds no head rm_head.weight with 1 or 3 rows (shape: {tuple(head.shape)})"
-            )
-        self.head = fill(
-            nn.Linear(*head.shape[::-1], bias=False), {"weight": head.float()}, path=path
-        )
-        data, constants = (
-            config.get("data_config", {}),
-            Z_SCORE | (config.get("inference_config") or {}),
-        )
-        self.fps, self.max_pixels = (
-            s.fps or data.get("fps", 2.0),
-            s.max_pixels or data.get("max_frame_pixels", networks_vlm.PIXELS),
-        )
-        self.constants = torch.tensor(
-            [[constants[f"{dim}_{which}"] for dim in DIMS] for which in ("mean", "std")]
-        )
-        self.scale = (
-            f"sum of {'z-scored' if s.z_score else 'raw'} {', '.join(s.dims)} by VideoReward"
-        )
+        config, path = _checkpoint(path_of(s.weights, reward="videoalign"))
+        found = tensors(path)
+        state = {key.removeprefix("base_model.model."): value for key, value in found.items()}
+        self.vlm = _load_vlm(s, state, config.get("peft_lora_config", {}), path)
+        self.head = _load_head(state, path)
+        data = config.get("data_config", {})
+        self.fps = s.fps or data.get("fps", 2.0)
+        self.max_pixels = s.max_pixels or data.get("max_frame_pixels", vlm.PIXELS)
+        self.constants = _z_scores(config)
+        kind = "z-scored" if s.z_score else "raw"
+        self.scale = f"sum of {kind} {', '.join(s.dims)} by VideoReward"
         self.differentiable = not s.rounding
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        return self._aspects(media, prompts)[
-            :, [DIMS.index(dim) for dim in self.settings.dims]
-        ].sum(1)
+        columns = [DIMS.index(dim) for dim in self.settings.dims]
+        return self._aspects(media, prompts)[:, columns].sum(1)
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -145,38 +130,32 @@ class VideoAlign(Reward):
 
     def _aspects(self, media: Tensor, prompts: list[str]) -> Tensor:
         """(B, 3) fp32: VQ, MQ, TA, z-scored unless the settings say otherwise."""
-        pictures.refuse_gradient(self, media)
-        frames = media[:, sampled(media.shape[1], self.settings.clip_fps, self.fps)]
-        out = []
-        for start in range(0, len(media), self.settings.chunk):
-            rows = slice(start, start + self.settings.chunk)
-            videos = [
-                [
-                    networks_vlm.fitted(
-                        video,
-                        low=LOW,
-                        high=self.max_pixels,
-                        by="bytes" if self.settings.rounding else "float",
-                    )
-                ]
-                for video in frames[rows]
-            ]
-            states = self.vlm.hidden(
-                videos,
-                [self.rubric.format(text_prompt=prompt) for prompt in prompts[rows]],
-                kind="video",
-            )
-            values = self.head(states)  # (n, 3, k): a head of three rows has one for each token
-            out.append(values[..., 0] if values.shape[-1] == 1 else values.diagonal(dim1=1, dim2=2))
-        mean, std = self.constants.to(media.device) if self.settings.z_score else (0.0, 1.0)
+        refuse_gradient(self, media)
+        s = self.settings
+        frames = media[:, sampled(media.shape[1], s.clip_fps, self.fps)]
+        out = [
+            self._raw(frames[start : start + s.chunk], prompts[start : start + s.chunk])
+            for start in range(0, len(media), s.chunk)
+        ]
+        mean, std = self.constants.to(media.device) if s.z_score else (0.0, 1.0)
         return (torch.cat(out) - mean) / std
+
+    def _raw(self, videos: Tensor, prompts: list[str]) -> Tensor:
+        """(n, 3): what the head gives at the three tokens."""
+        by = "bytes" if self.settings.rounding else "float"
+        fitted = [[vlm.fitted(video, low=LOW, high=self.max_pixels, by=by)] for video in videos]
+        texts = [self.rubric.format(text_prompt=prompt) for prompt in prompts]
+        values = self.head(self.vlm.hidden(fitted, texts, kind="video"))  # (n, 3, k)
+        if values.shape[-1] == 1:
+            return values[..., 0]
+        return values.diagonal(dim1=1, dim2=2)  # a head of three rows has one for each token
 
 
 def sampled(count: int, clip_fps: float, fps: float) -> list[int]:
-    """Which of `count` frames the network sees: evenly spread with both ends, an even number of
-    them, at least 4 where there are 4.
+    """Which of `count` frames the network sees: evenly spread with both ends.
 
-    As `smart_nframes` of the reference (qwen-vl-utils), whose largest number is 768.
+    An even number of them, at least 4 where there are 4, as `smart_nframes` of the reference
+    (qwen-vl-utils), whose largest number is 768.
     """
     if count < 2:
         raise ValueError(f"videoalign needs at least 2 frames, and the video has {count}")
@@ -186,46 +165,54 @@ def sampled(count: int, clip_fps: float, fps: float) -> list[int]:
 
 
 def _checkpoint(folder: Path) -> tuple[dict[str, Any], Path]:
-    """model_config.json and the weights of the last checkpoint of a folder laid out as
-    KwaiVGI/VideoReward."""
-    found = {
-        int(path.name.rpartition("-")[2]): path
-        for path in folder.glob("checkpoint-*")
-        if path.name.rpartition("-")[2].isdigit()
-    }
-    files = (
-        [found[max(found)] / name for name in ("model.pth", "model.safetensors")] if found else []
-    )
-    files = [file for file in files if file.is_file()]
-    if not files or not (folder / "model_config.json").is_file():
+    """model_config.json and the weights of the last checkpoint, laid out as KwaiVGI/VideoReward."""
+    config, last = folder / "model_config.json", _last_step(folder)
+    files = [last / name for name in ("model.pth", "model.safetensors")] if last else []
+    weights = next((file for file in files if file.is_file()), None)
+    if weights is None or not config.is_file():
         raise ValueError(
             f"reward.videoalign.weights={folder}: expected model_config.json and"
             " checkpoint-<step>/model.pth in it"
         )
-    return json.loads((folder / "model_config.json").read_text()), files[0]
+    return json.loads(config.read_text()), weights
 
 
-def _load(
+def _last_step(folder: Path) -> Path | None:
+    """The checkpoint-<step> with the highest step; None: there are none."""
+    steps = [path for path in folder.glob("checkpoint-*") if _step(path).isdigit()]
+    return max(steps, key=lambda path: int(_step(path)), default=None)
+
+
+def _step(path: Path) -> str:
+    return path.name.rpartition("-")[2]
+
+
+def _load_vlm(
     s: Settings, state: Mapping[str, Tensor], lora: Mapping[str, Any], path: Path
-) -> networks_vlm.Vlm:
-    """The network with its LoRA beside the base weights, not merged: bf16 would round a small
-    difference away."""
-    from peft import LoraConfig, inject_adapter_in_model
+) -> vlm.Vlm:
+    """The network with its LoRA beside the base weights.
 
-    own = networks_vlm.backbone_state(state)
+    Not merged: bf16 would round a small difference away.
+    """
+    own = vlm.backbone_state(state)
     plain = {
         key.replace(".base_layer.", "."): value for key, value in own.items() if ".lora_" not in key
     }
-    vlm = networks_vlm.load_vlm(
+    network = vlm.load_vlm(
         s.base, plain, tokens=TOKENS, dtype=s.dtype, path=path, reward="videoalign"
     )
-    targets = [
-        key.removesuffix(".lora_A.default.weight")
-        for key in own
-        if key.endswith(".lora_A.default.weight")
-    ]
-    if not targets:
-        return vlm
+    end = ".lora_A.default.weight"
+    targets = [key.removesuffix(end) for key in own if key.endswith(end)]
+    if targets:
+        _add_lora(network.backbone, targets, lora)
+        fill(network.backbone.to(vlm.DTYPES[s.dtype]), own, path=path)
+    return network
+
+
+def _add_lora(backbone: nn.Module, targets: list[str], lora: Mapping[str, Any]) -> None:
+    """lora: `peft_lora_config` of the checkpoint, which states rank and scale."""
+    from peft import LoraConfig, inject_adapter_in_model
+
     rank = lora.get("lora_r", 64)
     config = LoraConfig(
         r=rank,
@@ -233,9 +220,25 @@ def _load(
         use_rslora=lora.get("use_rslora", False),
         target_modules=targets,
     )
-    inject_adapter_in_model(config, vlm.backbone)
-    fill(vlm.backbone.to(networks_vlm.DTYPES[s.dtype]), own, path=path)
-    return vlm
+    inject_adapter_in_model(config, backbone)
+
+
+def _load_head(state: Mapping[str, Tensor], path: Path) -> nn.Module:
+    """The linear head without bias, in fp32."""
+    head = state.get("rm_head.weight", torch.empty(0, 0))
+    if head.shape[0] not in (1, 3):
+        raise ValueError(
+            f"{path} holds no head rm_head.weight with 1 or 3 rows (shape: {tuple(head.shape)})"
+        )
+    return fill(nn.Linear(*head.shape[::-1], bias=False), {"weight": head.float()}, path=path)
+
+
+def _z_scores(config: Mapping[str, Any]) -> Tensor:
+    """(2, 3): mean and deviation of each aspect, the checkpoint's or else the published ones."""
+    constants = Z_SCORE | (config.get("inference_config") or {})
+    return torch.tensor(
+        [[constants[f"{dim}_{which}"] for dim in DIMS] for which in ("mean", "std")]
+    )
 
 
 REWARD = VideoAlign

@@ -1,10 +1,10 @@
-"""Expected grade of a vision-language model: the mean of the digits 0 to 5 under the probabilities
-of its first token, over 5.
+"""Expected grade of a vision-language model, over 5 (Edit-R1, arXiv:2510.16888).
 
-Dense and without parsing (Edit-R1, arXiv:2510.16888; reference: PKU-YuanGroup/Edit-R1 4217f25,
-reward_server). Departures: the reference reads all six logits inside vLLM; a server reports the 20
-likeliest tokens only, so a digit beyond them counts as 0, and without any digit among them the
-sample is NaN, there 0. Pictures are sent as PNG, there as JPEG of quality 75.
+The mean of the digits 0 to 5 under the probabilities of its first token: dense, and without
+parsing. Reference: PKU-YuanGroup/Edit-R1 4217f25, reward_server. Departures: the reference reads
+all six logits inside vLLM; a server reports the 20 likeliest tokens only, so a digit beyond them
+counts as 0, and without any digit among them the sample is NaN (in the reference 0). Pictures are
+sent as PNG (in the reference as JPEG of quality 75).
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import pydantic
 from torch import Tensor
 
-from flowrl.rewards.core import source
-from flowrl.rewards.judge import client
+from flowrl.rewards.core.source import Settings as SourceSettings
+from flowrl.rewards.core.source import Sourced
 from flowrl.rewards.judge.client import Failed, text
+from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.replies import digit_mean
 from flowrl.rewards.judge.reward import PLACE, JudgeReward, Scores, filled, spaced, user
@@ -33,7 +34,7 @@ ASK_EDIT = (
 )
 
 
-class Settings(source.Settings, client.Settings):
+class Settings(SourceSettings, JudgeSettings):
     model: str = pydantic.Field(
         "Qwen2.5-VL-32B-Instruct", description="The model's name on that server."
     )
@@ -58,7 +59,7 @@ class Settings(source.Settings, client.Settings):
     )
 
 
-class VlmLogit(source.Sourced, JudgeReward):
+class VlmLogit(Sourced, JudgeReward):
     """Expectation of the first token over the digits 0 to `top`, divided by `top`."""
 
     Settings = Settings
@@ -73,9 +74,8 @@ class VlmLogit(source.Sourced, JudgeReward):
         self.scale = f"expected grade from 0 to {s.top} over the first token, divided by {s.top}"
         self.question = s.question or (ASK_EDIT if s.edit else ASK)
         self.reads_prompt = bool(PLACE.search(self.question))
-        self.requires = "{requirement}" in self.question
-        self.needs = frozenset({"meta"} if self.requires else ())
-        self.reads = frozenset({"requirement"} if self.requires else ())
+        if "{requirement}" in self.question:
+            self.needs, self.reads = frozenset({"meta"}), frozenset({"requirement"})
         self.declare_source(s.edit, "edit=true")
         if s.question is None and s.top != 5:
             raise ValueError(
@@ -88,12 +88,11 @@ class VlmLogit(source.Sourced, JudgeReward):
     ) -> list[Scores | Failed]:
         s = self.settings
         before = self.sources(media, context) if s.edit else None
+        places = spaced(media.shape[1], s.frames) if media.ndim == 5 else None
         questions = []
         for row, prompt in enumerate(prompts):
             shown = [] if before is None else self.pictures(before[row])
-            shown += self.pictures(
-                media[row], spaced(media.shape[1], s.frames) if media.ndim == 5 else None
-            )
+            shown += self.pictures(media[row], places)
             questions.append([user(*shown, text(self._words(row, prompt, context)))])
 
         def read(reply: Reply) -> Scores:
@@ -102,7 +101,8 @@ class VlmLogit(source.Sourced, JudgeReward):
         return self.judge.ask_all(questions, read)
 
     def _words(self, row: int, prompt: str, context: MediaContext | None) -> str:
-        if not self.requires:
+        """The question about a sample."""
+        if "requirement" not in self.reads:
             return filled(self.question, prompt)
         meta = context.meta[row] if context is not None and context.meta is not None else {}
         if "requirement" not in meta:

@@ -1,10 +1,10 @@
-"""P(Yes) of a vision-language model about a picture: the probability of "Yes" against "No" at the
-first token of its reply.
+"""P(Yes) of a vision-language model about a picture.
 
-Reference: Flow-Factory a0b2bc5, rewards/vllm_evaluate.py (question="Is it a beautiful image?",
-instruction="" is its default, which does not read the caption). Departures: a reply without either
-word among its likely first tokens is NaN, there 0; a video is shown as evenly spaced frames in one
-question, there by its first frame.
+The probability of "Yes" against "No" at the first token of its reply. Reference: Flow-Factory
+a0b2bc5, rewards/vllm_evaluate.py (question="Is it a beautiful image?", instruction="" is its
+default, which does not read the caption). Departures: a reply without either word among its likely
+first tokens is NaN (in the reference 0); a video is shown as evenly spaced frames in one question
+(in the reference by its first frame).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.judge import client
-from flowrl.rewards.judge.client import Failed, text
+from flowrl.rewards.judge.client import Failed, Message, text
+from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.replies import yes_share
 from flowrl.rewards.judge.reward import PLACE, JudgeReward, Scores, filled, spaced, user
 from flowrl.types import MediaContext
 
 
-class Settings(client.Settings):
+class Settings(JudgeSettings):
     model: str = pydantic.Field(
         "Qwen2.5-VL-7B-Instruct", description="The model's name on that server."
     )
@@ -49,8 +49,7 @@ class Settings(client.Settings):
 
 
 class VlmYesNo(JudgeReward):
-    """P(Yes) / (P(Yes) + P(No)) for the question about each sample; `answer` asks any other
-    questions."""
+    """P(Yes) / (P(Yes) + P(No)) for the question about each sample; `answer` asks other ones."""
 
     Settings = Settings
     name = "vlm_yesno"
@@ -69,8 +68,10 @@ class VlmYesNo(JudgeReward):
 
     @torch.no_grad()
     def answer(self, media: Tensor, questions: Sequence[str]) -> Tensor:
-        """A question about each of (n, 3, H, W) or (n, F, 3, H, W), fp32 in [0, 1] -> (n,) fp32
-        P(yes) in [0, 1], NaN where it failed."""
+        """A question about each of (n, 3, H, W) or (n, F, 3, H, W), fp32 in [0, 1] -> (n,) fp32.
+
+        P(yes) in [0, 1], NaN where it failed.
+        """
         return self.scores(self._asked(media, questions), media)
 
     def _asked(self, media: Tensor, questions: Sequence[str]) -> list[Scores | Failed]:
@@ -79,16 +80,13 @@ class VlmYesNo(JudgeReward):
         def read(reply: Reply) -> Scores:
             return {"score": yes_share(reply.first, variants=s.variants, least=s.least)}
 
-        def message(sample: Tensor, question: str) -> list[client.Message]:
-            shown = self.pictures(
-                sample, spaced(len(sample), s.frames) if sample.ndim == 4 else None
-            )
-            return [user(*shown, text(f"{question} {s.instruction}".strip()))]
+        def messages(sample: Tensor, question: str) -> list[Message]:
+            places = spaced(len(sample), s.frames) if sample.ndim == 4 else None
+            words = f"{question} {s.instruction}".strip()
+            return [user(*self.pictures(sample, places), text(words))]
 
-        return self.judge.ask_all(
-            [message(sample, question) for sample, question in zip(media, questions, strict=True)],
-            read,
-        )
+        asked = [messages(*pair) for pair in zip(media, questions, strict=True)]
+        return self.judge.ask_all(asked, read)
 
 
 REWARD = VlmYesNo
