@@ -1,5 +1,7 @@
-"""Rewards: media, prompts and declared context in, one number a sample out. One file a reward;
-`flowrl list rewards` names them."""
+"""Rewards: media, prompts and declared context in, one number a sample out.
+
+One file a reward; `flowrl list rewards` names them.
+"""
 
 from flowrl.rewards.core.reward import (
     Reward,
@@ -18,6 +20,7 @@ from flowrl.rewards.core.score import (
     concat,
     load_set,
     readings,
+    reward_metrics,
     score,
 )
 from flowrl.rewards.core.words import parse_words
@@ -38,5 +41,6 @@ __all__ = [
     "readings",
     "reward",
     "reward_class",
+    "reward_metrics",
     "score",
 ]

@@ -7,31 +7,34 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import Call, app, call_arguments, console, one_sentence_errors
+from flowrl.cli.common import Call, call_arguments, one_sentence_errors, show
+
+Model = Annotated[
+    str | None, typer.Argument(help="A name of configs/model, a folder, or a hub id.")
+]
+Rewards = Annotated[
+    list[str] | None, typer.Option(help="Check this reward instead: NAME, and NAME.SETTING=VALUE.")
+]
+Media = Annotated[
+    list[Path] | None, typer.Option(help="Try the reward on these images, or folders of them.")
+]
+Prompts = Annotated[
+    Path | None, typer.Option(help="Their prompts, as for score; default: the folder's own.")
+]
+Count = Annotated[int | None, typer.Option(min=2, help="Pictures to try the reward on.")]
+Frames = Annotated[
+    int | None,
+    typer.Option(min=2, help="Try it on videos of so many frames; default: 8 if it is of videos."),
+]
 
 
-@app.command()
 def check(
-    model: Annotated[
-        str | None, typer.Argument(help="A name of configs/model, a folder, or a hub id.")
-    ] = None,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(help="Check this reward instead: NAME, and NAME.SETTING=VALUE."),
-    ] = None,
-    media: Annotated[
-        list[Path] | None, typer.Option(help="Try the reward on these images, or folders of them.")
-    ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="Their prompts, as for score; default: the folder's own.")
-    ] = None,
-    count: Annotated[int | None, typer.Option(min=2, help="Pictures to try the reward on.")] = None,
-    frames: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Try it on videos of so many frames; default: 8 if it is of videos."
-        ),
-    ] = None,
+    model: Model = None,
+    reward: Rewards = None,
+    media: Media = None,
+    prompts: Prompts = None,
+    count: Count = None,
+    frames: Frames = None,
     pipeline: Call = None,
 ) -> None:
     """Show what was inferred about a model and how exactly it replays, or try a reward on pictures
@@ -40,21 +43,26 @@ def check(
         if (model is None) == (not reward):
             raise ValueError("give a model, or --reward NAME")
         if reward:
-            _check_rewards(reward, media, prompts, count, frames)
-            return
-        if media or prompts or count or frames:
-            raise ValueError(
-                "--media, --prompts, --count and --frames are for a reward; give --reward NAME too"
-            )
-        from flowrl.policy import load_policy
-        from flowrl.runtime import log
+            if media and frames:
+                drawn = f"--frames {frames} is of videos that are drawn"
+                raise ValueError(f"{drawn}, and --media names images; leave one of them out")
+            named = partial(_named, media=media, prompts=prompts, most=count or 16)
+            _check_rewards(reward, named if media else partial(_drawn, count=count, frames=frames))
+        elif media or prompts or count or frames:
+            options = "--media, --prompts, --count and --frames"
+            raise ValueError(f"{options} are for a reward; give --reward NAME too")
+        elif model is not None:
+            _check_model(model, pipeline)
 
-        log.setup()
-        policy: Any = load_policy(
-            model, **call_arguments(pipeline)
-        )  # of a name or folder: a pipeline's
-        typer.echo(policy.describe())
-        typer.echo(str(policy.self_check()))
+
+def _check_model(model: str, pipeline: list[str] | None) -> None:
+    from flowrl.policy import load_policy
+    from flowrl.runtime import log
+
+    log.setup()
+    policy: Any = load_policy(model, **call_arguments(pipeline))  # of a name: a pipeline's
+    typer.echo(policy.describe())
+    typer.echo(str(policy.self_check()))
 
 
 def _check_rewards(
@@ -64,25 +72,21 @@ def _check_rewards(
     count: int | None,
     frames: int | None,
 ) -> None:
+    """Print what each reward finds in pictures; exit code 1 where a check failed."""
     from flowrl.rewards import load_set, parse_words
-    from flowrl.rewards.checks import check as canaries
+    from flowrl.rewards.checks import check as checks
     from flowrl.rewards.checks import examples
 
     if media and frames:
-        raise ValueError(
-            f"--frames {frames} is of videos that are drawn, and --media names images; leave one of"
-            " them out"
-        )
+        drawn = f"--frames {frames} is of videos that are drawn"
+        raise ValueError(f"{drawn}, and --media names images; leave one of them out")
     found = []
     for label, reward in load_set(parse_words(words)).rewards.items():
         own = examples.files(reward, media, prompts=prompts, most=count or 16) if media else None
-        shown = own or examples.fits(reward, count=count, frames=frames)
-        findings = canaries.check(reward, shown)
-        typer.echo(
-            f"{label}: {reward.scale}\nneeds:"
-            f" {', '.join(sorted(reward.needs | reward.reads)) or 'nothing'}"
-        )
-        console().print(canaries.table(findings))
+        findings = checks.check(reward, own or examples.fits(reward, count=count, frames=frames))
+        needs = ", ".join(sorted(reward.needs | reward.reads)) or "nothing"
+        typer.echo(f"{label}: {reward.scale}\nneeds: {needs}")
+        show(checks.table(findings))
         found += findings
-    if canaries.failed(found):
+    if checks.failed(found):
         raise typer.Exit(1)

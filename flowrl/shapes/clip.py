@@ -22,14 +22,14 @@ from flowrl.shapes.scenes import COLORS, RELATIONS, SHAPES, Object
 FOLDER = Path(__file__).parent / "weights" / "clip"
 SOURCE = f"local-dir:{FOLDER}"  # a model name for open_clip
 
-KINDS = ("colour", "shape", "count", "relation", "swap")  # of foils
+KINDS = ("colour", "shape", "count", "relation", "swap")  # of near misses
 
 Things = tuple[
     tuple[str, str | None], ...
 ]  # sorted (shape, colour), one for each object; colour None: left open
 
 
-def foils(prompt: Prompt) -> dict[str, list[Prompt]]:
+def near_misses(prompt: Prompt) -> dict[str, list[Prompt]]:
     """Prompts of the world that differ from this one in one attribute, by kind: colour, shape,
     count, relation, or colours swapped.
 

@@ -1,4 +1,4 @@
-"""Canaries of changed pictures: attacks that nobody should reward, mirror images, frames in another
+"""Checks on changed pictures: attacks that nobody should reward, mirror images, frames in another
 order, a still as a video."""
 
 from __future__ import annotations
@@ -6,121 +6,119 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from flowrl.rewards import RewardBug
+from flowrl.rewards.checks.examples import Example
 from flowrl.rewards.checks.order import GOOD
 from flowrl.rewards.checks.pictures import attacks
-from flowrl.rewards.checks.subject import Finding, Trial, deviation, middle
+from flowrl.rewards.checks.subject import Finding, Subject, deviation, middle
 from flowrl.types import replace
 
 
-def attacked(trial: Trial) -> list[Finding]:
+def attacked(subject: Subject) -> list[Finding]:
     """What nobody should reward, against the median of the honest pictures; a reward of quality
-    fails on noise and on nothing at all."""
-    made = [attacks(s.media, s.prompt) for s in trial.specimens]
-    honest = middle(trial.honest)
-    out = []
-    for name in made[0]:
-        value = middle(
-            trial.scores(
-                [replace(s, media=m[name]) for s, m in zip(trial.specimens, made, strict=True)]
-            )
-        )
-        won = value > honest + trial.rounding
-        says = (
-            f"median {value:.3g}, {'above the' if won else 'and'} {honest:.3g} of the honest"
-            " pictures"
-        )
-        says = says if math.isfinite(value) else "it is not scored"
-        out.append(
-            Finding(
-                name=f"attack: {name}",
-                verdict=trial.blame(name) if won else "ok",
-                value=value,
-                says=says,
-            )
-        )
+    fails on noise and on blank pictures."""
+    made = [attacks(s.media, s.prompt) for s in subject.examples]
+    honest = middle(subject.honest)
+    return [_attack(subject, name, [each[name] for each in made], honest) for name in made[0]]
+
+
+def _attack(subject: Subject, name: str, media: list[Tensor], honest: float) -> Finding:
+    """One attack, made of every picture, against the median of the honest ones."""
+    pairs = zip(subject.examples, media, strict=True)
+    value = middle(subject.scores([replace(s, media=changed) for s, changed in pairs]))
+    won = value > honest + subject.rounding
+    if not math.isfinite(value):
+        says = "it is not scored"
+    elif won:
+        says = f"median {value:.3g}, above the {honest:.3g} of the honest pictures"
+    else:
+        says = f"median {value:.3g}, and {honest:.3g} of the honest pictures"
+    verdict = subject.blame(name) if won else "ok"
+    return Finding(name=f"attack: {name}", verdict=verdict, value=value, says=says)
+
+
+def mirror(subject: Subject) -> list[Finding]:
+    """A score should stay when left and right are swapped in picture and prompt, and drop when they
+    are swapped in the picture alone."""
+    rows = [row for row, s in enumerate(subject.examples) if s.mirrored is not None]
+    if not rows:
+        return []
+    flipped = [subject.examples[row].mirror() for row in rows]
+    own = subject.honest[rows]
+    out = [_mirrored_with_prompt(subject, flipped, own)]
+    turned = [i for i, s in enumerate(flipped) if s.mirrored[0] != s.prompt]
+    if turned and subject.reads_prompt:
+        out.append(_mirrored_alone(subject, [flipped[i] for i in turned], own[turned]))
     return out
 
 
-def mirror(trial: Trial) -> list[Finding]:
-    """A score should stay when left and right are swapped in picture and prompt, and drop when in
-    the picture alone."""
-    rows = [row for row, s in enumerate(trial.specimens) if s.mirrored is not None]
-    if not rows:
-        return []
-    flipped = [trial.specimens[row].mirror() for row in rows]
-    change = trial.scores([s.under(*s.mirrored) for s in flipped]) - trial.honest[rows]
+def _mirrored_with_prompt(subject: Subject, flipped: list[Example], own: Tensor) -> Finding:
+    """Mirror images under the prompt that they show, against the scores of the pictures (n,)."""
+    change = subject.scores([s.under(*s.mirrored) for s in flipped]) - own
     size = math.sqrt(float(change.double().square().nanmean()))
-    limit = max(3 * trial.noise + trial.rounding, 0.05 * deviation(torch.cat(trial.seen)))
+    limit = max(3 * subject.noise + subject.rounding, 0.05 * deviation(torch.cat(subject.seen)))
     says = (
         f"root mean square of the change when picture and prompt are mirrored; up to {limit:.3g} is"
         " noise, or little"
     )
-    out = [
-        Finding(
-            name="mirror image", verdict="ok" if size <= limit else "warn", value=size, says=says
-        )
-    ]
-    turned = [i for i, s in enumerate(flipped) if s.mirrored[0] != s.prompt]
-    if turned and trial.reads_prompt:
-        drop = trial.honest[[rows[i] for i in turned]] - trial.scores([flipped[i] for i in turned])
-        seen = int((drop > trial.noise + trial.rounding).sum())
-        share = seen / len(turned)
-        says = (
-            f"{seen} of {len(turned)} pictures lose score when they are mirrored and their prompt,"
-            " which says left or right, is not"
-        )
-        out.append(
-            Finding(
-                name="left and right",
-                verdict="ok" if share >= GOOD else "warn",
-                value=share,
-                says=says,
-            )
-        )
-    return out
+    verdict = "ok" if size <= limit else "warn"
+    return Finding(name="mirror image", verdict=verdict, value=size, says=says)
 
 
-def frame_order(trial: Trial) -> list[Finding]:
+def _mirrored_alone(subject: Subject, flipped: list[Example], own: Tensor) -> Finding:
+    """Mirror images under the prompt of the picture, which says left or right."""
+    drop = own - subject.scores(flipped)
+    seen = int((drop > subject.noise + subject.rounding).sum())
+    share = seen / len(flipped)
+    says = (
+        f"{seen} of {len(flipped)} pictures lose score when they are mirrored and their prompt,"
+        " which says left or right, is not"
+    )
+    verdict = "ok" if share >= GOOD else "warn"
+    return Finding(name="left and right", verdict=verdict, value=share, says=says)
+
+
+def frame_order(subject: Subject) -> list[Finding]:
     """What shuffled and reversed frames do to the score of a video; a frozen one is among the
     attacks."""
-    if trial.specimens[0].media.ndim == 3:
+    if subject.examples[0].media.ndim == 3:
         return []
-    count = len(trial.specimens[0].media)
+    count = len(subject.examples[0].media)
     orders = {
         "shuffled": torch.randperm(count, generator=torch.Generator().manual_seed(0)),
         "reversed": torch.arange(count).flip(0),
     }
-    says = f"median change of the score; its noise is {trial.noise:.3g}"
+    says = f"median change of the score; its noise is {subject.noise:.3g}"
     out = []
     for name, order in orders.items():
-        change = (
-            trial.scores([replace(s, media=s.media[order]) for s in trial.specimens]) - trial.honest
-        )
-        out.append(Finding(name=f"frames {name}", verdict="note", value=middle(change), says=says))
+        reordered = [replace(s, media=s.media[order]) for s in subject.examples]
+        change = middle(subject.scores(reordered) - subject.honest)
+        out.append(Finding(name=f"frames {name}", verdict="note", value=change, says=says))
     return out
 
 
-def videos(trial: Trial) -> list[Finding]:
+def videos(subject: Subject) -> list[Finding]:
     """A still of two frames, for a reward of pictures that says it takes videos."""
-    if trial.reward.video != "yes" or trial.specimens[0].media.ndim == 4:
+    if subject.reward.video != "yes" or subject.examples[0].media.ndim == 4:
         return []
-    stills = [replace(s, media=torch.stack([s.media] * 2)) for s in trial.specimens[:2]]
-    if "reference" in trial.reward.needs:  # shaped as the media
+    stills = [replace(s, media=torch.stack([s.media] * 2)) for s in subject.examples[:2]]
+    if "reference" in subject.reward.needs:  # shaped as the media
         stills = [replace(s, columns={**s.columns, "reference": s.media}) for s in stills]
-    before = len(trial.errors)
+    flaw = _why_not_scored(subject, stills)
+    if flaw is None:
+        return [Finding(name="videos", verdict="ok", says="a still of two frames is scored")]
+    says = f'it does not take videos ({flaw}); let it say so with video = "no"'
+    return [Finding(name="videos", verdict="warn", says=says)]
+
+
+def _why_not_scored(subject: Subject, examples: list[Example]) -> str | None:
+    """What went wrong with the first of them that could not be scored; None: nothing did."""
+    before = len(subject.errors)
     try:
-        bad = (
-            ""
-            if bool(trial.scores(stills).isfinite().all())
-            else "; ".join(trial.errors[before : before + 1])
-        )
+        if bool(subject.scores(examples).isfinite().all()):
+            return None
     except RewardBug as error:
-        bad = str(error)
-    says = (
-        f'it does not take videos ({bad}); let it say so with video = "no"'
-        if bad
-        else "a still of two frames is scored"
-    )
-    return [Finding(name="videos", verdict="warn" if bad else "ok", says=says)]
+        return str(error)
+    return "; ".join(subject.errors[before : before + 1])

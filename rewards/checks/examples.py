@@ -1,9 +1,8 @@
-"""Pictures and videos whose truth is known, to try rewards on: what they show, near misses,
-attacks, mirror images, imperceptible copies.
+"""Pictures and videos whose truth is known, to try rewards on: what they show, and near misses.
 
 Worlds: coloured shapes (flowrl.shapes, also moving ones for rewards of videos), written words for
-text recognition, and files of the user's own with their prompts. A foil is a prompt that a picture
-does not fulfil, different from its own in one attribute.
+text recognition, and files of the user's own with their prompts. A near miss is a prompt that a
+picture does not fulfil, different from its own in one attribute.
 """
 
 from __future__ import annotations
@@ -23,14 +22,13 @@ from flowrl.data.media import read_image
 from flowrl.data.ocr import WORDS
 from flowrl.rewards import Reward, load_set
 from flowrl.rewards.checks.pictures import written
-from flowrl.rewards.core import files as core_files
+from flowrl.rewards.core.files import with_meta
 from flowrl.shapes import clip, verify
 from flowrl.shapes.prompts import Prompt, all_prompts, find, scene
 from flowrl.shapes.scenes import PIXELS, RELATIONS, Object, render
 from flowrl.types import MediaContext, replace
 
-# a round of eight; relations are the hardest, and come in four kinds
-TASKS = (
+TASKS = (  # a round of eight; relations are the hardest, and come in four kinds
     "position",
     "counting",
     "position",
@@ -40,26 +38,19 @@ TASKS = (
     "colors",
     "two_object",
 )
-
-
-MOST_FOILS = {"relation": 3}  # of one kind for a picture; of others 2
-
-
+MOST_NEAR_MISSES = {"relation": 3}  # of one kind for a picture; of others 2
 FRAMES = 8
-
-
 DRIFT = 1.0  # px a frame
-
-
-COLUMNS = frozenset(
-    {"meta", "group", "source", "reference"}
-)  # of MediaContext that pictures of ours can fill
+# Columns of a MediaContext that pictures of ours can fill.
+COLUMNS = frozenset({"meta", "group", "source", "reference"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foil:
-    """A near miss. attribute: in what it differs; prompt, meta: what the picture does not show;
-    media: a picture that shows it."""
+class NearMiss:
+    """A prompt, close to that of a picture, that the picture does not fulfil.
+
+    attribute: what differs; prompt, meta: what the picture does not show; media: one that does.
+    """
 
     attribute: str
     prompt: str
@@ -68,25 +59,25 @@ class Foil:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Specimen:
+class Example:
     """A picture (3, H, W) or video (F, 3, H, W), fp32 in [0, 1], with a prompt that it fulfils.
 
-    mirrored: prompt and meta that its mirror image fulfils; None: that is not known. columns: its
-    other columns of a MediaContext.
+    mirrored: prompt and meta that its mirror image fulfils; None: not known. columns: its other
+    columns of a MediaContext.
     """
 
     media: Tensor
     prompt: str
     meta: dict[str, Any]
-    foils: tuple[Foil, ...] = ()
+    near_misses: tuple[NearMiss, ...] = ()
     mirrored: tuple[str, dict[str, Any]] | None = None
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def under(self, prompt: str, meta: dict[str, Any]) -> Specimen:
+    def under(self, prompt: str, meta: dict[str, Any]) -> Example:
         """The same picture with another prompt."""
         return replace(self, prompt=prompt, meta=meta)
 
-    def mirror(self) -> Specimen:
+    def mirror(self) -> Example:
         """Mirror image under the same prompt."""
         columns = {
             name: value.flip(-1) if value.ndim > 2 else value
@@ -95,17 +86,17 @@ class Specimen:
         return replace(self, media=self.media.flip(-1), columns=columns)
 
 
-def context_of(specimens: Sequence[Specimen], device: torch.device | str = "cpu") -> MediaContext:
+def context_of(examples: Sequence[Example], device: torch.device | str = "cpu") -> MediaContext:
     """Their columns as a reward gets them."""
     columns = {
-        name: torch.stack([s.columns[name] for s in specimens]).to(device)
-        for name in specimens[0].columns
+        name: torch.stack([s.columns[name] for s in examples]).to(device)
+        for name in examples[0].columns
     }
-    return MediaContext(meta=[s.meta for s in specimens], **columns)
+    return MediaContext(meta=[s.meta for s in examples], **columns)
 
 
-def fits(reward: Reward, *, count: int | None = None, frames: int | None = None) -> list[Specimen]:
-    """`count` specimens that suit a reward, by its name and by what it reads; ValueError where none
+def fits(reward: Reward, *, count: int | None = None, frames: int | None = None) -> list[Example]:
+    """`count` examples that suit a reward, by its name and by what it reads; ValueError where none
     of ours carry what it needs.
 
     frames: of videos; None: FRAMES of them for a reward of videos, and pictures for any other.
@@ -116,27 +107,10 @@ def fits(reward: Reward, *, count: int | None = None, frames: int | None = None)
         )
     if reward.name == "ocr":
         return texts(6 if count is None else count)
-    found = shapes(
-        16 if count is None else count,
-        frames=FRAMES if frames is None and _of_videos(reward) else frames,
-    )
-    instead = "give pictures of your own, with a metadata.jsonl whose lines carry what it reads"
-    if missing := sorted(reward.needs - COLUMNS):
-        raise ValueError(
-            f'reward "{reward.name}" needs the context column "{missing[0]}", which no picture of'
-            " ours has; check it in Python"
-        )
-    if unread := sorted(reward.reads - found[0].meta.keys()):
-        raise ValueError(
-            f'reward "{reward.name}" reads "{unread[0]}" of each prompt, which no prompt of ours'
-            f" carries; {instead}"
-        )
-    for specimen in found:
-        if complaint := reward.complaint({"prompt": specimen.prompt, **specimen.meta}):
-            raise ValueError(
-                f'reward "{reward.name}": the prompt "{specimen.prompt}" of the shapes world'
-                f" {complaint}; {instead}"
-            )
+    if frames is None and _of_videos(reward):
+        frames = FRAMES
+    found = shapes(16 if count is None else count, frames=frames)
+    _check_served(reward, found)
     return found
 
 
@@ -147,7 +121,28 @@ def _of_videos(reward: Any) -> bool:
     return pools or (hasattr(reward, "inner") and _of_videos(reward.inner))
 
 
-def shapes(count: int = 16, *, seed: int = 0, frames: int | None = None) -> list[Specimen]:
+def _check_served(reward: Reward, shapes: Sequence[Example]) -> None:
+    """ValueError unless examples of the shapes world carry all that a reward reads."""
+    instead = "give pictures of your own, with a metadata.jsonl whose lines carry what it reads"
+    if missing := sorted(reward.needs - COLUMNS):
+        raise ValueError(
+            f'reward "{reward.name}" needs the context column "{missing[0]}", which none of our'
+            " pictures has; check it in Python"
+        )
+    if unread := sorted(reward.reads - shapes[0].meta.keys()):
+        raise ValueError(
+            f'reward "{reward.name}" reads "{unread[0]}" of each prompt, which none of our prompts'
+            f" carries; {instead}"
+        )
+    for example in shapes:
+        if complaint := reward.complaint({"prompt": example.prompt, **example.meta}):
+            raise ValueError(
+                f'reward "{reward.name}": the prompt "{example.prompt}" of the shapes world'
+                f" {complaint}; {instead}"
+            )
+
+
+def shapes(count: int = 16, *, seed: int = 0, frames: int | None = None) -> list[Example]:
     """Scenes of random prompts of all tasks, 64 x 64; with `frames`, videos in which the whole
     scene drifts to the right."""
     _check_count(count)
@@ -176,58 +171,57 @@ def _by_task() -> dict[str, list[Prompt]]:
     return {task: [p for p in all_prompts() if p["task"] == task] for task in TASKS}
 
 
-def _scene(prompt: Prompt, generator: torch.Generator, frames: int | None) -> Specimen:
+def _scene(prompt: Prompt, generator: torch.Generator, frames: int | None) -> Example:
     objects = scene(prompt, generator)
-    foils = _foils(prompt, objects, generator, frames)
-    media, source, mirrored = (
-        _drawn(objects, frames),
-        foils[0].media,
-        _mirrored(prompt),
-    )  # source: what an edit could have started from
-    return Specimen(
+    near_misses = _near_misses(prompt, objects, generator, frames)
+    media, mirrored = _drawn(objects, frames), _mirrored(prompt)
+    source = near_misses[0].media  # what an edit could have started from
+    return Example(
         media=media,
         prompt=prompt["prompt"],
         meta=_meta(prompt),
-        foils=foils,
+        near_misses=near_misses,
         mirrored=(mirrored["prompt"], _meta(mirrored)),
         columns={"source": source if frames is None else source[0], "reference": media},
     )
 
 
-def _foils(
+def _near_misses(
     prompt: Prompt, objects: list[Object], generator: torch.Generator, frames: int | None
-) -> tuple[Foil, ...]:
+) -> tuple[NearMiss, ...]:
     """Prompts that the objects do not show, with pictures that show neither the prompt nor another
-    foil."""
-    chosen: list[tuple[str, Prompt]] = []
-    for kind, members in clip.foils(prompt).items():
-        false = [p for p in members if not _shows(objects, p)]
-        order = torch.randperm(len(false), generator=generator).tolist()
-        chosen += [(kind, false[place]) for place in order[: MOST_FOILS.get(kind, 2)]]
+    near miss."""
+    chosen = _close_prompts(prompt, objects, generator)
     out = []
-    for kind, foil in sorted(
-        chosen, key=lambda pair: pair[0] != "swap"
-    ):  # of two equal ones, the first that is tried is dropped
-        others = [prompt, *(p for _, p in chosen if p is not foil)]
-        shown = _scene_without(others, foil, generator)
-        if shown is None:  # another foil says the same in other words
-            chosen.remove((kind, foil))
-        else:
-            out.append(
-                Foil(
-                    attribute=kind,
-                    prompt=foil["prompt"],
-                    meta=_meta(foil),
-                    media=_drawn(shown, frames),
-                )
-            )
+    # Swaps first: of two prompts that say the same, the first that is tried is dropped.
+    for kind, close in sorted(chosen, key=lambda pair: pair[0] != "swap"):
+        others = [prompt, *(p for _, p in chosen if p is not close)]
+        shown = _scene_without(others, close, generator)
+        if shown is None:  # another near miss says the same in other words
+            chosen.remove((kind, close))
+            continue
+        media = _drawn(shown, frames)
+        miss = NearMiss(attribute=kind, prompt=close["prompt"], meta=_meta(close), media=media)
+        out.append(miss)
     return tuple(out)
 
 
+def _close_prompts(
+    prompt: Prompt, objects: list[Object], generator: torch.Generator
+) -> list[tuple[str, Prompt]]:
+    """A few prompts of each kind that differ from `prompt` in one attribute, and that the objects
+    do not show."""
+    chosen: list[tuple[str, Prompt]] = []
+    for kind, members in clip.near_misses(prompt).items():
+        false = [p for p in members if not _shows(objects, p)]
+        order = torch.randperm(len(false), generator=generator).tolist()
+        chosen += [(kind, false[place]) for place in order[: MOST_NEAR_MISSES.get(kind, 2)]]
+    return chosen
+
+
 def _meta(prompt: Prompt) -> dict[str, Any]:
-    return {key: value for key, value in prompt.items() if key != "prompt"} | {
-        "checklist": from_shapes(prompt)
-    }
+    rest = {key: value for key, value in prompt.items() if key != "prompt"}
+    return rest | {"checklist": from_shapes(prompt)}
 
 
 def _shows(objects: list[Object], prompt: Prompt) -> bool:
@@ -250,71 +244,56 @@ def _scene_without(
 def _mirrored(prompt: Prompt) -> Prompt:
     """What the mirror image of its pictures shows."""
     opposite = {"left of": "right of", "right of": "left of"}
-    relation = next(
-        (clause["position"][0] for clause in prompt["include"] if "position" in clause), None
-    )
-    return (
-        find(prompt["prompt"].replace(relation, opposite[relation]))
-        if relation in opposite
-        else prompt
-    )
+    relations = [clause["position"][0] for clause in prompt["include"] if "position" in clause]
+    if not relations or relations[0] not in opposite:
+        return prompt
+    return find(prompt["prompt"].replace(relations[0], opposite[relations[0]]))
 
 
 def _drawn(objects: list[Object], frames: int | None) -> Tensor:
+    """A picture of the objects; with `frames`, a video in which they drift to the right."""
     if frames is None:
         return render(objects)
-    middle = PIXELS / 2
-    small = [
-        replace(
-            o, x=middle + 0.8 * (o.x - middle), y=middle + 0.8 * (o.y - middle), size=0.8 * o.size
-        )
-        for o in objects
-    ]
+    small = [_shrunk(o) for o in objects]
     drift = [(t - (frames - 1) / 2) * DRIFT for t in range(frames)]
     return torch.stack([render([replace(o, x=o.x + d) for o in small]) for d in drift])
 
 
-def texts(count: int = 6, *, seed: int = 0, side: int = 192) -> list[Specimen]:
-    """Words in black on white, with other words and words with one other letter as foils."""
+def _shrunk(o: Object) -> Object:
+    """An object of a scene that is drawn at 0.8 of its size, around its middle."""
+    middle = PIXELS / 2
+    x, y = middle + 0.8 * (o.x - middle), middle + 0.8 * (o.y - middle)
+    return replace(o, x=x, y=y, size=0.8 * o.size)
+
+
+def texts(count: int = 6, *, seed: int = 0, side: int = 192) -> list[Example]:
+    """Words in black on white; near misses are other words, and words with one other letter."""
     _check_count(count)
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(WORDS), generator=generator).tolist()
     out = []
     for i in range(count):
         word, other = WORDS[order[i % len(WORDS)]], WORDS[order[(i + 1) % len(WORDS)]]
-        foils = tuple(
-            Foil(
-                attribute=kind,
-                prompt=_sign(text),
-                meta={"text": text},
-                media=written(text, side, side),
-            )
-            for kind, text in (("word", other), ("letter", _misspelt(word, generator)))
+        wrong = {"word": other, "letter": _misspelt(word, generator)}
+        near_misses = tuple(
+            NearMiss(attribute=kind, **_sign(text, side)) for kind, text in wrong.items()
         )
-        out.append(
-            Specimen(
-                media=written(word, side, side),
-                prompt=_sign(word),
-                meta={"text": word},
-                foils=foils,
-            )
-        )
+        out.append(Example(**_sign(word, side), near_misses=near_misses))
     return out
 
 
-def _sign(text: str) -> str:
-    return f'a white sign that says "{text}"'
+def _sign(text: str, side: int) -> dict[str, Any]:
+    """Picture, prompt and meta of a written text."""
+    prompt = f'a white sign that says "{text}"'
+    return {"media": written(text, side, side), "prompt": prompt, "meta": {"text": text}}
 
 
 def _misspelt(word: str, generator: torch.Generator) -> str:
     """The word with another letter in its middle."""
     middle = len(word) // 2
     others = [c for c in "aeioubdkmrstz" if c != word[middle]]
-    return (
-        word[:middle]
-        + others[int(torch.randint(len(others), (), generator=generator))]
-        + word[middle + 1 :]
-    )
+    letter = others[int(torch.randint(len(others), (), generator=generator))]
+    return word[:middle] + letter + word[middle + 1 :]
 
 
 def files(
@@ -324,34 +303,30 @@ def files(
     prompt: str | None = None,
     prompts: Path | None = None,
     most: int = 16,
-) -> list[Specimen]:
+) -> list[Example]:
     """At most `most` images of the user's own, evenly out of all; their prompts as for `flowrl
-    score`. Foils: prompts of other files."""
+    score`.
+
+    Near misses: up to four files with other prompts.
+    """
     _check_count(most)
-    samples = core_files.with_meta(
-        scored_folder.collect(media, prompt=prompt, prompts=prompts),
-        load_set({reward.name: reward}),
-        columns=("meta", "group"),
+    collected = scored_folder.collect(media, prompt=prompt, prompts=prompts)
+    own = load_set({reward.name: reward})
+    samples = with_meta(collected, own, columns=("meta", "group"))
+    if len(samples) > most:
+        samples = [samples[i * len(samples) // most] for i in range(most)]
+    every = [
+        Example(media=read_image(sample.path), prompt=sample.prompt, meta=sample.meta)
+        for sample in samples
+    ]
+    return [replace(s, near_misses=_other_files(every, i)) for i, s in enumerate(every)]
+
+
+def _other_files(every: list[Example], i: int) -> tuple[NearMiss, ...]:
+    """The next four after number i, in a circle, whose prompts differ from its own."""
+    following = every[i + 1 :] + every[:i]
+    others = [s for s in following if s.prompt != every[i].prompt][:4]
+    return tuple(
+        NearMiss(attribute="other file", prompt=s.prompt, meta=s.meta, media=s.media)
+        for s in others
     )
-    samples = (
-        [samples[i * len(samples) // most] for i in range(most)] if len(samples) > most else samples
-    )
-    pictures = [read_image(sample.path) for sample in samples]
-    out = []
-    for i, sample in enumerate(samples):
-        others = [
-            j
-            for step in range(1, len(samples))
-            if samples[j := (i + step) % len(samples)].prompt != sample.prompt
-        ][:4]
-        foils = tuple(
-            Foil(
-                attribute="other file",
-                prompt=samples[j].prompt,
-                meta=samples[j].meta,
-                media=pictures[j],
-            )
-            for j in others
-        )
-        out.append(Specimen(media=pictures[i], prompt=sample.prompt, meta=sample.meta, foils=foils))
-    return out

@@ -1,9 +1,9 @@
-"""Canaries of order: does a reward put right above wrong? Pictures under close prompts, close
+"""Checks of order: does a reward put right above wrong? Pictures under close prompts, close
 pictures under a prompt, members of a group.
 
 All pairs differ in one attribute, so a number says which attribute a reward is blind to. A share of
-right orders fails where a sign test excludes chance from the wrong side, and is warned of below
-0.75.
+pairs in the right order fails where a sign test excludes chance from the wrong side, and is warned
+of below 0.75.
 """
 
 from __future__ import annotations
@@ -14,82 +14,70 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowrl.rewards.checks.examples import Specimen
+from flowrl.rewards.checks.examples import Example, NearMiss
 from flowrl.rewards.checks.pictures import attacks
-from flowrl.rewards.checks.subject import Finding, Trial, Verdict, gap
+from flowrl.rewards.checks.subject import Finding, Subject, Verdict, gap
 from flowrl.types import replace
 
 CHANCE, GOOD = 0.05, 0.75
 
 
-def right_prompt(trial: Trial) -> list[Finding]:
-    """Each picture under its prompt and under wrong ones; also whether the prompt is read at
-    all."""
-    pairs = [(row, foil) for row, specimen in enumerate(trial.specimens) for foil in specimen.foils]
+def right_prompt(subject: Subject) -> list[Finding]:
+    """Each picture under its prompt and under wrong ones; also whether the prompt is read."""
+    pairs = _pairs(subject)
     if not pairs:
-        trial.reads_prompt = False
-        return [
-            Finding(
-                name="right prompt",
-                verdict="note",
-                says="no wrong prompts to compare with: give pictures of several prompts",
-            )
-        ]
-    right = trial.honest[[row for row, _ in pairs]]
-    wrong = trial.scores(
-        [trial.specimens[row].under(foil.prompt, foil.meta) for row, foil in pairs]
+        subject.reads_prompt = False
+        says = "no wrong prompts to compare with: give pictures of several prompts"
+        return [Finding(name="right prompt", verdict="note", says=says)]
+    right = subject.honest[[row for row, _ in pairs]]
+    wrong = subject.scores(
+        [subject.examples[row].under(miss.prompt, miss.meta) for row, miss in pairs]
     )
-    if gap(right, wrong) <= trial.rounding:
-        trial.reads_prompt = False
-        if trial.reward.reads_prompt or trial.reward.reads:
-            says = (
-                f"it says that it reads the prompt, and scores all {len(pairs)} wrong prompts as"
-                " the right ones"
-            )
-            return [Finding(name="right prompt", verdict="fail", value=0.5, says=says)]
-        return [
-            Finding(
-                name="right prompt", verdict="note", says="the score does not depend on the prompt"
-            )
-        ]
-    out = []
-    for attribute in dict.fromkeys(foil.attribute for _, foil in pairs):
-        rows = [i for i, (_, foil) in enumerate(pairs) if foil.attribute == attribute]
-        out.append(
-            order(
-                f"right prompt, {attribute}",
-                right[rows],
-                wrong[rows],
-                trial.rounding,
-                "its own prompt above a wrong one",
-            )
-        )
-    return out + rates(trial.honest, wrong)
+    if gap(right, wrong) <= subject.rounding:
+        subject.reads_prompt = False
+        return [_unread(subject, len(pairs))]
+    what, out = "its own prompt above a wrong one", []
+    for attribute in dict.fromkeys(miss.attribute for _, miss in pairs):
+        rows = [i for i, (_, miss) in enumerate(pairs) if miss.attribute == attribute]
+        name = f"right prompt, {attribute}"
+        out.append(in_order(name, right[rows], wrong[rows], subject.rounding, what))
+    return out + rates(subject.honest, wrong)
 
 
-def order(name: str, right: Tensor, wrong: Tensor, rounding: float, what: str) -> Finding:
-    """Share of pairs (n,) and (n,) in which right is above wrong, a tie for half; the sign test is
-    on pairs that are no tie."""
+def _pairs(subject: Subject) -> list[tuple[int, NearMiss]]:
+    """(row of an example, one of its near misses), of all."""
+    return [(row, miss) for row, s in enumerate(subject.examples) for miss in s.near_misses]
+
+
+def _unread(subject: Subject, count: int) -> Finding:
+    """The prompt changes no score: a fault of a reward that says it reads the prompt."""
+    if not (subject.reward.reads_prompt or subject.reward.reads):
+        says = "the score does not depend on the prompt"
+        return Finding(name="right prompt", verdict="note", says=says)
+    says = (
+        f"it says that it reads the prompt, and scores all {count} wrong prompts as the right ones"
+    )
+    return Finding(name="right prompt", verdict="fail", value=0.5, says=says)
+
+
+def in_order(name: str, right: Tensor, wrong: Tensor, rounding: float, what: str) -> Finding:
+    """Share of pairs (n,) and (n,) in which right is above wrong, a tie for half.
+
+    The sign test is on the pairs that are not ties.
+    """
     difference = (right - wrong)[(right - wrong).isfinite()]
-    count, won, lost = (
-        len(difference),
-        int((difference > rounding).sum()),
-        int((difference < -rounding).sum()),
-    )
+    count = len(difference)
+    won, lost = int((difference > rounding).sum()), int((difference < -rounding).sum())
     if not count:
         return Finding(name=name, verdict="warn", says="none of the pairs could be scored")
     ties = count - won - lost
     share = (won + ties / 2) / count
     by_chance = sum(math.comb(won + lost, k) for k in range(won + 1)) / 2 ** (won + lost)
-    verdict: Verdict = (
-        "fail" if won < lost and by_chance < CHANCE else "warn" if share < GOOD else "ok"
-    )
-    return Finding(
-        name=name,
-        verdict=verdict,
-        value=share,
-        says=f"{what} in {won} of {count}{f' ({ties} ties)' if ties else ''}",
-    )
+    verdict: Verdict = "warn" if share < GOOD else "ok"
+    if won < lost and by_chance < CHANCE:
+        verdict = "fail"
+    says = f"{what} in {won} of {count}{f' ({ties} ties)' if ties else ''}"
+    return Finding(name=name, verdict=verdict, value=share, says=says)
 
 
 def rates(right: Tensor, wrong: Tensor) -> list[Finding]:
@@ -99,124 +87,106 @@ def rates(right: Tensor, wrong: Tensor) -> list[Finding]:
     levels = torch.cat([right, wrong]).unique()
     if len(levels) < 2:
         return []
-    area = float(
-        ((right[:, None] > wrong).double() + (right[:, None] == wrong).double() / 2).mean()
-    )
+    above, ties = (right[:, None] > wrong).double(), (right[:, None] == wrong).double()
+    area = float((above + ties / 2).mean())
     thresholds = (levels[1:] + levels[:-1]) / 2
-    passed, missed = (
-        (wrong[:, None] > thresholds).double().mean(0),
-        (right[:, None] < thresholds).double().mean(0),
-    )
+    passed = (wrong[:, None] > thresholds).double().mean(0)
+    missed = (right[:, None] < thresholds).double().mean(0)
     best = int((passed + missed).argmin())
     says = (
         f"AUC over all pictures and prompts; at the best threshold, {float(thresholds[best]):.3g},"
         f" {float(passed[best]):.0%} of the wrong prompts pass and {float(missed[best]):.0%} of the"
         " right ones do not"
     )
-    return [
-        Finding(
-            name="false positives and negatives",
-            verdict="ok" if area >= GOOD else "warn",
-            value=area,
-            says=says,
-        )
-    ]
+    verdict: Verdict = "ok" if area >= GOOD else "warn"
+    return [Finding(name="false positives and negatives", verdict=verdict, value=area, says=says)]
 
 
-def right_picture(trial: Trial) -> list[Finding]:
+def right_picture(subject: Subject) -> list[Finding]:
     """Each picture against pictures of its wrong prompts, under its own prompt: what the members of
     a group are to each other."""
-    if not trial.reads_prompt:
+    if not subject.reads_prompt:
         return []
-    pairs = [(row, foil) for row, s in enumerate(trial.specimens) for foil in s.foils]
-    wrong = trial.scores([replace(trial.specimens[row], media=foil.media) for row, foil in pairs])
-    right = trial.honest[[row for row, _ in pairs]]
-    return [
-        order(
-            "right picture",
-            right,
-            wrong,
-            trial.rounding,
-            "a picture of the prompt above one of a wrong prompt",
-        )
-    ]
+    pairs = _pairs(subject)
+    wrong = subject.scores(
+        [replace(subject.examples[row], media=miss.media) for row, miss in pairs]
+    )
+    right = subject.honest[[row for row, _ in pairs]]
+    what = "a picture of the prompt above one of a wrong prompt"
+    return [in_order("right picture", right, wrong, subject.rounding, what)]
 
 
-def swap_matrix(trial: Trial) -> list[Finding]:
+def swap_matrix(subject: Subject) -> list[Finding]:
     """k close prompts and their pictures, each picture under each prompt: is the diagonal the
     highest of its row and of its column?"""
-    if not trial.reads_prompt:
+    if not subject.reads_prompt:
         return []
-    own = max(trial.specimens, key=lambda s: len({foil.prompt for foil in s.foils}))
-    near = {
-        foil.prompt: foil for foil in own.foils
-    }.values()  # files may hold a prompt several times
-    members = [own, *(replace(own, media=f.media, prompt=f.prompt, meta=f.meta) for f in near)]
+    members = _close_prompts(subject)
     k = len(members)
-    matrix = trial.scores(
-        [picture.under(other.prompt, other.meta) for picture in members for other in members]
-    ).view(k, k)
-    over_row = (matrix - matrix.diagonal()[:, None]).fill_diagonal_(-math.inf).nan_to_num(-math.inf)
-    over_column = (matrix - matrix.diagonal()).fill_diagonal_(-math.inf).nan_to_num(-math.inf)
+    every = [picture.under(other.prompt, other.meta) for picture in members for other in members]
+    matrix = subject.scores(every).view(k, k)
+    diagonal = matrix.diagonal()
+    over_row, over_column = _over(matrix, diagonal[:, None]), _over(matrix, diagonal)
     rows, columns = int((over_row.amax(1) < 0).sum()), int((over_column.amax(0) < 0).sum())
-    i, j = divmod(int(over_row.argmax()), k)
     share = (rows + columns) / (2 * k)
+    i, j = divmod(int(over_row.argmax()), k)
     says = (
         f"of {k} close prompts and their pictures, the right prompt comes first for {rows} pictures"
-        f" and the right picture for {columns} "
-        f'prompts; nearest: the picture of "{members[i].prompt}" gets {float(matrix[i, i]):.3g},'
-        f" and {float(matrix[i, j]):.3g} as "
-        f'"{members[j].prompt}"'
+        f" and the right picture for {columns} prompts; nearest: the picture of"
+        f' "{members[i].prompt}" gets {float(matrix[i, i]):.3g}, and {float(matrix[i, j]):.3g} as'
+        f' "{members[j].prompt}"'
     )
-    return [
-        Finding(
-            name="prompt-swap matrix",
-            verdict="ok" if share >= GOOD else "warn",
-            value=share,
-            says=says,
-        )
-    ]
+    verdict: Verdict = "ok" if share >= GOOD else "warn"
+    return [Finding(name="prompt-swap matrix", verdict=verdict, value=share, says=says)]
 
 
-def grouped(specimens: Sequence[Specimen]) -> tuple[list[Specimen], list[str]]:
+def _close_prompts(subject: Subject) -> list[Example]:
+    """The example with the most wrong prompts, and each of these with its picture, once."""
+    own = max(subject.examples, key=lambda s: len({miss.prompt for miss in s.near_misses}))
+    near = {miss.prompt: miss for miss in own.near_misses}  # files may hold a prompt several times
+    others = [replace(own, media=m.media, prompt=m.prompt, meta=m.meta) for m in near.values()]
+    return [own, *others]
+
+
+def _over(matrix: Tensor, own: Tensor) -> Tensor:
+    """How far each score is above `own`; the lowest number on the diagonal and where one failed."""
+    return (matrix - own).fill_diagonal_(-math.inf).nan_to_num(-math.inf)
+
+
+def grouped(examples: Sequence[Example]) -> tuple[list[Example], list[str]]:
     """Each picture with near misses and attacks as a group under its prompt -> the members, and
-    what each is (`Trial.kinds`)."""
+    what each is (`Subject.kinds`)."""
     members, kinds = [], []
-    for number, s in enumerate(specimens):
-        rivals = {"right": s.media} | {foil.attribute: foil.media for foil in s.foils}
+    for number, s in enumerate(examples):
+        rivals = {"right": s.media} | {miss.attribute: miss.media for miss in s.near_misses}
         rivals |= {f"attack: {name}": media for name, media in attacks(s.media, s.prompt).items()}
-        members += [
-            replace(s, media=media, columns={**s.columns, "group": torch.tensor(number)})
-            for media in rivals.values()
-        ]
+        columns = {**s.columns, "group": torch.tensor(number)}
+        members += [replace(s, media=media, columns=columns) for media in rivals.values()]
         kinds += list(rivals)
     return members, kinds
 
 
-def in_groups(trial: Trial) -> list[Finding]:
+def in_groups(subject: Subject) -> list[Finding]:
     """Of a reward that compares the members of a group: does the right picture win against near
     misses, and against attacks?"""
-    out, kinds = [], trial.kinds
-    groups = torch.tensor([int(s.columns["group"]) for s in trial.specimens])
-    right = trial.honest[[row for row, kind in enumerate(kinds) if kind == "right"]]
+    out, kinds = [], subject.kinds
+    groups = torch.tensor([int(s.columns["group"]) for s in subject.examples])
+    right = subject.honest[[row for row, kind in enumerate(kinds) if kind == "right"]]
+    what = "the right picture above one of a wrong prompt"
     for kind in dict.fromkeys(kinds):
         rows = [row for row, k in enumerate(kinds) if k == kind]
-        own, rival = right[groups[rows]], trial.honest[rows]
+        own, rival = right[groups[rows]], subject.honest[rows]
         if kind.startswith("attack: "):
-            beaten = float((rival > own + trial.rounding).double().mean())
-            says = f"wins against the right picture in {beaten:.0%} of the groups"
-            bad = trial.blame(kind.removeprefix("attack: "))
-            out.append(
-                Finding(name=kind, verdict=bad if beaten > 0.5 else "ok", value=beaten, says=says)
-            )
-        elif kind != "right" and (trial.reward.reads_prompt or trial.reward.reads):
-            out.append(
-                order(
-                    f"right picture, {kind}",
-                    own,
-                    rival,
-                    trial.rounding,
-                    "the right picture above one of a wrong prompt",
-                )
-            )
+            out.append(_attack_in_groups(subject, kind, own, rival))
+        elif kind != "right" and (subject.reward.reads_prompt or subject.reward.reads):
+            name = f"right picture, {kind}"
+            out.append(in_order(name, own, rival, subject.rounding, what))
     return out
+
+
+def _attack_in_groups(subject: Subject, kind: str, own: Tensor, rival: Tensor) -> Finding:
+    """In how many groups an attack (n,) scores above the right picture (n,)."""
+    beaten = float((rival > own + subject.rounding).double().mean())
+    verdict = subject.blame(kind.removeprefix("attack: ")) if beaten > 0.5 else "ok"
+    says = f"wins against the right picture in {beaten:.0%} of the groups"
+    return Finding(name=kind, verdict=verdict, value=beaten, says=says)

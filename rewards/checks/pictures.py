@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import textwrap
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +14,8 @@ from torchvision.transforms import functional as TF
 
 from flowrl.data.media import from_pil, to_pil, to_uint8
 
-NOTHING = (
-    "white",
-    "black",
-    "noise",
-)  # attacks that no reward of quality may put above honest pictures
+NOTHING = ("white", "black", "noise")  # no reward of quality may put these above honest pictures
+RECODINGS = ("JPEG of quality 98", "one level of dither", "half a percent of brightness")
 
 
 def attacks(media: Tensor, prompt: str) -> dict[str, Tensor]:
@@ -28,9 +24,8 @@ def attacks(media: Tensor, prompt: str) -> dict[str, Tensor]:
     frames = media if media.ndim == 4 else media[None]
     height, width = frames.shape[-2:]
     noise = torch.rand(frames.shape, generator=torch.Generator().manual_seed(0)).to(media)
-    small = F.interpolate(
-        frames, [-(-height // 3), -(-width // 3)], mode="bilinear", antialias=True
-    )
+    third = [-(-height // 3), -(-width // 3)]
+    small = F.interpolate(frames, third, mode="bilinear", antialias=True)
     softer = TF.gaussian_blur(frames, [5, 5], [1.5, 1.5])
     side = max(1, min(height, width) // 8)
     out = {
@@ -53,24 +48,19 @@ def written(text: str, height: int, width: int) -> Tensor:
     draw = ImageDraw.Draw(image)
     for size in range(max(8, height // 3), 5, -1):
         font = _font(size)
-        lines = "\n".join(
-            textwrap.wrap(text, max(1, int(1.8 * width / size)), break_long_words=size <= 8)
-        )
+        most = max(1, int(1.8 * width / size))  # characters in a line
+        lines = "\n".join(textwrap.wrap(text, most, break_long_words=size <= 8))
         left, top, right, bottom = draw.multiline_textbbox((0, 0), lines, font=font)
         if right - left <= 0.94 * width and bottom - top <= 0.94 * height:
             break
-    draw.multiline_text(
-        (width / 2, height / 2), lines, font=font, fill="black", anchor="mm", align="center"
-    )
+    place = (width / 2, height / 2)
+    draw.multiline_text(place, lines, font=font, fill="black", anchor="mm", align="center")
     return from_pil(image)[0]
 
 
 @cache
-def _font(size: int) -> Any:
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size=size)
-
-
-RECODINGS = ("JPEG of quality 98", "one level of dither", "half a percent of brightness")
 
 
 def recoded(media: Tensor, kind: int, *, seed: int = 0) -> Tensor:
@@ -78,11 +68,8 @@ def recoded(media: Tensor, kind: int, *, seed: int = 0) -> Tensor:
     % 3]."""
     generator = torch.Generator().manual_seed(seed)
     if kind % 3 == 0:
-        return (
-            from_pil([_jpeg(image) for image in to_pil(media.reshape(-1, *media.shape[-3:]))])
-            .reshape(media.shape)
-            .to(media)
-        )
+        frames = to_pil(media.reshape(-1, *media.shape[-3:]))
+        return from_pil([_jpeg(image) for image in frames]).reshape(media.shape).to(media)
     if kind % 3 == 1:
         levels = torch.randint(-1, 2, media.shape, generator=generator).to(media.device)
         return (to_uint8(media) + levels).clamp(0, 255).to(media) / 255
@@ -92,7 +79,6 @@ def recoded(media: Tensor, kind: int, *, seed: int = 0) -> Tensor:
 
 def _jpeg(image: Image.Image) -> Image.Image:
     buffer = io.BytesIO()
-    image.save(
-        buffer, format="JPEG", quality=98, subsampling=0
-    )  # full colour resolution: PIL's default bleeds at sharp edges
+    # Full colour resolution: PIL's default bleeds at sharp edges.
+    image.save(buffer, format="JPEG", quality=98, subsampling=0)
     return Image.open(buffer)

@@ -9,7 +9,7 @@ retried sample by sample; a wrong shape, dtype or device is a RewardBug.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -36,8 +36,10 @@ class TooManyInvalid(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSet:
-    """Loaded rewards and their weights, by label. A reward of weight 0 is measured and logged, and
-    its failures invalidate nothing."""
+    """Loaded rewards and their weights, by label.
+
+    A reward of weight 0 is measured and logged, and its failures invalidate nothing.
+    """
 
     rewards: dict[str, Reward]
     weights: dict[str, float]
@@ -47,17 +49,35 @@ class RewardSet:
         return frozenset().union(*(reward.needs for reward in self.rewards.values()))
 
     def pointwise(self) -> RewardSet:
-        """Without rewards that compare the members of a group: what can judge samples of different
-        models alike."""
-        alone = {
-            label: reward for label, reward in self.rewards.items() if "group" not in reward.needs
-        }
-        return RewardSet(rewards=alone, weights={label: self.weights[label] for label in alone})
+        """Without rewards that compare the members of a group: those left can judge samples of
+        different models alike."""
+        labels = [label for label, reward in self.rewards.items() if "group" not in reward.needs]
+        return RewardSet(
+            rewards={label: self.rewards[label] for label in labels},
+            weights={label: self.weights[label] for label in labels},
+        )
 
     def to(self, device: Any) -> RewardSet:
         for reward in self.rewards.values():
             reward.to(device)
         return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """What rewards are shown of B samples."""
+
+    media: Tensor
+    prompts: list[str]
+    context: MediaContext
+
+    def take(self, rows: Tensor) -> Samples:
+        """Some of them, by number."""
+        return Samples(
+            media=self.media[rows.to(self.media.device)],
+            prompts=[self.prompts[i] for i in rows],
+            context=take(self.context, rows),
+        )
 
 
 def load_set(spec: Spec | RewardSet) -> RewardSet:
@@ -81,32 +101,37 @@ def load_set(spec: Spec | RewardSet) -> RewardSet:
 
 
 def _load_entry(label: str, entry: Any) -> tuple[Reward, float]:
-    options = (
-        dict(entry)
-        if isinstance(entry, Mapping)
-        else {"reward": entry}
-        if callable(entry)
-        else {"weight": entry}
-    )
+    options = _options(entry)
     weight = options.pop("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ValueError(
             f'reward "{label}": weight={weight!r} is not a finite number; write {label}=1.0 or'
             f" {label}.weight=1.0"
         )
-    reward = (
-        None if isinstance(options.get("reward"), str) else options.pop("reward", None)
-    )  # a text is a setting, as of `rank`
-    if reward is None:
+    # A text under "reward" is a setting, as of `rank`.
+    given = None if isinstance(options.get("reward"), str) else options.pop("reward", None)
+    if given is None:
         return load(options.pop("name", label), **options), float(weight)
     if options:
         raise ValueError(
             f'reward "{label}" is already loaded, so {sorted(options)} cannot be set; only'
             ' "weight" can'
         )
-    if hasattr(reward, "REWARD"):  # a function under @flowrl.reward
-        reward = reward.REWARD()
-    return reward if isinstance(reward, Reward) else FunctionReward(reward, label), float(weight)
+    return _as_reward(label, given), float(weight)
+
+
+def _options(entry: Any) -> dict[str, Any]:
+    """A config's entry for a reward, as a mapping."""
+    if isinstance(entry, Mapping):
+        return dict(entry)
+    return {"reward": entry} if callable(entry) else {"weight": entry}
+
+
+def _as_reward(label: str, given: Any) -> Reward:
+    """A reward, a function under @flowrl.reward, or any other function, as a reward."""
+    if hasattr(given, "REWARD"):
+        given = given.REWARD()
+    return given if isinstance(given, Reward) else FunctionReward(given, label)
 
 
 def check_needs(rewards: Spec | RewardSet, columns: Iterable[str]) -> None:
@@ -129,27 +154,27 @@ def score(
     part (or a pixel) is not finite. Samples with pixels that are not finite are shown to no reward;
     one that compares the members of a group sees the others.
     """
+    # Refuse what no reward can score.
     media = check_media(media, prompts)
     chosen = load_set(rewards).to(media.device)
     context = MediaContext() if context is None else context
-    check_columns(
-        chosen.rewards, [f.name for f in fields(context) if getattr(context, f.name) is not None]
-    )
+    given = [field.name for field in fields(context) if getattr(context, field.name) is not None]
+    check_columns(chosen.rewards, given)
     check_kind(chosen.rewards, media, prompts)
-    rows = _visible(media)
-    hidden = len(prompts) - len(rows)
-    errors = [f"media: {hidden} of {len(prompts)} samples hold NaN or inf pixels"] if hidden else []
-    total, raw = torch.full((len(prompts),), math.nan, device=media.device), {}
-    total[rows.to(media.device)] = 0.0
+    # Each reward in turn, on samples whose pixels are finite.
+    samples, rows = Samples(media=media, prompts=prompts, context=context), _visible(media)
+    raw, errors = {}, _hidden(len(prompts) - len(rows), len(prompts))
     for label, reward in chosen.rewards.items():
-        values, problem = _evaluate(label, reward, media, prompts, context, rows)
+        values, problem = _evaluate(label, reward, samples, rows)
         raw[label] = values.masked_fill(~values.isfinite(), math.nan)
         errors += [problem] if problem else []
-        if chosen.weights[label]:
-            total = total + chosen.weights[label] * raw[label]
-    return Rewards(
-        raw=raw, weights=dict(chosen.weights), total=total, valid=total.isfinite(), errors=errors
-    )
+    total = _unscored(samples)
+    total[rows.to(media.device)] = 0.0
+    for label in raw:
+        if weight := chosen.weights[label]:
+            total = total + weight * raw[label]
+    weights, valid = dict(chosen.weights), total.isfinite()
+    return Rewards(raw=raw, weights=weights, total=total, valid=valid, errors=errors)
 
 
 @torch.no_grad()
@@ -160,42 +185,57 @@ def readings(
     <label>/<part>. NaN where one failed."""
     scored = score(media, prompts, rewards, context)
     out = {**scored.raw, "total": scored.total}
-    visible = _visible(media)
+    samples, visible = Samples(media=media, prompts=prompts, context=context), _visible(media)
     for label, reward in rewards.rewards.items():
-        queue = [visible] if len(visible) else []
-        while queue:
-            rows = queue.pop()
-            part = media[rows.to(media.device)]
-            try:
-                found = reward.parts(part, [prompts[i] for i in rows], take(context, rows))
-            except RewardUnavailable:
-                raise
-            except (
-                Exception
-            ):  # `score` met it too, and counted it; NaN stays for those that fail alone
-                queue += _retry_units(reward, context, rows) if rows is visible else []
-                continue
-            for name, value in found.items():
-                column = out.setdefault(
-                    f"{label}/{name}", torch.full((len(prompts),), math.nan, device=media.device)
-                )
-                column[rows.to(media.device)] = _held(f"{label}/{name}", value, part)
+        for rows, found in _parts(reward, samples, visible):
+            place = rows.to(media.device)
+            for part, value in found.items():
+                name = f"{label}/{part}"
+                column = out.setdefault(name, _unscored(samples))
+                column[place] = _held(name, value, media[place])
+    return out
+
+
+def _parts(
+    reward: Reward, samples: Samples, visible: Tensor
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """(rows, their parts by name): all visible samples at once, or one by one where that fails."""
+    queue = [visible] if len(visible) else []
+    while queue:
+        rows = queue.pop()
+        some = samples.take(rows)
+        try:
+            found = reward.parts(some.media, some.prompts, some.context)
+        except RewardUnavailable:
+            raise
+        except Exception:  # `score` met it too, and counted it; those that fail alone stay NaN
+            queue += _retry_units(reward, samples.context, rows) if rows is visible else []
+            continue
+        yield rows, found
+
+
+def reward_metrics(rewards: Rewards) -> dict[str, float]:
+    """reward/<name>/mean|std, reward/total and reward/invalid of an iteration."""
+    out = {
+        "reward/total": rewards.total.nanmean().item(),
+        "reward/invalid": float((~rewards.valid).sum()),
+    }
+    for name, value in rewards.raw.items():
+        value = value[~value.isnan()]
+        if len(value):
+            out[f"reward/{name}/mean"] = value.mean().item()
+            out[f"reward/{name}/std"] = value.std(correction=0).item()
     return out
 
 
 def concat(parts: list[Rewards]) -> Rewards:
     """Chunks of samples, scored with the same rewards, as one record."""
-    raw = {label: torch.cat([part.raw[label] for part in parts]) for label in parts[0].raw}
-    total, valid = (
-        torch.cat([part.total for part in parts]),
-        torch.cat([part.valid for part in parts]),
-    )
     return Rewards(
-        raw=raw,
+        raw={label: torch.cat([part.raw[label] for part in parts]) for label in parts[0].raw},
         weights=parts[0].weights,
-        total=total,
-        valid=valid,
-        errors=[e for part in parts for e in part.errors],
+        total=torch.cat([part.total for part in parts]),
+        valid=torch.cat([part.valid for part in parts]),
+        errors=[error for part in parts for error in part.errors],
     )
 
 
@@ -216,8 +256,8 @@ def check_media(media: Tensor, prompts: list[str]) -> Tensor:
     if not isinstance(media, Tensor) or media.dtype != torch.float32:
         got = f"{media.dtype} tensor" if isinstance(media, Tensor) else type(media).__name__
         raise ValueError(
-            f"media is a {got}; rewards take an fp32 tensor in [0, 1] (flowrl.data.media.from_pil makes"
-            " one)"
+            f"media is a {got}; rewards take an fp32 tensor in [0, 1]"
+            " (flowrl.data.media.from_pil makes one)"
         )
     if media.ndim not in (4, 5) or media.shape[-3] != 3:
         raise ValueError(
@@ -227,15 +267,18 @@ def check_media(media: Tensor, prompts: list[str]) -> Tensor:
     if len(prompts) != len(media):
         raise ValueError(f"{len(media)} media but {len(prompts)} prompts; give one prompt a sample")
     media = media.detach()
-    finite = media[media.isfinite()]
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
-    if low < -0.01 or high > 1.01:
-        span = f"[{low:.3g}, {high:.3g}]"
-        raise ValueError(
-            f"media spans {span}; rewards take [0, 1]: (media + 1) / 2 maps from [-1, 1], media /"
-            " 255 from bytes"
-        )
+    _check_span(media[media.isfinite()])
     return media
+
+
+def _check_span(values: Tensor) -> None:
+    """ValueError unless finite pixels (n,) are in [0, 1], or nearly."""
+    low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 1.0)
+    if low < -0.01 or high > 1.01:
+        raise ValueError(
+            f"media spans [{low:.3g}, {high:.3g}]; rewards take [0, 1]: (media + 1) / 2 maps from"
+            " [-1, 1], media / 255 from bytes"
+        )
 
 
 def check_kind(rewards: Mapping[str, Reward], media: Tensor, prompts: list[str]) -> None:
@@ -261,42 +304,52 @@ def _visible(media: Tensor) -> Tensor:
     return torch.nonzero(media.flatten(1).isfinite().all(1).cpu()).flatten()
 
 
+def _hidden(hidden: int, count: int) -> list[str]:
+    """A sentence about samples that no reward is shown, if there are any."""
+    return [f"media: {hidden} of {count} samples hold NaN or inf pixels"] if hidden else []
+
+
+def _unscored(samples: Samples) -> Tensor:
+    """NaN for each sample (B,)."""
+    return torch.full((len(samples.prompts),), math.nan, device=samples.media.device)
+
+
 def _evaluate(
-    label: str,
-    reward: Reward,
-    media: Tensor,
-    prompts: list[str],
-    context: MediaContext,
-    rows: Tensor,
+    label: str, reward: Reward, samples: Samples, rows: Tensor
 ) -> tuple[Tensor, str | None]:
     """(B,) values, NaN where failed and beyond `rows`, and a sentence if anything failed."""
-    values = torch.full((len(prompts),), math.nan, device=media.device)
+    values, place = _unscored(samples), rows.to(samples.media.device)
     if not len(rows):
         return values, None
-    place = rows.to(media.device)
     try:
-        values[place] = _checked(label, reward, media, prompts, context, rows)
-        failed = int((~values[place].isfinite()).sum())
-        why = f" ({reward.problem})" if reward.problem else ""
-        return values, (
-            f"{label}: NaN or inf for {failed} of {len(rows)} samples{why}" if failed else None
-        )
+        values[place] = _checked(label, reward, samples.take(rows))
+        broke = None
     except (RewardBug, RewardUnavailable):
         raise
-    except (
-        Exception
-        # a reward may fail in any way; the message is kept and the samples are counted as invalid
-    ) as error:
-        first = f"{label}: {type(error).__name__}: {error}"
-    for unit in _retry_units(reward, context, rows):
+    except Exception as error:  # a reward may fail in any way; its samples are counted as invalid
+        broke = f"{label}: {type(error).__name__}: {error}"
+    if broke:
+        _score_again(label, reward, samples, rows, values)
+    failed = int((~values[place].isfinite()).sum())
+    if broke:
+        how = f"in a chunk of {len(rows)}; tried one at a time, {failed} failed"
+        return values, f"{broke} ({how})"
+    why = f" ({reward.problem})" if reward.problem else ""
+    said = f"{label}: NaN or inf for {failed} of {len(rows)} samples{why}"
+    return values, said if failed else None
+
+
+def _score_again(
+    label: str, reward: Reward, samples: Samples, rows: Tensor, values: Tensor
+) -> None:
+    """Score rows one by one into values (B,); those that fail keep their NaN."""
+    for unit in _retry_units(reward, samples.context, rows):
         try:
-            values[unit.to(media.device)] = _checked(label, reward, media, prompts, context, unit)
+            values[unit.to(values.device)] = _checked(label, reward, samples.take(unit))
         except (RewardBug, RewardUnavailable):
             raise
-        except Exception:  # these samples stay NaN and are counted; the chunk's message was kept
+        except Exception:  # these samples are counted; the message of the whole chunk was kept
             continue
-    failed = int((~values[place].isfinite()).sum())
-    return values, f"{first} (in a chunk of {len(rows)}; tried one at a time, {failed} failed)"
 
 
 def _retry_units(reward: Reward, context: MediaContext, rows: Tensor) -> list[Tensor]:
@@ -307,50 +360,39 @@ def _retry_units(reward: Reward, context: MediaContext, rows: Tensor) -> list[Te
     return list(rows.split(1))
 
 
-def _checked(
-    label: str,
-    reward: Reward,
-    media: Tensor,
-    prompts: list[str],
-    context: MediaContext,
-    rows: Tensor,
-) -> Tensor:
-    """Call the reward on some rows and hold it to its contract."""
-    part = media[rows.to(media.device)]
+def _checked(label: str, reward: Reward, samples: Samples) -> Tensor:
+    """The reward's values, checked against its contract."""
     with torch.no_grad():
-        return _held(label, reward(part, [prompts[i] for i in rows], take(context, rows)), part)
+        values = reward(samples.media, samples.prompts, samples.context)
+    return _held(label, values, samples.media)
 
 
 def _held(label: str, out: Any, media: Tensor) -> Tensor:
     """What a reward returned for media, if it is what its contract says."""
     expected = f"a float32 tensor of shape ({len(media)},) on {media.device}"
     if not isinstance(out, Tensor):
-        raise RewardBug(
-            f'reward "{label}" returned a {type(out).__module__}.{type(out).__name__}; expected'
-            f" {expected}"
-        )
+        got = f"a {type(out).__module__}.{type(out).__name__}"
+        raise RewardBug(f'reward "{label}" returned {got}; expected {expected}')
     if out.shape != (len(media),) or out.dtype != torch.float32 or out.device != media.device:
-        got = (
-            f"a {str(out.dtype).removeprefix('torch.')} tensor of shape {tuple(out.shape)} on"
-            f" {out.device}"
-        )
+        dtype = str(out.dtype).removeprefix("torch.")
+        got = f"a {dtype} tensor of shape {tuple(out.shape)} on {out.device}"
         raise RewardBug(f'reward "{label}" returned {got}; expected {expected}')
     return out
 
 
 def take(context: MediaContext, rows: Tensor) -> MediaContext:
     """The same columns for some samples."""
-    columns: dict[str, Any] = {
-        field.name: getattr(context, field.name) for field in fields(context)
-    }
-    for name, value in columns.items():
-        if value is not None:
-            columns[name] = (
-                value[rows.to(value.device)]
-                if isinstance(value, Tensor)
-                else [value[i] for i in rows]
-            )
-    return MediaContext(**columns)
+    columns = {field.name: getattr(context, field.name) for field in fields(context)}
+    return MediaContext(**{name: _some(value, rows) for name, value in columns.items()})
+
+
+def _some(column: Any, rows: Tensor) -> Any:
+    """Some rows of a column, which is a tensor, a list or None."""
+    if column is None:
+        return None
+    if isinstance(column, Tensor):
+        return column[rows.to(column.device)]
+    return [column[i] for i in rows]
 
 
 def check_meta(rewards: RewardSet, sources: dict[str, Prompts]) -> None:
@@ -359,16 +401,20 @@ def check_meta(rewards: RewardSet, sources: dict[str, Prompts]) -> None:
     for label, reward in rewards.rewards.items():
         for source, prompts in sources.items():
             for prompt in prompts:
-                for key in sorted(reward.reads - prompt.keys()):
-                    raise ValueError(
-                        f'reward "{label}" reads "{key}" of each prompt, which "{prompt["prompt"]}"'
-                        f" in {source} does not carry; add it to that line of a .jsonl file, or"
-                        " choose another reward"
-                    )
-                if complaint := reward.complaint(prompt):
-                    raise ValueError(
-                        f'reward "{label}": the prompt "{prompt["prompt"]}" in {source} {complaint}'
-                    )
+                _check_prompt(label, reward, prompt, source)
     texts = [prompt["prompt"] for prompts in sources.values() for prompt in prompts]
     for reward in rewards.rewards.values() if texts else ():
         reward.expect(texts)
+
+
+def _check_prompt(label: str, reward: Reward, prompt: Mapping[str, Any], source: str) -> None:
+    if missing := sorted(reward.reads - prompt.keys()):
+        raise ValueError(
+            f'reward "{label}" reads "{missing[0]}" of each prompt, which "{prompt["prompt"]}" in'
+            f" {source} does not carry; add it to that line of a .jsonl file, or choose another"
+            " reward"
+        )
+    if complaint := reward.complaint(prompt):
+        raise ValueError(
+            f'reward "{label}": the prompt "{prompt["prompt"]}" in {source} {complaint}'
+        )

@@ -2,14 +2,14 @@
 resumable.
 
     python scripts/embedded/train_shapes_clip.py train    --work runs/shapes-clip    # contrastive, each
-    prompt beside its foils
+    prompt beside its near misses
     python scripts/embedded/train_shapes_clip.py export   --work runs/shapes-clip    # writes
     flowrl/shapes/weights/clip, in open_clip's layout python scripts/embedded/train_shapes_clip.py evaluate
     # held-out retrieval, and agreement with the verifier
 
-A batch holds groups of near prompts (one attribute apart, flowrl.shapes.clip.foils), each with a
-picture of its own, so that telling red from blue, two from three, left from right is what lowers
-the loss (hard negatives: NegCLIP, arXiv:2210.01936). Prompts that happen to be true of another's
+A batch holds groups of near prompts (one attribute apart, flowrl.shapes.clip.near_misses), each
+with a picture of its own, so that telling red from blue, two from three, left from right is what
+lowers the loss (hard negatives: NegCLIP, arXiv:2210.01936). Prompts that happen to be true of another's
 picture are no negatives of it. Held-out combinations are left out, pictures and prompts. Pictures
 are shifted, faded, tinted, blurred and made noisy, a little, since the ones that the reward will
 see are drawn by a model.
@@ -39,7 +39,7 @@ from flowrl.shapes.agreement import box
 from flowrl.shapes.scenes import PIXELS, render
 
 CONTEXT = 16  # tokens; the world's own prompts have 10 at most, with the two at the ends
-GROUP = 4  # a prompt and three foils
+GROUP = 4  # a prompt and three near misses
 # of groups; relations are learned last
 SHARES = {
     "single_object": 0.02,
@@ -89,7 +89,7 @@ class Scenes:
         self.anchors = {
             t: [n for n in self.pool if self.all[n]["task"] == t] for t in prompts.TASKS
         }
-        self.foils = {n: self._foils(n) for n in self.pool}
+        self.near_misses = {n: self._near_misses(n) for n in self.pool}
 
     def _draw(self, count: int, seed: int) -> dict[str, Tensor]:
         g = torch.Generator().manual_seed(seed)
@@ -113,9 +113,9 @@ class Scenes:
             true[i, [self.number[p["prompt"]] for p in clip.truths(objects)]] = True
         return {"images": images, "true": true, "drawn": drawn}
 
-    def _foils(self, n: int) -> list[list[int]]:
-        """Numbers of the foils of a prompt that are in training, by kind."""
-        kinds = clip.foils(self.all[n]).values()
+    def _near_misses(self, n: int) -> list[list[int]]:
+        """Numbers of a prompt's near misses that are in training, by kind."""
+        kinds = clip.near_misses(self.all[n]).values()
         found = [
             [self.number[p["prompt"]] for p in kind if self.number[p["prompt"]] in self.pool]
             for kind in kinds
@@ -129,7 +129,7 @@ class Scenes:
         chosen = []
         for task in torch.multinomial(shares, groups, replacement=True, generator=g).tolist():
             anchor = _one(self.anchors[prompts.TASKS[task]], g)
-            kinds = self.foils[anchor] or [[anchor]]
+            kinds = self.near_misses[anchor] or [[anchor]]
             chosen += [anchor] + [_one(_one(kinds, g), g) for _ in range(GROUP - 1)]
         rows = torch.tensor([_one(self.pool[n], g) for n in chosen])
         numbers = torch.tensor(chosen)
@@ -298,11 +298,11 @@ class Judge:
 def retrieval(
     judge: Judge, count: int, seed: int = 0
 ) -> tuple[dict[str, list[bool]], dict[str, list[float]]]:
-    """`count` held-out scenes of each task, each with its prompt and all foils that are false for
-    it, held out or not.
+    """`count` held-out scenes of each task, each with its prompt and all near misses that are false
+    for it, held out or not.
 
-    -> task -> whether the true prompt is nearer than every foil; kind of foil -> share of those
-    foils that are further, a scene.
+    -> task -> whether the true prompt is nearer than every near miss; kind of near miss -> share
+    of those that are further, a scene.
     """
     g = torch.Generator().manual_seed(seed)
     every = prompts.all_prompts()
@@ -323,8 +323,8 @@ def retrieval(
         for prompt, scene, row in zip(chosen, objects, cosines, strict=True):
             true = {p["prompt"] for p in clip.truths(scene)}
             own, nearer = row[number[prompt["prompt"]]], []
-            for kind, foils in clip.foils(prompt).items():
-                wrong = [number[p["prompt"]] for p in foils if p["prompt"] not in true]
+            for kind, near_misses in clip.near_misses(prompt).items():
+                wrong = [number[p["prompt"]] for p in near_misses if p["prompt"] not in true]
                 if wrong:
                     nearer += (row[wrong] >= own).tolist()
                     beaten[kind].append(float((row[wrong] < own).float().mean()))

@@ -3,6 +3,7 @@ reads."""
 
 import logging
 import math
+import re
 
 import pytest
 import small
@@ -10,10 +11,13 @@ import torch
 
 from flowrl.config import build
 from flowrl.config.compose import options
-from flowrl.config.load import load_config
+from flowrl.config.load import flatten, load_config
+from flowrl.config.schema import Config, algorithm_schema
 from flowrl.runtime.log import logger
+from flowrl.runtime.read_when import conditions
+from flowrl.runtime.registry import choices
 from flowrl.samplers import sigmas
-from flowrl.training.unused_options import RULES, unread
+from flowrl.training.unused_options import unused_options
 
 SMALL = {  # what makes each small enough, of four steps
     "branch_grpo": {"batch.group": "4", "algorithm.tree.splits": "[0, 1]"},
@@ -40,7 +44,7 @@ SMALL = {  # what makes each small enough, of four steps
 QUICK = {
     "data__eval": "null",
     "batch__micro": "256",
-    "guard__canaries": "false",
+    "guard__check_rewards": "false",
     "model__self_check": "false",
 }
 
@@ -74,7 +78,7 @@ def said(*words, spare=5):
     plan = algorithm.plan(
         sigmas.shifted(cfg.sampler.steps, 3), sampler=cfg.sampler, iteration=0, seed=cfg.seed
     )
-    return unread(cfg, algorithm, plan, spare=spare)
+    return unused_options(cfg, algorithm, plan, spare=spare)
 
 
 @pytest.mark.parametrize("name", options("algorithm"))
@@ -138,7 +142,7 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
     (["algorithm=crd", "batch.group=8", "algorithm.keep=8"], ["algorithm.keep=8"]),
     (
         [FORWARD, "algorithm.clip=[0.1,0.1]", "algorithm.ratio=sample"],
-        ["algorithm.clip=[0.1, 0.1], algorithm.ratio=sample"],
+        ["algorithm.ratio=sample, algorithm.clip=[0.1, 0.1]"],
     ),
     (
         ["algorithm=crd", "algorithm.kl_weight=0", "algorithm.reference_guidance=4.5"],
@@ -165,16 +169,43 @@ def test_an_option_without_effect_is_named(words, named):
     assert all(" no effect" in sentence and "{" not in sentence for sentence in said(*words))
 
 
-def test_every_rule_is_met_by_some_case():
+SCHEMAS = [(name, algorithm_schema(name)) for name in choices("flowrl.algorithms")]
+
+
+@pytest.mark.parametrize(("name", "schema"), SCHEMAS, ids=[name for name, _ in SCHEMAS])
+def test_conditions_name_settings_of_the_run_and_values_that_they_take(name, schema):
+    """A misspelled key or value in a declaration would be a KeyError, or a warning of every run."""
+    run = flatten(load_config(None, [f"algorithm={name}"]).model_dump(mode="json"))
+    for key, declared in (*conditions(Config), *conditions(schema, "algorithm.")):
+        for condition in declared:
+            assert set(condition.keys) <= run.keys() and key not in condition.keys
+            for named, value in re.findall(r"([a-z_.]+)=([a-z_]+)", condition.words):
+                load_config(None, [f"algorithm={name}", f"{named}={value}"])
+
+
+def test_every_condition_is_met_by_some_case():
     met = {
         option.partition("=")[0]
         for _, named in WITHOUT_EFFECT
         for part in named
         for option in part.split(", ")
     }
-    assert all(
-        met & set(rule.keys) for rule in RULES if rule.keys != ("draw.mode",)
-    )  # which the last test meets
+    declared = {
+        (key, condition.words)
+        for _, schema in SCHEMAS
+        for key, all_of in (*conditions(Config), *conditions(schema, "algorithm."))
+        for condition in all_of
+    }
+    words = {condition for _, condition in declared}
+    assert words == {condition for key, condition in declared if key in met}
+
+
+def test_a_sentence_says_what_would_give_the_options_an_effect():
+    assert said(TRANSITIONS, "algorithm.window.size=2", "algorithm.tail=0.5") == [
+        "algorithm.window.size=2, algorithm.tail=0.5 have no effect: read only with"
+        " algorithm.plan=window or tree, or with algorithm.plan=branch and"
+        " algorithm.tree.noisy=window; here algorithm.plan=full and algorithm.tree.noisy=all"
+    ]
 
 
 @pytest.mark.parametrize(

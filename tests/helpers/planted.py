@@ -1,10 +1,10 @@
-"""Rewards with one fault each, for tests of the canaries."""
+"""Rewards with one fault each, for tests of the reward checks."""
 
 from __future__ import annotations
 
 from flowrl import rewards
-from flowrl.rewards.checks import check as canaries
-from flowrl.rewards.checks.subject import Trial
+from flowrl.rewards.checks import check as reward_checks
+from flowrl.rewards.checks.subject import Subject
 from flowrl.rewards.core.reward import FunctionReward
 from flowrl.types import MediaContext
 
@@ -36,11 +36,11 @@ def shapes_of(edit, media, prompts, context):
     return SHAPES(media, prompts, MediaContext(meta=metas))
 
 
-def check(reward, specimens, **options):
+def check(reward, examples, **options):
     """Findings of a check by name."""
-    return {f.name: f for f in canaries.check(reward, specimens, **options)}
+    return {f.name: f for f in reward_checks.check(reward, examples, **options)}
 
 
-def tried(canary, reward, specimens):
-    """Findings of one canary."""
-    return canary(Trial(reward, specimens, "cpu"))
+def tried(one, reward, examples):
+    """Findings of one of the checks."""
+    return one(Subject(reward, examples, "cpu"))

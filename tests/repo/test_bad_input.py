@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from flowrl import load_policy, rewards
-from flowrl.cli.common import app  # noqa: F401  imported before a test changes folders
+from flowrl.cli.main import app  # noqa: F401  imported before a test changes folders
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
 from flowrl.training import loop
 
@@ -48,7 +48,7 @@ def refused(tmp_path, *arguments):
         ("experiment=quikstart", 'unknown experiment "quikstart"; did you mean "quickstart"'),
         (
             "quikstart",
-            '"quikstart" is no YAML file, experiment or key=value; did you mean "quickstart"',
+            '"quikstart" is not a YAML file, experiment or key=value; did you mean "quickstart"',
         ),
         ("nowhere.yaml", "nowhere.yaml"),
         ("data.train=shapes:trian", 'unknown data "shapes:trian"; did you mean "shapes:train"'),
@@ -320,8 +320,10 @@ def test_evaluate_names_a_damaged_checkpoint_and_changes_nothing(tmp_path):
 
 
 def trainer(tmp_path, reward, **changes):
-    """Without canaries, which would find what these rewards plant."""
-    made = small.trainer(tmp_path / "run", data__eval="null", guard__canaries="false", **changes)
+    """Without the reward checks, which would find what these rewards plant."""
+    made = small.trainer(
+        tmp_path / "run", data__eval="null", guard__check_rewards="false", **changes
+    )
     made.rewards = load_set({"custom": reward})
     return made
 
@@ -402,7 +404,11 @@ def test_a_reward_that_raises_too_often_stops_the_run_and_the_run_resumes(tmp_pa
     monkeypatch.setattr("flowrl.rewards.load_set", lambda _: spec)
     run = tmp_path / "run"
     words = small.words(
-        run, iterations="4", eval__at_start="false", checkpoint__every="50", guard__canaries="false"
+        run,
+        iterations="4",
+        eval__at_start="false",
+        checkpoint__every="50",
+        guard__check_rewards="false",
     )
     result = small.invoke("train", *words)
     assert result.exit_code == 1

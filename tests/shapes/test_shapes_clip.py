@@ -25,9 +25,9 @@ script = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(script)
 
 EVERY = prompts.all_prompts()
-# Of each task, how often the true prompt is nearer than all its foils; of each kind of foil, how
-# often than one of them. Measured on 200 scenes a task: 1.0, 1.0, 0.90, 1.0, 0.68, 1.0; 1.0, 1.0,
-# 0.98, 0.90, 0.94.
+# Of each task, how often the true prompt is nearer than all its near misses; of each kind of near
+# miss, how often it is nearer than one of them. Measured on 200 scenes a task: 1.0, 1.0, 0.90, 1.0,
+# 0.68, 1.0; 1.0, 1.0, 0.98, 0.90, 0.94.
 FLOORS = {
     "single_object": 0.95,
     "two_object": 0.95,
@@ -54,23 +54,23 @@ def scenes(tmp_path_factory):
 
 
 def names(found):
-    return {kind: [p["prompt"] for p in foils] for kind, foils in found.items() if foils}
+    return {kind: [p["prompt"] for p in wrong] for kind, wrong in found.items() if wrong}
 
 
 # ---------------------------------------------------------------------------
 # close prompts
 
 
-def test_foils_of_a_counted_prompt_by_hand():
-    assert names(clip.foils(prompts.find("three red circles"))) == {
+def test_near_misses_of_a_counted_prompt_by_hand():
+    assert names(clip.near_misses(prompts.find("three red circles"))) == {
         "colour": [f"three {c} circles" for c in ("green", "blue", "yellow", "purple", "black")],
         "shape": ["three red squares", "three red triangles"],
         "count": ["a red circle", "two red circles", "four red circles"],
     }
 
 
-def test_foils_of_a_relation_by_hand():
-    found = names(clip.foils(prompts.find("a red circle left of a blue square")))
+def test_near_misses_of_a_relation_by_hand():
+    found = names(clip.near_misses(prompts.find("a red circle left of a blue square")))
     assert set(found["relation"]) == {
         f"a red circle {r} a blue square" for r in ("right of", "above", "below")
     }
@@ -84,19 +84,19 @@ def test_foils_of_a_relation_by_hand():
     assert len(found["colour"]) == 8 and "a green circle left of a blue square" in found["colour"]
 
 
-def test_swapped_colours_are_no_foil_where_they_say_the_same():
-    assert "swap" not in names(clip.foils(prompts.find("a red circle and a blue circle")))
-    assert names(clip.foils(prompts.find("a red circle above a blue circle")))["swap"] == [
+def test_swapped_colours_are_no_near_miss_where_they_say_the_same():
+    assert "swap" not in names(clip.near_misses(prompts.find("a red circle and a blue circle")))
+    assert names(clip.near_misses(prompts.find("a red circle above a blue circle")))["swap"] == [
         "a blue circle above a red circle"
     ]
 
 
-def test_no_foil_but_a_relation_is_ever_true_of_a_picture_of_its_prompt():
+def test_no_near_miss_but_a_relation_is_ever_true_of_a_picture_of_its_prompt():
     g = torch.Generator().manual_seed(0)
     for prompt in EVERY[::7]:
         true = {p["prompt"] for p in clip.truths(prompts.scene(prompt, g))}
         assert prompt["prompt"] in true
-        found = clip.foils(prompt)
+        found = clip.near_misses(prompt)
         assert not true & {p["prompt"] for kind in found if kind != "relation" for p in found[kind]}
         assert any(found.values())
 
@@ -124,7 +124,7 @@ def test_training_sees_no_held_out_combination(scenes):
     assert not any(prompts.held_out(EVERY[n]) for n in scenes.pool)
     assert not any(
         prompts.held_out(EVERY[n])
-        for kinds in scenes.foils.values()
+        for kinds in scenes.near_misses.values()
         for kind in kinds
         for n in kind
     )
@@ -245,7 +245,7 @@ def test_the_clip_reward_takes_it_by_its_path_and_prefers_the_true_prompt():
     chosen = [p for p in EVERY if p["task"] == "color_attr"][::9]
     pictures = torch.stack([render(prompts.scene(p, g)) for p in chosen])
     right = reward(pictures, [p["prompt"] for p in chosen])
-    wrong = reward(pictures, [clip.foils(p)["colour"][0]["prompt"] for p in chosen])
+    wrong = reward(pictures, [clip.near_misses(p)["colour"][0]["prompt"] for p in chosen])
     assert (right > wrong).float().mean() > 0.95
     steep = rewards.load("clip", model=clip.SOURCE, rounding=False)
     x = pictures[:2].requires_grad_()

@@ -58,7 +58,9 @@ def test_the_ratio_is_proved_at_the_first_iteration_with_rows_and_not_again_afte
         scored.append(len(media))
         return spread(media) * (len(scored) > 1)
 
-    made = rewarded(quiet(tmp_path, "flow_grpo", iterations="3", guard__canaries="false"), reward)
+    made = rewarded(
+        quiet(tmp_path, "flow_grpo", iterations="3", guard__check_rewards="false"), reward
+    )
     told, proved = [], []
     for it in made:
         told.append("policy/ratio_error" in it.metrics)
@@ -268,7 +270,8 @@ def test_a_signal_that_comes_while_a_reward_scores_gives_the_iteration_up(tmp_pa
         return spread(media)
 
     made = rewarded(
-        quiet(tmp_path, iterations="3", checkpoint__every="50", guard__canaries="false"), reward
+        quiet(tmp_path, iterations="3", checkpoint__every="50", guard__check_rewards="false"),
+        reward,
     )
     began = time.monotonic()
     run = made.run()

@@ -11,7 +11,7 @@ from planted import SHAPES, brightness, check, planted
 from flowrl import rewards
 from flowrl.advantages import group_relative
 from flowrl.rewards import RewardBug
-from flowrl.rewards.checks import check as canaries
+from flowrl.rewards.checks import check as reward_checks
 from flowrl.rewards.checks import examples
 from flowrl.training import loop
 from flowrl.types import MediaContext
@@ -40,13 +40,15 @@ def media_of(pictures):
 def test_noise_is_in_units_of_the_score_and_small_for_a_smooth_reward(pictures):
     media, prompts, context = media_of(pictures)
     one, hundred = (
-        canaries.noise(planted(lambda m, p, c, k=k: k * brightness(m)), media, prompts, context)
+        reward_checks.noise(
+            planted(lambda m, p, c, k=k: k * brightness(m)), media, prompts, context
+        )
         for k in (1, 100)
     )
     assert (
         hundred == pytest.approx(100 * one, rel=1e-3) and 1e-5 < one < 5e-3
     )  # half a percent of brightness is .005 at most
-    assert canaries.noise(SHAPES, media, prompts, context) == 0.0
+    assert reward_checks.noise(SHAPES, media, prompts, context) == 0.0
 
 
 def test_a_reward_of_the_last_bits_is_nothing_but_noise(pictures):
@@ -59,7 +61,10 @@ def test_a_reward_of_the_last_bits_is_nothing_but_noise(pictures):
 def test_a_shift_that_all_share_is_no_noise():
     seen = []
     jumpy = planted(lambda m, p, c: seen.append(1) or torch.full((len(m),), float(len(seen))))
-    assert canaries.noise(jumpy, torch.full((4, 3, 8, 8), 0.6), [""] * 4) == 0.0 and len(seen) == 4
+    assert (
+        reward_checks.noise(jumpy, torch.full((4, 3, 8, 8), 0.6), [""] * 4) == 0.0
+        and len(seen) == 4
+    )
 
 
 def test_noise_of_one_pixel_has_the_deviation_that_it_is_drawn_with():
@@ -67,7 +72,7 @@ def test_noise_of_one_pixel_has_the_deviation_that_it_is_drawn_with():
     or 1, variance 1."""
     media = torch.full((800, 3, 1, 1), 128 / 255)
     expected = math.sqrt((0 + 2 / 3 + 1) / 3)
-    assert canaries.noise(
+    assert reward_checks.noise(
         planted(lambda m, p, c: 255 * m[:, 0, 0, 0]), media, [""] * 800
     ) == pytest.approx(expected, rel=0.05)
 
@@ -80,22 +85,22 @@ def test_spread_within_groups_by_hand():
     of (2 + 8) / 2."""
     scores = torch.tensor([0.0, 2.0, 1.0, 1.0, 0.0, math.nan, 4.0, 7.0])
     group = torch.tensor([0, 0, 1, 1, 2, 2, 2, 3])
-    assert canaries.group_spread(scores, group) == pytest.approx(math.sqrt(5))
-    assert canaries.group_spread(torch.ones(4), torch.tensor([0, 0, 1, 1])) == 0.0
+    assert reward_checks.group_spread(scores, group) == pytest.approx(math.sqrt(5))
+    assert reward_checks.group_spread(torch.ones(4), torch.tensor([0, 0, 1, 1])) == 0.0
 
 
 def test_the_warning_comes_below_the_noise_only_and_states_the_correlation():
     assert (
-        canaries.spread_warning("clip", 0.02, 0.03) is None
-        and canaries.spread_warning("jpeg", 0.0, 0.0) is None
+        reward_checks.spread_warning("clip", 0.02, 0.03) is None
+        and reward_checks.spread_warning("jpeg", 0.0, 0.0) is None
     )
-    sentence = canaries.spread_warning("clip", 0.02, 0.016)
+    sentence = reward_checks.spread_warning("clip", 0.02, 0.016)
     assert (
         sentence.startswith('reward "clip": scores within a group differ by 0.016')
         and "correlate by about 0.47" in sentence
     )
-    assert "correlate by about 0.00" in canaries.spread_warning("clip", 0.02, 0.002)
-    assert "correlate by about 0.00" in canaries.spread_warning("clip", 0.02, 0.0)
+    assert "correlate by about 0.00" in reward_checks.spread_warning("clip", 0.02, 0.002)
+    assert "correlate by about 0.00" in reward_checks.spread_warning("clip", 0.02, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +130,7 @@ def test_the_correlation_that_is_warned_of_is_the_one_there_is(true):
     generator = torch.Generator().manual_seed(0)
     truth = true * torch.randn(200_000, generator=generator)
     once, again = (truth + torch.randn(200_000, generator=generator) for _ in range(2))
-    sentence = canaries.spread_warning("clip", float((again - once).std()), float(once.std()))
+    sentence = reward_checks.spread_warning("clip", float((again - once).std()), float(once.std()))
     stated = float(sentence.split("correlate by about ")[1].split(" ")[0])
     assert stated == pytest.approx(
         float(torch.corrcoef(torch.stack([truth, once]))[0, 1]), abs=0.03
@@ -141,11 +146,11 @@ def before(spec, pictures):
     members = [
         (s, media)
         for s in pictures[:2]
-        for media in (s.media, *(foil.media for foil in s.foils[:3]))
+        for media in (s.media, *(miss.media for miss in s.near_misses[:3]))
     ]
     context = MediaContext(meta=[s.meta for s, _ in members], group=torch.tensor([0] * 4 + [1] * 4))
     media, prompts = torch.stack([m for _, m in members]), [s.prompt for s, _ in members]
-    return canaries.before_training(rewards.load_set(spec), media, prompts, context)
+    return reward_checks.before_training(rewards.load_set(spec), media, prompts, context)
 
 
 def test_good_rewards_are_passed_over_in_silence(pictures):
@@ -192,7 +197,7 @@ def test_scores_within_a_group_that_differ_by_less_than_the_noise_are_warned_of(
         },
         torch.arange(16) // 8,
     )
-    said = canaries.below_noise({"bits": 1.0, "jpeg": 1e-3}, scored, group)
+    said = reward_checks.below_noise({"bits": 1.0, "jpeg": 1e-3}, scored, group)
     assert said.keys() == {"bits"} and said["bits"].startswith(
         'reward "bits": scores within a group differ by 0.00163'
     )
@@ -217,7 +222,7 @@ def test_members_that_are_alone_in_the_chunk_are_left_out_for_a_reward_that_comp
     media, prompts, context = media_of(pictures)
     one_each = MediaContext(meta=context.meta, group=torch.arange(4))
     ranks = rewards.load_set({"rank": rewards.load("rank", reward="jpeg")})
-    assert canaries.before_training(ranks, media, prompts, one_each) == ([], {})
+    assert reward_checks.before_training(ranks, media, prompts, one_each) == ([], {})
 
 
 # --- in a run
@@ -246,7 +251,7 @@ def test_a_reward_that_no_run_can_train_on_is_refused_before_any_evaluation(tmp_
 
 def test_trying_the_rewards_changes_no_number_of_a_run(tmp_path):
     for name in ("true", "false"):
-        small.trainer(tmp_path / name, iterations="1", guard__canaries=name).run()
+        small.trainer(tmp_path / name, iterations="1", guard__check_rewards=name).run()
     tried, untried = tmp_path / "true", tmp_path / "false"
     assert (
         small.numbers(tried) == small.numbers(untried)
@@ -310,7 +315,10 @@ def test_the_noise_outlives_a_resume(tmp_path, caplog):
 
 def test_groups_that_are_all_flat_do_not_use_up_the_warning():
     group = torch.tensor([0, 0, 1, 1])
-    assert canaries.below_noise({"a": 0.05}, {"a": torch.tensor([1.0, 1.0, 0.0, 0.0])}, group) == {}
+    assert (
+        reward_checks.below_noise({"a": 0.05}, {"a": torch.tensor([1.0, 1.0, 0.0, 0.0])}, group)
+        == {}
+    )
     assert list(
-        canaries.below_noise({"a": 0.05}, {"a": torch.tensor([0.5, 0.501, 0.2, 0.201])}, group)
+        reward_checks.below_noise({"a": 0.05}, {"a": torch.tensor([0.5, 0.501, 0.2, 0.201])}, group)
     ) == ["a"]

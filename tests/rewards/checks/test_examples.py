@@ -1,5 +1,5 @@
-"""Pictures whose truth is known: the verifier agrees with every prompt and foil, and what is made
-of a picture is what it is called."""
+"""Pictures whose truth is known: the verifier agrees with every prompt and near miss, and what is
+made of a picture is what it is called."""
 
 import json
 import math
@@ -37,24 +37,27 @@ def psnr(a, b):
 # --- shapes
 
 
-def test_every_picture_shows_its_prompt_and_none_of_its_foils(pictures):
+def test_every_picture_shows_its_prompt_and_none_of_its_near_misses(pictures):
     assert all(strictly([s.media for s in pictures], [s.meta for s in pictures]))
-    pairs = [(s.media, foil.meta) for s in pictures for foil in s.foils]
+    pairs = [(s.media, miss.meta) for s in pictures for miss in s.near_misses]
     assert len(pairs) > 70 and not any(strictly(*zip(*pairs, strict=True)))
 
 
-def test_a_foils_picture_shows_the_foil_and_neither_the_prompt_nor_another_foil(pictures):
+def test_the_picture_of_a_near_miss_shows_it_and_neither_the_prompt_nor_another(pictures):
     for s in pictures[:6]:
-        shown = [foil.media for foil in s.foils]
-        assert all(strictly(shown, [foil.meta for foil in s.foils]))
+        shown = [miss.media for miss in s.near_misses]
+        assert all(strictly(shown, [miss.meta for miss in s.near_misses]))
         for i, media in enumerate(shown):
-            others = [s.meta, *(foil.meta for j, foil in enumerate(s.foils) if j != i)]
+            others = [
+                s.meta,
+                *(miss.meta for j, miss in enumerate(s.near_misses) if j != i),
+            ]
             assert not any(strictly([media] * len(others), others))
 
 
-def test_foils_differ_in_every_attribute_of_the_world_and_each_relation_has_its_turn(pictures):
+def test_near_misses_differ_in_every_attribute_and_each_relation_has_its_turn(pictures):
     counts = {
-        kind: sum(f.attribute == kind for s in pictures for f in s.foils)
+        kind: sum(f.attribute == kind for s in pictures for f in s.near_misses)
         for kind in ("colour", "shape", "count", "relation", "swap")
     }
     assert min(counts.values()) >= 4, counts
@@ -88,7 +91,7 @@ def test_the_checklist_of_a_prompt_is_answered_yes_by_its_picture_only(pictures)
         {"c": checklist},
         examples.context_of(few),
     )
-    wrong = [s.under(s.foils[0].prompt, s.foils[0].meta) for s in few]
+    wrong = [s.under(s.near_misses[0].prompt, s.near_misses[0].meta) for s in few]
     other = rewards.score(
         torch.stack([s.media for s in wrong]),
         [s.prompt for s in wrong],
@@ -98,7 +101,7 @@ def test_the_checklist_of_a_prompt_is_answered_yes_by_its_picture_only(pictures)
     assert own.total.tolist() == [1.0] * 4 and bool((other.total < 1).all())
 
 
-def test_equal_seeds_give_equal_specimens_and_others_differ():
+def test_equal_seeds_give_equal_examples_and_others_differ():
     a, b, c = (examples.shapes(3, seed=seed) for seed in (5, 5, 6))
     assert [s.prompt for s in a] == [s.prompt for s in b] != [s.prompt for s in c]
     assert all(torch.equal(x.media, y.media) for x, y in zip(a, b, strict=True))
@@ -109,18 +112,24 @@ def test_in_a_video_every_frame_shows_the_prompt_and_the_scene_moves_to_the_righ
         assert s.media.shape == (5, 3, 64, 64) and all(strictly(list(s.media), [s.meta] * 5))
         places = [sum(o.x for o in found) / len(found) for found in verify.detect(s.media)]
         assert all(0 < b - a < 2 for a, b in zip(places, places[1:], strict=False))
-        assert s.columns["source"].shape == (3, 64, 64) and s.foils[0].media.shape == s.media.shape
+        assert (
+            s.columns["source"].shape == (3, 64, 64)
+            and s.near_misses[0].media.shape == s.media.shape
+        )
 
 
 # --- text
 
 
-def test_drawn_words_are_read_and_their_foils_are_not():
+def test_drawn_words_are_read_and_their_near_misses_are_not():
     pytest.importorskip("rapidocr_onnxruntime")
     ocr = rewards.load("ocr", threads=1)
     s, _ = examples.texts(2, side=128)
-    assert {foil.attribute for foil in s.foils} == {"word", "letter"} and s.mirrored is None
-    rows = [s, *(s.under(foil.prompt, foil.meta) for foil in s.foils)]
+    assert {miss.attribute for miss in s.near_misses} == {
+        "word",
+        "letter",
+    } and s.mirrored is None
+    rows = [s, *(s.under(miss.prompt, miss.meta) for miss in s.near_misses)]
     scores = ocr(
         torch.stack([r.media for r in rows]), [r.prompt for r in rows], examples.context_of(rows)
     ).tolist()
@@ -152,14 +161,14 @@ def folder(tmp_path, prompts, **meta):
     return tmp_path
 
 
-def test_files_come_with_their_prompts_and_other_files_prompts_as_foils(tmp_path):
+def test_files_come_with_their_prompts_and_other_files_prompts_as_near_misses(tmp_path):
     found = examples.files(
         rewards.load("jpeg"), [folder(tmp_path, ["a cat", "a cat", "a dog"], mood="calm")]
     )
     assert [s.prompt for s in found] == ["a cat", "a cat", "a dog"] and found[0].meta == {
         "mood": "calm"
     }
-    assert [[f.prompt for f in s.foils] for s in found] == [
+    assert [[f.prompt for f in s.near_misses] for s in found] == [
         ["a dog"],
         ["a dog"],
         ["a cat", "a cat"],
@@ -257,13 +266,13 @@ def test_a_reward_of_written_text_gets_words():
     [
         (
             {"needs": frozenset({"actions"})},
-            'reward "mine" needs the context column "actions", which no picture of ours has',
+            'reward "mine" needs the context column "actions", which none of our pictures has',
         ),
         (
             {"reads": frozenset({"include", "tag"})},
             (
-                'reward "mine" reads "tag" of each prompt, which no prompt of ours carries; give'
-                " pictures"
+                'reward "mine" reads "tag" of each prompt, which none of our prompts carries;'
+                " give pictures"
             ),
         ),
         (
@@ -278,7 +287,7 @@ def test_a_reward_that_ours_cannot_serve_is_one_sentence(attributes, said):
 
 
 @pytest.mark.parametrize("make", [examples.shapes, examples.texts])
-def test_one_specimen_is_too_few(make):
+def test_one_example_is_too_few(make):
     with pytest.raises(
         ValueError, match="count=1: a reward is compared over pictures; use at least 2"
     ):

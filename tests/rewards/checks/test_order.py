@@ -1,4 +1,4 @@
-"""Canaries of order and of changed pictures: what a reward confuses, what it can be fooled by, and
+"""Checks of order and on changed pictures: what a reward confuses, what it can be fooled by, and
 which side it looks at."""
 
 import math
@@ -10,7 +10,7 @@ from planted import SHAPES, brightness, check, planted, reading_clauses, shapes_
 from flowrl.rewards.checks import examples, order
 from flowrl.rewards.checks import pictures as checks_pictures
 from flowrl.rewards.checks.attacks import attacked, mirror
-from flowrl.rewards.checks.subject import Trial, specimens_of
+from flowrl.rewards.checks.subject import Subject, examples_of
 from flowrl.shapes.verify import detect
 
 
@@ -90,7 +90,7 @@ def test_the_swap_matrix_names_the_nearest_wrong_prompt(pictures):
     (finding,) = tried(
         order.swap_matrix, reading_clauses(placed(lambda relation: "left of")), pictures[:1]
     )
-    relation = next(foil for foil in pictures[0].foils if foil.attribute == "relation")
+    relation = next(miss for miss in pictures[0].near_misses if miss.attribute == "relation")
     assert (
         finding.value < 1
         and f'the picture of "{pictures[0].prompt}" gets 1, and 1 as "{relation.prompt}"'
@@ -98,18 +98,18 @@ def test_the_swap_matrix_names_the_nearest_wrong_prompt(pictures):
     )
 
 
-def test_every_wrong_prompt_of_an_attribute_is_in_the_swap_matrix_and_every_picture_of_one_is_compared():
+def test_all_prompts_of_an_attribute_are_in_the_swap_matrix_and_all_their_pictures_compared():
     """Files: all wrong prompts are those of other files, one attribute. Grey i + 1 tenths has the
     prompt "i"; the reward knows."""
     greys = [torch.full((3, 8, 8), (i + 1) / 10) for i in range(6)]
     files = []
     for i, media in enumerate(greys):
-        foils = tuple(
-            examples.Foil(attribute="other file", prompt=f"{j}", meta={}, media=greys[j])
+        near_misses = tuple(
+            examples.NearMiss(attribute="other file", prompt=f"{j}", meta={}, media=greys[j])
             for j in range(6)
             if j != i
         )
-        files.append(examples.Specimen(media=media, prompt=f"{i}", meta={}, foils=foils))
+        files.append(examples.Example(media=media, prompt=f"{i}", meta={}, near_misses=near_misses))
     knows = planted(
         lambda m, p, c: -(brightness(m) - torch.tensor([(int(t) + 1) / 10 for t in p])).abs(),
         reads_prompt=True,
@@ -122,10 +122,11 @@ def test_every_wrong_prompt_of_an_attribute_is_in_the_swap_matrix_and_every_pict
 
 def test_a_prompt_of_several_files_is_in_the_swap_matrix_once():
     cat, dog = torch.zeros(3, 8, 8), torch.ones(3, 8, 8)
-    foils = tuple(
-        examples.Foil(attribute="other file", prompt="a dog", meta={}, media=dog) for _ in range(2)
+    near_misses = tuple(
+        examples.NearMiss(attribute="other file", prompt="a dog", meta={}, media=dog)
+        for _ in range(2)
     )
-    own = examples.Specimen(media=cat, prompt="a cat", meta={}, foils=foils)
+    own = examples.Example(media=cat, prompt="a cat", meta={}, near_misses=near_misses)
     knows = planted(
         lambda m, p, c: -(brightness(m) - torch.tensor([float("dog" in t) for t in p])).abs()
     )
@@ -147,7 +148,7 @@ def test_a_prompt_of_several_files_is_in_the_swap_matrix_once():
 )
 def test_shares_and_verdicts_of_orders_by_hand(right, wrong, verdict, share):
     pair = [torch.tensor(values, dtype=torch.float32) for values in (right, wrong)]
-    finding = order.order("x", *pair, 1e-6, "right above wrong")
+    finding = order.in_order("x", *pair, 1e-6, "right above wrong")
     assert (finding.verdict, finding.value) == (verdict, share)
 
 
@@ -163,7 +164,7 @@ def test_false_positives_and_negatives_by_hand():
 
 
 def test_pictures_of_one_prompt_have_no_wrong_prompt(pictures):
-    alone = specimens_of(torch.stack([s.media for s in pictures]), ["a picture"] * 8)
+    alone = examples_of(torch.stack([s.media for s in pictures]), ["a picture"] * 8)
     found = check(planted(brightness, reads_prompt=True), alone)
     assert (
         found["right prompt"].verdict == "note"
@@ -196,7 +197,7 @@ def test_a_reward_that_loves_an_attack_is_warned_of_it_with_numbers(pictures, na
     found = {f.name: f for f in tried(attacked, planted(LOVERS[name]), pictures)}
     finding = found[f"attack: {name}"]
     assert len(found) == len(LOVERS) and finding.verdict == "warn" and " above the " in finding.says
-    assert finding.value > float(Trial(planted(LOVERS[name]), pictures, "cpu").honest.median())
+    assert finding.value > float(Subject(planted(LOVERS[name]), pictures, "cpu").honest.median())
 
 
 def test_an_attack_that_is_no_score_is_no_win(pictures):

@@ -1,4 +1,4 @@
-"""Canaries: each one finds the reward that was planted for it, and leaves good rewards alone."""
+"""Reward checks: each finds the reward that was planted for it, and leaves good rewards alone."""
 
 import math
 import re
@@ -11,10 +11,10 @@ from rich.console import Console
 
 import flowrl
 from flowrl import rewards
-from flowrl.rewards.checks import check as checks_check
+from flowrl.rewards.checks import check as reward_checks
 from flowrl.rewards.checks import contract, examples
 from flowrl.rewards.checks.attacks import attacked, videos
-from flowrl.rewards.checks.subject import Trial
+from flowrl.rewards.checks.subject import Subject
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def moving():
 
 def test_the_strict_verifier_of_shapes_passes_everything(pictures):
     found = check(rewards.load("shapes", reading="strict"), pictures)
-    assert not checks_check.failed(found.values())
+    assert not reward_checks.failed(found.values())
     assert {name for name, f in found.items() if f.verdict == "warn"} <= {"videos"}
     for attribute in ("colour", "shape", "count", "relation", "swap"):
         assert found[f"right prompt, {attribute}"].value == 1.0
@@ -47,7 +47,7 @@ def test_the_strict_verifier_of_shapes_passes_everything(pictures):
 
 def test_jpeg_is_warned_of_blank_pictures_by_design_and_fails_nothing(pictures):
     found = check(rewards.load("jpeg"), pictures)
-    assert not checks_check.failed(found.values())
+    assert not reward_checks.failed(found.values())
     assert {name for name, f in found.items() if f.verdict == "warn"} == {
         "attack: white",
         "attack: black",
@@ -55,7 +55,7 @@ def test_jpeg_is_warned_of_blank_pictures_by_design_and_fails_nothing(pictures):
     }
     white, honest = (
         found["attack: white"].value,
-        Trial(rewards.load("jpeg"), pictures, "cpu").honest.median(),
+        Subject(rewards.load("jpeg"), pictures, "cpu").honest.median(),
     )
     assert white > float(honest) and f"{white:.3g}" in found["attack: white"].says
     assert found["right prompt"].verdict == "note" and "right picture" not in found
@@ -116,11 +116,11 @@ def test_a_plain_function_can_be_checked(pictures):
     ],
 )
 def test_a_broken_contract_fails_and_nothing_else_is_asked(pictures, function, said):
-    (finding,) = checks_check.check(planted(function), pictures)
+    (finding,) = reward_checks.check(planted(function), pictures)
     assert (
         finding.verdict == "fail"
         and re.search(said, finding.says)
-        and checks_check.failed([finding])
+        and reward_checks.failed([finding])
     )
 
 
@@ -129,7 +129,7 @@ def test_scores_outside_the_declared_range_break_the_contract(pictures):
     def of_bytes(media, prompts, context=None):
         return 255 * brightness(media)
 
-    (finding,) = checks_check.check(of_bytes, pictures)
+    (finding,) = reward_checks.check(of_bytes, pictures)
     assert (
         finding.verdict == "fail"
         and "declares a range of 0 to 1, and 8 of 8 scores are outside" in finding.says
@@ -161,7 +161,7 @@ def test_samples_that_cannot_be_scored_are_counted_and_none_at_all_fails(picture
     def broken(m, p, c):
         raise OSError("no weights")
 
-    (none,) = checks_check.check(planted(broken), pictures)
+    (none,) = reward_checks.check(planted(broken), pictures)
     assert none.verdict == "fail" and "8 of 8" in none.says and "no weights" in none.says
 
 
@@ -185,7 +185,7 @@ def test_differences_of_a_rounding_are_none(pictures):
     [lambda v: v - v.mean(), lambda v: v / v.amax(), lambda v: v.argsort().argsort().float()],
 )
 def test_a_reward_that_is_normalised_by_its_batch_fails(pictures, function):
-    *_, finding = checks_check.check(planted(lambda m, p, c: function(brightness(m))), pictures)
+    *_, finding = reward_checks.check(planted(lambda m, p, c: function(brightness(m))), pictures)
     assert (
         finding.name == "batch mates" and finding.verdict == "fail" and "alone" in finding.says
     )  # other answers would mean little
@@ -219,7 +219,7 @@ def test_a_picture_reward_that_breaks_on_videos_is_told_to_say_so(pictures):
 # --- spread and gradient
 
 
-def test_a_constant_reward_fails_and_one_that_only_tells_foils_apart_does_not(pictures):
+def test_a_constant_reward_fails_and_one_that_only_tells_near_misses_apart_does_not(pictures):
     constant = check(planted(lambda m, p, c: torch.full((len(m),), 0.3)), pictures)["spread"]
     assert constant.verdict == "fail" and "scores are 0.3" in constant.says
     assert check(rewards.load("shapes", reading="strict"), pictures[:2])["spread"].verdict == "ok"
@@ -342,7 +342,7 @@ def test_a_reward_of_quality_fails_on_blank_pictures_above_honest_ones_and_any_o
         assert (
             found["attack: noise"].verdict == "ok" and found["attack: blurred"].verdict == "warn"
         )  # softer, and no blank
-        assert checks_check.failed(found.values()) == quality
+        assert reward_checks.failed(found.values()) == quality
 
 
 def test_noise_above_honest_pictures_fails_a_reward_of_quality_and_what_is_made_of_it(pictures):
@@ -356,27 +356,27 @@ def test_noise_above_honest_pictures_fails_a_reward_of_quality_and_what_is_made_
 # --- what is shown
 
 
-def test_one_specimen_is_too_few(pictures):
+def test_one_example_is_too_few(pictures):
     with pytest.raises(
-        ValueError, match="1 specimens: a reward is compared over pictures; give at least 2"
+        ValueError, match="1 examples: a reward is compared over pictures; give at least 2"
     ):
-        checks_check.check(SHAPES, pictures[:1])
+        reward_checks.check(SHAPES, pictures[:1])
 
 
 def test_the_table_shows_every_finding():
     findings = [
-        checks_check.Finding(name="contract", verdict="ok", value=8.0, says="8 numbers"),
-        checks_check.Finding(name="right prompt, [x]", verdict="fail", says="[not markup]"),
+        reward_checks.Finding(name="contract", verdict="ok", value=8.0, says="8 numbers"),
+        reward_checks.Finding(name="right prompt, [x]", verdict="fail", says="[not markup]"),
     ]
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(checks_check.table(findings))
+        console.print(reward_checks.table(findings))
     shown = captured.get()
     assert all(
         word in shown
         for word in ("contract", "ok", "8 numbers", "right prompt, [x]", "fail", "[not markup]")
     )
-    assert checks_check.failed(findings) and not checks_check.failed(findings[:1])
+    assert reward_checks.failed(findings) and not reward_checks.failed(findings[:1])
 
 
 def test_a_rounding_below_the_end_of_its_range_is_not_outside():

@@ -176,7 +176,7 @@ def test_a_training_run_whose_server_stays_dead_stops_and_resumes_as_if_nothing_
             "reward__jpeg__wait": "0",
             "reward__jpeg__batch": "1",
             "reward__jpeg__journal": journal,
-            "guard__canaries": "false",
+            "guard__check_rewards": "false",
         }
         cfg = far(tmp_path / "run", server.url, **changes)
         with pytest.raises(
