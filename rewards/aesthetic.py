@@ -1,12 +1,11 @@
-"""LAION's aesthetic predictors, v1 and v2: a linear reading of a picture's CLIP ViT-L/14 embedding.
-The prompt is not read.
+"""LAION's aesthetic predictors, v1 and v2: a linear head on a picture's CLIP ViT-L/14 embedding.
 
-v2 is an MLP 768-1024-128-64-16-1 without activations, trained on SAC, LAION-logos and AVA ratings
-of 1 to 10 (most pictures get 3 to 7): one affine map, and collapsed into one here (in fp64; equal
-to the layers to 1e-5). v1 is a single linear layer. Both read the projected embedding at unit
-length. References: github.com/christophschuhmann/improved-aesthetic-predictor (v2) and
-github.com/LAION-AI/aesthetic-predictor (v1). Flow-GRPO, DiffusionNFT and DDPO use v2 raw; VBench
-uses v1 over 10.
+The prompt is not read. v2 is an MLP 768-1024-128-64-16-1 without activations, trained on SAC,
+LAION-logos and AVA ratings of 1 to 10 (most pictures get 3 to 7): it is one affine map, and is
+collapsed into one here (in fp64; equal to the layers to 1e-5). v1 is a single linear layer. Both
+read the projected embedding at unit length. Flow-GRPO, DiffusionNFT and DDPO use v2 raw; VBench
+uses v1 over 10. References: github.com/christophschuhmann/improved-aesthetic-predictor (v2) and
+github.com/LAION-AI/aesthetic-predictor (v1).
 
 Departures: fp32, where LAION's own script runs CLIP in fp16 on CUDA. VBench resizes video frames
 without antialiasing (31 dB from this on a photo); here frames are resized as pictures are. With
@@ -38,12 +37,11 @@ from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, warn_unpublished
 from flowrl.types import MediaContext
 
-PUBLISHED = (4.883285, 5.310305, 4.545052)  # what LAION's v2 head says to the inputs of _clip.probe
+# What LAION's v2 head gives for the inputs of networks.clip.probe.
+PUBLISHED = (4.883285, 5.310305, 4.545052)
 FILES = {"v2": "sac+logos+ava1-l14-linearMSE.pth", "v1": "sa_0_4_vit_l_14_linear.pth"}
-MIRROR = (  # v2 on the hub; its values are checked against PUBLISHED
-    "trl-lib/ddpo-aesthetic-predictor"
-)
-MIRRORED = "aesthetic-model.pth"  # its name there
+# v2 on the hub, and its name there; its values are checked against PUBLISHED.
+MIRROR, MIRRORED = "trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth"
 WITH_RELU = (0, 3, 6, 9, 11)  # places of the linear layers in ava+logos-l14-reluMSE.pth
 
 
@@ -85,42 +83,51 @@ class Aesthetic(Reward):
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
-        from transformers import CLIPVisionModelWithProjection
-
         s = self.settings
-        other_tower = ("text_model.", "text_projection.", "logit_scale")
-        self.backbone = network(
-            CLIPVisionModelWithProjection,
-            s.backbone,
-            reward="aesthetic",
-            setting="backbone",
-            ignore=other_tower,
-        )
+        self.backbone = _picture_tower(s.backbone)
         self.head = _head(s, self.backbone.config.projection_dim)
-        self.scale = (
-            "predicted rating over 10, mostly 0.3 to 0.7" if s.scale == "vbench" else self.scale
-        )
+        if s.scale == "vbench":
+            self.scale = "predicted rating over 10, mostly 0.3 to 0.7"
         self.differentiable = not s.rounding
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
         refuse_gradient(self, media)
-        ratings = torch.cat(
-            [self._rate(part) for part in frames_of(media).split(self.settings.chunk)]
-        )
+        parts = frames_of(media).split(self.settings.chunk)
+        ratings = torch.cat([self._rate(part) for part in parts])
         return mean_of_frames(ratings, media) / (10 if self.settings.scale == "vbench" else 1)
 
     def _rate(self, frames: Tensor) -> Tensor:
+        """(n, 3, H, W) in [0, 1] -> (n,)."""
         resize = pil_cropped if self.settings.rounding else cropped
         pixels = normalized(resize(frames, self.backbone.config.image_size, floor=True))
-        return self.head(
-            nn.functional.normalize(self.backbone(pixel_values=pixels).image_embeds, dim=-1)
-        )[:, 0]
+        embeddings = self.backbone(pixel_values=pixels).image_embeds
+        return self.head(nn.functional.normalize(embeddings, dim=-1))[:, 0]
+
+
+def _picture_tower(source: str) -> nn.Module:
+    """CLIP's picture tower with its projection."""
+    from transformers import CLIPVisionModelWithProjection as Tower
+
+    other_tower = ("text_model.", "text_projection.", "logit_scale")
+    return network(Tower, source, reward="aesthetic", setting="backbone", ignore=other_tower)
 
 
 def _head(s: Settings, width: int) -> nn.Linear:
     """The head of either version as one affine map of a unit embedding."""
+    path = _path_of_head(s)
+    state = tensors(path)
+    if s.version == "v1":
+        return fill(nn.Linear(width, 1), state, path=path)
+    _refuse_relu(state, path)
+    layers = fill(nn.ModuleDict({"layers": _layers_of_v2(width)}), state, path=path)["layers"]
+    head = affine(layers, width)
+    warn_unpublished("aesthetic", head, PUBLISHED, path)
+    return head
+
+
+def _path_of_head(s: Settings) -> Path:
     if s.weights is None and s.version == "v1":
         raise ValueError(
             f"reward aesthetic with version=v1 needs the head {FILES['v1']}: download it from"
@@ -131,12 +138,12 @@ def _head(s: Settings, width: int) -> nn.Linear:
     mirrored = s.version == "v2" and (
         source == MIRROR or (Path(source).expanduser() / MIRRORED).is_file()
     )
-    path = path_of(source, MIRRORED if mirrored else FILES[s.version], reward="aesthetic")
-    state = tensors(path)
-    if s.version == "v1":
-        return fill(nn.Linear(width, 1), state, path=path)
-    _refuse_relu(state, path)
-    layers = nn.Sequential(
+    return path_of(source, MIRRORED if mirrored else FILES[s.version], reward="aesthetic")
+
+
+def _layers_of_v2(width: int) -> nn.Sequential:
+    """Linear layers at 0, 2, 4, 6 and 7, as in the file."""
+    return nn.Sequential(
         nn.Linear(width, 1024),
         nn.Dropout(),
         nn.Linear(1024, 128),
@@ -146,17 +153,14 @@ def _head(s: Settings, width: int) -> nn.Linear:
         nn.Linear(64, 16),
         nn.Linear(16, 1),
     )
-    head = affine(fill(nn.ModuleDict({"layers": layers}), state, path=path)["layers"], width)
-    warn_unpublished("aesthetic", head, PUBLISHED, path)
-    return head
 
 
-def _refuse_relu(state: Mapping[str, Tensor], path: object) -> None:
-    """The sister head with ReLUs holds tensors of the same shapes at other places: computed without
-    them, it would give nonsense."""
+def _refuse_relu(state: Mapping[str, Tensor], path: Path) -> None:
+    """Refuse the sister head with ReLUs: the same shapes at other places, nonsense without them."""
     if {f"layers.{i}.weight" for i in WITH_RELU} <= state.keys():
+        places = ", ".join(map(str, WITH_RELU))
         raise ValueError(
-            f"{path} is a head with ReLUs (linear layers at {', '.join(map(str, WITH_RELU))}:"
+            f"{path} is a head with ReLUs (linear layers at {places}:"
             " ava+logos-l14-reluMSE.pth); the published scores are those of"
             " sac+logos+ava1-l14-linearMSE.pth"
         )

@@ -1,14 +1,13 @@
-"""Aesthetic Predictor v2.5: a linear reading of a picture's SigLIP embedding; 5.5 and above is very
-good. The prompt is not read.
+"""Aesthetic Predictor v2.5: a linear head on a picture's SigLIP embedding.
 
-SigLIP so400m's vision tower at 384 x 384, its pooled output (1152) at unit length, then linear
-layers 1152-1024-128-64-16-1 without activations: one affine map, and collapsed into one here (in
-fp64). Written from a description of the model; no line comes from
-github.com/discus0434/aesthetic-predictor-v2-5, whose code and head are AGPL-3.0 (so we neither ship
-nor fetch the head).
+5.5 and above is very good; the prompt is not read. SigLIP so400m's vision tower at 384 x 384, its
+pooled output (1152) at unit length, then linear layers 1152-1024-128-64-16-1 without activations:
+they are one affine map, and are collapsed into one here (in fp64). Written from a description of
+the model; no line comes from github.com/discus0434/aesthetic-predictor-v2-5, whose code and head
+are AGPL-3.0 (so we neither ship nor fetch the head).
 
 Departures: fp32 by default, where the reference runs in bfloat16 on CUDA (scores move by about
-0.02; dtype=bfloat16 does as it does). With rounding=False the resize is torchvision's on floats
+0.02; dtype=bfloat16 does the same). With rounding=False the resize is torchvision's on floats
 instead of PIL's on bytes (57 dB apart on a photo), and a gradient passes.
 """
 
@@ -35,11 +34,8 @@ from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, warn_unpublished
 from flowrl.types import MediaContext
 
-PUBLISHED = (
-    3.618320,
-    2.672634,
-    2.709308,
-)  # what the published head says to the inputs of _clip.probe
+# What the published head gives for the inputs of networks.clip.probe.
+PUBLISHED = (3.618320, 2.672634, 2.709308)
 
 
 class Settings(Base):
@@ -73,8 +69,6 @@ class AestheticV25(Reward):
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
-        from transformers import SiglipVisionModel
-
         s = self.settings
         if s.weights is None:
             raise ValueError(
@@ -82,38 +76,31 @@ class AestheticV25(Reward):
                 " download it from https://github.com/discus0434/aesthetic-predictor-v2-5 and set"
                 " reward.aesthetic_v25.weights=/path/to/it"
             )
-        other_tower = ("text_model.", "logit_scale", "logit_bias")
-        self.backbone = network(
-            SiglipVisionModel,
-            s.backbone,
-            reward="aesthetic_v25",
-            setting="backbone",
-            ignore=other_tower,
-        )
-        self.head = _head(s.weights, self.backbone.config.hidden_size)
         self.dtype = getattr(torch, s.dtype)
-        self.backbone.to(self.dtype)
+        self.backbone = _picture_tower(s.backbone).to(self.dtype)
+        self.head = _head(s.weights, self.backbone.config.hidden_size)
         self.differentiable = not s.rounding
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
         refuse_gradient(self, media)
-        return mean_of_frames(
-            torch.cat([self._rate(part) for part in frames_of(media).split(self.settings.chunk)]),
-            media,
-        )
+        parts = frames_of(media).split(self.settings.chunk)
+        return mean_of_frames(torch.cat([self._rate(part) for part in parts]), media)
 
     def _rate(self, frames: Tensor) -> Tensor:
+        """(n, 3, H, W) in [0, 1] -> (n,) fp32."""
         resize = pil_stretched if self.settings.rounding else stretched
-        pixels = normalized(resize(frames, self.backbone.config.image_size), HALF, HALF).to(
-            self.dtype
-        )
-        return self.head(
-            nn.functional.normalize(
-                self.backbone(pixel_values=pixels).pooler_output.float(), dim=-1
-            )
-        )[:, 0]
+        pixels = normalized(resize(frames, self.backbone.config.image_size), HALF, HALF)
+        pooled = self.backbone(pixel_values=pixels.to(self.dtype)).pooler_output
+        return self.head(nn.functional.normalize(pooled.float(), dim=-1))[:, 0]
+
+
+def _picture_tower(source: str) -> nn.Module:
+    from transformers import SiglipVisionModel as Tower
+
+    other_tower = ("text_model.", "logit_scale", "logit_bias")
+    return network(Tower, source, reward="aesthetic_v25", setting="backbone", ignore=other_tower)
 
 
 def _head(source: str, width: int) -> nn.Linear:
@@ -121,12 +108,10 @@ def _head(source: str, width: int) -> nn.Linear:
     path = path_of(source, "aesthetic_predictor_v2_5.pth", reward="aesthetic_v25")
     sizes = (width, 1024, 128, 64, 16, 1)
     layers = nn.Sequential()
-    for i in range(5):  # dropout sits between every two of them: even places
+    for i in range(5):  # at even places: dropouts sit between them
         layers.add_module(str(2 * i), nn.Linear(sizes[i], sizes[i + 1]))
-    head = affine(
-        fill(nn.ModuleDict({"scoring_head": layers}), tensors(path), path=path)["scoring_head"],
-        width,
-    )
+    filled = fill(nn.ModuleDict({"scoring_head": layers}), tensors(path), path=path)
+    head = affine(filled["scoring_head"], width)
     warn_unpublished("aesthetic_v25", head, PUBLISHED, path)
     return head
 

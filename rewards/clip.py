@@ -1,11 +1,11 @@
 """CLIPScore: cosine between image and prompt under any CLIP of open_clip or transformers.
 
-Published CLIP rewards differ in the picture's way to the network more than in the network, so the
-transform is a setting:
-"tensor" follows the model's own preprocessing on float tensors (batched, differentiable), "pil" is
-that preprocessing itself, picture by picture, "tv_bilinear" is DiffusionNFT's (torchvision's
-bilinear resize of the float tensor, centre crop). On a photo they are 57 dB ("tensor") and 39 dB
-("tv_bilinear") from "pil". A preset names what one paper's code does; no two of them agree.
+Published CLIP rewards differ in how a picture reaches the network more than in the network, so the
+transform is a setting: "tensor" follows the model's own preprocessing on float tensors (batched,
+differentiable), "pil" is that preprocessing itself, picture by picture, "tv_bilinear" is
+DiffusionNFT's (torchvision's bilinear resize of the float tensor, centre crop). On a photo they are
+57 dB ("tensor") and 39 dB ("tv_bilinear") from "pil". A preset names what one paper's code does; no
+two of them agree.
 
 Departures from those codes: a video is the mean over its frames (Flow-Factory takes the first);
 fp32 everywhere (ImageReward's package and CLIPScore's own code run in fp16 on CUDA); pictures are
@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import pydantic
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchvision.transforms import Compose, InterpolationMode, Normalize
 from torchvision.transforms.functional import resize
 
@@ -100,8 +100,10 @@ class Settings(Base):
 
 
 class Clip(TwoTowers):
-    """Cosine of the projected image and text embeddings, in [-1, 1] (trained models: 0.15 to 0.45);
-    of a video, the mean over frames."""
+    """Cosine of image and text embeddings, in [-1, 1]; of a video, the mean over its frames.
+
+    Trained models give 0.15 to 0.45.
+    """
 
     Settings = Settings
     name = "clip"
@@ -111,31 +113,20 @@ class Clip(TwoTowers):
     def __init__(self, settings: Any = None):
         super().__init__(_resolved(Settings() if settings is None else settings))
         s = self.settings
-        if (
-            s.pretrained
-            and "pretrained" in s.model_fields_set
-            and (":" in s.model or _of_transformers(s.model))
-        ):
-            raise ValueError(
-                f'pretrained={s.pretrained} would not be used: the CLIP "{s.model}" has weights of'
-                " its own; leave it out"
-            )
+        _refuse_unused_weights(s)
         if _of_transformers(s.model):
-            self.towers = HubClip(
-                s.model, reward="clip", setting="pretrained" if s.preset else "model"
-            )
+            setting = "pretrained" if s.preset else "model"
+            self.towers = HubClip(s.model, reward="clip", setting=setting)
             self.transform = _transform(s.transform, self.towers.side[0])
         else:
             model, preprocess, tokenizer = _open_clip(s)
             self.towers = OpenClip(model, tokenizer)
             self.transform = _open_clip_transform(s.transform, preprocess, min(self.towers.side))
         self.prefix = s.prefix
-        self.scale = (
-            "2.5 * max(cosine of image and prompt embeddings, 0)"
-            if s.scale == "hessel"
-            else self.scale
-        )
-        self.range = (0.0, 2.5) if s.scale == "hessel" else (-1.0, 1.0)
+        self.range = (-1.0, 1.0)
+        if s.scale == "hessel":
+            self.scale = "2.5 * max(cosine of image and prompt embeddings, 0)"
+            self.range = (0.0, 2.5)
         self.differentiable = s.transform != "pil" and not s.rounding
 
     def pixels(self, frames: Tensor) -> Tensor:
@@ -166,9 +157,21 @@ def _resolved(s: Settings) -> Settings:
     return s.model_copy(update=fixed)
 
 
+def _refuse_unused_weights(s: Settings) -> None:
+    given = s.pretrained and "pretrained" in s.model_fields_set
+    if given and (":" in s.model or _of_transformers(s.model)):
+        raise ValueError(
+            f'pretrained={s.pretrained} would not be used: the CLIP "{s.model}" has weights of'
+            " its own; leave it out"
+        )
+
+
 def _of_transformers(model: str) -> bool:
-    """open_clip's names hold no "/" but in its old spelling (ViT-B/32) and after a "hf-hub:" or
-    "local-dir:"."""
+    """Whether transformers loads it, not open_clip.
+
+    open_clip's names hold a "/" only in its old spelling (ViT-B/32) and after "hf-hub:" or
+    "local-dir:".
+    """
     import open_clip
 
     return (
@@ -178,66 +181,77 @@ def _of_transformers(model: str) -> bool:
     )
 
 
-def _open_clip(s: Settings) -> tuple[Any, Any, Any]:
+def _open_clip(s: Settings) -> tuple[nn.Module, Compose, Any]:
     """(network, its preprocessing of PIL images, tokenizer)."""
     import open_clip
 
-    _check_source(open_clip, s)
-    weights = None if ":" in s.model else s.pretrained
-    if weights in open_clip.list_pretrained_tags_by_model(s.model):
-        fetch_open_clip(s.model, weights, reward="clip", setting="pretrained")
-    elif weights and not os.path.isfile(weights):
-        weights = str(
-            path_of(weights, "open_clip_pytorch_model.bin", reward="clip", setting="pretrained")
-        )
-    # A preset's weights from a file are preprocessed for as under their tag.
-    published = (
-        open_clip.get_pretrained_cfg(s.model, tag)
-        if (tag := s.preset and PRESETS[s.preset]["pretrained"])
-        else {}
-    )
-    own = {
-        f"image_{key}": published[key]
-        for key in ("mean", "std", "interpolation", "resize_mode")
-        if key in published
-    }
+    _check_source(s)
+    weights = _weights(s)
     try:
         model, _, preprocess = open_clip.create_model_and_transforms(
-            s.model, pretrained=weights, precision="fp32", **own
+            s.model, pretrained=weights, precision="fp32", **_published_preprocessing(s)
         )
         return model, preprocess, open_clip.get_tokenizer(s.model)
     except (OSError, RuntimeError, pickle.UnpicklingError) as error:
         if s.model.startswith("hf-hub:"):
-            source = s.model.removeprefix("hf-hub:")
-            raise unfetched(
-                source, None, "clip", "model", error, put="local-dir:/path/to/the folder"
-            ) from error
+            source, folder = s.model.removeprefix("hf-hub:"), "local-dir:/path/to/the folder"
+            raise unfetched(source, None, "clip", "model", error, put=folder) from error
         raise ValueError(
             f'CLIP "{s.model}" with pretrained="{weights}" could not be loaded: {error}'
         ) from error
 
 
-def _check_source(open_clip: Any, settings: Settings) -> None:
+def _weights(s: Settings) -> str | None:
+    """open_clip's tag, or a file; fetched where it is not on this machine."""
+    import open_clip
+
+    weights = None if ":" in s.model else s.pretrained
+    if weights in open_clip.list_pretrained_tags_by_model(s.model):
+        fetch_open_clip(s.model, weights, reward="clip", setting="pretrained")
+    elif weights and not os.path.isfile(weights):
+        file = "open_clip_pytorch_model.bin"
+        return str(path_of(weights, file, reward="clip", setting="pretrained"))
+    return weights
+
+
+def _published_preprocessing(s: Settings) -> dict[str, Any]:
+    """The preprocessing that belongs to a preset's tag: its weights may be given as a file."""
+    import open_clip
+
+    tag = s.preset and PRESETS[s.preset]["pretrained"]
+    published = open_clip.get_pretrained_cfg(s.model, tag) if tag else {}
+    keys = ("mean", "std", "interpolation", "resize_mode")
+    return {f"image_{key}": published[key] for key in keys if key in published}
+
+
+def _check_source(s: Settings) -> None:
     """Names are checked before anything is downloaded; ValueError with the nearest valid ones."""
-    model, weights = settings.model, settings.pretrained
+    import open_clip
+
+    model, weights = s.model, s.pretrained
     if model.startswith(("hf-hub:", "local-dir:")):
         return
     if model not in open_clip.list_models():
-        raise ValueError(
-            f'unknown CLIP model "{model}"{did_you_mean(model, open_clip.list_models())}'
-        )
-    tags = open_clip.list_pretrained_tags_by_model(model)
-    if (
-        weights is None
-        or os.path.exists(weights)
-        or (weights.count("/") == 1 and not weights.startswith((".", "/", "~")))
-    ):
+        close = did_you_mean(model, open_clip.list_models())
+        raise ValueError(f'unknown CLIP model "{model}"{close}')
+    if weights is None or os.path.exists(weights) or _is_hub_name(weights):
         return
+    tags = open_clip.list_pretrained_tags_by_model(model)
     if weights not in tags:
         raise ValueError(
             f'CLIP model "{model}" has no weights "{weights}" and no such file'
             f" exists{did_you_mean(weights, tags)}"
         )
+    _check_activation(model, weights)
+
+
+def _is_hub_name(source: str) -> bool:
+    return source.count("/") == 1 and not source.startswith((".", "/", "~"))
+
+
+def _check_activation(model: str, weights: str) -> None:
+    import open_clip
+
     quick = bool(open_clip.get_pretrained_cfg(model, weights).get("quick_gelu", False))
     if quick != bool(open_clip.get_model_config(model).get("quick_gelu", False)):
         other = model.removesuffix("-quickgelu") if not quick else f"{model}-quickgelu"
@@ -248,16 +262,14 @@ def _check_source(open_clip: Any, settings: Settings) -> None:
 
 
 def _transform(kind: str, side: int) -> Callable[[Tensor], Tensor]:
-    """(n, 3, H, W) in [0, 1] -> the input of a CLIP of transformers, as its processor makes it
-    (pil), or by one of the other ways."""
+    """(n, 3, H, W) in [0, 1] -> the input of a CLIP of transformers; pil: as its processor does."""
     if kind == "tv_bilinear":
         return lambda frames: normalized(cropped(frames, side, InterpolationMode.BILINEAR))
-    return lambda frames: normalized(
-        (pil_cropped if kind == "pil" else cropped)(frames, side, floor=True)
-    )
+    resize_and_crop = pil_cropped if kind == "pil" else cropped
+    return lambda frames: normalized(resize_and_crop(frames, side, floor=True))
 
 
-def _open_clip_transform(kind: str, preprocess: Any, side: int) -> Callable[[Tensor], Tensor]:
+def _open_clip_transform(kind: str, preprocess: Compose, side: int) -> Callable[[Tensor], Tensor]:
     """(n, 3, H, W) in [0, 1] -> the input of an open_clip model with this preprocessing."""
     if kind == "pil":
         return partial(by_pil, to_tensor=preprocess)
@@ -267,43 +279,30 @@ def _open_clip_transform(kind: str, preprocess: Any, side: int) -> Callable[[Ten
     return lambda frames: normalize(cropped(frames, side, InterpolationMode.BILINEAR))
 
 
-def _on_tensors(preprocess: Any) -> Compose:
-    """open_clip's preprocessing for float tensors (n, 3, H, W); what a bicubic overshoots is
-    clamped, as PIL does."""
-    steps: list[Any] = []
+def _on_tensors(preprocess: Compose) -> Compose:
+    """open_clip's preprocessing for float tensors (n, 3, H, W).
+
+    What a bicubic resize overshoots is clamped before it is normalised, as PIL does.
+    """
+    steps: list[Callable[[Tensor], Tensor]] = []
     for step in copy.deepcopy(preprocess.transforms):
         if type(step).__name__ == "ResizeKeepRatio":  # written for PIL only
-            steps.append(
-                partial(
-                    _resize_keep_ratio,
-                    size=step.size,
-                    longest=step.longest,
-                    interpolation=step.interpolation,
-                )
-            )
-        elif isinstance(
-            step, torch.nn.Module
-        ):  # resize, crop, pad, normalise; the others turn PIL into tensors
-            vars(step)["fill"] = (
-                getattr(step, "fill", 0) / 255
-            )  # padding: bytes for PIL, [0, 1] here
-            steps += (
-                [partial(torch.clamp, min=0, max=1), step]
-                if isinstance(step, Normalize)
-                else [step]
-            )
+            steps.append(partial(_resize_keep_ratio, step))
+        elif isinstance(step, Normalize):
+            steps += [partial(torch.clamp, min=0, max=1), step]
+        elif isinstance(step, nn.Module):  # resize, crop, pad; the others turn PIL into tensors
+            vars(step)["fill"] = getattr(step, "fill", 0) / 255  # bytes for PIL, [0, 1] here
+            steps.append(step)
     return Compose(steps)
 
 
-def _resize_keep_ratio(
-    frames: Tensor, *, size: tuple[int, int], longest: float, interpolation: Any
-) -> Tensor:
-    """open_clip's resize that fills (longest 0) or fits into (longest 1) size = (height, width)."""
-    ratios = [got / want for got, want in zip(frames.shape[-2:], size, strict=True)]
-    ratio = max(ratios) * longest + min(ratios) * (1 - longest)
-    return resize(
-        frames, [round(side / ratio) for side in frames.shape[-2:]], interpolation, antialias=True
-    )
+def _resize_keep_ratio(step: Any, frames: Tensor) -> Tensor:
+    """open_clip's ResizeKeepRatio: fills (longest 0) or fits into (longest 1) its size."""
+    height, width = frames.shape[-2:]
+    ratios = height / step.size[0], width / step.size[1]
+    ratio = max(ratios) * step.longest + min(ratios) * (1 - step.longest)
+    size = [round(height / ratio), round(width / ratio)]
+    return resize(frames, size, step.interpolation, antialias=True)
 
 
 REWARD = Clip

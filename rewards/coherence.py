@@ -1,27 +1,28 @@
-"""Physical foresight coherence (MIND-V, arXiv:2512.06628, equations 4 and 5): is a video's future
-what a world model expects of its past?
+"""Physical foresight coherence: is a video's future what a world model expects of its past?
 
-A window slides over the video; the world model predicts the features of the window's last frames
-from those of its first ones:
+MIND-V (arXiv:2512.06628), equations 4 and 5. A window slides over the video; the world model
+predicts the features of the window's last frames from those of its first ones:
 
-    s_i = cos(P(E(context_i)), E(target_i))        w_i = softmax_i((1 - s_i) / tau)        R = sum_i
-    w_i s_i
+    s_i = cos(P(E(context_i)), E(target_i))
+    w_i = softmax_i((1 - s_i) / tau)
+    R = sum_i w_i s_i
 
 so that the worst windows count most (tau towards 0: the worst alone; large tau: the mean). The
-world model is V-JEPA 2 (transformers' VJEPA2Model). The paper says neither window, stride nor tau,
-and its code is not published; window, context and stride are those of WMReward (arXiv:2601.10553,
-github.com/facebookresearch/WMReward), tau is our choice. What the paper leaves open and we decided:
-* E(context) sees the context frames alone. VJEPA2Model's own context_mask does not do that: it
+world model is V-JEPA 2 (transformers' VJEPA2Model). The paper states neither window, stride nor
+tau, and its code is not published; window, context and stride are those of WMReward
+(arXiv:2601.10553, github.com/facebookresearch/WMReward), tau is our choice. What the paper leaves
+open and we decided:
+* E(context) sees only the context frames. VJEPA2Model's own context_mask does not do that: it
   hides tokens of an encoder that has looked at the whole window, so the prediction has seen its
   target. Encoder and predictor are called one after the other instead.
 * E(target) are the target's tokens in the encoded window, as in V-JEPA's training and in WMReward;
   both sides are layer-normalised, which its predictor was trained for. The cosine is over features,
   token by token, then the mean (WMReward's code takes it over tokens).
-* A last window ends at the last frame, whatever the stride: otherwise a few frames would be scored
-  by nobody.
+* A last window ends at the last frame, whatever the stride: otherwise a few frames would not be
+  scored.
 
-A frozen video is easy to foresee and scores high: combine it with a reward that wants motion, and
-watch the part `dynamic`.
+A frozen video is easy to predict and scores high: combine this with a reward that asks for motion,
+and watch the part `dynamic`.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ from torch.nn import functional as F
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, resize
 
-from flowrl.rewards.core import weights as core_weights
 from flowrl.rewards.core.pictures import normalized, rounded
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.weights import path_of
 from flowrl.rewards.motion_smoothness import dynamic_degree
 from flowrl.rewards.video import softmin
 from flowrl.types import MediaContext
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
+# (windows (n, W, 3, h, w), context frames) -> predicted and actual features of the other frames,
+# (n, tokens, features) each.
 World = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-"""(windows (n, W, 3, H, W'), context frames) -> predicted and actual features of the other frames, (n, tokens, features) each."""
 
 
 class Settings(Base):
@@ -81,8 +83,7 @@ class Settings(Base):
 
 
 class Coherence(Reward):
-    """Cosine of predicted and actual features, severity-weighted over windows, in [-1, 1]; higher
-    is more as expected."""
+    """Cosine of predicted and actual features, weighted towards the worst windows, in [-1, 1]."""
 
     Settings = Settings
     name = "coherence"
@@ -93,12 +94,9 @@ class Coherence(Reward):
     def __init__(self, settings: Any = None, world: World | None = None):
         """world: in Python, another world model or an analytic one."""
         super().__init__(settings)
-        self.world = (
-            VJepa2(self.settings.weights, self.settings.window, self.settings.context)
-            if world is None
-            else world
-        )
-        self.differentiable = not self.settings.rounding
+        s = self.settings
+        self.world = VJepa2(s.weights, s.window, s.context) if world is None else world
+        self.differentiable = not s.rounding
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -108,8 +106,8 @@ class Coherence(Reward):
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
-        """mean and worst of the windows' cosines; dynamic: mean change of a pixel between frames, 0
-        for a frozen video."""
+        """Mean and worst of the windows' cosines; dynamic: mean change of a pixel between frames,
+        0 for a frozen video."""
         scores = self.windows(media)
         return {"mean": scores.mean(1), "worst": scores.amin(1), "dynamic": dynamic_degree(media)}
 
@@ -123,41 +121,20 @@ class Coherence(Reward):
             )
         media = rounded(media) if s.rounding else media
         starts = [*range(0, frames - s.window, s.stride), frames - s.window]
-        clips = torch.stack([media[:, start : start + s.window] for start in starts], 1).flatten(
-            0, 1
-        )
+        clips = torch.stack([media[:, start : start + s.window] for start in starts], 1)
         scores = []
-        for part in clips.split(s.chunk):
+        for part in clips.flatten(0, 1).split(s.chunk):
             predicted, actual = self.world(part, s.context)
             scores.append(F.cosine_similarity(predicted.float(), actual.float(), dim=-1).mean(1))
         return torch.cat(scores).view(len(media), len(starts))
 
 
 class VJepa2(nn.Module):
-    """V-JEPA 2 as a world model: windows (n, W, 3, H, W') in [0, 1] -> predicted and actual tokens
-    after the context."""
+    """V-JEPA 2 as a world model; see `World`."""
 
     def __init__(self, weights: str, window: int, context: int):
         super().__init__()
-        from transformers import VJEPA2Model
-
-        path = core_weights.path_of(weights, reward="coherence")
-        try:
-            self.model, report = VJEPA2Model.from_pretrained(
-                str(path), use_safetensors=True, output_loading_info=True
-            )
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"reward.coherence.weights={weights} is no V-JEPA 2 in transformers' layout:"
-                f" {error}"
-            ) from error
-        if missing := sorted(report["missing_keys"]) + sorted(
-            str(key) for key in report["mismatched_keys"]
-        ):
-            raise ValueError(
-                f"{path} does not fit VJEPA2Model: {len(missing)} keys missing or of another shape"
-                f" ({', '.join(missing[:3])}, ...)"
-            )
+        self.model = _load_vjepa2(weights)
         self.float().eval().requires_grad_(False)
         tube = self.model.config.tubelet_size
         if window % tube or context % tube:
@@ -167,7 +144,10 @@ class VJepa2(nn.Module):
             )
 
     def forward(self, clips: Tensor, context: int) -> tuple[Tensor, Tensor]:
-        """-> (n, tokens, features) twice, layer-normalised."""
+        """Predicted and actual tokens after the context, (n, tokens, features), layer-normalised.
+
+        clips: (n, W, 3, h, w) in [0, 1].
+        """
         pixels = self.pixels(clips)
         actual = self.model.encoder(pixel_values_videos=pixels).last_hidden_state
         seen = self.model.encoder(pixel_values_videos=pixels[:, :context]).last_hidden_state
@@ -180,15 +160,36 @@ class VJepa2(nn.Module):
         return F.layer_norm(predicted, width), F.layer_norm(actual[:, seen.shape[1] :], width)
 
     def pixels(self, clips: Tensor) -> Tensor:
-        """As V-JEPA 2's processor does: shortest side to 256 / 224 of the crop, bilinear, centre
-        crop, ImageNet's mean and deviation."""
+        """The input that V-JEPA 2's processor makes.
+
+        Shortest side to 256 / 224 of the crop, bilinear, centre crop, ImageNet's mean and std.
+        """
         side = self.model.config.crop_size
-        resized = resize(
-            clips.flatten(0, 1), [int(side * 256 / 224)], InterpolationMode.BILINEAR, antialias=True
+        size, frames = [int(side * 256 / 224)], clips.flatten(0, 1)
+        frames = resize(frames, size, InterpolationMode.BILINEAR, antialias=True)
+        frames = normalized(center_crop(frames, [side, side]), IMAGENET_MEAN, IMAGENET_STD)
+        return frames.view(*clips.shape[:3], side, side)
+
+
+def _load_vjepa2(weights: str) -> nn.Module:
+    from transformers import VJEPA2Model
+
+    path = path_of(weights, reward="coherence")
+    try:
+        model, report = VJEPA2Model.from_pretrained(
+            str(path), use_safetensors=True, output_loading_info=True
         )
-        return normalized(center_crop(resized, [side, side]), IMAGENET_MEAN, IMAGENET_STD).view(
-            *clips.shape[:3], side, side
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"reward.coherence.weights={weights} is not a V-JEPA 2 in transformers' layout: {error}"
+        ) from error
+    missing = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+    if missing:
+        raise ValueError(
+            f"{path} does not fit VJEPA2Model: {len(missing)} keys missing or of another shape"
+            f" ({', '.join(missing[:3])}, ...)"
         )
+    return model
 
 
 REWARD = Coherence

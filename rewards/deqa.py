@@ -1,5 +1,4 @@
-"""DeQA-Score (arXiv:2501.11561): quality of a picture on a scale of 1 to 5, read from five word
-probabilities of mPLUG-Owl2 (LLaMA-2-7B).
+"""DeQA-Score (arXiv:2501.11561): quality of a picture from 1 to 5, by mPLUG-Owl2 (LLaMA-2-7B).
 
 Reference: github.com/zhiyuanyou/DeQA-Score, `src/evaluate/scorer.py`; network:
 github.com/X-PLUG/mPLUG-Owl, `mPLUG-Owl2/mplug_owl2/model`. The picture, on a square of the mean
@@ -7,11 +6,11 @@ colour and 448 x 448, becomes 65 tokens; the model is asked for the quality and 
 the probabilities of "excellent", "good", "fair", "poor" and "bad" as the next word, renormalised,
 weigh 5, 4, 3, 2 and 1. No prompt is read.
 
-The published checkpoint asks to run its own Python (`trust_remote_code`), which fits transformers
-4.36 to 4.46 only. Nothing of it runs here: the network is written below on top of transformers'
-LlamaModel, with the checkpoint's key names, every one of which is checked. mPLUG-Owl2 differs from
-LLaMA in having two sets of key, value and norm weights in each layer, one for text and one for
-picture tokens. Departures: the softmax over the five words is fp32 (the reference: fp16);
+The published checkpoint asks to run its own Python (`trust_remote_code`), which only fits
+transformers 4.36 to 4.46. None of it runs here: the network is written below on top of
+transformers' LlamaModel, with the checkpoint's key names, every one of which is checked. mPLUG-Owl2
+differs from LLaMA in having two sets of key, value and norm weights in each layer, one for text and
+one for picture tokens. Departures: the softmax over the five words is fp32 (the reference: fp16);
 Flow-GRPO's server also sends pictures as JPEG, which we do not.
 """
 
@@ -29,8 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
 
-from flowrl.rewards.core import pictures
-from flowrl.rewards.core import weights as core_weights
 from flowrl.rewards.core.pictures import (
     CLIP_MEAN,
     cropped,
@@ -38,18 +35,20 @@ from flowrl.rewards.core.pictures import (
     mean_of_frames,
     normalized,
     pil_cropped,
+    refuse_gradient,
     rounded,
 )
 from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.weights import fill, path_of
+from flowrl.rewards.core.weights import fill, path_of, tokenizer
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
 WORDS = ("excellent", "good", "fair", "poor", "bad")  # worth 5, 4, 3, 2, 1
+# The picture stands between the two.
 QUESTION = (
     "USER: How would you rate the quality of this image?\n",
     "\nASSISTANT: The quality of the image is",
-)  # the picture between
+)
 
 
 class Settings(vlm.Settings):
@@ -66,8 +65,7 @@ class Settings(vlm.Settings):
 
 
 class DeQA(Reward):
-    """Expected opinion score of a picture, 1 (bad) to 5 (excellent); of a video, the mean over
-    frames."""
+    """Expected opinion score of a picture, 1 (bad) to 5 (excellent); of a video, the mean."""
 
     Settings = Settings
     name = "deqa"
@@ -81,17 +79,16 @@ class DeQA(Reward):
         self.words, question = _tokens(folder)
         self.network = load_network(folder, dtype=s.dtype)
         self.question = [torch.tensor(part) for part in question]
-        self.factor = 1.0 if s.scale == "mos" else 0.2
-        self.scale = "quality of the picture by DeQA-Score, 1 to 5" + (
-            "" if s.scale == "mos" else ", divided by 5"
-        )
+        self.factor = 1.0
+        if s.scale == "flow_grpo":
+            self.factor, self.scale = 0.2, f"{self.scale}, divided by 5"
         self.range = (self.factor, 5 * self.factor)
         self.differentiable = not s.rounding
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        pictures.refuse_gradient(self, media)
+        refuse_gradient(self, media)
         frames = frames_of(media)
         values = torch.cat([self._scores(part) for part in frames.split(self.settings.chunk)])
         return self.factor * mean_of_frames(values, media)
@@ -116,11 +113,11 @@ def _tokens(folder: Path) -> tuple[list[int], list[list[int]]]:
     """Ids of the five words, and of the question before (with <s>) and after the picture."""
     from transformers import LlamaTokenizer
 
-    tokenizer = core_weights.tokenizer(LlamaTokenizer, str(folder), reward="deqa")
-    start = tokenizer.bos_token_id
+    tokenize = tokenizer(LlamaTokenizer, str(folder), reward="deqa")
+    start = tokenize.bos_token_id
 
     def ids(text: str) -> list[int]:
-        found = tokenizer(text, add_special_tokens=False)["input_ids"]
+        found = tokenize(text, add_special_tokens=False)["input_ids"]
         return found[1:] if found[:1] == [start] else found
 
     words = [ids(word)[0] for word in WORDS]
@@ -137,50 +134,31 @@ def _tokens(folder: Path) -> tuple[list[int], list[list[int]]]:
 
 
 class Owl(nn.Module):
-    """mPLUG-Owl2: a CLIP-like tower, an abstractor of 64 queries, and LLaMA with two-way weights;
-    key names as in the checkpoint."""
+    """mPLUG-Owl2: a CLIP-like tower, an abstractor of 64 queries, and LLaMA with two-way weights.
+
+    Key names are those of the checkpoint.
+    """
 
     def __init__(self, config: Mapping[str, Any]):
         super().__init__()
-        from transformers import LlamaConfig, LlamaModel
-
-        odd = (
-            "model_type",
-            "auto_map",
-            "visual_config",
-            "architectures",
-            "torch_dtype",
-            "dtype",
-            "transformers_version",
-        )
-        llama = LlamaConfig(
-            **{key: value for key, value in config.items() if key not in odd},
-            attn_implementation="eager",
-        )
-        vision, queries = (
-            SimpleNamespace(**config["visual_config"][key])
-            for key in ("visual_model", "visual_abstractor")
-        )
+        vision = SimpleNamespace(**config["visual_config"]["visual_model"])
+        queries = SimpleNamespace(**config["visual_config"]["visual_abstractor"])
         self.side = vision.image_size
-        self.model = LlamaModel(llama)
-        for layer in self.model.layers:
-            layer.input_layernorm = TwoWay(layer.input_layernorm)
-            layer.post_attention_layernorm = TwoWay(layer.post_attention_layernorm)
-            layer.self_attn.k_proj = TwoWay(layer.self_attn.k_proj)
-            layer.self_attn.v_proj = TwoWay(layer.self_attn.v_proj)
+        self.model = _two_way_llama(config)
+        llama = self.model.config
+        places = (vision.image_size // vision.patch_size) ** 2 + 1
         self.model.vision_model = Tower(vision)
-        self.model.visual_abstractor = Abstractor(
-            queries, (vision.image_size // vision.patch_size) ** 2 + 1, llama.hidden_size
-        )
+        self.model.visual_abstractor = Abstractor(queries, places, llama.hidden_size)
         self.lm_head = nn.Linear(llama.hidden_size, llama.vocab_size, bias=False)
 
     def forward(self, before: Tensor, pixels: Tensor, after: Tensor) -> Tensor:
-        """Token ids (L1,), normalised pictures (n, 3, s, s), token ids (L2,) -> logits of the next
-        token (n, vocabulary)."""
+        """Logits of the next token (n, vocabulary).
+
+        before, after: token ids (L1,), (L2,). pixels: normalised pictures (n, 3, s, s).
+        """
         table = self.model.embed_tokens
-        picture = self.model.visual_abstractor(
-            self.model.vision_model(pixels.to(table.weight.dtype))
-        )
+        seen = self.model.vision_model(pixels.to(table.weight.dtype))
+        picture = self.model.visual_abstractor(seen)
         first, last = (table(ids).expand(len(pixels), -1, -1) for ids in (before, after))
         embeddings = torch.cat([first, picture, last], 1)
         place = torch.arange(embeddings.shape[1], device=pixels.device)
@@ -190,6 +168,22 @@ class Owl(nn.Module):
                 module.visual = visual
         states = self.model(inputs_embeds=embeddings, use_cache=False)[0]
         return self.lm_head(states[:, -1])
+
+
+def _two_way_llama(config: Mapping[str, Any]) -> nn.Module:
+    """LLaMA with a second set of norms, keys and values in each layer."""
+    from transformers import LlamaConfig, LlamaModel
+
+    not_of_llama = {"model_type", "auto_map", "visual_config", "architectures"}
+    not_of_llama |= {"torch_dtype", "dtype", "transformers_version"}
+    own = {key: value for key, value in config.items() if key not in not_of_llama}
+    llama = LlamaModel(LlamaConfig(**own, attn_implementation="eager"))
+    for layer in llama.layers:
+        layer.input_layernorm = TwoWay(layer.input_layernorm)
+        layer.post_attention_layernorm = TwoWay(layer.post_attention_layernorm)
+        layer.self_attn.k_proj = TwoWay(layer.self_attn.k_proj)
+        layer.self_attn.v_proj = TwoWay(layer.self_attn.v_proj)
+    return llama
 
 
 class TwoWay(nn.Module):
@@ -224,10 +218,8 @@ class Tower(nn.Module):
     def forward(self, pixels: Tensor) -> Tensor:
         e = self.embeddings
         patches = e.patch_embed(pixels).flatten(2).transpose(1, 2)
-        states = (
-            torch.cat([e.cls_token.expand(len(pixels), -1, -1), patches], 1) + e.position_embedding
-        )
-        states = e.pre_layernorm(states)
+        states = torch.cat([e.cls_token.expand(len(pixels), -1, -1), patches], 1)
+        states = e.pre_layernorm(states + e.position_embedding)
         for layer in self.encoder.layers:
             states = layer(states)
         return self.post_layernorm(states)
@@ -236,23 +228,17 @@ class Tower(nn.Module):
 class TowerLayer(nn.Module):
     def __init__(self, c: SimpleNamespace):
         super().__init__()
-        d, self.heads = c.hidden_size, c.num_attention_heads
+        d, inner, self.heads = c.hidden_size, c.intermediate_size, c.num_attention_heads
         self.self_attn, self.mlp = nn.Module(), nn.Module()
         self.self_attn.query_key_value, self.self_attn.dense = nn.Linear(d, 3 * d), nn.Linear(d, d)
-        self.mlp.fc1, self.mlp.fc2 = (
-            nn.Linear(d, c.intermediate_size),
-            nn.Linear(c.intermediate_size, d),
-        )
+        self.mlp.fc1, self.mlp.fc2 = nn.Linear(d, inner), nn.Linear(inner, d)
         self.input_layernorm = nn.LayerNorm(d, eps=c.layer_norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(d, eps=c.layer_norm_eps)
 
     def forward(self, states: Tensor) -> Tensor:
-        mixed = self.self_attn.query_key_value(self.input_layernorm(states)).unflatten(
-            -1, (self.heads, 3, -1)
-        )
-        query, key, value = mixed.permute(
-            3, 0, 2, 1, 4
-        )  # (n, heads, L, d / heads) each: the projection is laid out head by head
+        mixed = self.self_attn.query_key_value(self.input_layernorm(states))
+        by_head = mixed.unflatten(-1, (self.heads, 3, -1))  # laid out head by head
+        query, key, value = by_head.permute(3, 0, 2, 1, 4)  # (n, heads, L, d / heads) each
         attended = f.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         states = states + self.self_attn.dense(attended)
         inner = self.mlp.fc1(self.post_attention_layernorm(states))
@@ -260,8 +246,10 @@ class TowerLayer(nn.Module):
 
 
 class Abstractor(nn.Module):
-    """Learned queries that attend to themselves and the tower's states -> (n, queries + 1, width of
-    the language model)."""
+    """Learned queries that attend to themselves and the tower's states.
+
+    -> (n, queries + 1, width of the language model).
+    """
 
     def __init__(self, c: SimpleNamespace, places: int, width: int):
         super().__init__()
@@ -285,62 +273,46 @@ class AbstractorLayer(nn.Module):
         super().__init__()
         d, inner, self.heads = c.hidden_size, c.intermediate_size, c.num_attention_heads
         own = self.crossattention = nn.Module()
-        own.attention, own.output = nn.Module(), nn.Module()
-        own.attention.query = nn.Linear(d, d)
-        own.attention.key, own.attention.value = (
-            nn.Linear(c.encoder_hidden_size, d),
-            nn.Linear(c.encoder_hidden_size, d),
-        )
-        own.attention.register_buffer(
-            "q_pos_embed", torch.zeros(c.num_learnable_queries, d)
-        )  # sines, read from the checkpoint
-        own.attention.register_buffer("k_pos_embed", torch.zeros(places, d))
         own.norm1, own.normk = nn.LayerNorm(d), nn.LayerNorm(d)
-        own.output.out_proj, own.output.norm2, own.output.mlp = (
-            nn.Linear(d, d),
-            nn.LayerNorm(d),
-            nn.Module(),
-        )
-        mlp = own.output.mlp
+        attention = own.attention = nn.Module()
+        attention.query = nn.Linear(d, d)
+        attention.key = nn.Linear(c.encoder_hidden_size, d)
+        attention.value = nn.Linear(c.encoder_hidden_size, d)
+        # Sines, read from the checkpoint.
+        attention.register_buffer("q_pos_embed", torch.zeros(c.num_learnable_queries, d))
+        attention.register_buffer("k_pos_embed", torch.zeros(places, d))
+        output = own.output = nn.Module()
+        output.out_proj, output.norm2 = nn.Linear(d, d), nn.LayerNorm(d)
+        mlp = output.mlp = nn.Module()
         mlp.w1, mlp.w2, mlp.w3 = nn.Linear(d, inner), nn.Linear(inner, d), nn.Linear(d, inner)
         mlp.ffn_ln = nn.LayerNorm(inner, eps=c.layer_norm_eps)
 
     def forward(self, states: Tensor, picture: Tensor) -> Tensor:
-        own, attention, output = (
-            self.crossattention,
-            self.crossattention.attention,
-            self.crossattention.output,
-        )
+        own, output = self.crossattention, self.crossattention.output
         states = own.norm1(states)  # the residual starts after this norm
-        both = torch.cat([states, own.normk(picture)], 1)
+        states = states + output.out_proj(self._attended(states, own.normk(picture)))
+        inner, mlp = output.norm2(states), output.mlp
+        return states + mlp.w2(mlp.ffn_ln(f.silu(mlp.w1(inner)) * mlp.w3(inner)))
+
+    def _attended(self, states: Tensor, picture: Tensor) -> Tensor:
+        """Queries that attend to themselves and the picture -> (n, queries, d)."""
+        attention = self.crossattention.attention
+        both = torch.cat([states, picture], 1)
         places = torch.cat([attention.q_pos_embed, attention.k_pos_embed])
         query, key, value = (
-            attention.query(states + attention.q_pos_embed),
-            attention.key(both + places),
-            attention.value(both),
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (
+                attention.query(states + attention.q_pos_embed),
+                attention.key(both + places),
+                attention.value(both),
+            )
         )
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (query, key, value)
-        )
-        states = states + output.out_proj(
-            f.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        )
-        inner = output.norm2(states)
-        return states + output.mlp.w2(
-            output.mlp.ffn_ln(f.silu(output.mlp.w1(inner)) * output.mlp.w3(inner))
-        )
+        return f.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
 
 
 def load_network(folder: Path, *, dtype: str) -> Owl:
-    """The network of a folder laid out as zhiyuanyou/DeQA-Score-Mix3, frozen; every key is
-    checked."""
-    file = folder / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    if config.get("model_type") != "mplug_owl2":
-        raise ValueError(
-            f"reward.deqa.weights={folder}: expected config.json of an mplug_owl2 model (found:"
-            f" {config.get('model_type')})"
-        )
+    """The network of a folder like zhiyuanyou/DeQA-Score-Mix3, frozen; every key is checked."""
+    config = _config(folder)
     state = {
         key: value
         for key, value in vlm.folder_tensors(folder).items()
@@ -352,6 +324,17 @@ def load_network(folder: Path, *, dtype: str) -> Owl:
     network.to(vlm.DTYPES[dtype]).to_empty(device="cpu")
     network.model.rotary_emb = rotary
     return fill(network, state, path=folder)  # type: ignore[return-value]
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    if config.get("model_type") != "mplug_owl2":
+        raise ValueError(
+            f"reward.deqa.weights={folder}: expected config.json of an mplug_owl2 model (found:"
+            f" {config.get('model_type')})"
+        )
+    return config
 
 
 REWARD = DeQA

@@ -1,12 +1,12 @@
-"""EditReward (arXiv:2509.26346): how well an instruction was carried out on a picture, from
-MiMo-VL-7B or Qwen2.5-VL-7B.
+"""EditReward (arXiv:2509.26346): how well an instruction was carried out on a picture.
 
-Reference: github.com/TIGER-AI-Lab/EditReward, `EditReward/inference_edit.py` and
-`EditReward/model/qwen2_5_vl_trainer.py` (both released checkpoints are `ranknet_multi_head` with
-mean pooling). Source and edited picture, 200,704 pixels each, pass the network twice: once under a
-rubric for following the instruction, once under one for visual quality. Each pass has its own head,
-which gives (mu, log sigma) at the token <|Reward|>; the pairs are pooled and the reward is the
-pooled mu. The rubrics belong to the model and are read from files. Departures are those of `_vlm`.
+The network is MiMo-VL-7B or Qwen2.5-VL-7B. Reference: github.com/TIGER-AI-Lab/EditReward,
+`EditReward/inference_edit.py` and `EditReward/model/qwen2_5_vl_trainer.py` (both released
+checkpoints are `ranknet_multi_head` with mean pooling). Source and edited picture, 200,704 pixels
+each, pass the network twice: once under a rubric for following the instruction, once under one for
+visual quality. Each pass has its own head, which gives (mu, log sigma) at the token <|Reward|>; the
+pairs are pooled and the reward is the pooled mu. The rubrics belong to the model and are read from
+files. Departures are those of networks/vlm.py.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards.core import pictures
-from flowrl.rewards.core import source as core_source
+from flowrl.rewards.core.pictures import refuse_gradient
+from flowrl.rewards.core.source import Settings as SourceSettings
+from flowrl.rewards.core.source import Sourced
 from flowrl.rewards.core.weights import path_of, template, tensors
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
-RUBRICS = {
-    "following": "da5bfc26898cc8e0",
-    "quality": "89bbc5c2ac1bbea9",
-}  # in the order of head_0, head_1
+# sha256 of the texts, in the order of head_0 and head_1.
+RUBRICS = {"following": "da5bfc26898cc8e0", "quality": "89bbc5c2ac1bbea9"}
 WHERE = (
     "of EditReward/dataset/prompts.py in github.com/TIGER-AI-Lab/EditReward, with its empty first"
     " line and last line feed"
@@ -35,7 +34,7 @@ WHERE = (
 ORIGINS = {key: f"the literal INSTRUCTION_EDIT_{key.upper()} {WHERE}" for key in RUBRICS}
 
 
-class Settings(core_source.Settings, vlm.Settings):
+class Settings(SourceSettings, vlm.Settings):
     weights: str = pydantic.Field(
         "TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508",
         description="Folder with model.pth or model.safetensors, or its hub repository.",
@@ -57,9 +56,11 @@ class Settings(core_source.Settings, vlm.Settings):
     )
 
 
-class EditReward(core_source.Sourced):
-    """Pooled mean of two preference distributions, unbounded; needs the picture before the edit;
-    the prompt is the instruction."""
+class EditReward(Sourced):
+    """Pooled mean of two preference distributions, unbounded.
+
+    Needs the picture before the edit; the prompt is the instruction.
+    """
 
     Settings = Settings
     name = "editreward"
@@ -75,21 +76,11 @@ class EditReward(core_source.Sourced):
         super().__init__(settings)
         s = self.settings
         self.declare_source(True)
-        self.rubrics = [
-            template(
-                getattr(s, key),
-                sha256=checksum,
-                reward="editreward",
-                setting=key,
-                origin=ORIGINS[key],
-            )
-            for key, checksum in RUBRICS.items()
-        ]
+        self.rubrics = [_rubric(key, getattr(s, key)) for key in RUBRICS]
         path = _checkpoint(path_of(s.weights, reward="editreward"))
         state = tensors(path, under="model")
-        self.heads = nn.ModuleList(
-            [vlm.ranknet(state, f"rm_heads.head_{i}.", path=path) for i in range(len(RUBRICS))]
-        )
+        names = [f"rm_heads.head_{i}." for i in range(len(RUBRICS))]
+        self.heads = nn.ModuleList([vlm.ranknet(state, name, path=path) for name in names])
         self.vlm = vlm.load_vlm(
             s.base,
             vlm.backbone_state(state),
@@ -114,33 +105,32 @@ class EditReward(core_source.Sourced):
 
     def _heads(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> Tensor:
         """(heads, B, 2) fp32: mu and log sigma."""
-        pictures.refuse_gradient(self, media)
+        refuse_gradient(self, media)
         sources = self.sources(media, context)
         by: Literal["pil", "float"] = "pil" if self.settings.rounding else "float"
         out = []
         for start in range(0, len(media), self.settings.chunk):
             rows = slice(start, start + self.settings.chunk)
-            before = [vlm.fitted(source[None].to(media), by=by)[0] for source in sources[rows]]
-            after = vlm.fitted(media[rows], by=by)
-            pairs = [
-                [source[None], edited[None]] for source, edited in zip(before, after, strict=True)
-            ]
-            states = (
-                self.vlm.hidden(
-                    pairs,
-                    [rubric.format(text_prompt=prompt) + vlm.SUFFIX for prompt in prompts[rows]],
-                )[:, 0]
-                for rubric in self.rubrics
-            )
-            out.append(
-                torch.stack([head(state) for head, state in zip(self.heads, states, strict=True)])
-            )
+            before = [vlm.fitted(source[None].to(media), by=by) for source in sources[rows]]
+            after = vlm.fitted(media[rows], by=by).split(1)
+            pairs = [list(pair) for pair in zip(before, after, strict=True)]
+            out.append(self._read(pairs, prompts[rows]))
         return torch.cat(out, 1)
+
+    def _read(self, pairs: list[list[Tensor]], prompts: list[str]) -> Tensor:
+        """Source and edited picture of each of n samples -> (heads, n, 2)."""
+        out = []
+        for rubric, head in zip(self.rubrics, self.heads, strict=True):
+            texts = [rubric.format(text_prompt=prompt) + vlm.SUFFIX for prompt in prompts]
+            out.append(head(self.vlm.hidden(pairs, texts)[:, 0]))
+        return torch.stack(out)
 
 
 def pooled(heads: Tensor, pooling: Literal["mean", "min", "sum"]) -> Tensor:
-    """(heads, B, 2) of mu and log sigma -> (B, 2). mean and min take each number by itself; sum
-    adds means and variances."""
+    """(heads, B, 2) of mu and log sigma -> (B, 2).
+
+    mean and min take each number by itself; sum adds means and variances.
+    """
     if pooling == "mean":
         return heads.mean(0)
     if pooling == "min":
@@ -149,18 +139,19 @@ def pooled(heads: Tensor, pooling: Literal["mean", "min", "sum"]) -> Tensor:
     return torch.stack([mu.sum(0), (2 * log_sigma).exp().sum(0).log() / 2], -1)
 
 
+def _rubric(key: str, path: str | None) -> str:
+    origin = ORIGINS[key]
+    return template(path, sha256=RUBRICS[key], reward="editreward", setting=key, origin=origin)
+
+
 def _checkpoint(path: Path) -> Path:
-    files = (
-        [path]
-        if path.is_file()
-        else [path / name for name in ("model.pth", "model.safetensors") if (path / name).is_file()]
+    for file in (path, path / "model.pth", path / "model.safetensors"):
+        if file.is_file():
+            return file
+    raise ValueError(
+        f"reward.editreward.weights={path}: the folder holds neither model.pth nor"
+        " model.safetensors"
     )
-    if not files:
-        raise ValueError(
-            f"reward.editreward.weights={path}: the folder holds neither model.pth nor"
-            " model.safetensors"
-        )
-    return files[0]
 
 
 REWARD = EditReward

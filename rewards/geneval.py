@@ -1,8 +1,8 @@
-"""GenEval (arXiv:2310.11513) as a reward: are the objects there, in number, colour and place? A
-detector and a colour classifier judge.
+"""GenEval (arXiv:2310.11513) as a reward: are the objects there, in number, colour and place?
 
-Detection and arithmetic are apart: this file finds objects, `_geneval` judges them. References:
-djghosh13/geneval (benchmark) and yifan123/reward-server (Flow-GRPO). Departures:
+A detector and a colour classifier judge. Detection and arithmetic are apart: this file finds
+objects, networks/detector.py judges them. References: djghosh13/geneval (benchmark) and
+yifan123/reward-server (Flow-GRPO). Departures:
 * the detector is transformers' Mask2Former Swin-S, COCO instances (the authors' weights), not
   mmdet's retraining of the same network; boxes and scores follow mmdet's post-processing (100 best
   (query, class) pairs, masks at full size), not transformers' (384 x 384 masks);
@@ -28,24 +28,20 @@ from torchvision.transforms import functional as TF
 
 from flowrl.data.geneval import CLASSES, COLORS
 from flowrl.data.media import from_pil, to_pil
-from flowrl.rewards.core import weights as core_weights
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames, normalized, rounded
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.weights import fetch_open_clip, path_of
 from flowrl.rewards.networks import detector
 from flowrl.rewards.networks.detector import Found
 from flowrl.types import MediaContext
 
-CONFIDENCE, COUNTING = (
-    0.3,
-    0.9,
-)  # an object counts above this score; when the task is counting, above the second
+CONFIDENCE = 0.3  # an object counts above this score;
+COUNTING = 0.9  # where the task is counting, above this one
 MOST = 16  # objects of a class, the most confident
 BEST = 100  # (query, class) pairs of a picture that are looked at
-ASPECT = (
-    1333 / 800
-)  # the longest side that the detector sees is at most this times the setting `side`
-MULTIPLE = 32  # its input is padded to multiples of this
+ASPECT = 1333 / 800  # longest side that the detector sees, at most, over the setting `side`
+MULTIPLE = 32  # the detector's input is padded to multiples of this
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 TEMPLATES = (
     "a photo of a {color} {name}",
@@ -89,18 +85,28 @@ class Settings(Base):
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """A detected object with its mask: label (place in CLASSES), score, box in px, mask (H, W) bool
-    on CPU."""
+    """A detected object with its mask."""
 
-    label: int
+    label: int  # place in CLASSES
     score: float
-    box: tuple[int, int, int, int]
-    mask: Tensor
+    box: tuple[int, int, int, int]  # left, top, right, bottom in px
+    mask: Tensor  # (H, W) bool, on CPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """(height, width) of a picture on its way through the detector."""
+
+    picture: tuple[int, int]
+    seen: tuple[int, int]  # resized
+    padded: tuple[int, int]  # the network's input
 
 
 class Geneval(Reward):
-    """Does the picture show what GenEval's clauses ask for? Of a video, the mean over frames. Reads
-    meta's include, exclude and tag."""
+    """Does the picture show what GenEval's clauses ask for? Of a video, the mean over frames.
+
+    Reads meta's include, exclude and tag.
+    """
 
     Settings = Settings
     name = "geneval"
@@ -143,84 +149,66 @@ class Geneval(Reward):
                 raise ValueError(f'the prompt "{prompt}" {complaint}')
         frames = media.shape[1] if media.ndim == 5 else 1
         metas = [meta for meta in context.meta for _ in range(frames)]
-        judged = [
-            detector.readings(found, meta)
-            for found, meta in zip(self.detect(frames_of(media), metas), metas, strict=True)
-        ]
-        return {
-            name: mean_of_frames(
-                torch.tensor([reading[name] for reading in judged], device=media.device), media
-            )
+        found = self.detect(frames_of(media), metas)
+        judged = [detector.readings(f, meta) for f, meta in zip(found, metas, strict=True)]
+        values = {
+            name: torch.tensor([reading[name] for reading in judged], device=media.device)
             for name in ("partial", "partial_fixed", "strict", "official")
         }
+        return {name: mean_of_frames(value, media) for name, value in values.items()}
 
     @torch.no_grad()
     def detect(
         self, frames: Tensor, metas: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, list[Found]]]:
-        """What is in each of (n, 3, H, W) pictures; colours are named for the classes whose colour
-        its clauses ask for."""
+        """What is in each of (n, 3, H, W) pictures: class -> its objects.
+
+        Colours are named for the classes whose colour the picture's clauses ask for.
+        """
         pictures = to_pil(frames)
         if self.settings.as_server:
             pictures = [_jpeg(picture) for picture in pictures]
             frames = from_pil(pictures).to(frames.device)[:, [2, 1, 0]]
-        instances = [
-            found
-            for part in rounded(frames).split(self.settings.chunk)
-            for found in self._instances(part)
-        ]
-        out = []
-        for picture, objects, meta in zip(pictures, instances, metas, strict=True):
-            threshold = COUNTING if meta.get("tag") == "counting" else CONFIDENCE
-            colored = {clause["class"] for clause in meta.get("include", []) if clause.get("color")}
-            found: dict[str, list[Found]] = {}
-            for name, members in _kept(objects, threshold).items():
-                colors = (
-                    self.colors(picture, name, members)
-                    if name in colored
-                    else [None] * len(members)
-                )
-                found[name] = [
-                    Found(m.box, m.score, color) for m, color in zip(members, colors, strict=True)
-                ]
-            out.append(found)
+        parts = rounded(frames).split(self.settings.chunk)
+        objects = [found for part in parts for found in self._instances(part)]
+        return [self._named(*row) for row in zip(pictures, objects, metas, strict=True)]
+
+    def _named(
+        self, picture: Image.Image, objects: Sequence[Instance], meta: Mapping[str, Any]
+    ) -> dict[str, list[Found]]:
+        """A picture's objects by class, with their colours where its clauses ask for one."""
+        threshold = COUNTING if meta.get("tag") == "counting" else CONFIDENCE
+        colored = {clause["class"] for clause in meta.get("include", []) if clause.get("color")}
+        out: dict[str, list[Found]] = {}
+        for name, members in _kept(objects, threshold).items():
+            colors: Sequence[str | None] = [None] * len(members)
+            if name in colored:
+                colors = self.colors(picture, name, members)
+            pairs = zip(members, colors, strict=True)
+            out[name] = [Found(member.box, member.score, color) for member, color in pairs]
         return out
 
     def _instances(self, frames: Tensor) -> list[list[Instance]]:
         """Objects of (n, 3, H, W) pictures above the lower threshold, in no order."""
-        height, width = frames.shape[-2:]
-        scale = min(
-            self.settings.side / min(height, width),
-            self.settings.side * ASPECT / max(height, width),
-        )
-        size = [max(1, round(height * scale)), max(1, round(width * scale))]
-        x = normalized(
-            TF.resize(frames, size, TF.InterpolationMode.BILINEAR, antialias=True), MEAN, STD
-        )
-        padded = [math.ceil(side / MULTIPLE) * MULTIPLE for side in size]
-        x = F.pad(x, (0, padded[1] - size[1], 0, padded[0] - size[0]))
-        out = self.detector(pixel_values=x)
-        return [
-            instances(labels, masks, padded=padded, seen=size, size=[height, width])
-            for labels, masks in zip(
-                out.class_queries_logits, out.masks_queries_logits, strict=True
-            )
-        ]
+        sizes = _sizes(frames.shape[-2], frames.shape[-1], self.settings.side)
+        bilinear = TF.InterpolationMode.BILINEAR
+        x = normalized(TF.resize(frames, list(sizes.seen), bilinear, antialias=True), MEAN, STD)
+        bottom, right = sizes.padded[0] - sizes.seen[0], sizes.padded[1] - sizes.seen[1]
+        out = self.detector(pixel_values=F.pad(x, (0, right, 0, bottom)))
+        rows = zip(out.class_queries_logits, out.masks_queries_logits, strict=True)
+        return [instances(labels, masks, sizes) for labels, masks in rows]
 
     def colors(self, picture: Image.Image, name: str, objects: Sequence[Instance]) -> list[str]:
-        """The colour of each object of a class: zero-shot on its box, with grey where its mask is
-        not."""
+        """The colour of each object of a class, zero-shot on its box; grey hides what it is not."""
         device = next(self.clip.parameters()).device
         if name not in self._classifiers:
             self._classifiers[name] = self._classifier(name, device)
         blank = Image.new("RGB", picture.size, GREY)
-        crops = [
-            Image.composite(picture, blank, Image.fromarray(m.mask.numpy())).crop(m.box)
-            for m in objects
-        ]
-        image = self.clip.encode_image(
-            torch.stack([self.preprocess(crop) for crop in crops]).to(device), normalize=True
-        )
+        crops = []
+        for found in objects:
+            alone = Image.composite(picture, blank, Image.fromarray(found.mask.numpy()))
+            crops.append(self.preprocess(alone.crop(found.box)))
+        image = self.clip.encode_image(torch.stack(crops).to(device), normalize=True)
         return [COLORS[i] for i in (image @ self._classifiers[name].to(device)).argmax(1).tolist()]
 
     def _classifier(self, name: str, device: torch.device) -> Tensor:
@@ -232,50 +220,51 @@ class Geneval(Reward):
         return F.normalize(text.view(len(COLORS), len(TEMPLATES), -1).mean(1), dim=-1).T
 
 
-def instances(
-    labels: Tensor,
-    masks: Tensor,
-    *,
-    padded: Sequence[int],
-    seen: Sequence[int],
-    size: Sequence[int],
-    floor: float = CONFIDENCE,
-) -> list[Instance]:
-    """Mask2Former's output for one picture -> objects above `floor`, by mmdet's
-    instance_postprocess.
+def _sizes(height: int, width: int, side: int) -> Sizes:
+    """Shortest side to `side`, unless the longest would go beyond ASPECT times that."""
+    scale = min(side / min(height, width), side * ASPECT / max(height, width))
+    seen = max(1, round(height * scale)), max(1, round(width * scale))
+    padded = math.ceil(seen[0] / MULTIPLE) * MULTIPLE, math.ceil(seen[1] / MULTIPLE) * MULTIPLE
+    return Sizes(picture=(height, width), seen=seen, padded=padded)
 
-    labels: (Q, classes + 1) logits, the last is "nothing". masks: (Q, h, w) logits. padded, seen,
-    size: (height, width) of the network's input, of the picture in it, and of the picture. An
-    object's score is its class probability times its mask's mean probability.
+
+def instances(labels: Tensor, masks: Tensor, sizes: Sizes) -> list[Instance]:
+    """Mask2Former's output for one picture -> its objects, by mmdet's instance_postprocess.
+
+    labels: (Q, classes + 1) logits, the last is "nothing". masks: (Q, h, w) logits. An object's
+    score is its class probability times its mask's mean probability, and is above CONFIDENCE.
     """
     scores = labels.softmax(-1)[:, :-1]
     best, place = scores.flatten().topk(min(BEST, scores.numel()))
-    place, best = (
-        place[best > floor],
-        best[best > floor],
-    )  # the mask's part is at most 1: what falls out here would fall out later
+    # The mask's part is at most 1: what falls out here would fall out later.
+    place, best = place[best > CONFIDENCE], best[best > CONFIDENCE]
     if not len(place):
         return []
-    logits = masks[place // scores.shape[1]][None]
-    logits = F.interpolate(logits, list(padded), mode="bilinear", align_corners=False)[
-        ..., : seen[0], : seen[1]
-    ]
-    logits = F.interpolate(logits, list(size), mode="bilinear", align_corners=False)[0]
+    logits = _at_picture_size(masks[place // scores.shape[1]], sizes)
     inside = logits > 0
     area = inside.flatten(1).sum(1)
     final = best * (logits.sigmoid() * inside).flatten(1).sum(1) / (area + 1e-6)
+    found = zip((place % scores.shape[1]).tolist(), final.tolist(), inside.cpu(), strict=True)
     return [
         Instance(label, score, _box(mask), mask)
-        for label, score, mask in zip(
-            (place % scores.shape[1]).tolist(), final.tolist(), inside.cpu(), strict=True
-        )
-        if score > floor
+        for label, score, mask in found
+        if score > CONFIDENCE
     ]
 
 
+def _at_picture_size(masks: Tensor, sizes: Sizes) -> Tensor:
+    """(n, h, w) mask logits of the network -> (n, H, W) of the picture, without the padding."""
+    height, width = sizes.seen
+    out = F.interpolate(masks[None], list(sizes.padded), mode="bilinear", align_corners=False)
+    out = out[..., :height, :width]
+    return F.interpolate(out, list(sizes.picture), mode="bilinear", align_corners=False)[0]
+
+
 def _box(mask: Tensor) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) around a mask (H, W) that is not empty; right and bottom are one
-    beyond its last pixel."""
+    """(left, top, right, bottom) around a mask (H, W) that is not empty.
+
+    right and bottom are one beyond its last pixel.
+    """
     rows, columns = torch.nonzero(mask.any(1)), torch.nonzero(mask.any(0))
     return int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
 
@@ -296,49 +285,51 @@ def _jpeg(picture: Image.Image) -> Image.Image:
 
 
 def _load_detector(source: str) -> Any:
-    from transformers import Mask2FormerForUniversalSegmentation
+    """A Mask2Former of COCO's classes, frozen; a missing tensor is an error."""
+    from transformers import Mask2FormerForUniversalSegmentation as Mask2Former
 
-    folder = core_weights.path_of(source, reward="geneval", only=["*.json", "*.safetensors"])
-    load: Any = Mask2FormerForUniversalSegmentation.from_pretrained
+    folder = path_of(source, reward="geneval", only=["*.json", "*.safetensors"])
     try:
-        model, info = load(folder, output_loading_info=True, dtype=torch.float32)
+        model, info = Mask2Former.from_pretrained(
+            folder, output_loading_info=True, dtype=torch.float32
+        )
     except OSError as error:
         raise ValueError(
             f"reward.geneval.weights={source} holds no Mask2Former that transformers can load:"
             f" {error}"
         ) from error
-    missing = sorted(
-        key for key in info["missing_keys"] if not key.startswith("criterion.")
-    ) + sorted(map(str, info["mismatched_keys"]))
+    missing = sorted(key for key in info["missing_keys"] if not key.startswith("criterion."))
+    missing += sorted(map(str, info["mismatched_keys"]))
     if missing:
         raise ValueError(
             f"reward.geneval.weights={source} lacks {len(missing)} tensors of its Mask2Former"
             f" ({', '.join(missing[:3])}, ...)"
         )
-    names = model.config.id2label
-    if len(names) != len(CLASSES) or (names[0], names[len(CLASSES) - 1]) != (
-        CLASSES[0],
-        CLASSES[-1],
-    ):
+    _check_classes(model.config.id2label, source)
+    return model.eval().requires_grad_(False)
+
+
+def _check_classes(names: Mapping[int, str], source: str) -> None:
+    last = len(CLASSES) - 1
+    if len(names) != len(CLASSES) or (names[0], names[last]) != (CLASSES[0], CLASSES[last]):
         raise ValueError(
             f"reward.geneval.weights={source} names {len(names)} classes, expected COCO's 80,"
             " person to toothbrush"
         )
-    return model.eval().requires_grad_(False)
 
 
 def _load_clip(model: str, weights: str | None) -> tuple[Any, Any, Any]:
+    """(network, its preprocessing of PIL images, tokenizer)."""
     import open_clip
 
     if weights in open_clip.list_pretrained_tags_by_model(model):
-        core_weights.fetch_open_clip(model, weights, reward="geneval", setting="clip_weights")
+        fetch_open_clip(model, weights, reward="geneval", setting="clip_weights")
     try:
         clip, _, preprocess = open_clip.create_model_and_transforms(
             model, pretrained=weights, precision="fp32"
         )
-    except (
-        Exception
-    ) as error:  # no such model, no such tag, no network: each library below raises its own kind
+    # No such model, no such tag, no network: each library below raises its own kind.
+    except Exception as error:
         raise ValueError(
             f'reward geneval names colours with CLIP "{model}" and clip_weights="{weights}", which'
             f" could not be loaded: {error} Without a network, give a file:"

@@ -1,15 +1,14 @@
-"""Human Preference Score v2 and v2.1 (HPDv2, arXiv:2306.09341): a CLIP ViT-H/14 tuned on choices
-between pictures of a prompt.
+"""Human Preference Score v2 and v2.1 (HPDv2, arXiv:2306.09341): a CLIP ViT-H/14 tuned on choices.
 
-The score is the bare cosine: about .25 to .29 (v2), .20 to .38 (v2.1); papers print it times 100.
-Every peer takes it as it is. Reference: github.com/tgxs002/HPSv2 (img_score.py,
-src/open_clip/transform.py). Its preprocessing is not CLIP's: the whole picture is kept, its longest
-side resized to 224 as a float tensor and zeros put around it, which normalisation then turns into
--mean/std.
+The choices are between pictures of one prompt. The score is the cosine itself: about .25 to .29
+(v2), .20 to .38 (v2.1); papers print it times 100. Other toolkits take it as it is. Reference:
+github.com/tgxs002/HPSv2 (img_score.py, src/open_clip/transform.py). Its preprocessing is not
+CLIP's: the whole picture is kept, its longest side resized to 224 as a float tensor and zeros put
+around it, which normalisation then turns into -mean/std.
 
-That resize names no `antialias`: torchvision before 0.17 used none, later ones do: 31 against 57 dB
-from PIL's on a photo. That is the likeliest reason why two installations disagree; here it is a
-setting, on by default as in current installations.
+That resize does not state `antialias`: torchvision before 0.17 did not antialias, later versions do
+(31 against 57 dB from PIL's on a photo). That is the likeliest reason why two installations
+disagree; here it is a setting, on by default as in current installations.
 
 Departures: fp32 (the reference runs under fp16 autocast on CUDA: noise of about 1e-3). A picture
 whose longest side is 224 already is padded to a square like any other, where the reference leaves
@@ -99,10 +98,9 @@ def _check_version(path: Path, version: str) -> None:
         remedy = f"set reward.hpsv2.version={other}, or give {FILES[version]}"
         raise ValueError(f"{path} is HPS {other}, and reward.hpsv2.version={version}; {remedy}")
     if found != MD5[version]:
-        known = f"the published HPS {version} has {MD5[version]}"
         logger.warning(
-            f"hpsv2: {path} has md5 {found}; {known}: its scores may not compare with published"
-            " ones"
+            f"hpsv2: {path} has md5 {found}; the published HPS {version} has {MD5[version]}: its"
+            " scores may not compare with published ones"
         )
 
 

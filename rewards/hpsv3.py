@@ -3,8 +3,8 @@
 Reference: github.com/MizzenAI/HPSv3, `hpsv3/inference.py` and `hpsv3/model/qwen2vl_trainer.py`. The
 network reads the picture at 200,704 pixels (sides of whole 28) and a long rubric with the prompt in
 it; at the token <|Reward|> its last hidden state gives (mu, log sigma) of a normal distribution of
-human preference. The reward is mu; "sigma" is shown by evaluation. The rubric belongs to the model
-and is read from a file. Departures are those of `_vlm`.
+human preference. The reward is mu; evaluation shows "sigma" too. The rubric belongs to the model
+and is read from a file. Departures are those of networks/vlm.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core import pictures as core_pictures
-from flowrl.rewards.core.pictures import frames_of, mean_of_frames
+from flowrl.rewards.core.pictures import frames_of, mean_of_frames, refuse_gradient
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.weights import path_of, template, tensors
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
-RUBRIC = "0393599dad45a971"
+RUBRIC = "0393599dad45a971"  # sha256 of the text
 ORIGIN = (
     "the literal INSTRUCTION of hpsv3/dataset/data_collator_qwen.py in github.com/MizzenAI/HPSv3,"
     " with its empty first and last lines"
@@ -82,7 +81,7 @@ class HPSv3(Reward):
 
     def _gaussian(self, media: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
         """mu and sigma, (B,) fp32 each."""
-        core_pictures.refuse_gradient(self, media)
+        refuse_gradient(self, media)
         frames = frames_of(media)
         texts = [
             self.rubric.format(text_prompt=prompt) + vlm.SUFFIX
@@ -93,11 +92,8 @@ class HPSv3(Reward):
         for start in range(0, len(frames), self.settings.chunk):
             rows = slice(start, start + self.settings.chunk)
             pictures = vlm.fitted(frames[rows], by="pil" if self.settings.rounding else "float")
-            out.append(
-                self.head(
-                    self.vlm.hidden([[picture[None]] for picture in pictures], texts[rows])[:, 0]
-                )
-            )
+            visuals = [[picture[None]] for picture in pictures]
+            out.append(self.head(self.vlm.hidden(visuals, texts[rows])[:, 0]))
         mu, log_sigma = torch.cat(out).unbind(1)
         return mean_of_frames(mu, media), mean_of_frames(log_sigma.exp(), media)
 

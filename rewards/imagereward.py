@@ -1,9 +1,9 @@
-"""ImageReward (arXiv:2304.05977): BLIP-large's text encoder reads the prompt while it looks at the
-picture; a linear head gives the reward.
+"""ImageReward (arXiv:2304.05977): a linear head on BLIP-large's reading of prompt and picture.
 
-After github.com/THUDM/ImageReward at 6d863e1, ImageReward/ImageReward.py: [CLS] of the last hidden
-state, five linear layers without any activation, then (x - mean) / std with the two constants of
-that file. The network is transformers' (see _blip). Differences: the tokenizer is built from
+After github.com/THUDM/ImageReward at 6d863e1, ImageReward/ImageReward.py: BLIP's text encoder reads
+the prompt while it attends to the picture; [CLS] of its last hidden state goes through five linear
+layers without any activation, then (x - mean) / std with the two constants of that file. The
+network is transformers' (see networks/blip.py). Departures: the tokenizer is built from
 bert-base-uncased's vocab.txt; every key of the checkpoint is checked, where the reference loads
 with strict=False; with rounding=False pictures are resized as tensors (antialiased bicubic, about
 55 dB from PIL's), so that a gradient passes.
@@ -20,7 +20,6 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards.core import weights as core_weights
 from flowrl.rewards.core.pictures import (
     cropped,
     frames_of,
@@ -32,16 +31,14 @@ from flowrl.rewards.core.pictures import (
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.tokens import warn_cut
+from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.rewards.networks.blip import Blip, renamed
 from flowrl.types import MediaContext
 
 TOKENS = 35  # of a prompt, [CLS] and [SEP] among them
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output over the training set
-UNUSED = (
-    "blip.vision_proj.",
-    "blip.text_proj.",
-    "blip.text.embeddings.position_ids",
-)  # BLIP's contrastive heads, and a buffer
+# BLIP's contrastive heads, and a buffer.
+UNUSED = ("blip.vision_proj.", "blip.text_proj.", "blip.text.embeddings.position_ids")
 
 
 class Settings(Base):
@@ -61,8 +58,10 @@ class Settings(Base):
 
 
 class ImageReward(Reward):
-    """Human preference for picture and prompt, z-scored over the training set: about -2.3 to 2; of
-    a video, the mean over frames."""
+    """Human preference for picture and prompt, z-scored over the training set: about -2.3 to 2.
+
+    Of a video, the mean over frames.
+    """
 
     Settings = Settings
     name = "imagereward"
@@ -75,19 +74,11 @@ class ImageReward(Reward):
         from tokenizers import BertWordPieceTokenizer
 
         s = self.settings
-        checkpoint = core_weights.path_of(
-            s.weights, "ImageReward.pt", reward="imagereward", beside="med_config.json"
-        )
-        source = str(checkpoint.parent) if Path(s.weights).expanduser().is_file() else s.weights
-        config = core_weights.path_of(
-            source, "med_config.json", reward="imagereward", beside="ImageReward.pt"
-        )
-        self.model = load_network(checkpoint, json.loads(config.read_text()))
-        vocab = core_weights.path_of(s.vocab, "vocab.txt", reward="imagereward", setting="vocab")
+        self.model = load_network(*_files(s.weights))
+        vocab = path_of(s.vocab, "vocab.txt", reward="imagereward", setting="vocab")
         self.tokenizer = BertWordPieceTokenizer(str(vocab), lowercase=True)
-        self.tokenizer.add_special_tokens(
-            ["[DEC]", "[ENC]"]
-        )  # BLIP's, read only where a prompt spells them
+        # BLIP's, read only where a prompt spells them.
+        self.tokenizer.add_special_tokens(["[DEC]", "[ENC]"])
         self.differentiable = not s.rounding
 
     def __call__(
@@ -96,17 +87,13 @@ class ImageReward(Reward):
         refuse_gradient(self, media)
         frames, s = frames_of(media), self.settings
         ids, mask = (rows.to(media.device) for rows in self._tokens(prompts))
-        owner = torch.arange(len(prompts), device=media.device).repeat_interleave(
-            len(frames) // len(prompts)
-        )
+        owner = torch.arange(len(prompts), device=media.device)
+        owner = owner.repeat_interleave(len(frames) // len(prompts))  # of each frame
+        resize = pil_cropped if s.rounding else cropped
         values = []
         for part, rows in zip(frames.split(s.chunk), owner.split(s.chunk), strict=True):
-            pixels = (
-                pil_cropped(part, self.model.blip.side)
-                if s.rounding
-                else cropped(part, self.model.blip.side)
-            )
-            values.append(self.model(normalized(pixels), ids[rows], mask[rows]))
+            pixels = normalized(resize(part, self.model.blip.side))
+            values.append(self.model(pixels, ids[rows], mask[rows]))
         return mean_of_frames(torch.cat(values), media)
 
     def expect(self, prompts: Sequence[str]) -> None:
@@ -128,9 +115,17 @@ class ImageReward(Reward):
         return ids, mask
 
 
+def _files(weights: str) -> tuple[Path, dict[str, Any]]:
+    """ImageReward.pt, and what the med_config.json beside it holds."""
+    names = "ImageReward.pt", "med_config.json"
+    checkpoint = path_of(weights, names[0], reward="imagereward", beside=names[1])
+    source = str(checkpoint.parent) if Path(weights).expanduser().is_file() else weights
+    config = path_of(source, names[1], reward="imagereward", beside=names[0])
+    return checkpoint, json.loads(config.read_text())
+
+
 class Network(nn.Module):
-    """BLIP and the head 768 -> 1024 -> 128 -> 64 -> 16 -> 1, dropouts between and no activation:
-    affine when it scores."""
+    """BLIP and the head 768 -> 1024 -> 128 -> 64 -> 16 -> 1, with dropouts and no activation."""
 
     def __init__(self, blip: Blip):
         super().__init__()
@@ -142,35 +137,28 @@ class Network(nn.Module):
         self.layers = nn.Sequential(*first, *linears[3:])  # linears at 0, 2, 4, 6, 7
 
     def forward(self, pixels: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        """-> rewards (n,)."""
+        """pixels (n, 3, s, s), ids and mask (n, L) -> rewards (n,)."""
         return (self.layers(self.blip(pixels, ids, mask)[:, 0])[:, 0] - MEAN) / STD
 
 
 def load_network(path: Path, med_config: dict[str, Any]) -> Network:
-    """ImageReward.pt: keys blip.visual_encoder.*, blip.text_encoder.*, mlp.layers.* -> the network,
-    frozen."""
-    state = core_weights.tensors(path)
-    blip = {
-        key.removeprefix("blip."): value for key, value in state.items() if key.startswith("blip.")
-    }
-    rest = {
-        key.removeprefix("mlp."): value
-        for key, value in state.items()
-        if not key.startswith("blip.")
-    }
+    """ImageReward.pt (blip.visual_encoder.*, blip.text_encoder.*, mlp.layers.*), frozen."""
+    blip: dict[str, Tensor] = {}
+    head: dict[str, Tensor] = {}
+    for key, value in tensors(path).items():
+        if key.startswith("blip."):
+            blip[key.removeprefix("blip.")] = value
+        else:
+            head[key.removeprefix("mlp.")] = value
     try:
         network = Network(Blip(blip, med_config))
     except KeyError as error:  # sizes are read off the tensors and the config
         raise ValueError(
-            f"{path} is no ImageReward checkpoint, or med_config.json not its config: no"
+            f"{path} is not an ImageReward checkpoint, or med_config.json is not its config: no"
             f" {error.args[0]}"
         ) from error
-    return core_weights.fill(
-        network,
-        {**{f"blip.{key}": value for key, value in renamed(blip).items()}, **rest},
-        path=path,
-        ignore=UNUSED,
-    )
+    state = {f"blip.{key}": value for key, value in renamed(blip).items()} | head
+    return fill(network, state, path=path, ignore=UNUSED)
 
 
 REWARD = ImageReward

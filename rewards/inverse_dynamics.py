@@ -1,10 +1,10 @@
-"""Does a video show the actions it was made from? A frozen inverse dynamics model reads them back
-(RLIR, arXiv:2509.23958).
+"""Does a video show the actions it was made from? (RLIR, arXiv:2509.23958)
 
-r = mean over steps of 1[action read = action given]. The paper's model is one for Minecraft; here
-it is any module that maps two neighbouring frames, or with input=video the whole clip, to action
-logits. Departures: continuous actions, which the paper does not have, agree by exp(-|difference|^2
-/ scale) or within a threshold; a sample whose frames gave logits that are not finite is NaN.
+A frozen inverse dynamics model reads them back: r = mean over steps of 1[action read = action
+given]. The paper's model is one for Minecraft; here it is any module that maps two neighbouring
+frames, or with input=video the whole clip, to action logits. Departures: continuous actions, which
+the paper does not have, agree by exp(-|difference|^2 / scale) or within a threshold; a sample whose
+frames gave logits that are not finite is NaN.
 
 Weights come as safetensors beside a class in the user's own file: a TorchScript archive or a pickle
 would run code when opened.
@@ -20,10 +20,10 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards.core import weights as core_weights
 from flowrl.rewards.core.pictures import rounded
 from flowrl.rewards.core.reward import Reward, user_file
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
@@ -70,8 +70,7 @@ class Settings(Base):
 
 
 class InverseDynamics(Reward):
-    """Share of a video's F - 1 steps whose action the model reads back, or its mean agreement, in
-    [0, 1]."""
+    """Share of a video's F - 1 steps whose action is read back, or mean agreement, in [0, 1]."""
 
     Settings = Settings
     name = "inverse_dynamics"
@@ -88,11 +87,8 @@ class InverseDynamics(Reward):
         if s.actions == "meta":
             self.needs, self.reads = frozenset({"meta"}), frozenset({"actions"})
         if s.agreement != "argmax":
-            how = (
-                f"exp(-distance^2 / {s.scale:g})"
-                if s.agreement == "exp"
-                else f"share within {s.threshold:g}"
-            )
+            distance = f"exp(-distance^2 / {s.scale:g})"
+            how = distance if s.agreement == "exp" else f"share within {s.threshold:g}"
             self.scale = (
                 f"agreement of the actions read from the frames with those given, {how}, 0 to 1"
             )
@@ -111,45 +107,43 @@ class InverseDynamics(Reward):
     ) -> Tensor:
         given = self._given(media, context)
         read = self._read(rounded(media) if self.settings.rounding else media, given.shape)
+        agrees = self._agreement(read, given).float()
+        return agrees.masked_fill(~read.isfinite().all(-1), torch.nan).mean(1)
+
+    def _agreement(self, read: Tensor, given: Tensor) -> Tensor:
+        """(B, F - 1), bool or in [0, 1]."""
         if self.settings.agreement == "argmax":
-            if int(given.max()) >= read.shape[-1] or int(given.min()) < 0:
+            low, high, known = int(given.min()), int(given.max()), read.shape[-1]
+            if low < 0 or high >= known:
                 raise ValueError(
-                    f"actions from {int(given.min())} to {int(given.max())}, and the model knows 0"
-                    f" to {read.shape[-1] - 1}"
+                    f"actions from {low} to {high}, and the model knows 0 to {known - 1}"
                 )
-            agrees = (read.argmax(-1) == given).float()
-        else:
-            square = (read - given).square().sum(-1)
-            agrees = (
-                (-square / self.settings.scale).exp()
-                if self.settings.agreement == "exp"
-                else square.sqrt() <= self.settings.threshold
-            )
-        return agrees.float().masked_fill(~read.isfinite().all(-1), torch.nan).mean(1)
+            return read.argmax(-1) == given
+        square = (read - given).square().sum(-1)
+        if self.settings.agreement == "exp":
+            return (-square / self.settings.scale).exp()
+        return square.sqrt() <= self.settings.threshold
 
     def _given(self, media: Tensor, context: MediaContext | None) -> Tensor:
-        """The actions of each step: (B, F - 1) int64, or (B, F - 1, A) fp32 where they are
-        continuous; ValueError if they do not fit."""
+        """The actions of each step; ValueError if they do not fit.
+
+        -> (B, F - 1) int64, or (B, F - 1, A) fp32 where they are continuous.
+        """
+        frames, steps = media.shape[1], media.shape[1] - 1
         if self.settings.actions == "meta":
-            columns = (
-                None
-                if context is None or context.meta is None
-                else [torch.tensor(meta["actions"]) for meta in context.meta]
-            )
-            wrong = [len(column) for column in columns or () if len(column) != media.shape[1] - 1]
-            actions = torch.stack(columns) if columns and not wrong else None
-            got = f"{wrong[0]} actions" if wrong else "no actions"
+            actions, got = _from_meta(context, steps)
         else:
             actions = None if context is None else context.actions
             got = "no actions" if actions is None else f"actions of shape {tuple(actions.shape)}"
-        if actions is None or actions.shape[:2] != (len(media), media.shape[1] - 1):
+        if actions is None or actions.shape[:2] != (len(media), steps):
             raise ValueError(
-                f"{media.shape[1]} frames are {media.shape[1] - 1} steps, and {len(media)} videos"
-                f" came with {got}; give one a step"
+                f"{frames} frames are {steps} steps, and {len(media)} videos came with {got}; give"
+                " one a step"
             )
         return self._checked(actions).to(media.device)
 
     def _checked(self, actions: Tensor) -> Tensor:
+        """int64 or fp32; ValueError where type or shape do not go with the kind of agreement."""
         discrete = self.settings.agreement == "argmax"
         if discrete and (actions.ndim != 2 or actions.is_floating_point()):
             raise ValueError(
@@ -165,38 +159,46 @@ class InverseDynamics(Reward):
         return actions.long() if discrete else actions.float()
 
     def _read(self, media: Tensor, given: torch.Size) -> Tensor:
-        """(B, F, 3, H, W) -> what the model answers for each step, (B, F - 1, K) fp32."""
-        if self.settings.input == "video":
-            size = max(1, self.settings.chunk // given[1])
-            read = torch.cat([self.model(part) for part in media.split(size)])
-        else:
-            before, after = media[:, :-1].flatten(0, 1), media[:, 1:].flatten(0, 1)
-            size = self.settings.chunk
-            read = torch.cat(
-                [
-                    self.model(a, b)
-                    for a, b in zip(before.split(size), after.split(size), strict=True)
-                ]
-            )
-            read = (
-                read.view(given[:2] + read.shape[1:]) if len(read) == given[0] * given[1] else read
-            )
-        wanted = (*given[:2], given[2] if len(given) == 3 else "K")
-        if (
-            read.ndim != 3
-            or read.shape[:2] != given[:2]
-            or (len(given) == 3 and read.shape[2] != given[2])
-        ):
+        """(B, F, 3, H, W) -> what the model answers for each step, (B, F - 1, K) fp32.
+
+        given: the shape of the actions, (B, F - 1) or (B, F - 1, K).
+        """
+        read = self._answers(media)
+        if self.settings.input == "pairs" and len(read) == given[0] * given[1]:
+            read = read.view(given[:2] + read.shape[1:])
+        fits = read.ndim == 3 and read.shape[: len(given)] == given
+        if not fits:
+            wanted = (*given[:2], given[2] if len(given) == 3 else "K")
             raise ValueError(
                 f"the inverse dynamics model answered with shape {tuple(read.shape)}; expected"
                 f" {wanted}"
             )
         return read.float()
 
+    def _answers(self, media: Tensor) -> Tensor:
+        """The model's own outputs, `chunk` steps at a time."""
+        chunk = self.settings.chunk
+        if self.settings.input == "video":
+            videos = max(1, chunk // (media.shape[1] - 1))
+            return torch.cat([self.model(part) for part in media.split(videos)])
+        before, after = media[:, :-1].flatten(0, 1), media[:, 1:].flatten(0, 1)
+        pairs = zip(before.split(chunk), after.split(chunk), strict=True)
+        return torch.cat([self.model(a, b) for a, b in pairs])
+
+
+def _from_meta(context: MediaContext | None, steps: int) -> tuple[Tensor | None, str]:
+    """Each prompt's own actions; None where they do not fit, and what there is instead."""
+    if context is None or context.meta is None:
+        return None, "no actions"
+    columns = [torch.tensor(meta["actions"]) for meta in context.meta]
+    wrong = [len(column) for column in columns if len(column) != steps]
+    if wrong:
+        return None, f"{wrong[0]} actions"
+    return (torch.stack(columns) if columns else None), "no actions"
+
 
 def load_model(model: Any, settings: Mapping[str, Any], weights: str | None) -> nn.Module:
-    """The model as settings name it, frozen and in eval mode; what cannot be loaded safely ->
-    ValueError."""
+    """The model as settings name it, frozen, in eval mode; ValueError: not safe to load."""
     if model is None:
         raise ValueError(
             "reward inverse_dynamics needs a model that reads actions from frames: set"
@@ -204,15 +206,31 @@ def load_model(model: Any, settings: Mapping[str, Any], weights: str | None) -> 
             " reward.inverse_dynamics.weights=path/to/weights.safetensors"
         )
     if isinstance(model, nn.Module):
-        if weights is not None or settings:
-            given = (
-                f"weights={weights}" if weights is not None else f"model_settings={dict(settings)}"
-            )
-            raise ValueError(
-                f"reward.inverse_dynamics.{given} would not be used: the model is a module, loaded"
-                " already; leave it out"
-            )
+        _refuse_unused(settings, weights)
         return model.eval().requires_grad_(False)
+    module, name = _made(model, settings)
+    if weights is not None:
+        return _filled(module, weights)
+    if module.state_dict():
+        raise ValueError(
+            f"{name} has weights of its own; set"
+            " reward.inverse_dynamics.weights=path/to/weights.safetensors"
+        )
+    return module.eval()
+
+
+def _refuse_unused(settings: Mapping[str, Any], weights: str | None) -> None:
+    """Settings that a module, which is loaded already, would not read."""
+    if weights is not None or settings:
+        given = f"weights={weights}" if weights is not None else f"model_settings={dict(settings)}"
+        raise ValueError(
+            f"reward.inverse_dynamics.{given} would not be used: the model is a module, loaded"
+            " already; leave it out"
+        )
+
+
+def _made(model: Any, settings: Mapping[str, Any]) -> tuple[nn.Module, str]:
+    """An instance of the class that "path/to/file.py:Class" names, and the class's name."""
     place, _, member = str(model).rpartition(":")
     if not isinstance(model, str) or Path(place).suffix != ".py":
         raise ValueError(
@@ -223,26 +241,23 @@ def load_model(model: Any, settings: Mapping[str, Any], weights: str | None) -> 
     module = _class_of(Path(place).expanduser().resolve(), member)(**settings)
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f"reward.inverse_dynamics.model={model} makes a {type(module).__name__}, which is no"
+            f"reward.inverse_dynamics.model={model} makes a {type(module).__name__}, which is not a"
             " torch module"
         )
-    if weights is None:
-        if module.state_dict():
-            raise ValueError(
-                f"{member} has weights of its own; set"
-                " reward.inverse_dynamics.weights=path/to/weights.safetensors"
-            )
-        return module.eval()
-    path = core_weights.path_of(weights, reward="inverse_dynamics")
+    return module, member
+
+
+def _filled(module: nn.Module, weights: str) -> nn.Module:
+    path = path_of(weights, reward="inverse_dynamics")
     if path.suffix != ".safetensors":
         raise ValueError(
             f"reward.inverse_dynamics.weights={weights}: save them as .safetensors; other files may"
             " run code when they are opened"
         )
-    return core_weights.fill(module, core_weights.tensors(path), path=path)
+    return fill(module, tensors(path), path=path)
 
 
-def _class_of(path: Path, member: str) -> Any:
+def _class_of(path: Path, member: str) -> type[nn.Module]:
     """Class `member` of a user's file."""
     found = user_file(path, what="reward.inverse_dynamics.model")
     classes = [

@@ -12,7 +12,7 @@ import torch
 from flowrl import rewards
 from flowrl.data import checklists
 from flowrl.data import geneval as geneval_prompts
-from flowrl.rewards.checklist import complaint
+from flowrl.rewards.core.questions import complaint
 from flowrl.rewards.core.reward import Reward, RewardBug
 from flowrl.rewards.networks import detector
 from flowrl.rewards.networks.detector import Found
@@ -447,7 +447,8 @@ def test_what_each_setting_reads_is_checked_before_a_run():
 
 def test_an_answerer_that_answers_nothing_or_settings_without_one_are_refused():
     with pytest.raises(
-        ValueError, match="answerer=jpeg: it answers no questions; choose vlm_yesno or vqascore"
+        ValueError,
+        match="answerer=jpeg: it does not answer questions; choose vlm_yesno or vqascore",
     ):
         rewards.load("checklist", answerer="jpeg")
     with pytest.raises(ValueError, match="answerer_settings=.* but no answerer"):

@@ -357,7 +357,7 @@ def test_a_checkpoint_of_something_else_is_refused_with_the_keys(checkpoint, tmp
     ):
         rewards.load("coherence", weights=str(tmp_path))
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="is no V-JEPA 2 in transformers' layout"):
+    with pytest.raises(ValueError, match="is not a V-JEPA 2 in transformers' layout"):
         rewards.load("coherence", weights=str(tmp_path))
 
 

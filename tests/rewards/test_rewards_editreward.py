@@ -13,6 +13,7 @@ from torch import nn
 
 from flowrl import rewards
 from flowrl.data.media import save
+from flowrl.rewards.networks import vlm
 from flowrl.runtime.registry import find
 from flowrl.types import MediaContext
 
@@ -66,8 +67,8 @@ def source():
 def test_each_head_reads_its_own_rubric_with_source_before_edit(load, media, source):
     reward = load(rounding=False)
     before, after = (
-        editreward._vlm.fitted(source.source, by="float"),
-        editreward._vlm.fitted(media, by="float"),
+        vlm.fitted(source.source, by="float"),
+        vlm.fitted(media, by="float"),
     )
     pairs = [[b[None], a[None]] for b, a in zip(before, after, strict=True)]
     heads = [

@@ -10,7 +10,7 @@ from PIL import Image
 
 from flowrl import rewards
 from flowrl.data.geneval import CLASSES, COLORS
-from flowrl.rewards.geneval import Instance, _kept, instances
+from flowrl.rewards.geneval import Instance, Sizes, _kept, instances
 from flowrl.rewards.networks import detector as networks_detector
 from flowrl.rewards.networks.detector import Found, readings
 from flowrl.types import MediaContext
@@ -205,7 +205,7 @@ def test_an_object_has_the_box_of_its_mask_and_the_product_of_both_probabilities
     masks[0, 2:5, 1:7] = 2.0
     masks[1, 6:, :] = 20.0
     found = sorted(
-        instances(logits(3, 1), masks, padded=(8, 8), seen=(8, 8), size=(8, 8)),
+        instances(logits(3, 1), masks, Sizes(picture=(8, 8), seen=(8, 8), padded=(8, 8))),
         key=lambda f: f.label,
     )
     sure = float(logits(1).softmax(-1)[0, 1])
@@ -221,9 +221,9 @@ def test_an_object_has_the_box_of_its_mask_and_the_product_of_both_probabilities
 
 def test_queries_of_nothing_and_faint_masks_are_no_objects():
     masks = torch.full((2, 8, 8), 20.0)
-    assert instances(logits(4, 4), masks, padded=(8, 8), seen=(8, 8), size=(8, 8)) == []
+    assert instances(logits(4, 4), masks, Sizes(picture=(8, 8), seen=(8, 8), padded=(8, 8))) == []
     faint = torch.full((1, 8, 8), 0.1)  # probability 0.52: above 0.3, below 0.9
-    (found,) = instances(logits(0), faint, padded=(8, 8), seen=(8, 8), size=(8, 8))
+    (found,) = instances(logits(0), faint, Sizes(picture=(8, 8), seen=(8, 8), padded=(8, 8)))
     assert _kept([found], 0.3)["person"] == [found] and _kept([found], 0.9) == {}
 
 
@@ -232,7 +232,7 @@ def test_masks_are_cut_to_the_picture_before_they_are_scaled_to_it():
     masks[0, 0:2, 0:4] = 20.0
     # the network saw 8 x 16 of 32 x 32 padded px; the picture is 16 x 32: mask rows 0..1 of 8 are 8
     # px of 32, all of what was seen
-    (found,) = instances(logits(2), masks, padded=(32, 32), seen=(8, 16), size=(16, 32))
+    (found,) = instances(logits(2), masks, Sizes(picture=(16, 32), seen=(8, 16), padded=(32, 32)))
     assert found.mask.shape == (16, 32) and found.box == (0, 0, 32, 16)
 
 
@@ -342,7 +342,7 @@ def test_the_detector_is_transformers_model_on_resized_normalised_padded_picture
     with torch.no_grad():
         out = model(pixel_values=F.pad(seen, (0, 6)))
     expected = [
-        instances(a, b, padded=(64, 96), seen=(64, 90), size=(40, 56))
+        instances(a, b, Sizes(picture=(40, 56), seen=(64, 90), padded=(64, 96)))
         for a, b in zip(out.class_queries_logits, out.masks_queries_logits, strict=True)
     ]
     with torch.no_grad():

@@ -399,7 +399,7 @@ def test_what_is_missing_is_said_with_where_to_put_it(checkpoint, load, tmp_path
         ),
         (
             lambda s: s.clear() or s.update({"a": torch.zeros(3)}),
-            "is no ImageReward checkpoint.*: no visual_encoder.patch_embed",
+            "is not an ImageReward checkpoint.*: no visual_encoder.patch_embed",
         ),
     ],
 )
