@@ -6,7 +6,7 @@ from flowrl.config.compose import options
 from flowrl.config.schema import check_reward_entry
 from flowrl.evaluation.suites import prompt_files
 from flowrl.evaluation.suites import suite as suites
-from flowrl.rewards.checklist import complaint
+from flowrl.rewards.core.questions import complaint
 
 HEAD = (
     "item_id,text,keywords,proposition_id,dependency,category_broad,category_detailed,tuple,"
