@@ -39,16 +39,13 @@ def check(
 ) -> None:
     """Show what was inferred about a model and how exactly it replays, or try a reward on pictures
     whose truth is known."""
+    pictures = {"media": media, "prompts": prompts, "count": count, "frames": frames}
     with one_sentence_errors():
         if (model is None) == (not reward):
             raise ValueError("give a model, or --reward NAME")
         if reward:
-            if media and frames:
-                drawn = f"--frames {frames} is of videos that are drawn"
-                raise ValueError(f"{drawn}, and --media names images; leave one of them out")
-            named = partial(_named, media=media, prompts=prompts, most=count or 16)
-            _check_rewards(reward, named if media else partial(_drawn, count=count, frames=frames))
-        elif media or prompts or count or frames:
+            _check_rewards(reward, pictures)
+        elif any(pictures.values()):
             options = "--media, --prompts, --count and --frames"
             raise ValueError(f"{options} are for a reward; give --reward NAME too")
         elif model is not None:
@@ -65,28 +62,35 @@ def _check_model(model: str, pipeline: list[str] | None) -> None:
     typer.echo(str(policy.self_check()))
 
 
-def _check_rewards(
-    words: list[str],
-    media: list[Path] | None,
-    prompts: Path | None,
-    count: int | None,
-    frames: int | None,
-) -> None:
-    """Print what each reward finds in pictures; exit code 1 where a check failed."""
+def _check_rewards(words: list[str], pictures: dict[str, Any]) -> None:
+    """Print what each reward makes of pictures; exit code 1 where a check failed."""
     from flowrl.rewards import load_set, parse_words
     from flowrl.rewards.checks import check as checks
-    from flowrl.rewards.checks import examples
 
-    if media and frames:
-        drawn = f"--frames {frames} is of videos that are drawn"
+    if pictures["media"] and pictures["frames"]:
+        drawn = f"--frames {pictures['frames']} is of videos that are drawn"
         raise ValueError(f"{drawn}, and --media names images; leave one of them out")
     found = []
     for label, reward in load_set(parse_words(words)).rewards.items():
-        own = examples.files(reward, media, prompts=prompts, most=count or 16) if media else None
-        findings = checks.check(reward, own or examples.fits(reward, count=count, frames=frames))
+        findings = checks.check(reward, _examples(reward, **pictures))
         needs = ", ".join(sorted(reward.needs | reward.reads)) or "nothing"
         typer.echo(f"{label}: {reward.scale}\nneeds: {needs}")
         show(checks.table(findings))
         found += findings
     if checks.failed(found):
         raise typer.Exit(1)
+
+
+def _examples(
+    reward: Any,
+    *,
+    media: list[Path] | None,
+    prompts: Path | None,
+    count: int | None,
+    frames: int | None,
+) -> Any:
+    """The user's own pictures, or drawn ones whose truth is known."""
+    from flowrl.rewards.checks import examples
+
+    own = examples.files(reward, media, prompts=prompts, most=count or 16) if media else []
+    return own or examples.fits(reward, count=count, frames=frames)

@@ -1,23 +1,13 @@
-"""What the commands share: options, and one sentence for each mistake."""
+"""What the commands share: options, how their words are read, one sentence for each mistake."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
-
-app = typer.Typer(
-    name="flowrl",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    help="Align image and video generators with reinforcement learning.",
-)
-
 
 Overrides = Annotated[
     list[str] | None,
@@ -25,8 +15,6 @@ Overrides = Annotated[
         help="A YAML file or experiment name first, then group=option or key.sub=value."
     ),
 ]
-
-
 Call = Annotated[
     list[str] | None,
     typer.Option(
@@ -34,13 +22,7 @@ Call = Annotated[
     ),
 ]
 
-
-Model = Annotated[
-    str, typer.Argument(help="A name of configs/model, a folder in diffusers layout, or a hub id.")
-]
-
-
-MOST = 2**63 - 1  # of a seed
+LARGEST_SEED = 2**63 - 1
 
 
 @contextmanager
@@ -66,25 +48,31 @@ def one_sentence_errors(*, disk: int = 2) -> Iterator[None]:
         stop(error, 2)
 
 
-def stop(error: BaseException, code: int) -> None:
-    typer.secho(f"flowrl: {error}", fg="red", err=True)
+def stop(error: BaseException, code: int) -> NoReturn:
+    """Print the error as one sentence and leave with an exit code."""
+    complain(error)
     raise typer.Exit(code) from None
 
 
+def complain(problem: object) -> None:
+    typer.secho(f"flowrl: {problem}", fg="red", err=True)
+
+
 def parse_config(overrides: list[str] | None) -> Any:
+    """The Config of a command line: a file or an experiment, changed by the words after it."""
     from flowrl.config.compose import options
     from flowrl.config.load import load_config
+    from flowrl.runtime.registry import did_you_mean
 
-    words = list(overrides or [])
-    named = words and ("=" not in words[0]) and not words[0].startswith(("+", "~"))
-    if named and not words[0].endswith((".yaml", ".yml")) and words[0] not in options("experiment"):
-        from flowrl.runtime.registry import did_you_mean
-
+    words, experiments = list(overrides or []), options("experiment")
+    if not words or "=" in words[0] or words[0].startswith(("+", "~")):
+        return load_config(None, words)
+    name = words.pop(0)
+    if not name.endswith((".yaml", ".yml")) and name not in experiments:
         raise ValueError(
-            f'"{words[0]}" is no YAML file, experiment or'
-            f" key=value{did_you_mean(words[0], options('experiment'))}"
+            f'"{name}" is not a YAML file, experiment or key=value{did_you_mean(name, experiments)}'
         )
-    return load_config(words.pop(0) if named else None, words)
+    return load_config(name, words)
 
 
 def parse_number(option: str, text: str) -> float:
@@ -114,7 +102,8 @@ def call_arguments(words: list[str] | None) -> dict[str, Any]:
     return out
 
 
-def console() -> Any:
+def show(printed: object, *, wrap: bool = False) -> None:
+    """Print a table or a text. wrap: long lines stay whole, so that a path can be copied."""
     from rich.console import Console
 
-    return Console(file=sys.stdout)
+    Console(file=sys.stdout).print(printed, soft_wrap=wrap)

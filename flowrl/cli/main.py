@@ -5,8 +5,33 @@ Exit codes: 0 done, 1 a failure while running, 2 the user's input was wrong and 
 
 from __future__ import annotations
 
-from flowrl.cli import check, evaluate, generate, score, serve, show, train  # noqa: F401
-from flowrl.cli.common import app
+import typer
+
+from flowrl.cli import check, evaluate, generate, report, score, serve, show, train
+from flowrl.cli import list as list_
+
+COMMANDS = {  # in the order of `flowrl --help`
+    "train": train.train,
+    "generate": generate.generate,
+    "score": score.score,
+    "evaluate": evaluate.evaluate,
+    "report": report.report,
+    "show": show.show,
+    "check": check.check,
+    "serve": serve.serve,
+    "list": list_.list_choices,
+}
+
+app = typer.Typer(
+    name="flowrl",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Align image and video generators with reinforcement learning.",
+)
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
 
 
 def main() -> None:

@@ -6,40 +6,39 @@ from typing import Annotated
 
 import typer
 
-from flowrl.cli.common import app, one_sentence_errors
+from flowrl.cli.common import one_sentence_errors
+
+Rewards = Annotated[
+    list[str], typer.Argument(help="REWARD, REWARD=WEIGHT or REWARD.SETTING=VALUE.")
+]
+Host = Annotated[str, typer.Option(help="Address; beyond this machine it needs --token-env.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any.")]
+TokenEnv = Annotated[
+    str | None, typer.Option(help="Environment variable with the token that clients send.")
+]
+MaxMb = Annotated[float, typer.Option(min=1, help="Of one request, in megabytes.")]
+MaxBatch = Annotated[
+    int, typer.Option(min=1, help="Most samples of several requests scored together.")
+]
+Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")]
 
 
-@app.command()
 def serve(
-    reward: Annotated[
-        list[str], typer.Argument(help="REWARD, REWARD=WEIGHT or REWARD.SETTING=VALUE.")
-    ],
-    host: Annotated[
-        str, typer.Option(help="Address; beyond this machine it needs --token-env.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any.")] = 8321,
-    token_env: Annotated[
-        str | None, typer.Option(help="Environment variable with the token that clients send.")
-    ] = None,
-    max_mb: Annotated[float, typer.Option(min=1, help="Of one request, in megabytes.")] = 512,
-    max_batch: Annotated[
-        int, typer.Option(min=1, help="Most samples of several requests scored together.")
-    ] = 64,
-    device: Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")] = None,
+    reward: Rewards,
+    host: Host = "127.0.0.1",
+    port: Port = 8321,
+    token_env: TokenEnv = None,
+    max_mb: MaxMb = 512,
+    max_batch: MaxBatch = 64,
+    device: Device = None,
 ) -> None:
     """Serve rewards to other processes; reward=remote asks them."""
     from flowrl.rewards import parse_words
     from flowrl.rewards.server.app import Server
 
+    limits = {"max_mb": max_mb, "max_batch": max_batch}
     with one_sentence_errors():
-        server = Server(
-            parse_words(reward),
-            host=host,
-            port=port,
-            token_env=token_env,
-            max_mb=max_mb,
-            max_batch=max_batch,
-            device=device,
-        )
+        words = parse_words(reward)
+        server = Server(words, host=host, port=port, token_env=token_env, device=device, **limits)
     typer.echo(server.describe())
     server.run()

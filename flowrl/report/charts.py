@@ -52,8 +52,6 @@ def line_chart(
     points: Points,
     *,
     xlabel: str = "iteration",
-    width: int = 340,
-    height: int = 190,
     colour: int = 0,
 ) -> Markup:
     """One curve with axes; points show their value on hover. "" without a finite value."""
@@ -66,9 +64,9 @@ def line_chart(
     return render(
         "curves.svg",
         title=title,
-        size=(width, height),
-        x=Scale(first, last, 52, width - 12),
-        y=Scale(ys[0], ys[-1], height - 34, 30),
+        size=(340, 190),
+        x=Scale(first, last, 52, 328),
+        y=Scale(ys[0], ys[-1], 156, 30),
         x_ticks=[(t, tick_text(t, xs)) for t in xs],
         y_ticks=[(t, tick_text(t, ys)) for t in ys],
         xlabel=xlabel,
@@ -89,25 +87,21 @@ def _measured(name: str, points: Points, colour: int, xlabel: str) -> Curve:
     )
 
 
-def best_of_chart(
-    title: str, curves: Mapping[str, Sequence[float | None]], *, width: int = 640, height: int = 260
-) -> Markup:
-    """Curves over N = 1, 2, ... on a logarithmic axis, with a legend; a curve with a missing value
-    is left out."""
+def best_of_chart(title: str, curves: Mapping[str, Sequence[float | None]]) -> Markup:
+    """Curves over N = 1, 2, ... on a logarithmic axis, without those that lack a value."""
     drawn = {
         name: [v for v in own if v is not None] for name, own in curves.items() if None not in own
     }
     if not drawn:
         return Markup()
     longest = max(map(len, drawn.values()))
-    low, high = min(map(min, drawn.values())), max(map(max, drawn.values()))
-    ys = ticks(low, high if high > low else low + 1)
+    ys = ticks(min(map(min, drawn.values())), max(map(max, drawn.values())))
     return render(
         "curves.svg",
         title=title,
-        size=(width, height),
-        x=Scale(0, math.log(longest), 60, width - 150),
-        y=Scale(ys[0], ys[-1], height - 34, 30),
+        size=(640, 260),
+        x=Scale(0, math.log(longest), 60, 490),
+        y=Scale(ys[0], ys[-1], 226, 30),
         x_ticks=[(math.log(2**k), 2**k) for k in range(longest.bit_length())],
         y_ticks=[(t, f"{t:.4g}") for t in ys],
         xlabel="",
@@ -126,18 +120,16 @@ def _best_of(name: str, values: Sequence[float], colour: int) -> Curve:
     )
 
 
-def interval_chart(
-    rows: Sequence[tuple[str, float, float, float]], *, width: int = 640, label_width: int = 190
-) -> Markup:
+def interval_chart(rows: Sequence[tuple[str, float, float, float]]) -> Markup:
     """Means with whiskers, one row each: (label, mean, low, high). The last row is coloured."""
     low, high = min(r[2] for r in rows), max(r[3] for r in rows)
     if low >= 0 and high <= 1:
         low = 0.0
-    xs = ticks(low, high if high > low else low + 1, 5)
+    xs = ticks(low, high, 5)
     return render(
         "intervals.svg",
-        width=width,
-        x=Scale(xs[0], xs[-1], label_width, width - 30),
+        width=640,
+        x=Scale(xs[0], xs[-1], 190, 610),
         x_ticks=[(t, tick_text(t, xs)) for t in xs],
         rows=[
             (label, mean, low, high, f"{label}: {number(mean)} [{number(low)}, {number(high)}]")
@@ -178,7 +170,11 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About `count` round numbers that cover [low, high]: 1, 2, 2.5 or 5 times 10**k apart."""
+    """About `count` round numbers that cover [low, high]: 1, 2, 2.5 or 5 times 10**k apart.
+
+    A range without width becomes one of width 1.
+    """
+    high = high if high > low else low + 1
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))

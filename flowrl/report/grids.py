@@ -61,12 +61,12 @@ def grid(
     _check_lengths(count, captions=captions, verdicts=verdicts)
     step = cell + PAD, cell + _caption_height(cell, captions) + PAD
     layout = Layout(columns=min(columns, count), corner=(PAD, PAD), step=step)
-    sheet = layout.sheet(count)
+    sheet, font = layout.sheet(count), _font(cell)
     for i, picture in enumerate(pictures):
         x, y = layout.place(i)
         _paste(sheet, picture, (x, y), cell, None if verdicts is None else verdicts[i])
         if captions is not None:
-            _write(sheet, captions[i], (x, y + cell + 4), cell, _font(cell))
+            _write(sheet, captions[i], (x, y + cell + 4), cell, font)
     return sheet
 
 
@@ -92,7 +92,7 @@ def before_after(
     # a row of labels, then pairs with their prompt
     font = _font(cell)
     step = 2 * cell + PAD + GAP, cell + _caption_height(2 * cell, prompts) + PAD
-    layout = Layout(columns=min(columns, count), corner=(GAP, font.size + 10), step=step)
+    layout = Layout(columns=min(columns, count), corner=(GAP, _line_height(font) + 7), step=step)
     sheet = layout.sheet(count, below=GAP)
     _label_sides(sheet, layout, labels, cell)
     for i, prompt in enumerate(prompts):
@@ -106,11 +106,11 @@ def before_after(
 
 def _label_sides(sheet: Image.Image, layout: Layout, labels: tuple[str, str], cell: int) -> None:
     """The two labels above each column of pairs; the first one is faint."""
-    draw = ImageDraw.Draw(sheet)
+    draw, font = ImageDraw.Draw(sheet), _font(cell)
     for column in range(layout.columns):
         for side, (label, colour) in enumerate(zip(labels, (FAINT, INK), strict=True)):
             middle = layout.place(column)[0] + side * (cell + PAD) + cell / 2
-            draw.text((middle, 6), label, fill=colour, font=_font(cell), anchor="ma")
+            draw.text((middle, 6), label, fill=colour, font=font, anchor="ma")
 
 
 def _check_lengths(count: int, **columns: Sequence | None) -> None:
@@ -160,6 +160,10 @@ def _font(cell: int) -> Font:
     return cast(Font, ImageFont.load_default(size=max(10, min(14, cell // 9))))
 
 
+def _line_height(font: Font) -> int:
+    return int(font.size) + 3
+
+
 def _lines(text: str, width: int, font: Font) -> list[str]:
     """Wrap at words to at most two lines; what does not fit ends in an ellipsis."""
     lines, words = [""], text.split()
@@ -182,10 +186,10 @@ def _caption_height(width: int, captions: Sequence[str] | None) -> int:
     if captions is None:
         return 0
     font = _font(width)
-    return 8 + (font.size + 3) * max(len(_lines(c, width, font)) for c in captions)
+    return 8 + _line_height(font) * max(len(_lines(c, width, font)) for c in captions)
 
 
 def _write(sheet: Image.Image, text: str, corner: tuple[int, int], width: int, font: Font) -> None:
     draw = ImageDraw.Draw(sheet)
     for n, line in enumerate(_lines(text, width, font)):
-        draw.text((corner[0], corner[1] + n * (font.size + 3)), line, fill=INK, font=font)
+        draw.text((corner[0], corner[1] + n * _line_height(font)), line, fill=INK, font=font)

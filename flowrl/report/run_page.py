@@ -45,10 +45,9 @@ NOT_PHASES = ("/iteration", "/total", "_work", "_fraction")  # endings of sums, 
 
 
 def build(run_path: str | Path) -> Path:
-    """Write <run_path>/report.html and return its path. A folder that is no run -> ValueError."""
+    """Write <run_path>/report.html and return its path; ValueError if the folder is not a run."""
     run = read(Path(run_path))
     settings = _settings(run)
-    recorded = run.path / "environment.json"
     page = render(
         "run.html",
         run=run,
@@ -61,8 +60,7 @@ def build(run_path: str | Path) -> Path:
         curves=_curves(run.metrics),
         bars=_bars(run.metrics),
         command=_command_again(run, settings),
-        recorded=recorded.exists(),
-        environment=read_json(recorded) if recorded.exists() else environment(),
+        **_environment(run),
     )
     target, unfinished = run.path / "report.html", run.path / "report.html.part"
     unfinished.write_text(page, encoding="utf-8")
@@ -262,6 +260,13 @@ def _kinds_of_work(sums: dict[str, float]) -> dict[str, float]:
         for key, seconds in sums.items()
         if key.startswith("time/") and key.endswith("_work") and seconds
     }
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    """Versions of the machine that ran it, or of this one where the run recorded none."""
+    path = run.path / "environment.json"
+    recorded = path.exists()
+    return {"recorded": recorded, "environment": read_json(path) if recorded else environment()}
 
 
 def _command_again(run: Run, settings: dict[str, Any]) -> str:

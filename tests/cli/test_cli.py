@@ -233,7 +233,7 @@ def test_check_shows_a_model_and_tries_a_reward():
 
 
 def test_help_of_every_command_exits_with_0():
-    from flowrl.cli.common import app
+    from flowrl.cli.main import app
 
     for command in app.registered_commands:
         name = command.name or command.callback.__name__

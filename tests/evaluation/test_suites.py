@@ -16,7 +16,7 @@ from flowrl.evaluation.suites import runs
 from flowrl.evaluation.suites import suite as suites
 from flowrl.evaluation.suites.measure import measure
 from flowrl.evaluation.suites.runs import Options, evaluate_runs
-from flowrl.report import suite_page
+from flowrl.report import suite_page, terminal
 from flowrl.rewards import load_set
 from flowrl.runtime import run_folder
 from flowrl.runtime.log import logger
@@ -99,7 +99,7 @@ def test_several_runs_share_the_base_and_give_a_side_effect_matrix(run, tmp_path
 def test_the_terminal_and_the_report_show_every_part(run, tmp_path):
     (record,) = evaluate_runs([run], "shapes", QUICK)
     console = Console(width=200, record=True, file=(tmp_path / "out").open("w"))
-    for part in suite_page.tables(record):
+    for part in terminal.suite_tables(record):
         console.print(part)
     text, page = console.export_text(), Page(suite_page.section(run))
     for shown in (

@@ -76,7 +76,7 @@ def trainer(output, algorithm="nft", **changes):
 
 def invoke(*arguments):
     """The command line in this process -> result with exit_code and output (stdout and stderr)."""
-    from flowrl.cli.common import app
+    from flowrl.cli.main import app
 
     try:
         return CliRunner().invoke(app, [str(a) for a in arguments])

@@ -1,0 +1,32 @@
+"""`flowrl list`: the names that a config can use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from flowrl.cli.common import one_sentence_errors
+
+
+def list_choices(
+    what: Annotated[
+        str | None, typer.Argument(help="models, algorithms, rewards, data, experiments or suites.")
+    ] = None,
+) -> None:
+    """List what a config can name."""
+    from flowrl.config.compose import GROUPS, options
+    from flowrl.runtime.registry import choices, did_you_mean
+
+    kinds: dict[str, Callable[[], list[str]]] = {
+        ("data" if group == "data" else f"{group}s"): partial(options, group) for group in GROUPS
+    }
+    kinds["rewards"] = partial(choices, "flowrl.rewards")
+    kinds["suites"] = partial(options, "suite")
+    with one_sentence_errors():
+        if what is not None and what not in kinds:
+            raise ValueError(f'unknown list "{what}"{did_you_mean(what, kinds)}')
+    for name in [what] if what else kinds:
+        typer.echo(f"{name}: " + ", ".join(kinds[name]()))
