@@ -4,10 +4,10 @@ The server may hold packages that this environment cannot, a GPU of its own, or 
 large network. It states scale, needs and reads of what it serves, so a run is checked against them
 before it starts. Scores are those that the same call gives there.
 
-A server that is away (refused connections, timeouts, answers 5xx) is asked again for `wait`
-seconds; then the run stops, resumable, with RewardUnavailable. No sample is lost or counted as
-failed by it. With a journal, scores that were received are not asked for again. A reward that broke
-its contract there is a RewardBug here, at once.
+A server that is away (refused connections, timeouts, answers of 408, 429, 500 and above) is asked
+again for `wait` seconds; then the run stops, resumable, with RewardUnavailable. No sample is lost
+or counted as failed by it. With a journal, scores that were received are not asked for again. A
+reward that broke its contract there is a RewardBug here, at once.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import logging
 import math
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 import pydantic
@@ -30,22 +31,28 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core import reward as core_reward
-from flowrl.rewards.core.reward import RewardBug, RewardUnavailable
+from flowrl.rewards.core.reward import RewardBug, RewardUnavailable, forgetful
 from flowrl.rewards.server import wire
+from flowrl.rewards.server.addresses import address, token_of
+from flowrl.rewards.server.http_client import (
+    Again,
+    Client,
+    Ended,
+    TooLong,
+    busy,
+    persist,
+    retry_after,
+)
 from flowrl.rewards.server.journal import Journal, keys
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
 logger = logging.getLogger("flowrl")
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0  # seconds between attempts; doubled each time
-GLANCE = 0.1  # seconds: how often a request under way looks whether the call has ended
+R = TypeVar("R", bound=pydantic.BaseModel)
+PAUSES = 0.1, 10.0  # seconds between tries: the first and the longest
 MOST_REPLY = 2**24  # bytes: 16 kB for each of the most samples of a request
 # how a server's sentence about a reward that broke its contract begins, as _detail gives it
 BUG = ": RewardBug: "
-HEADERS = {
-    "Content-Type": "application/json",
-    "Accept-Encoding": "identity",
-}  # a compressed reply could be any size
 
 
 class Settings(core_reward.Settings):
@@ -83,15 +90,24 @@ class Settings(core_reward.Settings):
     @pydantic.field_validator("url")
     @classmethod
     def check_url(cls, value: str) -> str:
-        return wire.address(value, "http://HOST:PORT")
+        return address(value, "http://HOST:PORT")
 
 
 class Refused(Exception):
     """The server answers, and asking again would not help."""
 
 
-class Ended(Exception):
-    """The call that asked has ended: another request gave up, or the caller did."""
+@dataclass(kw_only=True, slots=True)
+class Call:
+    """The samples of one call, B of them, and what is known of each so far."""
+
+    media: Tensor  # (B, 3, H, W) or (B, F, 3, H, W), on CPU
+    prompts: list[str]
+    columns: dict[str, Any]  # those that the reward needs
+    keys: list[str]  # in the journal; empty without one
+    scores: list[float | None]
+    errors: dict[int, str] = field(default_factory=dict)  # by sample
+    over: threading.Event = field(default_factory=threading.Event)  # no more requests, no waiting
 
 
 class Remote(core_reward.Reward):
@@ -105,100 +121,81 @@ class Remote(core_reward.Reward):
     name = "remote"
     scale = "as the server's reward states it"
 
-    def __init__(self, settings: Any):
+    def __init__(self, settings: Settings):
         super().__init__(settings)
-        s = self.settings
-        self.http = httpx.Client(
-            headers=_authorization(s.token_env),
-            timeout=httpx.Timeout(s.timeout, connect=min(s.timeout, 10)),
-            limits=httpx.Limits(
-                max_connections=None
-            ),  # one that was given up may hold its connection a little longer
-            trust_env=not wire.is_loopback(
-                httpx.URL(s.url).host
-            ),  # a proxy of the environment cannot reach this machine's own address
-        )
-        self.journal = Journal(s.journal) if s.journal else None
+        self.http = self._client()
+        self.journal = Journal(self.settings.journal) if self.settings.journal else None
         self.problem: str | None = None
         self.away, self.remembers = False, True
         try:
-            self.about = self._read(
-                wire.About, self._ask("GET", "/version", None, threading.Event())
-            )
-            served = self._chosen()
+            answer = self._ask("GET", "/version", None, threading.Event())
+            self.about = self._read(wire.About, answer)
+            self._adopt(self._chosen())
         except Refused as error:
-            raise ValueError(f"reward.remote.url={s.url}: {error}") from None
+            raise ValueError(f"reward.remote.url={self.settings.url}: {error}") from None
+
+    def _client(self) -> Client:
+        s = self.settings
+        token = None if s.token_env is None else token_of(s.token_env)
+        return Client(s.url, timeout=s.timeout, largest=MOST_REPLY, token=token, connect=10)
+
+    def _adopt(self, served: wire.Served) -> None:
+        """Take over what the server states of its reward."""
         self.scale, self.reads_prompt, self.video = served.scale, served.reads_prompt, served.video
-        self.needs, self.reads, self.rounds = (
-            frozenset(served.needs),
-            frozenset(served.reads),
-            served.rounds or s.pixels == "bytes",
-        )
+        self.needs, self.reads = frozenset(served.needs), frozenset(served.reads)
+        self.rounds = served.rounds or self.settings.pixels == "bytes"
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        pixels, columns = media.detach().cpu(), wire.columns_of(context, self.needs)
-        scores: list[float | None] = [None] * len(prompts)
+        call = self._begun(media.detach().cpu(), prompts, context)
+        fetch = partial(self._fetch, call)
+        _side_by_side(fetch, self._batches(call), self.settings.concurrency, call.over)
+        first = min(call.errors, default=None)
+        self.problem = None if first is None else f"sample {first}: {call.errors[first]}"
+        scores = [math.nan if score is None else score for score in call.scores]
+        return torch.tensor(scores, dtype=torch.float32, device=media.device)
+
+    def _begun(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> Call:
+        """A call with the scores that the journal holds."""
+        columns = wire.columns_of(context, self.needs)
         names: list[str] = []
+        scores: list[float | None] = [None] * len(prompts)
         if self.journal is not None:
-            names = keys(
-                f"{self.about.version} {self.settings.reward} {self.settings.pixels}",
-                pixels,
-                prompts,
-                columns,
-            )
-            scores = [self.journal.get(name) if self.remembers else None for name in names]
-        errors: dict[int, str] = {}
+            s = self.settings
+            names = keys(f"{self.about.version} {s.reward} {s.pixels}", media, prompts, columns)
+            if self.remembers:
+                scores = [self.journal.get(name) for name in names]
+        return Call(media=media, prompts=prompts, columns=columns, keys=names, scores=scores)
 
-        def fetch(rows: list[int], over: threading.Event) -> None:
-            answer = self._score(
-                pixels[rows],
-                [prompts[i] for i in rows],
-                {n: _take(c, rows) for n, c in columns.items()},
-                over,
-            )
-            found = {
-                i: value for i, value in zip(rows, answer.scores, strict=True) if value is not None
-            }
-            errors.update({i: said for i, said in zip(rows, answer.errors, strict=True) if said})
-            for i, value in found.items():
-                scores[i] = value
-            if self.journal is not None:
-                self.journal.add({names[i]: value for i, value in found.items()})
-
-        _side_by_side(fetch, self._batches(scores, columns, pixels), self.settings.concurrency)
-        self.problem = f"sample {min(errors)}: {errors[min(errors)]}" if errors else None
-        return torch.tensor(
-            [math.nan if value is None else value for value in scores],
-            dtype=torch.float32,
-            device=media.device,
-        )
+    def _fetch(self, call: Call, rows: list[int]) -> None:
+        """Ask for the scores of these rows and keep what comes."""
+        answer = self._score(call, rows)
+        scored = zip(rows, answer.scores, strict=True)
+        found = {row: score for row, score in scored if score is not None}
+        for row, score in found.items():
+            call.scores[row] = score
+        said = zip(rows, answer.errors, strict=True)
+        call.errors.update({row: error for row, error in said if error})
+        if self.journal is not None:
+            self.journal.add({call.keys[row]: score for row, score in found.items()})
 
     def begin(self, run: Path) -> None:
-        """Without a journal of one's own, the run's: a resumed iteration does not ask, and pay,
-        again."""
+        """Use the run's journal where none is set: a resumed iteration does not pay again."""
         self.journal = self.journal or Journal(run / "scores.jsonl")
 
     def uncached(self) -> AbstractContextManager[None]:
-        """Within it every score is the server's, though the journal may hold one; what comes is
-        kept."""
-        return core_reward.forgetful(self)
+        """Within it every score is asked for, also where the journal holds one."""
+        return forgetful(self)
 
-    def _batches(
-        self, scores: list[float | None], columns: Mapping[str, Any], pixels: Tensor
-    ) -> list[list[int]]:
+    def _batches(self, call: Call) -> list[list[int]]:
         """Rows of each request: those without a score, or the groups that hold one."""
-        units = [[i] for i, score in enumerate(scores) if score is None]
-        if "group" in columns:
-            group = columns["group"].tolist()
-            open_groups = dict.fromkeys(group[i] for (i,) in units)
+        units = [[row] for row, score in enumerate(call.scores) if score is None]
+        if "group" in call.columns:
+            group = call.columns["group"].tolist()
+            open_groups = dict.fromkeys(group[row] for (row,) in units)
             units = [[i for i, g in enumerate(group) if g == chosen] for chosen in open_groups]
-        tensors = [pixels, *(column for name, column in columns.items() if name in wire.TENSORS)]
-        room = int(
-            self.about.max_mb * 1e6 / (1.4 * sum(t[0].nbytes for t in tensors))
-        )  # base64 is 4/3, and the texts
-        most = max(1, min(self.settings.batch, self.about.max_samples, room))
+        most = self._most(call)
         batches: list[list[int]] = []
         for unit in units:
             if batches and len(batches[-1]) + len(unit) <= most:
@@ -207,132 +204,104 @@ class Remote(core_reward.Reward):
                 batches.append(list(unit))
         return batches
 
-    def _score(
-        self, media: Tensor, prompts: list[str], columns: Mapping[str, Any], over: threading.Event
-    ) -> wire.Answer:
-        question = {
-            "id": secrets.token_hex(8),
-            "prompts": prompts,
-            "media": wire.pack_media(media, rounds=self.rounds),
-        }
-        question |= {name: _packed(name, column) for name, column in columns.items()}
-        if self.settings.reward is not None:
-            question["reward"] = self.settings.reward
+    def _most(self, call: Call) -> int:
+        """Most samples of one request, by the settings and by what the server takes."""
+        columns = [column for name, column in call.columns.items() if name in wire.TENSORS]
+        sample = sum(tensor[0].nbytes for tensor in (call.media, *columns))
+        room = int(self.about.max_mb * 1e6 / (1.4 * sample))  # base64 is 4/3, and the texts
+        return max(1, min(self.settings.batch, self.about.max_samples, room))
+
+    def _score(self, call: Call, rows: list[int]) -> wire.Answer:
+        """The server's answer for these rows; one that cannot be used ends the call."""
+        question = self._question(call, rows)
         try:
-            answer = self._read(
-                wire.Answer, self._ask("POST", "/score", json.dumps(question), over)
-            )
-            if answer.id != question["id"] or {len(answer.scores), len(answer.errors)} != {
-                len(prompts)
-            }:
-                raise Refused(
-                    f"it answered another request than the one it was asked ({len(answer.scores)}"
-                    f" scores for {len(prompts)})"
-                )
-            if answer.version != self.about.version:
-                raise Refused(
-                    "it now serves other rewards or settings than when this run started; serve the"
-                    " same again"
-                )
+            response = self._ask("POST", "/score", json.dumps(question), call.over)
+            answer = self._read(wire.Answer, response)
+            self._check(answer, question)
         except Refused as error:
-            over.set()
+            call.over.set()
             raise RewardUnavailable(
                 f"the reward server {self.settings.url} cannot be used: {error}; {self._resume()}"
             ) from None
         return answer
 
+    def _question(self, call: Call, rows: list[int]) -> dict[str, Any]:
+        question = {
+            "id": secrets.token_hex(8),
+            "prompts": [call.prompts[row] for row in rows],
+            "media": wire.pack_media(call.media[rows], rounds=self.rounds),
+        }
+        for name, column in call.columns.items():
+            question[name] = _packed(name, _take(column, rows))
+        if self.settings.reward is not None:
+            question["reward"] = self.settings.reward
+        return question
+
+    def _check(self, answer: wire.Answer, question: Mapping[str, Any]) -> None:
+        """An answer to another question, or of another server -> Refused."""
+        expected, counts = len(question["prompts"]), {len(answer.scores), len(answer.errors)}
+        if answer.id != question["id"] or counts != {expected}:
+            raise Refused(
+                "it answered another request than the one it was asked"
+                f" ({len(answer.scores)} scores for {expected})"
+            )
+        if answer.version != self.about.version:
+            raise Refused(
+                "it now serves other rewards or settings than when this run started; serve the"
+                " same again"
+            )
+
     def _ask(
         self, method: str, path: str, body: str | None, over: threading.Event
     ) -> httpx.Response:
-        """An answer below 500, however often it takes within `wait` seconds of the first failure;
-        over: the call has ended."""
-        began, pause = None, FIRST_PAUSE
-        while True:
-            try:
-                response = self._once(method, path, body, over)
-                if (
-                    response.status_code < 500 and response.status_code != 408
-                ):  # 408: the request came too slowly
-                    self._back()
-                    return response
-                said = _detail(response)
-                if response.status_code == 500 and said.startswith(BUG):
-                    over.set()
-                    raise RewardBug(
-                        f"the reward that {self.settings.url} serves has a fault:"
-                        f" {said.removeprefix(BUG)}"
-                    )
-                problem = f"it answered {response.status_code}{said}"
-            except httpx.TransportError as error:
-                problem = f"{type(error).__name__}: {error}"
-            now = time.monotonic()
-            began = now if began is None else began
-            left = began + self.settings.wait - now
+        """An answer, however often it takes within `wait` seconds of the first failure.
+
+        over: set when the call ends; then Ended is raised.
+        """
+        once = partial(self._once, method, path, body, over)
+        try:
+            response = persist(
+                once, over, pauses=PAUSES, seconds=self.settings.wait, failed=self._gone
+            )
+        except Again as failure:
             if over.is_set():
-                raise Ended
-            if left <= 0:
-                over.set()
-                raise RewardUnavailable(
-                    f"the reward server {self.settings.url} does not answer ({problem}; tried for"
-                    f" {self.settings.wait:g} s): {self._resume()}"
-                )
-            self._gone(problem)
-            over.wait(min(pause, left))
-            pause = min(2 * pause, LONGEST_PAUSE)
+                raise Ended from None
+            over.set()
+            raise RewardUnavailable(
+                f"the reward server {self.settings.url} does not answer ({failure}; tried for"
+                f" {self.settings.wait:g} s): {self._resume()}"
+            ) from None
+        self._back()
+        return response
 
     def _once(
         self, method: str, path: str, body: str | None, over: threading.Event
     ) -> httpx.Response:
-        """One try, left alone after `timeout` seconds in all (httpx limits each read, and a reply
-        may drip) or when the call has ended."""
-        reply: Future[httpx.Response] = Future()
-        until = time.monotonic() + self.settings.timeout
+        try:
+            response = self.http.fetch(method, path, body, over)
+        except TooLong:
+            raise Refused(
+                f"its reply has more than {MOST_REPLY / 2**20:g} MiB, which no flowrl server sends"
+            ) from None
+        if not busy(response.status_code):
+            return response
+        said = _detail(response)
+        if response.status_code == 500 and said.startswith(BUG):
+            over.set()
+            raise RewardBug(
+                f"the reward that {self.settings.url} serves has a fault: {said.removeprefix(BUG)}"
+            )
+        raise Again(f"it answered {response.status_code}{said}", retry_after(response))
 
-        def exchange() -> None:
-            try:
-                reply.set_result(self._exchange(method, path, body, until))
-            except Exception as error:  # belongs to who waits
-                reply.set_exception(error)
+    def _read(self, record: type[R], response: httpx.Response) -> R:
+        """The record that an answer holds; anything else -> Refused.
 
-        threading.Thread(target=exchange, name="remote request", daemon=True).start()
-        while not over.is_set():
-            left = until - time.monotonic()
-            if left <= 0:
-                raise httpx.ReadTimeout(
-                    f"no reply within timeout={self.settings.timeout:g} seconds"
-                )
-            wait([reply], min(GLANCE, left))
-            if reply.done():
-                return reply.result()
-        raise Ended
-
-    def _exchange(self, method: str, path: str, body: str | None, until: float) -> httpx.Response:
-        content = bytearray()
-        with self.http.stream(
-            method, self.settings.url + path, content=body, headers=HEADERS
-        ) as response:
-            for part in response.iter_raw():
-                content += part
-                if len(content) > MOST_REPLY:
-                    raise Refused(
-                        f"its reply has more than {MOST_REPLY / 2**20:g} MiB, which no flowrl"
-                        " server sends"
-                    )
-                if time.monotonic() > until:
-                    raise httpx.ReadTimeout("the reply drips")
-        return httpx.Response(response.status_code, content=bytes(content))
-
-    def _read(self, record: type[pydantic.BaseModel], response: httpx.Response) -> Any:
-        """The record that an answer holds; anything else -> Refused, or ValueError for what was
-        wrong with the samples."""
+        What was wrong with the samples is a ValueError.
+        """
         status = response.status_code
         if status in (401, 403):
-            named = self.settings.token_env
-            raise Refused(
-                "it wants another token"
-                if named
-                else "it wants a token; name the variable that holds it in token_env"
-            )
+            missing = "it wants a token; name the variable that holds it in token_env"
+            raise Refused("it wants another token" if self.settings.token_env else missing)
         if status == 422:
             raise ValueError(f"the reward server refused a request{_detail(response)}")
         if status != 200:
@@ -358,11 +327,11 @@ class Remote(core_reward.Reward):
             raise Refused(f'it does not serve "{label}"{did_you_mean(label, self.about.rewards)}')
         return self.about.rewards[label]
 
-    def _gone(self, problem: str) -> None:
+    def _gone(self, failure: Again) -> None:
         if not self.away:
             self.away = True
             logger.warning(
-                f"the reward server {self.settings.url} does not answer ({problem}); trying again"
+                f"the reward server {self.settings.url} does not answer ({failure}); trying again"
                 f" for {self.settings.wait:g} s"
             )
 
@@ -381,25 +350,23 @@ class Remote(core_reward.Reward):
 
 
 def _side_by_side(
-    fetch: Callable[[list[int], threading.Event], None], batches: list[list[int]], most: int
+    fetch: Callable[[list[int]], None], batches: list[list[int]], most: int, over: threading.Event
 ) -> None:
-    """fetch(rows, over) for all, `most` at once. An exception in this thread, as of a signal, waits
-    for none of them.
+    """fetch(rows) for all batches, `most` at once.
 
-    over: set by a fetch that gives up for all; the others then end with Ended.
+    over: set by a fetch that gives up for all; the others then end with Ended. An exception in this
+    thread, as of a signal, waits for none of them.
     """
-    over = threading.Event()
     if len(batches) < 2:
         for rows in batches:
-            fetch(rows, over)
+            fetch(rows)
         return
 
     def job(rows: list[int]) -> None:
-        try:
+        # after `over` the reason is another's
+        with suppress(Ended):
             if not over.is_set():
-                fetch(rows, over)
-        except Ended:  # the reason is another's
-            pass
+                fetch(rows)
 
     pool = ThreadPoolExecutor(min(most, len(batches)), thread_name_prefix="remote")
     try:
@@ -410,10 +377,6 @@ def _side_by_side(
     finally:
         over.set()
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _authorization(variable: str | None) -> dict[str, str]:
-    return {} if variable is None else {"Authorization": f"Bearer {wire.token_of(variable)}"}
 
 
 def _packed(name: str, column: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Asking a vision-language model behind an OpenAI-compatible server (vLLM, sglang, llama.cpp, a
-cloud): one client for all judges.
+"""Asking a vision-language model behind an OpenAI-compatible server: one client for all judges.
+
+The server may be vLLM, sglang, llama.cpp or a cloud.
 
 * Tried again, with exponential pauses: a server that is busy or broken (408, 429, 5xx, no
-  connection, a timeout, a reply that is no chat completion, or a huge one). A Retry-After that asks
+  connection, a timeout, a reply that is not a chat completion, or a huge one). A Retry-After that asks
   for more is honoured.
 * Stops at once, because no retry would help: a refused key (401, 403), an unknown model or path
   (404), a spent token budget.
@@ -23,7 +24,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import httpx
 import pydantic
@@ -39,17 +39,18 @@ from PIL import Image
 
 from flowrl.rewards.core.reward import RewardUnavailable, forgetful
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.judge.completion import Reply, detail, read_reply, retry_after
+from flowrl.rewards.judge.completion import Reply, detail, read_reply
 from flowrl.rewards.judge.replies import Unreadable
 from flowrl.rewards.server import wire
+from flowrl.rewards.server.addresses import address, fits_a_header
+from flowrl.rewards.server.http_client import Again, Client, Ended, busy, persist, retry_after
 
 logger = logging.getLogger("flowrl")
 T = TypeVar("T")
 Message = dict[str, Any]
 LONGEST_PAUSE = 300.0  # seconds: a server that asks for more is taken to be gone
-LARGEST = (
-    64 * 2**20
-)  # bytes of a reply: thousands of tokens with 20 log-probabilities each are fewer
+# bytes of a reply: thousands of tokens with 20 log-probabilities each are fewer
+LARGEST = 64 * 2**20
 
 
 class Settings(Base):
@@ -104,7 +105,7 @@ class Settings(Base):
     @pydantic.field_validator("base_url")
     @classmethod
     def check_url(cls, value: str) -> str:
-        return wire.address(value, "http://HOST:PORT/v1")
+        return address(value, "http://HOST:PORT/v1")
 
 
 class Failed(Exception):
@@ -116,7 +117,7 @@ class Unanswered(Failed):
 
 
 class Stopped(Failed):
-    """The call that asked has ended."""
+    """Another question ended the call."""
 
 
 class Ask(Protocol):
@@ -146,14 +147,11 @@ class Judge:
         self.lock = threading.Lock()
         self.log = _log_file(settings.log, reward)
         self.key_sent = bool(settings.api_key_env)
-        headers = {"Authorization": f"Bearer {_api_key(settings, reward)}"} if self.key_sent else {}
-        self.client = httpx.Client(
-            headers=headers,
+        self.http = Client(
+            settings.base_url,
             timeout=settings.timeout,
-            limits=httpx.Limits(max_connections=None),
-            trust_env=not wire.is_loopback(
-                httpx.URL(settings.base_url).host
-            ),  # no proxy leads to this machine's own ports
+            largest=LARGEST,
+            token=_api_key(settings, reward) if self.key_sent else None,
         )
 
     def ask_all(
@@ -172,20 +170,17 @@ class Judge:
         return forgetful(self)
 
     def run(self, jobs: Sequence[Callable[[Ask], T]]) -> list[T | Failed]:
-        """Run dialogues side by side; a job gets `ask` and returns its value. What a job raises as
-        Failed or Unreadable is its result."""
+        """Run dialogues side by side; a job gets `ask` and returns its value.
+
+        What a job raises as Failed or Unreadable is its result.
+        """
         if not jobs:
             return []
         stop = threading.Event()
-        talks: list[list[Exchange]] = [[] for _ in jobs]
-        pool = ThreadPoolExecutor(
-            min(self.settings.concurrency, len(jobs)), thread_name_prefix="judge"
-        )
+        workers = min(self.settings.concurrency, len(jobs))
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="judge")
         try:
-            futures = [
-                pool.submit(self._outcome, job, talk, stop)
-                for job, talk in zip(jobs, talks, strict=True)
-            ]
+            futures = [pool.submit(self._outcome, job, stop) for job in jobs]
             for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()  # an exception of one ends all
         finally:
@@ -195,11 +190,12 @@ class Judge:
         self._report(outcomes)
         return outcomes
 
-    def _outcome(
-        self, job: Callable[[Ask], T], talk: list[Exchange], stop: threading.Event
-    ) -> T | Failed:
-        """What a job returns, written to the log as soon as it is there: replies are paid for, also
-        those of a call that another ends."""
+    def _outcome(self, job: Callable[[Ask], T], stop: threading.Event) -> T | Failed:
+        """What a job returns, written to the log as soon as it is there.
+
+        Replies are paid for, also those of a call that another job ends.
+        """
+        talk: list[Exchange] = []
         try:
             outcome = self._value(job, talk, stop)
         except Exception as error:  # the call ends with it
@@ -212,29 +208,28 @@ class Judge:
     def _value(
         self, job: Callable[[Ask], T], talk: list[Exchange], stop: threading.Event
     ) -> T | Failed:
+        """What a job returns, or why it has nothing to return; its exchanges go into `talk`."""
         try:
             value = job(partial(self._ask, talk=talk, stop=stop))
         except Failed as error:
             return error
         except Unreadable as error:
-            cut = (
-                f" (the reply was cut at max_tokens={self.settings.max_tokens})"
-                if talk and talk[-1].reply.cut
-                else ""
-            )
-            return Failed(f"{error}{cut}")
+            return Failed(f"{error}{self._cut(talk)}")
         with self.lock:  # what could not be read is asked again next time
             self.kept.update((exchange.key, exchange.reply) for exchange in talk)
             while len(self.kept) > self.settings.cache:
                 self.kept.popitem(last=False)
         return value
 
+    def _cut(self, talk: list[Exchange]) -> str:
+        if not talk or not talk[-1].reply.cut:
+            return ""
+        return f" (the reply was cut at max_tokens={self.settings.max_tokens})"
+
     def _report(self, outcomes: Sequence[Any]) -> None:
         """Warn of failures; if the server answered nothing at all, RewardUnavailable."""
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-        if len(failures) == len(outcomes) and all(
-            isinstance(failure, Unanswered) for failure in failures
-        ):
+        if all(isinstance(outcome, Unanswered) for outcome in outcomes):
             raise RewardUnavailable(
                 f"reward {self.reward}: the server at {self.settings.base_url} answered none of"
                 f" {len(outcomes)} questions: {failures[0]}"
@@ -268,113 +263,83 @@ class Judge:
             "max_tokens": s.max_tokens,
             "seed": s.seed,
         }
-        return {
-            key: value
-            for key, value in {**own, **self.fields, **s.extra}.items()
-            if value is not None
-        }
+        body = {**own, **self.fields, **s.extra}
+        return {key: value for key, value in body.items() if value is not None}
 
     def _tried(self, body: str, stop: threading.Event) -> Reply:
-        reason, pause = "", self.settings.backoff
-        for attempt in range(self.settings.retries + 1):
-            if stop.is_set():
-                raise Stopped("another question ended the call")
-            self._check_budget()
-            answer = self._once(body)
-            if isinstance(answer, Reply):
-                self._count(answer)
-                return answer
-            reason, asked = answer
-            if asked is not None and asked > LONGEST_PAUSE:
-                raise Unanswered(f"{reason}, and asks to wait {asked:.0f} seconds")
-            if attempt < self.settings.retries:
-                stop.wait(min(max(pause, asked or 0.0), LONGEST_PAUSE))
-                pause *= 2
-        raise Unanswered(f"{reason} ({self.settings.retries + 1} tries)")
-
-    def _once(self, body: str) -> Reply | tuple[str, float | None]:
-        """One request: a reply, or why to try again and after how many seconds the server wants
-        that (None: it does not say)."""
+        """The reply to a request, however often the settings let it be tried."""
+        tries, pauses = self.settings.retries + 1, (self.settings.backoff, LONGEST_PAUSE)
         try:
-            response = self._fetch("POST", "/chat/completions", body)
-        except httpx.TimeoutException:
-            return f"no answer within timeout={self.settings.timeout:g} seconds", None
-        except httpx.LocalProtocolError:  # its words may hold a header
-            return "LocalProtocolError", None
-        except httpx.RequestError as error:
-            return f"{type(error).__name__}: {error}", None
-        if response.status_code in (408, 429) or response.status_code >= 500:
-            return f"it answers {response.status_code} {detail(response)}".rstrip(), retry_after(
-                response
-            )
+            return persist(partial(self._once, body), stop, pauses=pauses, tries=tries)
+        except Again as failure:
+            raise Unanswered(f"{failure} ({tries} tries)") from None
+        except Ended:
+            raise Stopped("another question ended the call") from None
+
+    def _once(self, body: str) -> Reply:
+        self._check_budget()
+        response = self.http.fetch("POST", "/chat/completions", body)
+        if busy(response.status_code):
+            reason = f"it answers {response.status_code} {detail(response)}".rstrip()
+            after = retry_after(response)
+            if after > LONGEST_PAUSE:
+                raise Unanswered(f"{reason}, and asks to wait {after:.0f} seconds")
+            raise Again(reason, after)
         if response.status_code != 200:
             self._refused(response, body)
         try:
-            return read_reply(response.json())
+            reply = read_reply(response.json())
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            return (
-                f"it answers 200 with something that is no chat completion: {response.text[:80]!r}",
-                None,
-            )
+            raise Again(
+                "it answers 200 with something that is not a chat completion:"
+                f" {response.text[:80]!r}"
+            ) from None
+        self._count(reply)
+        return reply
 
-    def _fetch(self, method: str, path: str, body: str | None = None) -> httpx.Response:
-        """The whole answer to a request; one that is too long or takes too long ->
-        httpx.RequestError."""
-        deadline, content = time.monotonic() + self.settings.timeout, bytearray()
-        url, kind = self.settings.base_url + path, {"Content-Type": "application/json"}
-        with self.client.stream(method, url, content=body, headers=kind) as answer:
-            for piece in answer.iter_bytes():
-                content += piece
-                if len(content) > LARGEST:
-                    raise httpx.ReadError(f"its answer is longer than {LARGEST:,} bytes")
-                if time.monotonic() > deadline:
-                    raise httpx.ReadTimeout("")
-        headers = {
-            name: answer.headers[name]
-            for name in ("Content-Type", "Retry-After")
-            if name in answer.headers
-        }
-        return httpx.Response(answer.status_code, headers=headers, content=bytes(content))
-
-    def _refused(self, response: httpx.Response, body: str) -> None:
+    def _refused(self, response: httpx.Response, body: str) -> NoReturn:
         """Raise what a status means that is neither success nor worth another try."""
-        s, status, words = self.settings, response.status_code, detail(response)
-        where = f"reward {self.reward}: the server at {s.base_url}"
+        status, where = response.status_code, f"reward {self.reward}: the server at {self.http.url}"
         if status in (401, 403):
-            key = (
-                f"the API key in the environment variable {s.api_key_env}"
-                if self.key_sent
-                else "a request without an API key"
-            )
-            cure = (
-                "put a valid key there"
-                if self.key_sent
-                else f"name the variable that holds it in reward.{self.reward}.api_key_env"
-            )
-            raise RewardUnavailable(f"{where} refuses {key} ({status}); {cure}")
+            raise RewardUnavailable(f"{where} refuses {self._wrong_key(status)}")
         if status == 404:
             raise RewardUnavailable(f"{where} {self._unknown()}")
         if status == 413:
-            size, pictures = len(body) / 2**20, body.count('"image_url": {')
-            raise Failed(
-                f"the server finds a request of {size:.1f} MiB with {pictures} pictures too large"
-                f" (413); send smaller pictures (reward.{self.reward}.side=512) or raise its limit"
-            )
+            raise Failed(self._too_large(body))
         if status in (400, 422):
-            raise Failed(
-                f"the server refuses the request ({status}): {words or 'it does not say why'}"
-            )
+            words = detail(response) or "it does not say why"
+            raise Failed(f"the server refuses the request ({status}): {words}")
         raise RewardUnavailable(
             f"{where} answers {status}, which no OpenAI-compatible server does; check"
             f" reward.{self.reward}.base_url"
         )
 
+    def _wrong_key(self, status: int) -> str:
+        """Which key a server refuses, and what to do; never the key itself."""
+        variable = self.settings.api_key_env
+        if self.key_sent:
+            return (
+                f"the API key in the environment variable {variable} ({status}); put a valid key"
+                " there"
+            )
+        return (
+            f"a request without an API key ({status}); name the variable that holds it in"
+            f" reward.{self.reward}.api_key_env"
+        )
+
+    def _too_large(self, body: str) -> str:
+        size, pictures = len(body) / 2**20, body.count('"image_url": {')
+        return (
+            f"the server finds a request of {size:.1f} MiB with {pictures} pictures too large"
+            f" (413); send smaller pictures (reward.{self.reward}.side=512) or raise its limit"
+        )
+
     def _unknown(self) -> str:
         """What a 404 means, by asking which models there are."""
         try:
-            listed = self._fetch("GET", "/models").json()["data"]
+            listed = self.http.fetch("GET", "/models").json()["data"]
             names = ", ".join(str(model["id"]) for model in listed)
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        except (Again, ValueError, KeyError, TypeError):
             return (
                 f"has no OpenAI-compatible API there (404); reward.{self.reward}.base_url usually"
                 " ends in /v1"
@@ -405,26 +370,19 @@ class Judge:
             self.used += reply.tokens or 0
 
     def _write(self, talk: list[Exchange], outcome: Any) -> None:
-        """One line of the log for each exchange of a dialogue; value and error stand in the
-        last."""
+        """One line of the log for each exchange of a dialogue; the last has the value or error."""
         if self.log is None or (isinstance(outcome, Stopped) and not talk):
             return
-        error = str(outcome) if isinstance(outcome, Failed) else None
+        turns = [(one.question, one.reply.text) for one in talk] or [(None, None)]
         rows: list[dict[str, Any]] = [
-            {"question": e.question, "reply": e.reply.text} for e in talk
-        ] or [{"question": None, "reply": None}]
-        lines = []
-        for turn, row in enumerate(rows):
-            end = (
-                {"value": None if error else outcome, "error": error}
-                if row is rows[-1]
-                else {"value": None, "error": None}
-            )
-            lines.append(
-                json.dumps({"reward": self.reward, "turn": turn, **row, **end}, ensure_ascii=False)
-            )
+            {"reward": self.reward, "turn": turn, "question": question, "reply": reply}
+            | {"value": None, "error": None}
+            for turn, (question, reply) in enumerate(turns)
+        ]
+        rows[-1] |= {"error": str(outcome)} if isinstance(outcome, Failed) else {"value": outcome}
+        lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         with self.lock, self.log.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in lines))
+            file.write(lines)
 
 
 # --- messages
@@ -447,11 +405,9 @@ def text(words: str) -> dict[str, Any]:
 def said(message: Message) -> str:
     """The words of a message, <image> where a picture stands."""
     content = message["content"]
-    return (
-        content
-        if isinstance(content, str)
-        else "".join(part.get("text", "<image>") for part in content)
-    )
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "<image>") for part in content)
 
 
 # --- start-up
@@ -459,12 +415,9 @@ def said(message: Message) -> str:
 
 def _api_key(settings: Settings, reward: str) -> str:
     key = os.environ.get(settings.api_key_env or "", "").strip()
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        what = (
-            "holds spaces, line breaks or characters outside ASCII, so it is no API key"
-            if key
-            else "holds no API key"
-        )
+    if not key or not fits_a_header(key):
+        odd = "holds spaces, line breaks or characters outside ASCII, so it is not an API key"
+        what = odd if key else "holds no API key"
         raise ValueError(
             f"reward.{reward}.api_key_env={settings.api_key_env}: the environment variable"
             f" {settings.api_key_env} {what}; put it there (null sends none)"

@@ -1,11 +1,8 @@
-"""What an OpenAI-compatible server sends: a chat completion as a Reply, its words about an error,
-and when it wants to be asked again."""
+"""What an OpenAI-compatible server sends: a chat completion as a Reply, its words on an error."""
 
 from __future__ import annotations
 
-import email.utils
 import math
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,30 +22,32 @@ class Reply:
 
 
 def read_reply(data: Any) -> Reply:
-    """The first choice of a chat completion; a KeyError, TypeError or the like: it is none."""
+    """The first choice of a chat completion; KeyError, TypeError or the like: it is not one."""
     choice = data["choices"][0]
     content = choice["message"].get("content")
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content)
     if not isinstance(content, str | None):
-        raise TypeError("content is no text")
-    usage = data.get("usage") or {}
-    total = usage.get("total_tokens")
+        raise TypeError("content is not text")
+    total = (data.get("usage") or {}).get("total_tokens")
+    return Reply(
+        text=content or "",
+        tokens=None if total is None else int(total),
+        cut=choice.get("finish_reason") == "length",
+        first=_first_token(choice),
+    )
+
+
+def _first_token(choice: Any) -> dict[str, float]:
+    """Log-probability of each likely first token; {}: the server did not send any."""
     positions = (choice.get("logprobs") or {}).get("content") or [{}]
     first: dict[str, float] = {}
     for item in positions[0].get("top_logprobs", ()):
         token, logprob = item["token"], float(item["logprob"])
-        if not math.isnan(
-            logprob
-            # several tokens may read alike, as two spellings of the same bytes: their probabilities
-            # add
-            # up
-        ):
+        # several tokens may read alike, as two spellings of the same bytes: probabilities add up
+        if not math.isnan(logprob):
             first[token] = float(np.logaddexp(first.get(token, -math.inf), logprob))
-    cut = choice.get("finish_reason") == "length"
-    return Reply(
-        text=content or "", tokens=None if total is None else int(total), cut=cut, first=first
-    )
+    return first
 
 
 def detail(response: httpx.Response) -> str:
@@ -60,16 +59,3 @@ def detail(response: httpx.Response) -> str:
     except ValueError:
         words = response.text
     return " ".join(str(words).split())[:200]
-
-
-def retry_after(response: httpx.Response) -> float | None:
-    """Seconds of a Retry-After header, given as such or as a date."""
-    value = response.headers.get("Retry-After", "")
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return None

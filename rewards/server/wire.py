@@ -15,16 +15,13 @@ import binascii
 import hashlib
 import inspect
 import io
-import ipaddress
 import json
 import math
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import httpx
 import numpy as np
 import pydantic
 import torch
@@ -304,36 +301,6 @@ def meta_text(meta: dict[str, Any]) -> str:
         raise ValueError(
             f"meta {meta!r} cannot travel to a reward server as JSON: {error}"
         ) from None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address stays on this machine."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def address(value: str, example: str) -> str:
-    """An http(s) address without a slash at its end; anything else -> ValueError that shows one."""
-    try:
-        url = httpx.URL(value)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"{error}; write {example}") from None
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError(f"write {example}")
-    return value.rstrip("/")
-
-
-def token_of(variable: str) -> str:
-    """The token in an environment variable; none, or one that no header can hold -> ValueError."""
-    token = os.environ.get(variable, "")
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        what = "is empty or not set" if not token else "holds spaces or characters outside ASCII"
-        raise ValueError(
-            f"token_env={variable}: this environment variable {what}; put the server's token there"
-        )
-    return token
 
 
 def png(image: Image.Image) -> str:

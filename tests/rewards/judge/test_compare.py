@@ -514,7 +514,7 @@ def test_groups_are_needed_and_are_of_one_prompt():
             {"reward": brightness, "reward_settings": {"a": 3}},
             r"already loaded, so \['a'\] cannot be set",
         ),
-        ("rank", {"reward": 3}, "reward.rank.reward=3 is no reward"),
+        ("rank", {"reward": 3}, "reward.rank.reward=3 is not a reward"),
         (
             "rank",
             {"reward": Judge()},

@@ -224,7 +224,7 @@ def test_a_server_that_answers_nothing_stops_the_run_with_a_sentence():
         ask(server, 3)
     said = str(error.value)
     assert server.url in said and "answered none of 3 questions" in said
-    assert "something that is no chat completion: '<html>garbage</html>' (3 tries)" in said
+    assert "something that is not a chat completion: '<html>garbage</html>' (3 tries)" in said
 
 
 def test_a_server_that_is_not_there_stops_the_run_with_a_sentence():

@@ -22,6 +22,7 @@ pytest.importorskip("uvicorn")
 
 from flowrl import rewards
 from flowrl.rewards import RewardBug, RewardUnavailable, remote
+from flowrl.rewards.server import http_client
 from flowrl.rewards.server.app import Server
 from flowrl.rewards.server.journal import Journal
 from flowrl.runtime.signals import Aborted
@@ -480,11 +481,11 @@ def test_a_signal_waits_for_no_request_and_those_that_were_not_sent_stay_unsent(
             assert time.monotonic() - began < 2
     finally:
         signal.signal(signal.SIGALRM, before)
-    time.sleep(3 * remote.GLANCE)
+    time.sleep(3 * http_client.GLANCE)
     assert not [
         thread
         for thread in threading.enumerate()
-        if thread.name.startswith("remote") and not thread.daemon
+        if thread.name.startswith(("remote", "request")) and not thread.daemon
     ]  # none to wait for
     assert len(asked) == 3
 

@@ -25,6 +25,7 @@ pytest.importorskip("uvicorn")
 
 from flowrl import rewards
 from flowrl.rewards.server import wire
+from flowrl.rewards.server.addresses import is_loopback
 from flowrl.rewards.server.app import Server
 from flowrl.rewards.server.service import Gate
 from flowrl.shapes.prompts import all_prompts
@@ -484,9 +485,7 @@ def test_an_address_that_others_reach_needs_a_token(monkeypatch):
     for host in ("0.0.0.0", "::", "10.0.0.1", "gpu-box"):
         with pytest.raises(ValueError, match="can be reached from other machines.*token_env"):
             Server({"jpeg": 1.0}, host=host, port=0)
-    assert (
-        wire.is_loopback("127.0.0.1") and wire.is_loopback("::1") and wire.is_loopback("localhost")
-    )
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost")
     for value, said in (
         (None, "is empty or not set"),
         ("two words", "holds spaces"),
@@ -520,10 +519,12 @@ def test_describe_names_the_rewards_and_the_address(server):
 def test_serving_needs_neither_diffusers_nor_transformers():
     blocked = ("diffusers", "transformers", "accelerate", "peft", "hydra", "omegaconf", "open_clip")
     code = (
-        f"import sys; sys.modules.update(dict.fromkeys({blocked}))\nimport httpx, torch; from"
-        " flowrl.rewards.server.service import Server; from flowrl.rewards import load\nwith Server({'jpeg':"
-        " 1.0}, port=0, device='cpu') as s: print(load('remote', url=s.url)(torch.zeros(1, 3, 8,"
-        " 8), ['a']).tolist())"
+        f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
+        "import httpx, torch\n"
+        "from flowrl.rewards import load\n"
+        "from flowrl.rewards.server.app import Server\n"
+        "with Server({'jpeg': 1.0}, port=0, device='cpu') as s:\n"
+        "    print(load('remote', url=s.url)(torch.zeros(1, 3, 8, 8), ['a']).tolist())"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=120

@@ -14,8 +14,9 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from flowrl.rewards import load_set
-from flowrl.rewards.server import app, wire
-from flowrl.rewards.server.app import Server, create_app
+from flowrl.rewards.server import routes, wire
+from flowrl.rewards.server.app import Server
+from flowrl.rewards.server.routes import create_app
 from flowrl.rewards.server.service import Service
 
 JSON = {"Content-Type": "application/json"}
@@ -79,7 +80,7 @@ def test_a_body_that_is_longer_than_was_said_is_refused_while_it_comes():
 def test_clients_that_never_send_their_bodies_keep_others_out_for_a_while_only(monkeypatch):
     """Two announce 0.9 MB each and send a byte; with the third, of 0.3 MB, more than the 2 MB of
     the gate would be arriving."""
-    monkeypatch.setattr(app, "ARRIVAL", 0.3)
+    monkeypatch.setattr(routes, "ARRIVAL", 0.3)
     with Server({"jpeg": 1.0}, port=0, max_mb=1.0, device="cpu") as server:
         slow = [begun(server, "Content-Length: 900000", start=b"{") for _ in range(2)]
         deadline = time.monotonic() + 10

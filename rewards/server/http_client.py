@@ -1,0 +1,183 @@
+"""One server over HTTP, for judges and remote rewards: whole answers within a time and a size,
+asked for again while the server is busy or away.
+
+httpx limits each read of an answer, so that a server that sends a byte now and then could take any
+time; here the limit holds for the whole answer. tenacity counts the tries and the pauses.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
+from typing import TypeVar
+
+import httpx
+import tenacity
+
+from flowrl.rewards.server.addresses import is_loopback
+
+T = TypeVar("T")
+GLANCE = 0.1  # seconds: how often a request under way looks whether the call has ended
+HEADERS = {
+    "Content-Type": "application/json",
+    "Accept-Encoding": "identity",  # a compressed answer could unpack to any size
+}
+
+
+class Again(Exception):
+    """A try failed, and the next one may not. after: seconds that the server asks to wait."""
+
+    def __init__(self, reason: str, after: float = 0.0):
+        super().__init__(reason)
+        self.after = after
+
+
+class TooLong(Again):
+    """The answer has more bytes than the client takes."""
+
+
+class Ended(Exception):
+    """The call that asked has ended."""
+
+
+class Client:
+    """Requests to one server. timeout: seconds from a request to the last byte of its answer."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout: float,
+        largest: int,
+        token: str | None = None,
+        connect: float = math.inf,
+    ):
+        """largest: most bytes of an answer. connect: most seconds until there is a connection."""
+        self.url, self.timeout, self.largest = url, timeout, largest
+        self.http = httpx.Client(
+            headers=HEADERS if token is None else {**HEADERS, "Authorization": f"Bearer {token}"},
+            timeout=httpx.Timeout(timeout, connect=min(timeout, connect)),
+            # no limit: a request that was given up may hold its connection a little longer
+            limits=httpx.Limits(max_connections=None),
+            # no proxy of the environment leads to this machine's own ports
+            trust_env=not is_loopback(httpx.URL(url).host),
+        )
+
+    def fetch(
+        self, method: str, path: str, body: str | None = None, over: threading.Event | None = None
+    ) -> httpx.Response:
+        """The whole answer, whatever its status; no answer -> Again.
+
+        over: when it is set, the request is left alone, and Ended is raised.
+        """
+        deadline = time.monotonic() + self.timeout
+        reply: Future[httpx.Response] = Future()
+        read = partial(self._read, method, path, body, deadline)
+        # a thread of its own: neither a silent server nor the end of the program waits for it
+        threading.Thread(target=_settle, args=(reply, read), name="request", daemon=True).start()
+        try:
+            while over is None or not over.is_set():
+                wait([reply], min(GLANCE, deadline - time.monotonic()))
+                if reply.done():
+                    return reply.result()
+                if time.monotonic() >= deadline:
+                    raise self._late()
+        except httpx.LocalProtocolError:  # its words may hold a header
+            raise Again("LocalProtocolError") from None
+        except httpx.RequestError as error:
+            raise Again(f"{type(error).__name__}: {error}") from error
+        raise Ended
+
+    def _read(self, method: str, path: str, body: str | None, deadline: float) -> httpx.Response:
+        content = bytearray()
+        with self.http.stream(method, self.url + path, content=body) as answer:
+            for piece in answer.iter_raw():
+                content += piece
+                if len(content) > self.largest:
+                    raise TooLong(f"its answer is longer than {self.largest:,} bytes")
+                if time.monotonic() > deadline:
+                    raise self._late()
+        kept = {
+            n: answer.headers[n] for n in ("Content-Type", "Retry-After") if n in answer.headers
+        }
+        return httpx.Response(answer.status_code, headers=kept, content=bytes(content))
+
+    def _late(self) -> httpx.ReadTimeout:
+        return httpx.ReadTimeout(f"no answer within timeout={self.timeout:g} seconds")
+
+
+def persist(
+    attempt: Callable[[], T],
+    over: threading.Event,
+    *,
+    pauses: tuple[float, float],
+    tries: int = sys.maxsize,
+    seconds: float = math.inf,
+    failed: Callable[[Again], None] = lambda failure: None,
+) -> T:
+    """What `attempt` returns, tried again while it raises Again; the last of those is raised.
+
+    over: when it is set, nothing more is tried or waited for, and Ended is raised. pauses: seconds
+    of the first and of the longest, doubled between; a server may ask for longer ones. tries: in
+    all. seconds: from the first failure on. failed: told of a failure that another try follows.
+    """
+    doubled = tenacity.wait_exponential(multiplier=pauses[0], max=pauses[1])
+
+    def pause(state: tenacity.RetryCallState) -> float:
+        return min(max(doubled(state), _failure(state).after), seconds - state.seconds_since_start)
+
+    def once() -> T:
+        if over.is_set():
+            raise Ended
+        return attempt()
+
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(Again),
+        stop=tenacity.stop_after_attempt(tries) | tenacity.stop_after_delay(seconds),
+        wait=pause,
+        sleep=over.wait,
+        after=_count_from_the_first_failure,
+        before_sleep=lambda state: failed(_failure(state)),
+        reraise=True,
+    )(once)
+
+
+def busy(status: int) -> bool:
+    """Whether a status says that the same request may succeed later."""
+    return status in (408, 429) or status >= 500
+
+
+def retry_after(response: httpx.Response) -> float:
+    """Seconds of a Retry-After header, given as such or as a date; 0: there is none."""
+    value = response.headers.get("Retry-After", "")
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return 0.0
+
+
+def _settle(future: Future[T], work: Callable[[], T]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:  # belongs to who waits
+        future.set_exception(error)
+
+
+def _failure(state: tenacity.RetryCallState) -> Again:
+    return state.outcome.exception()
+
+
+def _count_from_the_first_failure(state: tenacity.RetryCallState) -> None:
+    """A try may take long itself: what counts is how long the server has been away."""
+    if state.attempt_number == 1:
+        state.start_time = state.outcome_timestamp
