@@ -142,7 +142,7 @@ class VideoAlign(Reward):
 
     def _raw(self, videos: Tensor, prompts: list[str]) -> Tensor:
         """(n, 3): what the head gives at the three tokens."""
-        by = "bytes" if self.settings.rounding else "float"
+        by: Literal["bytes", "float"] = "bytes" if self.settings.rounding else "float"
         fitted = [[vlm.fitted(video, low=LOW, high=self.max_pixels, by=by)] for video in videos]
         texts = [self.rubric.format(text_prompt=prompt) for prompt in prompts]
         values = self.head(self.vlm.hidden(fitted, texts, kind="video"))  # (n, 3, k)

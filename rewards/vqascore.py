@@ -1,7 +1,7 @@
-"""VQAScore (arXiv:2404.01291): the probability that a model answers "Yes" when asked whether the
-picture shows the prompt.
+"""VQAScore (arXiv:2404.01291): does the picture show the prompt?
 
-Reference: github.com/linzhiqiu/t2v_metrics. Two variants, whose values are not comparable:
+The probability that a model answers "Yes" to that question. Reference:
+github.com/linzhiqiu/t2v_metrics. Two variants, whose values are not comparable:
 
 `clip-flant5` (the paper's, `clip_t5_model.py` of the releases before 3.0): FlanT5 reads 576
 projected CLIP-L/14-336 patches in the middle of a chat, and the score is exp(-mean cross-entropy of
@@ -20,17 +20,16 @@ softmax. This variant gives no gradient.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import functional as f
 
 from flowrl.data.media import to_pil
-from flowrl.rewards.core import pictures as core_pictures
 from flowrl.rewards.core.pictures import (
     CLIP_MEAN,
     cropped,
@@ -38,6 +37,7 @@ from flowrl.rewards.core.pictures import (
     mean_of_frames,
     normalized,
     pil_cropped,
+    refuse_gradient,
     rounded,
 )
 from flowrl.rewards.core.reward import Reward
@@ -46,8 +46,7 @@ from flowrl.rewards.core.weights import fill, network, path_of, tokenizer
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
-# The chat that FlanT5 was tuned with (Vicuna's): before the picture, and after it with the
-# question.
+# The chat that FlanT5 was tuned with (Vicuna's), before the picture and after it.
 START = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions. USER: "
@@ -59,10 +58,7 @@ QUESTIONS = {
 }
 WEIGHTS = {"clip-flant5": "zhiqiulin/clip-flant5-xxl", "qwen": "Qwen/Qwen2.5-VL-7B-Instruct"}
 LIMIT = 2048  # tokens that the reference keeps of a question
-OTHERS = {
-    "clip-flant5": {"max_pixels"},
-    "qwen": {"tokenizer", "tower"},
-}  # settings that a model does not read
+OTHERS = {"clip-flant5": {"max_pixels"}, "qwen": {"tokenizer", "tower"}}  # settings it never reads
 
 
 class Settings(vlm.Settings):
@@ -106,8 +102,10 @@ class Settings(vlm.Settings):
 
 
 class VQAScore(Reward):
-    """Probability of the answer "Yes" to whether the picture shows the prompt, 0 to 1; of a video,
-    the mean over frames."""
+    """Probability of the answer "Yes" to whether the picture shows the prompt, 0 to 1.
+
+    Of a video, the mean over frames.
+    """
 
     Settings = Settings
     name = "vqascore"
@@ -118,16 +116,7 @@ class VQAScore(Reward):
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
-        if foreign := sorted(OTHERS[s.model] & s.model_fields_set):
-            raise ValueError(
-                f"vqascore with model={s.model} does not read {', '.join(foreign)}; leave out what"
-                " is of the other model"
-            )
-        if s.model == "qwen" and not s.rounding:
-            raise ValueError(
-                "vqascore with model=qwen always rounds pictures; leave rounding=False out, or load"
-                " it with model=clip-flant5"
-            )
+        _check_settings(s)
         self.model = ClipT5(s) if s.model == "clip-flant5" else Qwen(s)
         self.question = s.question or QUESTIONS[s.model]
         self.differentiable = s.model == "clip-flant5" and not s.rounding
@@ -140,13 +129,10 @@ class VQAScore(Reward):
                 "vqascore with model=qwen gives no gradient; load it with model=clip-flant5,"
                 " rounding=False"
             )
-        core_pictures.refuse_gradient(self, media)
+        refuse_gradient(self, media)
         frames = frames_of(media)
-        questions = [
-            question
-            for question in self._asked(prompts)
-            for _ in range(len(frames) // len(prompts))
-        ]
+        each = len(frames) // len(prompts)  # frames of a sample
+        questions = [question for question in self._asked(prompts) for _ in range(each)]
         return mean_of_frames(self.answer(frames, questions), media)
 
     def expect(self, prompts: Sequence[str]) -> None:
@@ -158,33 +144,44 @@ class VQAScore(Reward):
 
     def _warn_cut(self, questions: Sequence[str], *, known: bool = False) -> None:
         if isinstance(self.model, ClipT5):
-            warn_cut(
-                "vqascore", self.model.lengths(list(dict.fromkeys(questions))), LIMIT, known=known
-            )
+            lengths = self.model.lengths(list(dict.fromkeys(questions)))
+            warn_cut("vqascore", lengths, LIMIT, known=known)
 
     def answer(self, media: Tensor, questions: Sequence[str]) -> Tensor:
-        """A question about each of (n, 3, H, W) -> (n,) fp32, how likely the answer is yes; as
-        `checklist` asks."""
+        """A question about each of (n, 3, H, W) -> (n,) fp32, how likely the answer is yes.
+
+        `checklist` asks its questions here.
+        """
         size = self.settings.chunk
         self._warn_cut(questions)
-        return torch.cat(
-            [
-                self.model(media[i : i + size], list(questions[i : i + size]))
-                for i in range(0, len(media), size)
-            ]
+        values = [
+            self.model(media[i : i + size], list(questions[i : i + size]))
+            for i in range(0, len(media), size)
+        ]
+        return torch.cat(values)
+
+
+def _check_settings(s: Settings) -> None:
+    """Settings that the chosen model would not honour -> ValueError."""
+    if foreign := sorted(OTHERS[s.model] & s.model_fields_set):
+        raise ValueError(
+            f"vqascore with model={s.model} does not read {', '.join(foreign)}; leave out what"
+            " belongs to the other model"
+        )
+    if s.model == "qwen" and not s.rounding:
+        raise ValueError(
+            "vqascore with model=qwen always rounds pictures; leave rounding=False out, or load"
+            " it with model=clip-flant5"
         )
 
 
 def likelihood(logits: Tensor, labels: Tensor) -> Tensor:
-    """Logits (n, L, vocabulary) of the answer's L tokens, labels (L,) -> exp(-mean cross-entropy),
-    (n,) fp32: their geometric mean."""
-    return (
-        logits.float()
-        .log_softmax(-1)
-        .gather(2, labels.expand(len(logits), -1)[..., None])[..., 0]
-        .mean(1)
-        .exp()
-    )
+    """exp(-mean cross-entropy), the geometric mean of the tokens' probabilities -> (n,) fp32.
+
+    logits (n, L, vocabulary) of the answer's L tokens, labels (L,).
+    """
+    logp = logits.float().log_softmax(-1)
+    return logp.gather(2, labels.expand(len(logits), -1)[..., None])[..., 0].mean(1).exp()
 
 
 class ClipT5(nn.Module):
@@ -194,65 +191,29 @@ class ClipT5(nn.Module):
         super().__init__()
         from transformers import AutoTokenizer, T5Config, T5ForConditionalGeneration
 
+        dtype = vlm.DTYPES[s.dtype]
         folder = path_of(s.weights or WEIGHTS["clip-flant5"], reward="vqascore")
-        own = self._config(folder)
-        config = T5Config.from_dict(
-            {
-                key: value
-                for key, value in own.items()
-                if not key.startswith("mm_") and key != "model_type"
-            }
-        )
+        own = _config(folder)
+        foreign = ("mm_", "model_type")
+        config = T5Config.from_dict({k: own[k] for k in own if not k.startswith(foreign)})
         self.rounding, self.layer = s.rounding, own.get("mm_vision_select_layer", -2)
         self.tokenizer = tokenizer(
             AutoTokenizer, s.tokenizer, reward="vqascore", setting="tokenizer"
         )
         self.answer = self._answer(s, config.vocab_size)
-        self.tower = _tower(s.tower, vlm.DTYPES[s.dtype])
-        state = {
-            key: value
-            for key, value in vlm.folder_tensors(folder).items()
-            if not key.startswith(("vision_tower.", "embed_tokens."))
-        }
-        projector = {
-            key.removeprefix("mm_projector."): state.pop(key)
-            for key in list(state)
-            if key.startswith("mm_projector.")
-        }
-        for stack in ("encoder", "decoder"):  # tied to shared.weight, which some files hold alone
-            state.setdefault(
-                f"{stack}.embed_tokens.weight", state.get("shared.weight", torch.empty(0))
-            )
-        self.t5 = vlm.from_state(
-            T5ForConditionalGeneration, config, state, dtype=s.dtype, path=folder
-        )
-        width = self.tower.config.hidden_size
-        layers = nn.Sequential(
-            nn.Linear(width, config.d_model), nn.GELU(), nn.Linear(config.d_model, config.d_model)
-        )
-        self.projector = fill(layers, projector, path=folder).to(vlm.DTYPES[s.dtype])
-        self.to(vlm.DTYPES[s.dtype]).eval().requires_grad_(False)
-
-    def _config(self, folder: Path) -> dict[str, Any]:
-        file = folder / "config.json"
-        config = json.loads(file.read_text()) if file.is_file() else {}
-        kind, projector = config.get("model_type"), config.get("mm_projector_type", "mlp2x_gelu")
-        if kind != "clip_t5" or projector != "mlp2x_gelu":
-            raise ValueError(
-                f"reward.vqascore.weights={folder}: expected config.json of a clip_t5 model with an"
-                f" mlp2x_gelu projector (found: {kind}, {projector}); for a Qwen-VL model set"
-                " reward.vqascore.model=qwen"
-            )
-        return config
+        self.tower = _tower(s.tower, dtype)
+        t5, projector = _t5_and_projector(vlm.folder_tensors(folder))
+        self.t5 = vlm.from_state(T5ForConditionalGeneration, config, t5, dtype=s.dtype, path=folder)
+        layers = _projector(self.tower.config.hidden_size, config.d_model)
+        self.projector = fill(layers, projector, path=folder)
+        self.to(dtype).eval().requires_grad_(False)
 
     def _answer(self, s: Settings, vocabulary: int) -> list[int]:
-        """Tokens of the answer, end token included; ValueError where the tokenizer is not the
-        network's."""
+        """Tokens of the answer, with the end token; another network's tokenizer -> ValueError."""
         if len(self.tokenizer) > vocabulary:
-            count = f"{len(self.tokenizer)} tokens, and the network {vocabulary}"
             raise ValueError(
-                f"reward.vqascore.tokenizer={s.tokenizer} has {count}; give the network's own"
-                " tokenizer"
+                f"reward.vqascore.tokenizer={s.tokenizer} has {len(self.tokenizer)} tokens, and the"
+                f" network {vocabulary}; give the network's own tokenizer"
             )
         ids = self.tokenizer(s.answer)["input_ids"]
         if self.tokenizer.unk_token_id in ids:
@@ -263,57 +224,82 @@ class ClipT5(nn.Module):
         return ids
 
     def lengths(self, questions: list[str]) -> list[int]:
-        """Tokens of the text around the picture for each question, before anything is cut; the
-        picture counts as one."""
+        """Tokens of the text around the picture for each question, before anything is cut.
+
+        The picture counts as one.
+        """
         start = len(self.tokenizer(START)["input_ids"])
-        return [
-            start + 1 + len(self.tokenizer(END.format(question))["input_ids"])
-            for question in questions
-        ]
+        ends = (self.tokenizer(END.format(question))["input_ids"] for question in questions)
+        return [start + 1 + len(end) for end in ends]
 
     def forward(self, frames: Tensor, questions: list[str]) -> Tensor:
         """Pictures (n, 3, H, W) in [0, 1] and n questions -> (n,) fp32."""
-        side = self.tower.config.image_size
-        pictures = vlm.squared(rounded(frames) if self.rounding else frames, CLIP_MEAN)
-        pixels = normalized((pil_cropped if self.rounding else cropped)(pictures, side)).to(
-            self.t5.dtype
-        )
-        states = self.tower(pixels, output_hidden_states=True).hidden_states[self.layer]
-        patches = self.projector(states[:, 1:])  # without the class token
+        patches = self.projector(self._states(frames))
         embeddings, mask = self._encoder_input(patches, questions)
         labels = torch.tensor(self.answer, device=frames.device)
         logits = self.t5(
             inputs_embeds=embeddings, attention_mask=mask, labels=labels.repeat(len(frames), 1)
         ).logits
-        return likelihood(
-            logits[..., : len(self.tokenizer)], labels
-        )  # the reference cuts T5's padded vocabulary to the tokenizer's
+        # as in the reference, without the tokens that pad T5's vocabulary
+        return likelihood(logits[..., : len(self.tokenizer)], labels)
+
+    def _states(self, frames: Tensor) -> Tensor:
+        """The tower's patches (n, 576, d), without the class token."""
+        resize = pil_cropped if self.rounding else cropped
+        squares = vlm.squared(rounded(frames) if self.rounding else frames, CLIP_MEAN)
+        pixels = normalized(resize(squares, self.tower.config.image_size)).to(self.t5.dtype)
+        return self.tower(pixels, output_hidden_states=True).hidden_states[self.layer][:, 1:]
 
     def _encoder_input(self, patches: Tensor, questions: list[str]) -> tuple[Tensor, Tensor]:
-        """(n, L, d) embeddings of chat and picture and (n, L) mask; shorter rows end in masked
-        zeros."""
+        """(n, L, d) embeddings of chat and picture, (n, L) mask; short rows end in masked zeros."""
         start = self.tokenizer(START)["input_ids"]
         ends = [self.tokenizer(END.format(question))["input_ids"] for question in questions]
-        table, unknown, rows, masks = (
-            self.t5.get_input_embeddings(),
-            self.tokenizer.unk_token_id,
-            [],
-            [],
+        found = [self._row(*one, start) for one in zip(patches, ends, strict=True)]
+        longest = max(len(row) for row, _ in found)
+        rows = [F.pad(row, (0, 0, 0, longest - len(row))) for row, _ in found]
+        masks = [F.pad(mask, (0, longest - len(mask))) for _, mask in found]
+        return torch.stack(rows), torch.stack(masks).long()
+
+    def _row(self, patch: Tensor, end: list[int], start: list[int]) -> tuple[Tensor, Tensor]:
+        """Embeddings (L, d) of the chat with a picture's patches (p, d) in it, and mask (L,)."""
+        text = torch.tensor([*start, *end[: LIMIT - 1 - len(start)]], device=patch.device)
+        parts = [len(start), len(text) - len(start)]
+        first, last = self.t5.get_input_embeddings()(text).split(parts)
+        known_first, known_last = (text != self.tokenizer.unk_token_id).split(parts)
+        mask = torch.cat([known_first, known_first.new_ones(len(patch)), known_last])
+        return torch.cat([first, patch, last]), mask
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.json of CLIP-FlanT5; of another network -> ValueError."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    kind, projector = config.get("model_type"), config.get("mm_projector_type", "mlp2x_gelu")
+    if kind != "clip_t5" or projector != "mlp2x_gelu":
+        raise ValueError(
+            f"reward.vqascore.weights={folder}: expected config.json of a clip_t5 model with an"
+            f" mlp2x_gelu projector (found: {kind}, {projector}); for a Qwen-VL model set"
+            " reward.vqascore.model=qwen"
         )
-        for patch, ids in zip(patches, ends, strict=True):
-            text = torch.tensor([*start, *ids[: LIMIT - 1 - len(start)]], device=patch.device)
-            first, last = table(text).split([len(start), len(text) - len(start)])
-            known = text != unknown
-            rows.append(torch.cat([first, patch, last]))
-            masks.append(
-                torch.cat([known[: len(start)], known.new_ones(len(patch)), known[len(start) :]])
-            )
-        longest = max(map(len, rows))
-        embeddings = torch.stack([f.pad(row, (0, 0, 0, longest - len(row))) for row in rows])
-        return (
-            embeddings,
-            torch.stack([f.pad(mask, (0, longest - len(mask))) for mask in masks]).long(),
-        )
+    return config
+
+
+def _t5_and_projector(
+    state: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a checkpoint under T5's names, and under those of the projector."""
+    prefix, foreign = "mm_projector.", ("mm_projector.", "vision_tower.", "embed_tokens.")
+    t5 = {key: value for key, value in state.items() if not key.startswith(foreign)}
+    for stack in ("encoder", "decoder"):  # tied to shared.weight, which some files hold alone
+        t5.setdefault(f"{stack}.embed_tokens.weight", t5.get("shared.weight", torch.empty(0)))
+    projector = {
+        key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)
+    }
+    return t5, projector
+
+
+def _projector(width: int, dim: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, dim), nn.GELU(), nn.Linear(dim, dim))
 
 
 def _tower(source: str, dtype: torch.dtype) -> Any:
@@ -354,28 +340,22 @@ class Qwen(nn.Module):
 
     def forward(self, frames: Tensor, questions: list[str]) -> Tensor:
         """Pictures (n, 3, H, W) in [0, 1] and n questions -> (n,) fp32."""
-        chats = [
-            self.processor.apply_chat_template(
-                [
-                    {
-                        "role": "user",
-                        "content": [{"type": "image"}, {"type": "text", "text": question}],
-                    }
-                ],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-            for question in questions
-        ]
+        chats = [self._chat(question) for question in questions]
         pictures = [[picture] for picture in to_pil(frames)]
         batch = self.processor(
             text=chats, images=pictures, padding=True, return_tensors="pt", size=self.size
         ).to(frames.device)
-        places, row = (batch["attention_mask"].sum(1) - 1).unique(
-            return_inverse=True
-        )  # where the replies begin
+        last = batch["attention_mask"].sum(1) - 1  # where the reply begins
+        places, row = last.unique(return_inverse=True)
         logits = self.network(**batch, use_cache=False, logits_to_keep=places).logits
         return logits[torch.arange(len(frames)), row].float().softmax(-1)[:, self.answer]
+
+    def _chat(self, question: str) -> str:
+        """A picture and a question in the model's chat template, up to where it replies."""
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        return self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
 
 
 REWARD = VQAScore

@@ -1,29 +1,29 @@
-"""A video judge that may ask for more frames before it answers (VR-Thinker, arXiv:2510.10518):
-thinking with images, in several turns.
+"""A video judge that may ask for more frames before it answers (VR-Thinker, arXiv:2510.10518).
 
 It first sees a few frames of each video. A reply that calls select_frames with frame numbers gets
 those frames; a reply with an answer ends the dialogue. The reference's formats are read:
 <tool_call>{"name": "select_frames", "arguments": {"target_frames": [...]}}</tool_call> and
 <answer>TA = 1, VQ = 0, MQ = 2, OA = 1</answer>, 1 and 2 for the better video, 0 for a tie;
-\\boxed{1} too, as its training code has it. Without a template, instructions of our own ask any
+\\boxed{1} too, as in its training code. Without a template, instructions of our own ask any
 vision-language model for the same formats; with mode=pointwise for grades 1 to 5.
 
 Reference: qunzhongwang/VideoSearch-Reasoner d2abc21
 (grpo_train/openrlhf/trainer/ppo_utils/experience_maker.py) and the model card of
 qunwang13/vr-thinker. Departures:
-* The reference forgets what a request showed after a number of turns; here at most `images`
-  pictures are in a request, oldest left out first (or further requests are refused), the opening
+* The reference forgets what a request showed after a number of turns; here a request holds at most
+  `images` pictures: the oldest are left out first (or further requests are refused), the opening
   frames never.
-* A request it cannot serve (numbers out of range, too many, not readable) is answered with the
-  reason, as there; frame 0, which there silently shows the last frame, is out of range.
-* No final answer within `turns` replies is NaN; there the provisional answer counts.
+* A request that cannot be served (numbers out of range, too many, not readable) is answered with
+  the reason, as in the reference; frame 0, for which the reference shows the last frame without a
+  word, is out of range.
+* No final answer within `turns` replies is NaN; in the reference the provisional answer counts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -31,8 +31,8 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.judge import client
 from flowrl.rewards.judge.client import Ask, Failed, Message, text
+from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.replies import (
     Unreadable,
     final_answer,
@@ -55,27 +55,32 @@ LABELS = ("TA", "VQ", "MQ", "OA")  # text alignment, visual quality, motion qual
 
 PAIR = """Two videos were made for the same caption: {prompt}
 
-You see {initial} frames of each, first those of Video 1, then those of Video 2. There are more: frames 1 to {first} belong to Video 1,
+You see {initial} frames of each, first those of Video 1, then those of Video 2. There are more: \
+frames 1 to {first} belong to Video 1,
 frames {second} to {total} to Video 2, in the order of time.
 
-Judge which video is better in text alignment (TA), visual quality (VQ), motion quality (MQ) and overall (OA). If the frames you have seen
+Judge which video is better in text alignment (TA), visual quality (VQ), motion quality (MQ) and \
+overall (OA). If the frames you have seen
 are not enough, ask for up to {most} others by their numbers, with nothing after it:
 <tool_call>{"name": "select_frames", "arguments": {"target_frames": [3, 7]}}</tool_call>
-You may reply {turns} times in all. When you are sure, answer with 1 for Video 1, 2 for Video 2 and 0 for a tie:
+You may reply {turns} times in all. When you are sure, answer with 1 for Video 1, 2 for Video 2 \
+and 0 for a tie:
 <answer>TA = 1, VQ = 0, MQ = 2, OA = 1</answer>"""
 
 POINT = """A video was made for this caption: {prompt}
 
 You see {initial} of its frames. There are more: frames 1 to {total}, in the order of time.
 
-Grade its text alignment (TA), visual quality (VQ), motion quality (MQ) and overall quality (OA), each from 1 (bad) to 5 (excellent). If the
-frames you have seen are not enough, ask for up to {most} others by their numbers, with nothing after it:
+Grade its text alignment (TA), visual quality (VQ), motion quality (MQ) and overall quality (OA), \
+each from 1 (bad) to 5 (excellent). If the
+frames you have seen are not enough, ask for up to {most} others by their numbers, with nothing \
+after it:
 <tool_call>{"name": "select_frames", "arguments": {"target_frames": [3, 7]}}</tool_call>
 You may reply {turns} times in all. When you are sure, answer:
 <answer>TA = 4, VQ = 3, MQ = 3, OA = 3.5</answer>"""
 
 
-class Settings(client.Settings):
+class Settings(JudgeSettings):
     model: str = pydantic.Field("vr-thinker", description="The model's name on that server.")
     mode: Literal["pointwise", "pairwise"] = pydantic.Field(
         "pairwise", description="Grade one video, or say which of two is better."
@@ -106,16 +111,18 @@ class Settings(client.Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """A reply that was not final, what it was told, and the frames it got."""
+    """A reply that was not final, what the judge was told, and the frames that it was shown."""
 
     reply: str
     told: str
-    frames: list[int] = field(default_factory=list)
+    frames: list[int]
 
 
 class VrThinker(JudgeReward):
-    """pointwise: the overall grade from 1 to 5, divided by 5. pairwise: no score alone; `compare`
-    says which of two is better."""
+    """pointwise: the overall grade from 1 to 5, divided by 5.
+
+    pairwise: no score alone; `compare` says which of two is better.
+    """
 
     Settings = Settings
     name = "vr_thinker"
@@ -127,26 +134,29 @@ class VrThinker(JudgeReward):
         super().__init__(settings)
         s = self.settings
         self.pair = s.mode == "pairwise"
-        self.read = _preference if self.pair else _grades
-        self.range = (0.0, 1.0) if self.pair else (0.2, 1.0)
+        if self.pair:
+            self.read, self.range, self.template = _preference, (0.0, 1.0), PAIR
+            self.compare = self._compare
+        else:
+            self.read, self.range, self.template = _grades, (0.2, 1.0), POINT
+            self.scale = "overall grade from 1 to 5, divided by 5"
+        self.most = self._most()
+        if s.template:
+            origin = "the instructions on the model card of qunwang13/vr-thinker"
+            self.template = read_template(
+                s.template, reward=self.name, setting="template", origin=origin
+            )
+
+    def _most(self) -> int:
+        """Frames that one reply may ask for: no more than a request has room for."""
+        s = self.settings
         opening = s.initial * (2 if self.pair else 1)
         if s.images <= opening:
             raise ValueError(
                 f"reward.vr_thinker.images={s.images}: {opening} pictures are shown at first, so"
                 f" none could be asked for; set images above {opening}, or initial lower"
             )
-        self.most = min(s.most, s.images - opening)
-        own = PAIR if self.pair else POINT
-        origin = "the instructions on the model card of qunwang13/vr-thinker"
-        self.template = (
-            read_template(s.template, reward=self.name, setting="template", origin=origin)
-            if s.template
-            else own
-        )
-        if self.pair:
-            self.compare = self._compare
-        else:
-            self.scale = "overall grade from 1 to 5, divided by 5"
+        return min(s.most, s.images - opening)
 
     def ask(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
@@ -171,14 +181,18 @@ class VrThinker(JudgeReward):
         prompts: list[str],
         context: MediaContext | None = None,
     ) -> Tensor:
-        """(n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5 or 0; NaN where
-        the dialogue failed."""
+        """(n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5 or 0.
+
+        NaN where the dialogue failed.
+        """
         with torch.no_grad():
             return self.scores(self._watched([media_a, media_b], prompts), media_a)
 
     def read_reply(self, reply: str) -> float:
-        """The score, or of pairs the preference, that a reply of this text gives; NaN where it
-        gives none, or asks for frames."""
+        """The score, or of pairs the preference, that a reply of this text gives.
+
+        NaN where it gives none, or asks for frames.
+        """
         try:
             found = final_answer(reply, self.read)
         except Unreadable:
@@ -189,23 +203,23 @@ class VrThinker(JudgeReward):
 
     def _watched(self, videos: list[Tensor], prompts: list[str]) -> list[Scores | Failed]:
         """One dialogue a sample, side by side. videos: one or two of (n, F, 3, H, W)."""
-        s, jobs = self.settings, []
+        s = self.settings
+        # frames are numbered from 1: those of the first video, then those of the second
         places = [spaced(video.shape[1], s.workspace) for video in videos]
-        starts = [sum(map(len, places[:i])) for i in range(len(places))]
-        opening = [
-            start + i + 1
-            for start, place in zip(starts, places, strict=True)
-            for i in spaced(len(place), s.initial)
-        ]
+        opening: list[int] = []
+        start = 1
+        for place in places:
+            opening += [start + i for i in spaced(len(place), s.initial)]
+            start += len(place)
+        jobs = []
         for row, prompt in enumerate(prompts):
-            frames = torch.cat(
-                [video[row, place] for video, place in zip(videos, places, strict=True)]
-            )
-            words = self._instructions(prompt, first=len(places[0]), total=len(frames))
-            jobs.append(partial(self._dialogue, frames, words, opening))
+            parts = [video[row, place] for video, place in zip(videos, places, strict=True)]
+            words = self._instructions(prompt, first=len(places[0]), total=start - 1)
+            jobs.append(partial(self._dialogue, torch.cat(parts), words, opening))
         return self.judge.run(jobs)
 
     def _instructions(self, prompt: str, *, first: int, total: int) -> str:
+        """The template with its numbers filled in; first: frames of Video 1."""
         s = self.settings
         numbers = {
             "initial": min(s.initial, first),
@@ -221,34 +235,46 @@ class VrThinker(JudgeReward):
         return filled(words, prompt)
 
     def _dialogue(self, frames: Tensor, words: str, opening: list[int], ask: Ask) -> Scores:
-        """Reply by reply until an answer; frames: (N, 3, H, W), numbered from 1. No answer within
-        `turns` -> Unreadable."""
+        """Reply by reply until an answer; none within `turns` -> Unreadable.
+
+        frames: (N, 3, H, W), numbered from 1.
+        """
+        turns = self.settings.turns
         show = cache(lambda number: self.pictures(frames[number - 1])[0])
         rounds: list[Round] = []
-        for turn in range(self.settings.turns):
+        for turn in range(turns):
             reply = ask(self._messages(words, opening, rounds, show)).text
-            try:
-                scores = final_answer(reply, self.read)
-                if scores is not None:
-                    return scores
-                asked = frame_request(reply)
-                told = self._served(
-                    asked, len(frames), len(opening) + sum(len(past.frames) for past in rounds)
-                )
-            except Unreadable as error:
-                asked, told = [], f"That could not be read: {error}."
-            except _NotServed as error:
-                asked, told = [], str(error)
-            if turn == self.settings.turns - 2:
-                told += " This is your last reply: give the answer now."
-            rounds.append(Round(reply=reply, told=told, frames=asked or []))
+            in_use = len(opening) + sum(len(past.frames) for past in rounds)
+            outcome = self._outcome(reply, len(frames), in_use)
+            if isinstance(outcome, dict):
+                return outcome
+            if turn == turns - 2:
+                told = f"{outcome.told} This is your last reply: give the answer now."
+                outcome = replace(outcome, told=told)
+            rounds.append(outcome)
         raise Unreadable(
-            f"no answer in turns={self.settings.turns} replies; the last is"
-            f" {shown(rounds[-1].reply)}"
+            f"no answer in turns={turns} replies; the last is {shown(rounds[-1].reply)}"
         )
 
-    def _served(self, asked: list[int] | None, total: int, in_use: int) -> str:
-        """What to say to a request for frames; one that is not served -> _NotServed."""
+    def _outcome(self, reply: str, total: int, in_use: int) -> Scores | Round:
+        """The scores of a final reply, else what to say to it."""
+        try:
+            scores = final_answer(reply, self.read)
+            if scores is not None:
+                return scores
+            asked = frame_request(reply) or []
+            told = self._served(asked, total, in_use)
+        except Unreadable as error:
+            return Round(reply=reply, told=f"That could not be read: {error}.", frames=[])
+        except _NotServed as error:
+            return Round(reply=reply, told=str(error), frames=[])
+        return Round(reply=reply, told=told, frames=asked)
+
+    def _served(self, asked: list[int], total: int, in_use: int) -> str:
+        """What to say to a request for frames; one that is not served -> _NotServed.
+
+        total: frames that there are. in_use: pictures that the dialogue holds already.
+        """
         if not asked:
             raise _NotServed(
                 "Ask for frames by a tool call, or give the answer between <answer> and </answer>."
@@ -276,7 +302,8 @@ class VrThinker(JudgeReward):
         room = self.settings.images - len(opening)
         for place, past in enumerate(rounds):
             newer = sum(len(later.frames) for later in rounds[place + 1 :])
-            kept = past.frames[len(past.frames) - max(0, min(len(past.frames), room - newer)) :]
+            fits = max(0, room - newer)
+            kept = past.frames[-fits:] if fits else []
             gone = [str(number) for number in past.frames if number not in kept]
             told = past.told + (f" (Frames {', '.join(gone)} are no longer shown.)" if gone else "")
             messages += [
@@ -291,24 +318,21 @@ class _NotServed(Exception):
 
 
 def _preference(answer: str) -> Scores:
-    """ "TA = 1, ..., OA = 2" -> P(first is better) for each."""
+    """ "TA = 1, ..., OA = 2" -> P(first is better) for each; "score" is the overall one."""
     found = labelled_scores(answer, LABELS, 0, 2)
     needed(found, ["OA"], answer)
     if odd := [label for label, value in found.items() if value not in (0, 1, 2)]:
         raise Unreadable(f"{odd[0]} = {found[odd[0]]:g} is neither 0, 1 nor 2")
     meaning = {0: 0.5, 1: 1.0, 2: 0.0}
-    return {
-        "score": meaning[int(found["OA"])],
-        **{label.lower(): meaning[int(value)] for label, value in found.items()},
-    }
+    shares = {label.lower(): meaning[int(value)] for label, value in found.items()}
+    return {"score": shares["oa"], **shares}
 
 
 def _grades(answer: str) -> Scores:
+    """ "TA = 4, ..., OA = 3.5" -> each grade; "score" is the overall one over 5."""
     found = labelled_scores(answer, LABELS, 1, 5)
-    return {
-        "score": needed(found, ["OA"], answer)[0] / 5,
-        **{label.lower(): value for label, value in found.items()},
-    }
+    score = needed(found, ["OA"], answer)[0] / 5
+    return {"score": score, **{label.lower(): value for label, value in found.items()}}
 
 
 REWARD = VrThinker

@@ -1,13 +1,13 @@
-"""Win rate within a group (Pref-GRPO, arXiv:2508.20751): a sample's reward is how often it is
-preferred to the others of its prompt.
+"""Win rate within a group (Pref-GRPO, arXiv:2508.20751).
 
-Pairwise preferences cannot be inflated by a model that learns to please a score: the rates of a
-group always sum to G / 2. Reference: github.com/CodeGoat24/Pref-GRPO, fastvideo/rewards.
-Departures:
-* A pair that the judge could not decide counts for nobody; there it is a tie, 0.5 to both, as an
-  unreadable answer is.
-* The reference rounds rates to 3 decimals (`decimals=3`); here they stay exact unless told.
-* A sample without another of its group is NaN, with the reason in the log; there it scores 0.
+A sample's reward is how often it is preferred to the others of its prompt. Pairwise preferences
+cannot be inflated by a model that learns to please a score: the rates of a group always sum to G /
+2. Reference: github.com/CodeGoat24/Pref-GRPO, fastvideo/rewards. Departures: * A pair that the
+judge could not decide counts for nobody; in the reference it is a tie, 0.5 to
+  both, as is an unreadable answer.
+* The reference rounds rates to 3 decimals (`decimals=3`); here they stay exact by default.
+* A sample without another of its group is NaN, with the reason in the log; in the reference it
+  scores 0.
 * Any pointwise reward may be the judge, both orders may be asked (`swap`), and pairs may be sampled
   (`opponents`).
 """
@@ -22,7 +22,15 @@ from torch import Tensor
 
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.wrap import Around, load_inner
-from flowrl.rewards.judge.compare import alone, ask, from_pointwise, groups_of, pairs_of, win_rates
+from flowrl.rewards.judge.compare import (
+    Comparator,
+    alone,
+    ask,
+    from_pointwise,
+    groups_of,
+    pairs_of,
+    win_rates,
+)
 from flowrl.types import MediaContext
 
 
@@ -68,8 +76,10 @@ class Settings(Base):
 
 
 class WinRate(Around):
-    """Mean win probability over the other members of the group, in [0, 1]; 0.5 is the mean of every
-    group."""
+    """Mean win probability over the other members of the group, in [0, 1].
+
+    0.5 is the mean of every group.
+    """
 
     Settings = Settings
     name = "win_rate"
@@ -81,43 +91,30 @@ class WinRate(Around):
 
     def __init__(self, settings: Any = None):
         s = self.Settings() if settings is None else settings
-        super().__init__(
-            s, load_inner(s.judge, s.judge_settings, reward=self.name, setting="judge")
-        )
-        compares = hasattr(self.inner, "compare")
-        if compares and (s.margin or s.temperature):
+        inner = load_inner(s.judge, s.judge_settings, reward=self.name, setting="judge")
+        super().__init__(s, inner)
+        self.judge: Comparator
+        if not hasattr(inner, "compare"):
+            self.judge = from_pointwise(inner, margin=s.margin, temperature=s.temperature)
+            return
+        if s.margin or s.temperature:
+            name = getattr(inner, "name", type(inner).__name__)
             raise ValueError(
                 f"reward.win_rate: margin={s.margin:g} and temperature={s.temperature:g} are for"
-                f" judges that score, and {getattr(self.inner, 'name', type(self.inner).__name__)}"
-                " compares; leave them out"
+                f" judges that score, and {name} compares; leave them out"
             )
-        self.judge = (
-            self.inner
-            if compares
-            else from_pointwise(self.inner, margin=s.margin, temperature=s.temperature)
-        )
+        self.judge = inner
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
+        s = self.settings
         groups = groups_of(prompts, context, reward=self.name)
-        pairs = pairs_of(groups, opponents=self.settings.opponents)
-        answers = ask(
-            self.judge,
-            media,
-            prompts,
-            context,
-            pairs,
-            swap=self.settings.swap,
-            chunk=self.settings.chunk,
-        )
+        pairs = pairs_of(groups, opponents=s.opponents)
+        answers = ask(self.judge, media, prompts, context, pairs, swap=s.swap, chunk=s.chunk)
         self.problem = getattr(self.inner, "problem", None) or alone(groups)
         rates = win_rates(pairs, answers.to(media.device), len(media))
-        return (
-            rates
-            if self.settings.decimals is None
-            else torch.round(rates, decimals=self.settings.decimals)
-        )
+        return rates if s.decimals is None else torch.round(rates, decimals=s.decimals)
 
 
 REWARD = WinRate

@@ -289,8 +289,8 @@ def test_what_is_wrong_is_one_sentence(load, files, tmp_path, media):
     with pytest.raises(
         ValueError,
         match=(
-            "vqascore with model=clip-flant5 does not read max_pixels; leave out what is of the"
-            " other model"
+            "vqascore with model=clip-flant5 does not read max_pixels; leave out what belongs"
+            " to the other model"
         ),
     ):
         load(max_pixels=28 * 28)
@@ -437,7 +437,7 @@ def test_qwen_refuses_settings_that_it_would_not_read_and_answers_of_several_tok
         (
             {"tokenizer": "x", "tower": "y"},
             (
-                "vqascore with model=qwen does not read tokenizer, tower; leave out what is of the"
+                "vqascore with model=qwen does not read tokenizer, tower; leave out what belongs"
                 " other model"
             ),
         ),
