@@ -70,8 +70,8 @@ def evaluate(
     log.setup()
     with one_sentence_errors():
         scale = None if guidance is None else parse_guidance(guidance)
-        how = {"images": images, "steps": steps, "guidance": scale}
-        of_suites = {"best_of": best_of, "count": count, "prompts": prompts}
+        how: dict[str, Any] = {"images": images, "steps": steps, "guidance": scale}
+        of_suites: dict[str, Any] = {"best_of": best_of, "count": count, "prompts": prompts}
         words = {"rewards": reward or (), "held_out": held_out or ()}
         if suite is not None:
             _evaluate_suite(runs, suite, seed=seed or 0, **how, **of_suites, **words)

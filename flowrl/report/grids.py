@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from PIL import Image, ImageDraw, ImageFont
+from PIL.ImageFont import FreeTypeFont
 from torch import Tensor
 
 from flowrl.data.media import to_pil
@@ -16,7 +17,6 @@ ACCEPTED, REFUSED = (26, 158, 92), (214, 69, 65)  # edges by the verdict of a ve
 PAD = 8  # pixels between pictures
 GAP = 24  # pixels between pairs
 
-Font = ImageFont.FreeTypeFont
 Verdicts = Sequence[bool | None]
 
 
@@ -156,15 +156,15 @@ def _paste(
 # text
 
 
-def _font(cell: int) -> Font:
-    return cast(Font, ImageFont.load_default(size=max(10, min(14, cell // 9))))
+def _font(cell: int) -> FreeTypeFont:
+    return cast(FreeTypeFont, ImageFont.load_default(size=max(10, min(14, cell // 9))))
 
 
-def _line_height(font: Font) -> int:
+def _line_height(font: FreeTypeFont) -> int:
     return int(font.size) + 3
 
 
-def _lines(text: str, width: int, font: Font) -> list[str]:
+def _lines(text: str, width: int, font: FreeTypeFont) -> list[str]:
     """Wrap at words to at most two lines; what does not fit ends in an ellipsis."""
     lines, words = [""], text.split()
     for word in words:
@@ -189,7 +189,9 @@ def _caption_height(width: int, captions: Sequence[str] | None) -> int:
     return 8 + _line_height(font) * max(len(_lines(c, width, font)) for c in captions)
 
 
-def _write(sheet: Image.Image, text: str, corner: tuple[int, int], width: int, font: Font) -> None:
+def _write(
+    sheet: Image.Image, text: str, corner: tuple[int, int], width: int, font: FreeTypeFont
+) -> None:
     draw = ImageDraw.Draw(sheet)
     for n, line in enumerate(_lines(text, width, font)):
         draw.text((corner[0], corner[1] + n * _line_height(font)), line, fill=INK, font=font)
