@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,43 +14,26 @@ from flowrl.rewards import RewardBug, RewardSet, RewardUnavailable, check_needs,
 from flowrl.rewards.core.score import check_meta
 from flowrl.types import MediaContext, replace
 
-WAITING = 4  # chunks of images, of all sizes, that are held until some size has a whole one
+WAITING = 4  # chunks of images, of all sizes, that are held until one size fills a chunk
 
 
 def score_files(
     samples: Sequence[Sample], rewards: RewardSet, *, chunk: int = 16
 ) -> tuple[list[Scored], list[str]]:
-    """Scores in the order of `samples`, and a sentence for each file that is left out, or lacks the
+    """Scores in the order of `samples`, and a sentence for each file that is left out or lacks the
     score of a reward of weight 0.
 
     Images of equal size are scored `chunk` at a time; at most WAITING x chunk are in memory,
-    whatever the number of files. When a reward breaks down after the first scores, the files that
-    are left have its sentence: scores may have been paid for.
+    whatever the number of files. When a reward breaks down after the first scores, its sentence
+    goes to each of the files that are left: the scores before may have been paid for.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scored: dict[int, Scored] = {}
     problems: dict[int, str] = {}
     try:
         for rows, media in _chunks(samples, chunk, problems):
-            context = MediaContext(meta=[samples[i].meta for i in rows])
-            found = score(media.to(device), [samples[i].prompt for i in rows], rewards, context)
-            raw, why = (
-                {label: value.tolist() for label, value in found.raw.items()},
-                "; ".join(found.errors),
-            )
-            for place, (i, total) in enumerate(zip(rows, found.total.tolist(), strict=True)):
-                if not math.isfinite(total):
-                    problems[i] = f"left out: {samples[i].path} could not be scored: {why}"
-                    continue
-                scored[i] = Scored(
-                    sample=samples[i],
-                    scores={label: value[place] for label, value in raw.items()},
-                    total=total,
-                )
-                if lacking := [
-                    label for label, value in scored[i].scores.items() if not math.isfinite(value)
-                ]:
-                    problems[i] = f"{samples[i].path} has no score of {', '.join(lacking)}: {why}"
+            some = {i: samples[i] for i in rows}
+            _score_chunk(some, media.to(device), rewards, scored, problems)
     except (RewardBug, RewardUnavailable) as error:
         if not scored:
             raise
@@ -59,11 +42,36 @@ def score_files(
     return [scored[i] for i in sorted(scored)], [problems[i] for i in sorted(problems)]
 
 
+def _score_chunk(
+    samples: Mapping[int, Sample],
+    media: Tensor,
+    rewards: RewardSet,
+    scored: dict[int, Scored],
+    problems: dict[int, str],
+) -> None:
+    """Score samples by number, whose images are media (n, 3, H, W), into `scored` or `problems`."""
+    context = MediaContext(meta=[sample.meta for sample in samples.values()])
+    found = score(media, [sample.prompt for sample in samples.values()], rewards, context)
+    raw = {label: values.tolist() for label, values in found.raw.items()}
+    totals, why = found.total.tolist(), "; ".join(found.errors)
+    for place, (i, sample) in enumerate(samples.items()):
+        if not math.isfinite(totals[place]):
+            problems[i] = f"left out: {sample.path} could not be scored: {why}"
+            continue
+        scores = {label: values[place] for label, values in raw.items()}
+        scored[i] = Scored(sample=sample, scores=scores, total=totals[place])
+        lacking = [label for label, value in scores.items() if not math.isfinite(value)]
+        if lacking:
+            problems[i] = f"{sample.path} has no score of {', '.join(lacking)}: {why}"
+
+
 def _chunks(
     samples: Sequence[Sample], most: int, problems: dict[int, str]
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """(rows of samples, their images (n, 3, H, W)), n <= most, of one size; a file that cannot be
-    read enters `problems` instead."""
+    """(rows of samples, their images (n, 3, H, W)), n <= most, of one size.
+
+    A file that cannot be read enters `problems` instead.
+    """
     waiting: dict[torch.Size, dict[int, Tensor]] = {}
     for i, sample in enumerate(samples):
         try:
@@ -86,26 +94,28 @@ def _batch(pictures: dict[int, Tensor]) -> tuple[list[int], Tensor]:
 def with_meta(
     samples: Sequence[Sample], rewards: RewardSet, *, columns: Sequence[str] = ("meta",)
 ) -> list[Sample]:
-    """Samples that carry what the rewards read; of prompts of the shapes world it is known. Missing
-    or wrong -> ValueError.
+    """Samples that carry what the rewards read; for prompts of the shapes world it is known.
 
-    columns: of the context, that the caller will offer.
+    columns: of the context, that the caller will offer. Missing or wrong -> ValueError.
     """
     check_needs(rewards, columns)
     samples = list(samples)
     if any(reward.name == "shapes" for reward in rewards.rewards.values()):
-        from flowrl.shapes.prompts import find
-
-        world = {
-            text: find(text)
-            for text in dict.fromkeys(s.prompt for s in samples if "include" not in s.meta)
-        }
-        known = {
-            text: {key: value for key, value in prompt.items() if key != "prompt"}
-            for text, prompt in world.items()
-        }
-        samples = [
-            s if "include" in s.meta else replace(s, meta=known[s.prompt] | s.meta) for s in samples
-        ]
+        samples = _with_clauses(samples)
     check_meta(rewards, {"the list of images": [{"prompt": s.prompt, **s.meta} for s in samples]})
     return samples
+
+
+def _with_clauses(samples: list[Sample]) -> list[Sample]:
+    """Samples whose meta says what prompts of the shapes world ask for."""
+    from flowrl.shapes.prompts import find
+
+    texts = dict.fromkeys(s.prompt for s in samples if "include" not in s.meta)
+    found = {text: find(text) for text in texts}
+    known = {
+        text: {key: value for key, value in prompt.items() if key != "prompt"}
+        for text, prompt in found.items()
+    }
+    return [
+        s if "include" in s.meta else replace(s, meta=known[s.prompt] | s.meta) for s in samples
+    ]

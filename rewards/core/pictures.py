@@ -1,6 +1,6 @@
-"""How pictures reach a network. Published scores depend on the resize as much as on the weights, so
-each way is named and tested.
+"""How pictures reach a network.
 
+Published scores depend on the resize as much as on the weights, so each way is named and tested.
 All take frames (n, 3, H, W) fp32 in [0, 1]. `rounded` gives what a saved PNG holds; without it the
 gradient passes.
 """
@@ -8,9 +8,10 @@ gradient passes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
@@ -23,6 +24,8 @@ from flowrl.types import MediaContext
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5)
 
+Picture = TypeVar("Picture", Tensor, Image.Image)
+
 
 def frames_of(media: Tensor) -> Tensor:
     """(B, 3, H, W) or (B, F, 3, H, W) -> (n, 3, H, W), frames of a sample next to each other."""
@@ -30,8 +33,10 @@ def frames_of(media: Tensor) -> Tensor:
 
 
 def column_of(context: MediaContext | None, name: str, size: int) -> Tensor:
-    """Pictures or videos in a context column, one for each of `size` samples; ValueError unless
-    they are as media must be, and finite."""
+    """Pictures or videos in a context column, one for each of `size` samples.
+
+    ValueError unless they are as media must be, and finite.
+    """
     found = getattr(context, name, None)
     if found is None:
         raise ValueError(f"context.{name} is missing: give MediaContext({name}=...), one a sample")
@@ -67,8 +72,8 @@ def cropped(
     *,
     floor: bool = False,
 ) -> Tensor:
-    """Shortest side to `side` (antialiased, bicubic unless told), centre crop; what a bicubic
-    overshoots is clamped, as PIL does."""
+    """Shortest side to `side` (antialiased), centre crop; overshoots of the bicubic are clamped, as
+    PIL does."""
     return _centre(F.resize(frames, [side], interpolation, antialias=True), side, floor).clamp(0, 1)
 
 
@@ -87,32 +92,36 @@ def fitted(frames: Tensor, side: int, *, antialias: bool = True) -> Tensor:
     return F.pad(frames, [left, top, side - width - left, side - height - top])
 
 
-def by_pil(frames: Tensor, to_tensor: Callable[..., Tensor]) -> Tensor:
+def by_pil(frames: Tensor, to_tensor: Callable[[Image.Image], Tensor]) -> Tensor:
     """The reference's own way, picture by picture: to_tensor(PIL image) -> (3, h, w)."""
     return torch.stack([to_tensor(image) for image in to_pil(frames)]).to(frames.device)
 
 
 def pil_cropped(frames: Tensor, side: int, *, floor: bool = False) -> Tensor:
-    """`cropped` by PIL (bicubic, bytes in between): what the processors of CLIP do -> (n, 3, side,
-    side) in [0, 1]."""
-    return by_pil(
-        frames,
-        lambda image: F.to_tensor(
-            _centre(F.resize(image, [side], InterpolationMode.BICUBIC), side, floor)
-        ),
-    )
+    """`cropped` by PIL (bicubic, bytes in between), as CLIP's processors do: (n, 3, side, side)."""
+
+    def to_tensor(image: Image.Image) -> Tensor:
+        resized = F.resize(image, [side], InterpolationMode.BICUBIC)
+        return F.to_tensor(_centre(resized, side, floor))
+
+    return by_pil(frames, to_tensor)
 
 
 def pil_stretched(frames: Tensor, side: int) -> Tensor:
     """`stretched` by PIL: what SigLIP's processor does."""
-    return by_pil(
-        frames, lambda image: F.to_tensor(F.resize(image, [side, side], InterpolationMode.BICUBIC))
-    )
+
+    def to_tensor(image: Image.Image) -> Tensor:
+        return F.to_tensor(F.resize(image, [side, side], InterpolationMode.BICUBIC))
+
+    return by_pil(frames, to_tensor)
 
 
-def _centre(image: Any, side: int, floor: bool) -> Any:
-    """Centre crop. Where an odd number of pixels goes, torchvision rounds the offset to even and
-    transformers' processors down (floor)."""
+def _centre(image: Picture, side: int, floor: bool) -> Picture:
+    """Centre crop.
+
+    Where an odd number of pixels goes, torchvision rounds the offset to even and transformers'
+    processors round it down (floor).
+    """
     if not floor:
         return F.center_crop(image, [side, side])
     _, height, width = F.get_dimensions(image)

@@ -1,9 +1,9 @@
 """What a reward is, and how one is found by name.
 
 A reward is a module rewards/<name>.py that exposes `REWARD`, a subclass of Reward with a pydantic
-`Settings` schema. The file is the registration: nothing else has to be edited. Shared parts live in
-modules that start with "_". A function in a user's own file is one too: decorated with `reward`, it
-is named "path/to/file.py:function".
+`Settings` schema. The file is the registration: nothing else has to be edited. Shared parts are in
+the folders of rewards/. A function in a user's own file is one too: decorated with `reward`, it is
+named "path/to/file.py:function".
 """
 
 from __future__ import annotations
@@ -32,18 +32,21 @@ ORIGINS = {  # of the others: Python code, and clients of a reward server
 
 
 class RewardBug(RuntimeError):
-    """A reward broke its contract (shape, dtype, device, an unknown column). The run stops: no
-    retry would help."""
+    """A reward broke its contract (shape, dtype, device, an unknown column).
+
+    The run stops: no retry would help.
+    """
 
 
 class RewardUnavailable(RuntimeError):
-    """What a reward relies on (a server) is gone, and waiting did not help. The run stops,
-    resumable: no sample is counted as failed."""
+    """What a reward relies on (a server) is gone, and waiting did not help.
+
+    The run stops, resumable: no sample is counted as failed.
+    """
 
 
 class Settings(pydantic.BaseModel):
-    """Base of every reward's settings: an unknown key is an error, values do not change after
-    loading."""
+    """Base of every reward's settings: unknown keys are errors, and values stay as loaded."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
@@ -51,16 +54,16 @@ class Settings(pydantic.BaseModel):
 class Reward:
     """Scores media for their prompts; higher is always better.
 
-    name: what the log calls it. scale: one sentence that says what a number means. needs:
-    MediaContext columns that it reads.
-    remedies: for such a column, the setting that does without it. reads: keys of each prompt's meta
-    that it cannot do without; checked before a run. reads_prompt: whether the text matters, so that
-    an empty one is refused. video: whether it takes videos; images it always takes unless it is
-    "only".
-    differentiable: whether a gradient reaches the media (as loaded: settings may decide). range:
-    the lowest and the highest score that can be, inf for an open end; None: not known. quality: it
-    is meant to put honest pictures above noise and blank ones. problem: why samples of the last
-    call failed. answers: whether `told` has answers about pictures, which evaluation keeps.
+    name: what the log calls it. scale: one sentence that says what a number means.
+    needs: MediaContext columns that it reads. remedies: for such a column, the setting that does
+    without it. reads: keys of each prompt's meta that it cannot do without; checked before a run.
+    reads_prompt: whether the text matters, so that an empty one is refused.
+    video: whether it takes videos; it always takes images, unless this is "only".
+    differentiable: whether a gradient reaches the media (as loaded: settings may decide).
+    range: the lowest and the highest possible score, inf for an open end; None: not known.
+    quality: it is meant to put honest pictures above noise and blank ones.
+    problem: why samples of the last call failed.
+    answers: whether `told` has answers about pictures, which evaluation keeps.
     """
 
     Settings: ClassVar[type[Settings]] = Settings
@@ -89,15 +92,17 @@ class Reward:
         raise NotImplementedError(f"{type(self).__name__} does not define __call__")
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
-        """What is wrong with what a prompt carries under the keys that this reward reads, as the
-        end of a sentence; None: nothing."""
+        """What is wrong with the values that this reward reads of a prompt, as the end of a
+        sentence; None: nothing."""
         return None
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
-        """Readings that evaluation shows beside the score, as eval/<label>/<part>: name -> (B,)
-        fp32. Most rewards have none."""
+        """Readings that evaluation shows beside the score, as eval/<label>/<part>.
+
+        name -> (B,) fp32. Most rewards have none.
+        """
         return {}
 
     def told(self, media: Tensor, context: MediaContext) -> list[list[dict[str, Any]]] | None:
@@ -105,16 +110,17 @@ class Reward:
         return None
 
     def expect(self, prompts: Sequence[str]) -> None:
-        """The texts that will be scored, as far as they are known at start-up: what there is to say
-        of them all is said once."""
+        """Receives the texts that will be scored, as far as they are known at start-up, so that a
+        warning about all of them comes once."""
 
     def begin(self, run: Path) -> None:
-        """A training run in the folder `run` begins, or goes on; most rewards keep nothing
-        there."""
+        """A training run in the folder `run` begins, or goes on; most keep nothing there."""
 
     def uncached(self) -> AbstractContextManager[None]:
-        """Within it, no score or answer comes from a store of earlier ones: what asks whether a
-        reward repeats itself needs that."""
+        """Within it, no score or answer comes from a store of earlier ones.
+
+        A check whether a reward repeats itself needs that.
+        """
         return nullcontext()
 
     def to(self, device: Any) -> Reward:
@@ -130,7 +136,7 @@ class Reward:
 
 @contextmanager
 def forgetful(holder: Any) -> Iterator[None]:
-    """holder.remembers is False inside, and as before after it: what `uncached` is made of."""
+    """holder.remembers is False inside, and restored afterwards: `uncached` is made of this."""
     before, holder.remembers = holder.remembers, False
     try:
         yield
@@ -164,50 +170,25 @@ def reward(
     range: tuple[float, float] | None = None,
     quality: bool = False,
 ) -> Any:
-    """Decorator: a function (media, prompts, context=None, *, setting=default, ...) -> (B,) is a
-    reward, and may be called as before.
+    """Decorator: makes a function (media, prompts, context=None, *, setting=default, ...) -> (B,) a
+    reward; it can still be called.
 
-    Its keyword-only arguments are the reward's settings. The other arguments are attributes of
-    flowrl.rewards.Reward.
+    Its keyword-only arguments are the reward's settings. The arguments of the decorator are
+    attributes of flowrl.rewards.Reward.
     """
-
-    declared = {
-        "scale": scale,
-        "needs": frozenset(needs),
-        "reads": frozenset(reads),
-        "reads_prompt": reads_prompt,
-        "differentiable": differentiable,
-        "range": range,
-        "quality": quality,
-    }
+    inputs = {"needs": frozenset(needs), "reads": frozenset(reads), "reads_prompt": reads_prompt}
+    scores = {"scale": scale, "range": range, "quality": quality, "differentiable": differentiable}
 
     def register(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        f.REWARD = _class_of(f, declared)  # type: ignore[attr-defined]
+        f.REWARD = _class_of(f, inputs | scores)  # type: ignore[attr-defined]
         return f
 
     return register if function is None else register(function)
 
 
 def _class_of(f: Callable[..., Tensor], declared: Mapping[str, Any]) -> type[Reward]:
-    signature = inspect.signature(f, eval_str=True)
-    positional = [
-        p
-        for p in signature.parameters.values()
-        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    if len(positional) != 3:
-        raise ValueError(
-            f"{f.__name__}{signature} takes {len(positional)} positional arguments; a reward takes"
-            " (media, prompts, context=None)"
-        )
-    fields: dict[str, Any] = {
-        p.name: (
-            Any if p.annotation is p.empty else p.annotation,
-            ... if p.default is p.empty else p.default,
-        )
-        for p in signature.parameters.values()
-        if p.kind is p.KEYWORD_ONLY
-    }
+    """A reward class that calls f with its settings."""
+    fields = _settings_of(f)
 
     def call(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -225,6 +206,25 @@ def _class_of(f: Callable[..., Tensor], declared: Mapping[str, Any]) -> type[Rew
     return type(f.__name__, (Reward,), {**own, **declared})
 
 
+def _settings_of(f: Callable[..., Tensor]) -> dict[str, Any]:
+    """pydantic fields, (type, default) by name, of the keyword-only arguments of f; ValueError
+    unless three arguments precede them."""
+    signature = inspect.signature(f, eval_str=True)
+    parameters = signature.parameters.values()
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if count != 3:
+        raise ValueError(
+            f"{f.__name__}{signature} takes {count} positional arguments; a reward takes (media,"
+            " prompts, context=None)"
+        )
+    fields = {}
+    for p in parameters:
+        if p.kind is p.KEYWORD_ONLY:
+            annotation = Any if p.annotation is p.empty else p.annotation
+            fields[p.name] = (annotation, ... if p.default is p.empty else p.default)
+    return fields
+
+
 def reward_class(name: str) -> type[Reward]:
     """The class behind a reward's name or "file.py:function", unloaded. Unknown -> ValueError with
     the nearest names."""
@@ -232,11 +232,9 @@ def reward_class(name: str) -> type[Reward]:
         return _from_file(name)
     cls = getattr(find("flowrl.rewards", name, what="reward"), "REWARD", None)
     if not (isinstance(cls, type) and issubclass(cls, Reward)):
-        said = (
-            "exposes no REWARD"
-            if cls is None
-            else f"exposes REWARD = {cls!r}, which is no subclass of flowrl.rewards.Reward"
-        )
+        said = "exposes no REWARD"
+        if cls is not None:
+            said = f"exposes REWARD = {cls!r}, which is not a subclass of flowrl.rewards.Reward"
         raise ValueError(f'reward "{name}": its file {said}; end it with REWARD = YourClass')
     return cls
 
@@ -255,15 +253,17 @@ def _from_file(name: str) -> type[Reward]:
         if hasattr(value, "REWARD") and getattr(value, "__module__", "") == found["__name__"]
     ]
     if member in found:
-        raise ValueError(f'reward "{name}": {member} is no reward; put @flowrl.reward above it')
+        raise ValueError(f'reward "{name}": {member} is not a reward; put @flowrl.reward above it')
     raise ValueError(
         f'reward "{name}": {path.name} has no "{member}"{did_you_mean(member, rewards)}'
     )
 
 
 def user_file(path: Path, *, what: str) -> dict[str, Any]:
-    """What a Python file of the user's defines, by name; it runs once in a process. Missing or
-    broken -> ValueError."""
+    """What a Python file of the user's defines, by name; it runs once in a process.
+
+    Missing or broken -> ValueError.
+    """
     if not path.is_file():
         raise ValueError(f"{what}: there is no file {path}")
     unique = f"flowrl_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
@@ -300,22 +300,21 @@ def parse(
     schema: type[Settings], settings: Mapping[str, Any], *, what: str, prefix: str = ""
 ) -> Settings:
     """Validate settings against schema; all problems are reported together, as one ValueError.
-    prefix: what a user puts before a key."""
+
+    prefix: what a user puts before a key.
+    """
     try:
         return schema.model_validate(dict(settings))
     except pydantic.ValidationError as error:
-        raise ValueError(
-            f"{what}: "
-            + "; ".join(_sentence(problem, schema, prefix) for problem in error.errors())
-        ) from None
+        problems = "; ".join(_sentence(problem, schema, prefix) for problem in error.errors())
+        raise ValueError(f"{what}: {problems}") from None
 
 
 def _sentence(problem: Any, schema: type[Settings], prefix: str) -> str:
     key = ".".join(map(str, problem["loc"])) or "settings"
     if problem["type"] == "extra_forbidden":
-        return f'unknown setting "{key}"' + (
-            did_you_mean(key, schema.model_fields) or "; it has no settings"
-        )
+        hint = did_you_mean(key, schema.model_fields) or "; it has no settings"
+        return f'unknown setting "{key}"{hint}'
     if problem["type"] == "missing":
         field = schema.model_fields.get(key)
         about = f" ({field.description.rstrip('.')})" if field and field.description else ""
@@ -330,7 +329,7 @@ def check_columns(rewards: Mapping[str, Reward], columns: Iterable[str]) -> None
         for column in sorted(reward.needs):
             if column not in COLUMNS:
                 raise RewardBug(
-                    f'reward "{label}" needs "{column}", which is no context'
+                    f'reward "{label}" needs "{column}", which is not a context'
                     f" column{did_you_mean(column, COLUMNS)}"
                 )
             if column not in offered:

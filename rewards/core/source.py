@@ -1,5 +1,7 @@
-"""The picture before an edit, for rewards that judge edits: the context column `source`, or the
-image that each prompt names."""
+"""The picture before an edit, for rewards that judge edits.
+
+It comes from the context column `source`, or from the image that each prompt names.
+"""
 
 from __future__ import annotations
 
@@ -34,26 +36,24 @@ class Settings(Base):
 
 
 class Sourced(Reward):
-    """A reward that may be shown the picture before editing; it says so once, by
-    `declare_source`."""
+    """A reward that may be shown the picture before editing; it declares so in `declare_source`."""
 
     remedies = {
         "source": 'set source=meta to read it from the image that each prompt names under "source"'
     }
 
     def declare_source(self, shown: bool, setting: str = "") -> None:
-        """shown: whether it sees the picture as it is loaded; setting: what makes it so, where it
-        does not."""
+        """shown: whether it sees the picture, as loaded; setting: the one that would show it."""
         meta = self.settings.source == "meta"
         if meta and not shown:
             raise ValueError(
                 f"reward.{self.name}.source=meta would not be used: no picture before editing is"
                 f" shown without {setting}"
             )
-        self.needs = self.needs | (
-            frozenset({"meta" if meta else "source"}) if shown else frozenset()
-        )
-        self.reads = self.reads | (frozenset({"source"}) if meta else frozenset())
+        if shown:
+            self.needs = self.needs | {"meta" if meta else "source"}
+        if meta:
+            self.reads = self.reads | {"source"}
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         if "source" in self.reads:
@@ -64,8 +64,10 @@ class Sourced(Reward):
         return super().complaint(meta)
 
     def sources(self, media: Tensor, context: MediaContext | None) -> list[Tensor]:
-        """The picture before editing of each sample, (3, H, W) fp32 in [0, 1] on media's device;
-        files may differ in size."""
+        """The picture before editing of each sample, (3, H, W) fp32 in [0, 1] on media's device.
+
+        Files may differ in size.
+        """
         if self.settings.source == "column":
             return list(column_of(context, "source", len(media)).to(media.device))
         assert context is not None and context.meta is not None  # declared

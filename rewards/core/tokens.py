@@ -1,5 +1,4 @@
-"""Prompts that a text tower cannot hold are cut by its tokenizer; whoever reads the scores is told
-so, once for each reward."""
+"""A warning, once for each reward, about prompts longer than its text tower holds: they are cut."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ def warn_cut(reward: str, lengths: Sequence[int], limit: int, *, known: bool = F
     tokens) -> that count.
 
     known: they are all prompts of the data (`Reward.expect`). Else they are a chunk, the first that
-    holds a long one, and that is said.
+    holds a long one, and the warning says so.
     """
     cut = sum(length > limit for length in lengths)
     if cut and reward not in _told:
         _told.add(reward)
+        first = "" if known else "the first "
         logger.warning(
-            f"{reward} reads {limit} tokens of a prompt: {cut} of"
-            f" {'' if known else 'the first '}{len(lengths)} are longer (up to {max(lengths)}); the"
-            " rest does not count (said once)"
+            f"{reward} reads {limit} tokens of a prompt: {cut} of {first}{len(lengths)} are longer"
+            f" (up to {max(lengths)}); the rest does not count (said once)"
         )
     return cut

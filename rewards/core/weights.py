@@ -1,12 +1,15 @@
-"""Weights and prompt templates of rewards: a path or a hub's name for it; tensors only, never
-pickles; every key is checked."""
+"""Weights and prompt templates of rewards: from a path, or by a hub's name.
+
+Tensors only, never pickles; every key is checked.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,39 +30,32 @@ def path_of(
     only: list[str] | None = None,
     beside: str | None = None,
 ) -> Path:
-    """A file or folder on this machine: `source` if it exists, else "owner/repo" of the hub: the
-    whole repository, or one `file` of it.
+    """A file or folder on this machine: `source` if it exists, else "owner/repo" of the hub.
 
-    Of a folder `source`, the `file` in it. only: patterns of files to fetch of a whole repository,
-    which often holds its weights
-    in several forms. beside: another file that the reward reads of the same folder. What is missing
-    -> ValueError that says what to fetch and where to put it.
+    file: that file in a folder or repository; None: all of it. only: patterns of files to fetch of
+    a whole repository, which often holds its weights in several forms. beside: another file that
+    the reward reads of the same folder. What is missing -> ValueError that says what to fetch and
+    where to put it.
     """
     local = _local(source, file, reward, setting)
     if local is not None:
         return local
+    try:
+        return _fetched(source, file, only)
+    except Exception as error:  # the hub's client raises a dozen kinds: no network, a gate, no room
+        what, put = file, None
+        if beside:
+            what, put = f"{file} and {beside}", "/path/to/the folder with both"
+        raise unfetched(source, what, reward, setting, error, put=put) from error
+
+
+def _fetched(source: str, file: str | None, only: list[str] | None) -> Path:
+    """A file or a whole repository of the hub, on this machine."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    try:
-        return Path(
-            hf_hub_download(source, file)
-            if file
-            else snapshot_download(source, allow_patterns=only)
-        )
-    except (
-        Exception
-        # the hub's client raises a dozen kinds: no network, no such repository, a gate, a full disk
-    ) as error:
-        if beside:
-            raise unfetched(
-                source,
-                f"{file} and {beside}",
-                reward,
-                setting,
-                error,
-                put="/path/to/the folder with both",
-            ) from error
-        raise unfetched(source, file, reward, setting, error) from error
+    if file:
+        return Path(hf_hub_download(source, file))
+    return Path(snapshot_download(source, allow_patterns=only))
 
 
 def network(
@@ -77,32 +73,28 @@ def network(
     A missing, surplus or misshapen key -> ValueError that names some. ignore: beginnings of keys
     that may be surplus (the other tower).
     """
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
 
     def load(place: str) -> Any:
         with _quiet():
-            return cls.from_pretrained(
-                place, output_loading_info=True, dtype=dtype, ignore_mismatched_sizes=True
-            )
+            return cls.from_pretrained(place, **options)
 
     module, info = from_folder_or_hub(load, source, reward=reward, setting=setting)
-    surplus = [
-        key
-        for key in info["unexpected_keys"]
-        if not key.startswith(ignore) and not key.endswith("position_ids")
-    ]
-    shapes = [
-        f"{key} {tuple(got)} instead of {tuple(own)}" for key, got, own in info["mismatched_keys"]
-    ]
-    _complain(source, cls.__name__, list(info["missing_keys"]), surplus, shapes)
+    surplus = [key for key in info["unexpected_keys"] if not key.startswith(ignore)]
+    misfit = Misfit(
+        missing=list(info["missing_keys"]),
+        surplus=[key for key in surplus if not key.endswith("position_ids")],
+        shapes=[_shapes(key, got, own) for key, got, own in info["mismatched_keys"]],
+    )
+    misfit.check(source, cls.__name__)
     return module.eval().requires_grad_(False)
 
 
 def tokenizer(cls: Any, source: str, *, reward: str, setting: str = "weights") -> Any:
-    """A tokenizer of transformers from a folder or a hub's name; one without a vocabulary ->
-    ValueError.
+    """A tokenizer of transformers from a folder or a hub's name; without a vocabulary: ValueError.
 
-    transformers 5 makes a tokenizer of special tokens alone (of T5's also the blank) where it finds
-    no files, and says nothing.
+    Where transformers 5 finds no files, it makes a tokenizer of special tokens alone (of T5's also
+    the blank), and says nothing.
     """
     found = from_folder_or_hub(cls.from_pretrained, source, reward=reward, setting=setting)
     if found.get_vocab().keys() - {*found.all_special_tokens, "▁"}:
@@ -118,8 +110,8 @@ def tokenizer(cls: Any, source: str, *, reward: str, setting: str = "weights") -
 def from_folder_or_hub(
     load: Callable[[str], T], source: str, *, reward: str, setting: str = "weights"
 ) -> T:
-    """load(folder) or load("owner/repo") by a library that fetches what it needs itself, its
-    complaints as one ValueError."""
+    """load(folder) or load("owner/repo") by a library that fetches what it needs itself; what it
+    complains of becomes one ValueError."""
     local = _local(source, None, reward, setting)
     try:
         return load(source if local is None else str(local))
@@ -139,17 +131,11 @@ def _local(source: str, file: str | None, reward: str, setting: str) -> Path | N
         local = local / file
     if local.exists():
         return local
-    if (
-        source.count("/") != 1
-        or source.startswith((".", "/", "~"))
-        or Path(source).suffix in FILES
-        or Path(source).is_dir()
-    ):
-        raise ValueError(
-            f"reward.{reward}.{setting}={source}: there is no such file or"
-            f" folder{f' ({local})' if str(local) != source else ''}"
-        )
-    return None
+    of_hub = source.count("/") == 1 and not source.startswith((".", "/", "~"))
+    if of_hub and Path(source).suffix not in FILES and not Path(source).is_dir():
+        return None
+    where = f" ({local})" if str(local) != source else ""
+    raise ValueError(f"reward.{reward}.{setting}={source}: there is no such file or folder{where}")
 
 
 def unfetched(
@@ -161,19 +147,24 @@ def unfetched(
     *,
     put: str | None = None,
 ) -> ValueError:
-    """The sentence about `file` of the hub's repository `source` (None: all of it). put: the
-    setting's value for what was downloaded."""
+    """The sentence about `file` of the hub's repository `source` (None: all of it).
+
+    put: the setting's value for what was downloaded.
+    """
     what = f"{file} of {source}" if file else source
+    put = put or f"/path/to/{file or 'the folder'}"
     return ValueError(
         f"reward {reward} needs {what}, which is not on this machine and could not be fetched"
         f" ({type(error).__name__}); download it from https://huggingface.co/{source} and set"
-        f" reward.{reward}.{setting}={put or '/path/to/' + (file or 'the folder')}"
+        f" reward.{reward}.{setting}={put}"
     )
 
 
 def fetch_open_clip(model: str, tag: str, *, reward: str, setting: str) -> None:
-    """Have the weights that open_clip knows by this tag on this machine; it logs an error of its
-    own where it fetches them itself."""
+    """Have the weights that open_clip knows by this tag on this machine.
+
+    Where open_clip fetches them itself, it logs an error of its own.
+    """
     import open_clip
 
     config = open_clip.get_pretrained_cfg(model, tag)
@@ -181,15 +172,13 @@ def fetch_open_clip(model: str, tag: str, *, reward: str, setting: str) -> None:
         open_clip.download_pretrained(config)
     except Exception as error:  # the hub's client raises a dozen kinds, and open_clip one more
         repository, _, file = config["hf_hub"].rpartition("/")
-        raise unfetched(
-            repository, file or "open_clip_pytorch_model.bin", reward, setting, error
-        ) from error
+        file = file or "open_clip_pytorch_model.bin"
+        raise unfetched(repository, file, reward, setting, error) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """transformers prints a table of keys that do not fit; they are checked here, and said in one
-    sentence."""
+    """transformers prints a table of keys that do not fit; here one sentence names them."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -201,40 +190,47 @@ def _quiet() -> Iterator[None]:
 
 
 def tensors(path: Path, *, under: str | None = None) -> dict[str, Tensor]:
-    """The state dict in a .safetensors or torch file, on CPU; under: the key that holds it where
-    the file has others too.
+    """The state dict in a .safetensors or torch file, on CPU.
 
-    A torch file is read with weights_only: one that holds more than tensors and plain containers ->
-    ValueError.
+    under: the key that holds it where the file has others too. A torch file is read with
+    weights_only: one that holds more than tensors and plain containers -> ValueError.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name the file in it that holds the weights")
     if path.suffix == ".safetensors":
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            return load_file(str(path))
-        except SafetensorError as error:
-            raise ValueError(
-                f"{path} is no safetensors file, or a part of one ({error}); fetch it again"
-            ) from error
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(
-            f"{path} is no file of tensors, or one that could run code when opened; convert it"
-            " once, where you trust it, to .safetensors"
-        ) from error
+        return _safetensors(path)
+    found = _torch_file(path)
     if under is not None and isinstance(found, Mapping) and under in found:
         found = found[under]
-    if not isinstance(found, Mapping) or not all(
-        isinstance(value, Tensor) for value in found.values()
-    ):
+    is_state = isinstance(found, Mapping) and all(isinstance(v, Tensor) for v in found.values())
+    if not is_state:
         raise ValueError(
             f"{path} holds a {type(found).__name__}, expected a state dict: names and tensors"
         )
     return dict(found)
+
+
+def _safetensors(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(str(path))
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a safetensors file, or only a part of one ({error}); fetch it again"
+        ) from error
+
+
+def _torch_file(path: Path) -> Any:
+    """What a torch file holds, read without running code."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} is not a file of tensors, or it could run code when opened; convert it"
+            " once, where you trust it, to .safetensors"
+        ) from error
 
 
 def fill(
@@ -245,48 +241,54 @@ def fill(
 
     ignore: beginnings of keys that may be missing or surplus (buffers that libraries compute).
     """
-    own = module.state_dict()
-    state = (
-        {key: value for key, value in state.items() if not key.startswith(ignore)}
-        if ignore
-        else dict(state)
+    own = {key: value for key, value in module.state_dict().items() if not key.startswith(ignore)}
+    state = {key: value for key, value in state.items() if not key.startswith(ignore)}
+    both = [key for key in own.keys() & state.keys() if state[key].shape != own[key].shape]
+    misfit = Misfit(
+        missing=[key for key in own if key not in state],
+        surplus=[key for key in state if key not in own],
+        shapes=[_shapes(key, state[key].shape, own[key].shape) for key in both],
     )
-    missing = [key for key in own if key not in state and not (ignore and key.startswith(ignore))]
-    surplus = [key for key in state if key not in own]
-    shapes = [
-        f"{key} {tuple(state[key].shape)} instead of {tuple(own[key].shape)}"
-        for key in own.keys() & state.keys()
-        if state[key].shape != own[key].shape
-    ]
-    _complain(path, type(module).__name__, missing, surplus, shapes)
+    misfit.check(path, type(module).__name__)
     module.load_state_dict(state, strict=False)
     return module.eval().requires_grad_(False)
 
 
-def _complain(
-    source: object, module: str, missing: list[str], surplus: list[str], shapes: list[str]
-) -> None:
-    problems = [
-        f"{len(keys)} {what} ({', '.join(sorted(keys)[:3])}{', ...' if len(keys) > 3 else ''})"
-        for what, keys in (
-            ("keys missing", missing),
-            ("unknown keys", surplus),
-            ("tensors of another shape", shapes),
-        )
-        if keys
-    ]
-    if problems:
-        raise ValueError(f"{source} does not fit {module}: {'; '.join(problems)}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """Keys of a state dict that a module lacks, does not know, or has in another shape."""
+
+    missing: list[str]
+    surplus: list[str]
+    shapes: list[str]  # each with both shapes
+
+    def check(self, source: object, module: str) -> None:
+        """ValueError that names some, if there are any."""
+        kinds = {
+            "keys missing": self.missing,
+            "unknown keys": self.surplus,
+            "tensors of another shape": self.shapes,
+        }
+        problems = []
+        for what, keys in kinds.items():
+            some = ", ".join(sorted(keys)[:3]) + (", ..." if len(keys) > 3 else "")
+            problems += [f"{len(keys)} {what} ({some})"] if keys else []
+        if problems:
+            raise ValueError(f"{source} does not fit {module}: {'; '.join(problems)}")
+
+
+def _shapes(key: str, got: Sequence[int], own: Sequence[int]) -> str:
+    return f"{key} {tuple(got)} instead of {tuple(own)}"
 
 
 def template(
     path: str | Path | None, *, sha256: str, reward: str, setting: str = "template", origin: str
 ) -> str:
-    """A prompt text that belongs to a model, read from a file and checked by its sha256 (a prefix
-    in hex): we ship no such texts.
+    """A prompt text that belongs to a model, read from a file: we ship no such texts.
 
-    origin: where the text is found, said where `path` is missing or holds another text. A newline
-    at the end of the file is dropped when the text fits only without it.
+    sha256: the beginning of its digest in hex. origin: where the text is found, named where `path`
+    is missing or holds another text. A newline at the end of the file is dropped when the text fits
+    only without it.
     """
     if path is None:
         raise ValueError(

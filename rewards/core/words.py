@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 
 def parse_words(words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Words of the command line as `load_set` takes them: NAME, NAME=WEIGHT and NAME.SETTING=VALUE,
-    of which each adds to NAME.
+    """Words of the command line as `load_set` takes them: NAME, NAME=WEIGHT and NAME.SETTING=VALUE.
 
     >>> parse_words(["jpeg", "jpeg.quality=80", "clip=0.5"])
     {'jpeg': {'weight': 1.0, 'quality': 80}, 'clip': {'weight': 0.5}}
@@ -19,43 +19,75 @@ def parse_words(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     weight or setting given twice -> ValueError.
     """
     out: dict[str, dict[str, Any]] = {}
-    said: set[tuple[str, str]] = set()
-    for word in words:
-        left, equals, value = word.partition("=")
-        file, colon, rest = left.rpartition(":") if ".py:" in left else ("", "", left)
-        label, _, key = rest.partition(".")
-        given = {(label, key)} | (
-            {(label, "weight")} if equals and not key else set()
-        )  # NAME=0.5 is NAME.weight=0.5
-        if said & given:
+    given: set[tuple[str, str]] = set()  # (label, setting), "" where a word has none
+    for text in words:
+        word = _parse(text)
+        _check_new(word, given)
+        given |= word.gives()
+        named = {"name": f"{word.file}:{word.label}"} if word.file else {}
+        entry = out.setdefault(word.label, {"weight": 1.0, **named})
+        if not word.label or not _entered(word, entry):
             raise ValueError(
-                f'reward "{word}": "{left}" is given twice; give each reward one weight, and each'
-                " setting one value"
-            )
-        if held := next(
-            (k for name, k in said if name == label and key and k and _within(k, key)), None
-        ):
-            raise ValueError(
-                f'reward "{word}": "{label}.{held}" is given too, and one holds the other; give one'
-                " of the two"
-            )
-        said |= given
-        entry = out.setdefault(
-            label, {"weight": 1.0} | ({"name": f"{file}:{label}"} if colon else {})
-        )
-        try:
-            if key and equals:
-                _put(entry, key.split("."), yaml.safe_load(value))
-            elif equals:
-                entry["weight"] = float(value)
-        except (ValueError, yaml.YAMLError):
-            equals = ""
-        if not label or (key or "=" in word) and not equals:
-            raise ValueError(
-                f'reward "{word}" should be NAME, NAME=WEIGHT such as jpeg=0.5, or'
+                f'reward "{text}" should be NAME, NAME=WEIGHT such as jpeg=0.5, or'
                 " NAME.SETTING=VALUE such as jpeg.quality=80"
             )
     return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """FILE:LABEL.SETTING=VALUE in its parts, empty where it has none. value: None without a "="."""
+
+    text: str
+    file: str
+    label: str
+    setting: str
+    value: str | None
+
+    @property
+    def left(self) -> str:
+        return self.text.partition("=")[0]
+
+    def gives(self) -> set[tuple[str, str]]:
+        """What it gives, as (label, setting): NAME=0.5 gives NAME.weight too."""
+        own = {(self.label, self.setting)}
+        weight = self.value is not None and not self.setting
+        return own | {(self.label, "weight")} if weight else own
+
+
+def _parse(text: str) -> Word:
+    left, equals, value = text.partition("=")
+    file, _, rest = left.rpartition(":") if ".py:" in left else ("", "", left)
+    label, _, setting = rest.partition(".")
+    return Word(text=text, file=file, label=label, setting=setting, value=value if equals else None)
+
+
+def _check_new(word: Word, given: set[tuple[str, str]]) -> None:
+    """ValueError where an earlier word gives the same, or a part of it."""
+    if given & word.gives():
+        raise ValueError(
+            f'reward "{word.text}": "{word.left}" is given twice; give each reward one weight, and'
+            " each setting one value"
+        )
+    for label, setting in given:
+        same = label == word.label and setting and word.setting
+        if same and _within(setting, word.setting):
+            raise ValueError(
+                f'reward "{word.text}": "{label}.{setting}" is given too, and one holds the other;'
+                " give one of the two"
+            )
+
+
+def _entered(word: Word, entry: dict[str, Any]) -> bool:
+    """Put what a word gives into its reward's entry; False: it is not of a known form."""
+    try:
+        if word.setting and word.value is not None:
+            _put(entry, word.setting.split("."), yaml.safe_load(word.value))
+        elif word.value is not None:
+            entry["weight"] = float(word.value)
+    except (ValueError, yaml.YAMLError):
+        return False
+    return word.value is not None or not word.setting
 
 
 def _within(a: str, b: str) -> bool:
@@ -64,7 +96,7 @@ def _within(a: str, b: str) -> bool:
 
 
 def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """tree[k1][k2]... = value; a key that holds no mapping -> ValueError."""
+    """tree[k1][k2]... = value; a key that does not hold a mapping -> ValueError."""
     for key in keys[:-1]:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):

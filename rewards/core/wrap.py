@@ -1,5 +1,5 @@
-"""A reward made of another one: how the inner one is named, and that what it needs, reads and
-refuses is asked of the outer one too."""
+"""A reward made of another one: how it names the inner one, and that it needs, reads and refuses
+what the inner one does."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def load_inner(value: Any, settings: Mapping[str, Any], *, reward: str, setting:
         )
     if isinstance(value, str):
         return load(value, **settings)
+    return _loaded(value, settings, key)
+
+
+def _loaded(value: Any, settings: Mapping[str, Any], key: str) -> Any:
+    """A reward, comparator or function that Python gives."""
     if settings:
         raise ValueError(
             f"{key} is already loaded, so {sorted(settings)} cannot be set; leave"
@@ -32,10 +37,10 @@ def load_inner(value: Any, settings: Mapping[str, Any], *, reward: str, setting:
     if isinstance(value, Reward) or hasattr(value, "compare"):
         return value
     if callable(value):
-        return FunctionReward(value, getattr(value, "__name__", setting))
+        return FunctionReward(value, getattr(value, "__name__", key.rpartition(".")[2]))
     raise ValueError(
-        f"{key}={value!r} is no reward; give a reward's name, or in Python a reward, a comparator"
-        " or a function"
+        f"{key}={value!r} is not a reward; give a reward's name, or in Python a reward, a"
+        " comparator or a function"
     )
 
 
@@ -43,7 +48,7 @@ class Around(Reward):
     """A reward that asks `inner`, which moves with it, keeps its records in the same run and says
     why a sample failed.
 
-    Of a judge that writes, it passes on what a reply of it says (`read_reply`).
+    If the inner one is a judge that writes, its `read_reply` is passed on.
     """
 
     def __init__(self, settings: Any, inner: Any):

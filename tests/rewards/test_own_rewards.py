@@ -78,8 +78,8 @@ def test_a_decorated_function_in_a_set_keeps_its_declarations():
     "member, said",
     [
         ("rod", 'mine.py has no "rod"; did you mean "red"?'),
-        ("plain", "plain is no reward; put @flowrl.reward above it"),
-        ("flowrl", "flowrl is no reward"),
+        ("plain", "plain is not a reward; put @flowrl.reward above it"),
+        ("flowrl", "flowrl is not a reward"),
     ],
 )
 def test_what_is_no_reward_in_a_file_is_refused(file, member, said):

@@ -181,19 +181,17 @@ def test_a_pickle_that_could_run_code_is_refused_unopened(tmp_path, write, capsy
     write(tmp_path / "x.pth")
     with pytest.raises(
         ValueError,
-        match=(
-            "x.pth is no file of tensors, or one that could run code when opened; convert it once"
-        ),
+        match=("x.pth is not a file of tensors, or it could run code when opened; convert it once"),
     ):
         weights.tensors(tmp_path / "x.pth")
     assert "ran" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint at all", b"<html>404</html>" * 100])
-def test_a_file_that_is_no_checkpoint_is_named(tmp_path, content):
+def test_a_file_that_is_not_a_checkpoint_is_named(tmp_path, content):
     for name in ("x.pt", "x.safetensors"):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{name} is no .*file"):
+        with pytest.raises(ValueError, match=f"{name} is not a .*file"):
             weights.tensors(tmp_path / name)
     with pytest.raises(ValueError, match=f"{tmp_path} is a folder; name the file in it"):
         weights.tensors(tmp_path)
