@@ -17,15 +17,18 @@ Departures from the reference code (scxue/advantage_weighted_matching), beside t
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from flowrl.algorithms.common import base, forward
+from flowrl.runtime.read_when import read_above, read_when
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 TINY = 1e-10  # added to m where a root is taken
+OFF_POLICY = read_when("algorithm.off_policy", True)
+KEEPS_OLD = OFF_POLICY | read_above("algorithm.ema_weight", 0)
 
 
 class AWMConfig(forward.ForwardConfig, forward.Follower):
@@ -43,19 +46,26 @@ class AWMConfig(forward.ForwardConfig, forward.Follower):
         "ghuber",
         description="w(m): m, s m, s^2 m, s sqrt(m), or s m^power / power (generalised Huber).",
     )
-    power: PositiveFloat = Field(0.25, description="Exponent of ghuber.")
-    ratio: Literal["row", "sample"] = Field(
+    power: Annotated[PositiveFloat, read_when("algorithm.weighting", "ghuber")] = Field(
+        0.25, description="Exponent of ghuber."
+    )
+    ratio: Annotated[Literal["row", "sample"], OFF_POLICY] = Field(
         "row", description="One ratio for each noise level, or one for each sample."
     )
-    clip: tuple[PositiveFloat, PositiveFloat] = Field(
+    clip: Annotated[tuple[PositiveFloat, PositiveFloat], OFF_POLICY] = Field(
         (1.0, 1.0), description="The ratio is clipped to 1 - first .. 1 + second."
     )
     ema_weight: NonNegativeFloat = Field(
         1.0, description="Weight of the mean square distance of velocities to the old policy."
     )
     off_policy: bool = Field(
-        False, description="Rollouts and ratios of the old policy, not of the current one."
+        False,
+        description=(
+            "Rollouts and ratios of the old policy, not of the current one, whose ratio is 1."
+        ),
     )
+    old_slope: Annotated[forward.Slope, KEEPS_OLD] = 0.001
+    old_decay: Annotated[forward.Decay, KEEPS_OLD] = 0.3
 
 
 class AWM(forward.ForwardMethod):

@@ -23,13 +23,14 @@ _forward.py:
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from flowrl.algorithms.common import base, forward
+from flowrl.runtime.read_when import read_above
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 
@@ -52,13 +53,13 @@ class CRDConfig(forward.ForwardConfig):
     kl_weight: NonNegativeFloat = Field(
         0.1, description="Weight of the mean square distance of velocities to the reference."
     )
-    kl_floor: float = Field(
+    kl_floor: Annotated[float, read_above("algorithm.kl_weight", 0)] = Field(
         1e-4,
         ge=0,
         description="Distance weight of the worst sample, at most kl_weight, that of the best.",
     )
-    reference_guidance: float | Literal["none"] = Field(
-        "none", description="Guidance of the reference: a scale (4.5 distils it), or none."
+    reference_guidance: Annotated[float | Literal["none"], read_above("algorithm.kl_weight", 0)] = (
+        Field("none", description="Guidance of the reference: a scale (4.5 distils it), or none.")
     )
 
 

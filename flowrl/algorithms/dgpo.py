@@ -18,13 +18,14 @@ Departures from the reference code (Luo-Yihong/DGPO), beside those of _forward.p
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from flowrl.algorithms.common import base, forward
+from flowrl.runtime.read_when import read_with
 from flowrl.types import Columns, LossOutput, Rollout
 
 
@@ -48,6 +49,8 @@ class DGPOConfig(forward.ForwardConfig, forward.Follower):
     reference_guidance: float | Literal["none"] = Field(
         "none", description="Guidance of the reference: a scale, or none."
     )
+    old_slope: Annotated[forward.Slope, read_with("algorithm.clip")] = 0.001
+    old_decay: Annotated[forward.Decay, read_with("algorithm.clip")] = 0.3
 
     @model_validator(mode="after")
     def check_keep(self) -> DGPOConfig:

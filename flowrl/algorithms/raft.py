@@ -19,13 +19,14 @@ Departures, beside those of _forward.py:
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from flowrl.algorithms.common import base, forward
+from flowrl.runtime.read_when import read_when
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
 LEAST = 1e-4
@@ -45,8 +46,12 @@ class RAFTConfig(forward.ForwardConfig):
     select: Literal["best", "softmax"] = Field(
         "best", description="Train the best samples of a group, or all, weighted by softmax."
     )
-    top: PositiveInt = Field(1, description="select=best: samples of a group that are trained.")
-    temperature: PositiveFloat = Field(1.0, description="select=softmax: of the advantages.")
+    top: Annotated[PositiveInt, read_when("algorithm.select", "best")] = Field(
+        1, description="Samples of a group that are trained."
+    )
+    temperature: Annotated[PositiveFloat, read_when("algorithm.select", "softmax")] = Field(
+        1.0, description="Of the softmax over the advantages."
+    )
 
 
 class RAFT(forward.ForwardMethod):

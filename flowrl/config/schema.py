@@ -27,6 +27,7 @@ from pydantic import (
 
 from flowrl.config.compose import one_form, options
 from flowrl.runtime import registry
+from flowrl.runtime.read_when import read_when
 
 Guidance = float | Literal["none", "pipeline"]
 
@@ -133,16 +134,14 @@ class DrawConfig(Section):
             " (Reinforce-Ada)."
         ),
     )
-    rounds: PositiveInt = Field(3, description="Most further rounds of refill or balance.")
-    spread: NonNegativeFloat = Field(
-        1e-6,
-        description=(
-            "refill: standard deviation of a group's rewards up to which they count as equal."
-        ),
+    rounds: Annotated[PositiveInt, read_when("draw.mode", "refill", "balance")] = Field(
+        3, description="Most further rounds."
     )
-    positive: float | None = Field(
-        None,
-        description="balance: a good sample's reward exceeds this; none: the first round's median.",
+    spread: Annotated[NonNegativeFloat, read_when("draw.mode", "refill")] = Field(
+        1e-6, description="Standard deviation of a group's rewards up to which they are equal."
+    )
+    positive: Annotated[float | None, read_when("draw.mode", "balance")] = Field(
+        None, description="A good sample's reward exceeds this; none: the first round's median."
     )
 
 
@@ -258,7 +257,7 @@ class GuardConfig(Section):
         le=1,
         description="Stop when more than this share of samples has no valid reward.",
     )
-    canaries: bool = Field(
+    check_rewards: bool = Field(
         True,
         description=(
             "Try the rewards on the first samples: batch mates, determinism, noise against spread."

@@ -3,98 +3,100 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from accelerate import Accelerator
 
 from flowrl.algorithms.common.base import Algorithm
-from flowrl.config import load
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
 from flowrl.config.schema import Config
-from flowrl.data import prompts as data_prompts
-from flowrl.data import scored_dataset
+from flowrl.data.prompts import Prompts, load_prompts
+from flowrl.data.prompts import batch as first_batch
+from flowrl.data.scored_dataset import Dataset, references
+from flowrl.data.scored_dataset import load as load_dataset
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set
-from flowrl.rewards.core import score
-from flowrl.runtime import distributed
+from flowrl.rewards.core.score import check_meta
+from flowrl.rollouts.records import Source
+from flowrl.runtime.distributed import World, start
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import logger
-from flowrl.training import checks
-from flowrl.training.checks import check_files, check_resume, check_signal, warn_distilled
+from flowrl.training.checks import (
+    check_batch,
+    check_files,
+    check_resume,
+    check_signal,
+    warn_distilled,
+)
 from flowrl.training.ema import Ema
-from flowrl.training.unused_options import unread
-from flowrl.types import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the loop works with."""
-
-    cfg: Config
-    path: Path
-    accelerator: Any
-    world: distributed.World
-    policy: Policy
-    algorithm: Algorithm
-    rewards: RewardSet
-    prompts: data_prompts.Prompts
-    eval_prompts: data_prompts.Prompts
-    dataset: scored_dataset.Dataset | None  # what is trained on in place of rollouts
-    references: bool  # whether prompts name images that join their groups
-    guidance: float | str  # of rollouts
-    parameters: dict[str, torch.nn.Parameter]
-    raw_optimizer: torch.optim.AdamW
-    optimizer: Any  # prepared by accelerate: knows the fp16 scaler
-    ema: Ema
-    ledger: Ledger
-    plan: Plan  # of the first iteration
-
-    def autocast(self) -> Any:
-        return autocast(self.cfg.train.precision, self.policy.device)
-
-    def clip(self) -> float:
-        """Scale gradients to optimizer.max_grad_norm; their norm before."""
-        return float(
-            self.accelerator.clip_grad_norm_(
-                list(self.parameters.values()), self.cfg.optimizer.max_grad_norm
-            )
-        )
-
-    def start_trackers(self, iteration: int) -> None:
-        """Open the trackers; events after `iteration` of an interrupted run are purged."""
-        flat = load.flatten(self.cfg.model_dump(mode="json"))
-        flat = {
-            k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in flat.items()
-        }
-        extra = (
-            {"tensorboard": {"purge_step": iteration + 1}}
-            if "tensorboard" in self.cfg.trackers
-            else {}
-        )
-        self.accelerator.init_trackers("tracker", config=flat, init_kwargs=extra)
-
-    def track(self, metrics: dict[str, float], step: int) -> None:
-        self.accelerator.log(metrics, step=step)
-
-    def end_trackers(self) -> None:
-        self.accelerator.end_training()
+from flowrl.training.records import Parts, Weights
+from flowrl.training.unused_options import unused_options
 
 
 def build(cfg: Config, resume: Path | None = None) -> Parts:
-    """Load and check all parts; every mistake of the user -> ValueError, and nothing was
-    written."""
-    path = resume or Path(
-        cfg.output or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{cfg.algorithm['name']}"
+    """Load and check all parts; every mistake of the user -> ValueError, and nothing was written."""
+    path = run_folder(cfg, resume)
+    rewards = load_rewards(cfg, path)
+    dataset, prompts, held_out = load_data(cfg, rewards)
+    algorithm = make_algorithm(cfg)
+    accelerator = start(cfg.train.precision, cfg.trackers, path)
+    world = World(accelerator)
+    policy = make_policy(cfg, device=accelerator.device)
+
+    # Does the method fit its plan, its guidance, its rewards and its media?
+    plan = algorithm.plan(schedule(cfg, policy), sampler=cfg.sampler, iteration=0, seed=cfg.seed)
+    algorithm.check(plan)
+    check_batch(cfg, processes=world.size, leaves=plan.leaves)
+    guidance = check_guidance(cfg, algorithm, policy)
+    check_signal(cfg, algorithm, plan, rewards.needs)
+    check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
+    warn_distilled(algorithm, policy, cfg.model.source)
+    spare = (len(prompts) - cfg.batch.prompts) // world.size
+    for sentence in unused_options(cfg, algorithm, plan, spare=spare):
+        logger.warning(sentence)
+
+    source = Source(
+        cfg=cfg,
+        world=world,
+        ledger=Ledger(policy.device),
+        prompts=prompts,
+        dataset=dataset,
+        references=not dataset and bool(references(prompts)),
+        policy=policy,
+        view=algorithm.rollout_view,
+        guidance=guidance,
+        autocast=autocast(cfg.train.precision, policy.device),
+        rewards=rewards.to(policy.device),
     )
+    return Parts(
+        cfg=cfg,
+        path=path,
+        algorithm=algorithm,
+        plan=plan,
+        source=source,
+        held_out=held_out,
+        weights=weights(cfg, algorithm, policy, accelerator),
+    )
+
+
+def run_folder(cfg: Config, resume: Path | None) -> Path:
+    """The folder of a resumed run, or a new one that holds no run yet."""
     if resume:
         check_resume(cfg, resume)
-    elif (path / "metrics.jsonl").exists():
+        return resume
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.algorithm['name']}"
+    path = Path(cfg.output or f"runs/{name}")
+    if (path / "metrics.jsonl").exists():
         raise ValueError(
             f"{path} already holds a run; resume it with `flowrl train --resume {path}`, or choose"
             " another output="
         )
+    return path
+
+
+def load_rewards(cfg: Config, path: Path) -> RewardSet:
+    """The rewards, whose columns this run can give."""
     rewards = load_set(cfg.reward)
     for reward in rewards.rewards.values():
         reward.begin(path)
@@ -105,69 +107,44 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
             " the members of a group; add one that is only measured, as reward.clip.weight=0, or"
             " evaluate nothing with data.eval=null"
         )
-    dataset = scored_dataset.load(cfg.data.offline) if cfg.data.offline else None
-    prompts = dataset.prompts if dataset else data_prompts.load_prompts(cfg.data.train)
-    eval_prompts = data_prompts.load_prompts(cfg.data.eval) if cfg.data.eval else []
-    score.check_meta(rewards, {"data.train": [] if dataset else prompts, "data.eval": eval_prompts})
-    data_prompts.batch(prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
-    algorithm = make_algorithm(cfg)
-    accelerator = distributed.start(cfg.train.precision, cfg.trackers, path)
-    world = distributed.World(accelerator)
-    policy = make_policy(cfg, device=accelerator.device)
-    plan = algorithm.plan(schedule(cfg, policy), sampler=cfg.sampler, iteration=0, seed=cfg.seed)
-    algorithm.check(plan)
-    checks.check_batch(cfg, processes=world.size, leaves=plan.leaves)
-    guidance = algorithm.guidance if algorithm.guidance is not None else cfg.sampler.guidance
-    for used in (
-        guidance,
-        cfg.eval.guidance,
-        cfg.eval.baseline_guidance or "none",
-        reference_guidance(algorithm),
-    ):
-        policy.branches(used)  # a guidance that the model does not know is refused here
-    check_signal(cfg, algorithm, plan, rewards.needs)
-    check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
-    warn_distilled(algorithm, policy, cfg.model.source)
-    for sentence in unread(
-        cfg, algorithm, plan, spare=(len(prompts) - cfg.batch.prompts) // world.size
-    ):
-        logger.warning(sentence)
-    for view in views(algorithm):
+    return rewards
+
+
+def load_data(cfg: Config, rewards: RewardSet) -> tuple[Dataset | None, Prompts, Prompts]:
+    """(dataset in place of samples, prompts to train on, held-out prompts)."""
+    dataset = load_dataset(cfg.data.offline) if cfg.data.offline else None
+    prompts = dataset.prompts if dataset else load_prompts(cfg.data.train)
+    held_out = load_prompts(cfg.data.eval) if cfg.data.eval else []
+    check_meta(rewards, {"data.train": [] if dataset else prompts, "data.eval": held_out})
+    first_batch(prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)  # are there enough?
+    return dataset, prompts, held_out
+
+
+def check_guidance(cfg: Config, algorithm: Algorithm, policy: Policy) -> float | str:
+    """Guidance of rollouts. One that the model does not know -> ValueError."""
+    own = algorithm.guidance
+    guidance = cfg.sampler.guidance if own is None else own
+    evaluated = (cfg.eval.guidance, cfg.eval.baseline_guidance or "none")
+    for used in (guidance, *evaluated, algorithm.reference_guidance):
+        policy.branches(used)
+    return guidance
+
+
+def weights(cfg: Config, algorithm: Algorithm, policy: Policy, accelerator: Accelerator) -> Weights:
+    """Copies of the trained weights that the method needs, AdamW, and averages."""
+    for view in algorithm.views:
         policy.add_view(view)
     if "reference" in algorithm.needs and cfg.train.mode == "full":
         policy.add_view("reference")  # a frozen copy; with LoRA it is the adapters switched off
     parameters = {name: p for part in policy.parts.values() for name, p in part.items()}
     o = cfg.optimizer
-    raw = torch.optim.AdamW(
+    adamw = torch.optim.AdamW(
         parameters.values(), lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, eps=o.eps
     )
-    return Parts(
-        cfg=cfg,
-        path=path,
-        accelerator=accelerator,
-        world=world,
-        policy=policy,
-        algorithm=algorithm,
-        rewards=rewards.to(policy.device),
-        prompts=prompts,
-        eval_prompts=eval_prompts,
-        dataset=dataset,
-        references=not dataset and bool(scored_dataset.references(prompts)),
-        guidance=guidance,
+    return Weights(
         parameters=parameters,
-        raw_optimizer=raw,
-        optimizer=accelerator.prepare(raw),
+        adamw=adamw,
+        optimizer=accelerator.prepare(adamw),
         ema=Ema(parameters, decay=cfg.ema.decay, every=cfg.ema.every),
-        ledger=Ledger(policy.device),
-        plan=plan,
+        accelerator=accelerator,
     )
-
-
-def reference_guidance(algorithm: Algorithm) -> float | str:
-    """Guidance of the reference in the loss, where the method has one of its own."""
-    return getattr(algorithm.config, "reference_guidance", "none")
-
-
-def views(algorithm: Algorithm) -> list[str]:
-    """Copies of the trained weights that the algorithm keeps beside them."""
-    return sorted(algorithm.needs & {"old", "anchor"})

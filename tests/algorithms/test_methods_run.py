@@ -10,7 +10,7 @@ import small
 import torch
 
 from flowrl.config import build
-from flowrl.config.compose import options
+from flowrl.config.compose import ConfigError, options
 from flowrl.config.load import flatten, load_config
 from flowrl.config.schema import Config, algorithm_schema
 from flowrl.runtime.log import logger
@@ -169,18 +169,27 @@ def test_an_option_without_effect_is_named(words, named):
     assert all(" no effect" in sentence and "{" not in sentence for sentence in said(*words))
 
 
-SCHEMAS = [(name, algorithm_schema(name)) for name in choices("flowrl.algorithms")]
+SCHEMAS = {name: algorithm_schema(name) for name in choices("flowrl.algorithms")}
 
 
-@pytest.mark.parametrize(("name", "schema"), SCHEMAS, ids=[name for name, _ in SCHEMAS])
-def test_conditions_name_settings_of_the_run_and_values_that_they_take(name, schema):
+def declared(schema):
+    """(key, condition) of every declaration that a run with this algorithm has."""
+    for key, all_of in (*conditions(Config), *conditions(schema, "algorithm.")):
+        for condition in all_of:
+            yield key, condition
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_conditions_name_settings_of_the_run_and_values_that_they_take(name):
     """A misspelled key or value in a declaration would be a KeyError, or a warning of every run."""
-    run = flatten(load_config(None, [f"algorithm={name}"]).model_dump(mode="json"))
-    for key, declared in (*conditions(Config), *conditions(schema, "algorithm.")):
-        for condition in declared:
-            assert set(condition.keys) <= run.keys() and key not in condition.keys
-            for named, value in re.findall(r"([a-z_.]+)=([a-z_]+)", condition.words):
-                load_config(None, [f"algorithm={name}", f"{named}={value}"])
+    run = flatten(load_config(None, [f"algorithm.name={name}"]).model_dump(mode="json"))
+    for key, condition in declared(SCHEMAS[name]):
+        assert set(condition.keys) <= run.keys() - {key}
+        for named, value in re.findall(r"([a-z_.]+)=([a-z_]+)", condition.words):
+            try:
+                load_config(None, [f"algorithm.name={name}", f"{named}={value}"])
+            except ConfigError as error:  # of two settings that do not fit
+                assert "should be" not in str(error)
 
 
 def test_every_condition_is_met_by_some_case():
@@ -190,14 +199,8 @@ def test_every_condition_is_met_by_some_case():
         for part in named
         for option in part.split(", ")
     }
-    declared = {
-        (key, condition.words)
-        for _, schema in SCHEMAS
-        for key, all_of in (*conditions(Config), *conditions(schema, "algorithm."))
-        for condition in all_of
-    }
-    words = {condition for _, condition in declared}
-    assert words == {condition for key, condition in declared if key in met}
+    all_of = {(key, c.words) for schema in SCHEMAS.values() for key, c in declared(schema)}
+    assert {words for _, words in all_of} == {words for key, words in all_of if key in met}
 
 
 def test_a_sentence_says_what_would_give_the_options_an_effect():

@@ -19,7 +19,7 @@ import yaml
 from toy import ToyPolicy, advantages_of, rewards_of, roll_out
 
 import flowrl
-from flowrl.cli.common import app
+from flowrl.cli.main import app
 from flowrl.config import build, load, schema
 from flowrl.rewards import reward_class
 from flowrl.samplers import sigmas
@@ -323,8 +323,8 @@ def reference():
 def test_the_reference_says_in_words_what_a_key_accepts(reference, key, said):
     field = dict(
         [
-            *reference.rows(schema.Config),
-            *reference.rows(schema.algorithm_schema("grpo"), "algorithm."),
+            *reference.fields(schema.Config),
+            *reference.fields(schema.algorithm_schema("grpo"), "algorithm."),
         ]
     )[key]
     assert reference.accepts(field.annotation, field.metadata) == said

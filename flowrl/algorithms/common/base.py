@@ -20,7 +20,7 @@ _forward.py.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from flowrl import advantages as credit
 from flowrl import types
+from flowrl.runtime.read_when import read_when
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout
 
 
@@ -84,11 +85,11 @@ class Anchor(Options):
             " policy of some iterations ago."
         ),
     )
-    reference_decay: float = Field(
-        0.99, ge=0, lt=1, description="Decay of reference=ema, applied after each iteration."
+    reference_decay: Annotated[float, read_when("algorithm.reference", "ema")] = Field(
+        0.99, ge=0, lt=1, description="Decay of the moving average, applied after each iteration."
     )
-    reference_every: PositiveInt = Field(
-        40, description="Iterations after which reference=reset becomes the policy again."
+    reference_every: Annotated[PositiveInt, read_when("algorithm.reference", "reset")] = Field(
+        40, description="Iterations after which the reference becomes the policy again."
     )
 
 
@@ -116,6 +117,16 @@ class Algorithm:
     def __init__(self, config: Any):
         self.config = config
         self.memory: dict[str, float] = {}  # kept in checkpoints
+
+    @property
+    def views(self) -> list[str]:
+        """Copies of the trained weights that are kept beside them."""
+        return sorted(self.needs & {"old", "anchor"})
+
+    @property
+    def reference_guidance(self) -> float | str:
+        """Guidance of the reference in the loss, where the method has one of its own."""
+        return getattr(self.config, "reference_guidance", "none")
 
     def plan(self, sigmas: Tensor, *, sampler: Sampler, iteration: int, seed: int) -> Plan:
         """Sampling plan of an iteration: sigmas (T+1,) fp64, descending."""

@@ -15,7 +15,7 @@ Departures that every such method shares:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import (
@@ -89,13 +89,18 @@ class ForwardConfig(base.Credit, base.Anchor):
         return self
 
 
-class Follower(base.Options):
-    """How the old policy follows, where its decay grows by steps."""
+Slope = Annotated[
+    NonNegativeFloat,
+    Field(description="The old policy's decay is this times the optimizer step ..."),
+]
+Decay = Annotated[float, Field(ge=0, lt=1, description="... and at most this.")]
 
-    old_slope: NonNegativeFloat = Field(
-        0.001, description="The old policy's decay is this times the optimizer step ..."
-    )
-    old_decay: float = Field(0.3, ge=0, lt=1, description="... and at most this.")
+
+class Follower(base.Options):
+    """How the old policy follows, where its decay grows by steps; read where one is kept."""
+
+    old_slope: Slope = 0.001
+    old_decay: Decay = 0.3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

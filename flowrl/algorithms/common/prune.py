@@ -8,13 +8,14 @@ Depth pruning slides as `slide` says: the paper's way is later, the code's earli
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from flowrl.algorithms.common.base import Options
+from flowrl.runtime.read_when import read_above, read_when
 from flowrl.types import Advantages, Plan, Rollout
 
 
@@ -28,16 +29,16 @@ class Prune(Options):
             " prompt's extreme leaves."
         ),
     )
-    leaves: PositiveInt = Field(
-        4, description="width=extremes: as many of the best leaves and as many of the worst."
+    leaves: Annotated[PositiveInt, read_when("algorithm.prune.width", "extremes")] = Field(
+        4, description="As many of the best leaves, and as many of the worst."
     )
     depth: NonNegativeInt = Field(
         0, description="Consecutive depths left out, at or after the last split; 0: none."
     )
-    every: PositiveInt = Field(
+    every: Annotated[PositiveInt, read_above("algorithm.prune.depth", 0)] = Field(
         30, description="Iterations after which the depths left out move by one."
     )
-    slide: Literal["later", "earlier"] = Field(
+    slide: Annotated[Literal["later", "earlier"], read_above("algorithm.prune.depth", 0)] = Field(
         "later",
         description=(
             "From the last split on, and again; or from the end back to the last split, to stay."

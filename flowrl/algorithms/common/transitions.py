@@ -18,7 +18,8 @@ Departures that every such method shares:
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
@@ -27,12 +28,20 @@ from torch import Tensor
 from flowrl import advantages as credit
 from flowrl.algorithms.common import base
 from flowrl.algorithms.common.prune import Prune, pruned, prunes_all
+from flowrl.runtime.read_when import read_above, read_when, read_with
 from flowrl.samplers import keys, sde, tree
 from flowrl.samplers import plan as plans
 from flowrl.types import Advantages, Columns, Plan, Rewards, Rollout, Transition
 
 FORKING = ("branch", "tree", "fan", "granular")  # plans whose samples share steps
 OWN_STATISTICS = ("depth", "siblings", "granular")  # credit rules that z-score edges, not samples
+
+planned = partial(read_when, "algorithm.plan")
+scheduled = partial(read_when, "algorithm.window.schedule")
+credited = partial(read_when, "algorithm.credit")
+WINDOWED = planned("window", "tree") | planned("branch") & read_when(
+    "algorithm.tree.noisy", "window"
+)
 
 
 class Window(base.Options):
@@ -54,36 +63,41 @@ class Window(base.Options):
             "The window ends before this step; none: before the last step, which stays ODE."
         ),
     )
-    every: PositiveInt = Field(
+    every: Annotated[PositiveInt, scheduled("progressive", "decay", "exp_decay")] = Field(
         25, description="Iterations at one place (the longest stay, for decay and exp_decay)."
     )
-    every_min: PositiveInt = Field(1, description="Shortest stay of the decay schedule.")
-    stride: PositiveInt = Field(1, description="Steps the window moves at a time.")
-    rate: PositiveFloat = Field(
+    every_min: Annotated[PositiveInt, scheduled("decay")] = Field(1, description="Shortest stay.")
+    stride: Annotated[PositiveInt, scheduled("progressive", "decay", "exp_decay", "adaptive")] = (
+        Field(1, description="Steps the window moves at a time.")
+    )
+    rate: Annotated[PositiveFloat, scheduled("geometric", "exp_decay")] = Field(
         0.1, description="Rate of exp_decay per step beyond the knee; ratio of geometric, below 1."
     )
-    knee: int = Field(13, ge=0, description="Step at which exp_decay sets in.")
+    knee: Annotated[int, scheduled("exp_decay")] = Field(
+        13, ge=0, description="Step at which the decay sets in."
+    )
 
 
 class Tree(base.Options):
     """Where trajectories fork."""
 
-    children: PositiveInt = Field(2, description="Children of a node that forks.")
-    splits: tuple[int, ...] = Field(
-        (0, 3, 6, 9), description="plan=branch: steps at which every node forks."
+    children: Annotated[PositiveInt, planned(*FORKING)] = Field(
+        2, description="Children of a node that forks."
     )
-    noisy: Literal["all", "window"] = Field(
-        "all", description="plan=branch: SDE steps beside the splits; window: BranchGRPO-Mix."
+    splits: Annotated[tuple[int, ...], planned("branch")] = Field(
+        (0, 3, 6, 9), description="Steps at which every node forks."
     )
-    correlation: NonNegativeFloat | None = Field(
-        None, description="plan=branch: s of correlated siblings; none: independent."
+    noisy: Annotated[Literal["all", "window"], planned("branch")] = Field(
+        "all", description="SDE steps beside the splits; window: BranchGRPO-Mix."
     )
-    steps: tuple[int, ...] | None = Field(
-        None,
-        description="plan=fan or granular: steps that fork off the trunk; none: all but the last.",
+    correlation: Annotated[NonNegativeFloat | None, planned("branch")] = Field(
+        None, description="s of correlated siblings; none: independent."
     )
-    strides: tuple[PositiveInt, ...] = Field(
-        (1, 2, 3), description="plan=granular: step lengths of the ODE paths that end a branch."
+    steps: Annotated[tuple[int, ...] | None, planned("fan", "granular")] = Field(
+        None, description="Steps that fork off the trunk; none: all but the last."
+    )
+    strides: Annotated[tuple[PositiveInt, ...], planned("granular")] = Field(
+        (1, 2, 3), description="Step lengths of the ODE paths that end a branch."
     )
 
 
@@ -95,20 +109,20 @@ class TransitionConfig(base.Credit, base.Anchor):
             " off an ODE trunk."
         ),
     )
-    window: Window = Field(
-        Window(), description="The window of plan=window and tree, and of branch with noisy=window."
+    window: Annotated[Window, WINDOWED] = Field(
+        Window(), description="Where the window lies, and how it moves."
     )
     tree: Tree = Field(Tree(), description="The forks of plan=branch, tree, fan and granular.")
     sde: Literal["flow_sde", "dance_sde", "cps", "ddim"] = Field(
         "flow_sde", description="The SDE step; sampler.eta is its noise level."
     )
-    tail: float | None = Field(
+    tail: Annotated[float | None, WINDOWED] = Field(
         None,
         gt=0,
         le=1,
         description="MixGRPO-Flash: share of the ODE steps kept after the window; none: all.",
     )
-    tail_count: Literal["paper", "code"] = Field(
+    tail_count: Annotated[Literal["paper", "code"], read_with("algorithm.tail")] = Field(
         "paper", description="How tail is rounded: up (paper) or as the reference code counts."
     )
     credit: Literal["leaf", "depth", "backup", "td", "siblings", "granular"] = Field(
@@ -119,14 +133,14 @@ class TransitionConfig(base.Credit, base.Anchor):
             " for each stride, summed."
         ),
     )
-    fusion: Literal["mean", "path", "recursive"] = Field(
-        "mean", description="credit=depth: how leaf rewards are fused upwards."
+    fusion: Annotated[Literal["mean", "path", "recursive"], credited("depth")] = Field(
+        "mean", description="How leaf rewards are fused upwards."
     )
-    scope: Literal["prompt", "tree"] = Field(
-        "prompt", description="credit=depth: z-scores over all trees of a prompt, or each alone."
+    scope: Annotated[Literal["prompt", "tree"], credited("depth")] = Field(
+        "prompt", description="z-scores over all trees of a prompt, or each alone."
     )
-    temperature: PositiveFloat = Field(
-        1.0, description="credit=backup: of the softmax over siblings' mean log-probs."
+    temperature: Annotated[PositiveFloat, credited("backup")] = Field(
+        1.0, description="Of the softmax over siblings' mean log-probs."
     )
     prune: Prune = Field(
         Prune(), description="Edges of plan=branch that are walked but not trained."
@@ -137,9 +151,9 @@ class TransitionConfig(base.Credit, base.Anchor):
         le=1,
         description="Share of its SDE steps that each sample trains, drawn at random.",
     )
-    kl: Literal["exact", "flow_grpo", "velocity", "mean"] = Field(
-        "exact", description="Which distance to the reference kl_weight multiplies."
-    )
+    kl: Annotated[
+        Literal["exact", "flow_grpo", "velocity", "mean"], read_above("algorithm.kl_weight", 0)
+    ] = Field("exact", description="Which distance to the reference kl_weight multiplies.")
     detach_uncond: bool = Field(
         False, description="No gradient through the unconditional branch of guidance."
     )
