@@ -3,8 +3,8 @@
 The server may be vLLM, sglang, llama.cpp or a cloud.
 
 * Tried again, with exponential pauses: a server that is busy or broken (408, 429, 5xx, no
-  connection, a timeout, a reply that is not a chat completion, or a huge one). A Retry-After that asks
-  for more is honoured.
+  connection, a timeout, a reply that is not a chat completion, or a huge one). A Retry-After that
+  asks for more is honoured.
 * Stops at once, because no retry would help: a refused key (401, 403), an unknown model or path
   (404), a spent token budget.
 * Fails alone: a request that the server finds too large (413) or wrong (400, 422), and a reply that

@@ -1,5 +1,4 @@
-"""Numbers and verdicts in the replies of judges: text in, a value out, or Unreadable with the
-reason.
+"""Numbers and verdicts in the replies of judges: text in, a value or Unreadable out.
 
 One rule for all: a reply counts only if it says one thing. A number outside its scale, on another
 scale ("3/10", "3 points out of 10"), in a sum, a range or a choice ("2 + 2", "3 to 4", "4 or 5"),
@@ -21,45 +20,21 @@ import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-T = TypeVar("T")
+from flowrl.rewards.judge.patterns import (
+    BETTER,
+    DENIAL,
+    DOUBT,
+    MEDIUM,
+    NOTED_TOP,
+    NUMBER,
+    TAKEN_BACK,
+    TIE,
+    TOP,
+    both_values_of,
+    value_of,
+)
 
-SPELLED = "one|two|three|four|five|six|seven|eight|nine|ten"
-# What follows a number that is not the whole statement: more digits, a unit, an operator, another
-# number, a range, a choice.
-GOES_ON = (
-    r"[.,]*\d|\w|\.{2,}\s*\d|[:;|]\d|[^\S\n]*[\])]?[^\S\n]*(?:[-–—−&]\s*\d|-+>|[<>]\s*=?\s*\d|[+×÷=^~≈±→%?/⁄]|\d"
-    rf"|,?[^\S\n]*\(?(?:or|plus|minus|times|maybe|perhaps)\b|(?:to|till|until|through|and)\s+(?:\w+\s+)?(?:\d|(?:{SPELLED})\b))"
-)
-# Possessive, so that no shorter number is found inside one that does not fit ("4,5", "4.5.1",
-# "4-5", "80%", "4stars").
-NUMBER = (
-    r"[\[(]?\s*([-+]?\d++(?:\.\d++)?+)(?:[\])]?\s*(?:/|out"
-    rf" of)\s*(\d++(?:\.\d++)?+))?+(?!{GOES_ON})"
-)
-SCALE_NOTE = r"(?:\([^)\n]*\))?"  # as "(1-5)" between a name and its colon
-# The top of a scale: "of 10", "/10", "of 1 to 10", "from 1 to 10"; in a note also "1-10".
-SPAN = r"\d+(?:\.\d+)?\s*(?:[-–—]|to)\s*"
-TOP = rf"(?:\bof\s+(?:the\s+|a\s+)?|/\s*)(?:{SPAN})?(\d+(?:\.\d+)?)|\bfrom\s+{SPAN}(\d+(?:\.\d+)?)"
-NOTED = rf"{SPAN}(\d+(?:\.\d+)?)|{TOP}"
-BETTER = (
-    r"\b(?:image|video)\s*([12])\s+is\s+(?:(?:slightly|clearly|much|significantly)\s+)?better\b"
-)
-TIE = (
-    r"\b(?:equally (?:good|bad|matched)|(?:is|are|it'?s) (?:a )?(?:tie|draw)|are (?:equal|tied))\b"
-)
-# What makes a verdict none: before it in its sentence, before it in its clause, after it.
-DOUBT = (
-    r"\b(?:whether|if|unless|(?:hard|difficult|impossible) to|un(?:sure|certain|clear)|not"
-    r" (?:sure|certain|clear|convinced)|doubt|either)\b"
-)
-DENIAL = (
-    r"\b(?:not|no|never|nor|neither|cannot|hardly|false|wrong|untrue|incorrect|disagree|deny|might|may|maybe|perhaps|possibly|could)\b"
-    r"|n't\b"
-)
-TAKEN_BACK = (
-    r"\b(?:if|unless|provided)\b|^\s*or\b|\b(?:is|was) (?:not"
-    r" )?(?:true|false|correct|wrong|untrue|incorrect|clear|certain)\b|\?"
-)
+T = TypeVar("T")
 
 
 class Unreadable(ValueError):
@@ -76,8 +51,10 @@ def answer_part(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Compatibility characters as their plain forms, without emphasis, code marks and zero-width
-    characters; a product keeps its sign."""
+    """Text in plain characters, without emphasis, code marks and zero-width characters.
+
+    Compatibility characters (NFKC) become their plain forms; a product keeps its sign.
+    """
     text = re.sub(r"[`\u200b-\u200d\ufeff]", "", unicodedata.normalize("NFKC", text))
     return re.sub(r"(?<=[\d)])\*(?=[\d(])|(?<=[\d)] )\*(?= [\d(])", "×", text).replace("*", "")
 
@@ -110,14 +87,13 @@ def number(match: re.Match[str], group: int, low: float, high: float, what: str)
 
 
 def scaled(match: re.Match[str], group: int, high: float, what: str) -> float:
-    """The same wherever it lies; a scale that is named before it, or after it in its sentence, must
-    end at high."""
+    """The same wherever it lies; a scale that its sentence names must end at high."""
     value, text = float(match[group]), match.string
     rest = text[match.end(group) if match[group + 1] is None else match.end(group + 1) :]
     rest = re.split(r"[.;!](?=\s|$)|\n|[:=]\s*[-+\[(]?\d", rest, maxsplit=1)[0]
     tops = [
         match[group + 1],
-        *_tops(NOTED, text[match.start() : match.start(group)]),
+        *_tops(NOTED_TOP, text[match.start() : match.start(group)]),
         *_tops(TOP, rest),
     ]
     if other := next((top for top in tops if top is not None and float(top) != high), None):
@@ -135,13 +111,13 @@ def _tops(pattern: str, text: str) -> list[str]:
 
 
 def final_score(text: str, low: float = 1, high: float = 5) -> float:
-    """The number after "Final Score:"; references allow 1 to 5 (Flow-GRPO), 0 to 5 (MixGRPO), 1 to
-    10 (videos)."""
-    body = plain(answer_part(text))
-    found = re.finditer(rf"final\s+score\s*{SCALE_NOTE}\s*[:=]\s*{NUMBER}", body, re.I)
-    return agreed(
-        [number(m, 1, low, high, "Final Score") for m in found], 'number after "Final Score:"', text
-    )
+    """The number after "Final Score:".
+
+    The references allow 1 to 5 (Flow-GRPO), 0 to 5 (MixGRPO), 1 to 10 (videos).
+    """
+    found = re.finditer(value_of(r"final\s+score"), plain(answer_part(text)), re.I)
+    values = [number(m, 1, low, high, "Final Score") for m in found]
+    return agreed(values, 'number after "Final Score:"', text)
 
 
 def named_scores(
@@ -150,7 +126,7 @@ def named_scores(
     """Numbers after "<Name> Score (1-5):", of the names that are there; lower-case keys."""
     body, out = plain(answer_part(text)), {}
     for name in names:
-        found = re.finditer(rf"\b{name}\s+score\s*{SCALE_NOTE}\s*[:=]\s*{NUMBER}", body, re.I)
+        found = re.finditer(value_of(rf"\b{name}\s+score"), body, re.I)
         values = [number(m, 1, low, high, f"{name} Score") for m in found]
         if values:
             out[name.lower()] = agreed(values, f"{name} Score", text)
@@ -161,9 +137,7 @@ def labelled_scores(text: str, labels: Iterable[str], low: float, high: float) -
     """Numbers of lines "label: n" or "label = n", of the labels that are there."""
     body, out = plain(answer_part(text)), {}
     for label in labels:
-        found = re.finditer(
-            rf"(?<![\w-]){re.escape(label)}\s*{SCALE_NOTE}\s*[:=]\s*{NUMBER}", body, re.I
-        )
+        found = re.finditer(value_of(rf"(?<![\w-]){re.escape(label)}"), body, re.I)
         values = [number(m, 1, low, high, label) for m in found]
         if values:
             out[label] = agreed(values, label, text)
@@ -191,34 +165,39 @@ def _is_number(value: Any) -> bool:
 
 
 def _stated(text: str) -> float:
-    """P(first is better) of sentences as "Image 2 is better than Image 1" or "... equally good", or
-    of a bare "Image 1": 1, 0 or 0.5.
+    """P(first is better), 1, 0 or 0.5, of a verdict in words.
 
-    A verdict that its sentence doubts or denies -> Unreadable.
+    As "Image 2 is better than Image 1", "... equally good", or a bare "Image 1". One that its
+    sentence doubts or denies -> Unreadable.
     """
     body = plain(text).replace("’", "'").strip()
     found = []
-    if bare := re.fullmatch(r"(?:edited\s+)?(?:image|video)\s*([12])\s*[.!]?", body, re.I):
+    if bare := re.fullmatch(rf"(?:edited\s+)?{MEDIUM}\s*([12])\s*[.!]?", body, re.I):
         found.append(1.0 if bare[1] == "1" else 0.0)
     for sentence in re.split(r"(?<=[.!?])\s+|\n", body):
-        for match in re.finditer(f"{BETTER}|{TIE}", sentence, re.I):
-            before, after = sentence[: match.start()], sentence[match.end() :]
-            clause = re.split(r"[,;–—]|\bbut\b", before, flags=re.I)[-1]
-            if (
-                re.search(DOUBT, before, re.I)
-                or re.search(DENIAL, clause, re.I)
-                or re.search(TAKEN_BACK, after, re.I)
-            ):
+        for verdict in re.finditer(f"{BETTER}|{TIE}", sentence, re.I):
+            if _is_unsure(verdict):
                 raise Unreadable(f"a verdict that is doubted or denied in the reply {shown(text)}")
-            found.append({"1": 1.0, "2": 0.0}.get(match[1], 0.5))
+            found.append({"1": 1.0, "2": 0.0}.get(verdict[1], 0.5))
     return agreed(found, "verdict", text)
 
 
+def _is_unsure(verdict: re.Match[str]) -> bool:
+    """Whether the sentence around a verdict doubts it, denies it or takes it back."""
+    before, after = verdict.string[: verdict.start()], verdict.string[verdict.end() :]
+    clause = re.split(r"[,;–—]|\bbut\b", before, flags=re.I)[-1]
+    searched = ((DOUBT, before), (DENIAL, clause), (TAKEN_BACK, after))
+    return any(re.search(pattern, words, re.I) for pattern, words in searched)
+
+
 def answers(text: str) -> list[str]:
-    """Contents of the <answer> or <final answer> tags after the thoughts; the last may lack its
-    end."""
-    tag = r"<\s*(?:final\s+)?answer\s*>(.*?)(?:<\s*/\s*(?:final\s+)?answer\s*>|\Z)"
-    return [m[1].strip() for m in re.finditer(tag, answer_part(text), re.I | re.S)]
+    """What stands in <answer> or <final answer> tags after the thoughts.
+
+    The last of them may lack its end.
+    """
+    name = r"(?:final\s+)?answer\s*>"
+    tags = re.finditer(rf"<\s*{name}(.*?)(?:<\s*/\s*{name}|\Z)", answer_part(text), re.I | re.S)
+    return [tag[1].strip() for tag in tags]
 
 
 def tagged_verdict(text: str) -> float:
@@ -232,13 +211,14 @@ def verdict(text: str) -> float:
 
 
 def pair_scores(text: str, names: Iterable[str], tolerance: float = 0.02) -> dict[str, float]:
-    """P(first is better) along each named axis of "<Name> Score: Image 1: x, Image 2: 1 - x"
-    (UnifiedReward 2.0); lower-case keys."""
+    """P(first is better) along each named axis; lower-case keys.
+
+    Of "<Name> Score: Image 1: x, Image 2: 1 - x" (UnifiedReward 2.0).
+    """
     body, out = plain(answer_part(text)), {}
     for name in names:
-        pattern = rf"\b{name}\s+score\s*{SCALE_NOTE}\s*:\s*(?:image|video)\s*1\s*:\s*{NUMBER}[\s,;]*(?:image|video)\s*2\s*:\s*{NUMBER}"
         found = []
-        for m in re.finditer(pattern, body, re.I):
+        for m in re.finditer(both_values_of(name), body, re.I):
             first, second = number(m, 1, 0, 1, f"{name} Score"), number(m, 3, 0, 1, f"{name} Score")
             if abs(first + second - 1) > tolerance:
                 raise Unreadable(f"{name} Score {first:g} and {second:g} do not add up to 1")
@@ -248,37 +228,38 @@ def pair_scores(text: str, names: Iterable[str], tolerance: float = 0.02) -> dic
 
 
 def flex(text: str) -> dict[str, float | None]:
-    """P(first is better) overall and in each of the first three categories of UnifiedReward-Flex's
-    JSON: 1, 0, or 0.5 for a tie.
+    """P(first is better) of UnifiedReward-Flex's JSON: 1, 0, or 0.5 for a tie.
 
-    Returns {"overall": p, "A ...": p, ...}; a category without a readable winner is None.
+    Returns {"overall": p, "A ...": p, ...} with the first three categories; one without a readable
+    winner is None.
     """
     found = [item for item in objects(text) if "winner" in item]
-    overall = agreed(
-        [_winner(item["winner"], text) for item in found], 'JSON with a "winner"', text
-    )
+    winners = [_winner(item["winner"], text) for item in found]
+    overall = agreed(winners, 'JSON with a "winner"', text)
     out: dict[str, float | None] = {}
     for item in found:
         categories = item.get("categories")
         for place, category in enumerate(categories[:3] if isinstance(categories, list) else []):
             if isinstance(category, Mapping):
-                try:
-                    out[str(category.get("name") or f"category {place + 1}")] = _winner(
-                        category.get("cat_winner"), text
-                    )
-                except Unreadable:
-                    out[str(category.get("name") or f"category {place + 1}")] = None
+                name = str(category.get("name") or f"category {place + 1}")
+                out[name] = _category_winner(category, text)
     return {**out, "overall": overall}
 
 
+def _category_winner(category: Mapping[str, Any], text: str) -> float | None:
+    try:
+        return _winner(category.get("cat_winner"), text)
+    except Unreadable:
+        return None
+
+
 def _winner(value: Any, text: str) -> float:
-    """ "Image 1" -> 1, "Video 2" -> 0, "tie" -> 0.5; "Image 1/2" and the like -> Unreadable."""
+    """1 for "Image 1", 0 for "Video 2", 0.5 for "tie"; "Image 1/2" and the like -> Unreadable."""
     words = plain(str(value)).strip().lower()
-    if match := re.fullmatch(r"(?:image|video)?\s*([12])(?:\s+(?:is better|wins))?[.!]?", words):
+    if match := re.fullmatch(rf"{MEDIUM}?\s*([12])(?:\s+(?:is better|wins))?[.!]?", words):
         return 1.0 if match[1] == "1" else 0.0
-    if words in ("tie", "draw", "equal", "both", "neither") or (
-        re.search(TIE, words) and not re.search(f"{DOUBT}|{DENIAL}", words)
-    ):
+    tie = re.search(TIE, words) and not re.search(f"{DOUBT}|{DENIAL}", words)
+    if tie or words in ("tie", "draw", "equal", "both", "neither"):
         return 0.5
     raise Unreadable(f"winner {shown(words)} is neither the first, nor the second, nor a tie")
 
@@ -287,8 +268,7 @@ def _winner(value: Any, text: str) -> float:
 
 
 def objects(text: str) -> list[dict[str, Any]]:
-    """The JSON objects in a reply, outermost ones only, after the thoughts; with trailing commas
-    forgiven."""
+    """The outermost JSON objects of a reply, after the thoughts; trailing commas are forgiven."""
     body = re.sub(r",(?=\s*[}\]])", "", answer_part(text))
     decoder, out, place = json.JSONDecoder(), [], body.find("{")
     while place >= 0:
@@ -313,43 +293,44 @@ ASPECTS = {
 
 
 def aspects(text: str, *, cut: bool = False) -> dict[str, float]:
-    """Scores of a critique's numbered aspects, clamped to [1, 4] as the reference does; those that
-    are N/A or not named are left out.
+    """Scores of a critique's numbered aspects, clamped to [1, 4] as the reference does.
 
-    Everything from the summary on is ignored. An aspect that is named and has neither score nor
-    N/A, or a score on another scale, none with a score, or a reply that was cut before its summary
-    -> Unreadable.
+    Those that are N/A or not named are left out, and everything from the summary on is ignored. An
+    aspect that is named and has neither score nor N/A, or a score on another scale, none with a
+    score, or a reply that was cut before its summary -> Unreadable.
     """
-    body, *summary = re.split(
-        r"#\s*Summary\s*:|^\s*Summary\s*:", plain(answer_part(text)), maxsplit=1, flags=re.I | re.M
-    )
-    if cut and not summary:
+    summary = r"#\s*Summary\s*:|^\s*Summary\s*:"
+    body, *rest = re.split(summary, plain(answer_part(text)), maxsplit=1, flags=re.I | re.M)
+    if cut and not rest:
         raise Unreadable(f"no summary, and so perhaps not every aspect, in the reply {shown(text)}")
-    titles = "|".join(re.escape(title) for title in ASPECTS.values())
-    heads = list(
-        re.finditer(rf"^[#\s]*(?:\d+\s*[.)]\s*)?({titles})\s*(?:\(|:|$)", body, re.I | re.M)
-    )
-    found: dict[str, list[float | None]] = {}
-    ends = [head.start() for head in heads[1:]] + [len(body)]
-    for head, end in zip(heads, ends, strict=False):
-        name = next(name for name, title in ASPECTS.items() if title.lower() == head[1].lower())
-        value = _aspect_score(body[head.end() : end], ASPECTS[name])
-        found.setdefault(name, []).extend(
-            [] if value is not None and math.isnan(value) else [value]
-        )
-    scores = {
-        name: agreed(values, f'number or N/A after "Score:" of {ASPECTS[name]}', text)
-        for name, values in found.items()
-    }
-    out = {name: value for name, value in scores.items() if value is not None}
+    out = {}
+    for name, values in _stated_aspects(body).items():
+        value = agreed(values, f'number or N/A after "Score:" of {ASPECTS[name]}', text)
+        if value is not None:
+            out[name] = value
     if not out:
         raise Unreadable(f"no aspect with a score in the reply {shown(text)}")
     return out
 
 
+def _stated_aspects(body: str) -> dict[str, list[float | None]]:
+    """The scores of each aspect that has a heading; None: N/A."""
+    titles = "|".join(re.escape(title) for title in ASPECTS.values())
+    heading = rf"^[#\s]*(?:\d+\s*[.)]\s*)?({titles})\s*(?:\(|:|$)"
+    heads = list(re.finditer(heading, body, re.I | re.M))
+    ends = [head.start() for head in heads[1:]] + [len(body)]
+    found: dict[str, list[float | None]] = {}
+    for head, end in zip(heads, ends, strict=False):
+        name = next(name for name, title in ASPECTS.items() if title.lower() == head[1].lower())
+        value = _aspect_score(body[head.end() : end], ASPECTS[name])
+        values = found.setdefault(name, [])
+        if value is None or not math.isnan(value):
+            values.append(value)
+    return found
+
+
 def _aspect_score(block: str, title: str) -> float | None:
-    """The number of the first "Score:" heading, else of the first "Score:" in any line, that has
-    one; None: N/A, NaN: neither."""
+    """The first number after "Score:", headings before other lines; None: N/A, NaN: neither."""
     for heading in (r"^[#\s]*Score\s*:\s*(.*)$", r"\bScore\s*:\s*(.*)$"):
         for line in re.finditer(heading, block, re.I | re.M):
             if re.match(r"N\s*/\s*A\b", line[1], re.I):
@@ -361,11 +342,12 @@ def _aspect_score(block: str, title: str) -> float | None:
 
 def refined_request(text: str) -> str | None:
     """The rewritten request of a critique, all its lines, without quotes; None if there is none."""
-    found = re.search(
-        r"Refined Request\s*:\s*\**\s*(.*?)(?=\n\s*#|\Z)", answer_part(text), re.I | re.S
-    )
+    section = r"Refined Request\s*:\s*\**\s*(.*?)(?=\n\s*#|\Z)"
+    found = re.search(section, answer_part(text), re.I | re.S)
     request = found[1].strip().strip('"“”').strip() if found else ""
-    return None if not request or re.fullmatch(r"(?:N\s*/\s*A|None)\.?", request, re.I) else request
+    if not request or re.fullmatch(r"(?:N\s*/\s*A|None)\.?", request, re.I):
+        return None
+    return request
 
 
 # --- token probabilities
@@ -374,11 +356,10 @@ TOKEN_MARKS = " \n\t▁ĠĊ"  # how tokenizers write a space or a new line befor
 
 
 def digit_mean(first: Mapping[str, float], top: int, least: float = 0.0) -> float:
-    """Expected digit 0..top under the log-probabilities of the first token, renormalised over the
-    digits (Edit-R1) -> [0, top].
+    """Expected digit under the log-probabilities of the first token (Edit-R1) -> [0, top].
 
-    first: token -> log-probability. A digit that is not among them counts as probability 0. least:
-    smallest mass that the digits together must have.
+    Renormalised over the digits 0 to top; one that is not in `first` has probability 0. first:
+    token -> log-probability. least: smallest probability that the digits together must have.
     """
     mass = _masses(first, map(str, range(top + 1)), lambda token: token.strip(TOKEN_MARKS))
     total = _enough(mass, first, f"digit from 0 to {top}", least)
@@ -386,27 +367,26 @@ def digit_mean(first: Mapping[str, float], top: int, least: float = 0.0) -> floa
 
 
 def yes_share(first: Mapping[str, float], *, variants: bool = False, least: float = 0.0) -> float:
-    """P(Yes) / (P(Yes) + P(No)) at the first token; variants: any case, and with a space before it
-    (Flow-Factory's canonicalize)."""
-    mass = _masses(
-        first,
-        ("Yes", "No"),
-        (lambda token: token.strip(TOKEN_MARKS).capitalize()) if variants else str,
-    )
-    total = _enough(
-        mass,
-        first,
-        '"Yes" or "No"' + ("" if variants else " exactly (variants=true counts other spellings)"),
-        least,
-    )
-    return mass["Yes"] / total
+    """P(Yes) / (P(Yes) + P(No)) at the first token.
+
+    variants: any case, and with a space before it (Flow-Factory's canonicalize).
+    """
+
+    def spelled(token: str) -> str:
+        return token.strip(TOKEN_MARKS).capitalize() if variants else token
+
+    mass = _masses(first, ("Yes", "No"), spelled)
+    note = "" if variants else " exactly (variants=true counts other spellings)"
+    return mass["Yes"] / _enough(mass, first, f'"Yes" or "No"{note}', least)
 
 
 def _masses(
     first: Mapping[str, float], words: Iterable[str], fold: Callable[[str], str]
 ) -> dict[str, float]:
-    """Probability of each word, summed over the tokens that fold makes it; a log-probability above
-    0 -> Unreadable."""
+    """Probability of each word, summed over the tokens that `fold` turns into it.
+
+    A log-probability above 0 -> Unreadable.
+    """
     for token, logprob in first.items():
         if logprob > 0.01:  # more than rounding
             raise Unreadable(
@@ -423,6 +403,7 @@ def _masses(
 def _enough(
     mass: Mapping[str, float], first: Mapping[str, float], what: str, least: float
 ) -> float:
+    """The probability of all words together; none, or less than `least` -> Unreadable."""
     total = sum(mass.values())
     if not first:
         raise Unreadable(
@@ -430,10 +411,8 @@ def _enough(
             " top_logprobs"
         )
     if total <= 0 or total < least:
-        likely = ", ".join(
-            f"{token!r} {math.exp(p):.2g}"
-            for token, p in sorted(first.items(), key=lambda item: -item[1])[:3]
-        )
+        top = sorted(first.items(), key=lambda item: -item[1])[:3]
+        likely = ", ".join(f"{token!r} {math.exp(p):.2g}" for token, p in top)
         raise Unreadable(
             f"the first token has probability {total:.2g} to be a {what}; most likely are {likely}"
         )
@@ -444,9 +423,11 @@ def _enough(
 
 
 def frame_request(text: str) -> list[int] | None:
-    """Frame numbers that a reply asks for: {"name": "select_frames", "arguments": {"target_frames":
-    [3, 7]}}, {"frames": [3, 7]}, or <frames>3, 7</frames>; None: it asks for none. A request that
-    cannot be read -> Unreadable."""
+    """Frame numbers that a reply asks for; None: it does not ask for any.
+
+    As {"name": "select_frames", "arguments": {"target_frames": [3, 7]}}, {"frames": [3, 7]} or
+    <frames>3, 7</frames>. A request that cannot be read -> Unreadable.
+    """
     after = answer_part(text)
     if tag := re.search(r"<frames>(.*?)(?:</frames>|\Z)", after, re.I | re.S):
         return _whole_numbers(re.split(r"[\s,;]+", tag[1].strip()))
@@ -469,13 +450,16 @@ def _whole_numbers(values: Iterable[Any]) -> list[int]:
         except (TypeError, ValueError):
             whole = math.nan
         if not whole.is_integer():
-            raise Unreadable(f"frame {value!r} is no whole number")
+            raise Unreadable(f"frame {value!r} is not a whole number")
         out.append(int(whole))
     return list(dict.fromkeys(out))
 
 
 def final_answer(text: str, read: Callable[[str], T]) -> T | None:
-    r"""`read` of the answer tags, else of \boxed{...} where the reply asks for no frames; None: the reply is not final."""
+    r"""What `read` makes of the answer tags; None: the reply is not final.
+
+    Without tags, of \boxed{...} where the reply does not call a tool.
+    """
     said = answers(text)
     if not said and not re.search(r"<tool_call>", text, re.I):
         said = [f"OA = {box}" for box in re.findall(r"\\boxed\{([^{}]*)\}", answer_part(text))]
