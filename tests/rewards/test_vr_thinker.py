@@ -179,7 +179,7 @@ def test_a_limit_below_what_is_shown_at_first_is_refused():
             '<tool_call>{"name": "select_frames", "arguments": {"target_frames": [1,',
             "That could not be read: a tool call without a readable",
         ),
-        ('{"target_frames": ["first"]}', "frame 'first' is no whole number"),
+        ('{"target_frames": ["first"]}', "frame 'first' is not a whole number"),
         ("<answer>Video 1 is better</answer>", "That could not be read: no OA score"),
         ("<answer>OA = 3</answer>", "OA 3 is outside 0 to 2"),
         ("<answer>OA = 1.5</answer>", "OA = 1.5 is neither 0, 1 nor 2"),
