@@ -47,13 +47,7 @@ class Curve:
     dots: bool = False
 
 
-def line_chart(
-    title: str,
-    points: Points,
-    *,
-    xlabel: str = "iteration",
-    colour: int = 0,
-) -> Markup:
+def line_chart(title: str, points: Points, *, xlabel: str = "iteration", colour: int = 0) -> Markup:
     """One curve with axes; points show their value on hover. "" without a finite value."""
     points = thin([(x, y) for x, y in points if math.isfinite(y)])
     if not points:
@@ -89,9 +83,7 @@ def _measured(name: str, points: Points, colour: int, xlabel: str) -> Curve:
 
 def best_of_chart(title: str, curves: Mapping[str, Sequence[float | None]]) -> Markup:
     """Curves over N = 1, 2, ... on a logarithmic axis, without those that lack a value."""
-    drawn = {
-        name: [v for v in own if v is not None] for name, own in curves.items() if None not in own
-    }
+    drawn = {name: own for name, own in curves.items() if None not in own}
     if not drawn:
         return Markup()
     longest = max(map(len, drawn.values()))

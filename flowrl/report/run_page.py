@@ -1,8 +1,8 @@
 """report.html: one file that shows what a run did, readable without a network and without flowrl.
 
 Reads a run folder (config.yaml, metrics.jsonl, evaluation.json, environment.json, samples/,
-suites/). A missing piece leaves a sentence in its place; only a folder that holds no run is an
-error. This file prepares the values; the markup is in templates/run.html.
+suites/). A missing piece leaves a sentence in its place; only a folder without a run is an error.
+This file prepares the values; the markup is in templates/run.html.
 """
 
 from __future__ import annotations
