@@ -1,142 +1,327 @@
-"""docs/results.md and its plots from the cells of scripts/bench/algorithms.py, as far as they are
-there; every number is a cell's."""
+"""docs/results.md and its plots, from the cells that scripts/bench/algorithms.py has written.
+
+    python scripts/bench/results_page.py
+
+Every number is a cell's; results.md.jinja holds the words. The part about a method's runs on its
+own page, docs/algorithms/METHOD.md, is written too.
+"""
 
 from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
-import algorithms as bench
+import cells
+import jinja2
+import plots
+from cells import Cell
 
 from flowrl.data.prompts import load_prompts
-from flowrl.runtime.statistics import paired_bootstrap
+from flowrl.runtime.statistics import Paired, paired_bootstrap
 
-PAGE = bench.FOLDER.parent / "results.md"
-IMAGES = 348  # of an evaluation: eval.images of bench.COMMON
-BEGIN, END = (
-    "<!-- results: written by scripts/bench/algorithms.py table -->",
-    "<!-- end of results -->",
-)
-Cell = dict[str, Any]
+PAGE = cells.FOLDER.parent / "results.md"
+TEMPLATE = Path(__file__).with_name("results.md.jinja")
+IMAGES = 348  # of an evaluation: eval.images of cells.COMMON
+BEGIN = "<!-- results: written by scripts/bench/results_page.py -->"
+END = "<!-- end of results -->"
+Runs = dict[str, list[Cell]]  # finished cells of each method or claim
 
 
 def write() -> None:
     """Make the page anew."""
-    done = {m: r for m in bench.METHODS if (r := results(bench.finals(m)))}
-    claims = {name: r for name in bench.CLAIMS if (r := results(bench.claims(name)))}
+    done = _finished(cells.METHODS, cells.finals)
+    claims = _finished(cells.CLAIMS, cells.claims)
     proxies = [c for name in list(claims) if name.startswith("proxy_") for c in claims.pop(name)]
-    texts = texts_of("shapes:eval", IMAGES)
-    parts = [
-        HEAD.format(
-            budget=f"{bench.BUDGET:,}",
-            third=f"{bench.BUDGET // 3:,}",
-            images=IMAGES,
-            prompts=len(set(texts)),
-        )
-    ]
-    if done:
-        parts += ["## What each method buys", ABOUT_TABLE, main_table(done), plots(done)]
-        parts += ["## At equal cost", ABOUT_EQUAL, equal_table(done)]
-    parts += ["## Settings", ABOUT_SETTINGS, settings_table()]
-    parts += ["## Tuning", ABOUT_TUNING, tuning_table()]
-    if claims:
-        parts += ["## Runs for the papers' claims", ABOUT_CLAIMS, claims_table(claims)]
-    if proxies:
-        parts += [
-            "## Training on a proxy",
-            ABOUT_PROXY,
-            proxy_table(proxies),
-            proxy_difference(proxies),
-        ]
-    verdicts = bench.FOLDER / "claims.txt"
-    if verdicts.exists():
-        parts.append(verdicts.read_text().strip())
-    PAGE.write_text("\n\n".join(parts) + "\n")
-    for method, cells in done.items():
+    verdicts = cells.FOLDER / "claims.txt"
+    tables = {
+        "main_table": main_table(done) if done else "",
+        "plots": show_plots(done) if done else "",
+        "equal_table": equal_table(done) if done else "",
+        "settings_table": settings_table(),
+        "tuning_table": tuning_table(),
+        "claims_table": claims_table(claims) if claims else "",
+        "proxy_table": proxy_table(proxies) if proxies else "",
+        "proxy_difference": proxy_difference(proxies),
+        "verdicts": verdicts.read_text().strip() if verdicts.exists() else "",
+    }
+    PAGE.write_text(page_of(tables))
+    for method, runs in done.items():
         few = claims.get(f"{method}_few", [])
-        fill(
-            PAGE.parent / "algorithms" / f"{method}.md",
-            "\n\n".join([run_said(method, cells), *(few_said(method, c) for c in few)]),
-        )
+        said = [run_said(method, runs), *(few_said(method, c) for c in few)]
+        fill(PAGE.parent / "algorithms" / f"{method}.md", "\n\n".join(said))
     print(PAGE)
 
 
-HEAD = """# Results
+def _finished(names: Iterable[str], cells_of: Callable[[str], list[Cell]]) -> Runs:
+    runs = {name: results(cells_of(name)) for name in names}
+    return {name: own for name, own in runs.items() if own}
 
-One table for all methods: the same embedded model (`shapes-sd3`), prompts, strict 0/1 reward, LoRA (rank 16) and optimizer, and the same
-budget of {budget} network rows, in which the forward of a rollout or a reference counts 1 and the forward and backward of a trained row 3.
-Eight steps, eight prompts an iteration, no guidance, groups of 16 (28 and 48 where a plan has that many leaves). What is the paper's own
-stays the paper's: SDE, noise level, KL, statistics, and the number of updates, all as in `configs/algorithm`; windows, trees and the noise
-levels of a sample are cut to eight steps, as [Settings](#settings) lists.
 
-Three learning rates, and at the best of them a second clip where there is one, were tried for each method, with one seed and {third} rows,
-and judged by images of training prompts (the first {images} of them, in which `color_attr` is missing and counting frequent); `raft` and
-`rwr`, which the usual rates ruin, got two lower ones more. The runs then take a third of the best rate, for all methods alike, since they
-take three times as many steps; that rule was chosen after two runs at the full rate (`nft` and `dgpo`, seed 1), judged by held-out images,
-had fallen again after their first third. A run ends with the iteration that passes the budget; its rows include the few that measure
-winners.
+def page_of(tables: dict[str, str]) -> str:
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    return environment.from_string(TEMPLATE.read_text()).render(
+        budget=f"{cells.BUDGET:,}",
+        third=f"{cells.BUDGET // 3:,}",
+        images=IMAGES,
+        texts=len(set(texts_of("shapes:eval", IMAGES))),
+        **tables,
+    )
 
-Scores are strict accuracy on {images} held-out images of {prompts} texts, sampled without guidance from averaged weights. Intervals are
-95%, by resampling texts; over several seeds, of the mean over seeds. This page is written by `python scripts/bench/algorithms.py table`
-from the cells in `docs/results/cells`; `tune`, `run`, `claims` and `time` make those that are missing."""
 
-ABOUT_TABLE = """Rows are sorted by gain. *Rows trained* are terms of the loss. *Seconds* are those of training without evaluation:
-network rows times the seconds a row of a few iterations that had the machine to themselves (`time`). *Winner gain* is the last
-`policy/winner_gain`; its unit is the method's. One seed is no ranking."""
+# ---------------------------------------------------------------------------
+# numbers
 
-ABOUT_EQUAL = (
-    "Strict accuracy at shares of the same runs' budget (mean over seeds; evaluated at the first"
-    " iteration past the mark)."
-)
 
-ABOUT_PROXY = """Two ways to train `mix_grpo_flash` on the tiny CLIP's cosine, for twice the budget: `proxy_points` as it is, `proxy_wins`
-by win rates within the group (`algorithm.outcome=win_rate`, what Pref-GRPO does). The strict verifier is read and never trained on."""
-ABOUT_SETTINGS = """What the runs set beside their file in `configs/algorithm` and the settings that all share (`COMMON` in
-`scripts/bench/algorithms.py`). A method that is missing here sets nothing more."""
-ABOUT_CLAIMS = """Runs beside those of the main table, at their method's best setting where *settings* does not say otherwise; names without
-a section are of `algorithm`. *Budget* is in network rows. `*_few` train on the eight prompts of `docs/results/few_prompts.jsonl` and are
-read on them, with intervals over images; `*_steps` sample with so few steps in training and in evaluation."""
-ABOUT_TUNING = """Strict accuracy on images of training prompts after a third of the budget, seed 0. The best of each row, at a third of
-its rate, is what the runs use."""
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A change of strict accuracy with its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+def results(planned: list[Cell]) -> list[Cell]:
+    """Of those that were run."""
+    return [r for c in planned if (r := cells.result(c))]
+
+
+def gain(runs: list[Cell]) -> Gain:
+    """Mean over seeds of after - before, and its interval over texts."""
+    before, after = (_mean_marks(runs, key) for key in ("images_before", "images"))
+    return _gain(paired_bootstrap(before, after, groups=texts_of("shapes:eval", len(before))))
+
+
+def few_gain(c: Cell) -> Gain:
+    """Of a run on few prompts, with an interval over images: it is about its eight texts alone."""
+    return _gain(paired_bootstrap(marks(c["images_before"]), marks(c["images"])))
+
+
+def _gain(change: Paired) -> Gain:
+    return Gain(change.difference, *change.ci)
+
+
+def _mean_marks(runs: list[Cell], key: str) -> list[float]:
+    """Of each image, the mean over runs."""
+    return [statistics.mean(image) for image in zip(*(marks(c[key]) for c in runs), strict=True)]
+
+
+def marks(text: str) -> list[float]:
+    """A missing verdict counts as wrong: the reward's own rule for what it cannot judge."""
+    return [float(c == "1") for c in text]
+
+
+@functools.cache
+def texts_of(source: str, images: int) -> list[str]:
+    """The text of each image, which is resampled: held-out data holds some texts several times."""
+    prompts = load_prompts(source)
+    return [prompts[i % len(prompts)]["prompt"] for i in range(images)]
+
+
+def seconds(name: str) -> float:
+    """Of a network row of a method or claim, measured alone on the machine; 0: not measured.
+
+    Of a row and not of an iteration: groups without a signal are not trained, so iterations differ
+    over a run.
+    """
+    timed = results(cells.timing(name))
+    if not timed:
+        return 0.0
+    (first, *_), last = timed[0]["curve"], timed[0]["curve"][-1]
+    return (last["seconds"] - first["seconds"]) / (last["calls"] - first["calls"])
+
+
+def winner_gains(runs: list[Cell]) -> list[float]:
+    """The last policy/winner_gain of each run that has one."""
+    key = "policy/winner_gain"
+    series = [[point[key] for point in c["curve"] if key in point] for c in runs]
+    return [s[-1] for s in series if s]
+
+
+def at_shares(c: Cell) -> list[float]:
+    """Strict accuracy at the marks and at the end of a run's budget."""
+    return [p["strict"] for p in c["curve"] if "strict" in p] + [cells.score(c)]
+
+
+def before_of(c: Cell) -> float:
+    return c["before"]["shapes/strict"]["mean"]
+
+
+def scores_of(runs: list[Cell]) -> str:
+    return ", ".join(f"{cells.score(c):.3f}" for c in runs)
+
+
+def ranked(done: Runs) -> list[tuple[str, list[Cell]]]:
+    """Methods with their runs, the largest gain first."""
+    return sorted(done.items(), key=lambda item: -gain(item[1]).mean)
+
+
+# ---------------------------------------------------------------------------
+# tables
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["-"] * len(head), *rows])
 
 
 def named(words: list[str]) -> str:
-    """Settings as a table shows them: the last value of each key, without `algorithm.`; what is
-    trained on has a name of its own."""
+    """Settings as a table shows them: the last value of each key, without `algorithm.`.
+
+    What is trained on has a name of its own.
+    """
     last = dict(word.split("=", 1) for word in words if not word.startswith("data."))
     return " ".join(f"`{key.removeprefix('algorithm.')}={value}`" for key, value in last.items())
 
 
-def run_said(method: str, cells: list[Cell]) -> str:
-    """What a method's runs say, for its page."""
-    change, low, high = gain(cells)
-    before = cells[0]["before"]["shapes/strict"]["mean"]
-    after = ", ".join(f"{bench.score(c):.3f} (seed {c['seed']})" for c in cells)
-    own = named([*bench.METHODS[method], *cells[0]["words"]])
-    return f"""Strict accuracy on held-out prompts of `shapes-sd3`, at the budget and settings that all methods share, with {own}:
-{before:.3f} before, {after} after; gain {change:+.3f} [{low:+.3f}, {high:+.3f}]. [Results](../results.md) compares the methods.
+def setting(c: Cell) -> str:
+    """Learning rate and clip of a cell."""
+    values = dict(word.split("=", 1) for word in c["words"])
+    said = [values.get(key) for key in ("optimizer.lr", "algorithm.clip")]
+    return ", ".join(value for value in said if value)
 
-    python scripts/bench/algorithms.py run {method}"""
+
+def main_table(done: Runs) -> str:
+    head = ["method", "gain [95%]", "after, by seed", "rate, clip", "iterations", "network rows"]
+    head += ["rows trained", "seconds", "winner gain"]
+    before = before_of(next(iter(done.values()))[0])
+    rows = [_main_row(method, runs) for method, runs in ranked(done)]
+    return f"Before training: {before:.3f}.\n\n" + table(head, rows)
+
+
+def _main_row(method: str, runs: list[Cell]) -> list[str]:
+    last = [c["curve"][-1] for c in runs]
+    spent = {key: statistics.mean(p[key] for p in last) for key in ("iteration", "calls", "rows")}
+    pace, gains = seconds(method), winner_gains(runs)
+    return [
+        f"[{method}](algorithms/{method}.md)",
+        str(gain(runs)),
+        scores_of(runs),
+        setting(runs[0]),
+        *(f"{value:,.0f}" for value in spent.values()),
+        f"{pace * spent['calls']:.0f}" if pace else "",
+        f"{statistics.mean(gains):+.2g}" if gains else "",
+    ]
+
+
+def equal_table(done: Runs) -> str:
+    rows = []
+    for method, runs in ranked(done):
+        series = [at_shares(c) for c in runs]
+        if all(len(s) == len(cells.MARKS) + 1 for s in series):
+            means = map(statistics.mean, zip(*series, strict=True))
+            rows.append([method, *(f"{mean:.3f}" for mean in means)])
+    shares = [str(Fraction(share).limit_denominator(9)) for share in cells.MARKS]
+    return table(["method", *shares, "all"], rows)
+
+
+def settings_table() -> str:
+    rows = [[method, named(words)] for method, words in cells.METHODS.items() if words]
+    return table(["method", "settings"], rows)
+
+
+def tuning_table() -> str:
+    rows = [_tuning_row(m, tried) for m in cells.METHODS if (tried := results(cells.tuning(m)))]
+    width = max((len(row) for row in rows), default=1)
+    head = ["method", "", "", "", "other clip, or lower", ""][:width]
+    return table(head, [row + [""] * (width - len(row)) for row in rows])
+
+
+def _tuning_row(method: str, tried: list[Cell]) -> list[str]:
+    """Scores with their settings, the best in bold."""
+    best = max(tried, key=cells.score)
+    said = [f"**{cells.score(r):.3f}**" if r is best else f"{cells.score(r):.3f}" for r in tried]
+    return [method, *(f"{score} ({setting(r)})" for score, r in zip(said, tried, strict=True))]
+
+
+def claims_table(claims: Runs) -> str:
+    head = ["run", "method", "settings", "budget", "gain [95%]", "before", "after, by seed"]
+    head += ["iterations", "rows an iteration", "seconds an iteration"]
+    return table(head, [_claim_row(name, runs) for name, runs in claims.items()])
+
+
+def _claim_row(name: str, runs: list[Cell]) -> list[str]:
+    ends = [c["curve"][-1] for c in runs]
+    iterations = statistics.mean(p["iteration"] for p in ends)
+    rows, pace = statistics.mean(p["calls"] for p in ends) / iterations, seconds(name)
+    return [
+        name,
+        cells.CLAIMS[name].method,
+        named(runs[0]["words"]),
+        f"{runs[0]['budget']:,}",
+        str(few_gain(runs[0]) if name.endswith("_few") else gain(runs)),
+        f"{before_of(runs[0]):.3f}",
+        scores_of(runs),
+        f"{iterations:.0f}",
+        f"{rows:,.0f}",
+        f"{pace * rows:.2f}" if pace else "",
+    ]
+
+
+def proxy_table(runs: list[Cell]) -> str:
+    """Gain of the proxy that was trained on, and of the verifier that was only read."""
+    head = ["run", "seed", "proxy gain [95%]", "verifier gain [95%]"]
+    head += ["verifier, best reading on the way", "verifier, after"]
+    rows = []
+    for c in sorted(runs, key=lambda c: (c["claim"], c["seed"])):
+        changes = [c["paired"][key] for key in ("clip", "shapes/strict")]
+        gains = [str(Gain(change["difference"], *change["ci"])) for change in changes]
+        best = max(point.get("strict", 0) for point in c["curve"])
+        after = cells.score(c)
+        rows.append([c["claim"], str(c["seed"]), *gains, f"{best:.3f}", f"{after:.3f}"])
+    return table(head, rows)
+
+
+def proxy_difference(runs: list[Cell]) -> str:
+    """What win rates change in the verifier, over the seeds that both ways have."""
+    ways = ("proxy_points", "proxy_wins")
+    points, wins = ({c["seed"]: c for c in runs if c["claim"] == name} for name in ways)
+    seeds = sorted(points.keys() & wins.keys())
+    if not seeds:
+        return ""
+    means = [_mean_marks([way[s] for s in seeds], "images") for way in (points, wins)]
+    change = _gain(paired_bootstrap(*means, groups=texts_of("shapes:eval", len(means[0]))))
+    each = ", ".join(f"{cells.score(wins[s]) - cells.score(points[s]):+.3f}" for s in seeds)
+    return (
+        f"Verifier after win rates minus after points: {change} over texts; by seed {each},\n"
+        "a spread that the interval does not hold."
+    )
+
+
+# ---------------------------------------------------------------------------
+# a method's own page
+
+
+def run_said(method: str, runs: list[Cell]) -> str:
+    """What a method's runs say, for its page."""
+    after = ", ".join(f"{cells.score(c):.3f} (seed {c['seed']})" for c in runs)
+    own = named([*cells.METHODS[method], *runs[0]["words"]])
+    return (
+        "Strict accuracy on held-out prompts of `shapes-sd3`, at the budget and settings that all"
+        f" methods share, with {own}:\n"
+        f"{before_of(runs[0]):.3f} before, {after} after; gain {gain(runs)}."
+        " [Results](../results.md) compares the methods.\n\n"
+        f"    python scripts/bench/algorithms.py run {method}"
+    )
 
 
 def few_said(method: str, c: Cell) -> str:
     """What its run on the prompts of few_prompts.jsonl says."""
-    change, low, high = few_change(c)
-    share = c["budget"] / bench.BUDGET
-    return f"""Trained on the eight prompts of `docs/results/few_prompts.jsonl` and read on them, for {share:g} of that budget and with
-{named([*bench.METHODS[method], *c["words"]])}: gain {change:+.3f} [{low:+.3f}, {high:+.3f}], to {bench.score(c):.3f}.
-
-    python scripts/bench/algorithms.py claims {method}_few"""
-
-
-def few_change(c: Cell) -> tuple[float, float, float]:
-    """Gain of a run on few prompts, and its interval over images: eight texts are all that it is
-    about."""
-    change = paired_bootstrap(marks(c["images_before"]), marks(c["images"]))
-    return change.difference, *change.ci
+    own = named([*cells.METHODS[method], *c["words"]])
+    return (
+        "Trained on the eight prompts of `docs/results/few_prompts.jsonl` and read on them, for"
+        f" {c['budget'] / cells.BUDGET:g} of that budget and with\n"
+        f"{own}: gain {few_gain(c)}, to {cells.score(c):.3f}.\n\n"
+        f"    python scripts/bench/algorithms.py claims {method}_few"
+    )
 
 
 def fill(path: Path, text: str) -> None:
@@ -149,328 +334,34 @@ def fill(path: Path, text: str) -> None:
     path.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["-"] * len(head), *rows])
-
-
-def results(cells: list[Cell]) -> list[Cell]:
-    """Of those that were run."""
-    return [r for c in cells if (r := bench.result(c))]
-
-
-@functools.cache
-def texts_of(source: str, images: int) -> list[str]:
-    """The text of each image: what an interval resamples, since held-out data holds some texts
-    several times."""
-    prompts = load_prompts(source)
-    return [prompts[i % len(prompts)]["prompt"] for i in range(images)]
-
-
-def setting(c: Cell) -> str:
-    """Learning rate and clip of a cell."""
-    values = dict(
-        word.split("=", 1)
-        for word in c["words"]
-        if word.startswith(("optimizer.lr", "algorithm.clip"))
-    )
-    return f"{values['optimizer.lr']}" + (
-        f", {values['algorithm.clip']}" if "algorithm.clip" in values else ""
-    )
-
-
-def gain(cells: list[Cell]) -> tuple[float, float, float]:
-    """Mean over seeds of after - before, and its interval over texts."""
-    pairs = [(marks(c["images_before"]), marks(c["images"])) for c in cells]
-    before = [statistics.mean(b[i] for b, _ in pairs) for i in range(len(pairs[0][0]))]
-    after = [statistics.mean(a[i] for _, a in pairs) for i in range(len(pairs[0][0]))]
-    result = paired_bootstrap(before, after, groups=texts_of("shapes:eval", len(before)))
-    return result.difference, *result.ci
-
-
-def marks(text: str) -> list[float]:
-    """A missing verdict counts as wrong: the reward's own rule for what it cannot judge."""
-    return [float(c == "1") for c in text]
-
-
-def main_table(done: dict[str, list[Cell]]) -> str:
-    rows = []
-    for method, cells in sorted(done.items(), key=lambda item: -gain(item[1])[0]):
-        mean, low, high = gain(cells)
-        last = [c["curve"][-1] for c in cells]
-        seeds = ", ".join(f"{bench.score(c):.3f}" for c in cells)
-        pace = seconds(method)
-        rows.append(
-            [
-                f"[{method}](algorithms/{method}.md)",
-                f"{mean:+.3f} [{low:+.3f}, {high:+.3f}]",
-                seeds,
-                setting(cells[0]),
-                *(
-                    f"{statistics.mean(p[key] for p in last):,.0f}"
-                    for key in ("iteration", "calls", "rows")
-                ),
-                f"{pace * statistics.mean(p['calls'] for p in last):.0f}" if pace else "",
-                f"{statistics.mean(gains):+.2g}" if (gains := winner_gains(cells)) else "",
-            ]
-        )
-    head = [
-        "method",
-        "gain [95%]",
-        "after, by seed",
-        "rate, clip",
-        "iterations",
-        "network rows",
-        "rows trained",
-        "seconds",
-        "winner gain",
-    ]
-    first = next(iter(done.values()))[0]
-    base = first["before"]["shapes/strict"]["mean"]
-    return f"Before training: {base:.3f}.\n\n" + table(head, rows)
-
-
-def seconds(name: str) -> float:
-    """Of a network row of a method or claim, measured alone on the machine; 0: not measured.
-
-    Of a row and not of an iteration: groups without a signal are not trained, so iterations differ
-    over a run.
-    """
-    timed = results(bench.timing(name))
-    if not timed:
-        return 0.0
-    (first, *_), last = timed[0]["curve"], timed[0]["curve"][-1]
-    return (last["seconds"] - first["seconds"]) / (last["calls"] - first["calls"])
-
-
-def winner_gains(cells: list[Cell]) -> list[float]:
-    """The last policy/winner_gain of each run that has one."""
-    series = [
-        [p["policy/winner_gain"] for p in c["curve"] if "policy/winner_gain" in p] for c in cells
-    ]
-    return [s[-1] for s in series if s]
-
-
-def at_shares(c: Cell) -> list[float]:
-    """Strict accuracy at the marks and at the end of a run's budget."""
-    return [p["strict"] for p in c["curve"] if "strict" in p] + [bench.score(c)]
-
-
-def equal_table(done: dict[str, list[Cell]]) -> str:
-    rows = []
-    for method, cells in sorted(done.items(), key=lambda item: -gain(item[1])[0]):
-        series = [at_shares(c) for c in cells]
-        if all(len(s) == len(bench.MARKS) + 1 for s in series):
-            rows.append(
-                [
-                    method,
-                    *(f"{statistics.mean(column):.3f}" for column in zip(*series, strict=True)),
-                ]
-            )
-    return table(
-        ["method", *(str(Fraction(share).limit_denominator(9)) for share in bench.MARKS), "all"],
-        rows,
-    )
-
-
-def settings_table() -> str:
-    return table(
-        ["method", "settings"],
-        [[method, named(words)] for method, words in bench.METHODS.items() if words],
-    )
-
-
-def tuning_table() -> str:
-    rows = []
-    for method in bench.METHODS:
-        if tried := results(bench.tuning(method)):
-            best = max(tried, key=bench.score)
-            rows.append(
-                [
-                    method,
-                    *(
-                        f"{'**' * (r is best)}{bench.score(r):.3f}{'**' * (r is best)}"
-                        f" ({setting(r)})"
-                        for r in tried
-                    ),
-                ]
-            )
-    width = max((len(r) for r in rows), default=1)
-    return table(
-        ["method", "", "", "", "other clip, or lower", ""][:width],
-        [row + [""] * (width - len(row)) for row in rows],
-    )
-
-
-def proxy_table(cells: list[Cell]) -> str:
-    """Gain of the proxy that was trained on, and of the verifier that was only read, for each
-    run."""
-    rows = []
-    for c in sorted(cells, key=lambda c: (c["claim"], c["seed"])):
-        gains = [c["paired"][key] for key in ("clip", "shapes/strict")]
-        said = [f"{g['difference']:+.3f} [{g['ci'][0]:+.3f}, {g['ci'][1]:+.3f}]" for g in gains]
-        rows.append(
-            [
-                c["claim"],
-                str(c["seed"]),
-                *said,
-                f"{max(p.get('strict', 0) for p in c['curve']):.3f}",
-                f"{bench.score(c):.3f}",
-            ]
-        )
-    return table(
-        [
-            "run",
-            "seed",
-            "proxy gain [95%]",
-            "verifier gain [95%]",
-            "verifier, best reading on the way",
-            "verifier, after",
-        ],
-        rows,
-    )
-
-
-def proxy_difference(cells: list[Cell]) -> str:
-    """What win rates change in the verifier, over the seeds that both ways have."""
-    points, wins = (
-        {c["seed"]: c for c in cells if c["claim"] == name}
-        for name in ("proxy_points", "proxy_wins")
-    )
-    seeds = sorted(points.keys() & wins.keys())
-    if not seeds:
-        return ""
-    means = [
-        [
-            statistics.mean(column)
-            for column in zip(*(marks(way[s]["images"]) for s in seeds), strict=True)
-        ]
-        for way in (points, wins)
-    ]
-    change = paired_bootstrap(*means, groups=texts_of("shapes:eval", len(means[0])))
-    each = ", ".join(f"{bench.score(wins[s]) - bench.score(points[s]):+.3f}" for s in seeds)
-    low, high = change.ci
-    return (
-        f"Verifier after win rates minus after points: {change.difference:+.3f} [{low:+.3f},"
-        f" {high:+.3f}] over texts; by seed {each},\na spread that the interval does not hold."
-    )
-
-
-def claims_table(claims: dict[str, list[Cell]]) -> str:
-    rows = []
-    for name, cells in claims.items():
-        change, low, high = few_change(cells[0]) if name.endswith("_few") else gain(cells)
-        ends = [c["curve"][-1] for c in cells]
-        iterations = statistics.mean(p["iteration"] for p in ends)
-        each, pace = statistics.mean(p["calls"] for p in ends) / iterations, seconds(name)
-        rows.append(
-            [
-                name,
-                bench.CLAIMS[name][0],
-                named(cells[0]["words"]),
-                f"{cells[0]['budget']:,}",
-                f"{change:+.3f} [{low:+.3f}, {high:+.3f}]",
-                f"{cells[0]['before']['shapes/strict']['mean']:.3f}",
-                ", ".join(f"{bench.score(c):.3f}" for c in cells),
-                f"{iterations:.0f}",
-                f"{each:,.0f}",
-                f"{pace * each:.2f}" if pace else "",
-            ]
-        )
-    head = [
-        "run",
-        "method",
-        "settings",
-        "budget",
-        "gain [95%]",
-        "before",
-        "after, by seed",
-        "iterations",
-    ]
-    return table([*head, "rows an iteration", "seconds an iteration"], rows)
+# ---------------------------------------------------------------------------
+# plots
 
 
 def curve_of(c: Cell, key: str, scale: float) -> list[tuple[float, float]]:
     """(cost, strict accuracy) before, at the marks and after; seconds are rows times `scale`."""
     of = "calls" if key == "seconds" else key
     points = [(p[of] * scale, p["strict"]) for p in c["curve"] if "strict" in p]
-    return [
-        (0.0, c["before"]["shapes/strict"]["mean"]),
-        *points,
-        (c["curve"][-1][of] * scale, bench.score(c)),
-    ]
+    return [(0.0, before_of(c)), *points, (c["curve"][-1][of] * scale, cells.score(c))]
 
 
-def plots(done: dict[str, list[Cell]]) -> str:
-    """The gain of every method with its interval, and curves of the first tier -> the lines that
-    show them."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "flowrl"
-    lines = [forest(done)]
-    for key, label in (
-        ("calls", "network rows"),
-        ("seconds", "seconds of training"),
-        ("rows", "rows trained"),
-    ):
-        lines += curves({m: c for m, c in done.items() if m in bench.FIRST}, key, label)
+def show_plots(done: Runs) -> str:
+    """The gain of every method with its interval, and curves of the first tier -> their lines."""
+    gains = {method: gain(runs) for method, runs in done.items()}
+    single = {method for method, runs in done.items() if len(runs) == 1}
+    forest = plots.forest({m: (g.mean, g.low, g.high) for m, g in gains.items()}, single)
+    lines = [plots.saved(forest, cells.FOLDER / "gain.svg", plots.GAIN)]
+    costs = {"calls": "network rows", "seconds": "seconds of training", "rows": "rows trained"}
+    for key, label in costs.items():
+        series = {}
+        for method in (m for m in done if m in cells.FIRST):
+            if scale := seconds(method) if key == "seconds" else 1.0:
+                series[method] = [curve_of(c, key, scale) for c in done[method]]
+        if series:
+            path = cells.FOLDER / f"strict-by-{key}.svg"
+            text = f"Strict accuracy against {label}"
+            lines.append(plots.saved(plots.curves(series, label), path, text))
     return "\n\n".join(lines)
-
-
-def forest(done: dict[str, list[Cell]]) -> str:
-    """Gains and their intervals, the largest on top; hollow marks are those of one seed."""
-    import matplotlib.pyplot as plt
-
-    ranked = sorted(((gain(cells), m) for m, cells in done.items()), key=lambda item: item[0][0])
-    figure, axes = plt.subplots(figsize=(8, 0.26 * len(ranked) + 1))
-    for y, ((mean, low, high), method) in enumerate(ranked):
-        axes.plot([low, high], [y, y], color="C0", linewidth=1.5)
-        axes.plot(
-            mean, y, "o", color="C0", markerfacecolor="C0" if len(done[method]) > 1 else "white"
-        )
-    axes.axvline(0, color="grey", linewidth=0.8)
-    axes.set_yticks(range(len(ranked)), [method for _, method in ranked])
-    axes.set(xlabel="gain in strict accuracy, held out (95% interval)")
-    return saved(
-        figure, axes, "gain.svg", "Gain of every method, with 95% intervals; hollow: one seed"
-    )
-
-
-def curves(done: dict[str, list[Cell]], key: str, label: str) -> list[str]:
-    """Means over seeds at each mark; the band is the range of the seeds."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5))
-    axes.set_prop_cycle(
-        color=plt.get_cmap("tab20").colors[::2] + plt.get_cmap("tab20").colors[1::2]
-    )
-    for method, cells in done.items():
-        scale = seconds(method) if key == "seconds" else 1.0
-        if not scale:
-            continue
-        points = [
-            list(zip(*column, strict=True))
-            for column in zip(*(curve_of(c, key, scale) for c in cells), strict=False)
-        ]
-        x, y = [statistics.mean(xs) for xs, _ in points], [ys for _, ys in points]
-        axes.plot(x, [statistics.mean(ys) for ys in y], marker="o", markersize=3, label=method)
-        axes.fill_between(x, [min(ys) for ys in y], [max(ys) for ys in y], alpha=0.12, linewidth=0)
-    if not axes.lines:
-        plt.close(figure)
-        return []
-    axes.set(xlabel=label, ylabel="strict accuracy, held out (band: range of the seeds)")
-    axes.legend(fontsize=7, ncols=2, frameon=False)
-    return [saved(figure, axes, f"strict-by-{key}.svg", f"Strict accuracy against {label}")]
-
-
-def saved(figure: Any, axes: Any, name: str, text: str) -> str:
-    """Write a plot -> the line that shows it."""
-    import matplotlib.pyplot as plt
-
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(bench.FOLDER / name, metadata={"Date": None}, bbox_inches="tight")
-    plt.close(figure)
-    return f"![{text}](results/{name})"
 
 
 if __name__ == "__main__":
