@@ -1,7 +1,7 @@
 r"""The regular expressions with which replies are read, put together from parts with names.
 
-All are meant for re.IGNORECASE. Groups that are counted: NUMBER has two, the number and the end of
-its scale as in "4/5"; BETTER has one, 1 or 2.
+Words are in lower case: search with re.IGNORECASE, or in lower-case text. Groups that are counted:
+NUMBER has two, the number and the end of its scale as in "4/5"; BETTER has one, 1 or 2.
 """
 
 from __future__ import annotations

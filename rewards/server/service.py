@@ -1,10 +1,9 @@
-"""Rewards behind HTTP: `flowrl serve jpeg` on one side, reward=remote on the other.
+"""What a reward server does with its requests: it checks, unpacks, joins and scores them.
 
-GET /health (open to all), GET /version and POST /score; the records are in rewards/server/wire.py. One
-thread scores, because rewards need not be safe in several. Requests that wait together, with media
-of one size and without a column "group", are scored as one batch of at most `max_batch` samples:
-batch mates do not change a score, but for the last bits of a network's sums, and max_batch=1 keeps
-every request to itself. What fails in one request fails there alone.
+One thread scores, because rewards need not be safe in several. Requests that wait together, with
+media of one size and without a column "group", are scored as one batch of at most `max_batch`
+samples: batch mates do not change a score, but for the last bits of a network's sums, and
+max_batch=1 keeps every request to itself. What fails in one request fails there alone.
 
 This file imports neither diffusers nor transformers, so that an environment with other versions of
 them, or none, can serve.
@@ -14,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import itertools
 import threading
 from collections import deque
 from collections.abc import AsyncIterator
@@ -31,12 +31,14 @@ from flowrl.rewards.core.reward import check_columns
 from flowrl.rewards.core.score import check_kind, check_media
 from flowrl.rewards.server import wire
 from flowrl.runtime.registry import did_you_mean
-from flowrl.types import MediaContext
+from flowrl.types import MediaContext, Rewards
 
 
 class Gate:
-    """Lets bytes in while those inside stay within a limit, or when nothing is inside; others wait
-    in the order they came."""
+    """Lets bytes in while those inside stay within a limit, or when nothing is inside.
+
+    Others wait in the order they came.
+    """
 
     def __init__(self, limit: float):
         self.limit, self.inside = limit, 0
@@ -75,12 +77,15 @@ class Job:
         shapes = [
             (name, column.dtype, column.shape[1:]) for name, column in tensors if column is not None
         ]
-        return self.reward, self.media.shape[1:], self.context.meta is None, *shapes
+        absent = self.context.meta is None, self.context.group is None
+        return self.reward, self.media.shape[1:], *absent, *shapes
 
 
 class Service:
-    """What the HTTP handlers call: limits, and one thread that scores. max_mb: of a request, as
-    JSON and unpacked."""
+    """What the routes call: limits, and one thread that scores.
+
+    max_mb: of a request, as JSON and unpacked. max_batch: most samples scored at once.
+    """
 
     def __init__(
         self, rewards: RewardSet, *, max_mb: float, max_batch: int, device: str | None = None
@@ -130,32 +135,21 @@ class Service:
 
     def job(self, question: wire.Question) -> Job:
         """Unpacked, and held to what the rewards take."""
-        rewards = self._chosen(question.reward).rewards
-        columns: dict[str, Any] = {"meta": question.meta}
-        for name in wire.TENSORS:
-            record = getattr(question, name)
-            columns[name] = None if record is None else wire.unpack(record)
-        columns["group"] = None if question.group is None else torch.tensor(question.group)
+        rewards, prompts = self._chosen(question.reward).rewards, question.prompts
+        columns = _columns(question)
         given = {name: column for name, column in columns.items() if column is not None}
         for name, column in given.items():
-            if (
-                column.shape[:1] != (len(question.prompts),)
-                if isinstance(column, Tensor)
-                else len(column) != len(question.prompts)
-            ):
+            rows = column.shape[:1] if isinstance(column, Tensor) else (len(column),)
+            if rows != (len(prompts),):
                 raise ValueError(
-                    f'"{name}" should have one row for each of the {len(question.prompts)} prompts'
+                    f'"{name}" should have one row for each of the {len(prompts)} prompts'
                 )
-        media = check_media(wire.unpack(question.media), question.prompts)
+        media = check_media(wire.unpack(question.media), prompts)
         check_columns(rewards, given)
-        check_kind(rewards, media, question.prompts)
+        check_kind(rewards, media, prompts)
         context = MediaContext(**columns)
         return Job(
-            id=question.id,
-            reward=question.reward,
-            media=media,
-            prompts=question.prompts,
-            context=context,
+            id=question.id, reward=question.reward, media=media, prompts=prompts, context=context
         )
 
     def submit(self, job: Job) -> Future[wire.Answer]:
@@ -178,19 +172,17 @@ class Service:
             self._answer([job for job in batch if job.future.set_running_or_notify_cancel()])
 
     def _next(self) -> list[Job]:
-        """The job that waited longest and others that can share its batch; none: closed."""
+        """The job that waited longest and others that can share its batch; []: closed."""
         with self.changed:
             self.changed.wait_for(lambda: self.jobs or self.closed)
             if self.closed:
                 return []
             first = self.jobs.popleft()
             batch, size = [first], len(first.prompts)
-            for job in list(self.jobs) if first.context.group is None else []:
-                if (
-                    job.context.group is None
-                    and size + len(job.prompts) <= self.max_batch
-                    and job.kind == first.kind
-                ):
+            if first.context.group is not None:
+                return batch
+            for job in [job for job in self.jobs if job.kind == first.kind]:
+                if size + len(job.prompts) <= self.max_batch:
                     self.jobs.remove(job)
                     batch.append(job)
                     size += len(job.prompts)
@@ -201,9 +193,7 @@ class Service:
             return
         try:
             answers = self._score(jobs)
-        except (
-            Exception
-        ) as error:  # whatever a reward raises belongs to the requests, and the thread must live
+        except Exception as error:  # belongs to the requests, and the thread must live
             if len(jobs) == 1:
                 jobs[0].future.set_exception(error)
                 return
@@ -214,52 +204,65 @@ class Service:
             job.future.set_result(answer)
 
     def _score(self, jobs: list[Job]) -> list[wire.Answer]:
+        """Score jobs of one kind as one batch -> an answer for each."""
         rewards = self._chosen(jobs[0].reward)
-        media, prompts = (
-            torch.cat([job.media for job in jobs]),
-            [prompt for job in jobs for prompt in job.prompts],
-        )
+        media = torch.cat([job.media for job in jobs])
+        prompts = [prompt for job in jobs for prompt in job.prompts]
         context = _joined([job.context for job in jobs])
         whole = score(media.to(self.device), prompts, rewards, context)
         self.scored += len(prompts)
-        parts, total = (
-            {label: _plain(column) for label, column in whole.raw.items()},
-            _plain(whole.total),
-        )
-        errors: list[str | None] = [None] * len(prompts)
-        failed = [
-            i for i in range(len(prompts)) if any(column[i] is None for column in parts.values())
+        errors = self._errors(whole, rewards, media, prompts, context)
+        ends = list(itertools.accumulate(len(job.prompts) for job in jobs))
+        starts = [0, *ends[:-1]]
+        return [
+            self._part(job, whole, errors, slice(start, end))
+            for job, start, end in zip(jobs, starts, ends, strict=True)
         ]
+
+    def _errors(
+        self,
+        whole: Rewards,
+        rewards: RewardSet,
+        media: Tensor,
+        prompts: list[str],
+        context: MediaContext,
+    ) -> list[str | None]:
+        """Why each sample failed, None where it did not: in its own words, scored alone."""
+        errors: list[str | None] = [None] * len(prompts)
+        raw = torch.stack(list(whole.raw.values()))
+        failed = raw.isnan().any(0).nonzero().flatten().tolist()
         for i in failed:
             alone = whole
             if context.group is None and len(prompts) > 1:
+                sample, row = media[i : i + 1].to(self.device), _row(context, i)
                 try:
-                    alone = score(
-                        media[i : i + 1].to(self.device),
-                        prompts[i : i + 1],
-                        rewards,
-                        _row(context, i),
-                    )
-                except (
-                    RewardUnavailable
-                ):  # what the reward relies on is there if it answered for another sample
+                    alone = score(sample, prompts[i : i + 1], rewards, row)
+                except RewardUnavailable:
+                    # what the reward relies on is there if it answered for another sample
                     if len(failed) == len(prompts):
                         raise
             errors[i] = "; ".join(alone.errors) or "it failed once, and not when it was tried again"
-        answers, start = [], 0
-        for job in jobs:
-            rows = slice(start, start := start + len(job.prompts))
-            own = {label: column[rows] for label, column in parts.items()}
-            answers.append(
-                wire.Answer(
-                    id=job.id,
-                    version=self.about.version,
-                    scores=total[rows],
-                    parts=own,
-                    errors=errors[rows],
-                )
-            )
-        return answers
+        return errors
+
+    def _part(self, job: Job, whole: Rewards, errors: list[str | None], rows: slice) -> wire.Answer:
+        """One job's rows of a batch."""
+        return wire.Answer(
+            id=job.id,
+            version=self.about.version,
+            scores=_plain(whole.total[rows]),
+            parts={label: _plain(column[rows]) for label, column in whole.raw.items()},
+            errors=errors[rows],
+        )
+
+
+def _columns(question: wire.Question) -> dict[str, Any]:
+    """The columns of a MediaContext, None for those that were not sent."""
+    columns: dict[str, Any] = {"meta": question.meta}
+    for name in wire.TENSORS:
+        record = getattr(question, name)
+        columns[name] = None if record is None else wire.unpack(record)
+    columns["group"] = None if question.group is None else torch.tensor(question.group)
+    return columns
 
 
 def _joined(contexts: list[MediaContext]) -> MediaContext:
@@ -295,15 +298,13 @@ def _plain(column: Tensor) -> list[float | None]:
 def _sentence(error: pydantic.ValidationError) -> str:
     """The first problem of a request."""
     problem = error.errors(include_url=False)[0]
-    place, said = (
-        ".".join(str(part) for part in problem["loc"]),
-        problem["msg"][:1].lower() + problem["msg"][1:],
-    )
+    place = ".".join(str(part) for part in problem["loc"])
+    said = problem["msg"][:1].lower() + problem["msg"][1:]
     if problem["type"] == "json_invalid":
-        return f"the body is no JSON: {said}"
+        return f"the body is not JSON: {said}"
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         return f'unknown key "{place}"{did_you_mean(place, wire.Question.model_fields)}'
-    if problem["loc"][:1] in [(name,) for name in ("media", *wire.TENSORS)]:
+    if problem["loc"] and problem["loc"][0] in ("media", *wire.TENSORS):
         return (
             f'{problem["loc"][0]} should be {{"png": [...]}} or {{"dtype": ..., "shape": ...,'
             ' "data": ...}, see docs/rewards/serving.md'

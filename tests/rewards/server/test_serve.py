@@ -312,11 +312,11 @@ def test_bytes_wait_at_the_gate_in_the_order_they_came():
 
 
 BAD = {
-    "no JSON": (b"garbage", "the body is no JSON"),
-    "cut": (b'{"prompts": ["a"', "the body is no JSON"),
-    "bytes": (bytes(range(256)), "the body is no JSON"),
+    "not JSON": (b"garbage", "the body is not JSON"),
+    "cut": (b'{"prompts": ["a"', "the body is not JSON"),
+    "bytes": (bytes(range(256)), "the body is not JSON"),
     "a list": ([], "the body: input should be an object"),
-    "nested": (b"[" * 100_000, "the body is no JSON"),
+    "nested": (b"[" * 100_000, "the body is not JSON"),
     "no prompts": ({"media": {"png": ["x"]}}, "prompts: field required"),
     "no media": ({"prompts": ["a"]}, "media should be"),
     "unknown key": (
