@@ -12,7 +12,7 @@ from flowrl.rewards import RewardBug
 from flowrl.rewards.checks.examples import Example
 from flowrl.rewards.checks.order import GOOD
 from flowrl.rewards.checks.pictures import attacks
-from flowrl.rewards.checks.subject import Finding, Subject, deviation, middle
+from flowrl.rewards.checks.subject import Finding, Subject, Verdict, deviation, middle
 from flowrl.types import replace
 
 
@@ -63,7 +63,7 @@ def _mirrored_with_prompt(subject: Subject, flipped: list[Example], own: Tensor)
         f"root mean square of the change when picture and prompt are mirrored; up to {limit:.3g} is"
         " noise, or little"
     )
-    verdict = "ok" if size <= limit else "warn"
+    verdict: Verdict = "ok" if size <= limit else "warn"
     return Finding(name="mirror image", verdict=verdict, value=size, says=says)
 
 
@@ -76,7 +76,7 @@ def _mirrored_alone(subject: Subject, flipped: list[Example], own: Tensor) -> Fi
         f"{seen} of {len(flipped)} pictures lose score when they are mirrored and their prompt,"
         " which says left or right, is not"
     )
-    verdict = "ok" if share >= GOOD else "warn"
+    verdict: Verdict = "ok" if share >= GOOD else "warn"
     return Finding(name="left and right", verdict=verdict, value=share, says=says)
 
 

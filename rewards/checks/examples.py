@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.data import scored_folder
 from flowrl.data.checklists import from_shapes
 from flowrl.data.media import read_image
+from flowrl.data.samples import collect
 from flowrl.data.ocr import WORDS
 from flowrl.rewards import Reward, load_set
 from flowrl.rewards.checks.pictures import written
@@ -310,7 +310,7 @@ def files(
     Near misses: up to four files with other prompts.
     """
     _check_count(most)
-    collected = scored_folder.collect(media, prompt=prompt, prompts=prompts)
+    collected = collect(media, prompt=prompt, prompts=prompts)
     own = load_set({reward.name: reward})
     samples = with_meta(collected, own, columns=("meta", "group"))
     if len(samples) > most:

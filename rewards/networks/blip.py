@@ -1,5 +1,6 @@
-"""BLIP's two towers (arXiv:2201.12086, github.com/salesforce/BLIP: models/vit.py, models/med.py)
-from transformers' classes.
+"""BLIP's two towers (arXiv:2201.12086) from transformers' classes.
+
+Source: github.com/salesforce/BLIP, models/vit.py and models/med.py.
 
 Checkpoints trained with that code differ from transformers' in names and in two defaults only:
 LayerNorm of the picture tower has epsilon 1e-6 there, and masked tokens get -10000 before the
@@ -15,9 +16,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# dims of an attention head in both published picture towers: base 768 = 12 x 64, large 1024 = 16 x
-# 64
+# Width of an attention head in both published picture towers: 768 = 12 x 64, 1024 = 16 x 64.
 HEAD = 64
+# What the text tower takes of BLIP's med_config.json.
+TEXT = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "hidden_act",
+    "layer_norm_eps",
+    "pad_token_id",
+)
 NAMES = (
     (r"^visual_encoder\.cls_token$", "vision.embeddings.class_embedding"),
     (r"^visual_encoder\.pos_embed$", "vision.embeddings.position_embedding"),
@@ -38,63 +50,53 @@ class Blip(nn.Module):
     """Picture tower and the text encoder that attends to its tokens."""
 
     def __init__(self, state: Mapping[str, Tensor], med_config: Mapping[str, Any]):
-        """state: the checkpoint in BLIP's names, read for the picture tower's sizes. med_config:
-        BLIP's med_config.json, for the text's."""
+        """state: the checkpoint in BLIP's names, for the picture tower's sizes. med_config: BLIP's
+        med_config.json, for the text tower's."""
         super().__init__()
-        from transformers import BlipTextConfig, BlipVisionConfig, BlipVisionModel
+        from transformers import BlipTextConfig, BlipVisionModel
         from transformers.models.blip.modeling_blip_text import BlipTextModel
 
-        width, patch = state["visual_encoder.patch_embed.proj.weight"].shape[::3]
-        self.side = (
-            isqrt(state["visual_encoder.pos_embed"].shape[1] - 1) * patch
-        )  # pixels of a picture: 224
-        self.vision = BlipVisionModel(
-            BlipVisionConfig(
-                hidden_size=width,
-                intermediate_size=state["visual_encoder.blocks.0.mlp.fc1.weight"].shape[0],
-                num_hidden_layers=1
-                + max(
-                    int(found[1])
-                    for key in state
-                    if (found := re.match(r"visual_encoder\.blocks\.(\d+)\.", key))
-                ),
-                num_attention_heads=width // HEAD,
-                image_size=self.side,
-                patch_size=patch,
-                hidden_act="gelu",
-                layer_norm_eps=1e-6,
-            )
+        config = _vision_config(state)
+        self.side = config.image_size  # pixels of a picture: 224
+        self.vision = BlipVisionModel(config)
+        # is_decoder builds the cross attention; every token still sees all others in `forward`
+        text = BlipTextConfig(
+            **{key: med_config[key] for key in TEXT},
+            encoder_hidden_size=config.hidden_size,
+            is_decoder=True,
         )
-        taken = (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "max_position_embeddings",
-            "hidden_act",
-            "layer_norm_eps",
-            "pad_token_id",
-        )
-        # is_decoder builds the cross attention; the call below still lets every token see every
-        # other
-        sizes = {key: med_config[key] for key in taken}
-        self.text = BlipTextModel(
-            BlipTextConfig(**sizes, encoder_hidden_size=width, is_decoder=True),
-            add_pooling_layer=False,
-        )
+        self.text = BlipTextModel(text, add_pooling_layer=False)
 
     def forward(self, pixels: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
-        """pixels (n, 3, side, side), normalised; ids, mask (n, L), mask 0 at padding -> hidden
-        states of the text (n, L, width)."""
+        """Hidden states of the text (n, L, width).
+
+        pixels: (n, 3, side, side), normalised. ids, mask: (n, L), mask 0 at padding.
+        """
         picture = self.vision(pixel_values=pixels).last_hidden_state
-        return self.text(
-            input_ids=ids, attention_mask=mask, encoder_hidden_states=picture
-        ).last_hidden_state
+        read = self.text(input_ids=ids, attention_mask=mask, encoder_hidden_states=picture)
+        return read.last_hidden_state
+
+
+def _vision_config(state: Mapping[str, Tensor]) -> Any:
+    """transformers' BlipVisionConfig with the sizes of a checkpoint in BLIP's names."""
+    from transformers import BlipVisionConfig
+
+    width, patch = state["visual_encoder.patch_embed.proj.weight"].shape[::3]
+    blocks = [re.match(r"visual_encoder\.blocks\.(\d+)\.", key) for key in state]
+    return BlipVisionConfig(
+        hidden_size=width,
+        intermediate_size=state["visual_encoder.blocks.0.mlp.fc1.weight"].shape[0],
+        num_hidden_layers=1 + max(int(found[1]) for found in blocks if found),
+        num_attention_heads=width // HEAD,
+        image_size=isqrt(state["visual_encoder.pos_embed"].shape[1] - 1) * patch,
+        patch_size=patch,
+        hidden_act="gelu",
+        layer_norm_eps=1e-6,
+    )
 
 
 def renamed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """BLIP's state dict in the names of Blip; what has no place in it keeps its name."""
+    """BLIP's state dict in the names of Blip; keys that it does not have keep their names."""
     out = {}
     for key, value in state.items():
         for pattern, name in NAMES:

@@ -1,6 +1,7 @@
-"""A Bradley-Terry head on CLIP features (Bradley & Terry 1952; on pictures ImageReward,
-arXiv:2304.05977, and per aspect VisionPrefer, arXiv:2404.15100): P(a is preferred to b) =
-sigmoid(score(a) - score(b)), one score for each aspect.
+"""A Bradley-Terry head on CLIP features: P(a is preferred to b) = sigmoid(score(a) - score(b)).
+
+Sources: Bradley & Terry 1952; on pictures ImageReward (arXiv:2304.05977), with one score for each
+aspect VisionPrefer (arXiv:2404.15100).
 
 The published models tune a whole vision-language backbone; here it stays frozen, and a linear layer
 or a small network learns from its embeddings. A head is a folder: config.json (`HeadConfig`) and
@@ -57,8 +58,10 @@ class HeadConfig(Settings):
 
 
 class Head(nn.Module):
-    """Embeddings of pictures and their prompts -> scores, in log-odds; of a linear head, over the
-    average training picture."""
+    """Embeddings of pictures and their prompts -> scores, in log-odds.
+
+    Those of a linear head are relative to the average training picture.
+    """
 
     mean: Tensor
     std: Tensor
@@ -83,8 +86,7 @@ class Head(nn.Module):
 
 
 class Backbone(Clip):
-    """The towers of the clip reward and its way from pictures to the network, for their
-    embeddings."""
+    """The clip reward's towers and preprocessing, for their embeddings."""
 
     name = "preference"
 
@@ -118,18 +120,12 @@ def loss(difference: Tensor, preference: Tensor) -> Tensor:
 def fit(
     head: Head, a: Tensor, b: Tensor, preference: Tensor, *, l2: float = 0.01, steps: int = 200
 ) -> float:
-    """Fit the head to pairs, in place -> the loss at the end (with the penalty), all aspects
-    together.
+    """Fit the head to pairs, in place -> the final loss with its penalty, over all aspects.
 
-    a, b: (N, dim) of `Head.inputs`; preference: (N, aspects) as in `loss`. l2: weight of the sum of
-    squared weights.
-    Inputs are standardised by the pairs' own mean and deviation; full-batch L-BFGS, so that the
-    same pairs give the same head.
+    a, b: (N, dim) of `Head.inputs`; preference: (N, aspects) as in `loss`; l2: weight of the sum of
+    squares. Full-batch L-BFGS, so that the same pairs give the same head.
     """
-    with torch.no_grad():
-        x = torch.cat([a, b])
-        head.mean.copy_(x.mean(0))
-        head.std.copy_(x.std(0).clamp_min(1e-6))
+    _standardise(head, torch.cat([a, b]))
     weights = [p for p in head.layers.parameters() if p.ndim == 2]
     optimizer = torch.optim.LBFGS(
         head.layers.parameters(), max_iter=steps, line_search_fn="strong_wolfe", tolerance_grad=1e-6
@@ -144,35 +140,41 @@ def fit(
     return optimizer.step(closure).item()
 
 
+def _standardise(head: Head, x: Tensor) -> None:
+    """Let the head subtract the mean of x (N, dim) and divide by its deviation."""
+    with torch.no_grad():
+        head.mean.copy_(x.mean(0))
+        head.std.copy_(x.std(0).clamp_min(1e-6))
+
+
 def save_head(head: Head, config: HeadConfig, folder: str | Path) -> None:
+    """Write config.json and head.safetensors into a folder."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {key: value.contiguous() for key, value in head.state_dict().items()}, str(folder / WEIGHTS)
-    )
+    state = {key: value.contiguous() for key, value in head.state_dict().items()}
+    save_file(state, str(folder / WEIGHTS))
     (folder / CONFIG).write_text(json.dumps(config.model_dump(), indent=2) + "\n")
 
 
 def load_head(folder: Path) -> tuple[Head, HeadConfig]:
-    """What `save_head` wrote; anything else -> ValueError that names the file and what is wrong
-    with it."""
+    """What `save_head` wrote; ValueError that names the file and its fault where it is not that."""
     path = folder / CONFIG
     if not path.is_file():
         raise ValueError(
-            f"{folder} holds no {CONFIG}; give a folder that scripts/embedded/train_preference.py wrote"
+            f"{folder} holds no {CONFIG}; give one that scripts/embedded/train_preference.py wrote"
         )
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not (folder / WEIGHTS).is_file():
         raise ValueError(
             f"{folder} holds a {CONFIG} and no {WEIGHTS}; copy both files that"
             " scripts/embedded/train_preference.py wrote"
         )
-    config = parse(
-        HeadConfig, found if isinstance(found, Mapping) else {"config": found}, what=str(path)
-    )
-    return fill(Head(config), tensors(folder / WEIGHTS), path=folder / WEIGHTS), config  # type: ignore[return-value]
+    given = found if isinstance(found, Mapping) else {"config": found}
+    config = parse(HeadConfig, given, what=str(path))
+    head = fill(Head(config), tensors(folder / WEIGHTS), path=folder / WEIGHTS)
+    return head, config  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""What the rewards of CLIP's family share: a picture tower and a text tower behind one face, and
+"""What the rewards of CLIP's family share: a picture and a text tower behind one interface, and
 heads that are affine maps.
 
 A picture's embedding does not depend on its batch mates, nor does a prompt's: prompts are always
@@ -24,8 +24,10 @@ logger = logging.getLogger("flowrl")
 
 
 class OpenClip(nn.Module):
-    """The towers of an open_clip model. side: pixels that it takes, (height, width); limit:
-    tokens."""
+    """The towers of an open_clip model.
+
+    side: pixels that it takes, (height, width); limit: tokens.
+    """
 
     def __init__(self, model: nn.Module, tokenizer: Any):
         super().__init__()
@@ -38,7 +40,7 @@ class OpenClip(nn.Module):
         """(n, 3, height, width) normalised pixels -> (n, d) of unit length."""
         return self.model.encode_image(pixels, normalize=True)
 
-    def text(self, prompts: list[str], device: Any) -> Tensor:
+    def text(self, prompts: list[str], device: torch.device | str) -> Tensor:
         """m prompts -> (m, d) of unit length."""
         return self.model.encode_text(self.tokenizer(prompts).to(device), normalize=True)
 
@@ -50,8 +52,10 @@ class OpenClip(nn.Module):
 
 
 class HubClip(nn.Module):
-    """The towers of a CLIP of transformers: a folder or a hub's name, with the tokenizer from the
-    same place or another."""
+    """The towers of a CLIP of transformers, from a folder or by a hub's name.
+
+    Its tokenizer comes from the same place or from another.
+    """
 
     def __init__(
         self, source: str, *, reward: str, setting: str = "weights", tokenizer: str | None = None
@@ -72,23 +76,19 @@ class HubClip(nn.Module):
         self.limit = config.text_config.max_position_embeddings
 
     def image(self, pixels: Tensor) -> Tensor:
-        return nn.functional.normalize(
-            _embedding(self.model.get_image_features(pixel_values=pixels)), dim=-1
-        )
+        """(n, 3, height, width) normalised pixels -> (n, d) of unit length."""
+        found = self.model.get_image_features(pixel_values=pixels)
+        return nn.functional.normalize(_embedding(found), dim=-1)
 
-    def text(self, prompts: list[str], device: Any) -> Tensor:
-        full = {
-            "padding": "max_length",
-            "truncation": True,
-            "max_length": self.limit,
-            "return_tensors": "pt",
-        }
-        return nn.functional.normalize(
-            _embedding(self.model.get_text_features(**self.tokenizer(prompts, **full).to(device))),
-            dim=-1,
-        )
+    def text(self, prompts: list[str], device: torch.device | str) -> Tensor:
+        """m prompts -> (m, d) of unit length."""
+        full = {"padding": "max_length", "truncation": True, "max_length": self.limit}
+        tokens = self.tokenizer(prompts, return_tensors="pt", **full)
+        found = self.model.get_text_features(**tokens.to(device))
+        return nn.functional.normalize(_embedding(found), dim=-1)
 
     def lengths(self, prompts: list[str]) -> list[int]:
+        """Tokens of each prompt, with those at its ends, before anything is cut."""
         return [len(ids) for ids in self.tokenizer(prompts, verbose=False)["input_ids"]]
 
 
@@ -99,10 +99,12 @@ def _embedding(out: Any) -> Tensor:
 
 class TwoTowers(Reward):
     """A function of the cosine between picture and prompt; of a video, the mean over its frames.
-    Subclasses set `towers`."""
+
+    Subclasses set `towers`.
+    """
 
     reads_prompt = True
-    towers: Any
+    towers: OpenClip | HubClip
     prefix: str = ""  # put before every prompt
     remedy: str = "rounding=False"  # the settings that let the gradient through
 
@@ -123,7 +125,7 @@ class TwoTowers(Reward):
             [self.towers.image(self.pixels(part)) for part in frames.split(self.settings.chunk)]
         )
 
-    def prompts(self, prompts: Sequence[str], device: Any) -> Tensor:
+    def prompts(self, prompts: Sequence[str], device: torch.device | str) -> Tensor:
         """n texts -> (n, d) of unit length; equal ones are embedded once."""
         chunk = self.settings.chunk
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
@@ -147,8 +149,10 @@ class TwoTowers(Reward):
 
 
 def affine(head: nn.Module, width: int) -> nn.Linear:
-    """A head of linear layers alone as the one affine map that it is, collapsed in fp64: (n, width)
-    -> (n, 1), frozen."""
+    """A head of linear layers as the one affine map that it is: (n, width) -> (n, 1), frozen.
+
+    It is collapsed in fp64.
+    """
     head = head.double()
     with torch.no_grad():
         origin = head(torch.zeros(1, width, dtype=torch.float64))
@@ -160,16 +164,15 @@ def affine(head: nn.Module, width: int) -> nn.Linear:
 
 
 def probe(head: nn.Linear) -> list[float]:
-    """What a head says to three fixed unit vectors: all components equal, the same with signs that
-    alternate from +, the first axis."""
+    """What a head gives for three fixed unit vectors: all components equal, the same with signs
+    that alternate from +, the first axis."""
     width = head.in_features
     level = torch.full((width,), width**-0.5)
+    alternating = level * (1 - 2 * (torch.arange(width) % 2))
     first = torch.zeros(width)
     first[0] = 1.0
     with torch.no_grad():
-        return head(torch.stack([level, level * (1 - 2 * (torch.arange(width) % 2)), first]))[
-            :, 0
-        ].tolist()
+        return head(torch.stack([level, alternating, first]))[:, 0].tolist()
 
 
 def warn_unpublished(
@@ -178,8 +181,8 @@ def warn_unpublished(
     """Warn where a head is not the published one: its scores are on a scale of their own."""
     found = probe(head)
     if any(abs(got - known) > 1e-4 for got, known in zip(found, published, strict=True)):
-        say = [", ".join(f"{value:.4f}" for value in values) for values in (found, published)]
+        own, known = (", ".join(f"{v:.4f}" for v in values) for values in (found, published))
         logger.warning(
-            f"{reward}: {source} is not the published head (three fixed inputs give {say[0]};"
-            f" published: {say[1]}); its scores do not compare with published ones"
+            f"{reward}: {source} is not the published head (three fixed inputs give {own};"
+            f" published: {known}); its scores do not compare with published ones"
         )

@@ -1,5 +1,5 @@
-"""GenEval's arithmetic (arXiv:2310.11513): what was detected in a picture, judged by the clauses of
-its prompt. Needs no network.
+"""GenEval's arithmetic (arXiv:2310.11513): detections in a picture, judged by the clauses of its
+prompt. It needs no network.
 
 Sources: djghosh13/geneval, evaluation/evaluate_images.py (`official`); yifan123/reward-server,
 reward_server/gen_eval.py (`partial` and `strict`).
@@ -19,8 +19,10 @@ SHRINK = 0.1  # of both sizes, taken off the offset of two centres
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One detected object: box (left, top, right, bottom) in px, confidence in [0, 1], colour
-    (None: not asked for)."""
+    """One detected object.
+
+    box: (left, top, right, bottom) in px. score: confidence in [0, 1]. color: None: not asked for.
+    """
 
     box: tuple[float, float, float, float]
     score: float
@@ -43,14 +45,12 @@ def readings(found: Detections, meta: Mapping[str, Any]) -> dict[str, float]:
 
 
 def partial(found: Detections, include: Clauses) -> float:
-    """The score that Flow-GRPO trains on, with its quirks: the mean of the terms that the clauses
-    collect.
+    """The score that Flow-GRPO trains on: the mean of the terms that the clauses collect.
 
     A clause that asks for n and meets f gives 1 - |n - f| / n, below 0 where f > 2n. If f != n, a
     colour or a position (or both) adds one 0. Else a colour adds 1 - |n - right| / n; and where
-    that is 1, a position adds 0 if its target did not match, 1 if it holds for
-    all pairs, and 0 *and* 1 if it does not. So the number of terms depends on the picture.
-    `exclude` does not count.
+    that is 1, a position adds 0 if its target did not match, 1 if it holds for all pairs, and 0
+    *and* 1 if it does not. So the number of terms depends on the picture. `exclude` does not count.
     """
     terms: list[float] = []
     matched: list[Sequence[Found] | None] = []
@@ -73,12 +73,11 @@ def partial(found: Detections, include: Clauses) -> float:
 
 
 def partial_fixed(found: Detections, include: Clauses) -> float:
-    """Partial credit in [0, 1]: each clause has a term for its count, its colour and its position,
-    and none is paid for what failed.
+    """Partial credit in [0, 1]: each clause has a term for its count, its colour and its position.
 
-    Against `partial`: the count term is floored at 0; a wrong position gives 0, not 0 and 1; colour
-    and position terms stay, as 0, when an earlier term of the clause is not 1, so the mean is
-    always over the same number of terms. It is 1 exactly where `strict` is.
+    Unlike in `partial`, the count term is at least 0, a wrong position gives one 0, and colour and
+    position terms stay, as 0, when an earlier term of the clause is not 1: the mean is always over
+    the same number of terms. It is 1 exactly where `strict` is true.
     """
     terms: list[float] = []
     matched: list[Sequence[Found] | None] = []
@@ -98,14 +97,16 @@ def partial_fixed(found: Detections, include: Clauses) -> float:
 
 
 def strict(found: Detections, include: Clauses) -> bool:
-    """The server's strict verdict: every clause exactly right, counts equal. Other classes and
-    `exclude` do not count."""
+    """The server's strict verdict: every clause exactly right, counts equal.
+
+    Other classes and `exclude` do not count.
+    """
     return partial_fixed(found, include) == 1.0
 
 
 def official(found: Detections, include: Clauses, exclude: Clauses = ()) -> bool:
-    """The benchmark's verdict: at least as many as asked for, the most confident of them judged;
-    fewer than each exclude clause says."""
+    """The benchmark's verdict: at least as many objects as asked for, the most confident of them
+    judged; fewer than each exclude clause says."""
     matched: list[Sequence[Found] | None] = []
     for clause in include:
         n = clause["count"]
@@ -122,11 +123,11 @@ def official(found: Detections, include: Clauses, exclude: Clauses = ()) -> bool
 
 
 def relations(a: Found, b: Found) -> set[str]:
-    """Where a is, seen from b: none, one or two of RELATIONS.
+    """Where a is, seen from b: up to two of RELATIONS.
 
     The offset of the centres, each component shrunk by a tenth of both sizes, over the length of
-    the offset *before* shrinking: a component beyond 0.5 counts. So objects that nearly overlap
-    stand in no relation.
+    the offset *before* shrinking: a component beyond 0.5 counts. So objects that nearly overlap are
+    in none.
     """
     ax, ay, aw, ah = _centre(a)
     bx, by, bw, bh = _centre(b)
@@ -153,23 +154,28 @@ def complaint(meta: Mapping[str, Any]) -> str | None:
             f'has exclude={exclude!r}, which should be a list of clauses {{"class": "dog",'
             ' "count": 3}'
         )
-    for number, clause in enumerate([*include, *exclude]):
-        if not isinstance(clause, Mapping) or not isinstance(clause.get("class"), str):
-            return f'has the clause {clause!r}, which should be like {{"class": "dog", "count": 1}}'
-        count = clause.get("count")
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            return f"has the clause {clause!r}, whose count should be a whole number from 1 on"
-        for key, names in (("class", CLASSES), ("color", COLORS)):
-            if clause.get(key) is not None and clause[key] not in names:
-                return (
-                    f'asks for the {key} "{clause[key]}", which GenEval cannot'
-                    f" detect{did_you_mean(str(clause[key]), names)}"
-                )
-        if clause.get("position") is not None and not _points_back(clause["position"], number):
+    wrong = (_flaw(clause, number) for number, clause in enumerate([*include, *exclude]))
+    return next((flaw for flaw in wrong if flaw), None)
+
+
+def _flaw(clause: Any, number: int) -> str | None:
+    """What is wrong with the clause at place `number` of its prompt; None: nothing."""
+    if not isinstance(clause, Mapping) or not isinstance(clause.get("class"), str):
+        return f'has the clause {clause!r}, which should be like {{"class": "dog", "count": 1}}'
+    count = clause.get("count")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        return f"has the clause {clause!r}, whose count should be a whole number from 1 on"
+    for key, names in (("class", CLASSES), ("color", COLORS)):
+        if clause.get(key) is not None and clause[key] not in names:
             return (
-                f'has the position {clause["position"]!r}, which should be like ["left of", 0]: a'
-                " relation and an earlier clause"
+                f'asks for the {key} "{clause[key]}", which GenEval cannot'
+                f" detect{did_you_mean(str(clause[key]), names)}"
             )
+    if clause.get("position") is not None and not _points_back(clause["position"], number):
+        return (
+            f'has the position {clause["position"]!r}, which should be like ["left of", 0]: a'
+            " relation and an earlier clause"
+        )
     return None
 
 
@@ -187,8 +193,8 @@ def _colored(objects: Sequence[Found], color: str) -> int:
 def _stands(
     objects: Sequence[Found], position: Sequence[Any], matched: Sequence[Sequence[Found] | None]
 ) -> bool:
-    """Whether all objects stand in the relation to all objects of an earlier clause, which must
-    have matched."""
+    """Whether each object is in the relation to each of an earlier clause, which must have
+    matched."""
     relation, target = position
     others = matched[target]
     return others is not None and all(relation in relations(a, b) for a in objects for b in others)

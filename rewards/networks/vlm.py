@@ -1,15 +1,14 @@
-"""Shared parts of the rewards that run a vision-language model through transformers and read it
-without generating text.
+"""Shared parts of rewards that read a vision-language model without generating text.
 
 A reward of this kind takes the hidden state at a special token of the prompt and puts a small head
 on it. What follows was checked against MizzenAI/HPSv3, TIGER-AI-Lab/EditReward and
 KwaiVGI/VideoAlign, whose forward functions agree on three points that are easily missed:
 
 * The language model gets plain positions 0, 1, 2, ... on all three rotary axes, never Qwen2-VL's
-  positions by time, row and column: their forward hands over embeddings without token ids, and
-  there transformers counts. Calling the whole model would shift every score.
-* The network was trained after `model.to(bfloat16)`, which rounds the rotary frequencies too; so do
-  we.
+  positions by time, row and column: given embeddings without token ids, transformers counts.
+  Calling the whole model would shift every score.
+* The network was trained after `model.to(bfloat16)`, which rounds the rotary frequencies too, as
+  here.
 * A picture is resized once: to the sides that `fitted` chooses, by PIL where the reference reads
   files.
 
@@ -64,19 +63,18 @@ def fitted(
     high: int = PIXELS,
     by: Literal["pil", "bytes", "float"] = "pil",
 ) -> Tensor:
-    """Frames (n, 3, H, W) in [0, 1] resized to sides of whole 28 pixels and an area of low to high
-    pixels, aspect nearly kept.
+    """Frames (n, 3, H, W) in [0, 1], resized to an area of low to high pixels, aspect nearly kept.
 
-    by: PIL's bicubic (pictures read from files), torchvision's on bytes (videos), or on floats,
-    which a gradient passes.
+    Sides are multiples of 28 pixels. by: PIL's bicubic (pictures read from files), torchvision's on
+    bytes (videos), or on floats, which a gradient passes.
     """
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
     height, width = smart_resize(*frames.shape[-2:], factor=28, min_pixels=low, max_pixels=high)
     if by == "pil":
+        size = (width, height)
         return by_pil(
-            frames,
-            lambda image: F.to_tensor(image.resize((width, height), Image.Resampling.BICUBIC)),
+            frames, lambda image: F.to_tensor(image.resize(size, Image.Resampling.BICUBIC))
         )
     pixels = to_uint8(frames) if by == "bytes" else frames
     resized = F.resize(pixels, [height, width], InterpolationMode.BICUBIC, antialias=True)
@@ -89,9 +87,8 @@ def squared(frames: Tensor, mean: Sequence[float]) -> Tensor:
     height, width = frames.shape[-2:]
     side = max(height, width)
     top, left = (side - height) // 2, (side - width) // 2
-    colour = torch.tensor(
-        [int(value * 255) / 255 for value in mean], device=frames.device, dtype=frames.dtype
-    )
+    levels = [int(value * 255) / 255 for value in mean]
+    colour = torch.tensor(levels, device=frames.device, dtype=frames.dtype)
     canvas = colour.view(3, 1, 1).expand(len(frames), 3, side, side).clone()
     canvas[..., top : top + height, left : left + width] = frames
     return canvas
@@ -100,11 +97,10 @@ def squared(frames: Tensor, mean: Sequence[float]) -> Tensor:
 def patches(
     frames: Tensor, *, patch: int = 14, merge: int = 2, temporal: int = 2
 ) -> tuple[Tensor, Tensor]:
-    """One picture or video (T, 3, h, w), normalised -> rows (t * y * x, 3 * temporal * patch^2) as
-    Qwen2-VL orders them, and (t, y, x).
+    """Patches of one picture or video (T, 3, h, w), normalised, as Qwen2-VL orders them.
 
-    The last frame is repeated until T divides by `temporal`; rows of one merge x merge block are
-    neighbours.
+    -> rows (t * y * x, 3 * temporal * patch^2), and (t, y, x). The last frame is repeated until T
+    divides by `temporal`; rows of one merge x merge block are neighbours.
     """
     if missing := -len(frames) % temporal:
         frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
@@ -143,22 +139,23 @@ class Vlm(nn.Module):
             *(self._patches(visual) for sample in visuals for visual in sample), strict=True
         )
         grid = torch.stack(grids)
-        merge = self.processor.image_processor.merge_size
-        counts = (grid.prod(1) // merge**2).tolist()
-        ids, mask, where = self._tokens(texts, [len(sample) for sample in visuals], counts, kind)
-        ids, mask, where = ids.to(grid.device), mask.to(grid.device), where.to(grid.device)
+        counts = (grid.prod(1) // self.processor.image_processor.merge_size**2).tolist()
+        filled = self._filled(texts, [len(sample) for sample in visuals], counts, kind)
+        ids, mask, where = (found.to(grid.device) for found in self._tokens(filled))
         embeddings = self.backbone.get_input_embeddings()(ids)
         found = self.backbone.get_image_features(torch.cat(rows).to(embeddings.dtype), grid)
         features = torch.cat(tuple(getattr(found, "pooler_output", found))).to(embeddings.dtype)
         slots = (ids == self._id(kind))[..., None].expand_as(embeddings)
-        positions = torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
-        states = self.backbone.language_model(
-            inputs_embeds=embeddings.masked_scatter(slots, features),
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=False,
-        )[0]
+        states = self._read(embeddings.masked_scatter(slots, features), mask)
         return states.gather(1, where[..., None].expand(-1, -1, states.shape[-1])).float()
+
+    def _read(self, embeddings: Tensor, mask: Tensor) -> Tensor:
+        """Last hidden states (B, L, d) of the language model, at positions 0, 1, 2, ..."""
+        batch, length, _ = embeddings.shape
+        positions = torch.arange(length, device=embeddings.device).expand(3, batch, length)
+        return self.backbone.language_model(
+            inputs_embeds=embeddings, attention_mask=mask, position_ids=positions, use_cache=False
+        )[0]
 
     def _patches(self, visual: Tensor) -> tuple[Tensor, Tensor]:
         own = self.processor.image_processor
@@ -170,31 +167,38 @@ class Vlm(nn.Module):
     def _id(self, kind: str) -> int:
         return getattr(self.backbone.config, f"{kind}_token_id")
 
-    def _tokens(
+    def _filled(
         self, texts: Sequence[str], visuals: Sequence[int], counts: Sequence[int], kind: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """ids, mask (B, L), padded on the right, and places of the special tokens (B, K)."""
-        tokenizer = self.processor.tokenizer
-        pad, counts = tokenizer.convert_ids_to_tokens(self._id(kind)), list(counts)
-        filled = []
+    ) -> list[str]:
+        """Chats of texts (B,), in which each of a sample's visuals has as many pads as tokens.
+
+        visuals: how many each sample has. counts: tokens of each, of all samples in a row.
+        """
+        pad = self.processor.tokenizer.convert_ids_to_tokens(self._id(kind))
+        left, out = iter(counts), []
         for text, number in zip(texts, visuals, strict=True):
-            content = [*({"type": kind} for _ in range(number)), {"type": "text", "text": text}]
-            chat = self.processor.apply_chat_template(
-                [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-            )
-            parts = chat.split(pad)
+            parts = self._chat(text, number, kind).split(pad)
             if len(parts) != number + 1:
                 raise ValueError(
                     f"a prompt holds {pad}, which is the model's mark for a picture or video; leave"
                     f" it out: {text[-200:]!r}"
                 )
-            filled.append(
-                "".join(
-                    part + pad * (counts.pop(0) if i < number else 0)
-                    for i, part in enumerate(parts)
-                )
-            )
-        batch = tokenizer(filled, padding=True, return_tensors="pt")
+            before = [part + pad * next(left) for part in parts[:-1]]
+            out.append("".join([*before, parts[-1]]))
+        return out
+
+    def _chat(self, text: str, visuals: int, kind: str) -> str:
+        """A user turn of so many visuals and a text, by the model's template."""
+        content = [*({"type": kind} for _ in range(visuals)), {"type": "text", "text": text}]
+        turn = {"role": "user", "content": content}
+        return self.processor.apply_chat_template(
+            [turn], tokenize=False, add_generation_prompt=True
+        )
+
+    def _tokens(self, texts: list[str]) -> tuple[Tensor, Tensor, Tensor]:
+        """ids, mask (B, L), padded on the right, and places of the special tokens (B, K)."""
+        tokenizer = self.processor.tokenizer
+        batch = tokenizer(texts, padding=True, return_tensors="pt")
         special = torch.tensor(tokenizer.convert_tokens_to_ids(list(self.tokens)))
         at = batch["input_ids"][:, None, :] == special[:, None]  # (B, K, L)
         if not bool((at.sum(2) == 1).all()):
@@ -228,23 +232,15 @@ def load_vlm(
     reward: str,
 ) -> Vlm:
     """The network that `state` holds (see `backbone_state`), with configuration, tokenizer and chat
-    template of `base`.
-
-    The number of embeddings is the checkpoint's: the references cut Qwen's padded table to the
-    tokenizer's length.
-    """
-    from transformers import AutoConfig, Qwen2_5_VLModel, Qwen2VLModel
+    template of `base`."""
+    from transformers import AutoConfig
 
     config = pretrained(AutoConfig, base, reward=reward)
-    kinds = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel}
-    if config.model_type not in kinds:
-        raise ValueError(
-            f"reward.{reward}.base={base} is a {config.model_type}; expected one of"
-            f" {', '.join(kinds)}"
-        )
+    cls = _backbone_class(config.model_type, f"reward.{reward}.base={base}")
     processor = processor_of(base, reward=reward, tokens=tokens)
     table = state.get("language_model.embed_tokens.weight")
     if table is not None:
+        # The checkpoint's number: the references cut Qwen's padded table to the tokenizer's length.
         config.text_config.vocab_size = len(table)
         last = max(processor.tokenizer.convert_tokens_to_ids(list(tokens)))
         if last >= len(table):
@@ -253,18 +249,27 @@ def load_vlm(
                 f" they do not belong together; set reward.{reward}.base to the model that the"
                 " checkpoint was tuned from"
             )
-    backbone = from_state(kinds[config.model_type], config, state, dtype=dtype, path=path)
+    backbone = from_state(cls, config, state, dtype=dtype, path=path)
     return Vlm(backbone, processor, tokens)
+
+
+def _backbone_class(kind: str, given: str) -> Any:
+    """The network without its language head, by transformers' model_type; ValueError for others."""
+    from transformers import Qwen2_5_VLModel, Qwen2VLModel
+
+    kinds = {"qwen2_vl": Qwen2VLModel, "qwen2_5_vl": Qwen2_5_VLModel}
+    if kind not in kinds:
+        raise ValueError(f"{given} is a {kind}; expected one of {', '.join(kinds)}")
+    return kinds[kind]
 
 
 def from_state(
     cls: Any, config: Any, state: Mapping[str, Tensor], *, dtype: str, path: object
 ) -> Any:
-    """A transformers model of class cls with the tensors of state, frozen, in eval mode; every key
-    is checked.
+    """A transformers model of class cls with the tensors of state, frozen, in eval mode.
 
-    transformers loads it, rather than we, because it does without a random network first and leaves
-    no buffer unset.
+    Every key is checked. transformers loads it, rather than we, because it makes no random network
+    first and leaves no buffer unset.
     """
     with torch.device("meta"):
         fill(cls(config), {key: value.to("meta") for key, value in state.items()}, path=path)
@@ -273,8 +278,7 @@ def from_state(
 
 
 def backbone_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The keys of Qwen2VLModel out of a whole checkpoint; language head and reward heads are left
-    out.
+    """The keys of Qwen2VLModel out of a whole checkpoint, without language head and reward heads.
 
     transformers < 4.52 wrote visual.* and model.*; later versions model.visual.* and
     model.language_model.*.
@@ -291,22 +295,18 @@ def backbone_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def ranknet(state: Mapping[str, Tensor], prefix: str, *, path: object) -> nn.Sequential:
-    """The head under `prefix` of a checkpoint, fp32: hidden -> 1024 -> 16 -> (mu, log sigma), ReLU
-    between, sizes as found there."""
-    own = {
-        key.removeprefix(prefix): value.float()
-        for key, value in state.items()
-        if key.startswith(prefix)
-    }
+    """The head under `prefix` of a checkpoint, fp32: hidden -> 1024 -> 16 -> (mu, log sigma).
+
+    ReLU between them; sizes as found there.
+    """
+    named = {key: value for key, value in state.items() if key.startswith(prefix)}
+    own = {key.removeprefix(prefix): value.float() for key, value in named.items()}
     if own.keys() != {f"{layer}.{part}" for layer in (0, 3, 5) for part in ("weight", "bias")}:
-        raise ValueError(
-            f"{path} holds no head {prefix}0, {prefix}3, {prefix}5 (found:"
-            f" {', '.join(sorted(own)) or 'nothing'})"
-        )
+        found = ", ".join(sorted(own)) or "nothing"
+        raise ValueError(f"{path} holds no head {prefix}0, {prefix}3, {prefix}5 (found: {found})")
     first, second, last = (nn.Linear(*own[f"{layer}.weight"].shape[::-1]) for layer in (0, 3, 5))
-    return fill(
-        nn.Sequential(first, nn.ReLU(), nn.Dropout(0.05), second, nn.ReLU(), last), own, path=path
-    )  # type: ignore[return-value]
+    layers = nn.Sequential(first, nn.ReLU(), nn.Dropout(0.05), second, nn.ReLU(), last)
+    return fill(layers, own, path=path)  # type: ignore[return-value]
 
 
 def folder_tensors(folder: Path) -> dict[str, Tensor]:

@@ -181,7 +181,7 @@ def test_a_head_that_does_not_fit_its_config_is_refused(tmp_path, change, said):
         ({"weights": "/nowhere"}, "there is no such file or folder"),
         (
             {"weights": str(clip.FOLDER)},
-            "holds no config.json; give a folder that scripts/embedded/train_preference.py wrote",
+            "holds no config.json; give one that scripts/embedded/train_preference.py wrote",
         ),
         ({"aspect": "aligned"}, 'the head has no aspect "aligned"; did you mean "alignment"'),
         ({"aspect": {"vivid": math.inf}}, "aspect.vivid=inf is not a finite number"),
@@ -200,7 +200,7 @@ def test_settings_that_make_no_sense_are_refused(settings, said):
 
 def test_a_folder_with_a_broken_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="config.json is no JSON"):
+    with pytest.raises(ValueError, match="config.json is not JSON"):
         rewards.load("preference", weights=str(tmp_path))
     shutil.copy(bt.EMBEDDED / "config.json", tmp_path)
     with pytest.raises(
