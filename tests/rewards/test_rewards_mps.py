@@ -1,5 +1,4 @@
-"""MPS: a tiny random state dict in the published key names against a second statement of the
-reference's forward, written here."""
+"""MPS: a tiny random state dict against the reference's forward, stated here a second time."""
 
 import hashlib
 import logging
@@ -15,85 +14,95 @@ from flowrl.rewards import mps
 from flowrl.rewards.core import tokens as core_tokens
 from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped
 
-WORDS = [
-    "[UNK]",
-    "red",
-    "blue",
-    "circle",
-    "square",
-    "a",
-    "and",
-    "light",
-    "colour",
-    "shape",
-    "<start>",
-    "<end>",
-]  # <end> has the highest id
+# <end> has the highest id
+WORDS = ["[UNK]", "red", "blue", "circle", "square", "a", "and"]
+WORDS += ["light", "colour", "shape", "<start>", "<end>"]
 START, END = 10, 11
 PROMPTS = ["a red circle", "a blue square and a red circle", "square", "unicorn"]
 CONDITION = "light colour shape"
-TEXT, PICTURE, DIM, LENGTH, SIDE, PATCH = (
-    32,
-    64,
-    24,
-    12,
-    32,
-    8,
-)  # towers have 16 heads: of 2 and of 4 dims
+TEXT, PICTURE, DIM, LENGTH = 32, 64, 24, 12  # towers have 16 heads: of 2 and of 4 dims
+SIDE, PATCH = 32, 8
+TOKENS = 1 + (SIDE // PATCH) ** 2  # of a picture
 HEADS, HEAD, LAYERS = 4, 8, 2  # of the cross model
+
+
+def linear(name, out, inputs):
+    return {f"{name}.weight": (out, inputs), f"{name}.bias": (out,)}
+
+
+def norm(name, width):
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
 def shapes():
     """Every key of MPS_overall.pth and its shape, at the tiny sizes."""
-    linear = lambda name, out, inputs: {
-        f"{name}.weight": (out, inputs),
-        f"{name}.bias": (out,),
-    }
-    norm = lambda name, width: {f"{name}.weight": (width,), f"{name}.bias": (width,)}  # noqa: E731
     out = {"model.logit_scale": ()}
-    for tower, width in (("text", TEXT), ("vision", PICTURE)):
-        for i in range(2):
-            b = f"model.{tower}_model.encoder.layers.{i}"
-            for part in ("k_proj", "v_proj", "q_proj", "out_proj"):
-                out |= linear(f"{b}.self_attn.{part}", width, width)
-            out |= norm(f"{b}.layer_norm1", width) | norm(f"{b}.layer_norm2", width)
-            out |= linear(f"{b}.mlp.fc1", 2 * width, width) | linear(
-                f"{b}.mlp.fc2", width, 2 * width
-            )
-    e = "model.text_model.embeddings"
-    out |= {
-        f"{e}.token_embedding.weight": (len(WORDS), TEXT),
-        f"{e}.position_embedding.weight": (LENGTH, TEXT),
-    }
-    out |= norm("model.text_model.final_layer_norm", TEXT)
-    e = "model.vision_model.embeddings"
-    out |= {
-        f"{e}.class_embedding": (PICTURE,),
-        f"{e}.patch_embedding.weight": (PICTURE, 3, PATCH, PATCH),
-    }
-    out |= {f"{e}.position_embedding.weight": (1 + (SIDE // PATCH) ** 2, PICTURE)}
-    out |= norm("model.vision_model.pre_layrnorm", PICTURE) | norm(
-        "model.vision_model.post_layernorm", PICTURE
+    out |= tower_layers("text", TEXT) | tower_layers("vision", PICTURE)
+    out |= under(
+        "model.text_model.embeddings",
+        {"token_embedding.weight": (len(WORDS), TEXT), "position_embedding.weight": (LENGTH, TEXT)},
     )
-    out |= {
-        "model.visual_projection.weight": (DIM, PICTURE),
-        "model.text_projection.weight": (DIM, TEXT),
-    }
+    out |= norm("model.text_model.final_layer_norm", TEXT)
+    patch = {"patch_embedding.weight": (PICTURE, 3, PATCH, PATCH)}
+    places = {"position_embedding.weight": (TOKENS, PICTURE)}
+    out |= under("model.vision_model.embeddings", {"class_embedding": (PICTURE,)} | patch | places)
+    out |= norm("model.vision_model.pre_layrnorm", PICTURE)
+    out |= norm("model.vision_model.post_layernorm", PICTURE)
+    out |= {"model.visual_projection.weight": (DIM, PICTURE)}
+    out |= {"model.text_projection.weight": (DIM, TEXT)}
     for i in range(LAYERS):
-        b, inner, hidden = f"cross_model.layers.{i}", HEADS * HEAD, 4 * DIM
-        out |= norm(f"{b}.0.fn.norm", DIM) | norm(f"{b}.1.fn.norm", DIM)
-        out |= {
-            f"{b}.0.fn.to_q.weight": (inner, DIM),
-            f"{b}.0.fn.to_kv.weight": (2 * HEAD, DIM),
-            f"{b}.0.fn.to_out.weight": (DIM, inner),
-        }
-        out |= {f"{b}.0.fn.ff.0.weight": (2 * hidden, DIM), f"{b}.0.fn.ff.2.weight": (DIM, hidden)}
-        out |= {f"{b}.1.fn.fused_attn_ff_proj.weight": (inner + 2 * HEAD + 2 * hidden, DIM)}
-        out |= {
-            f"{b}.1.fn.attn_out.weight": (DIM, inner),
-            f"{b}.1.fn.ff_out.1.weight": (DIM, hidden),
-        }
+        out |= cross_layer(f"cross_model.layers.{i}")
     return out
+
+
+def under(prefix, shapes):
+    return {f"{prefix}.{key}": shape for key, shape in shapes.items()}
+
+
+def tower_layers(tower, width):
+    out = {}
+    for i in range(2):
+        b = f"model.{tower}_model.encoder.layers.{i}"
+        for part in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            out |= linear(f"{b}.self_attn.{part}", width, width)
+        out |= norm(f"{b}.layer_norm1", width) | norm(f"{b}.layer_norm2", width)
+        out |= linear(f"{b}.mlp.fc1", 2 * width, width) | linear(f"{b}.mlp.fc2", width, 2 * width)
+    return out
+
+
+def cross_layer(name):
+    inner, hidden = HEADS * HEAD, 4 * DIM
+    out = norm(f"{name}.0.fn.norm", DIM) | norm(f"{name}.1.fn.norm", DIM)
+    attend = {
+        "to_q.weight": (inner, DIM),
+        "to_kv.weight": (2 * HEAD, DIM),
+        "to_out.weight": (DIM, inner),
+        "ff.0.weight": (2 * hidden, DIM),
+        "ff.2.weight": (DIM, hidden),
+    }
+    block = {
+        "fused_attn_ff_proj.weight": (inner + 2 * HEAD + 2 * hidden, DIM),
+        "attn_out.weight": (DIM, inner),
+        "ff_out.1.weight": (DIM, hidden),
+    }
+    return out | under(f"{name}.0.fn", attend) | under(f"{name}.1.fn", block)
+
+
+def random_state():
+    g = torch.Generator().manual_seed(1)
+    state = {key: 0.15 * torch.randn(shape, generator=g) for key, shape in shapes().items()}
+    for key in state:
+        if "norm" in key and key.endswith("weight"):
+            state[key] = state[key] + 1
+        elif "norm" in key and key.startswith("cross"):
+            state[key] = torch.zeros_like(state[key])  # no bias: a buffer of zeros is stored
+    state["model.logit_scale"] = torch.tensor(math.log(100.0))
+    for i in range(LAYERS):
+        frequencies = 1 / 10000 ** (torch.arange(0, HEAD, 2) / HEAD)
+        state[f"cross_model.layers.{i}.1.fn.rotary_emb.inv_freq"] = frequencies
+    state["model.text_model.embeddings.position_ids"] = torch.arange(LENGTH)[None]
+    state["model.vision_model.embeddings.position_ids"] = torch.arange(TOKENS)[None]
+    return state
 
 
 @pytest.fixture(scope="module")
@@ -101,28 +110,10 @@ def files(tmp_path_factory):
     """A folder with MPS_overall.pth, tokenizer.json and condition.txt, and the state dict."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    folder, g = tmp_path_factory.mktemp("mps"), torch.Generator().manual_seed(1)
-    state = {key: 0.15 * torch.randn(shape, generator=g) for key, shape in shapes().items()}
-    for key in state:
-        if "norm" in key:  # the cross model's LayerNorms have no bias: a buffer of zeros is stored
-            state[key] = (
-                state[key] + 1
-                if key.endswith("weight")
-                else state[key] * (not key.startswith("cross"))
-            )
-    state["model.logit_scale"] = torch.tensor(math.log(100.0))
-    for i in range(LAYERS):
-        state[f"cross_model.layers.{i}.1.fn.rotary_emb.inv_freq"] = 1 / 10000 ** (
-            torch.arange(0, HEAD, 2) / HEAD
-        )
-    state["model.text_model.embeddings.position_ids"] = torch.arange(LENGTH)[None]
-    state["model.vision_model.embeddings.position_ids"] = torch.arange(1 + (SIDE // PATCH) ** 2)[
-        None
-    ]
+    folder, state = tmp_path_factory.mktemp("mps"), random_state()
     torch.save(state, folder / "MPS_overall.pth")
-    tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
-    )
+    ids = {word: i for i, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<start> $0 <end>", special_tokens=[("<start>", START), ("<end>", END)]
@@ -155,10 +146,13 @@ def media():
 
 def tower(state, name, x, causal):
     """Hidden states after the layers of a CLIP tower, (n, tokens, width)."""
-    lin = lambda x, key: F.linear(x, state[f"{key}.weight"], state[f"{key}.bias"])  # noqa: E731
-    norm = lambda x, key: F.layer_norm(
-        x, x.shape[-1:], state[f"{key}.weight"], state[f"{key}.bias"]
-    )
+
+    def lin(x, key):
+        return F.linear(x, state[f"{key}.weight"], state[f"{key}.bias"])
+
+    def norm(x, key):
+        return F.layer_norm(x, x.shape[-1:], state[f"{key}.weight"], state[f"{key}.bias"])
+
     if name == "vision":
         x = norm(x, "model.vision_model.pre_layrnorm")
     hidden = torch.full((x.shape[1],) * 2, -math.inf).triu(1) if causal else 0.0
@@ -178,28 +172,24 @@ def text_features(state, ids):
     e = "model.text_model.embeddings"
     x = state[f"{e}.token_embedding.weight"][ids] + state[f"{e}.position_embedding.weight"]
     tokens = tower(state, "text", x, causal=True) @ state["model.text_projection.weight"].T
-    return tokens, torch.stack(
-        [row[list(i).index(END)] for row, i in zip(tokens, ids.tolist(), strict=True)]
-    )
+    ends = [row[list(i).index(END)] for row, i in zip(tokens, ids.tolist(), strict=True)]
+    return tokens, torch.stack(ends)
 
 
 def picture_features(state, pixels):
     e = "model.vision_model.embeddings"
-    x = (
-        F.conv2d(pixels, state[f"{e}.patch_embedding.weight"], stride=PATCH)
-        .flatten(2)
-        .transpose(1, 2)
-    )
-    x = (
-        torch.cat([state[f"{e}.class_embedding"].expand(len(x), 1, -1), x], 1)
-        + state[f"{e}.position_embedding.weight"]
-    )
+    x = F.conv2d(pixels, state[f"{e}.patch_embedding.weight"], stride=PATCH)
+    x = x.flatten(2).transpose(1, 2)
+    x = torch.cat([state[f"{e}.class_embedding"].expand(len(x), 1, -1), x], 1)
+    x = x + state[f"{e}.position_embedding.weight"]
     return tower(state, "vision", x, causal=False) @ state["model.visual_projection.weight"].T
 
 
 def rotate(x):
-    """Rotary positions in complex numbers: dims j and j + head / 2 of a head are one number, turned
-    by position * 10000^(-2j / head)."""
+    """Rotary positions in complex numbers.
+
+    Dims j and j + head / 2 of a head are one number, turned by position * 10000^(-2j / head).
+    """
     first, second = x.chunk(2, -1)
     angle = torch.arange(x.shape[-2])[:, None] * 10000 ** (-torch.arange(0, HEAD, 2) / HEAD)
     turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
@@ -214,51 +204,51 @@ def reference(state, pixels, ids, condition, threshold):
     mask = torch.where(similarity / similarity.max() > threshold, 0.0, -math.inf)
     x = picture_features(state, pixels)
     for i in range(LAYERS):
-        prefixes = (f"cross_model.layers.{i}.{j}.fn." for j in (0, 1))
-        c, s = (
-            {k.removeprefix(p): v for k, v in state.items() if k.startswith(p)} for p in prefixes
-        )
-        n = F.layer_norm(x, (DIM,), c["norm.weight"])
-        q = (n @ c["to_q.weight"].T).unflatten(2, (HEADS, HEAD)).transpose(1, 2)
-        k, v = (words @ c["to_kv.weight"].T).chunk(2, -1)
-        weights = (torch.einsum("bhid,bjd->bhij", q, k) * HEAD**-0.5 + mask[:, None, None]).softmax(
-            -1
-        )
-        out = (
-            torch.einsum("bhij,bjd->bhid", weights, v).transpose(1, 2).flatten(2)
-            @ c["to_out.weight"].T
-        )
-        value, gate = (n @ c["ff.0.weight"].T).chunk(2, -1)
-        x = x + out + (F.silu(gate) * value) @ c["ff.2.weight"].T
-        n = F.layer_norm(x, (DIM,), s["norm.weight"])
-        q, k, v, ff = (n @ s["fused_attn_ff_proj.weight"].T).split(
-            (HEADS * HEAD, HEAD, HEAD, 8 * DIM), -1
-        )
-        q, k = rotate(q.unflatten(2, (HEADS, HEAD)).transpose(1, 2)), rotate(k)
-        weights = (torch.einsum("bhid,bjd->bhij", q, k) * HEAD**-0.5).softmax(-1)
-        out = (
-            torch.einsum("bhij,bjd->bhid", weights, v).transpose(1, 2).flatten(2)
-            @ s["attn_out.weight"].T
-        )
-        value, gate = ff.chunk(2, -1)
-        x = x + out + (F.silu(gate) * value) @ s["ff_out.1.weight"].T
+        x = cross_attention(part(state, f"cross_model.layers.{i}.0.fn."), x, words, mask)
+        x = self_attention(part(state, f"cross_model.layers.{i}.1.fn."), x)
     return state["model.logit_scale"].exp() * F.cosine_similarity(sentence, x[:, 0])
 
 
+def part(state, prefix):
+    return {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+
+
+def cross_attention(c, x, words, mask):
+    n = F.layer_norm(x, (DIM,), c["norm.weight"])
+    q = (n @ c["to_q.weight"].T).unflatten(2, (HEADS, HEAD)).transpose(1, 2)
+    k, v = (words @ c["to_kv.weight"].T).chunk(2, -1)
+    out = attended(q, k, v, mask[:, None, None]) @ c["to_out.weight"].T
+    value, gate = (n @ c["ff.0.weight"].T).chunk(2, -1)
+    return x + out + (F.silu(gate) * value) @ c["ff.2.weight"].T
+
+
+def self_attention(s, x):
+    n = F.layer_norm(x, (DIM,), s["norm.weight"])
+    widths = (HEADS * HEAD, HEAD, HEAD, 8 * DIM)
+    q, k, v, ff = (n @ s["fused_attn_ff_proj.weight"].T).split(widths, -1)
+    q, k = rotate(q.unflatten(2, (HEADS, HEAD)).transpose(1, 2)), rotate(k)
+    out = attended(q, k, v, 0.0) @ s["attn_out.weight"].T
+    value, gate = ff.chunk(2, -1)
+    return x + out + (F.silu(gate) * value) @ s["ff_out.1.weight"].T
+
+
+def attended(q, k, v, mask):
+    weights = (torch.einsum("bhid,bjd->bhij", q, k) * HEAD**-0.5 + mask).softmax(-1)
+    return torch.einsum("bhij,bjd->bhid", weights, v).transpose(1, 2).flatten(2)
+
+
+def ids_of(prompt):
+    row = [START, *(WORDS.index(w) if w in WORDS else 0 for w in prompt.split()), END]
+    return torch.tensor([row + [END] * (LENGTH - len(row))])
+
+
 def one_by_one(files, media, prompts, threshold=0.3):
-    state = files[1]
-    rows = {
-        p: [START, *(WORDS.index(w) if w in WORDS else 0 for w in p.split()), END]
-        for p in [*prompts, CONDITION]
-    }
-    ids = {p: torch.tensor([row + [END] * (LENGTH - len(row))]) for p, row in rows.items()}
     pixels = normalized(pil_cropped(media, SIDE, floor=True))
-    return torch.cat(
-        [
-            reference(state, pixels[i : i + 1], ids[p], ids[CONDITION], threshold)
-            for i, p in enumerate(prompts)
-        ]
-    )
+    scores = [
+        reference(files[1], picture[None], ids_of(prompt), ids_of(CONDITION), threshold)
+        for picture, prompt in zip(pixels, prompts, strict=True)
+    ]
+    return torch.cat(scores)
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.01, 0.9])
@@ -275,8 +265,10 @@ def test_the_threshold_decides_which_words_count(load, media):
 
 
 def test_a_word_counts_by_its_similarity_relative_to_the_best_word_of_its_own_prompt():
-    """Similarities 4, 1, 2 and 0.4, 0.1, 0.2 to the nearer of two condition words: relative to 4
-    and to 0.4 they are 1, 1/4, 1/2."""
+    """Similarities 4, 1, 2 and 0.4, 0.1, 0.2 to the nearer of two condition words.
+
+    Relative to 4 and to 0.4 they are 1, 1/4, 1/2.
+    """
     condition = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     words = torch.tensor([[[4.0, 0.0], [0.0, 1.0], [2.0, -3.0]]])
     both = torch.cat([words, words / 10])
@@ -293,9 +285,8 @@ def test_batch_mates_chunks_and_order_do_not_change_a_score(load, media):
     alone = torch.cat([reward(media[i : i + 1], PROMPTS[i : i + 1]) for i in range(4)])
     torch.testing.assert_close(whole, alone, atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(whole, load(chunk=3)(media, PROMPTS), atol=1e-4, rtol=1e-5)
-    torch.testing.assert_close(
-        reward(media.flip(0), PROMPTS[::-1]), whole.flip(0), atol=1e-4, rtol=1e-5
-    )
+    turned = reward(media.flip(0), PROMPTS[::-1])
+    torch.testing.assert_close(turned, whole.flip(0), atol=1e-4, rtol=1e-5)
     assert not torch.allclose(reward(media, PROMPTS[::-1]), whole, atol=0.1)
     repeated = reward(media[[0, 0, 1]], [PROMPTS[0], PROMPTS[1], PROMPTS[0]])
     torch.testing.assert_close(repeated[0], whole[0], atol=1e-4, rtol=1e-5)
@@ -304,12 +295,8 @@ def test_batch_mates_chunks_and_order_do_not_change_a_score(load, media):
 def test_a_video_has_the_mean_of_its_frames(load, media):
     reward = load()
     frames = reward(media, [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]])
-    torch.testing.assert_close(
-        reward(media.view(2, 2, 3, 40, 49), PROMPTS[:2]),
-        frames.view(2, 2).mean(1),
-        atol=1e-4,
-        rtol=1e-5,
-    )
+    videos = reward(media.view(2, 2, 3, 40, 49), PROMPTS[:2])
+    torch.testing.assert_close(videos, frames.view(2, 2).mean(1), atol=1e-4, rtol=1e-5)
 
 
 def test_a_prompt_beyond_the_context_keeps_its_end_and_is_warned_about_once(
@@ -342,38 +329,36 @@ def test_lower_precision_keeps_the_score_to_its_rounding(load, media):
 def test_lower_precision_keeps_the_angles_of_257_picture_tokens(load, files, media, tmp_path):
     """As many tokens as CLIP-H has. Angles in bf16 are off by half a radian there."""
     state, g = dict(files[1]), torch.Generator().manual_seed(2)
-    state["model.vision_model.embeddings.position_embedding.weight"] = 0.15 * torch.randn(
-        257, PICTURE, generator=g
-    )
+    places = 0.15 * torch.randn(257, PICTURE, generator=g)
+    state["model.vision_model.embeddings.position_embedding.weight"] = places
     torch.save(state, tmp_path / "MPS_overall.pth")
     exact, half = (load(weights=str(tmp_path), dtype=dtype) for dtype in ("float32", "bfloat16"))
     assert exact.model.side == 16 * PATCH
     x = torch.randn(1, 257, HEADS * HEAD, generator=g)
     turned = half.model.cross[0]._turned(x.bfloat16()).float()
-    assert (
-        turned - rotate(x.unflatten(2, (HEADS, HEAD)).transpose(1, 2)).transpose(1, 2).flatten(2)
-    ).abs().max() < 0.05
+    expected = rotate(x.unflatten(2, (HEADS, HEAD)).transpose(1, 2)).transpose(1, 2).flatten(2)
+    assert (turned - expected).abs().max() < 0.05
     assert (half(media, PROMPTS) - exact(media, PROMPTS)).abs().max() < 0.4
 
 
 def test_without_rounding_the_gradient_is_that_of_finite_differences(load, media):
     reward = load(rounding=False)
     assert reward.differentiable and not load().differentiable
-    with pytest.raises(
-        ValueError, match="mps as it is loaded .* gives no gradient; load it with rounding=False"
-    ):
+    said = "mps as it is loaded .* gives no gradient; load it with rounding=False"
+    with pytest.raises(ValueError, match=said):
         load()(media.clone().requires_grad_(), PROMPTS)
     model, ids = reward.model.double(), reward._tokens(PROMPTS)
     words, sentence = model.words(ids)
     counts = mps.counted(words, model.words(reward.condition)[0][0], 0.3)
-    score = lambda x: F.cosine_similarity(
-        model.fuse(normalized(cropped(x, SIDE)), words, counts), sentence
-    )
+
+    def score(x):
+        fused = model.fuse(normalized(cropped(x, SIDE)), words, counts)
+        return F.cosine_similarity(fused, sentence)
+
     x = (0.2 + 0.6 * media).double().requires_grad_()
     gradient = torch.autograd.grad(score(x).sum(), x)[0]
-    assert bool((gradient.abs().amax((1, 2, 3)) > 0).all()) and all(
-        p.grad is None for p in model.parameters()
-    )
+    assert bool((gradient.abs().amax((1, 2, 3)) > 0).all())
+    assert all(p.grad is None for p in model.parameters())
     direction, h = torch.randn_like(x), 1e-6
     with torch.no_grad():
         numeric = (score(x + h * direction) - score(x - h * direction)).sum() / (2 * h)
@@ -381,15 +366,11 @@ def test_without_rounding_the_gradient_is_that_of_finite_differences(load, media
 
 
 def test_a_checkpoint_without_the_computed_frequencies_loads_too(load, files, media, tmp_path):
-    state = {
-        key: value
-        for key, value in files[1].items()
-        if not key.endswith(("inv_freq", "position_ids"))
-    }
+    computed = ("inv_freq", "position_ids")
+    state = {key: value for key, value in files[1].items() if not key.endswith(computed)}
     torch.save(state, tmp_path / "MPS_overall.pth")
-    torch.testing.assert_close(
-        load(weights=str(tmp_path))(media, PROMPTS), load()(media, PROMPTS), atol=1e-4, rtol=1e-5
-    )
+    found = load(weights=str(tmp_path))(media, PROMPTS)
+    torch.testing.assert_close(found, load()(media, PROMPTS), atol=1e-4, rtol=1e-5)
 
 
 # --- bad input
@@ -400,10 +381,7 @@ def test_a_checkpoint_without_the_computed_frequencies_loads_too(load, files, me
     [
         (
             {"weights": None},
-            (
-                r"needs MPS_overall.pth: download https://.*MPS_overall.pth and set"
-                r" reward.mps.weights="
-            ),
+            "needs MPS_overall.pth: download https://.*MPS_overall.pth and set reward.mps.weights=",
         ),
         (
             {"weights": "/nowhere/MPS_overall.pth"},
@@ -411,10 +389,8 @@ def test_a_checkpoint_without_the_computed_frequencies_loads_too(load, files, me
         ),
         (
             {"condition": None},
-            (
-                "needs its model's own prompt text: save the condition sentence in"
-                " eval_overall_mps_on_hpdv2.py"
-            ),
+            "needs its model's own prompt text: save the condition sentence in"
+            " eval_overall_mps_on_hpdv2.py",
         ),
         (
             {"condition": "/nowhere/c.txt"},
@@ -475,28 +451,21 @@ def test_the_released_pickle_of_a_whole_module_is_refused_with_the_way_out(load,
 
 @pytest.mark.hub
 def test_published_weights_prefer_the_right_prompt_and_the_clean_picture():
-    """Needs FLOWRL_MPS_WEIGHTS and FLOWRL_MPS_CONDITION. The model's authors publish accuracies and
-    no scores: orders and the range."""
+    """Orders and the range: the model's authors publish accuracies, not scores."""
     from matplotlib import cbook
     from PIL import Image
 
     from flowrl.data.media import from_pil
 
-    weights, condition = (
-        os.environ.get("FLOWRL_MPS_WEIGHTS"),
-        os.environ.get("FLOWRL_MPS_CONDITION"),
-    )
+    names = ("FLOWRL_MPS_WEIGHTS", "FLOWRL_MPS_CONDITION")
+    weights, condition = (os.environ.get(name) for name in names)
     if not weights or not condition:
         pytest.skip("FLOWRL_MPS_WEIGHTS and FLOWRL_MPS_CONDITION name no files")
     reward = rewards.load("mps", weights=weights, condition=condition)
     with cbook.get_sample_data("grace_hopper.jpg") as file:
         photo = from_pil(Image.open(file))
     noisy = (photo + 0.5 * torch.randn_like(photo)).clamp(0, 1)
-    portrait, other = (
-        "a portrait of a woman in navy uniform before a flag",
-        "a red sports car on a beach",
-    )
-    right, wrong, spoilt = reward(
-        torch.cat([photo, photo, noisy]), [portrait, other, portrait]
-    ).tolist()
+    portrait = "a portrait of a woman in navy uniform before a flag"
+    prompts = [portrait, "a red sports car on a beach", portrait]
+    right, wrong, spoilt = reward(torch.cat([photo, photo, noisy]), prompts).tolist()
     assert right > wrong + 1 and right > spoilt + 1 and 0 < right < 25
