@@ -49,25 +49,16 @@ def shapes():
     out = {
         f"{v}.embeddings.class_embedding": (width,),
         f"{v}.embeddings.patch_embedding.weight": (width, 3, 8, 8),
-    }
-    out |= {
         f"{v}.embeddings.position_embedding.weight": (17, width),
         "visual_projection.weight": (DIM, width),
     }
-    linears = [(f"self_attn.{p}_proj", width, width) for p in ("k", "v", "q", "out")] + [
-        ("mlp.fc1", 64, width),
-        ("mlp.fc2", width, 64),
-    ]
-    for i in range(2):
+    linears = [(f"self_attn.{p}_proj", width, width) for p in ("k", "v", "q", "out")]
+    linears += [("mlp.fc1", 64, width), ("mlp.fc2", width, 64)]
+    for layer in (f"{v}.encoder.layers.{i}" for i in range(2)):
         for name, rows, columns in linears:
-            out |= {
-                f"{v}.encoder.layers.{i}.{name}.weight": (rows, columns),
-                f"{v}.encoder.layers.{i}.{name}.bias": (rows,),
-            }
+            out |= {f"{layer}.{name}.weight": (rows, columns), f"{layer}.{name}.bias": (rows,)}
         for name in ("layer_norm1", "layer_norm2"):
-            out |= {
-                f"{v}.encoder.layers.{i}.{name}.{kind}": (width,) for kind in ("weight", "bias")
-            }
+            out |= {f"{layer}.{name}.{kind}": (width,) for kind in ("weight", "bias")}
     for name in ("pre_layrnorm", "post_layernorm"):
         out |= {f"{v}.{name}.{kind}": (width,) for kind in ("weight", "bias")}
     return out | {"concept_embeds": (17, DIM), "special_care_embeds": (3, DIM)}
@@ -90,8 +81,10 @@ def photos():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory, photos):
-    """A folder in the published layout; thresholds such that about a quarter of the photos are
-    unsafe and a third need special care."""
+    """A folder in the published layout; about a quarter of the photos are unsafe by its thresholds.
+
+    A third need special care.
+    """
     from safetensors.torch import save_file
 
     folder, g = tmp_path_factory.mktemp("safety_checker"), torch.Generator().manual_seed(0)
@@ -106,16 +99,12 @@ def checkpoint(tmp_path_factory, photos):
     (folder / "config.json").write_text(json.dumps(CONFIG))
     save_file(state, folder / "model.safetensors")
     checker, _ = nsfw.load_checker(str(folder))
+    pixels = normalized(pil_cropped(photos, SIDE, floor=True))
     with torch.no_grad():
-        picture = F.normalize(
-            checker.visual_projection(
-                checker.vision_model(normalized(pil_cropped(photos, SIDE, floor=True)))[1]
-            )
-        )
+        picture = F.normalize(checker.visual_projection(checker.vision_model(pixels)[1]))
     for name, above in (("concept", 0.985), ("special_care", 0.85)):
-        state[f"{name}_embeds_weights"] = (
-            picture @ F.normalize(state[f"{name}_embeds"]).T
-        ).quantile(above, dim=0)
+        cosines = picture @ F.normalize(state[f"{name}_embeds"]).T
+        state[f"{name}_embeds_weights"] = cosines.quantile(above, dim=0)
     save_file(state, folder / "model.safetensors")
     return folder, state
 
@@ -156,22 +145,20 @@ def test_an_excess_counts_once_it_rounds_to_more_than_0_at_three_decimals():
 
 
 def test_a_picture_that_cannot_be_judged_is_not_called_safe(load, photos, monkeypatch):
-    """The first of three pictures has no number for one concept; of a video it makes the whole one
-    unknown."""
+    """A concept or a picture has no number; in a video one such frame makes all of it unknown."""
     assert nsfw.unsafe(torch.tensor([math.nan, 0.1, -0.1])).isnan().tolist() == [True, False, False]
     real = nsfw.excess
-    monkeypatch.setattr(
-        nsfw,
-        "excess",
-        lambda model, pixels: real(model, pixels).index_fill(1, torch.tensor([4]), math.nan),
-    )
+
+    def break_excess(dim, index):
+        def broken(model, pixels):
+            return real(model, pixels).index_fill(dim, torch.tensor([index]), math.nan)
+
+        monkeypatch.setattr(nsfw, "excess", broken)
+
+    break_excess(1, 4)
     for reading in ("flag", "margin"):
         assert load(reading=reading)(photos[:3], [""] * 3).isnan().all()
-    monkeypatch.setattr(
-        nsfw,
-        "excess",
-        lambda model, pixels: real(model, pixels).index_fill(0, torch.tensor([0]), math.nan),
-    )
+    break_excess(0, 0)
     assert load()(photos[:3], [""] * 3).isnan().tolist() == [True, False, False]
     assert load()(photos[None, :3], [""]).isnan().tolist() == [True]
     for name, values in load().parts(photos[:3], [""] * 3).items():
@@ -231,7 +218,10 @@ def test_only_the_margin_without_rounding_has_a_gradient_and_it_is_right(load, p
     reward(x, [""] * 3).sum().backward()
     assert reward.differentiable and bool((x.grad.abs().amax((1, 2, 3)) > 0).all())
     model, direction, h = reward.model.double(), torch.randn_like(x).double(), 1e-5
-    margin = lambda y: -_double(model, normalized(cropped(y, SIDE))).amax(1)  # noqa: E731
+
+    def margin(y):
+        return -_double(model, normalized(cropped(y, SIDE))).amax(1)
+
     y = x.detach().double()
     with torch.no_grad():
         numeric = (margin(y + h * direction) - margin(y - h * direction)).sum() / (2 * h)

@@ -111,52 +111,35 @@ def test_the_gradient_passes_where_pictures_are_not_rounded_and_is_refused_where
 
 def test_floats_score_nearly_as_bytes_do_on_a_photograph(pickscore):
     photo = tiny_clip.photo()
-    assert torch.allclose(
-        pickscore()(photo, ["a cat"]), pickscore(rounding=False)(photo, ["a cat"]), atol=0.1
-    )
+    rounded, exact = pickscore()(photo, ["a cat"]), pickscore(rounding=False)(photo, ["a cat"])
+    assert torch.allclose(rounded, exact, atol=0.1)
 
 
-def test_an_empty_prompt_is_refused_and_a_missing_model_says_where_to_put_it(
-    pickscore, media, folder, tmp_path
-):
-    with pytest.raises(
-        ValueError, match='reward "pickscore" reads the prompt, and that of sample 1 is empty'
-    ):
-        rewards.score(
-            media, ["a cat", " ", "a", "b"], {"pickscore": {"reward": pickscore(), "weight": 1.0}}
-        )
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"pickscore needs yuvalkirstain/PickScore_v1.*set reward.pickscore.weights=/path/to/the"
-            r" folder"
-        ),
-    ):
+def test_an_empty_prompt_is_refused(pickscore, media):
+    spec = {"pickscore": {"reward": pickscore(), "weight": 1.0}}
+    said = 'reward "pickscore" reads the prompt, and that of sample 1 is empty'
+    with pytest.raises(ValueError, match=said):
+        rewards.score(media, ["a cat", " ", "a", "b"], spec)
+
+
+def test_a_missing_model_or_tokenizer_says_where_to_put_it(folder):
+    needs, put = "pickscore needs yuvalkirstain/PickScore_v1", "reward.pickscore.weights=/path/to"
+    with pytest.raises(ValueError, match=f"{needs}.*set {put}/the folder"):
         rewards.load("pickscore")
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"pickscore needs laion/CLIP-ViT-H-14.*set reward.pickscore.tokenizer=/path/to/the"
-            r" folder"
-        ),
-    ):
+    needs, put = "pickscore needs laion/CLIP-ViT-H-14", "reward.pickscore.tokenizer=/path/to"
+    with pytest.raises(ValueError, match=f"{needs}.*set {put}/the folder"):
         rewards.load("pickscore", weights=folder)
-    with pytest.raises(
-        ValueError,
-        match=(
-            rf"reward.pickscore.tokenizer={tmp_path} holds no vocabulary; put the tokenizer's files"
-            r" there"
-        ),
-    ):
+
+
+def test_another_tokenizer_is_refused(folder, tmp_path):
+    said = f"reward.pickscore.tokenizer={tmp_path} holds no vocabulary; put the tokenizer's files"
+    with pytest.raises(ValueError, match=f"{said} there"):
         rewards.load("pickscore", weights=folder, tokenizer=str(tmp_path))
-    (tmp_path / "vocab.json").write_text(
-        json.dumps({"a</w>": 0, "<|startoftext|>": 1, "<|endoftext|>": 2})
-    )
+    vocabulary = {"a</w>": 0, "<|startoftext|>": 1, "<|endoftext|>": 2}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    with pytest.raises(
-        ValueError,
-        match=rf"{tmp_path} has 3 tokens, and the network 49408; give the network's own tokenizer",
-    ):
+    said = "has 3 tokens, and the network 49408; give the network's own tokenizer"
+    with pytest.raises(ValueError, match=f"{tmp_path} {said}"):
         rewards.load("pickscore", weights=folder, tokenizer=str(tmp_path))
 
 

@@ -79,50 +79,45 @@ def test_ssim_of_bright_pictures_is_exact_where_convolutions_keep_11_bits_of_fp3
     plain = torch.nn.functional.conv2d
 
     def tf32(x):
-        return (
-            ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
-            if x.dtype == torch.float32
-            else x
-        )
+        if x.dtype != torch.float32:
+            return x
+        return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
-    monkeypatch.setattr(
-        torch.nn.functional, "conv2d", lambda x, weight: plain(tf32(x), tf32(weight))
-    )
+    def conv2d(x, weight):
+        return plain(tf32(x), tf32(weight))
+
+    monkeypatch.setattr(torch.nn.functional, "conv2d", conv2d)
     a = 0.9 + 0.02 * smooth(2, 3, 16, 14)
     b = a + 0.003 * torch.randn_like(a)
     line = (-((torch.arange(11).double() - 5) ** 2) / (2 * 1.5**2)).exp()
     window = line[:, None] * line / line.sum() ** 2
     expected = []
     for x, y in zip(a.double(), b.double(), strict=True):
-        places = [(c, i, j) for c in range(3) for i in range(6) for j in range(4)]
-        values = []
-        for p, q in (
-            (x[c, i : i + 11, j : j + 11], y[c, i : i + 11, j : j + 11]) for c, i, j in places
-        ):
-            mp, mq = (window * p).sum(), (window * q).sum()
-            vp, vq, both = (
-                (window * u * v).sum()
-                for u, v in ((p - mp, p - mp), (q - mq, q - mq), (p - mp, q - mq))
-            )
-            values.append(
-                (2 * mp * mq + 1e-4)
-                * (2 * both + 9e-4)
-                / ((mp**2 + mq**2 + 1e-4) * (vp + vq + 9e-4))
-            )
+        values = [
+            similarity(x[c, i : i + 11, j : j + 11], y[c, i : i + 11, j : j + 11], window)
+            for c in range(3)
+            for i in range(6)
+            for j in range(4)
+        ]
         expected.append(torch.stack(values).mean())
     out = ssim(a, b)
-    assert (
-        out.dtype == torch.float32
-        and torch.allclose(out.double(), torch.stack(expected), atol=1e-6)
-        and float(out.max()) < 0.995
-    )
+    assert out.dtype == torch.float32 and float(out.max()) < 0.995
+    assert torch.allclose(out.double(), torch.stack(expected), atol=1e-6)
+
+
+def similarity(p, q, window):
+    """SSIM of one window, (11, 11) each."""
+    mp, mq = (window * p).sum(), (window * q).sum()
+    p, q = p - mp, q - mq
+    vp, vq, both = ((window * u * v).sum() for u, v in ((p, p), (q, q), (p, q)))
+    above = (2 * mp * mq + 1e-4) * (2 * both + 9e-4)
+    return above / ((mp**2 + mq**2 + 1e-4) * (vp + vq + 9e-4))
 
 
 def test_ssim_of_equal_pictures_is_one_and_of_inverted_ones_negative():
     a = smooth(2, 3, 32, 32)
-    assert ssim(a, a).tolist() == pytest.approx([1, 1], abs=1e-6) and bool(
-        (ssim(a, 1 - a) < 0).all()
-    )
+    assert ssim(a, a).tolist() == pytest.approx([1, 1], abs=1e-6)
+    assert bool((ssim(a, 1 - a) < 0).all())
     with pytest.raises(ValueError, match="at least 11 x 11 px; these are 16 x 8"):
         ssim(torch.rand(1, 3, 8, 16), torch.rand(1, 3, 8, 16))
 

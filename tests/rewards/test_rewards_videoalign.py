@@ -21,51 +21,51 @@ RUBRIC = (
 )
 PROMPTS = ["a cat runs", "two red circles slowly cross"]
 RANK, ALPHA = 4, 8
+CONFIG = {
+    "data_config": {
+        "fps": 2.0,
+        "num_frames": None,
+        "max_frame_pixels": 200704,
+        "sample_type": "uniform",
+    },
+    "peft_lora_config": {
+        "lora_enable": True,
+        "lora_r": RANK,
+        "lora_alpha": ALPHA,
+        "use_rslora": False,
+    },
+}
 
 
 def make_checkpoint(
     folder, base, *, rows=1, lora=True, constants=None, name="model.pth", step=11352
 ):
-    """A folder as KwaiVGI/VideoReward: peft's names of transformers 4.45 (base_model.model.*), LoRA
-    on every layer of the decoder."""
+    """A folder as KwaiVGI/VideoReward, with peft's names of transformers 4.45."""
     state = make_state(base, 266)
     torch.manual_seed(3)
     out = {}
     for key, value in state.items():
-        if lora and key.startswith("model.layers.") and "_proj" in key:
-            layer, _, kind = key.rpartition(".")
-            out[f"base_model.model.{layer}.base_layer.{kind}"] = value
-            if kind == "weight":
-                out[f"base_model.model.{layer}.lora_A.default.weight"] = 0.3 * torch.randn(
-                    RANK, value.shape[1]
-                )
-                out[f"base_model.model.{layer}.lora_B.default.weight"] = 0.3 * torch.randn(
-                    value.shape[0], RANK
-                )
-        else:
-            out[f"base_model.model.{key}"] = value
+        adapted = lora and key.startswith("model.layers.") and "_proj" in key
+        out |= with_lora(key, value) if adapted else {f"base_model.model.{key}": value}
     out["base_model.model.rm_head.weight"] = torch.randn(rows, 32)
     target = folder / f"checkpoint-{step}"
     target.mkdir(parents=True)
     torch.save(out, target / name)
-    config = {
-        "data_config": {
-            "fps": 2.0,
-            "num_frames": None,
-            "max_frame_pixels": 200704,
-            "sample_type": "uniform",
-        },
-        "model_config": {"output_dim": rows, "use_special_tokens": True},
-        "peft_lora_config": {
-            "lora_enable": True,
-            "lora_r": RANK,
-            "lora_alpha": ALPHA,
-            "use_rslora": False,
-        },
-    }
+    config = CONFIG | {"model_config": {"output_dim": rows, "use_special_tokens": True}}
     if constants:
         config["inference_config"] = constants
     (folder / "model_config.json").write_text(json.dumps(config))
+    return out
+
+
+def with_lora(key, value):
+    """A tensor of the decoder in peft's names, a weight with its two factors."""
+    layer, _, kind = f"base_model.model.{key}".rpartition(".")
+    out = {f"{layer}.base_layer.{kind}": value}
+    if kind == "weight":
+        rows, columns = value.shape
+        out[f"{layer}.lora_A.default.weight"] = 0.3 * torch.randn(RANK, columns)
+        out[f"{layer}.lora_B.default.weight"] = 0.3 * torch.randn(rows, RANK)
     return out
 
 
