@@ -12,16 +12,17 @@ from torch import Tensor, nn
 
 from flowrl.policy import lora
 from flowrl.policy.parts import Parts
+from flowrl.policy.replay.arguments import Cond
+from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Schedule
 
 
 class Policy:
-    """A velocity field v(x, sigma | prompt) with trainable parts. Subclasses give encode,
-    _velocity, decode, encode_media, schedule.
+    """A velocity field v(x, sigma | prompt) with trainable parts.
 
-    modules: component name -> network that is called; a trainer may put wrapped networks (sharded,
-    compiled) in their place. calls: network rows so far (states x guidance branches). latent_shape:
-    (*L).
+    Subclasses give encode, _velocity, decode, encode_media and schedule. modules: component name ->
+    network that is called; a trainer may put wrapped networks (sharded, compiled) in their place.
+    calls: network rows so far (states x guidance branches). latent_shape: (*L).
     """
 
     def __init__(
@@ -31,9 +32,7 @@ class Policy:
         self.latent_shape = tuple(shape)
         self.trainable = Parts(dict(modules), adapter)
         self.calls = 0
-        self._rows: tuple[Tensor, Tensor] | None = (
-            None  # the last CPU rows, and where they were put
-        )
+        self._rows: tuple[Tensor, Tensor] | None = None  # the last CPU rows, where they were put
 
     @property
     def device(self) -> torch.device:
@@ -41,38 +40,35 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights as loaded (LoRA is always fp32; so are all weights once they are trained
-        in full mode)."""
-        return next(
-            p
-            for m in self.trainable.modules.values()
-            for n, p in m.named_parameters()
-            if "lora_" not in n
-        ).dtype
+        """Of the weights as loaded. LoRA is always fp32, and so are all weights once they are
+        trained in full mode."""
+        first = next(iter(self.trainable.modules.values()))
+        return next(p.dtype for name, p in first.named_parameters() if "lora_" not in name)
 
     def branches(self, guidance: float | str) -> int:
-        """Network rows that a state costs at this guidance (see velocity); a guidance that the
-        model does not know -> ValueError."""
+        """Network rows that a state costs at this guidance (see velocity).
+
+        A guidance that the model does not know -> ValueError."""
         if not isinstance(guidance, str) and guidance != 1:
             raise ValueError(
                 f"guidance={guidance}: this policy has no unconditional branch; use 'none'"
             )
         return 1
 
-    def encode(self, prompts: list[str]) -> Any:
+    def encode(self, prompts: list[str]) -> Cond:
         """P prompts -> Cond of P rows; encode once, gather any rows in velocity."""
         raise NotImplementedError
 
     def schedule(self, steps: int) -> Schedule:
-        """Sigmas (T+1,) fp64 and exact model times (T,) of a run with `steps` steps, from the
-        pipeline's own scheduler."""
+        """Sigmas and exact model times of a run with `steps` steps, from the pipeline's own
+        scheduler."""
         raise NotImplementedError
 
     def velocity(
         self,
         x: Tensor,
         sigma: Tensor | float,
-        cond: Any,
+        cond: Cond,
         rows: Tensor,
         *,
         guidance: float | str = "pipeline",
@@ -84,49 +80,48 @@ class Policy:
         int64 into cond. guidance: "pipeline" as recorded, "none" only the conditional branch, or a
         float g: u + g (c - u). detach_uncond: no gradient through u. Returns (n, *L) fp32.
         """
-        if not isinstance(guidance, str):
-            guidance = "none" if guidance == 1 else float(guidance)
-        elif guidance not in ("pipeline", "none"):
-            raise ValueError(f"guidance={guidance!r}; allowed are 'pipeline', 'none' or a number")
         n = x.shape[0]
         if tuple(x.shape[1:]) != self.latent_shape or rows.shape != (n,):
             raise ValueError(
                 f"x {tuple(x.shape)} and rows {tuple(rows.shape)}; expected (n,"
                 f" {', '.join(map(str, self.latent_shape))}) and (n,)"
             )
+        if not isinstance(guidance, str):
+            guidance = "none" if guidance == 1 else float(guidance)
+        elif guidance not in ("pipeline", "none"):
+            raise ValueError(f"guidance={guidance!r}; allowed are 'pipeline', 'none' or a number")
+        # one sigma for all rows stays a number on the CPU: its time is found without the device
         s = torch.as_tensor(sigma, dtype=torch.float64)
         if s.ndim and s.device.type == "cpu" and bool((s == s[0]).all()):
             s = s[0]
         if s.ndim or s.device.type != "cpu":
-            s = s.to(x.device).expand(
-                n
-            )  # else one number: its time is found without work on the device
-        return self._velocity(
-            x.float(), s, cond, self._placed(rows, x.device), guidance, detach_uncond
+            s = s.to(x.device).expand(n)
+        rows = self._placed(rows, x.device)
+        v, network_rows = self._velocity(
+            Request(
+                x=x.float(),
+                sigma=s,
+                cond=cond,
+                rows=rows,
+                guidance=guidance,
+                detach_uncond=detach_uncond,
+            )
         )
+        self.calls += network_rows
+        return v
 
     def _placed(self, rows: Tensor, device: torch.device) -> Tensor:
         """rows on the device; the same tensor again for equal CPU rows, so that what is gathered by
         them is gathered once."""
         if rows.device.type != "cpu":
             return rows
-        if (
-            self._rows is None
-            or self._rows[1].device != device
-            or not torch.equal(self._rows[0], rows)
-        ):
-            self._rows = (rows.clone(), rows.to(device, copy=True))
-        return self._rows[1]
+        known = self._rows
+        if known is None or known[1].device != device or not torch.equal(known[0], rows):
+            known = self._rows = (rows.clone(), rows.to(device, copy=True))
+        return known[1]
 
-    def _velocity(
-        self,
-        x: Tensor,
-        s: Tensor,
-        cond: Any,
-        rows: Tensor,
-        guidance: float | str,
-        detach_uncond: bool,
-    ) -> Tensor:
+    def _velocity(self, request: Request) -> tuple[Tensor, int]:
+        """v (n, *L) fp32, and the network rows that it took."""
         raise NotImplementedError
 
     def init(self, noise: Tensor, sigma: float) -> Tensor:
@@ -189,12 +184,12 @@ class Policy:
     def gradient_checkpointing(self, on: bool = True) -> None:
         """Recompute activations in the backward pass, for networks that can (diffusers models)."""
         for module in self.trainable.modules.values():
-            if hasattr(module, "enable_gradient_checkpointing"):
-                (
-                    module.enable_gradient_checkpointing()
-                    if on
-                    else module.disable_gradient_checkpointing()
-                )
+            if not hasattr(module, "enable_gradient_checkpointing"):
+                continue
+            if on:
+                module.enable_gradient_checkpointing()
+            else:
+                module.disable_gradient_checkpointing()
 
     def save_lora(self, folder: str | Path) -> Path:
         """Write the adapter to `folder`; diffusers' LoRA format where the pipeline has one."""
@@ -203,11 +198,8 @@ class Policy:
         self._needs_lora()
         Path(folder).mkdir(parents=True, exist_ok=True)
         target = Path(folder) / lora.FILE
-        save_file(
-            {k: v.contiguous() for k, v in self.state().items()},
-            str(target),
-            lora.metadata(self.trainable.options),
-        )
+        weights = {name: value.contiguous() for name, value in self.state().items()}
+        save_file(weights, str(target), lora.metadata(self.trainable.options))
         return target
 
     def load_lora(self, path: str | Path) -> None:

@@ -1,28 +1,26 @@
-"""The proof that comes with every policy: replay against the pipeline itself, and that the
-comparison could have failed."""
+"""Proof that comes with a policy: its replay against the pipeline itself, able to fail."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from flowrl.policy.replay.arguments import Cond
+from flowrl.policy.replay.call import Replay, Request
+from flowrl.policy.replay.coords import Coords
 from flowrl.policy.replay.decode import tail
-from flowrl.policy.replay.probe import RECORD
+from flowrl.policy.replay.probe import RECORD, Prober
 from flowrl.policy.replay.record import Iteration, UnreplayableError
-
-if TYPE_CHECKING:
-    from flowrl.policy.pipeline import PipelinePolicy
 
 MEANING = {
     "prediction": "predictions at the recorded latents and times",
     "loop": "latents after the whole loop, stepped by the pipeline's own scheduler",
-    "rows": (
-        "rows [1, 0, 1] gathered from two encoded prompts, against a run on these three prompts"
-    ),
+    "rows": "rows [1, 0, 1] of two encoded prompts, against a run on these three prompts",
     "reentry": "velocity at a sigma that no run visited, against the pipeline's own loop body",
     "mixed": "rows at different sigmas in one call, against one call a row",
     "euler": "one step of the pipeline's scheduler, against an Euler step in flow coordinates",
@@ -32,8 +30,7 @@ MEANING = {
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCheck:
-    """The largest relative error of each comparison. wrong_rows: how much swapped prompts show.
-    `policy.describe()`: what was inferred."""
+    """The largest relative error of each comparison; wrong_rows: how much swapped prompts show."""
 
     pipeline: str
     errors: dict[str, float]
@@ -52,73 +49,98 @@ class SelfCheck:
         return "\n".join(lines)
 
 
+class Replayed(Protocol):
+    """A policy that replays a pipeline."""
+
+    replay: Replay
+    prober: Prober
+    coords: Coords
+    steps: int
+    modules: dict[str, nn.Module]
+    latent_shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def decoder(self) -> Callable[[Tensor], Tensor]: ...
+
+    def encode(self, prompts: list[str]) -> Cond: ...
+
+    def velocity(self, x: Tensor, sigma: Tensor | float, cond: Cond, rows: Tensor) -> Tensor: ...
+
+    def reentry(self, x: Tensor, sigma: float | Tensor, prompts: list[str]) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealRun:
+    """A run of the pipeline with its own networks; sigmas as Coords.sigmas_of gives them."""
+
+    iterations: list[Iteration]  # without their calls
+    sigmas: Tensor
+    final: Tensor  # latents after the loop
+    scheduler: Any  # as it was before the loop
+
+
 def relative(a: Tensor, b: Tensor) -> float:
     """max |a - b| / max |b|."""
     return ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-12)).item()
 
 
 @torch.no_grad()
-def self_check(policy: PipelinePolicy) -> SelfCheck:
+def self_check(policy: Replayed) -> SelfCheck:
     """Run the pipeline for real and compare. Costs about four short runs of the pipeline."""
-    lowest = max(policy.dtype, policy.replay.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-    tolerance = (
-        1e-4 if lowest == torch.float32 else torch.finfo(lowest).eps * max(4.0, _weight(policy))
-    )  # rounding times guidance
-    cond, pad = policy.encode(RECORD), len(policy.prober.runner.pad)
-    real, final, scheduler = _record(policy, RECORD)
-    sigmas = policy.coords.sigmas_of(scheduler, torch.stack([i.time for i in real]))
-    policy.coords.time.add(sigmas[:-1], torch.stack([i.time for i in real]))
-    errors: dict[str, float] = {}
-    keep = slice(0, len(RECORD))
-    replayed = [
-        _predict(policy, it.sample[keep], sigmas[j], cond, [0, 1]) for j, it in enumerate(real)
-    ]
-    errors["prediction"] = max(
-        relative(p, it.prediction[keep].float()) for p, it in zip(replayed, real, strict=True)
-    )
-    again, _, _ = _record(policy, [RECORD[1], RECORD[0], RECORD[1]])
-    rows = [
-        [
-            _predict(policy, it.sample[: len(it.sample) - pad], sigmas[j], cond, order)
-            for j, it in enumerate(again)
-        ]
-        for order in ([1, 0, 1], [0, 1, 0])
-    ]
-    truth = [it.prediction[: len(it.prediction) - pad].float() for it in again]
-    errors["rows"] = max(map(relative, rows[0], truth))
-    wrong = max(map(relative, rows[1], truth))
-    errors["reentry"], errors["mixed"] = _referee(policy, sigmas, cond)
-    notes: list[str] = []
-    euler = _euler(policy, sigmas, scheduler, real[0])
-    if euler is None:
-        notes.append(
-            f"{type(scheduler).__name__} draws noise in its step: neither its loop nor its step was"
-            " compared"
-        )
-    else:
-        errors["euler"] = euler
-        errors["loop"] = relative(_loop(policy, real, sigmas, scheduler, cond), final[keep].float())
+    cond, swapped = policy.encode(RECORD), [RECORD[1], RECORD[0], RECORD[1]]
+    real = _run(policy, RECORD)
+    policy.coords.time.add(real.sigmas[:-1], torch.stack([it.time for it in real.iterations]))
+    errors = {"prediction": _worst(policy, real, cond, [0, 1])}
+    again = _run(policy, swapped)
+    errors["rows"] = _worst(policy, again, cond, [1, 0, 1])
+    wrong_rows = _worst(policy, again, cond, [0, 1, 0])
+    errors["reentry"], errors["mixed"] = _referee(policy, real.sigmas, cond)
+    errors |= _steps(policy, real, cond)
     if "decode" not in policy.prober.runner.hints:
-        x = final[keep].float()
+        x = real.final[: len(RECORD)].float()
         errors["decode"] = relative(policy.decoder(x), tail(policy.prober, policy.steps, x))
     result = SelfCheck(
         pipeline=policy.replay.pipeline,
         errors=errors,
-        wrong_rows=wrong,
-        tolerance=tolerance,
+        wrong_rows=wrong_rows,
+        tolerance=_tolerance(policy),
         steps=policy.steps,
-        notes=notes,
+        notes=[] if "euler" in errors else [_noisy(real.scheduler)],
     )
     return _judge(result)
 
 
+def _noisy(scheduler: Any) -> str:
+    return (
+        f"{type(scheduler).__name__} draws noise in its step: neither its loop nor its step was"
+        " compared"
+    )
+
+
+def _tolerance(policy: Replayed) -> float:
+    """1e-4 in fp32; in lower precision its rounding times the guidance that multiplies it."""
+    recorded = policy.replay.regimes[0].calls[0].slots[0].dtype  # of latents at the network
+    lowest = max(policy.dtype, recorded, key=lambda dtype: torch.finfo(dtype).eps)
+    if lowest == torch.float32:
+        return 1e-4
+    weight = max(sum(map(abs, regime.guidance.weights)) for regime in policy.replay.regimes)
+    return torch.finfo(lowest).eps * max(4.0, weight)
+
+
 def _judge(result: SelfCheck) -> SelfCheck:
+    """The result; UnreplayableError if a comparison failed, or could not have."""
     for key, value in result.errors.items():
         if not value <= result.tolerance:  # also NaN
             raise UnreplayableError(
                 f"{result.pipeline}: the replay differs in {MEANING[key]} by {value:.1e} (allowed"
-                f" {result.tolerance:.0e}); see policy.describe() and flowrl.policy.replay.hints.register"
-                " for what can be declared"
+                f" {result.tolerance:.0e}); see policy.describe() and"
+                " flowrl.policy.replay.hints.register for what can be declared"
             )
     if not result.wrong_rows > max(1e-3, 10 * result.errors["rows"]):
         raise UnreplayableError(
@@ -128,21 +150,8 @@ def _judge(result: SelfCheck) -> SelfCheck:
     return result
 
 
-def _weight(policy: PipelinePolicy) -> float:
-    return max(sum(abs(w) for w in r.guidance.weights) for r in policy.replay.regimes)
-
-
-def _predict(
-    policy: PipelinePolicy, sample: Tensor, sigma: Tensor, cond: Any, rows: list[int]
-) -> Tensor:
-    """The replay's prediction at the pipeline's own latents."""
-    x = sample.float() / policy.coords.scale(sigma).item()
-    return policy.predict(x, sigma.cpu(), cond, torch.tensor(rows, device=x.device))
-
-
-def _record(policy: PipelinePolicy, prompts: list[str]) -> tuple[list[Iteration], Tensor, Any]:
-    """A real run: iterations without calls, final latents, and the scheduler as it was before the
-    loop."""
+def _run(policy: Replayed, prompts: list[str]) -> RealRun:
+    """The pipeline as it is, on these prompts."""
     runner = policy.prober.runner
     done: list[Iteration] = []
     fresh: list[Any] = []
@@ -153,77 +162,98 @@ def _record(policy: PipelinePolicy, prompts: list[str]) -> tuple[list[Iteration]
         fresh[:] = [copy.deepcopy(clean)]
 
     def on_step(prediction, time, sample) -> None:
-        done.append(
-            Iteration(
-                [],
-                torch.as_tensor(time).detach().cpu().double().reshape(()),
-                sample.clone(),
-                prediction.clone(),
-            )
-        )
+        at = torch.as_tensor(time).detach().cpu().double().reshape(())
+        done.append(Iteration([], at, sample.clone(), prediction.clone()))
 
     final = runner.run([*prompts, *runner.pad], policy.steps, on_step=on_step, on_times=on_times)
-    return done, final, fresh[0]
+    sigmas = policy.coords.sigmas_of(fresh[0], torch.stack([it.time for it in done]))
+    return RealRun(iterations=done, sigmas=sigmas, final=final, scheduler=fresh[0])
 
 
-def _loop(
-    policy: PipelinePolicy, real: list[Iteration], sigmas: Tensor, scheduler: Any, cond: Any
+def _predict(
+    policy: Replayed, sample: Tensor, sigma: Tensor, cond: Cond, rows: list[int]
 ) -> Tensor:
-    scheduler = copy.deepcopy(scheduler)
-    if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(0)
-    x = real[0].sample[: len(RECORD)]
-    for j in range(len(real)):
+    """The replay's prediction at the pipeline's own latents."""
+    x = sample.float() / policy.coords.scale(sigma).item()
+    at = torch.tensor(rows, device=x.device)
+    return policy.replay.predict(
+        policy.modules, Request(x=x, sigma=sigma.cpu(), cond=cond, rows=at)
+    )[0]
+
+
+def _worst(policy: Replayed, run: RealRun, cond: Cond, rows: list[int]) -> float:
+    """Largest error of predictions for `rows` of cond at the latents of a run."""
+    n = len(rows)  # what follows are the prompts that fix the text length
+    return max(
+        relative(_predict(policy, it.sample[:n], sigma, cond, rows), it.prediction[:n].float())
+        for it, sigma in zip(run.iterations, run.sigmas[:-1], strict=True)
+    )
+
+
+def _steps(policy: Replayed, real: RealRun, cond: Cond) -> dict[str, float]:
+    """Errors of the scheduler's step and of the loop of steps; {} when its step draws noise."""
+    euler = _euler(policy, real)
+    if euler is None:
+        return {}
+    kept = real.final[: len(RECORD)].float()
+    return {"euler": euler, "loop": relative(_loop(policy, real, cond), kept)}
+
+
+def _loop(policy: Replayed, real: RealRun, cond: Cond) -> Tensor:
+    """Latents after replayed predictions are stepped by the pipeline's own scheduler."""
+    scheduler = _started(real.scheduler)
+    x = real.iterations[0].sample[: len(RECORD)]
+    for j, sigma in enumerate(real.sigmas[:-1]):
         time = scheduler.timesteps[j]
         if hasattr(scheduler, "scale_model_input"):
             scheduler.scale_model_input(x, time)
-        prediction = _predict(policy, x, sigmas[j], cond, [0, 1])
+        prediction = _predict(policy, x, sigma, cond, [0, 1])
         x = scheduler.step(prediction.to(x.dtype), time, x, return_dict=False)[0]
     return x.float()
 
 
-def _referee(policy: PipelinePolicy, sigmas: Tensor, cond: Any) -> tuple[float, float]:
+def _started(scheduler: Any) -> Any:
+    """A copy of a scheduler, at its first step."""
+    own = copy.deepcopy(scheduler)
+    if hasattr(own, "set_begin_index"):
+        own.set_begin_index(0)
+    return own
+
+
+def _referee(policy: Replayed, sigmas: Tensor, cond: Cond) -> tuple[float, float]:
     """Unvisited sigmas, one in each regime: against re-entry, and all of them in one call."""
     picks = [
         (0.45 * sigmas[j] + 0.55 * sigmas[j + 1]).item()
         for j in range(1, policy.steps - 1, max(1, policy.steps // 4))
     ]
-    x = torch.randn(
-        len(RECORD), *policy.latent_shape, generator=torch.Generator().manual_seed(3)
-    ).to(policy.device)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(len(RECORD), *policy.latent_shape, generator=generator).to(policy.device)
     rows = torch.arange(len(RECORD), device=x.device)
     alone = [policy.velocity(x, s, cond, rows) for s in picks]
     worst = max(
         relative(v, policy.reentry(x, s, RECORD)) for v, s in zip(alone, picks, strict=True)
     )
     many = torch.tensor(picks, dtype=torch.float64).repeat_interleave(len(RECORD)).to(x.device)
-    together = policy.velocity(
-        x.repeat(len(picks), *[1] * (x.ndim - 1)), many, cond, rows.repeat(len(picks))
-    )
+    repeated = x.repeat(len(picks), *[1] * (x.ndim - 1))
+    together = policy.velocity(repeated, many, cond, rows.repeat(len(picks)))
     return worst, relative(together, torch.cat(alone))
 
 
-def _euler(
-    policy: PipelinePolicy, sigmas: Tensor, scheduler: Any, first: Iteration
-) -> float | None:
+def _euler(policy: Replayed, real: RealRun) -> float | None:
     """First step of the scheduler (first order even in multistep solvers) against x' + v (s1 - s0).
     None when it draws noise."""
-    steps = []
+    first, steps = real.iterations[0], []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        own = copy.deepcopy(scheduler)
-        if hasattr(own, "set_begin_index"):
-            own.set_begin_index(0)
+        own = _started(real.scheduler)
+        time = own.timesteps[0]
         if hasattr(own, "scale_model_input"):
-            own.scale_model_input(first.sample, own.timesteps[0])
-        steps.append(
-            own.step(first.prediction, own.timesteps[0], first.sample, return_dict=False)[0]
-        )
+            own.scale_model_input(first.sample, time)
+        steps.append(own.step(first.prediction, time, first.sample, return_dict=False)[0])
     if not torch.equal(*steps):
         return None
-    x = first.sample.float() / policy.coords.scale(sigmas[0]).item()
-    v = policy.coords.velocity(first.prediction.float(), x, sigmas[0])
-    return relative(
-        (x + v * (sigmas[1] - sigmas[0]).item()) * policy.coords.scale(sigmas[1]).item(),
-        steps[0].float(),
-    )
+    s0, s1 = real.sigmas[0], real.sigmas[1]
+    x = first.sample.float() / policy.coords.scale(s0).item()
+    v = policy.coords.velocity(first.prediction.float(), x, s0)
+    stepped = (x + v * (s1 - s0).item()) * policy.coords.scale(s1).item()
+    return relative(stepped, steps[0].float())

@@ -1,5 +1,4 @@
-"""load_policy: a live pipeline, a folder, a hub id, a named model or a plain module becomes a
-Policy."""
+"""load_policy: a live pipeline, folder, hub id, named model or plain module becomes a Policy."""
 
 from __future__ import annotations
 
@@ -37,10 +36,9 @@ def load_policy(
     lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on every denoiser, fp32
     whatever dtype is; None trains all weights. dtype: of the networks (default: fp32; of a live
     pipeline, as it is). shape, kind, cond: for an nn.Module, see ModulePolicy. pipeline_kwargs:
-    arguments of the pipeline's
-    own call (height, width, num_frames, guidance_scale, negative_prompt, max_sequence_length ...);
-    they hold for the policy's life.
-    A pipeline whose loop cannot be inferred raises UnreplayableError (a ValueError).
+    arguments of the pipeline's own call (height, width, num_frames, guidance_scale,
+    negative_prompt, max_sequence_length ...); they hold for the policy's life. A pipeline whose
+    loop cannot be inferred raises UnreplayableError (a ValueError).
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if isinstance(source, nn.Module):
@@ -49,9 +47,8 @@ def load_policy(
                 "an nn.Module policy needs shape=(*L) and takes no pipeline arguments (got"
                 f" {sorted(pipeline_kwargs)})"
             )
-        return ModulePolicy(
-            source.to(device=device, dtype=dtype), tuple(shape), kind or "flow", cond, lora
-        )
+        module = source.to(device=device, dtype=dtype)
+        return ModulePolicy(module, tuple(shape), kind or "flow", cond, lora)
     if shape is not None or kind is not None or cond is not None:
         raise ValueError("shape, kind and cond describe an nn.Module; a pipeline brings its own")
     if isinstance(source, str | Path):
@@ -59,7 +56,7 @@ def load_policy(
         dtype = dtype or torch.float32
         source, pipeline_kwargs = _pretrained(source, dtype), {**named, **pipeline_kwargs}
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with quiet():  # what loading and probing do makes them warn of nothing real
+    with quiet():  # loading and probing make the libraries warn of nothing real
         if device is not None:
             source.to(device)
         if dtype is not None:
@@ -68,8 +65,7 @@ def load_policy(
 
 
 def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
-    """A name of configs/model/<name>.yaml -> (its source, its call arguments); anything else as it
-    is.
+    """A name of configs/model -> (its source, its call arguments); anything else as it is.
 
     A source "package:module/folder" points into an installed package. An unknown plain name ->
     ValueError with the nearest ones.
@@ -79,11 +75,8 @@ def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
     folder = resources.files("flowrl.configs") / "model"
     listed = folder / f"{source}.yaml"
     if not listed.is_file():
-        names = [
-            entry.name.removesuffix(".yaml")
-            for entry in folder.iterdir()
-            if entry.name.endswith(".yaml")
-        ]
+        files = [entry.name for entry in folder.iterdir()]
+        names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
         raise ValueError(
             f'unknown model "{source}"{did_you_mean(str(source), names)} (a folder, or a hub id'
             ' "owner/name", works too)'
@@ -102,37 +95,30 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
     if source.startswith("package:"):
         package, _, folder = source.removeprefix("package:").partition("/")
         source = str(resources.files(package) / folder)
-    try:
-        with quiet(), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "The `local_dir_use_symlinks`", UserWarning
-            )  # diffusers' own argument
-            index = DiffusionPipeline.load_config(source)
-    except OSError as error:
-        away = constants.HF_HUB_OFFLINE and not Path(source).exists()
-        why = (
-            "HF_HUB_OFFLINE is set, and the cache does not hold it"
-            if away
-            else " ".join(str(error).split())[:300]
-        )
-        raise ValueError(
-            f'model "{source}" is no diffusers folder, and cannot be fetched: {why}'
-        ) from error
-    absent = {
-        name: None
-        for name, entry in index.items()
-        if isinstance(entry, list | tuple) and entry[0] is None
-    }
     with quiet(), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "`torch_dtype` is deprecated", FutureWarning
-        )  # 0.40 knows no other name
+        # diffusers' own argument, and a name without an alternative in its 0.40
+        warnings.filterwarnings("ignore", "The `local_dir_use_symlinks`", UserWarning)
+        warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)
+        try:
+            index = DiffusionPipeline.load_config(source)
+        except OSError as error:
+            raise ValueError(_unavailable(source, error)) from error
+        listed = [(name, e) for name, e in index.items() if isinstance(e, list | tuple)]
+        absent = {name: None for name, entry in listed if entry[0] is None}
         return DiffusionPipeline.from_pretrained(source, torch_dtype=dtype, **absent)
 
 
+def _unavailable(source: str, error: OSError) -> str:
+    """Why a model cannot be loaded."""
+    if constants.HF_HUB_OFFLINE and not Path(source).exists():
+        why = "HF_HUB_OFFLINE is set, and the cache does not hold it"
+    else:
+        why = " ".join(str(error).split())[:300]
+    return f'model "{source}" is not a diffusers folder, and cannot be fetched: {why}'
+
+
 def _cast(pipe: Any, dtype: torch.dtype) -> None:
-    """Networks and text encoders to dtype; the VAE stays in fp32, whose decoding is differentiated
-    and scored."""
+    """Networks and text encoders to dtype; the VAE stays in fp32 for gradients and scores."""
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module):
             part.to(dtype=torch.float32 if name == "vae" else dtype)

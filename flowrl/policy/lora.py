@@ -1,10 +1,13 @@
-"""LoRA files in diffusers' format, written and read through the pipeline, so that
-`pipe.load_lora_weights(folder)` works."""
+"""LoRA files in diffusers' format, written and read through the pipeline.
+
+`pipe.load_lora_weights(folder)` reads what is written here.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,12 @@ from torch import Tensor
 
 FILE = "pytorch_lora_weights.safetensors"
 SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
-METADATA = (  # where diffusers keeps the adapter's config, in the header of the file
-    "lora_adapter_metadata"
-)
+METADATA = "lora_adapter_metadata"  # where a file's header keeps the adapter's config
 
 
-def file_of(name: str, known: Any) -> str:
+def file_of(name: str, known: Mapping[str, Any]) -> str:
     """Networks that the pipeline's file has no place for (Wan 2.2's second) get one of their own,
-    as diffusers expects."""
+    as diffusers expects. known: parameters of pipe.save_lora_weights."""
     return FILE if f"{name}_lora_layers" in known else f"{name}_lora_weights.safetensors"
 
 
@@ -35,9 +36,8 @@ def save(pipe: Any, modules: dict[str, Any], folder: str | Path) -> Path:
         weights = get_peft_model_state_dict(module, adapter_name="default")
         weights = convert_state_dict_to_diffusers(weights) if name.startswith("unet") else weights
         file = file_of(name, known)
-        slot = (
-            name if file == FILE else next(k for k in ("transformer", "unet") if name.startswith(k))
-        )
+        kind = next((k for k in ("transformer", "unet") if name.startswith(k)), name)
+        slot = name if file == FILE else kind
         given = files.setdefault(file, {})
         given[f"{slot}_lora_layers"] = {k: v.contiguous().cpu() for k, v in weights.items()}
         if f"{slot}_lora_adapter_metadata" in known:
@@ -49,27 +49,18 @@ def save(pipe: Any, modules: dict[str, Any], folder: str | Path) -> Path:
 
 def metadata(options: dict[str, Any]) -> dict[str, str]:
     """Header that tells rank and alpha, as diffusers writes it."""
-    return {
-        METADATA: json.dumps({"module.r": options["rank"], "module.lora_alpha": options["alpha"]})
-    }
+    told = {"module.r": options["rank"], "module.lora_alpha": options["alpha"]}
+    return {METADATA: json.dumps(told)}
 
 
 def check(file: Path, options: dict[str, Any]) -> bool:
-    """ValueError unless the file is readable and was trained with the rank and alpha of options:
-    alpha / rank multiplies its update. Whether alpha is told at all, by its header or by the
-    settings beside it."""
-    from safetensors import SafetensorError, safe_open
+    """Whether the file says its alpha, by its header or by the settings beside it.
 
-    try:
-        with safe_open(str(file), "pt") as opened:
-            header = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{file} cannot be read as safetensors ({error}); was it cut off or changed? copy or"
-            " export it again"
-        ) from error
+    ValueError unless it is readable and was trained with the rank and alpha of options: alpha /
+    rank multiplies its update.
+    """
     told: dict[str, set[float]] = {"rank": set(), "alpha": set()}
-    for key, value in header.items():
+    for key, value in _header(file).items():
         name = {"r": "rank", "lora_alpha": "alpha"}.get(key.rsplit(".", 1)[-1])
         if name:
             told[name].add(value)
@@ -81,10 +72,27 @@ def check(file: Path, options: dict[str, Any]) -> bool:
         for value in values - {options[name]}:
             raise ValueError(
                 f"{file} was trained with {name}={value:g}, and this policy's adapters have"
-                f" {name}={options[name]:g}, which would change its effect; set"
-                f" train.lora.{name}={value:g}, or load_policy(lora={{{name!r}: {value:g}}})"
+                f" {name}={options[name]:g}, which would change its effect; {_remedy(name, value)}"
             )
     return bool(told["alpha"])
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """The adapter's config in the header of a file; {} without one."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), "pt") as opened:
+            return json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{file} cannot be read as safetensors ({error}); was it cut off or changed? copy or"
+            " export it again"
+        ) from error
+
+
+def _remedy(name: str, value: float) -> str:
+    return f"set train.lora.{name}={value:g}, or load_policy(lora={{{name!r}: {value:g}}})"
 
 
 def read(
@@ -94,32 +102,34 @@ def read(
     of the adapters it is for."""
     path, known, state = Path(path), inspect.signature(pipe.save_lora_weights).parameters, {}
     folder, first = (path, FILE) if path.is_dir() else (path.parent, path.name)
+    files = {file_of(name, known): name for name in reversed(modules)}
     for file in dict.fromkeys(file_of(name, known) for name in modules):
-        actual = first if file == FILE else file
-        if not (folder / actual).is_file():
+        source = folder / (first if file == FILE else file)
+        if not source.is_file():
             raise ValueError(
-                f"no LoRA file {folder / actual}; a folder written by save_lora holds "
-                f"{', '.join(sorted({file_of(n, known) for n in modules}))}"
+                f"no LoRA file {source}; a folder written by save_lora holds"
+                f" {', '.join(sorted(files))}"
             )
-        told = check(folder / actual, options)
-        weights = type(pipe).lora_state_dict(
-            str(folder), weight_name=actual, local_files_only=True, use_safetensors=True
-        )
-        weights, alphas = weights if isinstance(weights, tuple) else (weights, None)
-        other = sorted(
-            {float(a) for a in (alphas or {}).values()} or {float(options["rank"])}
-        )  # diffusers: no alpha means the rank
-        if not told and other != [options["alpha"]]:
-            raise ValueError(
-                f"{folder / actual} does not say its alpha, which diffusers takes as {other[0]:g},"
-                f" and this policy's adapters have alpha={options['alpha']:g}; set"
-                f" train.lora.alpha={other[0]:g}, or load_policy(lora={{'alpha': {other[0]:g}}})"
-            )
-        name = next(n for n in modules if file_of(n, known) == file)
-        for key, value in weights.items():
+        for key, value in _weights(pipe, source, options).items():
             part, rest = key.split(".", 1)
-            part = part if file == FILE else name
-            state[
-                f"{part}.{rest.replace('.lora.down.', '.lora_A.').replace('.lora.up.', '.lora_B.')}"
-            ] = value
+            part = part if file == FILE else files[file]
+            rest = rest.replace(".lora.down.", ".lora_A.").replace(".lora.up.", ".lora_B.")
+            state[f"{part}.{rest}"] = value
     return state
+
+
+def _weights(pipe: Any, source: Path, options: dict[str, Any]) -> dict[str, Tensor]:
+    """One file's weights, as the pipeline reads them, after their alpha was compared."""
+    told = check(source, options)
+    weights = type(pipe).lora_state_dict(
+        str(source.parent), weight_name=source.name, local_files_only=True, use_safetensors=True
+    )
+    weights, alphas = weights if isinstance(weights, tuple) else (weights, None)
+    # diffusers: no alpha means the rank
+    taken = sorted({float(a) for a in (alphas or {}).values()} or {float(options["rank"])})
+    if not told and taken != [options["alpha"]]:
+        raise ValueError(
+            f"{source} does not say its alpha, which diffusers takes as {taken[0]:g}, and this"
+            f" policy's adapters have alpha={options['alpha']:g}; {_remedy('alpha', taken[0])}"
+        )
+    return weights

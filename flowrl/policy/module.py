@@ -1,5 +1,4 @@
-"""A plain nn.Module f(x, t, cond) as a policy: for toy problems, tests and networks outside
-diffusers."""
+"""A plain nn.Module f(x, t, cond) as a policy: toy problems, tests, networks outside diffusers."""
 
 from __future__ import annotations
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.base import Policy
-from flowrl.policy.replay.call import Cond
+from flowrl.policy.replay.arguments import Cond
+from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Coords, Schedule
 
 KINDS = {"flow": "flow", "eps": "epsilon", "epsilon": "epsilon", "x0": "sample", "sample": "sample"}
@@ -52,26 +52,16 @@ class ModulePolicy(Policy):
         sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
         return Schedule(sigmas=sigmas, times=sigmas[:-1])
 
-    def _velocity(
-        self,
-        x: Tensor,
-        s: Tensor,
-        cond: Cond,
-        rows: Tensor,
-        guidance: float | str,
-        detach_uncond: bool,
-    ) -> Tensor:
-        if not isinstance(guidance, str):
+    def _velocity(self, request: Request) -> tuple[Tensor, int]:
+        x, sigma, cond = request.x, request.sigma, request.cond.kept[0][0][("cond",)]
+        if not isinstance(request.guidance, str):
             raise ValueError(
-                f"guidance={guidance}: a module policy has no unconditional branch; use 'none', or"
-                " mix inside the module"
+                f"guidance={request.guidance}: a module policy has no unconditional branch; use"
+                " 'none', or mix inside the module"
             )
-        value = cond.kept[0][0][("cond",)]
-        self.calls += x.shape[0]
-        prediction = self.modules["module"](
-            x, s.to(x).expand(x.shape[0]), None if value is None else value.index_select(0, rows)
-        )
-        return self.coords.velocity(prediction.float(), x, s)
+        cond = None if cond is None else cond.index_select(0, request.rows)
+        prediction = self.modules["module"](x, sigma.to(x).expand(x.shape[0]), cond)
+        return self.coords.velocity(prediction.float(), x, sigma), x.shape[0]
 
     def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:
         return x

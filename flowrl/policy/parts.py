@@ -1,9 +1,12 @@
 """What is trained, and its views: the current weights, an older copy, the frozen reference.
-Optimizer, EMA and checkpoints read `named` and nothing else."""
+
+Optimizer, EMA and checkpoints read `named` and nothing else.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,10 +50,8 @@ class Parts:
     all of them (full). Always fp32."""
 
     def __init__(self, modules: dict[str, Any], lora: dict[str, Any] | None) -> None:
-        self.modules, self.lora = (
-            modules,
-            (None if lora is None else dict(lora)),
-        )  # networks as loaded, never wrapped
+        self.modules = modules  # networks as loaded, never wrapped
+        self.lora = None if lora is None else dict(lora)
         self.copies: dict[str, dict[str, Tensor]] = {}  # full mode: other views' values
         self.targets: dict[str, list[str]] = {}  # names of the layers with LoRA, by component
         self.active = "default"
@@ -68,37 +69,25 @@ class Parts:
             self._add_adapter("default")
 
     def _add_adapter(self, name: str) -> None:
-        import warnings
+        from peft import LoraConfig
 
-        from peft import LoraConfig, inject_adapter_in_model
-
-        options = self.options
         for part, module in self.modules.items():
             if name == "default":
                 module.requires_grad_(False)
-                self.targets[part] = targets(module, options["targets"])
+                self.targets[part] = targets(module, self.options["targets"])
             config = LoraConfig(
-                r=options["rank"],
-                lora_alpha=options["alpha"],
-                init_lora_weights=options["init"],
+                r=self.options["rank"],
+                lora_alpha=self.options["alpha"],
+                init_lora_weights=self.options["init"],
                 target_modules=self.targets[part],
             )
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", message="Already found a `peft_config`"
-                )  # two adapters are what we want
-                if hasattr(module, "add_adapter"):
-                    module.add_adapter(config, adapter_name=name)
-                else:
-                    inject_adapter_in_model(config, module, adapter_name=name)
-                    module.peft_config = {**getattr(module, "peft_config", {}), name: config}
+            _inject(module, config, name)
             for layer in _layers(module):
                 layer.set_adapter("default")  # also turns gradients of other adapters off
             for key, p in module.named_parameters():
                 if f".{name}." in key:
-                    p.data = (
-                        p.data.float()
-                    )  # fp32 whatever the frozen dtype: small updates would round away
+                    # fp32 whatever the frozen dtype: small updates would round away
+                    p.data = p.data.float()
         self.layers = [layer for m in self.modules.values() for layer in _layers(m)]
 
     def named(self, view: str = "default") -> dict[str, nn.Parameter]:
@@ -148,11 +137,9 @@ class Parts:
                 f" policy.add_view({view!r})"
             )
         if self.lora is None:
-            return (
-                {k: p.detach() for k, p in self.named().items()}
-                if view == self.active
-                else self.copies[self.active if view == "default" else view]
-            )
+            if view != self.active:
+                return self.copies[self.active if view == "default" else view]
+            view = "default"
         return {k: p.detach() for k, p in self.named(view).items()}
 
     def equal(self, a: str, b: str) -> bool:
@@ -165,11 +152,10 @@ class Parts:
         """dst = decay * dst + (1 - decay) * src."""
         source, target = self.tensors(src), self.tensors(dst)
         for key, value in target.items():
-            (
+            if decay == 0.0:
                 value.copy_(source[key])
-                if decay == 0.0
-                else value.lerp_(source[key].to(value), 1 - decay)
-            )
+            else:
+                value.lerp_(source[key].to(value), 1 - decay)
 
     @torch.no_grad()
     def load(self, view: str, state: dict[str, Tensor]) -> None:
@@ -231,8 +217,25 @@ def _widened(
     module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     """Half-precision inputs of a call in fp32."""
-    wide = lambda v: v.float() if v.dtype in (torch.bfloat16, torch.float16) else v  # noqa: E731
+
+    def wide(value: Tensor) -> Tensor:
+        return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
     return map_tensors(wide, args), map_tensors(wide, kwargs)
+
+
+def _inject(module: Any, config: Any, name: str) -> None:
+    """Put an adapter into a network, through its own method where it has one."""
+    from peft import inject_adapter_in_model
+
+    with warnings.catch_warnings():
+        # two adapters are what we want
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        if hasattr(module, "add_adapter"):
+            module.add_adapter(config, adapter_name=name)
+        else:
+            inject_adapter_in_model(config, module, adapter_name=name)
+            module.peft_config = {**getattr(module, "peft_config", {}), name: config}
 
 
 def _layers(module: nn.Module) -> list[Any]:

@@ -1,8 +1,8 @@
-"""A diffusers pipeline as a policy: the inferred Replay, its decoder and schedules behind one
-interface."""
+"""A diffusers pipeline as a policy: its Replay, decoder and schedules behind one interface."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from flowrl.policy import lora
 from flowrl.policy.base import Policy
 from flowrl.policy.check import SelfCheck, self_check
+from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.bind import bind
-from flowrl.policy.replay.call import Cond
+from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Coords, Schedule
 from flowrl.policy.replay.decode import Decoder, infer_decoder
 from flowrl.policy.replay.describe import describe
@@ -26,8 +27,7 @@ from flowrl.types import expand
 
 
 class PipelinePolicy(Policy):
-    """See Policy. `kwargs` are arguments of the pipeline's own call; they hold for recording and so
-    for everything after it."""
+    """See Policy. kwargs: arguments of the pipeline's own call, for recording and all after it."""
 
     def __init__(self, pipe: Any, adapter: dict[str, Any] | None, kwargs: dict[str, Any]) -> None:
         self.pipe = pipe
@@ -37,12 +37,11 @@ class PipelinePolicy(Policy):
         runner = Runner(pipe, kwargs, hints_for(pipe))
         self.prober, self.coords = Prober(runner), Coords(pipe.scheduler)
         self.replay, self.steps = infer(self.prober, self.coords)
-        decode = runner.hints.get("decode")
-        self.decoder = (
-            infer_decoder(self.prober, self.steps, self.replay.shape)
-            if decode is None
-            else (lambda x: decode(pipe, x))
-        )
+        self.replay.combine = self._combine
+        if "decode" in runner.hints:
+            self.decoder = partial(runner.hints["decode"], pipe)
+        else:
+            self.decoder = infer_decoder(self.prober, self.steps, self.replay.shape)
         self._schedules: dict[int, Schedule] = {}
         super().__init__(runner.denoisers, adapter, self.replay.shape)
 
@@ -68,107 +67,36 @@ class PipelinePolicy(Policy):
     def init(self, noise: Tensor, sigma: float) -> Tensor:
         return noise * self.coords.start(sigma, self.schedule(self.steps))
 
-    def predict(
-        self,
-        x: Tensor,
-        s: Tensor,
-        cond: Cond,
-        rows: Tensor,
-        guidance: float | str = "pipeline",
-        detach_uncond: bool = False,
-    ) -> Tensor:
-        """The pipeline's own combined prediction (n, *L) fp32, at flow coordinates x, sigma s (n,)
-        fp64 or () on the CPU; networks
-        split by time where there are several."""
-        boundaries = self.replay.boundaries
-        if s.ndim == 0:
-            t = self.coords.time.at(s.item())
-            return self._predict(
-                sum(t < b for b in boundaries),
-                x,
-                s,
-                torch.tensor(t, dtype=torch.float64),
-                cond,
-                rows,
-                guidance,
-                detach_uncond,
-            )
-        times = self.coords.time(s)
-        if not boundaries:
-            return self._predict(0, x, s, times, cond, rows, guidance, detach_uncond)
-        which = torch.stack([times < b for b in boundaries]).sum(0)
-        used = which.unique().tolist()
-        if len(used) == 1:
-            return self._predict(used[0], x, s, times, cond, rows, guidance, detach_uncond)
-        out = torch.zeros_like(x)
-        for k in used:
-            at = (which == k).nonzero().flatten()
-            out = out.index_copy(
-                0,
-                at,
-                self._predict(k, x[at], s[at], times[at], cond, rows[at], guidance, detach_uncond),
-            )
-        return out
+    def _velocity(self, request: Request) -> tuple[Tensor, int]:
+        return self.replay.velocity(self.modules, request)
 
-    def _predict(self, which: int, x, s, t, cond, rows, guidance, detach_uncond) -> Tensor:
-        out, count = self.replay.predict(
-            self.modules,
-            which,
-            x,
-            s,
-            t,
-            cond,
-            rows,
-            guidance=guidance,
-            detach_uncond=detach_uncond,
-            combine=self._combine,
-        )
-        self.calls += count
-        return out
-
-    def _velocity(
-        self,
-        x: Tensor,
-        s: Tensor,
-        cond: Cond,
-        rows: Tensor,
-        guidance: float | str,
-        detach_uncond: bool,
-    ) -> Tensor:
-        return self.coords.velocity(self.predict(x, s, cond, rows, guidance, detach_uncond), x, s)
-
-    def _combine(
-        self, which: int, outs: list[Tensor], x: Tensor, s: Tensor, cond: Cond, rows: Tensor
-    ) -> Tensor:
+    def _combine(self, which: int, outs: list[Tensor], request: Request) -> Tensor:
         """Feed real outputs through the pipeline's own combination, once for each sigma: a loop has
         one time for all its rows."""
-        levels = s.unique()
-        if len(levels) > 1:
-            mixed = torch.zeros_like(x)
-            for level in levels:
-                at = (s == level).nonzero().flatten()
-                mixed = mixed.index_copy(
-                    0, at, self._combine(which, [o[at] for o in outs], x[at], level, cond, rows[at])
-                )
-            return mixed
-        regime, pad, k = self.replay.regimes[which], len(self.prober.runner.pad), 0
+        x, sigma, cond, rows = request.x, request.sigma, request.cond, request.rows
+        levels = sigma.unique()
+        if len(levels) == 1:
+            prompts = [cond.prompts[i] for i in rows.tolist()]
+            answers = self._answers(which, outs)
+            return reenter(self.prober, self.coords, self.steps, x, levels[0], prompts, answers)
+        mixed = torch.zeros_like(x)
+        for level in levels:
+            at = (sigma == level).nonzero().flatten()
+            part = self._combine(which, [out[at] for out in outs], request.take(at))
+            mixed = mixed.index_copy(0, at, part)
+        return mixed
+
+    def _answers(self, which: int, outs: list[Tensor]) -> dict[tuple[str, int], Tensor]:
+        """Outputs of a regime's branches as its networks give them: (component, n-th call) ->
+        blocks of the batch, with the rows that fix the text length."""
+        pad, left = len(self.prober.runner.pad), list(outs)
         answers: dict[tuple[str, int], Tensor] = {}
-        for plan in regime.calls:
-            blocks = [
-                torch.cat([o, o[:1].expand(pad, *o.shape[1:])]) for o in outs[k : k + plan.blocks]
-            ]
-            k += plan.blocks
+        for plan in self.replay.regimes[which].calls:
+            own, left = left[: plan.blocks], left[plan.blocks :]
+            blocks = [torch.cat([out, out[:1].expand(pad, *out.shape[1:])]) for out in own]
             nth = sum(name == plan.module for name, _ in answers)
             answers[(plan.module, nth)] = torch.cat(blocks).to(self.dtype)
-        return reenter(
-            self.prober,
-            self.coords,
-            self.steps,
-            x,
-            levels[0],
-            [cond.prompts[i] for i in rows.tolist()],
-            answers,
-        )
+        return answers
 
     def clean(self, x: Tensor, sigma: Tensor | float) -> Tensor:
         scale = self.coords.scale(torch.as_tensor(sigma, dtype=torch.float64))
@@ -179,22 +107,19 @@ class PipelinePolicy(Policy):
 
     def encode_media(self, media: Tensor) -> Tensor:
         if not isinstance(self.decoder, Decoder):
-            raise ValueError(
-                "encode_media: this pipeline is decoded by a hint, which has no inverse"
-            )
+            raise ValueError("encode_media: this pipeline is decoded by a hint, without inverse")
         return self.decoder.encode(media)
 
     def reentry(self, x: Tensor, sigma: float | Tensor, prompts: list[str]) -> Tensor:
-        """Slow referee: velocity (P, *L) from the pipeline's own loop body, row i of x with
+        """Slow referee: velocity (P, *L) of the pipeline's own loop body, row i of x with
         prompts[i], one sigma for all."""
         s = torch.as_tensor(sigma, dtype=torch.float64).reshape(())
-        return self.coords.velocity(
-            reenter(self.prober, self.coords, self.steps, x, s, list(prompts)), x, s
-        )
+        prediction = reenter(self.prober, self.coords, self.steps, x, s, list(prompts))
+        return self.coords.velocity(prediction, x, s)
 
     def self_check(self) -> SelfCheck:
-        """Replay against the pipeline itself; raises UnreplayableError naming the first comparison
-        that fails."""
+        """Replay against the pipeline itself; the first comparison that fails is named in an
+        UnreplayableError."""
         return self_check(self)
 
     def describe(self) -> str:
@@ -211,6 +136,5 @@ class PipelinePolicy(Policy):
         if not hasattr(self.pipe, "lora_state_dict"):
             return super().load_lora(path)
         self._needs_lora()
-        self.load_state(
-            "default", lora.read(self.pipe, self.trainable.modules, path, self.trainable.options)
-        )
+        parts = self.trainable
+        self.load_state("default", lora.read(self.pipe, parts.modules, path, parts.options))

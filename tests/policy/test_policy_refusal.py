@@ -2,6 +2,7 @@
 refused with a sentence."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import tiny
@@ -148,7 +149,7 @@ def test_an_unreplayable_loop_is_refused_with_a_sentence_that_names_the_argument
     assert str(refused.value) == sentence and issubclass(UnreplayableError, ValueError)
 
 
-def test_latents_changed_beside_the_scheduler_look_like_an_input_scale_and_are_refused_by_the_check():
+def test_latents_changed_beside_the_scheduler_look_like_an_input_scale_and_are_refused():
     """Inference reads x * 0.9 as the scale of an argument; the pipeline's own predictions show that
     the state itself was changed."""
     policy = load_policy(loop(), odd="shrink")
@@ -215,9 +216,9 @@ def test_guidance_that_follows_time_is_combined_at_the_sigma_of_each_row():
             )
             assert torch.allclose(together[k], by_hand[0], atol=1e-4)
     assert policy.self_check().errors["mixed"] <= 1e-4
-    at_the_first = policy._combine
-    policy._combine = lambda which, outs, x, s, cond, rows: at_the_first(
-        which, outs, x, s.reshape(-1)[0], cond, rows
+    at_the_first = policy.replay.combine
+    policy.replay.combine = lambda which, outs, request: at_the_first(
+        which, outs, replace(request, sigma=request.sigma.reshape(-1)[:1].expand(len(outs[0])))
     )
     with pytest.raises(UnreplayableError, match="differs in rows at different sigmas in one call"):
         policy.self_check()

@@ -8,8 +8,8 @@ import torch
 from flowrl.algorithms.grpo import GRPO
 from flowrl.algorithms.nft import NFT
 from flowrl.rewards import load_set
-from flowrl.rollouts.roll_out import SHOWN, roll_out
-from flowrl.rollouts.scorer import Scorer, decode_into
+from flowrl.rollouts.roll_out import roll_out
+from flowrl.rollouts.scorer import SHOWN, Scorer, decode_into
 from flowrl.runtime.ledger import Ledger
 from flowrl.types import PromptBatch
 
@@ -48,7 +48,7 @@ def iteration(policy, algorithm, guidance, other=9):
     policy.decoder = lambda x: decoded.append(x) or decoder(x)
     try:
         with Scorer(load_set({"jpeg": 1.0}), ledger) as scorer:
-            decode_into(scorer, policy, rollout, BATCH, decode=4, ledger=ledger)
+            decode_into(scorer, policy, rollout, BATCH, decode=4)
             rewards = scorer.scores()
     finally:
         policy.decoder = decoder
@@ -71,7 +71,7 @@ def test_media_of_the_first_samples_are_kept_however_few_are_decoded_at_once(pol
         policy, BATCH, plan, group=6, guidance="none", seed=0, iteration=0, micro=64, ledger=ledger
     )
     with Scorer(load_set({"jpeg": 1.0}), ledger) as scorer:
-        shown = decode_into(scorer, policy, rollout, BATCH, decode=decode, ledger=ledger)
+        shown = decode_into(scorer, policy, rollout, BATCH, decode=decode)
     assert len(shown) == {1: SHOWN, 3: 9, 16: 12}[decode]
     torch.testing.assert_close(
         shown[:SHOWN], policy.decode(rollout.leaves[:SHOWN], 0.0), atol=1e-4, rtol=1e-4

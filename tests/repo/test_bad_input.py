@@ -65,7 +65,8 @@ def refused(tmp_path, *arguments):
         ("model.pipeline.heigth=64", "heigth"),
         (
             "model=nobody/nothing",
-            '"nobody/nothing" is no diffusers folder, and cannot be fetched: HF_HUB_OFFLINE is set',
+            '"nobody/nothing" is not a diffusers folder, and cannot be fetched: HF_HUB_OFFLINE is'
+            " set",
         ),
     ],
 )
@@ -379,8 +380,8 @@ def test_a_group_without_a_valid_sample_gives_no_gradient_rows(tmp_path):
     made = trainer(
         tmp_path, reward, batch__group="4", iterations="1", guard__invalid_fraction="0.5"
     )
-    update, seen = made._update, []
-    made._update = lambda rollout, columns, batch: (
+    update, seen = made.learner.update, []
+    made.learner.update = lambda rollout, columns, batch: (
         seen.append(columns) or update(rollout, columns, batch)
     )
     (it,) = list(made)

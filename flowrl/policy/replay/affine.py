@@ -1,4 +1,4 @@
-"""Read an affine map off chosen inputs: out[row] = const[row] + scale * in[row].flatten()[index].
+"""An affine map read off chosen inputs: out[row] = const[row] + scale * in[row].flatten()[index].
 
 The inputs are zeros, ones, twos, the row number, the flat index in base-64 digits and noise. Digits
 are exact in bf16, whose significand holds integers to 256. One map covers guidance doubling,
@@ -41,8 +41,8 @@ def patterns(rows: int, shape: tuple[int, ...], unit: float = 1.0) -> dict[str, 
 
 @dataclass
 class Affine:
-    """out viewed as (blocks, rows, D): blocks copies of the batch, each row repeats entries of
-    shape `shape` that follow one another."""
+    """out viewed as (blocks, rows, D): copies of the batch, in which each row has `repeats` entries
+    of shape `shape` that follow one another."""
 
     blocks: int
     repeats: int
@@ -58,9 +58,9 @@ class Affine:
         factor (n, 1) or () multiplies the scale."""
         y = x.reshape(x.shape[0], -1)
         if self.index is not None:
-            y = y.index_select(1, self._at(self.index, x))
+            y = y.index_select(1, self.index.to(x.device))
         if self.scale.ndim or self.scale.item() != 1.0:
-            y = y * self._at(self.scale, x).to(x.dtype)
+            y = y * self.scale.to(x)
         if factor is not None:
             y = y * factor
         if const is not None:
@@ -74,20 +74,15 @@ class Affine:
             z = z - const
         z = z / self.scale.to(z)
         if self.index is not None:
-            z = z.index_select(1, self._at(self.index.argsort(), y))
+            z = z.index_select(1, self.index.argsort().to(y.device))
         return z.reshape(-1, *shape)
 
     def invertible(self, numel: int) -> bool:
+        """Whether each of the `numel` entries of an input row is in the output, once."""
         index = torch.arange(numel) if self.index is None else self.index.cpu()
-        return (
-            index.numel() == numel
-            and bool((self.scale != 0).all())
-            and bool((index.sort().values == torch.arange(numel)).all())
-        )
-
-    @staticmethod
-    def _at(t: Tensor, x: Tensor) -> Tensor:
-        return t if t.device == x.device else t.to(x.device)
+        if index.numel() != numel or not bool((self.scale != 0).all()):
+            return False
+        return bool((index.sort().values == torch.arange(numel)).all())
 
 
 def solve(out: dict[str, Tensor], rows: int, shape: tuple[int, ...], what: str) -> Affine:
@@ -96,34 +91,25 @@ def solve(out: dict[str, Tensor], rows: int, shape: tuple[int, ...], what: str) 
     out = {k: v.detach().double().cpu() for k, v in out.items()}
     if any(v.shape != out["zero"].shape for v in out.values()):
         raise UnreplayableError(f"{what}: its shape depends on the latents' values")
+    # what each element of out holds of the input: 0 where it does not depend on it
     slope, numel = out["one"] - out["zero"], torch.Size(shape).numel()
     on = slope.abs() > 1e-6 * slope.abs().max().clamp(min=1e-30)
-    read = {
-        k: torch.where(on, (v - out["zero"]) / torch.where(on, slope, 1.0), 0.0)
-        for k, v in out.items()
-    }
+    safe = torch.where(on, slope, 1.0)
+    read = {k: torch.where(on, (v - out["zero"]) / safe, 0.0) for k, v in out.items()}
     if (read["two"][on] - 2).abs().max() > 0.1:
         raise UnreplayableError(f"{what}: it is not linear in the latents")
     row = read["row"].round().long() - 1
     index = sum(read[k].round().long() * BASE ** int(k[5:]) for k in read if k.startswith("digit"))
     blocks, repeats = layout(row, on, rows, what)
-    row, index, on, slope = (t.reshape(blocks, rows, -1) for t in (row, index, on, slope))
-    same = all(bool((t == t[0, 0]).all()) for t in (torch.where(on, index, 0), on))
-    if (
-        not same
-        or index[on].min() < 0
-        or index[on].max() >= numel
-        or not torch.allclose(slope, slope[0, 0].expand_as(slope), rtol=1e-3)
-    ):
-        raise UnreplayableError(f"{what}: rows of the batch are not treated alike")
+    index, on, slope = (t.reshape(blocks, rows, -1) for t in (index, on, slope))
+    _check_rows_alike(index, on, slope, numel, what)
     index, scale = torch.where(on, index, 0)[0, 0], torch.where(on, slope, 0.0)[0, 0]
+    # the map that was read off must also hold for noise
     x = patterns(rows, shape)["noise"].double().reshape(rows, -1)
-    const = out["zero"].reshape(blocks, rows, -1)
     expected, got = scale * x[:, index], read["noise"].reshape(blocks, rows, -1) * slope
-    if (
-        expected - got
-    ).abs().max() > 2e-2 * expected.abs().max():  # loose: bf16 pipelines round to 2^-9
+    if (expected - got).abs().max() > 2e-2 * expected.abs().max():  # bf16 pipelines round to 2^-9
         raise UnreplayableError(f"{what}: it is not linear in the latents")
+    const = out["zero"].reshape(blocks, rows, -1)
     identity = index.numel() == numel and bool((index == torch.arange(numel)).all())
     flat = torch.allclose(scale, scale[0].expand_as(scale), rtol=1e-5, atol=0)
     return Affine(
@@ -136,23 +122,29 @@ def solve(out: dict[str, Tensor], rows: int, shape: tuple[int, ...], what: str) 
     )
 
 
+def _check_rows_alike(index: Tensor, on: Tensor, slope: Tensor, numel: int, what: str) -> None:
+    """UnreplayableError unless each row (blocks, rows, D) reads the same entries with one scale."""
+    alike = all(bool((t == t[0, 0]).all()) for t in (torch.where(on, index, 0), on))
+    inside = alike and index[on].min() >= 0 and index[on].max() < numel
+    if not inside or not torch.allclose(slope, slope[0, 0].expand_as(slope), rtol=1e-3):
+        raise UnreplayableError(f"{what}: rows of the batch are not treated alike")
+
+
 def layout(row: Tensor, on: Tensor, rows: int, what: str) -> tuple[int, int]:
     """(blocks, repeats) of the leading axis, from the row number that each element holds."""
     lead = row.shape[0]
     owner = torch.where(on, row, -1).reshape(lead, -1).amax(1)
-    mixed = torch.where(on, row, owner.reshape(-1, *[1] * (row.ndim - 1))) != owner.reshape(
-        -1, *[1] * (row.ndim - 1)
-    )
+    each = owner.reshape(-1, *[1] * (row.ndim - 1))
+    mixed = torch.where(on, row, each) != each
     if bool(mixed.any()) or lead % rows:
         raise UnreplayableError(
             f"{what}: its first axis of {lead} does not enumerate the {rows} rows of the batch"
         )
     repeats = int((owner.roll(-1) != owner).nonzero()[0]) + 1 if rows > 1 else lead
-    expected = (
-        torch.arange(rows).repeat_interleave(repeats).repeat(max(1, lead // (rows * repeats)))
-    )
+    blocks = lead // (rows * repeats)
+    expected = torch.arange(rows).repeat_interleave(repeats).repeat(max(1, blocks))
     if expected.numel() != lead or not bool((owner == expected).all()):
         raise UnreplayableError(
             f"{what}: rows are ordered {owner.tolist()}, which is not blocks x rows x repeats"
         )
-    return lead // (rows * repeats), repeats
+    return blocks, repeats

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,45 @@ Path = tuple[Any, ...]  # keys and positions that lead to an argument
 
 
 @dataclass
+class CallPlan:
+    """One denoiser call: component name, latents, times, per-prompt and shared arguments; `out`
+    maps one output row to one row of latents."""
+
+    module: str
+    blocks: int
+    slots: list[Slot]
+    times: list[Time]
+    rows: list[Rows]
+    shared: dict[Path, Any]
+    out: Affine
+
+    def arguments(
+        self, fixed: dict[Path, Any], x: Tensor, sigma: Tensor, time: Tensor, blocks: int
+    ) -> dict[str, Any]:
+        """Arguments of one call for `blocks` blocks of the batch, nested as the network takes them.
+
+        fixed: what `Cond.gather` gives. sigma, time: (n,) or () fp64.
+        """
+        flat = dict(fixed)
+        for slot in self.slots:
+            constants = flat.get(slot.path) or [None]  # None: one block serves all
+            parts = [slot(x, sigma, constant) for constant in constants]
+            flat[slot.path] = torch.cat(parts * (blocks // len(parts)))
+        for follower in self.times:
+            value = follower(time, sigma, x)
+            value = value.repeat_interleave(self.slots[0].map.repeats, 0)
+            flat[follower.path] = torch.cat([value] * blocks)
+        return nest(flat)
+
+    def pieces(self, output: Tensor, count: int, shape: tuple[int, ...]) -> list[Tensor]:
+        """Split one output into `count` blocks of predictions, each of `shape` (n, *L), fp32."""
+        blocks = output.float().reshape(count, shape[0], -1)
+        if self.out.index is not None:
+            blocks = blocks.index_select(2, self.out.index.to(output.device))
+        return list(blocks.reshape(count, *shape))
+
+
+@dataclass
 class Slot:
     """An argument that holds latents: affine(x') * factor(sigma), factor "1" or "1/r" (a network
     that reads variance-preserving input)."""
@@ -26,9 +65,10 @@ class Slot:
     rule: str
     dtype: torch.dtype
 
-    def __call__(self, x: Tensor, s: Tensor, const: Tensor | None) -> Tensor:
-        factor = expand((1 / radius(s)).to(x), x.flatten(1)) if self.rule == "1/r" else None
-        return self.map(x, const, factor).to(self.dtype)
+    def __call__(self, x: Tensor, sigma: Tensor, constant: Tensor | None) -> Tensor:
+        """x (n, *L), constant (n, D) -> one block of the argument, (n * repeats, ...)."""
+        factor = expand((1 / radius(sigma)).to(x), x.flatten(1)) if self.rule == "1/r" else None
+        return self.map(x, constant, factor).to(self.dtype)
 
 
 @dataclass
@@ -42,16 +82,15 @@ class Time:
     a: Tensor | None = None
     c: Tensor | None = None
 
-    def __call__(self, t: Tensor, s: Tensor, like: Tensor) -> Tensor:
-        """t, s (n,) or () fp64 -> (n, ...) for like (n, *L)."""
+    def __call__(self, t: Tensor, sigma: Tensor, like: Tensor) -> Tensor:
+        """t, sigma (n,) or () fp64 -> (n, ...) for like (n, *L)."""
+        n, device = like.shape[0], like.device
         if self.a is not None and self.c is not None:
-            u = (s if "sigma" in self.rule else t).expand(like.shape[0])
-            return (expand(u, self.a[None]) * self.a.to(u.device) + self.c.to(u.device)).to(
-                like.device, self.dtype
-            )
-        return RULES[self.rule](
-            t.to(like.device, self.dtype), s.to(like.device, self.dtype)
-        ).expand(like.shape[0])
+            u = (sigma if "sigma" in self.rule else t).expand(n)
+            value = expand(u, self.a[None]) * self.a.to(u.device) + self.c.to(u.device)
+            return value.to(device, self.dtype)
+        rule = RULES[self.rule]
+        return rule(t.to(device, self.dtype), sigma.to(device, self.dtype)).expand(n)
 
 
 RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -87,24 +126,65 @@ class Rows:
         return v.reshape(self.blocks, rows, self.repeats, *v.shape[1:])[:, : rows - drop]
 
     def gather(self, kept: Any, rows: Tensor, blocks: list[int]) -> Any:
+        """The argument for `rows` of the prompts, in each of `blocks`."""
         if kept is None:
             return None
         if self.is_list:
-            one = kept[0] if all(k is kept[0] or _equal(k, kept[0]) for k in kept[1:]) else None
-            return (
-                [one] * len(rows) if one is not None else [kept[i] for i in rows.tolist()]
-            ) * len(blocks)
-        picked = blocks if self.blocks > 1 else [0]
-        v = (
-            torch.cat([kept[b].index_select(0, rows) for b in picked])
-            if len(picked) > 1
-            else kept[picked[0]].index_select(0, rows)
-        )
-        return v.flatten(0, 1).movedim(0, self.axis)
+            alike = all(entry is kept[0] or _equal(entry, kept[0]) for entry in kept[1:])
+            # equal entries spare a synchronisation with the device
+            picked = [kept[0]] * len(rows) if alike else [kept[i] for i in rows.tolist()]
+            return picked * len(blocks)
+        chosen = blocks if self.blocks > 1 else [0]
+        value = torch.cat([kept[block].index_select(0, rows) for block in chosen])
+        return value.flatten(0, 1).movedim(0, self.axis)
 
 
 def _equal(a: Any, b: Any) -> bool:
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+
+
+@dataclass(eq=False)
+class Cond:
+    """P prompts, encoded once. kept[regime][call] holds the per-prompt arguments; rows of any
+    number are gathered from it."""
+
+    prompts: tuple[str, ...]
+    kept: list[list[dict[Path, Any]]]
+    cache: dict[Any, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def gather(
+        self, at: tuple[int, int], plan: CallPlan, rows: Tensor, blocks: list[int]
+    ) -> dict[Path, Any]:
+        """Arguments of call `plan`, the one at (regime, call), that follow neither x nor time.
+
+        Remembered while the same tensor of rows is asked for: a sampling loop gathers once.
+        """
+        version = None if rows.is_inference() else rows._version  # None: it cannot be told
+        seen = self.cache
+        if version is None or seen.get("rows") is not rows or seen["version"] != version:
+            seen.clear()
+            seen.update(rows=rows, version=version)
+        key = (*at, *blocks)
+        if key not in seen:
+            kept = self.kept[at[0]][at[1]]
+            seen[key] = plan.shared | {
+                r.path: r.gather(kept[r.path], rows, blocks) for r in plan.rows
+            }
+            for slot in plan.slots:
+                if slot.path in kept:  # constants that are added to the latents
+                    each = [kept[slot.path][block].index_select(0, rows) for block in blocks]
+                    seen[key][slot.path] = each
+        return seen[key]
+
+
+def get(args: Any, path: Path) -> Any:
+    """The argument that a path leads to."""
+    for key in path:
+        args = args[key]
+    return args
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -124,9 +204,8 @@ def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:
         for key in path[:-1]:
             here = here.setdefault(key, {})
         here[path[-1]] = value
-    return {
-        k: _lists(v) if any(len(p) > 1 and p[0] == k for p in flat) else v for k, v in out.items()
-    }
+    nested = {path[0] for path in flat if len(path) > 1}
+    return {k: _lists(v) if k in nested else v for k, v in out.items()}
 
 
 def _lists(value: Any) -> Any:
@@ -135,13 +214,3 @@ def _lists(value: Any) -> Any:
     if value and all(isinstance(k, int) for k in value):
         return [_lists(value[k]) for k in sorted(value)]
     return {k: _lists(v) for k, v in value.items()}
-
-
-def assign(args: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a nested argument, copying the containers on the way (constants are shared between
-    calls)."""
-    here: Any = args
-    for key in path[:-1]:
-        here[key] = here[key].copy()
-        here = here[key]
-    here[path[-1]] = value

@@ -1,127 +1,38 @@
-"""The inferred call of a pipeline's denoisers, as a plain differentiable function of (x, sigma,
-rows).
+"""What happens when a pipeline is asked for a velocity: its inferred call is replayed.
 
-A `Replay` holds, for each regime (set of networks used at some noise levels), the denoiser calls of
-one loop iteration: where the latents go in, how time enters, which arguments belong to a prompt,
-and how guidance combines the outputs. Nothing is patched and no Python loop runs over rows.
+A `Replay` holds, for each regime (a set of networks used at some noise levels), the denoiser calls
+of one iteration of the pipeline's loop and how guidance combines their outputs. It is a plain
+differentiable function of (x, sigma, rows): nothing is patched and no Python loop runs over rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from flowrl.policy.replay.affine import Affine
-from flowrl.policy.replay.arguments import Path, Rows, Slot, Time, assign, nest
+from flowrl.policy.replay.arguments import CallPlan, Cond
 from flowrl.policy.replay.coords import Coords
 from flowrl.policy.replay.guidance import Guidance
 from flowrl.policy.replay.record import first_tensor
 
 
-@dataclass
-class CallPlan:
-    """One denoiser call: component name, latents, times, per-prompt and shared arguments; `out`
-    maps one output row to one row of latents."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Where a velocity is asked for, and with which guidance (see Policy.velocity)."""
 
-    module: str
-    blocks: int
-    slots: list[Slot]
-    times: list[Time]
-    rows: list[Rows]
-    shared: dict[Path, Any]
-    out: Affine
+    x: Tensor  # (n, *L) fp32, flow coordinates
+    sigma: Tensor  # (n,) fp64, or () on the CPU: the same for all rows
+    cond: Cond
+    rows: Tensor  # (n,) int64, rows of cond, on x's device
+    guidance: float | str = "pipeline"
+    detach_uncond: bool = False
 
-    def constants(self, kept: dict[Path, Any], rows: Tensor, blocks: list[int]) -> dict[str, Any]:
-        """Arguments that depend on neither x nor time, nested as the network takes them."""
-        flat = {**self.shared, **{r.path: r.gather(kept[r.path], rows, blocks) for r in self.rows}}
-        return nest(
-            {**flat, **dict.fromkeys([s.path for s in self.slots] + [t.path for t in self.times])}
-        )
-
-    def arguments(
-        self,
-        constants: dict[str, Any],
-        kept: dict[Path, Any],
-        x: Tensor,
-        s: Tensor,
-        t: Tensor,
-        rows: Tensor,
-        blocks: list[int],
-    ) -> dict[str, Any]:
-        args = dict(constants)
-        for slot in self.slots:
-            const = kept.get(slot.path)
-            parts = [
-                slot(x, s, None if const is None else const[b].index_select(0, rows))
-                for b in (blocks if const is not None else blocks[:1])
-            ]
-            assign(
-                args,
-                slot.path,
-                torch.cat(parts * (len(blocks) // len(parts))) if len(blocks) > 1 else parts[0],
-            )
-        for time in self.times:
-            value = time(t, s, x)
-            repeats = self.slots[0].map.repeats
-            value = value.repeat_interleave(repeats, 0) if repeats > 1 else value
-            assign(
-                args,
-                time.path,
-                value.repeat(len(blocks), *[1] * (value.ndim - 1)) if len(blocks) > 1 else value,
-            )
-        return args
-
-    def pieces(self, output: Tensor, count: int, n: int, shape: tuple[int, ...]) -> list[Tensor]:
-        """Split one output into `count` blocks of predictions (n, *L) fp32."""
-        blocks = output.float().reshape(count, n, -1)
-        if self.out.index is not None:
-            blocks = blocks.index_select(2, self.out.index.to(output.device))
-        return list(blocks.reshape(count, n, *shape))
-
-
-@dataclass
-class Regime:
-    """The calls of one loop iteration and the rule that combines their outputs; branches are (call,
-    block) in order."""
-
-    calls: list[CallPlan]
-    guidance: Guidance
-
-    @property
-    def branches(self) -> list[tuple[int, int]]:
-        return [(i, b) for i, call in enumerate(self.calls) for b in range(call.blocks)]
-
-
-@dataclass(eq=False)
-class Cond:
-    """P prompts, encoded once. kept[regime][call] holds the per-prompt arguments; rows of any
-    number are gathered from it."""
-
-    prompts: tuple[str, ...]
-    kept: list[list[dict[Path, Any]]]
-    cache: dict[Any, Any] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def constants(
-        self, regime: int, call: int, plan: CallPlan, rows: Tensor, blocks: list[int]
-    ) -> dict[str, Any]:
-        """plan.constants, remembered while the same rows tensor is asked for (a sampling loop
-        gathers once)."""
-        if rows.is_inference():
-            return plan.constants(self.kept[regime][call], rows, blocks)
-        if self.cache.get("rows") is not rows or self.cache.get("version") != rows._version:
-            self.cache.clear()
-            self.cache.update(rows=rows, version=rows._version)
-        key = (regime, call, *blocks)
-        if key not in self.cache:
-            self.cache[key] = plan.constants(self.kept[regime][call], rows, blocks)
-        return self.cache[key]
+    def take(self, at: Tensor) -> Request:
+        """The rows `at` of a request whose rows have their own sigmas."""
+        return replace(self, x=self.x[at], sigma=self.sigma[at], rows=self.rows[at])
 
 
 @dataclass(eq=False)
@@ -132,63 +43,77 @@ class Replay:
     regimes: list[Regime]
     boundaries: list[float]
     coords: Coords
-    shape: tuple[int, ...]
-    pipeline: str
+    shape: tuple[int, ...]  # of one row of latents
+    pipeline: str  # name of its class
+    # (regime, outputs, request) -> prediction, where guidance has no closed form
+    combine: Callable[[int, list[Tensor], Request], Tensor] | None = None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which the latents were handed to the network when they were recorded."""
-        return self.regimes[0].calls[0].slots[0].dtype
+    def velocity(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
+        """v = eps_hat - x0_hat (n, *L) fp32, and the network rows that it took."""
+        prediction, network_rows = self.predict(modules, request)
+        return self.coords.velocity(prediction, request.x, request.sigma), network_rows
 
-    def predict(
-        self,
-        modules: Mapping[str, nn.Module],
-        which: int,
-        x: Tensor,
-        s: Tensor,
-        t: Tensor,
-        cond: Cond,
-        rows: Tensor,
-        *,
-        guidance: float | str,
-        detach_uncond: bool,
-        combine: Callable[..., Tensor],
+    def predict(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
+        """The pipeline's own combined prediction (n, *L) fp32, and the network rows it took."""
+        sigma = request.sigma
+        if sigma.ndim == 0:  # one time for all rows, found without work on the device
+            time = torch.tensor(self.coords.time.at(sigma.item()), dtype=torch.float64)
+        else:
+            time = self.coords.time(sigma)
+        if not self.boundaries:
+            return self._predict_in(0, modules, request, time)
+        # rows of different regimes go to different networks
+        regime = torch.stack([time < boundary for boundary in self.boundaries]).sum(0)
+        used = regime.unique().tolist()
+        if len(used) == 1:
+            return self._predict_in(used[0], modules, request, time)
+        out, network_rows = torch.zeros_like(request.x), 0
+        for which in used:
+            at = (regime == which).nonzero().flatten()
+            part, count = self._predict_in(which, modules, request.take(at), time[at])
+            out, network_rows = out.index_copy(0, at, part), network_rows + count
+        return out, network_rows
+
+    def _predict_in(
+        self, which: int, modules: Mapping[str, nn.Module], request: Request, time: Tensor
     ) -> tuple[Tensor, int]:
-        """Prediction (n, *L) fp32 of regime `which` at x (n, *L), s and t (n,) fp64, and the number
-        of network rows it took."""
-        regime, n = self.regimes[which], x.shape[0]
-        wanted = [regime.guidance.cond] if guidance == "none" else list(range(len(regime.branches)))
+        """`predict` where all rows belong to regime `which`; time (n,) or () fp64."""
+        regime, x = self.regimes[which], request.x
         outs: dict[int, Tensor] = {}
-        for i, plan in enumerate(regime.calls):
-            members = [k for k in wanted if regime.branches[k][0] == i]
-            split = detach_uncond and torch.is_grad_enabled()
-            for group in (
-                [
-                    [k for k in members if k != regime.guidance.cond],
-                    [k for k in members if k == regime.guidance.cond],
-                ]
-                if split
-                else [members]
-            ):
-                if not group:
-                    continue
-                blocks = [regime.branches[k][1] for k in group]
-                args = plan.arguments(
-                    cond.constants(which, i, plan, rows, blocks),
-                    cond.kept[which][i],
-                    x,
-                    s,
-                    t,
-                    rows,
-                    blocks,
-                )
-                with torch.set_grad_enabled(
-                    torch.is_grad_enabled() and not (split and regime.guidance.cond not in group)
-                ):
-                    output = first_tensor(modules[plan.module](**args))
-                outs.update(
-                    zip(group, plan.pieces(output, len(blocks), n, self.shape), strict=True)
-                )
-        return regime.guidance(
-            [outs[k] for k in sorted(outs)], guidance, lambda o: combine(which, o, x, s, cond, rows)
-        ), n * len(wanted)
+        for call, blocks, branches, grad in regime.passes(request):
+            plan = regime.calls[call]
+            fixed = request.cond.gather((which, call), plan, request.rows, blocks)
+            args = plan.arguments(fixed, x, request.sigma, time, len(blocks))
+            with torch.set_grad_enabled(grad):
+                output = first_tensor(modules[plan.module](**args))
+            outs.update(zip(branches, plan.pieces(output, len(blocks), x.shape), strict=True))
+        ordered = [outs[branch] for branch in sorted(outs)]
+        network_rows = len(x) * len(ordered)
+        if request.guidance == "pipeline" and regime.guidance.rule == "pipeline":
+            assert self.combine is not None
+            return self.combine(which, ordered, request), network_rows
+        return regime.guidance(ordered, request.guidance), network_rows
+
+
+@dataclass
+class Regime:
+    """The calls of one loop iteration, and the rule that combines the outputs of their branches: a
+    branch is a block of a call, numbered through all calls."""
+
+    calls: list[CallPlan]
+    guidance: Guidance
+
+    def passes(self, request: Request) -> Iterator[tuple[int, list[int], list[int], bool]]:
+        """What runs in one forward: (call, its blocks, their branches, whether with gradient)."""
+        grad, cond, first = torch.is_grad_enabled(), self.guidance.cond, 0
+        for call, plan in enumerate(self.calls):
+            branches = list(range(first, first + plan.blocks))
+            groups = [branches]
+            if request.guidance == "none":
+                groups = [[cond]] if cond in branches else []
+            elif request.detach_uncond and grad:  # the conditional branch alone has a gradient
+                groups = [[b for b in branches if b != cond], [b for b in branches if b == cond]]
+            for group in filter(None, groups):
+                detached = request.detach_uncond and cond not in group
+                yield call, [b - first for b in group], group, grad and not detached
+            first += plan.blocks

@@ -1,5 +1,4 @@
-"""Sort the arguments of a denoiser call: which change with the batch, with the latents, with
-time."""
+"""What a denoiser's arguments change with: the batch, the latents, the time."""
 
 from __future__ import annotations
 
@@ -25,13 +24,8 @@ class Leaf:
 
 
 def name(path: Path) -> str:
+    """The path as it is written in Python."""
     return str(path[0]) + "".join(f"[{k!r}]" for k in path[1:])
-
-
-def get(args: Any, path: Path) -> Any:
-    for key in path:
-        args = args[key]
-    return args
 
 
 def leaves(a: Any, b: Any, rows_a: int, rows_b: int, path: Path = ()) -> Iterator[Leaf]:
@@ -70,9 +64,9 @@ def differs(a: Any, b: Any) -> bool:
         return len(a) != len(b) or any(differs(u, v) for u, v in zip(a, b, strict=True))
     if isinstance(a, dict):
         return any(differs(a[k], b[k]) for k in a)
-    return type(a) is not type(b) or (
-        isinstance(a, int | float | str | bool | type(None)) and a != b
-    )
+    if type(a) is not type(b):
+        return True
+    return isinstance(a, int | float | str | bool | type(None)) and a != b
 
 
 def fit_time(path: Path, values: list[Any], t: Tensor, s: Tensor, batched: bool) -> Time:
@@ -84,24 +78,38 @@ def fit_time(path: Path, values: list[Any], t: Tensor, s: Tensor, batched: bool)
             " replayed at other times"
         )
     stack = torch.stack([torch.as_tensor(v).detach().cpu() for v in values])
-    dtype = (
-        stack.dtype if stack.is_floating_point() else torch.float32
-    )  # integer times: networks embed floats alike
-    exact = torch.finfo(dtype).eps * 8
-    flat = stack.double().reshape(len(values), -1)
-    if stack.ndim <= 2 and bool((flat == flat[:, :1]).all()):
-        for rule, fn in RULES.items():
-            expected = fn(t.to(dtype), s.to(dtype)).double()
-            if ((flat[:, 0] - expected).abs() <= exact * expected.abs().clamp(min=1e-3)).all():
-                return Time(path, rule, dtype)
+    # integer times: networks embed floats alike
+    dtype = stack.dtype if stack.is_floating_point() else torch.float32
     row = stack.double()[:, 0] if batched and stack.ndim > 1 else stack.double()
+    found = _named_rule(path, stack, t, s, dtype) or _affine_rule(path, row, t, s, dtype)
+    if found is None:
+        raise UnreplayableError(
+            f"argument {name(path)} changes from step to step, but not as a function of t or sigma"
+            " that could be fitted"
+        )
+    return found
+
+
+def _named_rule(path: Path, stack: Tensor, t: Tensor, s: Tensor, dtype: torch.dtype) -> Time | None:
+    """One of RULES, for an argument that is one number for all rows at each time."""
+    exact = torch.finfo(dtype).eps * 8
+    flat = stack.double().reshape(len(stack), -1)
+    if stack.ndim > 2 or not bool((flat == flat[:, :1]).all()):
+        return None
+    for rule, fn in RULES.items():
+        expected = fn(t.to(dtype), s.to(dtype)).double()
+        if ((flat[:, 0] - expected).abs() <= exact * expected.abs().clamp(min=1e-3)).all():
+            return Time(path, rule, dtype)
+    return None
+
+
+def _affine_rule(path: Path, row: Tensor, t: Tensor, s: Tensor, dtype: torch.dtype) -> Time | None:
+    """a * t + c or a * sigma + c, elementwise; row (J, ...): one row of the argument."""
+    exact = torch.finfo(dtype).eps * 8
     for label, u in (("t", t), ("sigma", s)):
         w = u.reshape(-1, *[1] * (row.ndim - 1))
         a = (row[-1] - row[0]) / (u[-1] - u[0])
         c = row[0] - a * u[0]
         if (a * w + c - row).abs().max() <= 4 * exact * row.abs().max():
             return Time(path, f"a * {label} + c", dtype, a, c)
-    raise UnreplayableError(
-        f"argument {name(path)} changes from step to step, but not as a function of t or sigma that"
-        " could be fitted"
-    )
+    return None

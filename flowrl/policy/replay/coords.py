@@ -1,13 +1,14 @@
-"""Every scheduler as a flow: x' = x / (a+b), s = b / (a+b), v = eps - x0, where x = a x0 + b eps
-are the pipeline's own latents.
+"""Every scheduler as a flow: x' = x / (a+b), s = b / (a+b), v = eps - x0.
 
-Three kinds cover diffusers: "flow" (a = 1-s, b = s), "vp" (a^2 + b^2 = 1: DDIM, PNDM, DPM++...),
-"ve" (a = 1: Euler, Heun, LMS...). In flow coordinates a variance-preserving network reads x' / r
-with r = sqrt((1-s)^2 + s^2), in all of them. Nothing is approximated at either end of a schedule.
+There x = a x0 + b eps are the pipeline's own latents. Three kinds cover diffusers: "flow" (a = 1-s,
+b = s), "vp" (a^2 + b^2 = 1: DDIM, PNDM, DPM++...), "ve" (a = 1: Euler, Heun, LMS...). In flow
+coordinates a variance-preserving network reads x' / r with r = sqrt((1-s)^2 + s^2), in all of them.
+Nothing is approximated at either end of a schedule.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,8 @@ def radius(s: Tensor) -> Tensor:
 
 class TimeMap:
     """sigma -> model time: linear between the knots of the scheduler's own curve, and the exact
-    time at members of registered
-    schedules, which are found within 2e-7 (fp32 rounding). Registering one changes no other time.
+    time at members of registered schedules, which are found within 2e-7 (fp32 rounding).
+    Registering one changes no other time.
     """
 
     def __init__(self, sigma: Tensor, time: Tensor) -> None:
@@ -57,9 +58,8 @@ class TimeMap:
         """Register members of a schedule; those that are known stay as they are."""
         new = torch.stack([sigma.double().cpu(), time.double().cpu()])
         off = (self._between(new[0], self.sigma, self.time) - new[1]).abs().max().item()
-        if (
-            off > 2e-3 * (self.time.max() - self.time.min()).item()
-        ):  # integer times are up to one of 1000 off
+        # integer times are up to one of 1000 off
+        if off > 2e-3 * (self.time.max() - self.time.min()).item():
             raise UnreplayableError(
                 f"time: the scheduler's model times lie up to {off:g} beside its noise curve;"
                 " others cannot be told"
@@ -71,6 +71,7 @@ class TimeMap:
 
     @staticmethod
     def _between(sigma: Tensor, knots: Tensor, times: Tensor) -> Tensor:
+        """Linear interpolation of times at knots."""
         right = torch.searchsorted(knots, sigma).clamp(1, knots.numel() - 1)
         s0, s1, t0, t1 = knots[right - 1], knots[right], times[right - 1], times[right]
         return t0 + ((sigma - s0) / (s1 - s0)).clamp(0, 1) * (t1 - t0)
@@ -94,9 +95,8 @@ class TimeMap:
             return between
         after = torch.searchsorted(members, sigma).clamp(max=members.numel() - 1)
         before = (after - 1).clamp(min=0)
-        near = torch.where(
-            (members[after] - sigma).abs() < (members[before] - sigma).abs(), after, before
-        )
+        nearer = (members[after] - sigma).abs() < (members[before] - sigma).abs()
+        near = torch.where(nearer, after, before)
         return torch.where((members[near] - sigma).abs() < 2e-7, exact[near], between)
 
 
@@ -106,11 +106,8 @@ class Coords:
     def __init__(self, scheduler: Any) -> None:
         cfg = scheduler.config
         prediction = cfg.get("prediction_type") or "flow"
-        flow = (
-            "FlowMatch" in type(scheduler).__name__
-            or cfg.get("use_flow_sigmas")
-            or prediction.startswith("flow")
-        )
+        flow = cfg.get("use_flow_sigmas") or prediction.startswith("flow")
+        flow = flow or "FlowMatch" in type(scheduler).__name__
         self.prediction = "flow" if flow else prediction
         if self.prediction not in ("flow", "epsilon", "v_prediction", "sample"):
             raise UnreplayableError(
@@ -119,10 +116,8 @@ class Coords:
             )
         self.kind = "flow" if flow else self._diffusion_kind(scheduler)
         if flow:
-            self.time = TimeMap(
-                torch.tensor([0.0, 1.0]),
-                torch.tensor([0.0, float(cfg.get("num_train_timesteps", 1000))]),
-            )
+            end = float(cfg.get("num_train_timesteps", 1000))
+            self.time = TimeMap(torch.tensor([0.0, 1.0]), torch.tensor([0.0, end]))
         else:
             s = self._from_alphas(scheduler.alphas_cumprod)
             self.time = TimeMap(s, torch.arange(s.numel()))
@@ -143,8 +138,6 @@ class Coords:
                 f"{type(scheduler).__name__} has neither flow sigmas nor alphas_cumprod: its noise"
                 " levels are unknown"
             )
-        import copy
-
         probe = copy.deepcopy(scheduler)
         probe.set_timesteps(10)
         if not hasattr(probe, "scale_model_input"):
@@ -154,6 +147,7 @@ class Coords:
 
     @staticmethod
     def _from_alphas(alphas_cumprod: Tensor) -> Tensor:
+        """Flow sigmas fp64 of a variance-preserving scheduler."""
         a, b = alphas_cumprod.double().sqrt(), (1 - alphas_cumprod.double()).sqrt()
         return b / (a + b)
 
@@ -178,20 +172,15 @@ class Coords:
         """(T+1,) fp64 flow sigmas of the run's model times (T,), in the pipeline's order, with the
         level after the last step."""
         sigmas: Any = getattr(scheduler, "sigmas", None)
-        if self.kind == "flow" or (
-            isinstance(sigmas, Tensor) and sigmas.numel() == scheduler.timesteps.numel() + 1
-        ):
-            level = sigmas.double().cpu()
-            first = int(
-                (scheduler.timesteps.double().cpu() - times[0]).abs().argmin()
-            )  # img2img runs start late
-            level = level[first : first + times.numel() + 1]
+        told = isinstance(sigmas, Tensor) and sigmas.numel() == scheduler.timesteps.numel() + 1
+        if self.kind == "flow" or told:
+            # img2img runs start late
+            first = int((scheduler.timesteps.double().cpu() - times[0]).abs().argmin())
+            level = sigmas.double().cpu()[first : first + times.numel() + 1]
             return level if self.kind == "flow" else level / (1 + level)
+        last = torch.as_tensor(getattr(scheduler, "final_alpha_cumprod", 1.0)).reshape(1).cpu()
         train = self._from_alphas(scheduler.alphas_cumprod.cpu())
-        final = self._from_alphas(
-            torch.as_tensor(getattr(scheduler, "final_alpha_cumprod", 1.0)).reshape(1).cpu()
-        )
-        return torch.cat([train[times.long()], final])
+        return torch.cat([train[times.long()], self._from_alphas(last)])
 
     def coefficients(self, s: Tensor) -> tuple[Tensor, Tensor]:
         """(p, q) with v = p * prediction + q * x'. fp64 in, fp64 out."""

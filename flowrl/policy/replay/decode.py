@@ -1,8 +1,12 @@
-"""Latents to media and back: one VAE call between two affine maps, read off the pipeline's own
-tail, so nothing is patched when it runs."""
+"""Latents to media and back: one VAE call between two affine maps.
+
+Both maps are read off the pipeline's own tail, so nothing is patched when media are decoded.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +18,10 @@ from flowrl.policy.replay.record import UnreplayableError, replaced
 
 
 class Decoder:
-    """media = after(vae.decode(before(latents))), clamped to [0, 1]; encode inverts both maps
-    around vae.encode's mode."""
+    """media = after(vae.decode(before(latents))), clamped to [0, 1].
+
+    latent, image: shapes of one row of latents and of one row of the VAE's output.
+    """
 
     def __init__(
         self,
@@ -26,47 +32,40 @@ class Decoder:
         image: tuple[int, ...],
     ) -> None:
         self.vae, self.before, self.after = vae, before, after
-        self.latent, self.image = (
-            latent,
-            image,
-        )  # shapes of one row of latents, and of one row of the VAE's output
+        self.latent, self.image = latent, image
 
     def __call__(self, x: Tensor, chunk: int = 16) -> Tensor:
         """Pipeline latents (n, *L) fp32 -> media (n, ...) fp32 in [0, 1]; differentiable; `chunk`
         rows at a time."""
-        return torch.cat([self._decode(part) for part in x.split(chunk)])
-
-    def _decode(self, x: Tensor) -> Tensor:
-        z = self.before(x, _constant(self.before, x)).to(self.vae.dtype)
-        out = self.vae.decode(z, return_dict=False)[0].float()
-        return self.after(out, _constant(self.after, out)).clamp(0, 1)
+        media = []
+        for part in x.split(chunk):
+            z = self.before(part, _constant(self.before, part)).to(self.vae.dtype)
+            out = self.vae.decode(z, return_dict=False)[0].float()
+            media.append(self.after(out, _constant(self.after, out)).clamp(0, 1))
+        return torch.cat(media)
 
     def encode(self, media: Tensor, chunk: int = 16) -> Tensor:
-        """media (n, ...) fp32 in [0, 1] -> pipeline latents (n, *L) fp32 of the posterior's
-        mode."""
-        for part, numel in (
-            (self.before, torch.Size(self.latent).numel()),
-            (self.after, torch.Size(self.image).numel()),
-        ):
-            if not part.invertible(numel):
+        """Both maps inverted around vae.encode: media (n, ...) fp32 in [0, 1] -> pipeline latents
+        (n, *L) fp32 of the posterior's mode."""
+        for part, shape in ((self.before, self.latent), (self.after, self.image)):
+            if not part.invertible(torch.Size(shape).numel()):
                 raise ValueError(
                     "encode_media: the pipeline's decoding drops entries, so it has no inverse"
                 )
-        return torch.cat([self._encode(part) for part in media.split(chunk)])
-
-    def _encode(self, media: Tensor) -> Tensor:
         if tuple(media.shape[1:]) != tuple(self.after.shape):
             raise ValueError(
                 f"media of shape {tuple(media.shape[1:])} cannot be encoded; the pipeline makes"
                 f" {tuple(self.after.shape)}"
             )
-        pixels = self.after.inverse(media.float(), self.image, _constant(self.after, media)).to(
-            self.vae.dtype
-        )
-        posterior = self.vae.encode(pixels)
-        z = (
-            posterior.latent_dist.mode() if hasattr(posterior, "latent_dist") else posterior.latents
-        ).float()
+        return torch.cat([self._encode(part) for part in media.split(chunk)])
+
+    def _encode(self, media: Tensor) -> Tensor:
+        pixels = self.after.inverse(media.float(), self.image, _constant(self.after, media))
+        posterior = self.vae.encode(pixels.to(self.vae.dtype))
+        if hasattr(posterior, "latent_dist"):
+            z = posterior.latent_dist.mode().float()
+        else:
+            z = posterior.latents.float()
         return self.before.inverse(z, self.latent, _constant(self.before, z))
 
 
@@ -84,64 +83,76 @@ def infer_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder
             " hints decode=fn(pipe, latents)"
         )
     rows = len(RECORD) + len(prober.runner.pad)
-    real, seen, sizes = type(vae).decode, {}, {}
-
-    def run(key: str) -> None:
-        """One stubbed run with the pattern `key` in the latents and in the VAE's output."""
-        done = []
-
-        def decode(z, *args, return_dict=True, **kwargs):
-            if "image" not in sizes:
-                sizes["image"] = tuple(
-                    real(vae, z.to(vae.dtype), *args, return_dict=False, **kwargs)[0].shape
-                )
-            done.append(z)
-            if sizes["image"][0] != rows:
-                raise UnreplayableError(
-                    f"decode: the VAE returned {sizes['image'][0]} rows for {rows} prompts"
-                )
-            image = patterns(rows, sizes["image"][1:], unit=1 / 64)[
-                _same(key, sizes["image"][1:])
-            ].to(z)
-            if not return_dict:
-                return (image,)
-            from diffusers.models.autoencoders.vae import DecoderOutput
-
-            return DecoderOutput(sample=image)
-
-        x = patterns(rows, shape)[_same(key, shape)]
-        with replaced(vae, "decode", decode):
-            prober.run(RECORD, steps, latents=lambda j: x, output_type="pt")
-        if len(done) != 1:
-            raise UnreplayableError(
-                f"decode: the pipeline called vae.decode {len(done)} times, and one call can be"
-                " replayed"
-            )
-        seen[key] = (done[0], prober.result)
-
-    run("zero")
-    for key in {**patterns(1, shape), **patterns(1, sizes["image"][1:])}:
-        run(key)
-    before = solve(
-        {k: seen[k][0] for k in patterns(1, shape)}, rows, shape, "decode: input of the VAE"
-    )
-    image = sizes["image"][1:]
-    after = solve(
-        {k: torch.as_tensor(seen[k][1]) for k in patterns(1, image)},
-        rows,
-        image,
-        "decode: output of the pipeline",
-    )
+    probe = TailProbe(prober, steps, rows, shape)
+    seen = {"zero": probe.run("zero")}
+    image = probe.image
+    for key in {**patterns(1, shape), **patterns(1, image)}:
+        if key not in seen:
+            seen[key] = probe.run(key)
+    received = {key: seen[key][0] for key in patterns(1, shape)}
+    returned = {key: torch.as_tensor(seen[key][1]) for key in patterns(1, image)}
+    before = solve(received, rows, shape, "decode: input of the VAE")
+    after = solve(returned, rows, image, "decode: output of the pipeline")
     after.scale = after.scale * 64  # its patterns were 1/64 of the others
-    for what, part in (("input of the VAE", before), ("output of the pipeline", after)):
-        if part.const is not None and not torch.allclose(
-            part.const, part.const[:1, :1].expand_as(part.const)
-        ):
-            raise UnreplayableError(
-                f"decode: {what} has constants that differ between rows; give hints decode=fn(pipe,"
-                " latents)"
-            )
+    _check_constants(before, "input of the VAE")
+    _check_constants(after, "output of the pipeline")
     return Decoder(vae, before, after, shape, image)
+
+
+def _check_constants(part: Affine, what: str) -> None:
+    """UnreplayableError where a map adds other constants to other rows."""
+    const = part.const
+    if const is not None and not torch.allclose(const, const[:1, :1].expand_as(const)):
+        raise UnreplayableError(
+            f"decode: {what} has constants that differ between rows; give hints decode=fn(pipe,"
+            " latents)"
+        )
+
+
+@dataclass(eq=False)
+class TailProbe:
+    """Stubbed runs of a pipeline to its media, with patterns in place of what the VAE decodes."""
+
+    prober: Prober
+    steps: int
+    rows: int
+    latent: tuple[int, ...]
+    image: tuple[int, ...] = ()  # shape of one row of the VAE's output, known after a run
+    received: list[Tensor] = field(default_factory=list)
+
+    def run(self, key: str) -> tuple[Tensor, Any]:
+        """(what vae.decode received, what the pipeline returned) with the pattern `key` in the
+        latents and in the VAE's output."""
+        self.received.clear()
+        x = patterns(self.rows, self.latent)[_same(key, self.latent)]
+        with replaced(self.prober.runner.pipe.vae, "decode", partial(self._decode, key)):
+            self.prober.run(RECORD, self.steps, latents=lambda j: x, output_type="pt")
+        if len(self.received) != 1:
+            raise UnreplayableError(
+                f"decode: the pipeline called vae.decode {len(self.received)} times, and one call"
+                " can be replayed"
+            )
+        return self.received[0], self.prober.result
+
+    def _decode(
+        self, key: str, z: Tensor, *args: Any, return_dict: bool = True, **kwargs: Any
+    ) -> Any:
+        """In place of vae.decode."""
+        vae = self.prober.runner.pipe.vae
+        if not self.image:
+            real = type(vae).decode(vae, z.to(vae.dtype), *args, return_dict=False, **kwargs)[0]
+            if len(real) != self.rows:
+                raise UnreplayableError(
+                    f"decode: the VAE returned {len(real)} rows for {self.rows} prompts"
+                )
+            self.image = tuple(real.shape[1:])
+        self.received.append(z)
+        image = patterns(self.rows, self.image, unit=1 / 64)[_same(key, self.image)].to(z)
+        if not return_dict:
+            return (image,)
+        from diffusers.models.autoencoders.vae import DecoderOutput
+
+        return DecoderOutput(sample=image)
 
 
 def _same(key: str, shape: tuple[int, ...]) -> str:

@@ -6,89 +6,97 @@ from typing import Any
 
 from torch import Tensor
 
-from flowrl.policy.replay.arguments import Path, nest
-from flowrl.policy.replay.call import CallPlan, Regime, Replay
+from flowrl.policy.replay.arguments import CallPlan, Path, Slot, nest
+from flowrl.policy.replay.call import Regime, Replay
 from flowrl.policy.replay.classify import name
 
 
 def describe(replay: Replay) -> str:
     """Source of the inferred call: one branch a regime, one call a network call, then how outputs
     combine and become a velocity."""
-    c = replay.coords
+    coords = replay.coords
     lines = [
         (
-            f"# {replay.pipeline}: latents {replay.shape}, {c.kind} scheduler that predicts"
-            f" {c.prediction}; sigma (n, 1, ...), rows (n,)"
+            f"# {replay.pipeline}: latents {replay.shape}, {coords.kind} scheduler that predicts"
+            f" {coords.prediction}; sigma (n, 1, ...), rows (n,)"
         ),
         "def velocity(x, sigma, cond, rows):",
+        (
+            "    t = model_time(sigma)  # (n,): exact at the steps of a schedule, on the"
+            " scheduler's own curve elsewhere"
+        ),
     ]
-    lines.append(
-        "    t = model_time(sigma)  # (n,): exact at the steps of a schedule, on the scheduler's"
-        " own curve elsewhere"
-    )
-    if any(s.rule == "1/r" for reg in replay.regimes for call in reg.calls for s in call.slots):
+    calls = [call for regime in replay.regimes for call in regime.calls]
+    if any(slot.rule == "1/r" for call in calls for slot in call.slots):
         lines.append("    r = sqrt((1 - sigma)**2 + sigma**2)")
-    for k, regime in enumerate(replay.regimes):
-        pad = "    "
-        if replay.boundaries:
-            word = "if" if k == 0 else "elif" if k < len(replay.boundaries) else "else"
-            lines.append(
-                f"    {word}{f' t >= {replay.boundaries[k]:g}' if k < len(replay.boundaries) else ''}:"
-            )
-            pad = "        "
-        lines += [pad + line for line in _regime(regime)]
-    lines.append(f"    return {_velocity(c.prediction)}")
-    return "\n".join(lines)
+    conditions = _conditions(replay.boundaries)
+    for condition, regime in zip(conditions, replay.regimes, strict=True):
+        lines += [f"    {condition}:"] if condition else []
+        indent = "        " if condition else "    "
+        lines += [indent + line for line in _regime(regime)]
+    return "\n".join([*lines, f"    return {_velocity(coords.prediction)}"])
+
+
+def _conditions(boundaries: list[float]) -> list[str]:
+    """What stands before each regime; "" where there is only one."""
+    if not boundaries:
+        return [""]
+    tests = [f"t >= {boundary:g}" for boundary in boundaries]
+    return [f"if {tests[0]}", *(f"elif {test}" for test in tests[1:]), "else"]
 
 
 def _regime(regime: Regime) -> list[str]:
+    rule = regime.guidance
     lines = ["out = []"]
     for k, call in enumerate(regime.calls):
         lines += _call(call, k)
-    return [
-        *lines,
-        (
-            f"prediction = {regime.guidance.describe()}  # out[{regime.guidance.cond}] is the"
-            " conditional one"
-        ),
-    ]
+    conditional = f"out[{rule.cond}] is the conditional one"
+    return [*lines, f"prediction = {rule.describe()}  # {conditional}"]
 
 
 def _call(call: CallPlan, k: int) -> list[str]:
     """call k of an iteration; cond[k][...] holds what it takes per prompt, constants[k][...] what
     all rows share."""
+    lines = [f"y = {call.module}("]
+    for key, value in nest(_arguments(call, k)).items():
+        lines += [f"    {line}" for line in f"{key}={_literal(value)},".split("\n")]
+    picked = "" if call.out.index is None else ".flatten(1)[:, picked]"
+    added = f"out += y.chunk({call.blocks})" if call.blocks > 1 else "out += [y]"
+    return [*lines, f")[0]{picked}", added]
+
+
+def _arguments(call: CallPlan, k: int) -> dict[Path, str]:
     flat: dict[Path, str] = {}
     for slot in call.slots:
-        text = "x / r" if slot.rule == "1/r" else "x"
-        if slot.map.scale.ndim or slot.map.scale.item() != 1:
-            text = (
-                f"scale * {text}" if slot.map.scale.ndim else f"{slot.map.scale.item():g} * {text}"
-            )
-        if slot.map.index is not None:
-            text = (
-                f"({text}).flatten(1)[:, index].reshape(-1, {', '.join(map(str, slot.map.shape))})"
-            )
-        flat[slot.path] = f"cat([{text}] * {call.blocks})" if call.blocks > 1 else text
+        flat[slot.path] = _repeated(_latents(slot), call.blocks)
         if slot.map.const is not None:
             flat[slot.path] += f" + cond[{k}][{name(slot.path)!r}][rows]"
     for time in call.times:
-        flat[time.path] = f"cat([{time.rule}] * {call.blocks})" if call.blocks > 1 else time.rule
+        flat[time.path] = _repeated(time.rule, call.blocks)
     for leaf in call.rows:
-        text = f"cond[{k}][{name(leaf.path)!r}]"
-        flat[leaf.path] = (
-            f"cat([block[rows] for block in {text}])" if leaf.blocks > 1 else f"{text}[rows]"
-        )
+        kept = f"cond[{k}][{name(leaf.path)!r}]"
+        one = f"{kept}[rows]"
+        flat[leaf.path] = f"cat([block[rows] for block in {kept}])" if leaf.blocks > 1 else one
     for path, value in call.shared.items():
         flat[path] = f"constants[{k}][{name(path)!r}]" if isinstance(value, Tensor) else repr(value)
-    lines = [f"y = {call.module}("]
-    for key, value in nest(flat).items():
-        lines += [f"    {line}" for line in f"{key}={_literal(value)},".split("\n")]
-    picked = "" if call.out.index is None else ".flatten(1)[:, picked]"
-    return [
-        *lines,
-        f")[0]{picked}",
-        f"out += y.chunk({call.blocks})" if call.blocks > 1 else "out += [y]",
-    ]
+    return flat
+
+
+def _repeated(text: str, blocks: int) -> str:
+    return f"cat([{text}] * {blocks})" if blocks > 1 else text
+
+
+def _latents(slot: Slot) -> str:
+    """The latents as an argument takes them."""
+    text, scale = "x / r" if slot.rule == "1/r" else "x", slot.map.scale
+    if scale.ndim:
+        text = f"scale * {text}"
+    elif scale.item() != 1:
+        text = f"{scale.item():g} * {text}"
+    if slot.map.index is not None:
+        shape = ", ".join(map(str, slot.map.shape))
+        text = f"({text}).flatten(1)[:, index].reshape(-1, {shape})"
+    return text
 
 
 def _literal(value: Any) -> str:

@@ -1,9 +1,11 @@
-"""How a loop combines the outputs of its branches: fitted on random outputs, never on the network's
-own (equal branches would hide the weights)."""
+"""How a loop combines the outputs of its branches.
+
+The rule is fitted on random outputs, never on the network's own: equal branches would hide the
+weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,35 +16,30 @@ from flowrl.policy.replay.record import UnreplayableError
 
 @dataclass
 class Guidance:
-    """rule "linear": sum of weights * outputs; "norm": the same, rescaled to the conditional
-    output's norm over the last axis (true CFG of Qwen-Image); "pipeline": the pipeline combines
-    (slow). total: what equal outputs are multiplied by, +1 or -1. cond: index of the conditional
-    branch."""
+    """A rule that combines outputs.
+
+    rule: "linear": sum of weights * outputs; "norm": the same, rescaled to the conditional output's
+    norm over the last axis (true CFG of Qwen-Image); "pipeline": the pipeline combines (slow).
+    total: what equal outputs are multiplied by, +1 or -1. cond: index of the conditional branch.
+    """
 
     rule: str
     weights: tuple[float, ...]
     total: float
     cond: int
 
-    def __call__(
-        self, outs: list[Tensor], guidance: float | str, combine: Callable[[list[Tensor]], Tensor]
-    ) -> Tensor:
+    def __call__(self, outs: list[Tensor], guidance: float | str) -> Tensor:
         """Predictions of the branches, each (n, *L) -> prediction (n, *L)."""
         if guidance == "none":
             return outs[0] if self.total == 1.0 else self.total * outs[0]
-        if guidance == "pipeline" and self.rule == "pipeline":
-            return combine(outs)
         weights = self.weights if guidance == "pipeline" else self._reweighted(float(guidance))
-        mixed = (
-            sum(w * o for w, o in zip(weights[1:], outs[1:], strict=True)) + weights[0] * outs[0]
-            if len(outs) > 1
-            else weights[0] * outs[0]
-        )
+        mixed = weights[0] * outs[0]
+        if len(outs) > 1:
+            mixed = sum(w * o for w, o in zip(weights[1:], outs[1:], strict=True)) + mixed
         if self.rule != "norm":
             return mixed
-        return mixed * (
-            outs[self.cond].norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True)
-        )
+        wanted, norm = outs[self.cond].norm(dim=-1, keepdim=True), mixed.norm(dim=-1, keepdim=True)
+        return mixed * (wanted / norm)
 
     def check(self, g: float) -> None:
         """ValueError unless the scale can be changed to g."""
@@ -64,11 +61,11 @@ class Guidance:
         return tuple(self.total * (g if k == self.cond else 1 - g) for k in range(2))
 
     def describe(self) -> str:
+        """The rule as Python source."""
         if self.rule == "pipeline":
             return "pipeline_combines(out)"
-        text = " + ".join(f"{w:g} * out[{k}]" for k, w in enumerate(self.weights)).replace(
-            "+ -", "- "
-        )
+        text = " + ".join(f"{w:g} * out[{k}]" for k, w in enumerate(self.weights))
+        text = text.replace("+ -", "- ")
         return f"rescale_to_norm_of(out[{self.cond}], {text})" if self.rule == "norm" else text
 
 
@@ -85,23 +82,30 @@ def fit(samples: list[tuple[list[Tensor], Tensor]], forced: str | None) -> Guida
             "guidance: the prediction does not depend on the network's outputs in a way that could"
             " be fitted"
         )
+    cond = int((weights / total).argmax())
     linear = ((matrix @ weights - pred.flatten()).norm() / pred.norm()).item() < 1e-4
     if linear and forced in (None, "linear"):
-        signed = weights / total
-        return Guidance(
-            "linear", tuple(round(w, 6) for w in weights.tolist()), total, int(signed.argmax())
-        )
-    if len(outs) == 2 and forced in (None, "norm"):
-        for cond in (0, 1):
-            g = _norm_scale(outs[cond], outs[1 - cond], total * pred)
-            if g is not None:
-                pair = (g, 1 - g) if cond == 0 else (1 - g, g)
-                return Guidance("norm", tuple(total * round(w, 5) for w in pair), total, cond)
+        return Guidance("linear", tuple(round(w, 6) for w in weights.tolist()), total, cond)
+    rescaled = _fit_norm(outs, pred, total) if forced in (None, "norm") else None
+    if rescaled is not None:
+        return rescaled
     if forced in ("linear", "norm"):
         raise UnreplayableError(
             f"guidance: the hint says {forced!r}, but random outputs are not combined that way"
         )
-    return Guidance("pipeline", tuple(weights.tolist()), total, int((weights / total).argmax()))
+    return Guidance("pipeline", tuple(weights.tolist()), total, cond)
+
+
+def _fit_norm(outs: list[Tensor], pred: Tensor, total: float) -> Guidance | None:
+    """Rule "norm" of two branches, whichever is conditional; None if it does not hold."""
+    if len(outs) != 2:
+        return None
+    for cond in (0, 1):
+        g = _norm_scale(outs[cond], outs[1 - cond], total * pred)
+        if g is not None:
+            pair = (g, 1 - g) if cond == 0 else (1 - g, g)
+            return Guidance("norm", tuple(total * round(w, 5) for w in pair), total, cond)
+    return None
 
 
 def _norm_scale(c: Tensor, u: Tensor, pred: Tensor) -> float | None:

@@ -1,5 +1,7 @@
-"""Short declarations for pipelines whose inference is not unique. Every key overrides one
-inference; the self-check still judges the result."""
+"""Short declarations for pipelines whose inference is not unique.
+
+Every key overrides one inference; the self-check still judges the result.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""From probing runs to a Replay: regimes, where latents and time go in, what belongs to a prompt,
-how outputs combine."""
+"""From probing runs to a Replay: what each argument of a denoiser follows, how outputs combine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from flowrl.policy.replay.affine import Affine, patterns, solve
-from flowrl.policy.replay.arguments import Rows, Slot
-from flowrl.policy.replay.call import CallPlan, Regime, Replay
-from flowrl.policy.replay.classify import Leaf, differs, fit_time, get, leaves, name
+from flowrl.policy.replay.arguments import CallPlan, Rows, Slot, get
+from flowrl.policy.replay.call import Regime, Replay
+from flowrl.policy.replay.classify import Leaf, differs, fit_time, leaves, name
 from flowrl.policy.replay.coords import Coords, radius
 from flowrl.policy.replay.guidance import fit
-from flowrl.policy.replay.probe import RECORD, Prober
+from flowrl.policy.replay.probe import RECORD, Key, Prober
 from flowrl.policy.replay.record import Iteration, Runner, UnreplayableError
 
 MORE = [*RECORD, RECORD[0]]  # one row more, no longer text
@@ -38,19 +38,9 @@ class Evidence:
 def infer(prober: Prober, coords: Coords) -> tuple[Replay, int]:
     """The Replay of prober's pipeline, and the number of steps at which it was recorded (enough for
     every regime to be seen twice)."""
-    runner, steps = prober.runner, 8
-    _fix_text_length(prober, steps)
-    while True:
-        zero = _run(prober, RECORD, steps, "zero")
-        segments = _segments(zero)
-        if all(len(j) >= 2 for j in segments):
-            break
-        steps *= 2
-        if steps > 64:
-            raise UnreplayableError(
-                "regimes: a set of networks is used at fewer than two steps of 64; its time and"
-                " constants cannot be told apart"
-            )
+    runner = prober.runner
+    _fix_text_length(prober, 8)
+    zero, segments, steps = _first_runs(prober)
     times = torch.stack([i.time for i in zero])
     shape, rows = tuple(zero[0].sample.shape[1:]), len(RECORD) + len(runner.pad)
     if zero[0].sample.shape[0] != rows:
@@ -67,16 +57,26 @@ def infer(prober: Prober, coords: Coords) -> tuple[Replay, int]:
         rows=rows,
         shape=shape,
     )
-    calls = [[_call(i, seg, seen) for i in range(len(zero[seg[0]].calls))] for seg in segments]
-    regimes = [
-        _regime(prober, plans, seg, steps, shape, rows)
-        for plans, seg in zip(calls, segments, strict=True)
-    ]
-    return (
-        Replay(
-            regimes, _boundaries(runner, segments, times), coords, shape, type(runner.pipe).__name__
-        ),
-        steps,
+    regimes = []
+    for seg in segments:
+        plans = [_call(i, seg, seen) for i in range(len(zero[seg[0]].calls))]
+        regimes.append(_regime(prober, plans, seg, steps, (rows, *shape)))
+    boundaries = _boundaries(runner, segments, times)
+    return Replay(regimes, boundaries, coords, shape, type(runner.pipe).__name__), steps
+
+
+def _first_runs(prober: Prober) -> tuple[list[Iteration], list[list[int]], int]:
+    """A run on zeros with every set of networks at two steps or more: (it, its segments, steps)."""
+    steps = 8
+    while steps <= 64:
+        zero = _run(prober, RECORD, steps, "zero")
+        segments = _segments(zero)
+        if all(len(seg) >= 2 for seg in segments):
+            return zero, segments, steps
+        steps *= 2
+    raise UnreplayableError(
+        "regimes: a set of networks is used at fewer than two steps of 64; its time and constants"
+        " cannot be told apart"
     )
 
 
@@ -121,13 +121,7 @@ def _segments(run: list[Iteration]) -> list[list[int]]:
     out: list[list[int]] = []
     last = None
     for j, it in enumerate(run[1:], 1):
-        kind = [
-            (
-                c.module,
-                [(k, tuple(v.shape) if isinstance(v, Tensor) else None) for k, v in c.args.items()],
-            )
-            for c in it.calls
-        ]
+        kind = [(call.module, _shapes(call.args)) for call in it.calls]
         if kind != last:
             out.append([])
         out[-1].append(j)
@@ -139,46 +133,50 @@ def _segments(run: list[Iteration]) -> list[list[int]]:
     return out
 
 
+def _shapes(args: dict[str, Any]) -> list[tuple[str, tuple[int, ...] | None]]:
+    """Arguments with the shapes of those that are tensors."""
+    return [(k, tuple(v.shape) if isinstance(v, Tensor) else None) for k, v in args.items()]
+
+
 def _call(i: int, seg: list[int], seen: Evidence) -> CallPlan:
     """Classify every argument of call i of a regime, whose iterations are seg."""
-    j0, zero = seg[0], seen.runs["zero"]
-    args = {key: run[j0].calls[i].args for key, run in seen.runs.items()}
-    slots, found, shared, time = [], [], {}, []
-    for leaf in leaves(args["zero"], seen.more[j0].calls[i].args, seen.rows, seen.rows + 1):
-        over_time = [get(zero[j].calls[i].args, leaf.path) for j in seg]
-        varying = any(differs(over_time[0], v) for v in over_time[1:])
-        holds_x = differs(over_time[0], get(args["one"], leaf.path))
+    zero, more = (run[seg[0]].calls[i] for run in (seen.runs["zero"], seen.more))
+    slots, found, shared, times = [], [], {}, []
+    for leaf in leaves(zero.args, more.args, seen.rows, seen.rows + 1):
+        over_time = [get(seen.runs["zero"][j].calls[i].args, leaf.path) for j in seg]
+        ones = get(seen.runs["one"][seg[0]].calls[i].args, leaf.path)
+        varying = any(differs(over_time[0], value) for value in over_time[1:])
+        holds_x = differs(over_time[0], ones)
         if varying and holds_x:
             raise UnreplayableError(f"argument {name(leaf.path)} mixes latents and time")
         if holds_x:
             slots.append(_slot(leaf, i, seg, seen))
         elif varying:
-            time.append(
-                fit_time(
-                    leaf.path, over_time, seen.times[seg], seen.sigmas[seg], leaf.axis is not None
-                )
-            )
+            at, batched = (seen.times[seg], seen.sigmas[seg]), leaf.axis is not None
+            times.append(fit_time(leaf.path, over_time, *at, batched))
         elif leaf.axis is not None:
             found.append(leaf)
         else:
             shared[leaf.path] = over_time[0]
+    blocks, repeats = _layout(slots, zero.module)
+    rows = [_rows(leaf, get(zero.args, leaf.path), seen.rows, blocks, repeats) for leaf in found]
+    identity = Affine(1, 1, seen.shape, None, torch.tensor(1.0, dtype=torch.float64), None)
+    return CallPlan(zero.module, blocks, slots, times, rows, shared, identity)
+
+
+def _layout(slots: list[Slot], module: str) -> tuple[int, int]:
+    """(blocks, repeats) of the batch in a call, the same in all arguments that hold latents."""
     if not slots:
         raise UnreplayableError(
-            f"no argument of {zero[j0].calls[i].module} holds the latents that scheduler.step"
-            " returned"
+            f"no argument of {module} holds the latents that scheduler.step returned"
         )
-    layouts = {(s.map.blocks, s.map.repeats) for s in slots}
+    layouts = {(slot.map.blocks, slot.map.repeats) for slot in slots}
     if len(layouts) > 1:
         raise UnreplayableError(
-            f"arguments {[name(s.path) for s in slots]} order the rows of the batch differently:"
-            f" {sorted(layouts)}"
+            f"arguments {[name(slot.path) for slot in slots]} order the rows of the batch"
+            f" differently: {sorted(layouts)}"
         )
-    blocks, repeats = layouts.pop()
-    per_row = [
-        _rows(leaf, get(args["zero"], leaf.path), seen.rows, blocks, repeats) for leaf in found
-    ]
-    identity = Affine(1, 1, seen.shape, None, torch.tensor(1.0, dtype=torch.float64), None)
-    return CallPlan(zero[j0].calls[i].module, blocks, slots, time, per_row, shared, identity)
+    return layouts.pop()
 
 
 def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
@@ -191,11 +189,11 @@ def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
         )
     values = {key: get(run[seg[0]].calls[i].args, leaf.path) for key, run in seen.runs.items()}
     found = solve(values, seen.rows, seen.shape, what)
-    ends = [
+    zeros, ones = (
         [get(seen.runs[key][j].calls[i].args, leaf.path).double() for j in seg]
         for key in ("zero", "one")
-    ]
-    slope = torch.stack([(b - a).abs().max().cpu() for a, b in zip(*ends, strict=True)])
+    )
+    slope = torch.stack([(b - a).abs().max().cpu() for a, b in zip(zeros, ones, strict=True)])
     level = slope * seen.coords.scale(sigmas)
     close = 1e-4 if values["zero"].dtype == torch.float32 else 2e-2
     for rule, factor in (("1", torch.ones_like(sigmas)), ("1/r", 1 / radius(sigmas))):
@@ -212,109 +210,117 @@ def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
 
 
 def _rows(leaf: Leaf, value: Any, rows: int, blocks: int, repeats: int) -> Rows:
-    count = (len(value) if leaf.is_list else value.shape[leaf.axis or 0]) // rows
+    """How an argument with entries per row is laid out: like the latents, else with repeats of its
+    own, else in one block."""
     axis = leaf.axis or 0
-    if count == blocks * repeats:
-        return Rows(leaf.path, axis, blocks, repeats, leaf.is_list)
-    return Rows(
-        leaf.path,
-        axis,
-        *((blocks, count // blocks) if count % blocks == 0 else (1, count)),
-        leaf.is_list,
-    )
+    count = (len(value) if leaf.is_list else value.shape[axis]) // rows
+    if count != blocks * repeats:
+        blocks, repeats = (blocks, count // blocks) if count % blocks == 0 else (1, count)
+    return Rows(leaf.path, axis, blocks, repeats, leaf.is_list)
 
 
-def _regime(
-    prober: Prober,
-    plans: list[CallPlan],
-    seg: list[int],
-    steps: int,
-    shape: tuple[int, ...],
-    rows: int,
-) -> Regime:
-    """Output layout and guidance rule, from stubbed outputs: first equal in all branches, then
-    independent."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(rows, *shape, generator=generator)
+Stub = Callable[[Key, tuple[int, ...]], Tensor]  # answers a network, see Prober.run
 
-    def run(outputs) -> tuple[list[list[Tensor]], list[Tensor]]:
+
+@dataclass(eq=False)
+class OutputProbe:
+    """Stubbed runs through a regime, whose iterations are seg, in which we choose the outputs."""
+
+    prober: Prober
+    seg: list[int]
+    steps: int
+    x: Tensor  # latents after every step, (rows, *L)
+
+    def run(self, outputs: Stub) -> tuple[list[list[Tensor]], list[Tensor]]:
         """Outputs in the order of the calls, and predictions, of the regime's iterations."""
         log: list[Tensor] = []
         marks = [0]
 
-        def answer(key, size):
+        def answer(key: Key, size: tuple[int, ...]) -> Tensor:
             log.append(outputs(key, size))
             return log[-1]
 
-        def stop(j, it):
+        def stop(j: int, it: Iteration) -> bool:
             marks.append(len(log))
-            return j == seg[-1]
+            return j == self.seg[-1]
 
-        its = prober.run(RECORD, steps, latents=lambda j: x, outputs=answer, stop=stop)
-        return [log[marks[j] : marks[j + 1]] for j in seg], [
-            its[j].prediction.float().cpu() for j in seg
-        ]
+        seen = self.prober.run(
+            RECORD, self.steps, latents=lambda j: self.x, outputs=answer, stop=stop
+        )
+        outs = [log[marks[j] : marks[j + 1]] for j in self.seg]
+        return outs, [seen[j].prediction.float().cpu() for j in self.seg]
 
+    def equal(self, pattern: Callable[[tuple[int, ...]], Tensor]) -> list[Tensor]:
+        """Predictions from outputs that are equal in all blocks: pattern(shape of an output) ->
+        (rows, repeats, ...) of one block."""
+
+        def repeated(key: Key, size: tuple[int, ...]) -> Tensor:
+            block = pattern(size).flatten(0, 1)
+            return block.repeat(size[0] // len(block), *[1] * (len(size) - 1))
+
+        return self.run(repeated)[1]
+
+
+def _regime(
+    prober: Prober, plans: list[CallPlan], seg: list[int], steps: int, size: tuple[int, ...]
+) -> Regime:
+    """Output layout and guidance rule, from stubbed outputs: first equal in all branches, then
+    independent."""
+    generator = torch.Generator().manual_seed(1)
+    probe = OutputProbe(prober, seg, steps, torch.randn(size, generator=generator))
     for plan in plans:
-        plan.out = _out_map(run, plan, shape, rows)
-    raw, predictions = run(lambda key, size: torch.randn(size, generator=generator))
+        plan.out = _out_map(probe, plan)
+    raw, predictions = probe.run(lambda key, size: torch.randn(size, generator=generator))
     samples = []
     for outs, prediction in zip(raw, predictions, strict=True):
-        pieces = [
-            p
-            for plan, out in zip(plans, outs, strict=True)
-            for p in plan.pieces(out, plan.blocks, rows, shape)
-        ]
+        pieces: list[Tensor] = []
+        for plan, out in zip(plans, outs, strict=True):
+            pieces += plan.pieces(out, plan.blocks, size)
         samples.append((pieces, prediction))
     return Regime(plans, fit(samples, prober.runner.hints.get("guidance")))
 
 
-def _out_map(run, plan: CallPlan, shape: tuple[int, ...], rows: int) -> Affine:
+def _out_map(probe: OutputProbe, plan: CallPlan) -> Affine:
     """Which entries of an output row make the prediction; equal outputs in all branches pass any
     guidance up to a sign."""
-    repeats, numel = plan.slots[0].map.repeats, torch.Size(shape).numel()
+    rows, repeats = len(probe.x), plan.slots[0].map.repeats
+    noise: dict[tuple[int, ...], Tensor] = {}
 
-    def equal(pattern):  # (rows, repeats, *rest) -> (blocks * rows * repeats, *rest)
-        return lambda key, size: (
-            pattern(size).flatten(0, 1).repeat(size[0] // (rows * repeats), *[1] * (len(size) - 1))
-        )
+    def draw(size: tuple[int, ...]) -> Tensor:
+        if size[1:] not in noise:
+            generator = torch.Generator().manual_seed(2)
+            noise[size[1:]] = torch.randn(rows, repeats, *size[1:], generator=generator)
+        return noise[size[1:]]
 
-    noise: dict[tuple, Tensor] = {}
-
-    def draw(size):
-        size = tuple(size[1:])
-        if size not in noise:
-            noise[size] = torch.randn(
-                rows, repeats, *size, generator=torch.Generator().manual_seed(2)
-            )
-        return noise[size]
-
-    _, predictions = run(equal(draw))
+    prediction = probe.equal(draw)[0].reshape(rows, -1)
     one = next(iter(noise.values())).reshape(rows, -1)
-    flat = predictions[0].reshape(rows, -1)
-    if (
-        one.shape == flat.shape
-        and min((flat - one).abs().max(), (flat + one).abs().max()) < 1e-3 * one.abs().max()
-    ):
+    if _same_up_to_sign(prediction, one):
         return plan.out
-    size = tuple(next(iter(noise)))
+    entry = (repeats, *next(iter(noise)))
     named = {
-        k: run(equal(lambda _, k=k: patterns(rows, (repeats, *size))[k]))[1][0]
-        for k in patterns(1, (repeats, *size))
+        key: probe.equal(lambda size, key=key: patterns(rows, entry)[key])[0]
+        for key in patterns(1, entry)
     }
-    found = solve(named, rows, (repeats, *size), f"output of {plan.module}")
-    if (
-        found.scale.ndim
-        or found.const is not None
-        or found.blocks * found.repeats != 1
-        or found.scale.abs().item() - 1 > 1e-3
-        or len(found.shape) < 1
-    ):
+    found = solve(named, rows, entry, f"output of {plan.module}")
+    if not _selects(found):
         raise UnreplayableError(
             f"output of {plan.module}: it is not a selection of entries, so it cannot be mapped to"
-            f" {numel} latents"
+            f" {probe.x[0].numel()} latents"
         )
     return found
+
+
+def _same_up_to_sign(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    return bool(min((a - b).abs().max(), (a + b).abs().max()) < 1e-3 * b.abs().max())
+
+
+def _selects(part: Affine) -> bool:
+    """Whether a map picks entries of a row, and no more, up to a sign."""
+    if part.scale.ndim or part.const is not None or part.blocks * part.repeats != 1:
+        return False
+    return part.scale.abs().item() - 1 <= 1e-3 and len(part.shape) >= 1
 
 
 def _boundaries(runner: Runner, segments: list[list[int]], times: Tensor) -> list[float]:

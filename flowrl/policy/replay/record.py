@@ -23,13 +23,12 @@ _LOCK = threading.RLock()  # patches live on shared objects: one recording at a 
 
 
 class UnreplayableError(ValueError):
-    """The pipeline's loop is not a function of (x, sigma, prompt rows) that we can infer; the
+    """The pipeline's loop is not a function of (x, sigma, prompt rows) that can be inferred; the
     sentence names the inference that failed."""
 
 
 class Halt(BaseException):
-    """Raised by a callback to leave the pipeline's loop. Not an Exception: pipelines must not catch
-    it."""
+    """Raised by a callback to leave the loop. Not an Exception: pipelines must not catch it."""
 
 
 @dataclass
@@ -71,8 +70,8 @@ def like_output(output: Any, tensor: Tensor) -> Any:
     return type(output)(**{next(iter(output.keys())): tensor})
 
 
-def bind(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Arguments by parameter name, **kwargs flattened into them."""
+def by_name(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Arguments of a call by parameter name, **kwargs flattened into them."""
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for name, p in signature.parameters.items():
         if p.kind is p.VAR_KEYWORD:
@@ -89,32 +88,31 @@ class Runner:
         self.parameters = inspect.signature(call).parameters
         self.kwargs = self._checked(kwargs)
         self.undecorated = getattr(call, "__wrapped__", call)  # without torch.no_grad
-        parts = {k: v for k, v in pipe.components.items() if isinstance(v, nn.Module)}
-        names = hints.get("denoisers") or [
-            k for k in parts if k.startswith(("transformer", "unet"))
-        ]
+        self.denoisers = self._denoisers()
+        # extra prompts that fix the text length; their rows are dropped
+        self.pad: tuple[str, ...] = ()
+
+    def _denoisers(self) -> dict[str, nn.Module]:
+        """The networks of the loop by component name; a hint may name them."""
+        parts = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
+        usual = [name for name in parts if name.startswith(("transformer", "unet"))]
+        names = self.hints.get("denoisers") or usual
         if not names:
             raise UnreplayableError(
-                f"{type(pipe).__name__} has no component named transformer* or unet*; name them"
-                " with hints denoisers=[...]"
+                f"{type(self.pipe).__name__} has no component named transformer* or unet*; name"
+                " them with hints denoisers=[...]"
             )
-        self.denoisers: dict[str, nn.Module] = {k: parts[k] for k in names}
-        self.pad: tuple[
-            str, ...
-        ] = ()  # extra prompts that fix the text length; their rows are dropped
+        return {name: parts[name] for name in names}
 
     def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Reject arguments the pipeline does not take; switch true CFG on where the pipeline's
+        """Refuse arguments that the pipeline does not take; switch true CFG on where the pipeline's
         default scale asks for it."""
         unknown = sorted(set(kwargs) - set(self.parameters))
         if unknown:
-            allowed = ", ".join(
-                k
-                for k in self.parameters
-                if k not in ("self", "prompt", "num_inference_steps", "output_type", "return_dict")
-            )
+            ours = ("self", "prompt", "num_inference_steps", "output_type", "return_dict")
             raise ValueError(
-                f"{type(self.pipe).__name__} takes no argument {unknown[0]!r}; it takes {allowed}"
+                f"{type(self.pipe).__name__} takes no argument {unknown[0]!r}; it takes "
+                + ", ".join(name for name in self.parameters if name not in ours)
             )
         scale = self.parameters.get("true_cfg_scale")
         wanted = kwargs.get("true_cfg_scale", scale.default if scale else 1.0)
@@ -126,7 +124,6 @@ class Runner:
         self, prompts: list[str], steps: int, output_type: str, **extra: Any
     ) -> dict[str, Any]:
         """Keyword arguments of one call; text arguments become one entry a prompt."""
-        rows = len(prompts)
         out: dict[str, Any] = {
             "prompt": list(prompts),
             "num_inference_steps": steps,
@@ -135,18 +132,12 @@ class Runner:
             **extra,
         }
         for key, value in self.kwargs.items():
-            out[key] = (
-                [value] * rows
-                if key.startswith("negative_prompt") and isinstance(value, str)
-                else value
-            )
+            repeated = key.startswith("negative_prompt") and isinstance(value, str)
+            out[key] = [value] * len(prompts) if repeated else value
         if "generator" in self.parameters:
-            out.setdefault("generator", torch.Generator(self.device).manual_seed(0))
+            device = next(next(iter(self.denoisers.values())).parameters()).device
+            out.setdefault("generator", torch.Generator(device).manual_seed(0))
         return out
-
-    @property
-    def device(self) -> torch.device:
-        return next(next(iter(self.denoisers.values())).parameters()).device
 
     def run(
         self,
@@ -163,38 +154,32 @@ class Runner:
     ) -> Any:
         """The pipeline's first output, or None after Halt.
 
-        on_call(name, args, real) -> output; on_step(prediction, time, sample) -> latents to go on
-        with, or None to keep the
-        scheduler's. on_times(scheduler) runs after each set_timesteps. grad: keep the autograd
-        graph. skip_step: on_step replaces the scheduler's own step.
+        on_call(name, args, real) -> output. on_step(prediction, time, sample) -> latents to go on
+        with, or None to keep the scheduler's. on_times(scheduler) runs after each set_timesteps.
+        grad: keep the autograd graph. skip_step: on_step replaces the scheduler's own step.
         """
+        given = self.arguments(prompts, steps, output_type, **extra)
         with _LOCK, self._quiet(), contextlib.ExitStack() as stack:
             for name, module in self.denoisers.items():
                 stack.enter_context(_patched_forward(name, module, on_call))
-            stack.enter_context(
-                _patched_scheduler(self.pipe.scheduler, on_step, on_times, skip_step)
-            )
+            scheduler = self.pipe.scheduler
+            stack.enter_context(_patched_scheduler(scheduler, on_step, on_times, skip_step))
             stack.enter_context(torch.set_grad_enabled(grad))
             try:
-                return self.undecorated(
-                    self.pipe, **self.arguments(prompts, steps, output_type, **extra)
-                )[0]
+                return self.undecorated(self.pipe, **given)[0]
             except Halt:
                 return None
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """No progress bar, no safety checker or watermark (they are no part of the policy and are
-        not differentiable), no truncation warnings."""
+        """No progress bar and no truncation warnings; no safety checker or watermark: they are not
+        part of the policy and not differentiable."""
         from diffusers.utils import logging
 
         pipe, level = self.pipe, logging.get_verbosity()
         bar = dict(getattr(pipe, "_progress_bar_config", {}))
-        extras = {
-            k: getattr(pipe, k)
-            for k in ("safety_checker", "watermark")
-            if getattr(pipe, k, None) is not None
-        }
+        extras = {k: getattr(pipe, k, None) for k in ("safety_checker", "watermark")}
+        extras = {k: v for k, v in extras.items() if v is not None}
         pipe.set_progress_bar_config(**{**bar, "disable": True})
         logging.set_verbosity_error()
         for k in extras:
@@ -210,13 +195,12 @@ class Runner:
 
 @contextlib.contextmanager
 def _patched_forward(name: str, module: nn.Module, on_call: Callable | None) -> Iterator[None]:
-    """Route module.forward through on_call. Set on the instance: a forward hook cannot suppress the
-    call."""
+    """Route module.forward through on_call, on the instance: a hook cannot suppress the call."""
     had, real = module.__dict__.get("forward"), module.forward
     signature = inspect.signature(real)
     if on_call is not None:
         module.forward = lambda *args, **kwargs: on_call(
-            name, bind(signature, args, kwargs), lambda: real(*args, **kwargs)
+            name, by_name(signature, args, kwargs), lambda: real(*args, **kwargs)
         )
     try:
         yield
@@ -237,12 +221,13 @@ def _patched_scheduler(
 
     @functools.wraps(cls.step)
     def step(self, *args, **kwargs):
-        a = signature.bind(self, *args, **kwargs).arguments
-        new = (
-            on_step(a["model_output"], a["timestep"], a["sample"]) if on_step is not None else None
-        )
+        given = signature.bind(self, *args, **kwargs).arguments
+        new = None
+        if on_step is not None:
+            new = on_step(given["model_output"], given["timestep"], given["sample"])
         if skip_step:
-            return (new,) if a.get("return_dict") is False else SimpleNamespace(prev_sample=new)
+            as_tuple = given.get("return_dict") is False
+            return (new,) if as_tuple else SimpleNamespace(prev_sample=new)
         result = cls.step(self, *args, **kwargs)  # step counters and multistep buffers stay valid
         if new is None:
             return result

@@ -1,15 +1,21 @@
-"""Re-entry: run the pipeline's own loop body for one step. It infers nothing but output shapes, so
-it referees the Replay, and combines guidance that has no closed form."""
+"""Re-entry: run the pipeline's own loop body for one step.
+
+It infers nothing but output shapes, so it referees the Replay, and combines guidance that has no
+closed form.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.policy.replay.coords import Coords
-from flowrl.policy.replay.probe import Prober
+from flowrl.policy.replay.probe import Key, Prober
 from flowrl.policy.replay.record import Halt, first_tensor, like_output
 
 
@@ -20,68 +26,79 @@ def reenter(
     x: Tensor,
     s: Tensor,
     prompts: list[str],
-    outputs: dict[tuple[str, int], Tensor] | None = None,
+    outputs: dict[Key, Tensor] | None = None,
 ) -> Tensor:
     """The pipeline's combined prediction at flow coordinates x (P, *L), one sigma s () fp64 for all
     rows, row i with prompts[i].
 
-    The second iteration of a run is ours: its time is set after set_timesteps, its latents are
-    returned by the first step. outputs[(component, n-th call)]: answers of the networks, in place
-    of the real ones (differentiable either way).
+    outputs: answers of the networks, in place of the real ones (differentiable either way).
     """
-    runner, pad = prober.runner, len(prober.runner.pad)
-    t = coords.time(s.reshape(1)).item()
+    pad = prober.runner.pad
     latents = (x * coords.scale(s).to(x)).to(x.dtype)
-    latents = torch.cat([latents, latents[:1].expand(pad, *x.shape[1:])])
-    state: dict[str, Any] = {"j": 0, "calls": {}}
+    latents = torch.cat([latents, latents[:1].expand(len(pad), *x.shape[1:])])
+    body = LoopBody(prober, coords, s, coords.time(s.reshape(1)).item(), latents, outputs)
+    prober.runner.run(
+        [*prompts, *pad],
+        steps,
+        on_call=body.on_call,
+        on_step=body.on_step,
+        on_times=body.on_times,
+        grad=torch.is_grad_enabled(),
+        # its step looks integer times up in a table, and ours may be a float
+        skip_step=coords.kind == "vp",
+    )
+    assert body.prediction is not None
+    return body.prediction[: len(prompts)].float()
 
-    def on_times(scheduler) -> None:
-        times = scheduler.timesteps
-        first = (
-            (times[0] + times[1]) / 2 if times.is_floating_point() else (times[0] + times[1]) // 2
-        )
+
+@dataclass(eq=False)
+class LoopBody:
+    """Callbacks of a run whose second iteration is ours: its time is set after set_timesteps, its
+    latents are returned by the first step."""
+
+    prober: Prober
+    coords: Coords
+    sigma: Tensor
+    time: float
+    latents: Tensor  # of all rows, in the pipeline's units
+    outputs: dict[Key, Tensor] | None
+    ours: bool = False  # the second iteration has begun
+    calls: Counter[str] = field(default_factory=Counter)  # in this iteration, by component
+    prediction: Tensor | None = None
+
+    def on_times(self, scheduler: Any) -> None:
+        times, t = scheduler.timesteps, self.time
+        middle = times[0] + times[1]
+        middle = middle / 2 if times.is_floating_point() else middle // 2
         if t != int(t) and not times.is_floating_point():
             times = times.double()
         times = times.clone()
         if abs(times[0].item() - t) < 1e-6:
-            times[0] = first  # schedulers look their index up by time: the two must differ
+            times[0] = middle  # schedulers look their index up by time: the two must differ
         times[1] = t
         scheduler.timesteps = times
-        sigmas = getattr(scheduler, "sigmas", None)
+        sigmas, s = getattr(scheduler, "sigmas", None), self.sigma
         if isinstance(sigmas, Tensor) and sigmas.numel() == times.numel() + 1:
             sigmas = sigmas.clone()
-            sigmas[1] = (s if coords.kind == "flow" else s / (1 - s)).item()
+            sigmas[1] = (s if self.coords.kind == "flow" else s / (1 - s)).item()
             scheduler.sigmas = sigmas
 
-    def on_call(name, args, real):
-        key = (name, state["calls"].get(name, 0))
-        state["calls"][name] = key[1] + 1
-        if state["j"] == 1 and outputs is None:
+    def on_call(self, name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
+        key = (name, self.calls[name])
+        self.calls[name] += 1
+        if self.ours and self.outputs is None:
             return real()
-        template, rows = prober.templates[key]
+        template, rows = self.prober.templates[key]
+        if self.ours and self.outputs is not None:
+            return like_output(template, self.outputs[key])
         first = first_tensor(template)
-        if state["j"] == 1 and outputs is not None:
-            return like_output(template, outputs[key])
-        return like_output(
-            template,
-            first.new_ones(first.shape[0] * (len(prompts) + pad) // rows, *first.shape[1:]),
-        )
+        shape = (first.shape[0] * len(self.latents) // rows, *first.shape[1:])
+        return like_output(template, first.new_ones(shape))
 
-    def on_step(prediction, time, sample):
-        if state["j"] == 1:
-            state["prediction"] = prediction
+    def on_step(self, prediction: Tensor, time: Any, sample: Tensor) -> Tensor:
+        if self.ours:
+            self.prediction = prediction
             raise Halt
-        state.update(j=1, calls={})
-        return latents.to(sample.dtype)
-
-    runner.run(
-        [*prompts, *runner.pad],
-        steps,
-        on_call=on_call,
-        on_step=on_step,
-        on_times=on_times,
-        grad=torch.is_grad_enabled(),
-        skip_step=coords.kind
-        == "vp",  # its step looks integer times up in a table, and ours may be a float
-    )
-    return state["prediction"][: len(prompts)].float()
+        self.ours = True
+        self.calls.clear()
+        return self.latents.to(sample.dtype)
