@@ -1,5 +1,4 @@
-"""What rewards that ask a judge have in common: its replies as columns of scores, the frames it
-sees of a video, its prompt texts."""
+"""What rewards that ask a judge have in common: scores, frames of a video, prompt texts."""
 
 from __future__ import annotations
 
@@ -22,18 +21,16 @@ from flowrl.rewards.judge.client import Failed, Judge, Message, picture, text
 from flowrl.rewards.judge.replies import Unreadable
 from flowrl.types import MediaContext
 
-PLACE = re.compile(
-    r"\{(?:prompt|request|instruction)?\}"
-)  # where a prompt text takes the caption: {prompt}, or {} as in some references
+# where a prompt text takes the caption: {prompt}, or {} as in some references
+PLACE = re.compile(r"\{(?:prompt|request|instruction)?\}")
 Scores = dict[str, float]
 
 
 class JudgeReward(Reward):
-    """Scores that a judge states. A subclass says in `ask` what it is asked and how replies read; a
-    sample without a readable reply is NaN.
+    """Scores that a judge states; a sample without a readable reply is NaN.
 
-    fields: what its requests hold besides the question. problem: the first failure of the last
-    call.
+    A subclass says in `ask` what the judge is asked and how replies are read. fields: what its
+    requests hold besides the question. problem: the first failure of the last call.
     """
 
     Settings = client.Settings
@@ -66,24 +63,21 @@ class JudgeReward(Reward):
     def parts_of(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
     ) -> dict[str, Tensor]:
-        """The other scores, for `parts`; the judge is not asked again while its replies are
-        kept."""
+        """The other scores, for `parts`; kept replies are not asked for again."""
         found = self.ask(media, prompts, context)
-        names = dict.fromkeys(
-            name
-            for scores in found
-            if isinstance(scores, dict)
-            for name in scores
-            if name != "score"
-        )
-        return {name: column(found, name, media) for name in names}
+        readable = [scores for scores in found if isinstance(scores, dict)]
+        names = dict.fromkeys(name for scores in readable for name in scores)
+        return {name: column(found, name, media) for name in names if name != "score"}
 
     def pictures(self, media: Tensor, places: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """An image (3, H, W), or frames of a video (F, 3, H, W) at these places, as parts of a
-        message."""
-        frames = (
-            media[None] if media.ndim == 3 else media if places is None else media[list(places)]
-        )
+        """An image (3, H, W), or frames of a video (F, 3, H, W), as parts of a message.
+
+        places: which frames; None: all.
+        """
+        if media.ndim == 3:
+            frames = media[None]
+        else:
+            frames = media if places is None else media[list(places)]
         return [picture(self.adapted(image), self.settings.side) for image in to_pil(frames)]
 
     def adapted(self, image: Image.Image) -> Image.Image:
@@ -100,15 +94,15 @@ def column(found: Sequence[Scores | Failed], name: str, media: Tensor) -> Tensor
 
 
 def spaced(total: int, count: int, *, ends: bool = True) -> list[int]:
-    """Places of `count` of `total` frames, all if there are fewer: from the first to the last, or
-    every total/count-th from the first."""
+    """Places of `count` of `total` frames, all if there are fewer.
+
+    ends: from the first to the last; otherwise every total/count-th from the first.
+    """
     if total <= count:
         return list(range(total))
-    return (
-        np.linspace(0, total - 1, count).astype(int).tolist()
-        if ends
-        else [i * total // count for i in range(count)]
-    )
+    if ends:
+        return np.linspace(0, total - 1, count).astype(int).tolist()
+    return [i * total // count for i in range(count)]
 
 
 def user(*parts: dict[str, Any]) -> Message:
@@ -116,16 +110,14 @@ def user(*parts: dict[str, Any]) -> Message:
 
 
 def filled(template: str, prompt: str) -> str:
-    """The prompt at every {prompt} (or {}, {request}, {instruction}) of a text; braces that mean
-    something else stay."""
+    """A text with the prompt at every {prompt}, {}, {request} or {instruction}; others stay."""
     return PLACE.sub(lambda _: prompt, template)
 
 
 def interleaved(
     template: str, prompt: str, pictures: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The parts of a text with a picture at every <image>. A prompt that holds "<image>" itself
-    stays text."""
+    """The parts of a text with a picture at every <image>; one in the prompt itself stays text."""
     pieces = template.split("<image>")
     parts = [text(filled(pieces[0], prompt))]
     for shown, piece in zip(pictures, pieces[1:], strict=True):
@@ -143,10 +135,10 @@ def read_template(
     places: bool = True,
     images: int | None = None,
 ) -> str:
-    """A judge's prompt text from a user's file. sha256: prefixes of the texts it may be; none: any
-    text will do.
+    """A judge's prompt text from a user's file.
 
-    places: it must say where the caption goes. images: so many <image> marks it must have.
+    sha256: prefixes of the texts it may be; (): any text will do. places: it must say where the
+    caption goes. images: how many <image> marks it must have.
     """
     found = _first_that_fits(path, sha256 or ("",), reward=reward, setting=setting, origin=origin)
     name = f"reward.{reward}.{setting}={path}"
@@ -161,15 +153,16 @@ def read_template(
 
 
 def _first_that_fits(path: str | None, sha256: Sequence[str], **said: str) -> str:
-    for last, prefix in enumerate(sha256, 1 - len(sha256)):
+    """The text of a file whose sha256 starts with one of these; else the error of the last one."""
+    for place, prefix in enumerate(sha256, 1):
         try:
             return weights.template(path, sha256=prefix, **said)
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"reward.{said['reward']}.{said['setting']}={path} is no text file: {error}"
+                f"reward.{said['reward']}.{said['setting']}={path} is not a text file: {error}"
             ) from error
         except ValueError:
-            if last == 0:
+            if place == len(sha256):
                 raise
     raise AssertionError("no sha256")
 

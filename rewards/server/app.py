@@ -28,15 +28,12 @@ class Server:
         max_batch: int = 64,
         device: str | None = None,
     ):
-        """rewards: what load_set takes. port: 0 for any free one. max_mb: of a request, as JSON or
-        unpacked. device: None: a GPU if there is one."""
+        """rewards: what load_set takes. port: 0 for any free one. device: None: a GPU if any.
+
+        max_mb: of a request, as JSON or unpacked. max_batch: most samples scored at once.
+        """
         uvicorn, create_app = _server_packages()
-        if token_env is None and not is_loopback(host):
-            raise ValueError(
-                f"host={host} can be reached from other machines; put a secret in an environment"
-                " variable and name it: token_env"
-            )
-        token = None if token_env is None else token_of(token_env)
+        token = _token(host, token_env)
         self.socket = _bind(host, port)
         self.service = Service(load_set(rewards), max_mb=max_mb, max_batch=max_batch, device=device)
         self.socket.listen(1024)
@@ -86,6 +83,18 @@ def _server_packages() -> tuple[Any, Any]:
             f"serving needs the extra \"server\": pip install 'flowrl[server]' ({error})"
         ) from None
     return uvicorn, create_app
+
+
+def _token(host: str, variable: str | None) -> str | None:
+    """The token that clients must send; an address that others reach without one -> ValueError."""
+    if variable is not None:
+        return token_of(variable)
+    if is_loopback(host):
+        return None
+    raise ValueError(
+        f"host={host} can be reached from other machines; put a secret in an environment"
+        " variable and name it: token_env"
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:

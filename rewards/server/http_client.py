@@ -28,6 +28,7 @@ HEADERS = {
     "Content-Type": "application/json",
     "Accept-Encoding": "identity",  # a compressed answer could unpack to any size
 }
+KEPT_HEADERS = ("Content-Type", "Retry-After")  # of an answer
 
 
 class Again(Exception):
@@ -82,16 +83,21 @@ class Client:
         # a thread of its own: neither a silent server nor the end of the program waits for it
         threading.Thread(target=_settle, args=(reply, read), name="request", daemon=True).start()
         try:
-            while over is None or not over.is_set():
-                wait([reply], min(GLANCE, deadline - time.monotonic()))
-                if reply.done():
-                    return reply.result()
-                if time.monotonic() >= deadline:
-                    raise self._late()
+            return self._awaited(reply, deadline, over)
         except httpx.LocalProtocolError:  # its words may hold a header
             raise Again("LocalProtocolError") from None
         except httpx.RequestError as error:
             raise Again(f"{type(error).__name__}: {error}") from error
+
+    def _awaited(
+        self, reply: Future[httpx.Response], deadline: float, over: threading.Event | None
+    ) -> httpx.Response:
+        while over is None or not over.is_set():
+            wait([reply], min(GLANCE, deadline - time.monotonic()))
+            if reply.done():
+                return reply.result()
+            if time.monotonic() >= deadline:
+                raise self._late()
         raise Ended
 
     def _read(self, method: str, path: str, body: str | None, deadline: float) -> httpx.Response:
@@ -103,10 +109,8 @@ class Client:
                     raise TooLong(f"its answer is longer than {self.largest:,} bytes")
                 if time.monotonic() > deadline:
                     raise self._late()
-        kept = {
-            n: answer.headers[n] for n in ("Content-Type", "Retry-After") if n in answer.headers
-        }
-        return httpx.Response(answer.status_code, headers=kept, content=bytes(content))
+        headers = {name: answer.headers[name] for name in KEPT_HEADERS if name in answer.headers}
+        return httpx.Response(answer.status_code, headers=headers, content=bytes(content))
 
     def _late(self) -> httpx.ReadTimeout:
         return httpx.ReadTimeout(f"no answer within timeout={self.timeout:g} seconds")
@@ -127,10 +131,6 @@ def persist(
     of the first and of the longest, doubled between; a server may ask for longer ones. tries: in
     all. seconds: from the first failure on. failed: told of a failure that another try follows.
     """
-    doubled = tenacity.wait_exponential(multiplier=pauses[0], max=pauses[1])
-
-    def pause(state: tenacity.RetryCallState) -> float:
-        return min(max(doubled(state), _failure(state).after), seconds - state.seconds_since_start)
 
     def once() -> T:
         if over.is_set():
@@ -140,7 +140,7 @@ def persist(
     return tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(Again),
         stop=tenacity.stop_after_attempt(tries) | tenacity.stop_after_delay(seconds),
-        wait=pause,
+        wait=partial(_pause, tenacity.wait_exponential(pauses[0], pauses[1]), seconds),
         sleep=over.wait,
         after=_count_from_the_first_failure,
         before_sleep=lambda state: failed(_failure(state)),
@@ -175,6 +175,14 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
 
 def _failure(state: tenacity.RetryCallState) -> Again:
     return state.outcome.exception()
+
+
+def _pause(
+    doubled: tenacity.wait_exponential, seconds: float, state: tenacity.RetryCallState
+) -> float:
+    """Seconds before the next try: as the server asks if that is longer, within what is left."""
+    left = seconds - state.seconds_since_start
+    return min(max(doubled(state), _failure(state).after), left)
 
 
 def _count_from_the_first_failure(state: tenacity.RetryCallState) -> None:

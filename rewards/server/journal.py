@@ -1,11 +1,10 @@
-"""Scores that were already paid for, by the content of what was scored: a run that is resumed does
-not ask for them again.
+"""Scores that were already paid for: a run that is resumed does not ask for them again.
 
-One JSON line a score, {"key": sha256 in hex, "score": number}, appended in one write per batch:
-what a killed process had received is there, and several processes may share the file. Python writes
-a float so that it reads back as the same float. A line that was torn by a kill is skipped, and so
-is an empty one, which a process leaves that looked at the end of the file while another one wrote.
-Failed samples are not kept: they are tried again.
+One JSON line a score, {"key": sha256 of what was scored, "score": number}, appended in one write
+per batch: what a killed process had received is there, and several processes may share the file.
+Python writes a float so that it reads back as the same float. A line that was torn by a kill is
+skipped, and so is an empty one, which a process leaves that looked at the end of the file while
+another one wrote. Failed samples are not kept: they are tried again.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from flowrl.rewards.server.wire import meta_text
 
 
 class Journal:
-    """Key -> score, on disk without limit, in memory the newest `keep`. Safe to use from
-    threads."""
+    """Key -> score, on disk without limit, in memory the newest `keep`; safe in several threads."""
 
     def __init__(self, path: str | Path, *, keep: int = 200_000):
         """path: made when the first score comes. A file of something else -> ValueError."""
@@ -42,21 +40,19 @@ class Journal:
                 self.scores[entry[0]] = entry[1]
         if lines and not self.scores and lines[0].endswith(b"\n"):
             raise ValueError(
-                f"{self.path} is no journal of scores: none of its lines holds a key and a score;"
-                " name another file"
+                f"{self.path} is not a journal of scores: none of its lines holds a key and a"
+                " score; name another file"
             )
 
     def get(self, key: str) -> float | None:
         return self.scores.get(key)
 
     def add(self, scores: Mapping[str, float]) -> None:
-        """Keep some more. They are in the file, though not yet forced to the disk, when this
-        returns."""
+        """Keep some more: in the file when this returns, though not yet forced to the disk."""
         if not scores:
             return
-        text = "".join(
-            json.dumps({"key": key, "score": score}) + "\n" for key, score in scores.items()
-        )
+        rows = [{"key": key, "score": score} for key, score in scores.items()]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
         with self.lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab+", buffering=0) as file:
@@ -72,20 +68,7 @@ def keys(version: str, media: Tensor, prompts: list[str], columns: Mapping[str, 
     version: of the reward and its settings. media: (B, ...) on CPU. columns: those that the reward
     needs (columns_of). With a column "group" a score depends on the whole group, in order.
     """
-    own = []
-    for i, prompt in enumerate(prompts):
-        parts = [version.encode(), prompt.encode(), *_tensor(media[i])]
-        for name, column in columns.items():
-            if name != "group":
-                parts += [
-                    name.encode(),
-                    *(
-                        _tensor(column[i])
-                        if isinstance(column, Tensor)
-                        else (meta_text(column[i]).encode(),)
-                    ),
-                ]
-        own.append(_hash(*parts))
+    own = [_own_key(version, media, prompts, columns, i) for i in range(len(prompts))]
     if "group" not in columns:
         return own
     members: dict[int, list[int]] = {}
@@ -96,6 +79,19 @@ def keys(version: str, media: Tensor, prompts: list[str], columns: Mapping[str, 
         whole = "".join(own[i] for i in rows).encode()
         out |= {i: _hash(whole, str(place).encode()) for place, i in enumerate(rows)}
     return list(out.values())
+
+
+def _own_key(
+    version: str, media: Tensor, prompts: list[str], columns: Mapping[str, Any], i: int
+) -> str:
+    """The key of sample i, apart from its group."""
+    parts = [version.encode(), prompts[i].encode(), *_tensor(media[i])]
+    for name, column in columns.items():
+        if name != "group":
+            row = column[i]
+            cells = _tensor(row) if isinstance(column, Tensor) else (meta_text(row).encode(),)
+            parts += [name.encode(), *cells]
+    return _hash(*parts)
 
 
 def _hash(*parts: bytes) -> str:
@@ -111,7 +107,7 @@ def _entry(line: bytes) -> tuple[str, float] | None:
     try:
         record = json.loads(line)
         return str(record["key"]), float(record["score"])
-    except (ValueError, TypeError, KeyError):  # torn, or two torn ones run together
+    except (ValueError, TypeError, KeyError):  # torn, or two torn ones together
         return None
 
 

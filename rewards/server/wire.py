@@ -1,5 +1,7 @@
 """What travels between a reward server and its clients: JSON, whose tensors arrive bit for bit.
-Nothing is ever unpickled.
+
+GET /health is open to all; GET /version returns About; POST /score takes a Question and returns an
+Answer. Nothing is ever unpickled.
 
 A tensor is {"dtype", "shape", "data"}; data is base64 of zlib of its little-endian bytes, plane by
 plane: the first bytes of all numbers, then the second ones, and so on. Exponents next to exponents
@@ -18,7 +20,7 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,11 +36,8 @@ from flowrl.types import MediaContext
 
 PROTOCOL = 1
 MAX_SAMPLES = 1024  # of one request
-TENSORS = (
-    "source",
-    "actions",
-    "reference",
-)  # columns of a MediaContext that hold one tensor row a sample
+# columns of a MediaContext that hold one tensor row a sample
+TENSORS = ("source", "actions", "reference")
 STORED = {
     "float32": "<f4",
     "float64": "<f8",
@@ -56,7 +55,7 @@ class TooLarge(ValueError):
 
 
 class Record(pydantic.BaseModel):
-    """Strict: a number is no text, an unknown key is an error."""
+    """Strict: a number is not a text, an unknown key is an error."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False
@@ -73,9 +72,8 @@ class Numbers(Record):
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor when unpacked."""
-        return math.prod(self.shape) * (
-            4 if self.dtype == "unorm8" else np.dtype(STORED[self.dtype]).itemsize
-        )
+        unpacked = "<f4" if self.dtype == "unorm8" else STORED[self.dtype]
+        return math.prod(self.shape) * np.dtype(unpacked).itemsize
 
 
 class Pngs(Record):
@@ -86,14 +84,16 @@ class Pngs(Record):
     @property
     def nbytes(self) -> int:
         """Bytes as fp32, from the heads of the files."""
-        return sum(
-            12 * width * height for width, height in map(_png_size, self.png, range(len(self.png)))
-        )
+        sizes = [_png_size(text, number) for number, text in enumerate(self.png)]
+        return sum(12 * width * height for width, height in sizes)
 
 
 class Question(Record):
-    """Body of POST /score. media, prompts and the columns have B rows; reward: a label of those
-    served, None: their weighted total."""
+    """Body of POST /score.
+
+    media, prompts and the columns have B rows. reward: a label of those served; None: their
+    weighted total.
+    """
 
     id: str = pydantic.Field("", max_length=100)
     prompts: list[str] = pydantic.Field(min_length=1)
@@ -108,16 +108,15 @@ class Question(Record):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors when unpacked."""
-        return sum(
-            part.nbytes
-            for part in (self.media, *(getattr(self, name) for name in TENSORS))
-            if part is not None
-        )
+        columns = [getattr(self, name) for name in TENSORS]
+        return self.media.nbytes + sum(column.nbytes for column in columns if column is not None)
 
 
 class Answer(pydantic.BaseModel):
-    """What POST /score returns: scores[i] is what was asked for, null where sample i could not be
-    scored, and errors[i] says why."""
+    """What POST /score returns.
+
+    scores[i] is what was asked for, null where sample i could not be scored; errors[i] says why.
+    """
 
     model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -129,8 +128,10 @@ class Answer(pydantic.BaseModel):
 
 
 class Served(pydantic.BaseModel):
-    """What a client must know of a reward. rounds: it reads no more of a picture than an 8-bit PNG
-    holds."""
+    """What a client must know of a reward.
+
+    rounds: it reads no more of a picture than an 8-bit PNG holds.
+    """
 
     scale: str
     needs: list[str]
@@ -142,8 +143,10 @@ class Served(pydantic.BaseModel):
 
 
 class About(pydantic.BaseModel):
-    """What GET /version returns. version: a hash of the rewards, their settings and their code;
-    total: their weighted sum."""
+    """What GET /version returns.
+
+    version: a hash of the rewards, their settings and their code. total: their weighted sum.
+    """
 
     protocol: int
     flowrl: str
@@ -164,14 +167,12 @@ def about(
     scale = "; ".join(f"{one.weight:g} x {label} ({one.scale})" for label, one in served.items())
     if list(weights.values()) == [1.0]:
         scale = next(iter(served.values())).scale
-    version = _version(rewards, [flowrl, dict(weights)])
-    total = _served(list(rewards.values()), 1.0, scale)
     return About(
         protocol=PROTOCOL,
         flowrl=flowrl,
-        version=version,
+        version=_version(rewards, flowrl, weights),
         rewards=served,
-        total=total,
+        total=_served(list(rewards.values()), 1.0, scale),
         max_mb=max_mb,
         max_samples=MAX_SAMPLES,
     )
@@ -190,30 +191,29 @@ def _served(rewards: list[Reward], weight: float, scale: str) -> Served:
     )
 
 
-def _version(rewards: Mapping[str, Reward], parts: list[Any]) -> str:
-    """A hash of labels, settings and source files, and of parts: two servers of one version give
-    the same scores."""
+def _version(rewards: Mapping[str, Reward], flowrl: str, weights: Mapping[str, float]) -> str:
+    """A hash of labels, settings, source files and weights.
+
+    Two servers of one version give the same scores.
+    """
+    parts: list[Any] = [flowrl, dict(weights)]
     for label, reward in rewards.items():
         code = getattr(reward, "function", type(reward))
-        try:
-            source = hashlib.sha256(
-                Path(inspect.getsourcefile(code) or "").read_bytes()
-            ).hexdigest()
-        except (OSError, TypeError):  # written in a terminal
-            source = ""
-        parts.append(
-            [
-                label,
-                reward.name,
-                getattr(code, "__qualname__", ""),
-                reward.settings.model_dump(),
-                source,
-            ]
-        )
+        name, settings = getattr(code, "__qualname__", ""), reward.settings.model_dump()
+        parts.append([label, reward.name, name, settings, _source_hash(code)])
     text = json.dumps(
         parts, default=lambda value: getattr(value, "__qualname__", type(value).__qualname__)
     )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _source_hash(code: Callable[..., Any]) -> str:
+    """sha256 of the file that holds a function or class; "": it was written in a terminal."""
+    try:
+        file = Path(inspect.getsourcefile(code) or "")
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except (OSError, TypeError):
+        return ""
 
 
 def pack(tensor: Tensor, *, dtype: str | None = None) -> dict[str, Any]:
@@ -234,27 +234,33 @@ def pack(tensor: Tensor, *, dtype: str | None = None) -> dict[str, Any]:
 
 
 def pack_media(media: Tensor, *, rounds: bool = False) -> dict[str, Any]:
-    """(B, 3, H, W) or (B, F, 3, H, W) fp32; as bytes if nothing is lost by it, or if rounds: the
-    reader rounds to bytes anyway."""
+    """(B, 3, H, W) or (B, F, 3, H, W) fp32 as JSON takes it.
+
+    As bytes if nothing is lost by it, or if rounds: the reader rounds to bytes anyway.
+    """
     media = media.detach().cpu().contiguous()
     levels = to_uint8(media)
-    if not rounds and not torch.equal(
-        (levels.float() / 255).view(torch.int32), media.view(torch.int32)
-    ):
+    restored = levels.float() / 255
+    if not rounds and not torch.equal(restored.view(torch.int32), media.view(torch.int32)):
         return pack(media)
-    return (
-        pack(levels, dtype="unorm8")
-        if media.ndim == 5
-        else {"png": [png(image) for image in to_pil(media)]}
-    )
+    if media.ndim == 5:
+        return pack(levels, dtype="unorm8")
+    return {"png": [png(image) for image in to_pil(media)]}
 
 
 def unpack(record: Numbers | Pngs) -> Tensor:
-    """The tensor that was packed, bit for bit; what does not fit its own dtype and shape ->
-    ValueError."""
+    """The tensor that was packed, bit for bit; data of another dtype or shape -> ValueError."""
     if isinstance(record, Pngs):
         return _pictures(record.png)
     dtype = np.dtype(STORED[record.dtype])
+    planes = np.frombuffer(_inflated(record, dtype), np.uint8).reshape(dtype.itemsize, -1)
+    numbers = np.array(planes.T, order="C").reshape(-1).view(dtype.newbyteorder("="))
+    tensor = torch.from_numpy(numbers.reshape(record.shape))
+    return tensor.float() / 255 if record.dtype == "unorm8" else tensor
+
+
+def _inflated(record: Numbers, dtype: np.dtype) -> bytes:
+    """The bytes in a record's data, never more than its shape asks for."""
     expected = math.prod(record.shape) * dtype.itemsize
     inflate = zlib.decompressobj()
     try:
@@ -269,19 +275,11 @@ def unpack(record: Numbers | Pngs) -> Tensor:
             f"a {record.dtype} tensor of shape {tuple(record.shape)} has {expected} bytes; its data"
             f" holds {got}"
         )
-    planes = np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, -1)
-    tensor = torch.from_numpy(
-        np.array(planes.T, order="C")
-        .reshape(-1)
-        .view(dtype.newbyteorder("="))
-        .reshape(record.shape)
-    )
-    return tensor.float() / 255 if record.dtype == "unorm8" else tensor
+    return raw
 
 
 def columns_of(context: MediaContext | None, needs: frozenset[str]) -> dict[str, Any]:
-    """The columns that a reward needs, by name, tensors on CPU; one that is absent ->
-    ValueError."""
+    """The columns that a reward needs, by name, tensors on CPU; an absent one -> ValueError."""
     out = {name: getattr(context, name, None) for name in sorted(needs)}
     if missing := [name for name, value in out.items() if value is None]:
         raise ValueError(
@@ -328,26 +326,20 @@ def _pictures(texts: list[str]) -> Tensor:
         raise ValueError(
             f"the pictures of one request have one size; these have {sorted(set(sizes))}"
         )
-    frames = []
-    for number, text in enumerate(texts):
-        try:
-            with Image.open(
-                io.BytesIO(base64.b64decode(text, validate=True)), formats=["PNG"]
-            ) as image:
-                if (image.size, image.mode) != (
-                    sizes[0],
-                    "RGB",
-                ):  # a second head: the first was checked
-                    raise ValueError(
-                        f"its head says {sizes[0]} RGB, its pixels are {image.size} {image.mode}"
-                    )
-                frames.append(np.asarray(image))
-        except (
-            Exception
-            # Pillow's reader raises OSError, SyntaxError, struct.error, zlib.error ... for broken
-            # files
-        ) as error:
-            raise ValueError(
-                f"png {number} cannot be read: {type(error).__name__}: {error}"
-            ) from None
+    frames = [_pixels(text, number, sizes[0]) for number, text in enumerate(texts)]
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous().float() / 255
+
+
+def _pixels(text: str, number: int, size: tuple[int, int]) -> np.ndarray:
+    """(H, W, 3) bytes of a PNG, which must have the size that its first head says."""
+    try:
+        file = io.BytesIO(base64.b64decode(text, validate=True))
+        with Image.open(file, formats=["PNG"]) as image:
+            if (image.size, image.mode) != (size, "RGB"):  # by a second head
+                raise ValueError(
+                    f"its head says {size} RGB, its pixels are {image.size} {image.mode}"
+                )
+            return np.asarray(image)
+    # Pillow raises OSError, SyntaxError, struct.error, zlib.error ... for broken files
+    except Exception as error:
+        raise ValueError(f"png {number} cannot be read: {type(error).__name__}: {error}") from None

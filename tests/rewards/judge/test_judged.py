@@ -36,7 +36,7 @@ def test_a_template_must_be_there_be_text_and_say_where_the_caption_goes(tmp_pat
     with pytest.raises(ValueError, match="there is no such file; save the text of X there"):
         read_template(str(file), **read)
     file.write_bytes(b"\xff\xfe{prompt}")
-    with pytest.raises(ValueError, match="is no text file"):
+    with pytest.raises(ValueError, match="is not a text file"):
         read_template(str(file), **read)
     file.write_text("Rate the picture.\n")
     with pytest.raises(

@@ -65,7 +65,7 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')
     with pytest.raises(
-        ValueError, match="metrics.jsonl is no journal of scores.*name another file"
+        ValueError, match="metrics.jsonl is not a journal of scores.*name another file"
     ):
         Journal(path)
     assert path.read_text() == '{"step": 1}\n'
