@@ -45,6 +45,7 @@ def score(
 ) -> None:
     """Score images, and make the folder that `flowrl train` learns from offline."""
     from flowrl.data import scored_folder
+    from flowrl.data.samples import collect
     from flowrl.report import terminal
     from flowrl.rewards import load_set, parse_words
     from flowrl.rewards.core import files
@@ -55,7 +56,7 @@ def score(
         # everything the user gave is checked before anything is scored
         top = scored_folder.parse_keep(keep_top) if keep_top is not None else None
         rewards = load_set(parse_words(reward))
-        found = scored_folder.collect(media, prompt=prompt, prompts=prompts)
+        found = collect(media, prompt=prompt, prompts=prompts)
         samples = files.with_meta(found, rewards)
         if output is not None:
             scored_folder.check_target(output, samples)

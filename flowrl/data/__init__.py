@@ -1,1 +1,1 @@
-"""Prompts and media: files of one's own, generators of prompts, folders that `flowrl score` wrote."""
+"""Prompts and media: files, generators of prompts, folders that `flowrl score` wrote."""

@@ -1,5 +1,4 @@
-"""Checklists: the clauses of a prompt as yes/no questions, for a judge that looks at the picture or
-for code.
+"""Checklists: the clauses of a prompt as yes/no questions, for a judge of pictures or for code.
 
 A question is {"question": str, "weight": float, "parent": None | index | [indices], "check": "vlm"
 | name of a code function, "args": {...}}. Parents come earlier and zero their children when they
@@ -22,103 +21,105 @@ By = Literal["vlm", "code"]
 def with_checklists(
     prompts: Iterable[dict[str, Any]], write: Callable[..., list[Question]], by: By = "code"
 ) -> list[dict[str, Any]]:
-    """The prompts, each with a "checklist" that `write` (from_shapes, from_geneval) makes of its
-    clauses."""
+    """The prompts, each with a "checklist" that `write` makes of its clauses.
+
+    write: from_shapes or from_geneval.
+    """
     return [prompt | {"checklist": write(prompt, by)} for prompt in prompts]
 
 
 def from_shapes(prompt: dict[str, Any], by: By = "code") -> list[Question]:
-    """Count, colour and position of every clause of meta["include"], and that nothing else is in
-    the picture."""
+    """Count, colour and position of every clause of meta["include"], and that nothing else is
+    there."""
     include: list[dict[str, Any]] = prompt["include"]
     out: list[Question] = []
     counted: list[int] = []  # place of each clause's count question
     for clause in include:
-        shape, color, count = clause["shape"], clause["color"], clause["count"]
-        alone = sum(other["shape"] == shape for other in include) == 1
-        said = (
-            shape if alone or not color else f"{color} {shape}"
-        )  # two clauses of one shape: the colour tells them apart
-        args = {"shape": shape, "count": count} | ({} if alone or not color else {"color": color})
+        alone = sum(other["shape"] == clause["shape"] for other in include) == 1
         counted.append(len(out))
-        out.append(_question(_how_many(said, count), by, "shapes_count", args))
-        if color and alone:
-            args = {"shape": shape, "color": color, "count": count}
-            out.append(
-                _question(
-                    _is_colored(shape, color, count), by, "shapes_count", args, parent=counted[-1]
-                )
-            )
+        out += _of_shape(clause, alone, by, len(out))
     for number, clause in enumerate(include):
         if "position" in clause:
             relation, target = clause["position"]
             names = [_named(c["shape"], c["color"], c["count"]) for c in (clause, include[target])]
-            args = {
-                "include": [
-                    _without_position(include[target]),
-                    clause | {"position": [relation, 0]},
-                ]
-            }
             text = _stands(names, relation, clause["count"])
-            out.append(
-                _question(
-                    text, by, "shapes_position", args, parent=[counted[number], counted[target]]
-                )
-            )
+            args = {"include": _pair(clause, include)}
+            parents = [counted[number], counted[target]]
+            out.append(_question(text, by, "shapes_position", args, parent=parents))
+    text = "Is the rest of the picture empty, with no other object in it?"
     total = {"count": sum(clause["count"] for clause in include)}
-    out.append(
-        _question(
-            "Is the rest of the picture empty, with no other object in it?",
-            by,
-            "shapes_count",
-            total,
-        )
-    )
+    return [*out, _question(text, by, "shapes_count", total)]
+
+
+def _of_shape(clause: dict[str, Any], alone: bool, by: By, place: int) -> list[Question]:
+    """A clause's count and colour; place: of its first question.
+
+    alone: no other clause is about its shape; where one is, the colour tells them apart.
+    """
+    shape, color, count = clause["shape"], clause["color"], clause["count"]
+    if alone or not color:
+        said, args = shape, {"shape": shape, "count": count}
+    else:
+        said, args = f"{color} {shape}", {"shape": shape, "count": count, "color": color}
+    out = [_question(_how_many(said, count), by, "shapes_count", args)]
+    if color and alone:
+        args = {"shape": shape, "color": color, "count": count}
+        text = _is_colored(shape, color, count)
+        out.append(_question(text, by, "shapes_count", args, parent=place))
     return out
 
 
 def from_geneval(prompt: dict[str, Any], by: By = "code") -> list[Question]:
-    """Count, colour and position of every clause of meta["include"], and every clause of
-    meta["exclude"] that they leave open."""
+    """Count, colour and position of every clause of meta["include"], and what "exclude" adds."""
     include: list[dict[str, Any]] = prompt["include"]
     out: list[Question] = []
     last: list[int] = []  # place of the last question about each clause's own objects
     for clause in include:
-        name, count, color = clause["class"], clause["count"], clause.get("color")
-        wanted = {"class": name, "count": count}
-        out.append(_question(_how_many(name, count), by, "geneval", {"include": [wanted]}))
-        if color:
-            args = {"include": [wanted | {"color": color}]}
-            out.append(
-                _question(_is_colored(name, color, count), by, "geneval", args, parent=len(out) - 1)
-            )
+        out += _of_class(clause, by, len(out))
         last.append(len(out) - 1)
     for number, clause in enumerate(include):
         if "position" in clause:
             relation, target = clause["position"]
-            others = include[target]
-            pair = [_without_position(others), clause | {"position": [relation, 0]}]
-            names = [_named(c["class"], c.get("color"), c["count"]) for c in (clause, others)]
-            parents = [last[number], last[target]]
-            out.append(
-                _question(
-                    _stands(names, relation, clause["count"]),
-                    by,
-                    "geneval",
-                    {"include": pair},
-                    parent=parents,
-                )
-            )
-    for clause in prompt.get("exclude", []):
-        name, count = clause["class"], clause["count"]
-        if not any(c["class"] == name and c["count"] < count for c in include):
-            text = (
-                f"Are there no {plural(name)}?"
-                if count == 1
-                else f"Are there fewer than {count} {plural(name)}?"
-            )
-            out.append(_question(text, by, "geneval", {"exclude": [clause], "reading": "official"}))
+            pair = (clause, include[target])
+            names = [_named(c["class"], c.get("color"), c["count"]) for c in pair]
+            text = _stands(names, relation, clause["count"])
+            args = {"include": _pair(clause, include)}
+            out.append(_question(text, by, "geneval", args, parent=[last[number], last[target]]))
+    return [*out, *_excluded(prompt.get("exclude", []), include, by)]
+
+
+def _of_class(clause: dict[str, Any], by: By, place: int) -> list[Question]:
+    """A clause's count and colour; place: of its first question."""
+    name, count, color = clause["class"], clause["count"], clause.get("color")
+    wanted = {"class": name, "count": count}
+    out = [_question(_how_many(name, count), by, "geneval", {"include": [wanted]})]
+    if color:
+        args = {"include": [wanted | {"color": color}]}
+        out.append(_question(_is_colored(name, color, count), by, "geneval", args, parent=place))
     return out
+
+
+def _excluded(
+    exclude: list[dict[str, Any]], include: list[dict[str, Any]], by: By
+) -> list[Question]:
+    """Clauses of meta["exclude"] that the questions about "include" leave open."""
+    out = []
+    for clause in exclude:
+        name, count = clause["class"], clause["count"]
+        if any(c["class"] == name and c["count"] < count for c in include):
+            continue
+        text = f"Are there fewer than {count} {plural(name)}?"
+        if count == 1:
+            text = f"Are there no {plural(name)}?"
+        out.append(_question(text, by, "geneval", {"exclude": [clause], "reading": "official"}))
+    return out
+
+
+def _pair(clause: dict[str, Any], include: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A clause with a position after the one that it stands in relation to."""
+    relation, target = clause["position"]
+    other = {key: value for key, value in include[target].items() if key != "position"}
+    return [other, clause | {"position": [relation, 0]}]
 
 
 def _question(
@@ -128,16 +129,10 @@ def _question(
     return question | ({"check": "vlm"} if by == "vlm" else {"check": check, "args": args})
 
 
-def _without_position(clause: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in clause.items() if key != "position"}
-
-
 def _how_many(name: str, count: int) -> str:
-    return (
-        f"Is there exactly one {name}?"
-        if count == 1
-        else f"Are there exactly {NUMBERS.get(count, count)} {plural(name)}?"
-    )
+    if count == 1:
+        return f"Is there exactly one {name}?"
+    return f"Are there exactly {NUMBERS.get(count, count)} {plural(name)}?"
 
 
 def _is_colored(name: str, color: str, count: int) -> str:
@@ -145,7 +140,8 @@ def _is_colored(name: str, color: str, count: int) -> str:
 
 
 def _named(name: str, color: str | None, count: int) -> str:
-    return f"the {f'{color} ' if color else ''}{name if count == 1 else plural(name)}"
+    thing = name if count == 1 else plural(name)
+    return f"the {color} {thing}" if color else f"the {thing}"
 
 
 def _stands(names: list[str], relation: str, count: int) -> str:

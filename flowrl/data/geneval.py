@@ -1,11 +1,9 @@
-"""Prompts of GenEval's six tasks (arXiv:2310.11513), each with the clauses that its benchmark
-checks.
+"""Prompts of GenEval's six tasks (arXiv:2310.11513), with the clauses that the benchmark checks.
 
 meta["include"]: clauses {"class": str, "count": int} with "color" and "position" where one is asked
-for; "position" is
-[relation, index], the object stands in that relation to an earlier clause. meta["exclude"]:
-{"class", "count"}, so many are too many. meta["tag"]: the task (also under "task", by which
-evaluation groups). Format and templates: djghosh13/geneval, prompts/create_prompts.py.
+for; "position" is [relation, index], the object stands in that relation to an earlier clause.
+meta["exclude"]: {"class", "count"}, so many are too many. meta["tag"]: the task (also under "task",
+by which evaluation groups). Format and templates: djghosh13/geneval, prompts/create_prompts.py.
 
 Held-out prompts have the benchmark's sizes (80, 99, 80, 94, 100, 100: 553). What a prompt asks for,
 whatever the order of words, is a combination; the first combinations in the order of their hashes
@@ -131,14 +129,15 @@ Prompt = dict[str, Any]
 
 
 def train_prompts(count: int = 5100) -> list[Prompt]:
-    """About `count` prompts in Flow-GRPO's ratio, none of a held-out combination; tasks with few
-    combinations repeat theirs."""
+    """About `count` prompts in Flow-GRPO's ratio, none of a held-out combination.
+
+    Tasks with few combinations repeat theirs.
+    """
     out = []
     for task, share in RATIO.items():
         members = _ordered(task)[1]
-        out += [
-            members[i % len(members)] for i in range(round(count * share / sum(RATIO.values())))
-        ]
+        own = round(count * share / sum(RATIO.values()))
+        out += [members[i % len(members)] for i in range(own)]
     return out
 
 
@@ -164,19 +163,16 @@ def _ordered(task: str) -> tuple[list[Prompt], list[Prompt]]:
     first = [group[0] for group in by_combination.values()]
     held = _by_hash(first, "combination")[: HELD_OUT[task]]
     names = {prompt["combination"] for prompt in held}
-    rest = [
-        prompt for name, group in by_combination.items() if name not in names for prompt in group
-    ]
-    return [
-        _by_hash(by_combination[prompt["combination"]], "prompt")[0] for prompt in held
-    ], _by_hash(rest, "prompt")
+    first_of = [_by_hash(by_combination[prompt["combination"]], "prompt")[0] for prompt in held]
+    rest = [prompt for name, own in by_combination.items() if name not in names for prompt in own]
+    return first_of, _by_hash(rest, "prompt")
 
 
 def _by_hash(prompts: list[Prompt], key: str) -> list[Prompt]:
-    return sorted(
-        prompts,
-        key=lambda prompt: hashlib.sha256(f"{prompt['tag']}:{prompt[key]}".encode()).digest(),
-    )
+    def digest(prompt: Prompt) -> bytes:
+        return hashlib.sha256(f"{prompt['tag']}:{prompt[key]}".encode()).digest()
+
+    return sorted(prompts, key=digest)
 
 
 def _prompt(
@@ -243,56 +239,44 @@ def _colors() -> list[Prompt]:
 
 
 def _position() -> list[Prompt]:
+    mirror = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
     out = []
-    for a, b in combinations(CLASSES, 2):
-        for relation, mirror in (
-            ("left of", "right of"),
-            ("right of", "left of"),
-            ("above", "below"),
-            ("below", "above"),
-        ):
-            # "a left of b" and "b right of a" are one combination
-            for first, where, second in ((a, relation, b), (b, mirror, a)):
-                clause = {"class": first, "count": 1, "position": [where, 0]}
-                text = f"{with_article(first)} {where} {with_article(second)}"
-                out.append(
-                    _prompt(
-                        "position",
-                        text,
-                        {"class": second, "count": 1},
-                        clause,
-                        combination=f"{a} {relation} {b}",
-                    )
-                )
+    for (a, b), relation in product(combinations(CLASSES, 2), mirror):
+        # "a left of b" and "b right of a" are one combination
+        for first, where, second in ((a, relation, b), (b, mirror[relation], a)):
+            text = f"{with_article(first)} {where} {with_article(second)}"
+            clauses = (
+                {"class": second, "count": 1},
+                {"class": first, "count": 1, "position": [where, 0]},
+            )
+            out.append(_prompt("position", text, *clauses, combination=f"{a} {relation} {b}"))
     return out
 
 
 def _color_attr() -> list[Prompt]:
     """Two coloured objects: DRAWN combinations out of all, drawn by a hash."""
-    out: list[Prompt] = []
-    seen: set[str] = set()
+    out: dict[str, Prompt] = {}
     number = 0
-    while len(seen) < DRAWN:
-        draw = int.from_bytes(hashlib.sha256(f"color_attr:{number}".encode()).digest()[:8])
+    while len(out) < DRAWN:
+        things = _two_things(number)
         number += 1
-        draw, i = divmod(draw, len(CLASSES) - 1)
-        draw, j = divmod(draw, len(CLASSES) - 1)
-        draw, k = divmod(draw, len(COLORS))
-        things = [(CLASSES[i + 1], COLORS[k]), (CLASSES[j + 1], COLORS[draw % len(COLORS)])]
         combination = "+".join(sorted(f"{color} {name}" for name, color in things))
-        if things[0][0] == things[1][0] or things[0][1] == things[1][1] or combination in seen:
+        (first, one), (second, other) = things
+        if first == second or one == other or combination in out:
             continue
-        seen.add(combination)
         text = " and ".join(_colored(color, name) for name, color in things)
-        out.append(
-            _prompt(
-                "color_attr",
-                text,
-                *({"class": n, "count": 1, "color": c} for n, c in things),
-                combination=combination,
-            )
-        )
-    return out
+        clauses = [{"class": name, "count": 1, "color": color} for name, color in things]
+        out[combination] = _prompt("color_attr", text, *clauses, combination=combination)
+    return list(out.values())
+
+
+def _two_things(number: int) -> list[tuple[str, str]]:
+    """(class, colour) of two objects, read off a hash of the number."""
+    draw = int.from_bytes(hashlib.sha256(f"color_attr:{number}".encode()).digest()[:8])
+    draw, i = divmod(draw, len(CLASSES) - 1)
+    draw, j = divmod(draw, len(CLASSES) - 1)
+    draw, k = divmod(draw, len(COLORS))
+    return [(CLASSES[i + 1], COLORS[k]), (CLASSES[j + 1], COLORS[draw % len(COLORS)])]
 
 
 def _colored(color: str, name: str) -> str:

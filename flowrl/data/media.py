@@ -1,4 +1,4 @@
-"""Media between tensors, PIL and files; grids that people look at. Imports nothing of ours.
+"""Media between tensors, PIL and files. Imports nothing of ours.
 
 One rounding rule everywhere: byte = round(255 * x) after a clamp to [0, 1], what a saved PNG holds
 and what the reference RL codes score.
@@ -17,28 +17,18 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-
-
 VIDEO_SUFFIXES = (".mp4", ".gif")
-
-
-ORIENTATION, TURNED = (
-    0x0112,
-    (
-        5,
-        6,
-        7,
-        8,
-    ),
-)  # EXIF, and its values with which width and height change places
-
+ORIENTATION = 0x0112  # of EXIF
+TURNED = (5, 6, 7, 8)  # its values with which width and height change places
 
 T = TypeVar("T")
 
 
 def to_uint8(media: Tensor) -> Tensor:
-    """(..., 3, H, W) float in [0, 1] -> uint8 of the same shape; values outside are clamped, halves
-    go to the even byte."""
+    """(..., 3, H, W) float in [0, 1] -> uint8 of the same shape.
+
+    Values outside are clamped, halves go to the even byte.
+    """
     return (media.detach().float().clamp(0, 1) * 255).round().to(torch.uint8)
 
 
@@ -65,8 +55,10 @@ def from_pil(images: Image.Image | Sequence[Image.Image]) -> Tensor:
 
 
 def read_image(path: Path) -> Tensor:
-    """(3, H, W) fp32 in [0, 1], upright as its EXIF says, without alpha; what cannot be read ->
-    ValueError that names the file."""
+    """(3, H, W) fp32 in [0, 1], upright as its EXIF says, without alpha.
+
+    What cannot be read -> ValueError that names the file.
+    """
     return _read(path, lambda image: from_pil(ImageOps.exif_transpose(image))[0])
 
 
@@ -84,12 +76,8 @@ def _read(path: Path, read: Callable[[Image.Image], T]) -> T:
         with Image.open(path) as image:
             clipped = image.mode.startswith(("I", "F"))  # Pillow would clip these to white
             found = None if clipped else read(image)
-    except (
-        Exception
-        # Pillow's readers raise OSError, SyntaxError, struct.error ... for broken files, and for
-        # broken
-        # EXIF
-    ) as error:
+    # Pillow raises OSError, SyntaxError, struct.error ... for broken files and broken EXIF
+    except Exception as error:
         reason = f"{type(error).__name__}: {error}" if path.is_file() else "it does not exist"
         raise ValueError(f"{path} cannot be read: {reason}") from None
     if found is None:
@@ -101,11 +89,10 @@ def _read(path: Path, read: Callable[[Image.Image], T]) -> T:
 
 
 def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:
-    """Write one image (3, H, W) or one video (F, 3, H, W), float in [0, 1]; the suffix chooses the
-    format.
+    """Write one image (3, H, W) or one video (F, 3, H, W), float in [0, 1].
 
-    .mp4 needs the extra "video"; .gif does without. Folders are made. A suffix that does not fit
-    the media -> ValueError.
+    The suffix chooses the format; one that does not fit the media -> ValueError. .mp4 needs the
+    extra "video"; .gif does without. Folders are made.
     """
     path = Path(path)
     if media.ndim not in (3, 4) or media.shape[-3] != 3:
@@ -113,7 +100,19 @@ def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:
             f"media has shape {tuple(media.shape)}; save takes one image (3, H, W) or one video (F,"
             " 3, H, W)"
         )
-    video = media.ndim == 4
+    _check_suffix(path, video=media.ndim == 4)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix.lower() == ".mp4":
+        _save_mp4(media, path, fps)
+    elif media.ndim == 4:
+        frames = to_pil(media)
+        frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 / fps, loop=0)
+    else:
+        to_pil(media)[0].save(path)
+    return path
+
+
+def _check_suffix(path: Path, video: bool) -> None:
     suffixes = VIDEO_SUFFIXES if video else IMAGE_SUFFIXES
     if path.suffix.lower() not in suffixes:
         what = "a video" if video else "an image"
@@ -121,15 +120,6 @@ def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:
             f'"{path.name}": {what} is saved as {", ".join(suffixes)}; the suffix is'
             f' "{path.suffix}"'
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix.lower() == ".mp4":
-        _save_mp4(media, path, fps)
-    elif video:
-        frames = to_pil(media)
-        frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 / fps, loop=0)
-    else:
-        to_pil(media)[0].save(path)
-    return path
 
 
 def _save_mp4(media: Tensor, path: Path, fps: int) -> None:
@@ -140,19 +130,16 @@ def _save_mp4(media: Tensor, path: Path, fps: int) -> None:
             f"writing {path.name} needs the extra \"video\": pip install 'flowrl[video]', or save"
             " as .gif"
         ) from error
-    if media.shape[-1] % 2 or media.shape[-2] % 2:
+    height, width = media.shape[-2:]
+    if width % 2 or height % 2:
         raise ValueError(
-            f"mp4 (yuv420p) needs even sides; the frames are {media.shape[-1]}x{media.shape[-2]};"
-            " save as .gif"
+            f"mp4 (yuv420p) needs even sides; the frames are {width}x{height}; save as .gif"
         )
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps))
-        stream.width, stream.height, stream.pix_fmt = media.shape[-1], media.shape[-2], "yuv420p"
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.options = {"crf": "18"}
-        for frame in to_uint8(media).permute(0, 2, 3, 1).cpu().numpy():
-            container.mux(
-                stream.encode(
-                    av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")
-                )
-            )
+        for pixels in to_uint8(media).permute(0, 2, 3, 1).cpu().numpy():
+            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+            container.mux(stream.encode(frame))
         container.mux(stream.encode())

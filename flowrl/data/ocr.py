@@ -1,5 +1,4 @@
-"""Prompts that ask for written text: scenes with a place for it, and words, phrases and numbers to
-write there.
+"""Prompts that ask for written text: scenes with a place for it, and what to write there.
 
 meta["text"] is what should be read, in the prompt between double quotes; meta["task"] its kind. A
 hash of the text decides what is held out, so that no held-out text is ever trained on; scenes are
@@ -147,11 +146,8 @@ def held_out(text: str) -> bool:
 @cache
 def all_prompts() -> tuple[Prompt, ...]:
     """Every scene with every text, ordered by a hash."""
-    texts = zip(
-        KINDS,
-        (WORDS, (f"{a} {b}" for a, b in product(FIRST, SECOND)), PHRASES, NUMBERS),
-        strict=True,
-    )
+    two_words = [f"{a} {b}" for a, b in product(FIRST, SECOND)]
+    texts = zip(KINDS, (WORDS, two_words, PHRASES, NUMBERS), strict=True)
     out = [
         {"prompt": scene.format(text), "text": text, "task": kind}
         for kind, members in texts

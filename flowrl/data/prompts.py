@@ -1,10 +1,10 @@
-"""Prompts: a text file, JSONL, or the embedded shapes world; which ones an iteration sees is a
-function of (seed, iteration)."""
+"""Prompts: a text file, JSONL, or generated ones, and which of them an iteration sees."""
 
 from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,9 @@ from torch import Tensor
 
 from flowrl.runtime.registry import did_you_mean
 from flowrl.samplers import keys
-from flowrl.types import PromptBatch
+from flowrl.types import MediaContext, PromptBatch
 
 Prompts = list[dict[str, Any]]  # each {"prompt": text, **meta}
-
-
 WORLDS = {
     "shapes": "flowrl.shapes.prompts",
     "geneval": "flowrl.data.geneval",
@@ -26,21 +24,32 @@ WORLDS = {
 
 
 def load_prompts(source: str) -> Prompts:
-    """Prompts of a .txt file (one a line; blank lines are skipped), a .jsonl file ({"prompt": ...,
-    **meta} a line), or prompts that are generated: shapes:train|eval, geneval:train|eval,
-    ocr:train|eval.
+    """Prompts of a .txt file, a .jsonl file, or generated ones (shapes:train|eval, geneval:, ocr:).
 
-    A line's "reference" is the path of an image, from the file's folder, that joins the prompt's
-    group as one more scored member.
-
-    A missing, empty, non-UTF-8 or malformed file -> ValueError that names the file and the line or
-    byte.
+    .txt: one a line; blank lines are skipped. .jsonl: {"prompt": ..., **meta} a line; its
+    "reference" is the path of an image, from the file's folder, that joins the prompt's group as
+    one more scored member. A missing, empty, non-UTF-8 or malformed file -> ValueError that names
+    the file and the line or byte.
     """
     if source.partition(":")[0] in WORLDS:
         return _generated(source)
     path = Path(source)
+    numbered = enumerate(_text(path).split("\n"), 1)
+    lines = [(number, line.strip()) for number, line in numbered if line.strip()]
+    if not lines:
+        raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
+    if path.suffix not in (".jsonl", ".json"):
+        return [{"prompt": line} for _, line in lines]
+    entries = [_entry(line, f"prompt file {path}, line {number}") for number, line in lines]
+    for entry in entries:
+        if isinstance(entry.get("reference"), str):
+            entry["reference"] = str(path.parent / entry["reference"])
+    return entries
+
+
+def _text(path: Path) -> str:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise ValueError(
             f"prompt file {path} does not exist; give a .txt file with one prompt a line, or a"
@@ -53,31 +62,15 @@ def load_prompts(source: str) -> Prompts:
         ) from None
     except OSError as error:
         raise ValueError(f"prompt file {path} cannot be read: {error.strerror}") from None
-    lines = [
-        (number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()
-    ]
-    if not lines:
-        raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
-    if path.suffix in (".jsonl", ".json"):
-        entries = [_entry(line, f"prompt file {path}, line {number}") for number, line in lines]
-        return [
-            (
-                e | {"reference": str(path.parent / e["reference"])}
-                if isinstance(e.get("reference"), str)
-                else e
-            )
-            for e in entries
-        ]
-    return [{"prompt": line} for _, line in lines]
 
 
 def batch(prompts: Prompts, *, iteration: int, size: int, seed: int) -> PromptBatch:
-    """The `size` prompts of an iteration, counted from 0. An epoch is a shuffle by (seed, epoch)
-    cut into whole batches.
+    """The `size` prompts of an iteration, counted from 0.
 
-    A function of its arguments, so a resumed run continues with the prompts it would have seen. No
-    prompt is twice in a batch; the remainder of an epoch, another one each time, is left out. ids
-    are places in `prompts`. More than there are -> ValueError.
+    An epoch is a shuffle by (seed, epoch) cut into whole batches. A function of its arguments, so a
+    resumed run continues with the prompts it would have seen. No prompt is twice in a batch; the
+    remainder of an epoch, another one each time, is left out. ids are places in `prompts`. More
+    than there are -> ValueError.
     """
     if size > len(prompts):
         raise ValueError(
@@ -96,16 +89,19 @@ def select(prompts: Prompts, ids: Tensor) -> PromptBatch:
     return PromptBatch(text=[row["prompt"] for row in rows], ids=ids, meta=meta)
 
 
+def meta_rows(prompts: Prompts, ids: list[int]) -> tuple[list[str], MediaContext]:
+    """Text and context of prompts[i] for i in ids; ids are the groups."""
+    batch = select(prompts, torch.tensor(ids))
+    return batch.text, MediaContext(meta=batch.meta, group=batch.ids)
+
+
 def _entry(line: str, where: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
-    if (
-        not isinstance(entry, dict)
-        or not isinstance(entry.get("prompt"), str)
-        or not entry["prompt"].strip()
-    ):
+    text = entry.get("prompt") if isinstance(entry, dict) else None
+    if not isinstance(text, str) or not text.strip():
         raise ValueError(
             f'{where} needs a "prompt" that is a non-empty text, as in {{"prompt": "a red circle"}}'
         )
@@ -113,9 +109,26 @@ def _entry(line: str, where: str) -> dict[str, Any]:
 
 
 def _generated(source: str) -> Prompts:
-    sources = {
-        f"{world}:{part}": f"{part}_prompts" for world in WORLDS for part in ("train", "eval")
-    }
-    if source not in sources:
-        raise ValueError(f'unknown data "{source}"{did_you_mean(source, sources)}')
-    return getattr(importlib.import_module(WORLDS[source.partition(":")[0]]), sources[source])()
+    parts = [f"{world}:{part}" for world in WORLDS for part in ("train", "eval")]
+    if source not in parts:
+        raise ValueError(f'unknown data "{source}"{did_you_mean(source, parts)}')
+    world, _, part = source.partition(":")
+    return getattr(importlib.import_module(WORLDS[world]), f"{part}_prompts")()
+
+
+def references(prompts: Prompts) -> list[Path]:
+    """Reference images that prompts name, each once."""
+    found = (reference_of(prompt["prompt"], prompt) for prompt in prompts)
+    return list(dict.fromkeys(path for path in found if path is not None))
+
+
+def reference_of(text: str, meta: Mapping[str, Any]) -> Path | None:
+    """The image that joins the prompt's group as one more scored member."""
+    path = meta.get("reference")
+    if path is None:
+        return None
+    if not isinstance(path, str) or not path:
+        raise ValueError(
+            f'the prompt "{text}" has reference={path!r}, which should be the path of an image'
+        )
+    return Path(path)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flowrl.data.prompts import Prompts
-from flowrl.data.scored_folder import list_of, meta_of, read_list
+from flowrl.data.samples import meta_of, read_list
+from flowrl.data.scored_folder import list_of
 from flowrl.samplers import keys
 from flowrl.types import PromptBatch
 
@@ -19,8 +20,11 @@ LARGEST = 3.4e38  # of fp32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Item:
-    """One scored image. file: as the list names it, from the place of the list; it names the sample
-    wherever the folder lies."""
+    """One scored image.
+
+    file: as the list names it, from the place of the list; it names the sample wherever the folder
+    lies.
+    """
 
     path: Path
     file: str
@@ -30,8 +34,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """A scored folder: distinct prompts, as flowrl.data.prompts has them, the items of each, and the
-    weights that made the totals."""
+    """A scored folder: distinct prompts, the items of each, the weights that made the totals."""
 
     prompts: Prompts
     items: list[list[Item]]
@@ -44,8 +47,10 @@ class Dataset:
 
     @property
     def singles(self) -> int:
-        """Prompts with a single item, whose advantage is 0 in every method that compares within
-        groups."""
+        """Prompts with a single item.
+
+        Its advantage is 0 in every method that compares within groups.
+        """
         return sum(len(items) == 1 for items in self.items)
 
     @property
@@ -68,55 +73,66 @@ def load(folder: str | Path) -> Dataset:
         )
     prompts: dict[str, dict[str, Any]] = {}
     items: dict[str, list[Item]] = {}
+    lines = list(_lines(path))
+    for entry, item, _ in lines:
+        text, meta = entry["prompt"], meta_of(entry)
+        agreed = prompts.setdefault(text, meta)
+        prompts[text] = {k: v for k, v in agreed.items() if k in meta and meta[k] == v}
+        items.setdefault(text, []).append(item)
+    return Dataset(
+        prompts=[{"prompt": text, **meta} for text, meta in prompts.items()],
+        items=list(items.values()),
+        weights=lines[0][2],
+    )
+
+
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any], Item, dict[str, float]]]:
+    """(entry, item, weights) of each line; all have the same weights, and none is repeated."""
     weights: dict[str, float] = {}
     seen: dict[tuple[str, str], str] = {}
     for where, entry in read_list(path):
-        item, own, text = *_item(path.parent, where, entry), entry["prompt"]
+        item, own = _item(path.parent, where, entry)
         weights = weights or own
         if own != weights:
             raise ValueError(
                 f"{where} has weights {own}, but the first line {weights}; score all media with the"
                 " same rewards"
             )
+        text = entry["prompt"]
         before = seen.setdefault((os.path.normpath(item.path), text), where)
         if before != where:
             raise ValueError(f'{where} repeats {before}: "{item.file}" for the prompt "{text}"')
-        meta = meta_of(entry)
-        agreed = prompts.setdefault(text, meta)
-        prompts[text] = {
-            key: value for key, value in agreed.items() if key in meta and meta[key] == value
-        }
-        items.setdefault(text, []).append(item)
-    return Dataset(
-        prompts=[{"prompt": text, **meta} for text, meta in prompts.items()],
-        items=list(items.values()),
-        weights=weights,
-    )
+        yield entry, item, weights
 
 
 def _item(folder: Path, where: str, entry: Mapping[str, Any]) -> tuple[Item, dict[str, float]]:
-    """The image of a line, and the weights of its total: 1 for each score where none are stated."""
+    """The image of a line, and the weights of its total."""
     path = folder / entry["file"]
     if not path.is_file():
         raise ValueError(f"{where} names {path}, which does not exist")
     total = _number(f'{where}: "total"', entry.get("total"))
     scores = _mapping(f'{where}: "scores"', entry.get("scores", {"total": total}))
-    weights = _mapping(f'{where}: "weights"', entry.get("weights", dict.fromkeys(scores, 1.0)))
+    weights = _weights(where, entry, scores)
+    raw = {}
+    for label, value in scores.items():
+        failed = value is None and weights[label] == 0
+        raw[label] = math.nan if failed else _number(f'{where}: the score "{label}"', value)
+    return Item(path=path, file=entry["file"], total=total, scores=raw), weights
+
+
+def _weights(where: str, entry: Mapping[str, Any], scores: Mapping[str, Any]) -> dict[str, float]:
+    """The weights of a line's total: 1 for each score where it states none."""
+    stated = _mapping(f'{where}: "weights"', entry.get("weights", dict.fromkeys(scores, 1.0)))
     weights = {
         label: _number(f'{where}: the weight of "{label}"', value)
-        for label, value in weights.items()
+        for label, value in stated.items()
     }
     if scores.keys() != weights.keys():
         raise ValueError(
             f"{where} has scores of {sorted(scores)}, but weights of {sorted(weights)}; give each"
             " score a weight"
         )
-    unknown = {label for label, value in scores.items() if value is None and weights[label] == 0}
-    raw = {
-        label: math.nan if label in unknown else _number(f'{where}: the score "{label}"', value)
-        for label, value in scores.items()
-    }
-    return Item(path=path, file=entry["file"], total=total, scores=raw), weights
+    return weights
 
 
 def _mapping(what: str, value: Any) -> dict[str, Any]:
@@ -147,23 +163,3 @@ def gather(
         order = keys.permutation(keys.key(seed, "offline", iteration, i), len(items))
         drawn.append([items[place] for place in order[:group].tolist()])
     return drawn
-
-
-def references(prompts: Prompts) -> list[Path]:
-    """Reference images that prompts name, each once, for `check`."""
-    return list(
-        dict.fromkeys(
-            path
-            for prompt in prompts
-            if (path := reference_of(prompt["prompt"], prompt)) is not None
-        )
-    )
-
-
-def reference_of(text: str, meta: Mapping[str, Any]) -> Path | None:
-    path = meta.get("reference")
-    if path is not None and (not isinstance(path, str) or not path):
-        raise ValueError(
-            f'the prompt "{text}" has reference={path!r}, which should be the path of an image'
-        )
-    return None if path is None else Path(path)

@@ -1,5 +1,4 @@
-"""Scores of image files: which prompt each file belongs to, its rewards, the best of each prompt,
-and a folder that holds the result.
+"""A folder of scored media, which `flowrl score` writes: the best of each prompt, or all.
 
 A scored folder is scores.jsonl, one line a sample, and the media that it names by their path from
 the folder:
@@ -7,8 +6,8 @@ the folder:
     {"file": "media/a.png", "prompt": "a red circle", "scores": {"jpeg": -0.004}, "weights":
     {"jpeg": 1.0}, "total": -0.004, **meta}
 
-Every line carries the weights of its total, so lists can be cut and joined. flowrl/rollouts/from_files.py
-trains on such folders.
+Every line carries the weights of its total, so lists can be cut and joined. scored_dataset.py reads
+such folders for training.
 """
 
 from __future__ import annotations
@@ -22,40 +21,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
-from flowrl.data.media import IMAGE_SUFFIXES
-from flowrl.data.prompts import load_prompts
-
-LIST = "scores.jsonl"
-
-
-OWN_LISTS = (LIST, "metadata.jsonl")  # of a folder, the first that is there
-
-
-RESERVED = (
-    "file",
-    "file_name",
-    "prompt",
-    "scores",
-    "weights",
-    "total",
-)  # keys of a line that are no meta
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """A file and the prompt it is judged by; meta is what rewards may read of the prompt."""
-
-    path: Path
-    prompt: str
-    meta: dict[str, Any]
+from flowrl.data.samples import LIST, Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A sample, its raw score by reward (NaN where a reward of weight 0 failed) and their weighted
-    sum, which is finite."""
+    """A sample with its scores. scores: raw, by reward; NaN where one of weight 0 failed.
+
+    total: their weighted sum, which is finite.
+    """
 
     sample: Sample
     scores: dict[str, float]
@@ -63,8 +38,10 @@ class Scored:
 
 
 def keep_top(scored: Sequence[Scored], top: int | Fraction) -> list[Scored]:
-    """The best of each prompt by total, in their order: `top` of them, or that share rounded down;
-    at least one. Ties: the earlier."""
+    """The best of each prompt by total, in their order.
+
+    `top` of them, or that share rounded down; at least one. Ties: the earlier.
+    """
     of_prompt: dict[str, list[int]] = defaultdict(list)
     for place, item in enumerate(scored):
         of_prompt[item.sample.prompt].append(place)
@@ -76,8 +53,10 @@ def keep_top(scored: Sequence[Scored], top: int | Fraction) -> list[Scored]:
 
 
 def parse_keep(text: str) -> int | Fraction:
-    """A share of each prompt's images, "20%" -> Fraction(1, 5), or a count, "3" -> 3; else, or out
-    of range -> ValueError."""
+    """A share of each prompt's images, "20%" -> Fraction(1, 5), or a count, "3" -> 3.
+
+    Anything else, or out of range -> ValueError.
+    """
     share = text.endswith("%")
     try:
         top = Fraction(text[:-1]) / 100 if share else int(text)
@@ -91,143 +70,11 @@ def parse_keep(text: str) -> int | Fraction:
     return top
 
 
-def collect(
-    media: Sequence[Path], *, prompt: str | None = None, prompts: Path | None = None
-) -> list[Sample]:
-    """Images with their prompts; a folder stands for every image below it, in the order of their
-    paths.
-
-    prompt: of all. prompts: a .jsonl file with {"file", "prompt", **meta} a line, "file" from the
-    place of the list, or a bare name;
-    an image may have several lines. Neither: each folder's own scores.jsonl or metadata.jsonl
-    ("file_name" is read as "file"), whose lines are the samples. An image without a prompt, given
-    twice for one, or sharing a line with another -> ValueError.
-    """
-    if prompt is not None and prompts is not None:
-        raise ValueError("give --prompt, for all images, or --prompts, a list; not both")
-    if prompt is not None:
-        if not prompt.strip():
-            raise ValueError("--prompt is empty; give the text that the images are judged by")
-        samples = [
-            Sample(path=path, prompt=prompt, meta={}) for place in media for path in images(place)
-        ]
-    elif prompts is not None:
-        samples = _listed([path for place in media for path in images(place)], prompts)
-    else:
-        samples = [sample for place in media for sample in _own(place)]
-    seen = set()
-    for sample in samples:
-        name = (sample.path.resolve(), sample.prompt)
-        if name in seen:
-            raise ValueError(
-                f'{sample.path} is given twice for the prompt "{sample.prompt}"; name each image'
-                " once"
-            )
-        seen.add(name)
-    return samples
-
-
-def images(place: Path) -> list[Path]:
-    """The file itself, or every image below a folder but hidden ones; none, or a file of another
-    kind -> ValueError."""
-    known = ", ".join(IMAGE_SUFFIXES)
-    if place.is_dir():
-        found = sorted(
-            path
-            for path in place.rglob("*")
-            if path.suffix.lower() in IMAGE_SUFFIXES and path.name[0] != "."
-        )
-        if not found:
-            raise ValueError(f"{place} holds no image ({known})")
-        return found
-    if not place.is_file():
-        raise ValueError(f"{place} does not exist; give image files, or a folder of them")
-    if place.suffix.lower() not in IMAGE_SUFFIXES:
-        raise ValueError(f"{place} is no image file; what is scored ends in {known}")
-    return [place]
-
-
-def read_list(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(where, entry) of each line of a .jsonl list, every entry with a "file" and a "prompt"; else
-    ValueError naming file and line."""
-    if path.suffix != ".jsonl":
-        raise ValueError(
-            f'{path} is no .jsonl list; each line of one is like {{"file": "a.png", "prompt": "a'
-            ' red circle"}'
-        )
-    entries = load_prompts(str(path))  # judges the file, its JSON and the prompts
-    numbers = [
-        n
-        for n, line in enumerate(path.read_bytes().decode("utf-8-sig").split("\n"), 1)
-        if line.strip()
-    ]
-    out = []
-    for number, entry in zip(numbers, entries, strict=True):
-        file = entry.get("file", entry.get("file_name"))
-        if not isinstance(file, str) or not file:
-            raise ValueError(
-                f'{path}, line {number} needs a "file", the path of an image, as in {{"file":'
-                ' "a.png", "prompt": "..."}'
-            )
-        out.append((f"{path}, line {number}", {**entry, "file": file}))
-    return out
-
-
-def _sample(path: Path, entry: Mapping[str, Any]) -> Sample:
-    return Sample(path=path, prompt=entry["prompt"], meta=meta_of(entry))
-
-
-def meta_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What a line says beside the file, its prompt and its scores."""
-    return {key: value for key, value in entry.items() if key not in RESERVED}
-
-
-def _listed(paths: Sequence[Path], source: Path) -> list[Sample]:
-    """Samples of the lines that name each image, by path or by bare name."""
-    by_file: dict[str | Path, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
-    for where, entry in read_list(source):
-        by_file[(source.parent / entry["file"]).resolve()].append((where, entry))
-        if Path(entry["file"]).name == entry["file"]:
-            by_file[entry["file"]].append((where, entry))
-    out, served = [], {}
-    for path in paths:
-        lines = by_file.get(path.resolve()) or by_file.get(path.name)
-        if not lines:
-            raise ValueError(
-                f'{path} has no line in {source}; add {{"file": "{path.name}", "prompt": "..."}}'
-            )
-        for where, entry in lines:
-            other = served.setdefault(where, path)
-            if other != path:
-                raise ValueError(
-                    f'{where} names both {other} and {path}; write paths as "file", or give each'
-                    " image once"
-                )
-            out.append(_sample(path, entry))
-    return out
-
-
-def _own(place: Path) -> list[Sample]:
-    """Samples of a folder's own list, which must name every image below the folder."""
-    source = next((place / name for name in OWN_LISTS if (place / name).is_file()), None)
-    if source is None:
-        known = f" or a {' or '.join(OWN_LISTS)} in it" if place.is_dir() else ""
-        raise ValueError(
-            f"{place} has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl{known}"
-        )
-    samples = [_sample(place / entry["file"], entry) for _, entry in read_list(source)]
-    named = {sample.path.resolve() for sample in samples}
-    for path in images(place):
-        if path.resolve() not in named:
-            raise ValueError(
-                f"{path} has no line in {source}; add one, or give --prompts with another list"
-            )
-    return samples
-
-
 def check_target(target: Path, samples: Sequence[Sample]) -> None:
-    """ValueError unless `write` can put its list there without replacing one, or mixing copies with
-    their originals."""
+    """ValueError unless `write` can put its list there.
+
+    It replaces no list, and does not mix copies with their originals.
+    """
     path = list_of(target)
     if path.exists():
         raise ValueError(f"{path} exists; choose another place for -o, or remove it")
@@ -235,14 +82,14 @@ def check_target(target: Path, samples: Sequence[Sample]) -> None:
         raise ValueError(
             f"{path.parent} is a file; give a folder for -o, or a name that ends in .jsonl"
         )
-    inside = [
-        s.path for s in samples if target != path and target.resolve() in s.path.resolve().parents
-    ]
-    if inside:
-        raise ValueError(
-            f"-o {target} holds {inside[0]} itself; choose another folder, or -o {path} for a list"
-            " without copies"
-        )
+    if target == path:
+        return
+    for sample in samples:
+        if target.resolve() in sample.path.resolve().parents:
+            raise ValueError(
+                f"-o {target} holds {sample.path} itself; choose another folder, or -o {path} for a"
+                " list without copies"
+            )
 
 
 def list_of(target: Path) -> Path:
@@ -251,32 +98,35 @@ def list_of(target: Path) -> Path:
 
 
 def write(target: Path, scored: Sequence[Scored], weights: Mapping[str, float]) -> Path:
-    """Write a folder with copies of the media, which can be moved, or (X.jsonl) a list that names
-    them where they are -> the list."""
+    """Write a folder with copies of the media, which can be moved -> its list.
+
+    X.jsonl: only a list, which names them where they are.
+    """
     path = list_of(target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files = (
-        _copy([item.sample.path for item in scored], target / "media")
-        if target != path
-        else [item.sample.path for item in scored]
-    )
-    lines = []
-    for item, file in zip(scored, files, strict=True):
-        line = {
-            "file": Path(os.path.relpath(file.resolve(), path.parent.resolve())).as_posix(),
-            "prompt": item.sample.prompt,
-            "scores": {
-                label: value if math.isfinite(value) else None
-                for label, value in item.scores.items()
-            },
-            "weights": dict(weights),
-            "total": item.total,
-        }
-        lines.append(json.dumps(line | item.sample.meta, ensure_ascii=False) + "\n")
+    files = [item.sample.path for item in scored]
+    if target != path:
+        files = _copy(files, target / "media")
+    lines = [
+        _line(item, os.path.relpath(file.resolve(), path.parent.resolve()), weights)
+        for item, file in zip(scored, files, strict=True)
+    ]
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text("".join(lines), encoding="utf-8")
     os.replace(unfinished, path)
     return path
+
+
+def _line(item: Scored, file: str, weights: Mapping[str, float]) -> str:
+    known = {label: v if math.isfinite(v) else None for label, v in item.scores.items()}
+    line = {
+        "file": Path(file).as_posix(),
+        "prompt": item.sample.prompt,
+        "scores": known,
+        "weights": dict(weights),
+        "total": item.total,
+    }
+    return json.dumps(line | item.sample.meta, ensure_ascii=False) + "\n"
 
 
 def _copy(paths: Sequence[Path], folder: Path) -> list[Path]:

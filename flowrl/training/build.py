@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
 from flowrl.config.schema import Config
-from flowrl.data.prompts import Prompts, load_prompts
+from flowrl.data.prompts import Prompts, load_prompts, references
 from flowrl.data.prompts import batch as first_batch
-from flowrl.data.scored_dataset import Dataset, references
+from flowrl.data.scored_dataset import Dataset
 from flowrl.data.scored_dataset import load as load_dataset
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set

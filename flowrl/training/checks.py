@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from flowrl.algorithms.common.base import Algorithm
-from flowrl.algorithms.common.transitions import FORKING, OWN_STATISTICS
+from flowrl.algorithms.common.transition_config import FORKING, OWN_STATISTICS
 from flowrl.algorithms.raft import RAFTConfig
 from flowrl.config import load
 from flowrl.config.compose import ConfigError
@@ -149,7 +149,7 @@ def check_files(
 ) -> None:
     """Media from files serve methods that read leaves alone; wrong files or another method ->
     ValueError."""
-    files = dataset.paths if dataset else scored_dataset.references(prompts)
+    files = dataset.paths if dataset else data.references(prompts)
     if not files:
         return
     what = (

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flowrl.data.checklists import from_shapes
 from flowrl.data.media import read_image
-from flowrl.data.samples import collect
 from flowrl.data.ocr import WORDS
+from flowrl.data.samples import collect
 from flowrl.rewards import Reward, load_set
 from flowrl.rewards.checks.pictures import written
 from flowrl.rewards.core.files import with_meta

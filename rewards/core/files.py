@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flowrl.data.media import read_image
-from flowrl.data.scored_folder import Sample, Scored
+from flowrl.data.samples import Sample
+from flowrl.data.scored_folder import Scored
 from flowrl.rewards import RewardBug, RewardSet, RewardUnavailable, check_needs, score
 from flowrl.rewards.core.score import check_meta
 from flowrl.types import MediaContext, replace

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from flowrl.data.media import read_image, save
-from flowrl.data.scored_folder import Sample
+from flowrl.data.samples import Sample
 from flowrl.rewards import load_set, parse_words, score
 from flowrl.rewards.core.files import score_files
 from flowrl.shapes.prompts import eval_prompts, scene

@@ -49,11 +49,9 @@ def test_no_held_out_combination_is_trained_on_in_either_order_of_words():
 
 def test_geneval_prompts_can_be_judged_and_say_what_their_clauses_say():
     for p in TRAIN + EVAL:
-        assert (
-            detector.complaint(p) is None
-            and p["task"] == p["tag"]
-            and p["prompt"].startswith("a photo of ")
-        )
+        assert detector.complaint(p) is None
+        assert p["task"] == p["tag"]
+        assert p["prompt"].startswith("a photo of ")
         for clause in p["include"]:
             named = geneval.plural(clause["class"]) if clause["count"] > 1 else clause["class"]
             assert named in p["prompt"] and clause.get("color", "") in p["prompt"]
@@ -63,9 +61,8 @@ def test_geneval_prompts_can_be_judged_and_say_what_their_clauses_say():
 def test_a_counting_prompt_excludes_one_more_and_a_position_points_at_the_second_object():
     six = next(p for p in TRAIN if p["tag"] == "counting" and p["include"][0]["count"] == 3)
     name = six["include"][0]["class"]
-    assert six["prompt"] == f"a photo of three {geneval.plural(name)}" and six["exclude"] == [
-        {"class": name, "count": 4}
-    ]
+    assert six["prompt"] == f"a photo of three {geneval.plural(name)}"
+    assert six["exclude"] == [{"class": name, "count": 4}]
     place = next(p for p in TRAIN if p["tag"] == "position")
     second, first = place["include"]
     relation, target = first["position"]
@@ -123,10 +120,8 @@ def test_generated_prompts_are_the_same_on_every_machine():
 
 def test_a_text_prompt_holds_its_text_between_its_only_double_quotes():
     for p in ocr.train_prompts() + ocr.eval_prompts():
-        assert (
-            p["prompt"].split('"')[1:] == [p["text"], p["prompt"].split('"')[2]]
-            and p["text"].strip()
-        )
+        assert p["prompt"].split('"')[1:] == [p["text"], p["prompt"].split('"')[2]]
+        assert p["text"].strip()
 
 
 def test_no_held_out_text_is_trained_on_and_every_kind_is_in_both():
@@ -200,8 +195,6 @@ def test_the_checklist_of_a_geneval_prompt_follows_its_clauses():
 def test_checklists_are_added_to_prompts_without_changing_them():
     first = EVAL[0]
     added = checklists.with_checklists(EVAL[:3], checklists.from_geneval)
-    assert (
-        "checklist" not in first
-        and {k: v for k, v in added[0].items() if k != "checklist"} == first
-    )
+    assert "checklist" not in first
+    assert {k: v for k, v in added[0].items() if k != "checklist"} == first
     assert added[0]["checklist"] == checklists.from_geneval(first)

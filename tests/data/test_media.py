@@ -29,11 +29,9 @@ def test_channels_and_axes_stay_where_they_are():
     x = torch.zeros(3, 2, 5)
     x[0, 0, 4], x[2, 1, 0] = 1.0, 1.0
     (image,) = media.to_pil(x)
-    assert (
-        image.size == (5, 2)
-        and image.getpixel((4, 0)) == (255, 0, 0)
-        and image.getpixel((0, 1)) == (0, 0, 255)
-    )
+    assert image.size == (5, 2)
+    assert image.getpixel((4, 0)) == (255, 0, 0)
+    assert image.getpixel((0, 1)) == (0, 0, 255)
     assert torch.equal(media.from_pil(image)[0], x)
 
 
@@ -129,10 +127,8 @@ def test_verdicts_draw_green_and_red_edges():
     x = torch.full((2, 3, 32, 32), 0.5)
     sheet = grids.grid(x, verdicts=[True, False], cell=64)
     green, red = _find(sheet, (26, 158, 92)), _find(sheet, (214, 69, 65))
-    assert (
-        int(green.sum()) == int(red.sum()) > 0
-        and green.nonzero()[:, 1].max() < red.nonzero()[:, 1].min()
-    )
+    assert int(green.sum()) == int(red.sum()) > 0
+    assert green.nonzero()[:, 1].max() < red.nonzero()[:, 1].min()
 
 
 def test_before_after_puts_pairs_side_by_side_in_order():

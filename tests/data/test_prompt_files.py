@@ -28,11 +28,9 @@ def test_jsonl_keeps_what_rewards_may_read(tmp_path):
     prompts = data_prompts.load_prompts(str(path))
     assert prompts == PROMPTS
     batch = data_prompts.select(prompts, torch.tensor([3, 0]))
-    assert (
-        batch.text == ["p3", "p0"]
-        and batch.meta == [{"number": 3}, {"number": 0}]
-        and batch.ids.tolist() == [3, 0]
-    )
+    assert batch.text == ["p3", "p0"]
+    assert batch.meta == [{"number": 3}, {"number": 0}]
+    assert batch.ids.tolist() == [3, 0]
 
 
 @pytest.mark.parametrize(

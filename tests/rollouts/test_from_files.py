@@ -423,7 +423,7 @@ def online(policy, texts, meta):
         policy, batch, path, group=2, guidance="none", seed=0, iteration=0, micro=64, ledger=ledger
     )
     with Scorer(load_set({"jpeg": 1.0}), ledger) as scorer:
-        decode_into(scorer, policy, rollout, batch, decode=8, ledger=ledger)
+        decode_into(scorer, policy, rollout, batch, decode=8)
         rewards = scorer.scores()
     return batch, rollout, rewards
 
@@ -491,11 +491,11 @@ def test_a_reference_that_cannot_serve_is_named(tmp_path, policy):
         {"prompt": "y", "reference": "a.png"},
         {"prompt": "z", "reference": "a.png"},
     ]
-    assert scored_dataset.references(prompts) == [Path("a.png")]
+    assert data.references(prompts) == [Path("a.png")]
     with pytest.raises(
         ValueError, match=r'the prompt "x" has reference=3, which should be the path of an image'
     ):
-        scored_dataset.references([{"prompt": "x", "reference": 3}])
+        data.references([{"prompt": "x", "reference": 3}])
     with pytest.raises(ValueError, match=r"gone.png cannot be read: it does not exist"):
         from_files.check(policy, [tmp_path / "gone.png"])
     small_one = save(torch.rand(3, 32, 32), tmp_path / "small.png")

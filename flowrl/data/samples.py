@@ -1,0 +1,173 @@
+"""Image files and the prompts that they are judged by.
+
+A list of files is a .jsonl with {"file", "prompt", **meta} a line; a scored folder's scores.jsonl
+is one too.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.data.media import IMAGE_SUFFIXES
+from flowrl.data.prompts import load_prompts
+
+LIST = "scores.jsonl"
+OWN_LISTS = (LIST, "metadata.jsonl")  # of a folder, the first that is there
+# keys of a line that are not meta
+RESERVED = ("file", "file_name", "prompt", "scores", "weights", "total")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A file and the prompt it is judged by; meta is what rewards may read of the prompt."""
+
+    path: Path
+    prompt: str
+    meta: dict[str, Any]
+
+
+def collect(
+    media: Sequence[Path], *, prompt: str | None = None, prompts: Path | None = None
+) -> list[Sample]:
+    """Images with their prompts; a folder stands for every image below it, sorted by path.
+
+    prompt: of all. prompts: a list; "file" is a path from its folder, or a bare name; an image may
+    have several lines. Neither: each folder's own scores.jsonl or metadata.jsonl ("file_name" is
+    read as "file"), whose lines are the samples. An image without a prompt, given twice for one, or
+    sharing a line with another -> ValueError.
+    """
+    if prompt is not None and prompts is not None:
+        raise ValueError("give --prompt, for all images, or --prompts, a list; not both")
+    if prompt is not None:
+        samples = _of_one_prompt(media, prompt)
+    elif prompts is not None:
+        samples = _listed([path for place in media for path in images(place)], prompts)
+    else:
+        samples = [sample for place in media for sample in _own(place)]
+    _check_distinct(samples)
+    return samples
+
+
+def _of_one_prompt(media: Sequence[Path], prompt: str) -> list[Sample]:
+    if not prompt.strip():
+        raise ValueError("--prompt is empty; give the text that the images are judged by")
+    paths = [path for place in media for path in images(place)]
+    return [Sample(path=path, prompt=prompt, meta={}) for path in paths]
+
+
+def _check_distinct(samples: Sequence[Sample]) -> None:
+    seen = set()
+    for sample in samples:
+        name = (sample.path.resolve(), sample.prompt)
+        if name in seen:
+            raise ValueError(
+                f'{sample.path} is given twice for the prompt "{sample.prompt}"; name each image'
+                " once"
+            )
+        seen.add(name)
+
+
+def images(place: Path) -> list[Path]:
+    """The file itself, or every image below a folder but hidden ones.
+
+    None there, or a file of another kind -> ValueError.
+    """
+    known = ", ".join(IMAGE_SUFFIXES)
+    if place.is_dir():
+        files = (path for path in place.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+        found = sorted(path for path in files if path.name[0] != ".")
+        if not found:
+            raise ValueError(f"{place} holds no image ({known})")
+        return found
+    if not place.is_file():
+        raise ValueError(f"{place} does not exist; give image files, or a folder of them")
+    if place.suffix.lower() not in IMAGE_SUFFIXES:
+        raise ValueError(f"{place} is not an image file; what is scored ends in {known}")
+    return [place]
+
+
+def read_list(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(where, entry) of each line of a .jsonl list, every entry with a "file" and a "prompt".
+
+    Else ValueError that names file and line.
+    """
+    if path.suffix != ".jsonl":
+        raise ValueError(
+            f'{path} is not a .jsonl list; each line of one is like {{"file": "a.png", "prompt": "a'
+            ' red circle"}'
+        )
+    entries = load_prompts(str(path))  # judges the file, its JSON and the prompts
+    lines = path.read_bytes().decode("utf-8-sig").split("\n")
+    numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
+    out = []
+    for number, entry in zip(numbers, entries, strict=True):
+        file = entry.get("file", entry.get("file_name"))
+        if not isinstance(file, str) or not file:
+            raise ValueError(
+                f'{path}, line {number} needs a "file", the path of an image, as in {{"file":'
+                ' "a.png", "prompt": "..."}'
+            )
+        out.append((f"{path}, line {number}", {**entry, "file": file}))
+    return out
+
+
+def meta_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line says beside the file, its prompt and its scores."""
+    return {key: value for key, value in entry.items() if key not in RESERVED}
+
+
+def _sample(path: Path, entry: Mapping[str, Any]) -> Sample:
+    return Sample(path=path, prompt=entry["prompt"], meta=meta_of(entry))
+
+
+def _listed(paths: Sequence[Path], source: Path) -> list[Sample]:
+    """Samples of the lines that name each image, by path or by bare name."""
+    by_file = _by_file(source)
+    out, served = [], {}
+    for path in paths:
+        lines = by_file.get(path.resolve()) or by_file.get(path.name)
+        if not lines:
+            raise ValueError(
+                f'{path} has no line in {source}; add {{"file": "{path.name}", "prompt": "..."}}'
+            )
+        for where, entry in lines:
+            other = served.setdefault(where, path)
+            if other != path:
+                raise ValueError(
+                    f'{where} names both {other} and {path}; write paths as "file", or give each'
+                    " image once"
+                )
+            out.append(_sample(path, entry))
+    return out
+
+
+def _by_file(source: Path) -> dict[str | Path, list[tuple[str, dict[str, Any]]]]:
+    """Lines of a list by the path of their file, and by its bare name where they give no path."""
+    out: dict[str | Path, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+    for where, entry in read_list(source):
+        out[(source.parent / entry["file"]).resolve()].append((where, entry))
+        if Path(entry["file"]).name == entry["file"]:
+            out[entry["file"]].append((where, entry))
+    return out
+
+
+def _own(place: Path) -> list[Sample]:
+    """Samples of a folder's own list, which must name every image below the folder."""
+    source = next((place / name for name in OWN_LISTS if (place / name).is_file()), None)
+    if source is None:
+        known = f" or a {' or '.join(OWN_LISTS)} in it" if place.is_dir() else ""
+        raise ValueError(
+            f"{place} has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl{known}"
+        )
+    samples = [_sample(place / entry["file"], entry) for _, entry in read_list(source)]
+    named = {sample.path.resolve() for sample in samples}
+    for path in images(place):
+        if path.resolve() not in named:
+            raise ValueError(
+                f"{path} has no line in {source}; add one, or give --prompts with another list"
+            )
+    return samples
