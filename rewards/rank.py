@@ -1,9 +1,10 @@
 """Rank within a group by any other reward: what is left of a score when only the order counts.
 
 `flow_factory` is Flow-Factory's groupwise reward (github.com/X-GenGroup/Flow-Factory,
-rewards/pick_score.py), there of PickScore only: rank 0 for the worst, over n. Departures: ties
-share their mean rank (there argsort breaks them by place in the batch); a sample that could not be
-scored takes no rank and does not count in n. `unit` equals win_rate with a hard pointwise judge.
+rewards/pick_score.py), which ranks by PickScore only: rank 0 for the worst, over n. Departures:
+ties share their mean rank (in Flow-Factory argsort breaks them by place in the batch); a sample
+that could not be scored takes no rank and does not count in n. `unit` equals win_rate with a hard
+pointwise judge.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.sharpness import HALF_A_LEVEL, luma
 from flowrl.types import MediaContext
 
-SIDE = 128  # repetition is read off a picture whose shorter side has at most this many pixels
+SIDE = 128  # repetition is measured on a picture whose shorter side has at most this many pixels
 STEP = 4 / 255  # a step between neighbours that counts half in seams
 
 

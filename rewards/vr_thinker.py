@@ -273,7 +273,7 @@ class VrThinker(JudgeReward):
     def _served(self, asked: list[int], total: int, in_use: int) -> str:
         """What to say to a request for frames; one that is not served -> _NotServed.
 
-        total: frames that there are. in_use: pictures that the dialogue holds already.
+        total: number of frames. in_use: pictures that the dialogue holds already.
         """
         if not asked:
             raise _NotServed(

@@ -1,9 +1,11 @@
 """Win rate within a group (Pref-GRPO, arXiv:2508.20751).
 
 A sample's reward is how often it is preferred to the others of its prompt. Pairwise preferences
-cannot be inflated by a model that learns to please a score: the rates of a group always sum to G /
-2. Reference: github.com/CodeGoat24/Pref-GRPO, fastvideo/rewards. Departures: * A pair that the
-judge could not decide counts for nobody; in the reference it is a tie, 0.5 to
+cannot be inflated by a model that learns to please a score: the rates of a group always sum to
+G / 2. Reference: github.com/CodeGoat24/Pref-GRPO, fastvideo/rewards.
+
+Departures:
+* A pair that the judge could not decide counts for neither; in the reference it is a tie, 0.5 to
   both, as is an unreadable answer.
 * The reference rounds rates to 3 decimals (`decimals=3`); here they stay exact by default.
 * A sample without another of its group is NaN, with the reason in the log; in the reference it
