@@ -48,7 +48,8 @@ from flowrl.rewards.server.http_client import Again, Client, Ended, busy, persis
 logger = logging.getLogger("flowrl")
 T = TypeVar("T")
 Message = dict[str, Any]
-LONGEST_PAUSE = 300.0  # seconds: a server that asks for more is taken to be gone
+# seconds: a server that asks for more is taken to be gone
+LONGEST_PAUSE = 300.0
 # bytes of a reply: thousands of tokens with 20 log-probabilities each are fewer
 LARGEST = 64 * 2**20
 
@@ -157,8 +158,10 @@ class Judge:
     def ask_all(
         self, questions: Sequence[list[Message]], read: Callable[[Reply], T]
     ) -> list[T | Failed]:
-        """Ask all questions, `concurrency` at a time -> what `read` makes of each reply, or why
-        there is none, in the order asked."""
+        """Ask all questions, `concurrency` at a time, and read the replies, in the order asked.
+
+        What `read` makes of each reply, or why there is none.
+        """
 
         def job(question: list[Message], ask: Ask) -> T:
             return read(ask(question))

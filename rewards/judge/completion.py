@@ -12,8 +12,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """text: what the model said, "" if nothing. first: log-probability of each likely first token.
-    cut: max_tokens ended it."""
+    """What the model said, "" if nothing.
+
+    first: log-probability of each likely first token. cut: max_tokens ended it.
+    """
 
     text: str
     tokens: int | None

@@ -1,8 +1,8 @@
-"""One server over HTTP, for judges and remote rewards: whole answers within a time and a size,
-asked for again while the server is busy or away.
+"""One server over HTTP, for judges and remote rewards: whole answers, and tries again.
 
-httpx limits each read of an answer, so that a server that sends a byte now and then could take any
-time; here the limit holds for the whole answer. tenacity counts the tries and the pauses.
+httpx limits the time of each read, so that a server that sends a byte now and then could take for
+ever; here the limit holds for the whole answer, and so does one of its size. While the server is
+busy or away it is asked again, with tenacity's count of tries and pauses.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""The reward server under load: many clients, each asking for one picture at a time, on loopback;
-is every score there, once, and exact?
+"""The reward server under load: is every score there, once, and exact?
 
-    python scripts/bench/server.py                     # 64 clients x 200 pictures, twice: left
-    alone, and killed half way
+    python scripts/bench/server.py                     # 64 clients x 200 pictures
     python scripts/bench/server.py --clients 16 --images 20
 
-The server is a process of its own and serves `jpeg` and `light` below, which reads every bit of the
-floats. lost: samples without a score. wrong: scores that differ from the local ones. scored: what
-the server counted; more than were asked for would be duplicates.
+Many clients on loopback, each asking for one picture at a time; once the server is left alone, and
+once it is killed half way. The server is a process of its own and serves `jpeg` and `light` below,
+which reads every bit of the floats. lost: samples without a score. wrong: scores that differ from
+the local ones. scored: what the server counted; more than were asked for would be duplicates.
 """
 
 from __future__ import annotations
@@ -39,15 +38,14 @@ def light(media: Tensor, prompts: list[str], context=None) -> Tensor:
 
 def picture(client: int, number: int, side: int) -> Tensor:
     """(1, 3, side, side), another one for each client and number."""
-    return torch.rand(
-        1, 3, side, side, generator=torch.Generator().manual_seed(client * 1_000_003 + number)
-    )
+    generator = torch.Generator().manual_seed(client * 1_000_003 + number)
+    return torch.rand(1, 3, side, side, generator=generator)
 
 
 @contextlib.contextmanager
 def serving(port: int) -> Iterator[subprocess.Popen]:
     code = (
-        "import torch; torch.set_num_threads(1); from flowrl.rewards.server.service import Server;"
+        "import torch; torch.set_num_threads(1); from flowrl.rewards.server.app import Server;"
         f" Server({SERVED!r}, port={port}, device='cpu').run()"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
@@ -75,8 +73,7 @@ def ask(url: str, client: int, images: int, side: int) -> Tensor:
 
 
 def supervise(url: str, port: int, kill_at: int | None, done: threading.Event) -> None:
-    """Serve until done; with kill_at, SIGKILL once so many samples are scored, and a second later
-    another server."""
+    """Serve until done; with kill_at, SIGKILL at so many samples, a second later another server."""
     if kill_at is not None:
         with serving(port):
             while scored(url) < kill_at:
@@ -86,36 +83,56 @@ def supervise(url: str, port: int, kill_at: int | None, done: threading.Event) -
         done.wait()
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 def load(args: argparse.Namespace, expected: Tensor, *, kill: bool) -> str:
     """One row of the table."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    url, done = f"http://127.0.0.1:{port}", threading.Event()
-    supervisor = threading.Thread(
-        target=supervise,
-        args=(url, port, expected.numel() // 2 if kill else None, done),
-        daemon=True,
-    )
+    port, done = free_port(), threading.Event()
+    url, kill_at = f"http://127.0.0.1:{port}", expected.numel() // 2 if kill else None
+    supervisor = threading.Thread(target=supervise, args=(url, port, kill_at, done), daemon=True)
     supervisor.start()
     try:
         scored(url)
         began = time.perf_counter()
-        with ThreadPoolExecutor(args.clients) as pool:
-            totals = torch.stack(
-                list(
-                    pool.map(
-                        lambda client: ask(url, client, args.images, args.side), range(args.clients)
-                    )
-                )
-            )
+        totals = ask_all(url, args)
         seconds = time.perf_counter() - began
         counted = "-" if kill else str(scored(url))
     finally:
         done.set()
         supervisor.join()
+    return row("killed half way" if kill else "left alone", totals, expected, seconds, counted)
+
+
+def ask_all(url: str, args: argparse.Namespace) -> Tensor:
+    """(clients, images) totals, all clients at once."""
+
+    def one(client: int) -> Tensor:
+        return ask(url, client, args.images, args.side)
+
+    with ThreadPoolExecutor(args.clients) as pool:
+        return torch.stack(list(pool.map(one, range(args.clients))))
+
+
+HEAD = f"{'server':16}{'samples':>9}{'samples/s':>12}{'lost':>6}{'wrong':>7}{'scored':>8}"
+
+
+def row(name: str, totals: Tensor, expected: Tensor, seconds: float, counted: str) -> str:
     lost, wrong = int(totals.isnan().sum()), int((totals != expected).sum())
     rate, worst = totals.numel() / seconds, float((totals - expected).abs().max())
-    return f"{'killed half way' if kill else 'left alone':16}{totals.numel():9}{rate:12.0f}{lost:6}{wrong:7}{counted:>8}{worst:16.1e}"
+    counts = f"{totals.numel():9}{rate:12.0f}{lost:6}{wrong:7}{counted:>8}"
+    return f"{name:16}{counts}{worst:16.1e}"
+
+
+def local_totals(args: argparse.Namespace) -> Tensor:
+    """(clients, images): what the served rewards give in this process."""
+    local, totals = rewards.load_set(SERVED), []
+    for client in range(args.clients):
+        pictures = torch.cat([picture(client, i, args.side) for i in range(args.images)])
+        totals.append(rewards.score(pictures, [""] * args.images, local).total)
+    return torch.stack(totals)
 
 
 def main() -> None:
@@ -128,15 +145,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("flowrl").setLevel("ERROR")  # each client would say that the server is away
-    local, everything = rewards.load_set(SERVED), []
-    for client in range(args.clients):
-        pictures = torch.cat([picture(client, i, args.side) for i in range(args.images)])
-        everything.append(rewards.score(pictures, [""] * args.images, local).total)
-    expected = torch.stack(everything)
-    print(
-        f"{'server':16}{'samples':>9}{'samples/s':>12}{'lost':>6}{'wrong':>7}{'scored':>8}{'max difference':>16}",
-        flush=True,
-    )
+    expected = local_totals(args)
+    print(f"{HEAD}{'max difference':>16}", flush=True)
     for kill in (False, True):
         print(load(args, expected, kill=kill), flush=True)
 

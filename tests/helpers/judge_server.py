@@ -1,5 +1,4 @@
-"""A scripted OpenAI-compatible server for tests: http.server in a thread, replies by a function of
-the request."""
+"""A scripted OpenAI-compatible server for tests: replies are a function of the request."""
 
 import base64
 import io
@@ -16,8 +15,10 @@ from PIL import Image
 
 @dataclass
 class Answer:
-    """What the server sends: a chat completion with this text, or `raw` bytes; first: token ->
-    probability of the first token."""
+    """What the server sends: a chat completion with this text, or `raw` bytes.
+
+    first: token -> probability of the first token. delay: seconds before it is sent.
+    """
 
     text: str | None = ""
     status: int = 200
@@ -37,82 +38,80 @@ class Answer:
             "finish_reason": self.finish,
         }
         if self.first is not None:
-            top = [{"token": token, "logprob": math.log(p)} for token, p in self.first.items()]
-            choice["logprobs"] = {
-                "content": [
-                    {"token": top[0]["token"] if top else "", "logprob": 0.0, "top_logprobs": top}
-                ]
-            }
+            choice["logprobs"] = {"content": [self.first_position()]}
         data = {"object": "chat.completion", "choices": [choice]}
-        return json.dumps(
-            data if self.tokens is None else {**data, "usage": {"total_tokens": self.tokens}}
-        ).encode()
+        usage = {} if self.tokens is None else {"usage": {"total_tokens": self.tokens}}
+        return json.dumps(data | usage).encode()
+
+    def first_position(self):
+        top = [{"token": token, "logprob": math.log(p)} for token, p in self.first.items()]
+        return {"token": top[0]["token"] if top else "", "logprob": 0.0, "top_logprobs": top}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers with what the script of its JudgeServer says; a subclass has that as `judge`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        number = self.judge.arrived(body, self.headers.get("Authorization"), self.path)
+        answer = self.judge.script(body, number)
+        answer = answer if isinstance(answer, Answer) else Answer(answer)
+        time.sleep(answer.delay)
+        self.judge.left()
+        self.send(answer)
+
+    def do_GET(self):
+        if self.path.endswith("/v1/models"):
+            self.send(Answer(raw=b'{"data": [{"id": "the-model"}]}'))
+        else:
+            self.send(Answer(raw=b"Not Found", status=404))
+
+    def send(self, answer):
+        data = answer.body()
+        headers = {"Content-Type": "application/json", **answer.headers}
+        try:
+            self.send_response(answer.status)
+            for name, value in {**headers, "Content-Length": str(len(data))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+        except OSError:  # the client gave up
+            self.close_connection = True
+
+    def log_message(self, *args):
+        pass
 
 
 class JudgeServer:
-    """script(body, n) -> str or Answer to request n, from 0. requests: bodies; keys: Authorization
-    headers; peak: most at once."""
+    """script(body, n) -> str or Answer to request n, from 0.
+
+    requests: bodies. keys: Authorization headers. peak: most at once.
+    """
 
     def __init__(self, script):
-        self.script, self.requests, self.keys, self.paths, self.peak, self.open = (
-            script,
-            [],
-            [],
-            [],
-            0,
-            0,
-        )
+        self.script = script
+        self.requests, self.keys, self.paths = [], [], []
+        self.open = self.peak = 0
         self.lock = threading.Lock()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with outer.lock:
-                    n = len(outer.requests)
-                    outer.requests.append(body)
-                    outer.keys.append(self.headers.get("Authorization"))
-                    outer.paths.append(self.path)
-                    outer.open += 1
-                    outer.peak = max(outer.peak, outer.open)
-                answer = outer.script(body, n)
-                answer = answer if isinstance(answer, Answer) else Answer(answer)
-                time.sleep(answer.delay)
-                with outer.lock:
-                    outer.open -= 1
-                self.send(answer)
-
-            def do_GET(self):
-                known = self.path.endswith("/v1/models")
-                self.send(
-                    Answer(
-                        raw=b'{"data": [{"id": "the-model"}]}' if known else b"Not Found",
-                        status=200 if known else 404,
-                    )
-                )
-
-            def send(self, answer):
-                data = answer.body()
-                try:
-                    self.send_response(answer.status)
-                    for name, value in {
-                        "Content-Type": "application/json",
-                        **answer.headers,
-                        "Content-Length": str(len(data)),
-                    }.items():
-                        self.send_header(name, value)
-                    self.end_headers()
-                    self.wfile.write(data)
-                except OSError:  # the client gave up
-                    self.close_connection = True
-
-            def log_message(self, *args):
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        handler = type("OwnHandler", (Handler,), {"judge": self})
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.http.daemon_threads, self.http.block_on_close = True, False
+
+    def arrived(self, body, key, path):
+        """Notes a request -> its number."""
+        with self.lock:
+            self.requests.append(body)
+            self.keys.append(key)
+            self.paths.append(path)
+            self.open += 1
+            self.peak = max(self.peak, self.open)
+            return len(self.requests) - 1
+
+    def left(self):
+        with self.lock:
+            self.open -= 1
 
     @property
     def url(self):
@@ -141,21 +140,15 @@ def serving(script):
 def words(body, message=-1):
     """The text of one message of a request, <image> where a picture stands."""
     content = body["messages"][message]["content"]
-    return (
-        content
-        if isinstance(content, str)
-        else "".join(part.get("text", "<image>") for part in content)
-    )
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", "<image>") for part in content)
 
 
 def pictures(body):
     """The pictures of a request, decoded, in order."""
-    parts = [
-        part
-        for message in body["messages"]
-        if isinstance(message["content"], list)
-        for part in message["content"]
-    ]
+    contents = [message["content"] for message in body["messages"]]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
     urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
     assert all(url.startswith("data:image/png;base64,") for url in urls)
     return [Image.open(io.BytesIO(base64.b64decode(url.split(",", 1)[1]))) for url in urls]
