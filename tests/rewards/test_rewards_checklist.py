@@ -111,15 +111,15 @@ def test_each_question_is_asked_once_about_its_own_picture_in_chunks():
     reward = rewards.load("checklist", answerer=judge, chunk=2)
     lists = [[ask("bright?"), ask("dark?"), ask("yes")], [ask("bright?")]]
     values = reward(media, ["", ""], context(*lists))
-    assert values.tolist() == pytest.approx([2 / 3, 0.8]) and sorted(judge.asked) == [
+    assert values.tolist() == pytest.approx([2 / 3, 0.8])
+    assert sorted(judge.asked) == [
         "bright?",
         "bright?",
         "dark?",
         "yes",
     ]
-    assert reward.last_answers[0] == pytest.approx([0.2, 0.8, 1.0]) and reward.last_answers[
-        1
-    ] == pytest.approx([0.8])
+    assert reward.last_answers[0] == pytest.approx([0.2, 0.8, 1.0])
+    assert reward.last_answers[1] == pytest.approx([0.8])
 
 
 def test_parts_do_not_ask_again_and_give_all_and_the_share_of_yes():
@@ -180,10 +180,10 @@ def test_of_a_video_evenly_spaced_frames_are_asked_about_and_averaged():
     media = (torch.arange(8) / 10).view(1, 8, 1, 1, 1).expand(1, 8, 3, 4, 4)
     judge = Judge({"how bright?": lambda mean: mean})
     reward = rewards.load("checklist", answerer=judge, frames=2)
-    assert (
-        reward(media, [""], context([ask("how bright?")])).item() == pytest.approx((0.2 + 0.6) / 2)
-        and len(judge.asked) == 2
+    assert reward(media, [""], context([ask("how bright?")])).item() == pytest.approx(
+        (0.2 + 0.6) / 2
     )
+    assert len(judge.asked) == 2
 
 
 def test_a_judge_may_be_named_by_a_file(tmp_path):
@@ -236,11 +236,9 @@ def test_what_was_answered_last_is_told_again_without_asking_and_says_what_a_par
         [(0.9, 0.9, False), (None, None, False)],
     ]
     assert [q["question"] for q in told[0]] == ["no", "yes"] and len(judge.asked) == 4
-    assert (
-        reward.told(media + 0.001, where) is None
-        and reward.told(media[:1], context([ask("no")])) is None
-        and len(judge.asked) == 4
-    )
+    assert reward.told(media + 0.001, where) is None
+    assert reward.told(media[:1], context([ask("no")])) is None
+    assert len(judge.asked) == 4
 
 
 # --- code
@@ -291,9 +289,8 @@ def test_on_shapes_the_score_is_one_exactly_where_the_strict_verifier_says_so():
     given = rewards.load("checklist")(
         media, prompts, MediaContext(meta=checklists.with_checklists(metas, checklists.from_shapes))
     )
-    assert [value == 1 for value in written.tolist()] == strict and 50 < sum(strict) < len(
-        strict
-    ) - 150
+    assert [value == 1 for value in written.tolist()] == strict
+    assert 50 < sum(strict) < len(strict) - 150
     assert torch.equal(written, given)
 
 
@@ -435,21 +432,17 @@ def test_a_question_for_a_judge_without_one_is_named():
 def test_what_each_setting_reads_is_checked_before_a_run():
     assert rewards.load("checklist").reads == {"checklist"}
     shapes = rewards.load("checklist", questions="shapes")
-    assert (
-        shapes.reads == {"include"}
-        and "include=None" in shapes.complaint({})
-        and shapes.complaint(find("a circle")) is None
-    )
+    assert shapes.reads == {"include"}
+    assert "include=None" in shapes.complaint({})
+    assert shapes.complaint(find("a circle")) is None
     assert "include=None" in rewards.load(
         "checklist", questions="geneval", answerer=Judge({})
     ).complaint({})
 
 
 def test_an_answerer_that_answers_nothing_or_settings_without_one_are_refused():
-    with pytest.raises(
-        ValueError,
-        match="answerer=jpeg: it does not answer questions; choose vlm_yesno or vqascore",
-    ):
+    said = "answerer=jpeg: it does not answer questions; choose vlm_yesno or vqascore"
+    with pytest.raises(ValueError, match=said):
         rewards.load("checklist", answerer="jpeg")
     with pytest.raises(ValueError, match="answerer_settings=.* but no answerer"):
         rewards.load("checklist", answerer_settings={"url": "http://localhost"})

@@ -1,5 +1,4 @@
-"""The clip reward: the cosine of the two towers, its ways from media to the network, its gradient,
-its presets, its settings."""
+"""The clip reward: cosines, ways from media to the network, gradients, presets, settings."""
 
 import logging
 
@@ -14,6 +13,7 @@ from flowrl import rewards
 from flowrl.rewards.core import tokens
 from flowrl.runtime.registry import find
 
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 MODULE = find("flowrl.rewards", "clip", what="reward")
 
 
@@ -50,10 +50,9 @@ def test_clip_is_the_cosine_of_the_two_towers(clip, media):
     from open_clip.transform import image_transform
 
     reward, preprocess = clip(transform="pil"), image_transform(32, is_train=False)
+    pixels = torch.stack([preprocess(picture) for picture in tiny_clip.pil(media)])
     with torch.no_grad():
-        image = reward.towers.model.encode_image(
-            torch.stack([preprocess(picture) for picture in tiny_clip.pil(media)])
-        )
+        image = reward.towers.model.encode_image(pixels)
         text = reward.towers.model.encode_text(open_clip.tokenize(PROMPTS))
     expected = torch.nn.functional.cosine_similarity(image, text)
     out = reward(media, PROMPTS)
@@ -62,9 +61,8 @@ def test_clip_is_the_cosine_of_the_two_towers(clip, media):
 
 
 def test_clip_on_tensors_follows_the_models_own_preprocessing(clip):
-    smooth = torch.nn.functional.interpolate(
-        torch.rand(4, 3, 6, 8), (48, 64), mode="bicubic"
-    ).clamp(0, 1)
+    coarse = torch.rand(4, 3, 6, 8)
+    smooth = torch.nn.functional.interpolate(coarse, (48, 64), mode="bicubic").clamp(0, 1)
     own, tensor = clip(transform="pil"), clip(transform="tensor")
     pixels = [reward.pixels(smooth) for reward in (own, tensor)]
     assert (pixels[0] - pixels[1]).abs().mean() < 1 / 255 / 0.26  # less than one byte
@@ -76,9 +74,7 @@ def test_clip_bilinear_is_torchvisions_resize_and_crop(clip):
 
     reward, wide = clip(transform="tv_bilinear", rounding=False), torch.rand(2, 3, 48, 64)
     expected = F.center_crop(F.resize(wide, 32, F.InterpolationMode.BILINEAR, antialias=True), 32)
-    expected = F.normalize(
-        expected, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-    )
+    expected = F.normalize(expected, MEAN, STD)
     assert torch.allclose(reward.pixels(wide), expected, atol=1e-6)
     assert not torch.allclose(reward.pixels(wide), clip(rounding=False).pixels(wide), atol=1e-2)
 
@@ -107,42 +103,33 @@ def test_clip_repeats_itself_and_does_not_depend_on_batch_mates(clip, media):
 
 def test_clip_pairs_each_image_with_its_own_prompt(clip, media):
     reward = clip()
-    assert torch.allclose(
-        reward(media, PROMPTS).flip(0), reward(media.flip(0), PROMPTS[::-1]), atol=1e-6
-    )
+    flipped = reward(media.flip(0), PROMPTS[::-1])
+    assert torch.allclose(reward(media, PROMPTS).flip(0), flipped, atol=1e-6)
     assert not torch.allclose(reward(media, PROMPTS), reward(media, PROMPTS[::-1]), atol=1e-3)
     repeated = reward(media[[0, 0, 1]], ["a cat", "a dog", "a cat"])
-    assert (
-        torch.allclose(repeated[0], reward(media[:1], ["a cat"])[0], atol=1e-6)
-        and repeated[0] != repeated[1]
-    )
+    assert torch.allclose(repeated[0], reward(media[:1], ["a cat"])[0], atol=1e-6)
+    assert repeated[0] != repeated[1]
 
 
 def test_clip_of_a_video_is_the_mean_over_its_frames(clip, media):
     reward = clip()
     frames = reward(media, ["a cat", "a cat", "a dog", "a dog"])
-    assert torch.allclose(
-        reward(media.view(2, 2, 3, 16, 16), ["a cat", "a dog"]),
-        frames.view(2, 2).mean(1),
-        atol=1e-6,
-    )
+    videos = reward(media.view(2, 2, 3, 16, 16), ["a cat", "a dog"])
+    assert torch.allclose(videos, frames.view(2, 2).mean(1), atol=1e-6)
 
 
 @pytest.mark.parametrize("transform", ["tensor", "tv_bilinear"])
 def test_clip_without_rounding_has_the_gradient_of_finite_differences(clip, media, transform):
     reward = clip(transform=transform, rounding=False)
     reward.towers.double()
-    x = (
-        (0.3 + 0.4 * media[:2]).double().requires_grad_()
-    )  # enlarged, it overshoots, but into no clamp
+    # Enlarged, it overshoots, but does not reach a clamp.
+    x = (0.3 + 0.4 * media[:2]).double().requires_grad_()
     direction = torch.randn_like(x)
     assert reward.differentiable
     slope = (torch.autograd.grad(_double(reward, x).sum(), x)[0] * direction).sum()
-    h = 1e-4
+    step = 1e-4 * direction
     with torch.no_grad():
-        numeric = (
-            _double(reward, x + h * direction) - _double(reward, x - h * direction)
-        ).sum() / (2 * h)
+        numeric = (_double(reward, x + step) - _double(reward, x - step)).sum() / 2e-4
     assert slope.abs() > 1e-4 and torch.allclose(slope, numeric, rtol=1e-4)
 
 
@@ -167,10 +154,9 @@ def test_clip_that_rounds_refuses_to_pretend_it_has_a_gradient(clip, media, sett
 
 def test_rounding_scores_what_a_saved_png_would_show(clip, media):
     as_saved = (media * 255).round() / 255
-    assert torch.equal(clip(rounding=True)(media, PROMPTS), clip(rounding=False)(as_saved, PROMPTS))
-    assert not torch.equal(
-        clip(rounding=True)(media, PROMPTS), clip(rounding=False)(media, PROMPTS)
-    )
+    scores = clip(rounding=True)(media, PROMPTS)
+    assert torch.equal(scores, clip(rounding=False)(as_saved, PROMPTS))
+    assert not torch.equal(scores, clip(rounding=False)(media, PROMPTS))
 
 
 @pytest.mark.parametrize(
@@ -209,41 +195,27 @@ def test_clip_weights_load_from_a_file(clip, tiny, media, tmp_path):
 
 
 def test_clip_pixels_that_a_bicubic_overshoots_are_clamped_as_pil_clamps_them(clip):
-    edges = (
-        (torch.rand(1, 3, 8, 8) > 0.5).float().repeat_interleave(16, -1).repeat_interleave(16, -2)
-    )
-    white = (1 - torch.tensor([0.48145466, 0.4578275, 0.40821073])) / torch.tensor(
-        [0.26862954, 0.26130258, 0.27577711]
-    )
-    pixels = clip(rounding=False).pixels(edges)
+    squares = (torch.rand(1, 3, 8, 8) > 0.5).float()
+    edges = squares.repeat_interleave(16, -1).repeat_interleave(16, -2)
+    white = (1 - torch.tensor(MEAN)) / torch.tensor(STD)
+    pixels, by_pil = clip(rounding=False).pixels(edges), clip(transform="pil").pixels(edges)
     assert torch.allclose(pixels.amax((0, 2, 3)), white, atol=1e-6)
-    assert (
-        pixels - clip(transform="pil").pixels(edges)
-    ).abs().max() < 4 / 255 / 0.26  # PIL rounds twice
+    assert (pixels - by_pil).abs().max() < 4 / 255 / 0.26  # PIL rounds twice
 
 
 # --- CLIPs of transformers
 
 
 def logits(folder, media, prompts, *, side=32, padding="longest"):
-    """What transformers itself gives: its own processor on PIL images, its own tokenizer, its own
-    forward."""
+    """What transformers' own processor (on PIL images), tokenizer and forward give."""
     from transformers import CLIPModel, CLIPTokenizer
 
-    model, tokenizer = (
-        CLIPModel.from_pretrained(folder).eval(),
-        CLIPTokenizer.from_pretrained(folder),
-    )
-    pixels = tiny_clip.processor("clip", side)(tiny_clip.pil(media), return_tensors="pt")[
-        "pixel_values"
-    ]
+    model = CLIPModel.from_pretrained(folder).eval()
+    tokenizer = CLIPTokenizer.from_pretrained(folder)
+    cut = {"truncation": True, "max_length": 77, "return_tensors": "pt"}
+    pictures = tiny_clip.processor("clip", side)(tiny_clip.pil(media), return_tensors="pt")
     with torch.no_grad():
-        out = model(
-            **tokenizer(
-                prompts, padding=padding, truncation=True, max_length=77, return_tensors="pt"
-            ),
-            pixel_values=pixels,
-        )
+        out = model(**tokenizer(prompts, padding=padding, **cut), **pictures)
     return out.logits_per_image.diagonal()
 
 
@@ -257,20 +229,16 @@ def test_a_folder_of_transformers_scores_as_its_own_processor_and_forward(folder
 def test_flow_factory_is_the_processor_and_nft_the_bilinear_resize_of_one_network(folder):
     from torchvision.transforms import functional as F
 
-    media = torch.nn.functional.interpolate(torch.rand(4, 3, 9, 9), (57, 80), mode="bicubic").clamp(
-        0, 1
-    )
+    coarse = torch.rand(4, 3, 9, 9)
+    media = torch.nn.functional.interpolate(coarse, (57, 80), mode="bicubic").clamp(0, 1)
     flow_factory, nft = (
         rewards.load("clip", preset=name, pretrained=str(folder))
         for name in ("flow_factory", "nft")
     )
-    assert torch.allclose(
-        flow_factory(media, PROMPTS), logits(folder, media, PROMPTS) / 100, atol=1e-5
-    )
+    expected = logits(folder, media, PROMPTS) / 100
+    assert torch.allclose(flow_factory(media, PROMPTS), expected, atol=1e-5)
     bilinear = F.center_crop(F.resize((media * 255).round() / 255, 32, antialias=True), 32)
-    expected = F.normalize(
-        bilinear, (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-    )
+    expected = F.normalize(bilinear, MEAN, STD)
     assert torch.allclose(nft.pixels(media), expected, atol=1e-6)
     image, text = nft.towers.image(expected), nft.towers.text(PROMPTS, "cpu")
     assert torch.allclose(nft(media, PROMPTS), (image * text).sum(-1), atol=1e-6)
@@ -295,46 +263,35 @@ def test_transformers_and_open_clip_cut_words_into_the_same_tokens(folder):
     ours = rewards.load("clip", model=str(folder)).towers
     ids = open_clip.tokenize(texts)
     for text, row, length in zip(texts, ids, ours.lengths(texts), strict=True):
-        assert (
-            ours.tokenizer(text)["input_ids"] == row[:length].tolist() and row[length:].sum() == 0
-        )
+        assert ours.tokenizer(text)["input_ids"] == row[:length].tolist()
+        assert row[length:].sum() == 0
 
 
 @pytest.mark.parametrize("transform", ["tensor", "tv_bilinear"])
 def test_a_clip_of_transformers_lets_the_gradient_through(folder, media, transform):
-    reward, x = (
-        rewards.load("clip", model=str(folder), transform=transform, rounding=False),
-        media.requires_grad_(),
-    )
+    reward = rewards.load("clip", model=str(folder), transform=transform, rounding=False)
+    x = media.requires_grad_()
     reward(x, PROMPTS).sum().backward()
     assert reward.differentiable and bool((x.grad.abs().amax((1, 2, 3)) > 0).all())
 
 
-def test_equal_pixels_score_equally_in_any_company(folder):
-    media = torch.rand(5, 3, 40, 57)
-    for settings in (
-        {"transform": "pil"},
-        {"transform": "tensor"},
-        {"preset": "nft", "pretrained": str(folder)},
-    ):
-        reward = rewards.load(
-            "clip", **({"model": str(folder)} if "preset" not in settings else {}), **settings
-        )
-        whole = reward(media, [*PROMPTS, "a cat"])
-        alone = torch.cat(
-            [reward(media[i : i + 1], [p]) for i, p in enumerate([*PROMPTS, "a cat"])]
-        )
-        swapped = reward(
-            media[[4, 0, 2, 0]],
-            [
-                "a cat",
-                "a cat",
-                "two red circles",
-                "a much longer prompt about nothing in particular",
-            ],
-        )
-        assert torch.allclose(whole, alone, atol=1e-6)
-        assert torch.allclose(swapped[:3], whole[[4, 0, 2]], atol=1e-6)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model": "{}", "transform": "pil"},
+        {"model": "{}", "transform": "tensor"},
+        {"preset": "nft", "pretrained": "{}"},
+    ],
+)
+def test_equal_pixels_score_equally_in_any_company(folder, settings):
+    media, prompts = torch.rand(5, 3, 40, 57), [*PROMPTS, "a cat"]
+    reward = rewards.load("clip", **{k: value.format(folder) for k, value in settings.items()})
+    whole = reward(media, prompts)
+    alone = torch.cat([reward(media[i : i + 1], [prompts[i]]) for i in range(5)])
+    assert torch.allclose(whole, alone, atol=1e-6)
+    others = ["a cat", "a cat", "two red circles", "a long prompt about nothing in particular"]
+    swapped = reward(media[[4, 0, 2, 0]], others)
+    assert torch.allclose(swapped[:3], whole[[4, 0, 2]], atol=1e-6)
 
 
 # --- presets, scale, prefix, long prompts
@@ -343,73 +300,58 @@ def test_equal_pixels_score_equally_in_any_company(folder):
 def test_presets_name_networks_and_weights_that_open_clip_knows():
     import open_clip
 
-    assert set(MODULE.PRESETS) == {
-        "nft",
-        "flow_factory",
-        "mix_grpo",
-        "dance_grpo",
-        "imagereward",
-        "hessel",
-        "shapes",
-    }
-    assert [MODULE.PRESETS[name]["transform"] for name in ("nft", "flow_factory", "mix_grpo")] == [
-        "tv_bilinear",
-        "pil",
-        "pil",
-    ]
-    for name, side, quick in (
-        ("mix_grpo", 378, True),
-        ("imagereward", 224, True),
-        ("hessel", 224, True),
-    ):
-        preset = MODULE.PRESETS[name]
+    presets = MODULE.PRESETS
+    names = {"nft", "flow_factory", "mix_grpo", "dance_grpo", "imagereward", "hessel", "shapes"}
+    assert set(presets) == names and presets["nft"]["transform"] == "tv_bilinear"
+    assert presets["flow_factory"]["transform"] == presets["mix_grpo"]["transform"] == "pil"
+    for name, side in {"mix_grpo": 378, "imagereward": 224, "hessel": 224}.items():
+        preset = presets[name]
         config = open_clip.get_model_config(preset["model"])
         weights = open_clip.get_pretrained_cfg(preset["model"], preset["pretrained"])
-        assert (
-            config["vision_cfg"]["image_size"] == side
-            and config["quick_gelu"] == weights["quick_gelu"] == quick
-        )
-    dance = open_clip.get_model_config(MODULE.PRESETS["dance_grpo"]["model"])
-    assert (
-        dance["vision_cfg"]["image_size"] == 224 and "quick_gelu" not in dance
-    )  # the 378-pixel weights, as their loader puts them
+        assert config["vision_cfg"]["image_size"] == side
+        assert config["quick_gelu"] is weights["quick_gelu"] is True
+    # DanceGRPO's loader puts weights for 378 pixels into this network.
+    dance = open_clip.get_model_config(presets["dance_grpo"]["model"])
+    assert dance["vision_cfg"]["image_size"] == 224 and "quick_gelu" not in dance
 
 
-def test_a_preset_takes_its_weights_from_a_file_and_keeps_the_preprocessing_of_its_tag(
-    clip, tiny, media, tmp_path, monkeypatch
-):
-    first, path = clip(transform="pil"), tmp_path / "weights.pt"
-    torch.save(first.towers.model.state_dict(), path)
-    monkeypatch.setitem(
-        MODULE.PRESETS, "dance_grpo", MODULE.PRESETS["dance_grpo"] | {"model": tiny}
-    )
-    dance = rewards.load("clip", preset="dance_grpo", pretrained=str(path))
-    assert torch.equal(dance(media, PROMPTS), first(media, PROMPTS)) and not dance.differentiable
+@pytest.fixture
+def preset(clip, tiny, tmp_path, monkeypatch):
+    """Loads a preset with the tiny network, its weights from a file."""
 
+    def load(name):
+        path = tmp_path / "weights.pt"
+        torch.save(clip(transform="pil").towers.model.state_dict(), path)
+        monkeypatch.setitem(MODULE.PRESETS, name, MODULE.PRESETS[name] | {"model": tiny})
+        return rewards.load("clip", preset=name, pretrained=str(path))
+
+    return load
+
+
+def test_a_preset_takes_its_weights_from_a_file(clip, preset, media):
+    dance = preset("dance_grpo")
+    assert torch.equal(dance(media, PROMPTS), clip(transform="pil")(media, PROMPTS))
+    assert not dance.differentiable
+
+
+def test_a_preset_with_its_weights_from_a_file_keeps_its_tags_preprocessing(preset, monkeypatch):
     def squash(model, tag):
         return {"resize_mode": "squash", "interpolation": "bicubic"} if tag == "dfn5b" else {}
 
+    dance = preset("dance_grpo")
     monkeypatch.setattr("open_clip.get_pretrained_cfg", squash)
-    monkeypatch.setitem(MODULE.PRESETS, "mix_grpo", MODULE.PRESETS["mix_grpo"] | {"model": tiny})
-    wide = torch.rand(2, 3, 32, 64)
-    mix = rewards.load("clip", preset="mix_grpo", pretrained=str(path))
-    assert torch.allclose(
-        mix.pixels(wide), torch.cat([mix.pixels(w[None]) for w in wide])
-    ) and mix.pixels(wide).shape[-2:] == (32, 32)
+    mix, wide = preset("mix_grpo"), torch.rand(2, 3, 32, 64)
+    assert torch.allclose(mix.pixels(wide), torch.cat([mix.pixels(w[None]) for w in wide]))
+    assert mix.pixels(wide).shape[-2:] == (32, 32)
     flat = wide.clone()
     flat[..., :16] = flat[..., 48:] = 0  # a crop would not see it
     assert not torch.allclose(mix.pixels(wide), mix.pixels(flat), atol=0.1)
     assert torch.allclose(dance.pixels(wide)[..., 2:-2], dance.pixels(flat)[..., 2:-2], atol=0.05)
 
 
-def test_hessels_score_is_two_and_a_half_times_the_positive_part_of_the_cosine(
-    clip, tiny, media, tmp_path, monkeypatch
-):
-    plain = clip(transform="pil")
-    torch.save(plain.towers.model.state_dict(), tmp_path / "weights.pt")
-    monkeypatch.setitem(MODULE.PRESETS, "hessel", MODULE.PRESETS["hessel"] | {"model": tiny})
-    cosine = plain(media, [f"A photo depicts {prompt}" for prompt in PROMPTS])
-    hessel = rewards.load("clip", preset="hessel", pretrained=str(tmp_path / "weights.pt"))
+def test_hessels_score_is_two_and_a_half_times_the_positive_cosine(clip, preset, media):
+    hessel = preset("hessel")
+    cosine = clip(transform="pil")(media, [f"A photo depicts {prompt}" for prompt in PROMPTS])
     assert torch.allclose(hessel(media, PROMPTS), 2.5 * cosine.clamp(min=0), atol=1e-6)
     assert hessel.value(torch.tensor([-0.3, 0.0, 0.2])).tolist() == pytest.approx([0.0, 0.0, 0.5])
     assert "2.5" in hessel.scale
@@ -418,18 +360,14 @@ def test_hessels_score_is_two_and_a_half_times_the_positive_part_of_the_cosine(
 def test_a_preset_refuses_settings_that_would_change_it(folder):
     with pytest.raises(ValueError, match="clip.preset=nft fixes what transform='pil' would change"):
         rewards.load("clip", preset="nft", pretrained=str(folder), transform="pil")
-    with pytest.raises(
-        ValueError, match="fixes what model='ViT-B-32', scale='hessel' would change"
-    ):
+    said = "fixes what model='ViT-B-32', scale='hessel' would change"
+    with pytest.raises(ValueError, match=said):
         rewards.load("clip", preset="flow_factory", model="ViT-B-32", scale="hessel")
-    assert rewards.load(
-        "clip", preset="nft", pretrained=str(folder), transform="tv_bilinear"
-    ).settings.model == str(folder)
+    same = rewards.load("clip", preset="nft", pretrained=str(folder), transform="tv_bilinear")
+    assert same.settings.model == str(folder)
 
 
-def test_prompts_over_the_token_limit_are_counted_once_and_cut(
-    clip, folder, media, caplog, monkeypatch
-):
+def test_long_prompts_are_counted_once_and_cut(clip, folder, media, caplog, monkeypatch):
     long = "cat " * 100
     for load in (clip, lambda: rewards.load("clip", model=str(folder))):
         monkeypatch.setattr(tokens, "_told", set())
@@ -439,17 +377,12 @@ def test_prompts_over_the_token_limit_are_counted_once_and_cut(
             cut = reward(media, ["a cat", long, long, "a dog"])
             reward(media, [long] * 4)
         said = [record.message for record in caplog.records if record.name == "flowrl"]
-        assert (
-            len(said) == 1
-            and "clip reads 77 tokens of a prompt: 1 of the first 3 are longer (up to 102)"
-            in said[0]
-        )
+        assert len(said) == 1
+        assert "clip reads 77 tokens of a prompt: 1 of the first 3 are longer (up to" in said[0]
         assert torch.allclose(cut[1], reward(media, ["cat " * 75] * 4)[1], atol=1e-6)
 
 
-def test_tokens_of_an_open_clip_model_with_a_tokenizer_of_transformers_are_counted_too(
-    clip, folder
-):
+def test_tokens_of_open_clips_tokenizer_of_transformers_are_counted_too(clip, folder):
     from open_clip.tokenizer import HFTokenizer
 
     towers = clip().towers
@@ -461,37 +394,26 @@ def test_tokens_of_an_open_clip_model_with_a_tokenizer_of_transformers_are_count
 # --- what is missing or does not fit
 
 
-def test_weights_that_cannot_be_fetched_are_named_with_the_place_to_put_them(caplog):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"clip needs openai/clip-vit-large-patch14.*set reward.clip.pretrained=/path/to/the"
-            r" folder"
-        ),
-    ):
-        rewards.load("clip", preset="nft")
-    for preset, place in (
-        ("dance_grpo", "apple/DFN5B"),
-        ("mix_grpo", "apple/DFN5B"),
-        (None, "laion/CLIP-ViT-B-32-laion2B-s34B-b79K"),
-    ):
-        with pytest.raises(
-            ValueError,
-            match=(
-                rf"open_clip_pytorch_model.bin of {place}.*set"
-                r" reward.clip.pretrained=/path/to/open_clip_py"
-            ),
-        ):
-            rewards.load("clip", preset=preset)
-    with pytest.raises(
-        ValueError,
-        match=r"clip needs nobody/nothing.*set reward.clip.model=local-dir:/path/to/the folder",
-    ):
-        rewards.load("clip", model="hf-hub:nobody/nothing")
+@pytest.mark.parametrize(
+    ("settings", "what", "setting"),
+    [
+        ({"preset": "nft"}, "openai/clip-vit-large-patch14", "pretrained=/path/to/the folder"),
+        ({"preset": "dance_grpo"}, "model.bin of apple/DFN5B", "pretrained=/path/to/open_clip_py"),
+        ({"preset": "mix_grpo"}, "model.bin of apple/DFN5B", "pretrained=/path/to/open_clip_py"),
+        ({}, "model.bin of laion/CLIP-ViT-B-32-laion2B", "pretrained=/path/to/open_clip_py"),
+        ({"model": "hf-hub:nobody/no"}, "nobody/no", "model=local-dir:/path/to/the folder"),
+    ],
+)
+def test_weights_that_cannot_be_fetched_are_named_with_where_to_put_them(
+    settings, what, setting, caplog
+):
+    with pytest.raises(ValueError, match=f"clip needs .*{what}.*set reward.clip.{setting}"):
+        rewards.load("clip", **settings)
     assert not caplog.records  # open_clip logs an error of its own
-    with pytest.raises(
-        ValueError, match=r"reward.clip.model=/nowhere/clip: there is no such file or folder"
-    ):
+
+
+def test_a_model_that_nobody_knows_is_named():
+    with pytest.raises(ValueError, match="clip.model=/nowhere/clip: there is no such file or"):
         rewards.load("clip", model="/nowhere/clip")
     with pytest.raises(ValueError, match='unknown CLIP model "ViT-B/32"; did you mean "ViT-B-32"'):
         rewards.load("clip", model="ViT-B/32")
@@ -534,14 +456,10 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_its_keys(folder, tmp_path,
     "name", ["nft", "flow_factory", "mix_grpo", "dance_grpo", "imagereward", "hessel"]
 )
 def test_published_presets_tell_right_from_wrong_on_a_photo(name):
-    right, wrong = (
-        "a portrait photograph of a navy officer in uniform",
-        "a bowl of ramen on a wooden table",
-    )
-    photo = tiny_clip.photo()
-    good, bad = rewards.load("clip", preset=name)(
-        photo.expand(2, -1, -1, -1), [right, wrong]
-    ).tolist()
+    right = "a portrait photograph of a navy officer in uniform"
+    wrong = "a bowl of ramen on a wooden table"
+    photos = tiny_clip.photo().expand(2, -1, -1, -1)
+    good, bad = rewards.load("clip", preset=name)(photos, [right, wrong]).tolist()
     if name == "hessel":
         good, bad = good / 2.5, bad / 2.5
     assert good > bad + 0.08 and 0.15 < good < 0.45
@@ -551,6 +469,5 @@ def test_published_presets_tell_right_from_wrong_on_a_photo(name):
 def test_nft_on_openais_network_is_a_hundredth_of_the_logit():
     photo, prompt = tiny_clip.photo(), "a portrait of a woman in uniform"
     flow_factory = rewards.load("clip", preset="flow_factory")(photo, [prompt])
-    assert torch.allclose(
-        flow_factory, logits(MODULE.VIT_L14, photo, [prompt], side=224) / 100, atol=1e-4
-    )
+    expected = logits(MODULE.VIT_L14, photo, [prompt], side=224) / 100
+    assert torch.allclose(flow_factory, expected, atol=1e-4)

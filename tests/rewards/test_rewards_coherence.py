@@ -64,20 +64,17 @@ def test_severity_weights_by_hand():
     assert reward.windows(counted(6))[0].tolist() == pytest.approx([0.9, 0.5, 0.8])
     assert reward(counted(6), ["a"]).item() == pytest.approx(expected)
     parts = reward.parts(counted(6), ["a"])
-    assert parts["mean"].item() == pytest.approx(2.2 / 3) and parts[
-        "worst"
-    ].item() == pytest.approx(0.5)
+    assert parts["mean"].item() == pytest.approx(2.2 / 3)
+    assert parts["worst"].item() == pytest.approx(0.5)
     assert parts["dynamic"].item() == pytest.approx(0.1)
 
 
 def test_small_tau_is_the_worst_window_and_large_tau_the_mean():
     scores = [0.9, 0.5, 0.8]
-    assert coherence(planned(scores), tau=1e-3)(counted(6), ["a"]).item() == pytest.approx(
-        0.5, abs=1e-5
-    )
-    assert coherence(planned(scores), tau=1e3)(counted(6), ["a"]).item() == pytest.approx(
-        2.2 / 3, abs=1e-4
-    )
+    small = coherence(planned(scores), tau=1e-3)(counted(6), ["a"])
+    large = coherence(planned(scores), tau=1e3)(counted(6), ["a"])
+    assert small.item() == pytest.approx(0.5, abs=1e-5)
+    assert large.item() == pytest.approx(2.2 / 3, abs=1e-4)
 
 
 def test_a_window_far_above_the_mean_is_not_pushed_higher():
@@ -94,9 +91,7 @@ def test_a_window_far_above_the_mean_is_not_pushed_higher():
     ("frames", "stride", "starts"),
     [(4, 2, [0]), (8, 2, [0, 2, 4]), (9, 2, [0, 2, 4, 5]), (7, 10, [0, 3]), (6, 1, [0, 1, 2])],
 )
-def test_windows_slide_by_the_stride_and_the_last_one_ends_at_the_last_frame(
-    frames, stride, starts
-):
+def test_windows_slide_by_the_stride_and_the_last_ends_at_the_last_frame(frames, stride, starts):
     seen = []
 
     def spy(clips, context):
@@ -104,9 +99,8 @@ def test_windows_slide_by_the_stride_and_the_last_one_ends_at_the_last_frame(
         assert clips.shape[1] == 4 and context == 2
         return torch.ones(len(clips), 1, 2), torch.ones(len(clips), 1, 2)
 
-    assert coherence(spy, stride=stride, chunk=2)(counted(frames), ["a"]).item() == pytest.approx(
-        1.0
-    )
+    score = coherence(spy, stride=stride, chunk=2)(counted(frames), ["a"]).item()
+    assert score == pytest.approx(1.0)
     assert seen == starts
 
 
@@ -199,19 +193,16 @@ def test_every_weight_of_the_checkpoint_arrives_and_is_frozen(checkpoint, jepa):
     from safetensors.torch import load_file
 
     stored, loaded = load_file(str(checkpoint / "model.safetensors")), jepa.world.model.state_dict()
-    assert stored.keys() == loaded.keys() and all(
-        torch.equal(stored[key], loaded[key]) for key in stored
-    )
+    assert stored.keys() == loaded.keys()
+    assert all(torch.equal(stored[key], loaded[key]) for key in stored)
     assert {
         "encoder.embeddings.patch_embeddings.proj.weight",
         "predictor.embeddings.mask_tokens",
         "predictor.proj.weight",
     } <= stored.keys()
-    assert (
-        not any(p.requires_grad for p in jepa.world.parameters())
-        and not jepa.world.training
-        and jepa.video == "only"
-    )
+    assert not any(p.requires_grad for p in jepa.world.parameters())
+    assert not jepa.world.training
+    assert jepa.video == "only"
 
 
 def test_pixels_are_those_of_v_jepas_own_processor(jepa):
@@ -223,12 +214,17 @@ def test_pixels_are_those_of_v_jepas_own_processor(jepa):
         "pixel_values_videos"
     ]
     ours = jepa.world.pixels(clip)
-    assert processor.size["shortest_edge"] == 18 and ours.shape == expected.shape == (
-        1,
-        4,
-        3,
-        16,
-        16,
+    assert processor.size["shortest_edge"] == 18
+    assert (
+        ours.shape
+        == expected.shape
+        == (
+            1,
+            4,
+            3,
+            16,
+            16,
+        )
     )
     assert (
         ours - expected
@@ -261,9 +257,8 @@ def test_the_predictor_is_asked_for_the_tokens_after_the_context_in_their_places
     whole = model.get_vision_features(pixels)
     predicted, actual = jepa.world(clip, 4)
     assert predicted.shape == actual.shape == (2, 8, 32)
-    assert torch.allclose(predicted, F.layer_norm(expected, (32,))) and torch.allclose(
-        actual, F.layer_norm(whole[:, 8:], (32,))
-    )
+    assert torch.allclose(predicted, F.layer_norm(expected, (32,)))
+    assert torch.allclose(actual, F.layer_norm(whole[:, 8:], (32,)))
     assert torch.allclose(
         jepa.windows(clip)[:, 0], F.cosine_similarity(predicted, actual, dim=-1).mean(1)
     )
@@ -278,38 +273,27 @@ def test_layer_normalised_tokens_make_the_mean_of_cosines_the_cosine_of_all_toke
 def test_a_videos_score_is_that_of_its_windows_and_not_of_its_batch_mates(jepa):
     media = torch.rand(2, 11, 3, 20, 24)
     together = jepa(media, ["a", "a"])
-    assert (
-        jepa.windows(media).shape == (2, 3)
-        and together.dtype == torch.float32
-        and together.abs().max() <= 1
-    )
+    assert jepa.windows(media).shape == (2, 3)
+    assert together.dtype == torch.float32
+    assert together.abs().max() <= 1
     alone = torch.cat([jepa(media[i : i + 1], ["a"]) for i in range(2)])
-    assert torch.allclose(together, alone, atol=1e-5) and not torch.allclose(
-        together[0], together[1], atol=1e-4
-    )
+    assert torch.allclose(together, alone, atol=1e-5)
+    assert not torch.allclose(together[0], together[1], atol=1e-4)
     assert torch.equal(together, jepa(media, ["b", "b"]))
 
 
 def test_the_gradient_through_v_jepa_is_that_of_finite_differences(checkpoint):
-    reward = rewards.load(
-        "coherence", weights=str(checkpoint), window=8, context=4, stride=2, rounding=False
-    )
+    settings = {"weights": str(checkpoint), "window": 8, "context": 4}
+    assert not rewards.load("coherence", **settings).differentiable
+    reward = rewards.load("coherence", **settings, rounding=False)
+    assert reward.differentiable
     reward.world.double()
-    media, direction = (
-        torch.rand(1, 10, 3, 16, 16, requires_grad=True),
-        torch.randn(1, 10, 3, 16, 16),
-    )
-    assert (
-        reward.differentiable
-        and not rewards.load(
-            "coherence", weights=str(checkpoint), window=8, context=4
-        ).differentiable
-    )
+    media = torch.rand(1, 10, 3, 16, 16, requires_grad=True)
+    direction = torch.randn(1, 10, 3, 16, 16)
     slope = (torch.autograd.grad(reward(media, ["a"]).sum(), media)[0] * direction).sum()
+    step = 1e-2 * direction
     with torch.no_grad():
-        numeric = (
-            reward(media + 1e-2 * direction, ["a"]) - reward(media - 1e-2 * direction, ["a"])
-        ).sum() / 2e-2
+        numeric = (reward(media + step, ["a"]) - reward(media - step, ["a"])).sum() / 2e-2
     assert slope.abs() > 1e-4 and torch.allclose(slope, numeric, rtol=0.05)
 
 
@@ -333,28 +317,20 @@ def test_the_gradient_through_v_jepa_is_that_of_finite_differences(checkpoint):
 )
 def test_settings_that_cannot_work_are_one_sentence(checkpoint, settings, said):
     with pytest.raises(ValueError, match=said):
-        rewards.load(
-            "coherence", **{"weights": str(checkpoint), "window": 8, "context": 4, **settings}
-        )
+        own = {"weights": str(checkpoint), "window": 8, "context": 4}
+        rewards.load("coherence", **own | settings)
 
 
 def test_a_checkpoint_of_something_else_is_refused_with_the_keys(checkpoint, tmp_path):
     from safetensors.torch import load_file, save_file
 
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
-    kept = {
-        key: value
-        for key, value in load_file(str(checkpoint / "model.safetensors")).items()
-        if not key.startswith("predictor.proj")
-    }
+    state = load_file(str(checkpoint / "model.safetensors"))
+    kept = {key: value for key, value in state.items() if not key.startswith("predictor.proj")}
     save_file(kept, str(tmp_path / "model.safetensors"), metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"does not fit VJEPA2Model: 2 keys missing or of another shape \(predictor.proj.bias,"
-            r" predictor.proj.weight"
-        ),
-    ):
+    lost = r"\(predictor.proj.bias, predictor.proj.weight"
+    said = f"does not fit VJEPA2Model: 2 keys missing or of another shape {lost}"
+    with pytest.raises(ValueError, match=said):
         rewards.load("coherence", weights=str(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="is not a V-JEPA 2 in transformers' layout"):
@@ -362,10 +338,8 @@ def test_a_checkpoint_of_something_else_is_refused_with_the_keys(checkpoint, tmp
 
 
 def test_videos_shorter_than_the_window_are_refused_with_what_to_set():
-    with pytest.raises(
-        ValueError,
-        match="window=4 is longer than the videos, which have 3 frames; set a window of at most 3",
-    ):
+    said = "window=4 is longer than the videos, which have 3 frames; set a window of at most 3"
+    with pytest.raises(ValueError, match=said):
         coherence(drag)(counted(3), ["a"])
     with pytest.raises(ValueError, match='reward "c" takes videos, and the media are images'):
         rewards.score(torch.rand(2, 3, 8, 8), ["", ""], {"c": {"reward": coherence(drag)}})

@@ -65,11 +65,9 @@ def test_a_video_played_backwards_or_in_another_order_no_longer_follows_its_acti
 
 def test_actions_may_come_with_the_prompt():
     from_meta = reward(actions="meta")
-    assert (
-        from_meta.needs == {"meta"}
-        and from_meta.reads == {"actions"}
-        and reward().needs == {"actions"}
-    )
+    assert from_meta.needs == {"meta"}
+    assert from_meta.reads == {"actions"}
+    assert reward().needs == {"actions"}
     context = MediaContext(meta=[{"actions": [2, 1]}, {"actions": [0, 0]}])
     out = rewards.score(
         clips([0.1, 0.2, 0.2], [0.3, 0.2, 0.2]), ["a", "a"], {"i": {"reward": from_meta}}, context
@@ -117,10 +115,8 @@ def test_rounding_reads_what_a_saved_video_shows():
         ((after - before).flatten(1).mean(1, keepdim=True) > 0) * torch.tensor([[0.0, 1.0]])
     )
     exact, saved = reward(model), rewards.load("inverse_dynamics", model=model)
-    assert (
-        exact(media, ["a"], given([1])).item() == 1.0
-        and saved(media, ["a"], given([1])).item() == 0.0
-    )
+    assert exact(media, ["a"], given([1])).item() == 1.0
+    assert saved(media, ["a"], given([1])).item() == 0.0
 
 
 # --- continuous actions
@@ -146,16 +142,12 @@ def test_the_gradient_of_agreement_moves_frames_towards_the_action():
     model = reward(Vector(), input="video", agreement="exp")
     media = torch.full((1, 2, 3, 4, 4), 0.5).requires_grad_()
     model(media, ["a"], given([[0.4, 0.0]])).backward()
-    assert (
-        model.differentiable
-        and (media.grad[0, 1, 0] > 0).all()
-        and (media.grad[0, 0, 0] < 0).all()
-        and not media.grad[0, :, 2].any()
-    )
-    assert (
-        not reward().differentiable
-        and not rewards.load("inverse_dynamics", model=Vector(), agreement="exp").differentiable
-    )
+    assert model.differentiable
+    assert (media.grad[0, 1, 0] > 0).all()
+    assert (media.grad[0, 0, 0] < 0).all()
+    assert not media.grad[0, :, 2].any()
+    assert not reward().differentiable
+    assert not rewards.load("inverse_dynamics", model=Vector(), agreement="exp").differentiable
 
 
 def test_a_model_of_clips_is_given_whole_clips_in_chunks_of_steps():
@@ -321,27 +313,22 @@ def test_a_model_that_answers_for_the_wrong_number_of_steps_is_named():
         def forward(self, clip):
             return super().forward(clip)[:, 1:]
 
-    with pytest.raises(
-        ValueError,
-        match=r"the inverse dynamics model answered with shape \(1, 1, 2\); expected \(1, 2, 2\)",
-    ):
+    said = r"the inverse dynamics model answered with shape \(1, 1, 2\); expected \(1, 2, 2\)"
+    with pytest.raises(ValueError, match=said):
         reward(Short(), input="video", agreement="exp")(
             clips([0.1, 0.2, 0.3]), ["a"], given([[0.0, 0.0], [0.0, 0.0]])
         )
 
 
 def test_a_module_that_is_loaded_takes_neither_weights_nor_settings():
-    with pytest.raises(
-        ValueError,
-        match=(
-            "reward.inverse_dynamics.weights=/nowhere.safetensors would not be used: the model is a"
-            " module"
-        ),
-    ):
+    said = (
+        "reward.inverse_dynamics.weights=/nowhere.safetensors would not be used: the model is a"
+        " module"
+    )
+    with pytest.raises(ValueError, match=said):
         reward(weights="/nowhere.safetensors")
-    with pytest.raises(
-        ValueError, match=r"inverse_dynamics.model_settings=\{'actions': 5\} would not be used"
-    ):
+    said = r"inverse_dynamics.model_settings=\{'actions': 5\} would not be used"
+    with pytest.raises(ValueError, match=said):
         reward(model_settings={"actions": 5})
 
 

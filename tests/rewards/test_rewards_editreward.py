@@ -28,8 +28,7 @@ SUFFIX = "\nPlease provide the overall ratings of this image: <|Reward|>\n\nEND\
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Settings of a tiny Qwen2.5-VL checkpoint as transformers >= 4.52 names it, two heads beside
-    the network."""
+    """Settings of a tiny Qwen2.5-VL as transformers >= 4.52 names it, two heads beside it."""
     folder = tmp_path_factory.mktemp("edit")
     base = make_base(folder / "base", "qwen2_5_vl")
     state = (
@@ -46,11 +45,8 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def load(files, monkeypatch):
-    monkeypatch.setattr(
-        editreward,
-        "RUBRICS",
-        {key: hashlib.sha256(text.encode()).hexdigest()[:16] for key, text in RUBRICS.items()},
-    )
+    known = {key: hashlib.sha256(text.encode()).hexdigest()[:16] for key, text in RUBRICS.items()}
+    monkeypatch.setattr(editreward, "RUBRICS", known)
     return lambda **settings: rewards.load("editreward", **files | settings)
 
 
@@ -66,10 +62,7 @@ def source():
 
 def test_each_head_reads_its_own_rubric_with_source_before_edit(load, media, source):
     reward = load(rounding=False)
-    before, after = (
-        vlm.fitted(source.source, by="float"),
-        vlm.fitted(media, by="float"),
-    )
+    before, after = vlm.fitted(source.source, by="float"), vlm.fitted(media, by="float")
     pairs = [[b[None], a[None]] for b, a in zip(before, after, strict=True)]
     heads = [
         head(reward.vlm.hidden(pairs, [text.format(text_prompt=p) + SUFFIX for p in PROMPTS])[:, 0])
@@ -78,9 +71,8 @@ def test_each_head_reads_its_own_rubric_with_source_before_edit(load, media, sou
     out, parts = reward(media, PROMPTS, source), reward.parts(media, PROMPTS, source)
     assert out.shape == (2,) and out.dtype == torch.float32
     assert torch.allclose(out, (heads[0][:, 0] + heads[1][:, 0]) / 2, atol=1e-5)
-    assert torch.allclose(parts["following"], heads[0][:, 0], atol=1e-5) and torch.allclose(
-        parts["quality"], heads[1][:, 0], atol=1e-5
-    )
+    assert torch.allclose(parts["following"], heads[0][:, 0], atol=1e-5)
+    assert torch.allclose(parts["quality"], heads[1][:, 0], atol=1e-5)
     assert torch.allclose(parts["sigma"], ((heads[0][:, 1] + heads[1][:, 1]) / 2).exp(), rtol=1e-4)
 
 
@@ -119,9 +111,8 @@ def test_batch_mates_do_not_change_a_score_and_the_source_does(load, media, sour
             for i in range(2)
         ]
     )
-    assert torch.allclose(whole, alone, atol=1e-5) and torch.allclose(
-        whole, load(chunk=1)(media, PROMPTS, source), atol=1e-5
-    )
+    assert torch.allclose(whole, alone, atol=1e-5)
+    assert torch.allclose(whole, load(chunk=1)(media, PROMPTS, source), atol=1e-5)
     assert (
         whole - reward(media, PROMPTS, MediaContext(source=source.source.flip(0)))
     ).abs().min() > 1e-4
@@ -154,9 +145,8 @@ def test_a_source_that_each_prompt_names_is_the_source_in_the_context(
     other = torch.rand(3, 60, 40)
     names = [save(source.source[0], tmp_path / "a.png").name, save(other, tmp_path / "b.png").name]
     reward = load(source="meta", folder=str(tmp_path))
-    assert (reward.needs, reward.reads) == ({"meta"}, {"source"}) and reward.complaint(
-        {"source": names[0]}
-    ) is None
+    assert (reward.needs, reward.reads) == ({"meta"}, {"source"})
+    assert reward.complaint({"source": names[0]}) is None
     out = reward(media, PROMPTS, MediaContext(meta=[{"source": name} for name in names]))
     alone = [
         load()(media[i : i + 1], PROMPTS[i : i + 1], MediaContext(source=x[None]))
@@ -165,47 +155,36 @@ def test_a_source_that_each_prompt_names_is_the_source_in_the_context(
     assert torch.allclose(out, torch.cat(alone), atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: (x * 255).byte(), "must be as media are: media is a torch.uint8 tensor"),
+        (lambda x: x * 255, r"must be as media are: media spans \[.*media / 255 from bytes"),
+        (lambda x: x[:1], "must be as media are: 1 media but 2 prompts"),
+        (lambda x: x.log().log(), "holds NaN or inf"),
+    ],
+)
+def test_a_source_that_is_not_as_media_are_is_refused(load, media, source, change, said):
+    with pytest.raises(ValueError, match=f"context.source {said}"):
+        load()(media, PROMPTS, MediaContext(source=change(source.source)))
+
+
 def test_what_is_missing_is_one_sentence(load, files, media, source, tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=r"context.source is missing: give MediaContext\(source=...\), one a sample",
-    ):
+    said = r"context.source is missing: give MediaContext\(source=...\), one a sample"
+    with pytest.raises(ValueError, match=said):
         load()(media, PROMPTS)
-    for wrong, said in (
-        (
-            (source.source * 255).byte(),
-            "context.source must be as media are: media is a torch.uint8 tensor",
-        ),
-        (
-            source.source * 255,
-            r"context.source must be as media are: media spans \[.*media / 255 from bytes",
-        ),
-        (source.source[:1], "context.source must be as media are: 1 media but 2 prompts"),
-        (source.source.log().log(), "context.source holds NaN or inf"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            load()(media, PROMPTS, MediaContext(source=wrong))
-    with pytest.raises(
-        ValueError,
-        match=(
-            r'"editreward" needs the context column "source", .*Python with'
-            r" MediaContext\(source=...\)"
-        ),
-    ):
+    said = r'needs the context column "source", .*Python with MediaContext\(source=...\)'
+    with pytest.raises(ValueError, match=said):
         rewards.score(media, PROMPTS, {"editreward": {"reward": load()}})
     with pytest.raises(ValueError, match="takes images, and the media are videos"):
         rewards.score(media[:, None], PROMPTS, {"editreward": {"reward": load()}}, source)
     with pytest.raises(ValueError, match="holds neither model.pth nor model.safetensors"):
         load(weights=str(tmp_path))
-    with pytest.raises(
-        ValueError,
-        match="save the literal INSTRUCTION_EDIT_QUALITY of .* set reward.editreward.quality=/path",
-    ):
+    said = "save the literal INSTRUCTION_EDIT_QUALITY of .* set reward.editreward.quality=/path"
+    with pytest.raises(ValueError, match=said):
         load(quality=None)
-    save_file(
-        make_state(files["base"], 264) | make_head("rm_heads.head_0."),
-        tmp_path / "model.safetensors",
-    )
+    state = make_state(files["base"], 264) | make_head("rm_heads.head_0.")
+    save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"holds no head rm_heads.head_1.0, .* \(found: nothing\)"):
         load(weights=str(tmp_path))
 
@@ -219,9 +198,8 @@ def test_editreward_prefers_the_edit_that_was_asked_for():
     reward = rewards.load("editreward", **{key: f"{folder}/{key}.txt" for key in RUBRICS})
     blue, red = torch.zeros(1, 3, 448, 448), torch.zeros(1, 3, 448, 448)
     blue[:, 2], red[:, 0] = 0.8, 0.8
-    disc = (
-        (torch.arange(448)[:, None] - 224) ** 2 + (torch.arange(448) - 224) ** 2 < 120**2
-    ).float()
+    y, x = torch.arange(448)[:, None] - 224, torch.arange(448) - 224
+    disc = (x**2 + y**2 < 120**2).float()
     scene = [disc * colour + (1 - disc) * 0.9 for colour in (blue, red)]
     before = MediaContext(source=nn.functional.pad(scene[0], (0, 0)).repeat(2, 1, 1, 1))
     kept, done = reward(

@@ -48,8 +48,7 @@ def media():
 
 
 def reference_pixels(image, side=32, antialias=True):
-    """HPSv2's evaluation transform on one PIL image: tensor first, longest side, centred zeros,
-    then normalisation."""
+    """HPSv2's transform of a PIL image: tensor, longest side, centred zeros, normalisation."""
     x = F.to_tensor(image)
     scale = side / max(x.shape[1:])
     height, width = round(x.shape[1] * scale), round(x.shape[2] * scale)
@@ -64,9 +63,8 @@ def reference_pixels(image, side=32, antialias=True):
 @pytest.mark.parametrize("antialias", [True, False])
 def test_pixels_are_those_of_the_references_transform(hpsv2, size, antialias):
     media = torch.rand(3, 3, *size)
-    expected = torch.stack(
-        [reference_pixels(image, antialias=antialias) for image in tiny_clip.pil(media)]
-    )
+    images = tiny_clip.pil(media)
+    expected = torch.stack([reference_pixels(image, antialias=antialias) for image in images])
     assert torch.allclose(hpsv2(antialias=antialias).pixels(media), expected, atol=1e-5)
 
 
@@ -75,9 +73,8 @@ def test_padding_is_black_before_normalisation_and_the_whole_picture_is_seen(hps
     black, white = (
         torch.tensor([(v - m) / s for m, s in zip(MEAN, STD, strict=True)]) for v in (0, 1)
     )
-    assert torch.allclose(pixels[0, :, :12].amax((1, 2)), black, atol=1e-5) and torch.allclose(
-        pixels[0, :, 20:].amin((1, 2)), black, atol=1e-5
-    )
+    assert torch.allclose(pixels[0, :, :12].amax((1, 2)), black, atol=1e-5)
+    assert torch.allclose(pixels[0, :, 20:].amin((1, 2)), black, atol=1e-5)
     assert torch.allclose(pixels[0, :, 12:20], white[:, None, None].expand(3, 8, 32), atol=1e-5)
 
 
@@ -85,44 +82,36 @@ def test_antialiasing_is_a_difference_that_scores_show(hpsv2):
     photo = tiny_clip.photo()
     on, off = (hpsv2(antialias=flag).pixels(photo) for flag in (True, False))
     assert (on - off).abs().mean() > 0.02
-    assert not torch.allclose(
-        hpsv2()(photo, ["a cat"]), hpsv2(antialias=False)(photo, ["a cat"]), atol=1e-5
-    )
+    scores = [hpsv2(antialias=flag)(photo, ["a cat"]) for flag in (True, False)]
+    assert not torch.allclose(*scores, atol=1e-5)
 
 
-def test_the_score_is_the_bare_cosine_of_the_checkpoint_under_state_dict(
-    hpsv2, tiny, folder, media
-):
+@pytest.mark.parametrize("version", ["v2", "v2.1"])
+def test_the_score_is_the_cosine_under_the_checkpoint(hpsv2, tiny, folder, media, version):
     import open_clip
 
-    for version in ("v2", "v2.1"):
-        model = open_clip.CLIP(**open_clip.get_model_config(tiny)).eval()
-        model.load_state_dict(
-            torch.load(folder / f"HPS_{version}_compressed.pt", weights_only=True)["state_dict"]
-        )
-        with torch.no_grad():
-            image = model.encode_image(
-                torch.stack([reference_pixels(image) for image in tiny_clip.pil(media)])
-            )
-            text = model.encode_text(open_clip.tokenize(PROMPTS))
-        assert torch.allclose(
-            hpsv2(version=version)(media, PROMPTS), torch.cosine_similarity(image, text), atol=1e-5
-        )
-    assert not torch.allclose(
-        hpsv2(version="v2")(media, PROMPTS), hpsv2()(media, PROMPTS), atol=1e-3
-    )
+    model = open_clip.CLIP(**open_clip.get_model_config(tiny)).eval()
+    file = torch.load(folder / f"HPS_{version}_compressed.pt", weights_only=True)
+    model.load_state_dict(file["state_dict"])
+    pixels = torch.stack([reference_pixels(image) for image in tiny_clip.pil(media)])
+    with torch.no_grad():
+        image, text = model.encode_image(pixels), model.encode_text(open_clip.tokenize(PROMPTS))
+    scores = hpsv2(version=version)(media, PROMPTS)
+    assert torch.allclose(scores, torch.cosine_similarity(image, text), atol=1e-5)
+
+
+def test_the_two_versions_do_not_score_alike(hpsv2, media):
+    scores = [hpsv2(version=version)(media, PROMPTS) for version in ("v2", "v2.1")]
+    assert not torch.allclose(*scores, atol=1e-3)
 
 
 def test_scores_do_not_depend_on_batch_mates_and_a_video_is_the_mean_of_its_frames(hpsv2, media):
-    reward = hpsv2()
-    whole = reward(media, ["a cat", "a cat", "a dog", "a dog"])
+    reward, prompts = hpsv2(), ["a cat", "a cat", "a dog", "a dog"]
+    whole = reward(media, prompts)
     assert torch.allclose(whole[2:3], reward(media[2:3], ["a dog"]), atol=1e-6)
-    assert torch.allclose(
-        whole, hpsv2(chunk=3)(media, ["a cat", "a cat", "a dog", "a dog"]), atol=1e-6
-    )
-    assert torch.allclose(
-        reward(media.view(2, 2, 3, 40, 57), ["a cat", "a dog"]), whole.view(2, 2).mean(1), atol=1e-6
-    )
+    assert torch.allclose(whole, hpsv2(chunk=3)(media, prompts), atol=1e-6)
+    videos = reward(media.view(2, 2, 3, 40, 57), ["a cat", "a dog"])
+    assert torch.allclose(videos, whole.view(2, 2).mean(1), atol=1e-6)
 
 
 def test_rounding_scores_a_png_and_without_it_the_gradient_passes(hpsv2, media):
@@ -130,91 +119,62 @@ def test_rounding_scores_a_png_and_without_it_the_gradient_passes(hpsv2, media):
     assert torch.equal(hpsv2()(media, PROMPTS), free((media * 255).round() / 255, PROMPTS))
     free(x, PROMPTS).sum().backward()
     assert free.differentiable and bool((x.grad.abs().amax((1, 2, 3)) > 0).all())
-    with pytest.raises(
-        ValueError,
-        match=(
-            "hpsv2 as it is loaded rounds pictures and gives no gradient; load it with"
-            " rounding=False"
-        ),
-    ):
+    said = (
+        "hpsv2 as it is loaded rounds pictures and gives no gradient; load it with rounding=False"
+    )
+    with pytest.raises(ValueError, match=said):
         hpsv2()(x, PROMPTS)
 
 
-def test_a_file_that_is_neither_published_model_is_warned_about_and_the_other_version_is_refused(
-    hpsv2, folder, monkeypatch, caplog
-):
+def test_a_file_that_is_neither_published_model_is_warned_about(hpsv2, caplog):
     with caplog.at_level(logging.WARNING, "flowrl"):
         hpsv2()
     assert "4067542e34ba2553a738c5ac6c1d75c0: its scores may not compare" in caplog.text
-    md5 = {
-        v: hashlib.md5((folder / f"HPS_{v}_compressed.pt").read_bytes()).hexdigest()
-        for v in ("v2", "v2.1")
-    }
+
+
+def test_the_other_published_version_is_refused(hpsv2, folder, monkeypatch, caplog):
+    files = {version: folder / f"HPS_{version}_compressed.pt" for version in ("v2", "v2.1")}
+    md5 = {version: hashlib.md5(file.read_bytes()).hexdigest() for version, file in files.items()}
     monkeypatch.setattr(MODULE, "MD5", md5)
-    caplog.clear()
     with caplog.at_level(logging.WARNING, "flowrl"):
         hpsv2(version="v2")
     assert caplog.text == ""
-    with pytest.raises(
-        ValueError,
-        match=(
-            "HPS_v2_compressed.pt is HPS v2, and reward.hpsv2.version=v2.1; set"
-            " reward.hpsv2.version=v2"
-        ),
-    ):
+    said = (
+        "HPS_v2_compressed.pt is HPS v2, and reward.hpsv2.version=v2.1; set reward.hpsv2.version=v2"
+    )
+    with pytest.raises(ValueError, match=said):
         hpsv2(weights=str(folder / "HPS_v2_compressed.pt"))
 
 
 def test_a_missing_or_foreign_checkpoint_is_one_sentence(hpsv2, tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"hpsv2 needs HPS_v2.1_compressed.pt of xswu/HPSv2.*set"
-            r" reward.hpsv2.weights=/path/to/HPS_v2.1"
-        ),
-    ):
+    said = (
+        r"hpsv2 needs HPS_v2.1_compressed.pt of xswu/HPSv2.*set"
+        r" reward.hpsv2.weights=/path/to/HPS_v2.1"
+    )
+    with pytest.raises(ValueError, match=said):
         hpsv2(weights="xswu/HPSv2")
     torch.save({"state_dict": {"visual.proj": torch.ones(2)}}, tmp_path / "x.pt")
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"x.pt does not fit CLIP: \d+ keys missing .*1 tensors of another shape \(visual.proj"
-        ),
-    ):
+    said = r"x.pt does not fit CLIP: \d+ keys missing .*1 tensors of another shape \(visual.proj"
+    with pytest.raises(ValueError, match=said):
         hpsv2(weights=str(tmp_path / "x.pt"))
 
 
 def test_the_published_architecture_is_open_clips_vit_h_14():
     import open_clip
 
-    config = open_clip.get_model_config(
-        type(MODULE.REWARD)("Probe", (MODULE.REWARD,), {}).architecture
-    )
+    config = open_clip.get_model_config(MODULE.REWARD.architecture)
     assert config["embed_dim"] == 1024 and "quick_gelu" not in config
-    assert config["vision_cfg"] == {
-        "image_size": 224,
-        "layers": 32,
-        "width": 1280,
-        "head_width": 80,
-        "patch_size": 14,
-    }
-    assert config["text_cfg"] == {
-        "context_length": 77,
-        "vocab_size": 49408,
-        "width": 1024,
-        "heads": 16,
-        "layers": 24,
-    }
+    sizes = {"image_size": 224, "layers": 32, "width": 1280, "head_width": 80, "patch_size": 14}
+    assert config["vision_cfg"] == sizes
+    sizes = {"context_length": 77, "vocab_size": 49408, "width": 1024, "heads": 16, "layers": 24}
+    assert config["text_cfg"] == sizes
 
 
 @pytest.mark.hub
 @pytest.mark.parametrize(("version", "low", "high"), [("v2", 0.24, 0.31), ("v2.1", 0.20, 0.40)])
 def test_the_published_models_score_a_photograph_in_their_range(version, low, high):
-    prompts = [
-        "a portrait photograph of a navy officer in uniform",
-        "a bowl of ramen on a wooden table",
-    ]
-    good, bad = rewards.load("hpsv2", version=version)(
-        tiny_clip.photo().expand(2, -1, -1, -1), prompts
-    ).tolist()
+    right = "a portrait photograph of a navy officer in uniform"
+    wrong = "a bowl of ramen on a wooden table"
+    photos = tiny_clip.photo().expand(2, -1, -1, -1)
+    good, bad = rewards.load("hpsv2", version=version)(photos, [right, wrong]).tolist()
     assert low < good < high and good > bad + 0.02
