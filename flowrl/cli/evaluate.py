@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,7 +102,7 @@ def _evaluate_run(run: Path, *, images: int | None, **chosen: Any) -> None:
             images=images or cfg.eval.images,
             micro=cfg.batch.micro,
             decode=cfg.batch.decode,
-            autocast=partial(autocast, cfg.train.precision, policy.device),
+            autocast=autocast(cfg.train.precision, policy.device),
             **setting,
         )
         evaluation = record.add_row(run, _row_name(setting), result, prompts, **setting)

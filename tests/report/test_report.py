@@ -242,10 +242,11 @@ def test_a_line_cut_short_at_the_end_is_noted_and_elsewhere_an_error(run):
 
 
 def test_a_folder_that_is_no_run_is_refused_and_left_as_it_is(run, tmp_path):
-    with pytest.raises(ValueError, match="holds no run: neither config.yaml nor metrics.jsonl"):
+    said = "does not hold a run: neither config.yaml nor metrics.jsonl"
+    with pytest.raises(ValueError, match=said):
         run_page.build(run / "samples")
     assert not (run / "samples" / "report.html").exists()
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         run_page.build(tmp_path / "nowhere")
 
 

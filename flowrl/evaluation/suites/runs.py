@@ -15,7 +15,6 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,7 @@ def sampling_of(suite: Suite, cfg: Config, *, seed: int, device: torch.device) -
         seed=seed,
         micro=cfg.batch.micro,
         decode=cfg.batch.decode,
-        autocast=partial(build.autocast, cfg.train.precision, device),
+        autocast=build.autocast(cfg.train.precision, device),
     )
 
 
