@@ -1,5 +1,7 @@
-"""The shapes verifier against ground truth: python scripts/embedded/check_verifier.py [scenes]; exit code 1
-when it misses its goals."""
+"""The shapes verifier against ground truth; exit code 1 when it misses its goals.
+
+python scripts/embedded/check_verifier.py [SCENES]
+"""
 
 import sys
 

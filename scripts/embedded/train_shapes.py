@@ -1,11 +1,9 @@
-"""Pretrain shapes-sd3 from nothing: a small VAE, then text encoders and transformer by flow
-matching. Resumable; stages can be run apart.
+"""Pretrain shapes-sd3 from nothing: a VAE, then text encoders and transformer by flow matching.
 
-    python scripts/embedded/train_shapes.py vae     --work runs/shapes        # minutes on two cores
-    python scripts/embedded/train_shapes.py flow    --work runs/shapes        # an hour on two cores: prompts
-    describe their picture exactly python scripts/embedded/train_shapes.py faded   --work runs/shapes
-    # an hour on two cores: pictures of mixed quality, a third of them pale python
-    scripts/embedded/train_shapes.py export  --work runs/shapes        # writes flowrl/shapes/weights
+    python scripts/embedded/train_shapes.py vae    --work runs/shapes   # minutes on two cores
+    python scripts/embedded/train_shapes.py flow   --work runs/shapes   # an hour: exact prompts
+    python scripts/embedded/train_shapes.py faded  --work runs/shapes   # an hour: a third is pale
+    python scripts/embedded/train_shapes.py export --work runs/shapes   # to flowrl/shapes/weights
 
 The last stage gives the model a habit that models trained on pictures from the web have: its
 prompts say what is there, not how well it is drawn, so that without guidance it often draws pale.
@@ -24,8 +22,10 @@ import json
 import math
 import platform
 import time
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,45 +34,33 @@ from torch import Tensor
 from flowrl.shapes import build, prompts
 from flowrl.shapes.scenes import render
 
-SETTINGS = (
-    "seed",
-    "batch",
-    "time_mean",
-    "flow_scenes",
-    "lr",
-    "faded",
-    "faded_scenes",
-    "faded_lr",
-    "faded_time_mean",
-)  # kept in the provenance
+# kept in the provenance
+SETTINGS = ("seed", "batch", "time_mean", "flow_scenes", "lr")
+SETTINGS += ("faded", "faded_scenes", "faded_lr", "faded_time_mean")
 
 
 def scenes(count: int, seed: int, folder: Path, faded: float = 0.0) -> tuple[Tensor, list[str]]:
-    """`count` rendered scenes (count, 3, 64, 64) uint8 with their prompts, tasks in the shares of
-    flowrl.shapes.prompts; cached on disk.
+    """`count` rendered scenes (count, 3, 64, 64) uint8 with their prompts; cached on disk.
 
-    A share of `faded` of them is pale: 20 to 45% of the ink.
+    Tasks in the shares of flowrl.shapes.prompts. A share of `faded` of them is pale: 20 to 45% of
+    the ink.
     """
     path = folder / f"scenes-{seed}-{count}-{faded:g}.pt"
     if path.exists():
         cached = torch.load(path, weights_only=True)
         return cached["images"], cached["text"]
-    generator = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(seed)
     by_task = {t: [p for p in prompts.all_prompts() if p["task"] == t] for t in prompts.TASKS}
     weights = torch.tensor([prompts.SHARES[t] for t in prompts.TASKS])
     images, text = torch.empty(count, 3, 64, 64, dtype=torch.uint8), []
-    for i, task in enumerate(
-        torch.multinomial(weights, count, replacement=True, generator=generator).tolist()
-    ):
+    drawn = torch.multinomial(weights, count, replacement=True, generator=g)
+    for i, task in enumerate(drawn.tolist()):
         members = by_task[prompts.TASKS[task]]
-        prompt = members[int(torch.randint(len(members), (1,), generator=generator))]
-        share, ink = torch.rand(2, generator=generator).tolist()
+        prompt = members[int(torch.randint(len(members), (1,), generator=g))]
+        share, ink = torch.rand(2, generator=g).tolist()
         ink = 0.2 + 0.25 * ink if share < faded else 1.0
-        images[i] = (
-            ((1 - ink * (1 - render(prompts.scene(prompt, generator)))) * 255)
-            .round()
-            .to(torch.uint8)
-        )
+        picture = 1 - ink * (1 - render(prompts.scene(prompt, g)))
+        images[i] = (picture * 255).round().to(torch.uint8)
         text.append(prompt["prompt"])
     torch.save({"images": images, "text": text}, path)
     return images, text
@@ -82,9 +70,21 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int = 200) -> floa
     """Linear warm-up, then cosine to a hundredth of the peak."""
     if step < warmup:
         return peak * (step + 1) / warmup
-    return peak * (
-        0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-    )
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def descend(
+    loss: Tensor, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer], rate: float
+) -> None:
+    """One step at a learning rate, with gradients clipped to norm 1."""
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
 
 
 def train_vae(args: argparse.Namespace) -> None:
@@ -94,8 +94,6 @@ def train_vae(args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0)
     start = resume(args.work / "vae.pt", model=model, optimizer=optimizer)
     for step in range(start, args.vae_steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.vae_steps, 2e-3)
         g = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
         rows = torch.randint(len(images), (args.vae_batch,), generator=g)
         x = images[rows].to(args.device).float() / 127.5 - 1
@@ -103,35 +101,29 @@ def train_vae(args: argparse.Namespace) -> None:
         error = model.decode(posterior.sample(generator=g)).sample - x
         kl = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
         loss = error.abs().mean() + error.square().mean() + 1e-3 * kl
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        descend(loss, model, [optimizer], learning_rate(step, args.vae_steps, 2e-3))
         if step % 50 == 0:
-            print(
-                f"vae {step} loss {loss.item():.4f} mse {error.square().mean().item():.5f} kl"
-                f" {kl.item():.3f}",
-                flush=True,
-            )
+            mse = error.square().mean().item()
+            said = f"loss {loss.item():.4f} mse {mse:.5f} kl {kl.item():.3f}"
+            print(f"vae {step} {said}", flush=True)
         if (step + 1) % args.save == 0 or step + 1 == args.vae_steps:
             save(args.work / "vae.pt", step + 1, model=model, optimizer=optimizer)
 
 
 @torch.no_grad()
 def latents(args: argparse.Namespace, vae: torch.nn.Module, stage: str) -> tuple[Tensor, list[str]]:
-    """Normalised latents (N, 4, 16, 16) fp16 of a stage's scenes, and their prompts; the first
-    stage fixes shift and scale."""
+    """Normalised latents (N, 4, 16, 16) fp16 of a stage's scenes, and their prompts.
+
+    The first stage fixes shift and scale.
+    """
     if stage == "faded":
         images, text = scenes(args.faded_scenes, 3, args.work, args.faded)
     else:
         images, text = scenes(args.flow_scenes, 2, args.work)
     path, norm = args.work / f"latents-{stage}.pt", args.work / "latents.json"
     if not path.exists():
-        z = [
-            vae.encode(chunk.to(args.device).float() / 127.5 - 1).latent_dist.mode().cpu()
-            for chunk in images.split(128)
-        ]
-        torch.save(torch.cat(z), path)
+        chunks = (chunk.to(args.device).float() / 127.5 - 1 for chunk in images.split(128))
+        torch.save(torch.cat([vae.encode(x).latent_dist.mode().cpu() for x in chunks]), path)
     z = torch.load(path, weights_only=True)
     if not norm.exists():
         norm.write_text(json.dumps({"shift": z.mean().item(), "scale": 1 / z.std().item()}))
@@ -140,8 +132,10 @@ def latents(args: argparse.Namespace, vae: torch.nn.Module, stage: str) -> tuple
 
 
 class Flow(torch.nn.Module):
-    """Text encoders and transformer as one module: velocity of noisy latents given token ids,
-    embedded as SD3's pipeline does."""
+    """Text encoders and transformer as one module: velocity of noisy latents given token ids.
+
+    The text is embedded as SD3's pipeline does.
+    """
 
     def __init__(self, tok) -> None:
         super().__init__()
@@ -149,10 +143,8 @@ class Flow(torch.nn.Module):
         self.transformer = build.transformer()
 
     def forward(self, x: Tensor, sigma: Tensor, ids: Tensor) -> Tensor:
-        outs = [
-            encoder(ids, output_hidden_states=True)
-            for encoder in (self.text_encoder, self.text_encoder_2)
-        ]
+        encoders = (self.text_encoder, self.text_encoder_2)
+        outs = [encoder(ids, output_hidden_states=True) for encoder in encoders]
         tokens = torch.cat([o.hidden_states[-2] for o in outs], -1)
         tokens = torch.cat([tokens, torch.zeros_like(tokens)], 1)  # the place of SD3's absent T5
         pooled = torch.cat([o.text_embeds for o in outs], -1)
@@ -166,19 +158,12 @@ class Flow(torch.nn.Module):
 
 def optimizers_of(model: torch.nn.Module, *, muon: bool) -> dict[str, torch.optim.Optimizer]:
     """AdamW for all weights, or Muon for the matrices of the blocks and AdamW for the rest."""
-    inner = {
-        n
-        for n, p in model.named_parameters()
-        if muon and p.ndim == 2 and ("transformer_blocks" in n or "encoder.layers" in n)
-    }
     parts: dict[str, list[Tensor]] = {"optimizer": [], "muon": []}
     for name, parameter in model.named_parameters():
-        parts["muon" if name in inner else "optimizer"].append(parameter)
-    out: dict[str, torch.optim.Optimizer] = {
-        "optimizer": torch.optim.AdamW(
-            parts["optimizer"], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01
-        )
-    }
+        block = "transformer_blocks" in name or "encoder.layers" in name
+        parts["muon" if muon and block and parameter.ndim == 2 else "optimizer"].append(parameter)
+    adamw = torch.optim.AdamW(parts["optimizer"], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.01)
+    out: dict[str, torch.optim.Optimizer] = {"optimizer": adamw}
     if muon:
         out["muon"] = torch.optim.Muon(
             parts["muon"], lr=1e-3, momentum=0.95, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"
@@ -186,22 +171,37 @@ def optimizers_of(model: torch.nn.Module, *, muon: bool) -> dict[str, torch.opti
     return out
 
 
+class Batches:
+    """Flow-matching batches of a stage: each is a function of (seed, step)."""
+
+    def __init__(self, args: argparse.Namespace, stage: str, tok: Any):
+        vae = build.vae().to(args.device).eval()
+        resume(args.work / "vae.pt", model=vae)
+        self.z, text = latents(args, vae, stage)
+        pad = {"padding": "max_length", "max_length": build.TEXT_TOKENS, "return_tensors": "pt"}
+        self.ids, self.empty = tok(text, **pad).input_ids, tok([""], **pad).input_ids
+        self.args, self.time_mean = args, args.time_mean
+        if stage == "faded":
+            self.time_mean = args.faded_time_mean
+
+    def __call__(self, step: int) -> list[Tensor]:
+        """(x0, eps, sigma, tokens), a tenth of them without their prompt."""
+        count, g = self.args.batch, torch.Generator().manual_seed(self.args.seed * 1_000_003 + step)
+        rows = torch.randint(len(self.z), (count,), generator=g)
+        x0, eps = self.z[rows].float(), torch.randn(count, 4, 16, 16, generator=g)
+        sigma = torch.sigmoid(torch.randn(count, generator=g) + self.time_mean)
+        dropped = torch.rand(count, 1, generator=g) < 0.1
+        tokens = torch.where(dropped, self.empty, self.ids[rows])
+        return [t.to(self.args.device) for t in (x0, eps, sigma, tokens)]
+
+
 def train_flow(args: argparse.Namespace, stage: str = "flow") -> None:
     """The first stage, or the second, which starts from the first's average."""
-    if stage == "flow":
-        steps, peak, time_mean = args.flow_steps, args.lr, args.time_mean
-    else:
-        steps, peak, time_mean = args.faded_steps, args.faded_lr, args.faded_time_mean
-    vae = build.vae().to(args.device).eval()
-    resume(args.work / "vae.pt", model=vae)
-    z, text = latents(args, vae, stage)
+    steps, peak = args.flow_steps, args.lr
+    if stage == "faded":
+        steps, peak = args.faded_steps, args.faded_lr
     tok = build.tokenizer()
-    ids = tok(
-        text, padding="max_length", max_length=build.TEXT_TOKENS, return_tensors="pt"
-    ).input_ids
-    empty = tok(
-        [""], padding="max_length", max_length=build.TEXT_TOKENS, return_tensors="pt"
-    ).input_ids
+    batches = Batches(args, stage, tok)
     torch.manual_seed(args.seed)
     model = Flow(tok).to(args.device)
     if stage == "faded":
@@ -210,36 +210,34 @@ def train_flow(args: argparse.Namespace, stage: str = "flow") -> None:
     optimizers = optimizers_of(model, muon=stage == "faded")
     start = resume(args.work / f"{stage}.pt", model=model, ema=ema, **optimizers)
     run = torch.compile(model) if args.compile else model
-    began, average = time.time(), 0.0
+    progress = Progress(stage, start, decay=0.99)
     for step in range(start, steps):
-        for group in (
-            group for optimizer in optimizers.values() for group in optimizer.param_groups
-        ):
-            group["lr"] = learning_rate(step, steps, peak)
-        g = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
-        rows = torch.randint(len(z), (args.batch,), generator=g)
-        x0, eps = z[rows].float(), torch.randn(args.batch, 4, 16, 16, generator=g)
-        sigma = torch.sigmoid(torch.randn(args.batch, generator=g) + time_mean)
-        tokens = torch.where(torch.rand(args.batch, 1, generator=g) < 0.1, empty, ids[rows])
-        x0, eps, sigma, tokens = (t.to(args.device) for t in (x0, eps, sigma, tokens))
+        x0, eps, sigma, tokens = batches(step)
         s = sigma[:, None, None, None]
         loss = F.mse_loss(run((1 - s) * x0 + s * eps, sigma, tokens), eps - x0)
-        model.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers.values():
-            optimizer.step()
+        descend(loss, model, optimizers.values(), learning_rate(step, steps, peak))
         decay = min(0.999, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - decay)
-        average = loss.item() if step == start else 0.99 * average + 0.01 * loss.item()
-        if step % 50 == 0:
-            print(
-                f"{stage} {step} loss {average:.4f}"
-                f" {(time.time() - began) / (step - start + 1):.3f} s/step",
-                flush=True,
-            )
+        progress(step, loss)
         if (step + 1) % args.save == 0 or step + 1 == steps:
             save(args.work / f"{stage}.pt", step + 1, model=model, ema=ema, **optimizers)
+
+
+class Progress:
+    """Prints an average of the loss, and the pace, every 50 steps."""
+
+    def __init__(self, stage: str, start: int, decay: float):
+        self.stage, self.start, self.decay = stage, start, decay
+        self.began, self.average = time.time(), 0.0
+
+    def __call__(self, step: int, loss: Tensor) -> None:
+        now = loss.item()
+        if step > self.start:
+            now = self.decay * self.average + (1 - self.decay) * now
+        self.average = now
+        if step % 50 == 0:
+            pace = (time.time() - self.began) / (step - self.start + 1)
+            print(f"{self.stage} {step} loss {self.average:.4f} {pace:.3f} s/step", flush=True)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -247,10 +245,8 @@ def export(args: argparse.Namespace) -> None:
     tok = build.tokenizer()
     vae, flow = build.vae(), Flow(tok)
     vae_steps = resume(args.work / "vae.pt", model=vae)
-    flow_steps, faded_steps = (
-        resume(args.work / "flow.pt", ema=flow),
-        resume(args.work / "faded.pt", ema=flow),
-    )
+    flow_steps = resume(args.work / "flow.pt", ema=flow)
+    faded_steps = resume(args.work / "faded.pt", ema=flow)
     norm = json.loads((args.work / "latents.json").read_text())
     vae.register_to_config(shift_factor=norm["shift"], scaling_factor=norm["scale"])
     parts = {
@@ -270,14 +266,16 @@ def export(args: argparse.Namespace) -> None:
         "faded_steps": faded_steps,
         "settings": {k: getattr(args, k) for k in SETTINGS},
         "parameters": {k: sum(p.numel() for p in v.parameters()) for k, v in parts.items()},
-        "torch": torch.__version__,
-        "machine": platform.machine(),
     }
-    (Path(args.out) / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
-    print(
-        f"wrote {args.out}:"
-        f" {sum(f.stat().st_size for f in Path(args.out).rglob('*') if f.is_file()) / 1e6:.2f} MB"
-    )
+    finish(Path(args.out), provenance)
+
+
+def finish(folder: Path, provenance: dict[str, Any]) -> None:
+    """Write provenance.json beside exported weights, and say how large they are."""
+    provenance |= {"torch": torch.__version__, "machine": platform.machine()}
+    (folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    print(f"wrote {folder}: {size / 1e6:.2f} MB")
 
 
 def save(path: Path, step: int, **parts) -> None:
@@ -296,46 +294,46 @@ def resume(path: Path, **parts) -> int:
     return state["step"]
 
 
+def parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    out = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = out.add_argument
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("stage", choices=["vae", "flow", "faded", "export", "all"])
+    add("--work", type=Path, default=Path("runs/shapes"), help="where data and checkpoints lie")
+    add("--out", default="flowrl/shapes/weights", help="where export writes the pipeline")
+    add("--device", default=device)
+    add("--threads", type=int, default=2)
+    add("--seed", type=int, default=0)
+    add("--save", type=int, default=250, help="steps between checkpoints")
+    add("--compile", action="store_true")
+    add("--shift", type=float, default=1.0, help="timestep shift of the exported scheduler")
+    add_vae(add)
+    add_flow(add)
+    return out
+
+
+def add_vae(add: Callable[..., object]) -> None:
+    add("--vae-steps", type=int, default=3300)
+    add("--vae-batch", type=int, default=16)
+    add("--vae-scenes", type=int, default=8000)
+
+
+def add_flow(add: Callable[..., object]) -> None:
+    add("--flow-steps", type=int, default=6500)
+    add("--flow-scenes", type=int, default=60000)
+    add("--batch", type=int, default=64)
+    add("--lr", type=float, default=1.5e-3, help="peak learning rate of the flow stage")
+    add("--time-mean", type=float, default=0.3, help="mean of the logit-normal over sigma")
+    add("--faded-steps", type=int, default=4500)
+    add("--faded-scenes", type=int, default=40000)
+    add("--faded-lr", type=float, default=1.5e-3)
+    add("--faded-time-mean", type=float, default=0.8)
+    add("--faded", type=float, default=0.35, help="share of pale pictures")
+
+
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("stage", choices=["vae", "flow", "faded", "export", "all"])
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("runs/shapes"),
-        help="where data and checkpoints of the stages lie",
-    )
-    parser.add_argument(
-        "--out", default="flowrl/shapes/weights", help="where export writes the pipeline"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", type=int, default=250, help="steps between checkpoints")
-    parser.add_argument("--vae-steps", type=int, default=3300)
-    parser.add_argument("--vae-batch", type=int, default=16)
-    parser.add_argument("--vae-scenes", type=int, default=8000)
-    parser.add_argument("--flow-steps", type=int, default=6500)
-    parser.add_argument("--flow-scenes", type=int, default=60000)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument(
-        "--lr", type=float, default=1.5e-3, help="peak learning rate of the flow stage"
-    )
-    parser.add_argument("--faded-steps", type=int, default=4500)
-    parser.add_argument("--faded-scenes", type=int, default=40000)
-    parser.add_argument("--faded-lr", type=float, default=1.5e-3)
-    parser.add_argument("--faded-time-mean", type=float, default=0.8)
-    parser.add_argument("--faded", type=float, default=0.35, help="share of pale pictures")
-    parser.add_argument(
-        "--time-mean", type=float, default=0.3, help="mean of the logit-normal over sigma"
-    )
-    parser.add_argument(
-        "--shift", type=float, default=1.0, help="timestep shift of the exported scheduler"
-    )
-    parser.add_argument("--compile", action="store_true")
-    args = parser.parse_args(words)
+    args = parser().parse_args(words)
     args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     stages = {

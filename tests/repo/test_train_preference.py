@@ -1,5 +1,4 @@
-"""Which pairs scripts/embedded/train_preference.py holds out: prompts that say the same in other words stay
-on one side."""
+"""Which pairs train_preference.py holds out: prompts that say the same stay on one side."""
 
 import importlib.util
 import json
@@ -40,9 +39,8 @@ def test_prompts_of_one_combination_are_held_out_together(tmp_path):
         side: {p["combination"] for p in world if script.held_out(p["prompt"], 0.2) == side}
         for side in (True, False)
     }
-    assert (
-        len(of_text[True] & of_text[False]) > 20
-    )  # what a hash of the text would have shown in training
+    torn = of_text[True] & of_text[False]  # what a hash of the text would have shown in training
+    assert len(torn) > 20
 
 
 def test_a_pair_without_a_combination_is_held_out_by_its_prompt(tmp_path):
@@ -58,13 +56,8 @@ def test_a_pair_without_a_combination_is_held_out_by_its_prompt(tmp_path):
 
 
 def test_a_combination_that_is_no_text_is_named(tmp_path):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"line 2: combination=\['a', 'b'\] is no text; give all prompts that say the same one"
-            r" text"
-        ),
-    ):
+    said = r"line 2: combination=\['a', 'b'\] is not a text; give all prompts that say the same"
+    with pytest.raises(ValueError, match=said):
         script.read(listing(tmp_path, {"prompt": "a"}, {"prompt": "b", "combination": ["a", "b"]}))
 
 
@@ -76,8 +69,6 @@ def test_the_script_writes_the_combination_beside_each_pair_of_shapes(tmp_path, 
     )
     script.main(["shapes", "--work", str(tmp_path), "--prompts", "3"])
     found = script.read(tmp_path / "pairs.jsonl")
-    assert (
-        found.subjects == [prompts.find(text)["combination"] for text in found.prompts]
-        and len(found.subjects) == 3 * 15
-    )
+    assert found.subjects == [prompts.find(text)["combination"] for text in found.prompts]
+    assert len(found.subjects) == 3 * 15
     assert found.aspects == ["alignment", "vivid"]

@@ -389,11 +389,11 @@ def test_held_out_prompts_do_not_move_when_the_file_grows():
     [
         (
             {"ink": 1.5},
-            "line 2: ink=1.5 is no preference; give the share of votes for a, from 0 to 1",
+            "line 2: ink=1.5 is not a preference; give the share of votes for a, from 0 to 1",
         ),
-        ({"ink": "a"}, "line 2: ink='a' is no preference"),
+        ({"ink": "a"}, "line 2: ink='a' is not a preference"),
         ({"a": "none.png"}, 'line 2: "a": there is no picture .*none.png'),
-        ({"prompt": 3}, "line 2: .* is no pair"),
+        ({"prompt": 3}, "line 2: .* is not a pair"),
     ],
 )
 def test_a_line_that_is_no_pair_is_named(pairs, change, said):
