@@ -13,7 +13,7 @@ from flowrl import rewards
 from flowrl.data.media import save
 from flowrl.rewards import Reward
 from flowrl.rewards.checks import examples
-from flowrl.rewards.checks import pictures as checks_pictures
+from flowrl.rewards.checks.pictures import attacks, recoded, written
 from flowrl.shapes import verify
 
 
@@ -139,8 +139,8 @@ def test_drawn_words_are_read_and_their_near_misses_are_not():
 
 def test_short_text_is_large_and_long_text_still_fits():
     short, long = (
-        checks_pictures.written("Hi", 64, 64),
-        checks_pictures.written("a green triangle to the left of a large purple circle", 64, 64),
+        written("Hi", 64, 64),
+        written("a green triangle to the left of a large purple circle", 64, 64),
     )
     assert short.shape == (3, 64, 64) and float((short < 0.5).float().mean()) > 0.02
     ink = torch.nonzero(long[0] < 0.5)
@@ -187,14 +187,12 @@ def test_files_serve_a_reward_that_compares_a_group(tmp_path):
     found = examples.files(
         rewards.load("rank", reward="jpeg"), [folder(tmp_path, ["a cat", "a dog"])]
     )
-    assert [s.prompt for s in found] == [
-        "a cat",
-        "a dog",
-    ]  # their groups are made of them: the right picture and its rivals
+    # Their groups are made of them: the right picture and its rivals.
+    assert [s.prompt for s in found] == ["a cat", "a dog"]
 
 
 def test_files_whose_prompts_lack_what_the_reward_reads_are_refused(tmp_path):
-    with pytest.raises(ValueError, match='"a cat" is no prompt of the shapes world'):
+    with pytest.raises(ValueError, match='"a cat" is not a prompt of the shapes world'):
         examples.files(rewards.load("shapes"), [folder(tmp_path, ["a cat", "a dog"])])
 
 
@@ -210,12 +208,8 @@ def reading(**attributes):
 
 
 def test_a_reward_of_videos_gets_videos_and_the_others_pictures():
-    assert examples.fits(rewards.load("motion_smoothness"), count=2)[0].media.shape == (
-        examples.FRAMES,
-        3,
-        64,
-        64,
-    )
+    moving = examples.fits(rewards.load("motion_smoothness"), count=2)[0]
+    assert moving.media.shape == (examples.FRAMES, 3, 64, 64)
     assert examples.fits(rewards.load("jpeg"), count=2)[0].media.shape == (3, 64, 64)
     assert len(examples.fits(rewards.load("shapes"))) == 16
 
@@ -238,15 +232,8 @@ def test_the_command_line_tries_pooled_frames_on_videos_of_any_length(tmp_path):
     ).output
     assert "frames shuffled" in said and "frozen" in said
     assert "shuffled" not in small.invoke("check", "--reward", "jpeg", "--count", "2").output
-    refused = small.invoke(
-        "check",
-        "--reward",
-        "jpeg",
-        "--media",
-        folder(tmp_path, ["a cat", "a dog"]),
-        "--frames",
-        "3",
-    )
+    own = folder(tmp_path, ["a cat", "a dog"])
+    refused = small.invoke("check", "--reward", "jpeg", "--media", own, "--frames", "3")
     assert refused.exit_code == 2 and "--frames 3 is of videos that are drawn" in refused.output
 
 
@@ -299,7 +286,7 @@ def test_one_example_is_too_few(make):
 
 def test_attacks_are_what_they_are_called(pictures):
     media = pictures[0].media
-    made = checks_pictures.attacks(media, pictures[0].prompt)
+    made = attacks(media, pictures[0].prompt)
     assert all(
         m.shape == media.shape and float(m.min()) >= 0 and float(m.max()) <= 1
         for m in made.values()
@@ -309,10 +296,7 @@ def test_attacks_are_what_they_are_called(pictures):
         and float(made["black"].max()) == 0
         and float(made["noise"].std()) > 0.25
     )
-    objects = {
-        name: len(found[0])
-        for name, found in ((name, verify.detect(m[None])) for name, m in made.items())
-    }
+    objects = {name: len(verify.detect(m[None])[0]) for name, m in made.items()}
     assert objects["oversharpened"] == len(verify.detect(media[None])[0]) and objects["white"] == 0
     tile = made["tiled 3 x 3"]
     assert torch.equal(tile[:, :22, :22], tile[:, 22:44, 22:44]) and torch.equal(
@@ -326,20 +310,20 @@ def test_attacks_are_what_they_are_called(pictures):
 
 def test_attacks_on_a_video_are_videos_and_one_is_frozen():
     s = examples.shapes(2, frames=3)[0]
-    made = checks_pictures.attacks(s.media, s.prompt)
+    made = attacks(s.media, s.prompt)
     assert all(m.shape == s.media.shape for m in made.values())
     assert torch.equal(made["frozen"][2], s.media[0]) and not torch.equal(s.media[2], s.media[0])
 
 
 def test_attacks_on_pictures_of_odd_sizes_keep_them():
     media = torch.rand(3, 7, 17)
-    assert all(m.shape == media.shape for m in checks_pictures.attacks(media, "a cat").values())
+    assert all(m.shape == media.shape for m in attacks(media, "a cat").values())
 
 
 @pytest.mark.parametrize(("kind", "least"), [(0, 40), (1, 48), (2, 45)])
 def test_a_recoded_copy_differs_but_by_levels_that_nobody_sees(pictures, kind, least):
     media = torch.stack([pictures[1].media, pictures[2].media])
-    copy = checks_pictures.recoded(media, kind)
+    copy = recoded(media, kind)
     assert (
         copy.shape == media.shape and copy.dtype == torch.float32 and not torch.equal(copy, media)
     )
@@ -348,14 +332,10 @@ def test_a_recoded_copy_differs_but_by_levels_that_nobody_sees(pictures, kind, l
 
 def test_random_recodings_follow_their_seed(pictures):
     media = pictures[0].media
-    assert torch.equal(
-        checks_pictures.recoded(media, 1, seed=3), checks_pictures.recoded(media, 1, seed=3)
-    )
-    assert not torch.equal(
-        checks_pictures.recoded(media, 1, seed=3), checks_pictures.recoded(media, 1, seed=4)
-    )
+    assert torch.equal(recoded(media, 1, seed=3), recoded(media, 1, seed=3))
+    assert not torch.equal(recoded(media, 1, seed=3), recoded(media, 1, seed=4))
     means = {
-        float(checks_pictures.recoded(media * 0.8, 2, seed=seed).mean() - (media * 0.8).mean()) > 0
+        float(recoded(media * 0.8, 2, seed=seed).mean() - (media * 0.8).mean()) > 0
         for seed in range(6)
     }
     assert means == {True, False}  # brighter or darker
@@ -366,10 +346,6 @@ def test_jpeg_recoding_is_what_pil_reads_back(tmp_path):
     Image.fromarray((media * 255).round().byte().permute(1, 2, 0).numpy()).save(
         tmp_path / "a.jpg", quality=98, subsampling=0
     )
-    back = (
-        torch.tensor(list(Image.open(tmp_path / "a.jpg").tobytes()))
-        .view(16, 16, 3)
-        .permute(2, 0, 1)
-        / 255
-    )
-    assert torch.equal(checks_pictures.recoded(media, 0), back)
+    read = torch.tensor(list(Image.open(tmp_path / "a.jpg").tobytes())).view(16, 16, 3)
+    back = read.permute(2, 0, 1) / 255
+    assert torch.equal(recoded(media, 0), back)

@@ -8,8 +8,8 @@ import torch
 from planted import SHAPES, brightness, check, planted, reading_clauses, shapes_of, tried
 
 from flowrl.rewards.checks import examples, order
-from flowrl.rewards.checks import pictures as checks_pictures
 from flowrl.rewards.checks.attacks import attacked, mirror
+from flowrl.rewards.checks.pictures import written
 from flowrl.rewards.checks.subject import Subject, examples_of
 from flowrl.shapes.verify import detect
 
@@ -177,7 +177,7 @@ def test_pictures_of_one_prompt_have_no_wrong_prompt(pictures):
 
 
 def like_its_text(media, prompts, context):
-    text = torch.stack([checks_pictures.written(prompt, *media.shape[-2:]) for prompt in prompts])
+    text = torch.stack([written(prompt, *media.shape[-2:]) for prompt in prompts])
     return -(media - text).abs().flatten(1).mean(1)
 
 

@@ -53,23 +53,18 @@ def test_jpeg_is_warned_of_blank_pictures_by_design_and_fails_nothing(pictures):
         "attack: black",
         "attack: blurred",
     }
-    white, honest = (
-        found["attack: white"].value,
-        Subject(rewards.load("jpeg"), pictures, "cpu").honest.median(),
-    )
+    white = found["attack: white"].value
+    honest = Subject(rewards.load("jpeg"), pictures, "cpu").honest.median()
     assert white > float(honest) and f"{white:.3g}" in found["attack: white"].says
     assert found["right prompt"].verdict == "note" and "right picture" not in found
 
 
 def test_a_cheap_check_scores_at_most_eight_samples_some_six_times(pictures):
     scored = []
-    found = check(
-        planted(lambda m, p, c: scored.append(len(m)) or brightness(m)), pictures * 2, cheap=True
-    )
-    assert (
-        list(found) == ["contract", "determinism", "batch mates", "noise"]
-        and sum(scored) == 3 * 8 + 3 + 3 * 8
-    )
+    watched = planted(lambda m, p, c: scored.append(len(m)) or brightness(m))
+    found = check(watched, pictures * 2, cheap=True)
+    assert list(found) == ["contract", "determinism", "batch mates", "noise"]
+    assert sum(scored) == 3 * 8 + 3 + 3 * 8
 
 
 def test_a_reward_that_remembers_what_it_said_is_asked_anew(pictures):

@@ -37,30 +37,21 @@ def levels(body):
 
 
 def test_flowrl_score_shows_an_edit_beside_the_source_that_its_prompt_names(folder):
-    """Four digits from the judge: "4" alone for the first edit, "2" for the second -> 0.8 and
-    0.4."""
-    with serving(
-        lambda body, n: Answer("", first={"4" if levels(body) == [153, 51] else "2": 1.0})
-    ) as server:
-        words = [
-            f"vlm_logit.{key}={value}"
-            for key, value in {**NAMED, "base_url": server.url, "folder": folder}.items()
-        ]
-        images = [folder / "a.png", folder / "b.png"]
+    """The judge says "4" alone for the first edit, "2" for the second: 0.8 and 0.4."""
+
+    def answer(body, n):
+        return Answer("", first={"4" if levels(body) == [153, 51] else "2": 1.0})
+
+    out, images = folder / "out.jsonl", [folder / "a.png", folder / "b.png"]
+    with serving(answer) as server:
+        settings = {**NAMED, "base_url": server.url, "folder": folder}
+        words = [f"vlm_logit.{key}={value}" for key, value in settings.items()]
         flags = [part for word in ["vlm_logit", *words] for part in ("--reward", word)]
-        result = small.invoke(
-            "score",
-            *images,
-            "--prompts",
-            folder / "metadata.jsonl",
-            *flags,
-            "-o",
-            folder / "out.jsonl",
-        )
+        given = ["--prompts", folder / "metadata.jsonl", *flags, "-o", out]
+        result = small.invoke("score", *images, *given)
     assert result.exit_code == 0, result.output
-    assert [
-        json.loads(line)["total"] for line in (folder / "out.jsonl").read_text().splitlines()
-    ] == pytest.approx([0.8, 0.4])
+    totals = [json.loads(line)["total"] for line in out.read_text().splitlines()]
+    assert totals == pytest.approx([0.8, 0.4])
     assert sorted(levels(body) for body in server.requests) == [[153, 51], [204, 102]]
 
 
@@ -103,7 +94,7 @@ def test_a_source_that_cannot_be_read_is_named_and_one_on_its_side_is_turned_upr
         reward.sources(media, MediaContext(meta=[{"source": "broken.png"}] * 2))
 
 
-def test_the_refusal_of_a_column_that_no_file_brings_names_the_setting_and_a_source_that_nobody_sees_is_refused():
+def test_a_missing_column_names_the_setting_and_a_source_that_nobody_sees_is_refused():
     with pytest.raises(
         ValueError,
         match=(

@@ -96,49 +96,40 @@ def test_a_file_of_the_hub_is_fetched_alone_and_a_repository_whole(monkeypatch, 
 # --- networks and tokenizers of transformers
 
 
-def test_a_network_is_frozen_fp32_whatever_its_file_holds_and_the_other_tower_may_be_surplus(
-    tmp_path,
-):
-    from transformers import CLIPConfig, CLIPModel, CLIPVisionModelWithProjection
+@pytest.fixture
+def halved(tmp_path):
+    """The folder of a tiny CLIP, in half precision."""
+    from transformers import CLIPConfig, CLIPModel
 
-    small = {
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
-    vision, text = (
-        small | {"image_size": 16, "patch_size": 8},
-        small
-        | {
-            "vocab_size": 8,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        },
-    )
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    vision = sizes | {"num_attention_heads": 1, "image_size": 16, "patch_size": 8}
+    text = sizes | {"num_attention_heads": 1, "vocab_size": 8, "bos_token_id": 1, "eos_token_id": 2}
     CLIPModel(CLIPConfig(vision_config=vision, text_config=text)).half().save_pretrained(tmp_path)
-    found = weights.network(CLIPModel, str(tmp_path), reward="r")
+    return tmp_path
+
+
+def test_a_network_is_frozen_fp32_whatever_its_file_holds(halved):
+    from transformers import CLIPModel
+
+    found = weights.network(CLIPModel, str(halved), reward="r")
     assert {p.dtype for p in found.parameters()} == {torch.float32} and not found.training
     assert not any(p.requires_grad for p in found.parameters())
-    with pytest.raises(
-        ValueError,
-        match=(
-            "does not fit CLIPVisionModelWithProjection: .* unknown keys .logit_scale, text_model"
-        ),
-    ):
-        weights.network(CLIPVisionModelWithProjection, str(tmp_path), reward="r")
-    weights.network(
-        CLIPVisionModelWithProjection, str(tmp_path), reward="r", ignore=("text_", "logit_scale")
+    (halved / "model.safetensors").unlink()
+    said = (
+        f"reward.r.backbone={halved} cannot be loaded: OSError: .*no file named model.safetensors"
     )
-    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=said):
+        weights.network(CLIPModel, str(halved), reward="r", setting="backbone")
+
+
+def test_the_other_tower_may_be_surplus_in_a_network_where_it_is_named(halved):
+    from transformers import CLIPVisionModelWithProjection as Tower
+
     with pytest.raises(
-        ValueError,
-        match=(
-            f"reward.r.backbone={tmp_path} cannot be loaded: OSError: .*no file named"
-            " model.safetensors"
-        ),
+        ValueError, match="does not fit CLIPVision.*: .* unknown keys .logit_scale, text_model"
     ):
-        weights.network(CLIPModel, str(tmp_path), reward="r", setting="backbone")
+        weights.network(Tower, str(halved), reward="r")
+    weights.network(Tower, str(halved), reward="r", ignore=("text_", "logit_scale"))
 
 
 def test_a_tokenizer_without_its_files_is_refused_though_transformers_makes_one(tmp_path):
