@@ -1,8 +1,6 @@
-"""The quickstart for several seeds, and a table of what each gained: the figure that README and
-docs/quickstart.md show.
+"""The quickstart for several seeds: the figures that README and docs/quickstart.md show.
 
-    python scripts/bench/quickstart_seeds.py --seeds 0 1 2            # overrides may follow:
-    optimizer.lr=5e-4
+    python scripts/bench/quickstart_seeds.py --seeds 0 1 2 [optimizer.lr=5e-4 ...]
 
 A seed whose run folder already holds a finished run is not run again. Each line: held-out strict
 accuracy before, before with guidance, and after; the paired difference with its 95% interval;
@@ -23,17 +21,8 @@ from pathlib import Path
 def run(seed: int, folder: Path, overrides: list[str]) -> float:
     """Train one seed in a process of its own -> seconds."""
     began = time.perf_counter()
-    command = [
-        sys.executable,
-        "-m",
-        "flowrl.cli.main",
-        "train",
-        "experiment=quickstart",
-        f"seed={seed}",
-        f"output={folder}",
-        *overrides,
-    ]
-    subprocess.run(command, check=True)
+    words = ["experiment=quickstart", f"seed={seed}", f"output={folder}", *overrides]
+    subprocess.run([sys.executable, "-m", "flowrl.cli.main", "train", *words], check=True)
     seconds = time.perf_counter() - began
     (folder / "seconds.json").write_text(json.dumps(seconds))
     return seconds
@@ -55,23 +44,20 @@ def row(seed: int, folder: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--output", type=Path, default=Path("runs"))
-    overrides = [
-        word for word in sys.argv[1:] if "=" in word and not word.startswith("-")
-    ]  # --seeds would take them for numbers
+    # --seeds would take them for numbers
+    overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
     args = parser.parse_args([word for word in sys.argv[1:] if word not in overrides])
     folders = {seed: args.output / f"quickstart-seed-{seed}" for seed in args.seeds}
     for seed, folder in folders.items():
         if not (folder / "seconds.json").exists():
             run(seed, folder, overrides)
-    print(
-        "| seed | before | before, guided | after | difference [95% interval] | seconds | overhead"
-        " |\n|-|-|-|-|-|-|-|"
-    )
+    columns = ["seed", "before", "before, guided", "after", "difference [95% interval]"]
+    columns += ["seconds", "overhead"]
+    print(f"| {' | '.join(columns)} |\n{'|-' * len(columns)}|")
     for seed, folder in folders.items():
         print(row(seed, folder))
 

@@ -1,14 +1,12 @@
-"""What replaying costs: our rollout engine on an ODE plan against the pipeline's own __call__
-(output_type="latent"), per network call.
+"""What replaying costs: our rollout engine against the pipeline's own __call__, per network call.
 
-    python scripts/bench/sampler.py                                   # a small SD3 with random
-    weights, on this machine
-    python scripts/bench/sampler.py --source stabilityai/stable-diffusion-3.5-medium --dtype
-    bfloat16 --height 512 --width 512
+    python scripts/bench/sampler.py         # a small SD3 with random weights, on this machine
+    python scripts/bench/sampler.py --source stabilityai/stable-diffusion-3.5-medium \\
+        --dtype bfloat16 --height 512 --width 512
 
-Both are timed at N and 2N steps and the difference is divided by N, so prompt encoding and set-up
-drop out of both. Runs are paired:
-the two take turns, in alternating order, and the ratio reported is the median over pairs.
+The engine runs an ODE plan; the pipeline gives output_type="latent". Both are timed at N and 2N
+steps and the difference is divided by N, so prompt encoding and set-up drop out of both. Runs are
+paired: the two take turns, in alternating order, and the ratio reported is the median over pairs.
 """
 
 from __future__ import annotations
@@ -17,8 +15,11 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from diffusers import DiffusionPipeline
 
 from flowrl.policy import Policy, load_policy
 from flowrl.rollouts import generation
@@ -29,9 +30,11 @@ PROMPTS = [
     "a green triangle left of a red square",
     "three yellow circles",
 ]
+Call = Callable[..., None]
+Pair = dict[Call, float]  # seconds a network call
 
 
-def small_sd3():
+def small_sd3() -> DiffusionPipeline:
     """shapes-sd3 without its training: 2.3 M parameters, 64 image tokens."""
     from flowrl.shapes import build
 
@@ -54,7 +57,7 @@ def theirs(policy: Policy, steps: int, prompts: list[str]) -> None:
     policy.pipe(**policy.prober.runner.arguments(prompts, steps, "latent"))
 
 
-def seconds(fn, *args) -> float:
+def seconds(fn: Call, *args: Any) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -64,46 +67,46 @@ def seconds(fn, *args) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--source", help="path, hub id or model name; default: a small SD3 with random weights"
-    )
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--height", type=int)
-    parser.add_argument("--width", type=int)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--pairs", type=int, default=61)
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    size = {k: v for k, v in (("height", args.height), ("width", args.width)) if v}
-    policy = load_policy(
-        args.source or small_sd3(),
-        dtype=args.dtype,
-        **(size if args.source else {"max_sequence_length": 12, **size}),
-    )
-    policy.pipe.set_progress_bar_config(disable=True)
-    prompts = (PROMPTS * args.prompts)[: args.prompts]
-    pairs = []
-    for k in range(args.pairs + 1):
+def timed_pairs(policy: Policy, steps: int, prompts: list[str], pairs: int) -> list[Pair]:
+    """Seconds a network call of both ways; the first pair warms up and is left out."""
+    out = []
+    for k in range(pairs + 1):
         cost = {ours: 0.0, theirs: 0.0}
         first, second = (ours, theirs) if k % 2 else (theirs, ours)
-        for fn, times in (
-            (first, 2),
-            (second, 2),
-            (second, 1),
-            (first, 1),
-        ):  # a steady drift of the machine's speed drops out
-            cost[fn] += (
-                (2 * times - 3) * seconds(fn, policy, times * args.steps, prompts) / args.steps
-            )
-        if k:  # the first pair warms up
-            pairs.append(cost)
+        # in this order a steady drift of the machine's speed drops out
+        for fn, times in ((first, 2), (second, 2), (second, 1), (first, 1)):
+            took = seconds(fn, policy, times * steps, prompts)
+            cost[fn] += (2 * times - 3) * took / steps  # that of 2N less that of N
+        out.append(cost)
+    return out[1:]
+
+
+def parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    out = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = out.add_argument
+    add("--source", help="path, hub id or model name; default: a small SD3 with random weights")
+    add("--dtype", choices=["float32", "bfloat16", "float16"])
+    add("--height", type=int)
+    add("--width", type=int)
+    add("--steps", type=int, default=10)
+    add("--pairs", type=int, default=61)
+    add("--prompts", type=int, default=4)
+    add("--threads", type=int, help="CPU threads (default: torch's)")
+    return out
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    options = {k: v for k, v in (("height", args.height), ("width", args.width)) if v}
+    if not args.source:
+        options = {"max_sequence_length": 12, **options}
+    policy = load_policy(args.source or small_sd3(), dtype=args.dtype, **options)
+    policy.pipe.set_progress_bar_config(disable=True)
+    prompts = (PROMPTS * args.prompts)[: args.prompts]
+    pairs = timed_pairs(policy, args.steps, prompts, args.pairs)
     ratio = statistics.median(c[ours] / c[theirs] for c in pairs)
     result = {
         "ratio": round(ratio, 4),

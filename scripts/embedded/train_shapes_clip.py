@@ -1,35 +1,31 @@
-"""Pretrain the tiny CLIP of the shapes world, and measure it. A quarter of an hour on one core;
-resumable.
+"""Pretrain the tiny CLIP of the shapes world, and measure it; resumable.
 
-    python scripts/embedded/train_shapes_clip.py train    --work runs/shapes-clip    # contrastive, each
-    prompt beside its near misses
-    python scripts/embedded/train_shapes_clip.py export   --work runs/shapes-clip    # writes
-    flowrl/shapes/weights/clip, in open_clip's layout python scripts/embedded/train_shapes_clip.py evaluate
-    # held-out retrieval, and agreement with the verifier
+    python scripts/embedded/train_shapes_clip.py train  --work runs/shapes-clip  # 15 min, one core
+    python scripts/embedded/train_shapes_clip.py export --work runs/shapes-clip  # for open_clip
+    python scripts/embedded/train_shapes_clip.py evaluate  # held-out retrieval, the verifier's view
 
 A batch holds groups of near prompts (one attribute apart, flowrl.shapes.clip.near_misses), each
 with a picture of its own, so that telling red from blue, two from three, left from right is what
-lowers the loss (hard negatives: NegCLIP, arXiv:2210.01936). Prompts that happen to be true of another's
-picture are no negatives of it. Held-out combinations are left out, pictures and prompts. Pictures
-are shifted, faded, tinted, blurred and made noisy, a little, since the ones that the reward will
-see are drawn by a model.
+lowers the loss (hard negatives: NegCLIP, arXiv:2210.01936). Prompts that happen to be true of
+another's picture are not its negatives. Held-out combinations are left out, pictures and prompts.
+Pictures are shifted, faded, tinted, blurred and made noisy, a little, since the ones that the
+reward will see are drawn by a model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import time
 from collections import defaultdict
 from pathlib import Path
+from typing import TypeVar
 
 import open_clip
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
-from train_shapes import learning_rate, resume, save
+from train_shapes import Progress, descend, finish, learning_rate, resume, save
 
 import flowrl
 from flowrl.data.media import to_pil
@@ -71,9 +67,14 @@ PREPROCESS = {
 }
 
 
+T = TypeVar("T")
+
+
 class Scenes:
-    """Pictures (N, 3, 64, 64) uint8 of training prompts, and which prompts are true of each; cached
-    on disk."""
+    """Pictures (N, 3, 64, 64) uint8 of training prompts, and which prompts are true of each.
+
+    Cached on disk.
+    """
 
     def __init__(self, count: int, seed: int, folder: Path):
         self.all = prompts.all_prompts()
@@ -93,17 +94,12 @@ class Scenes:
 
     def _draw(self, count: int, seed: int) -> dict[str, Tensor]:
         g = torch.Generator().manual_seed(seed)
-        train = {
-            t: [n for n, p in enumerate(self.all) if p["task"] == t and not prompts.held_out(p)]
-            for t in prompts.TASKS
-        }
-        tasks = torch.multinomial(
-            torch.tensor([SHARES[t] for t in prompts.TASKS]), count, replacement=True, generator=g
-        )
-        images, true = (
-            torch.empty(count, 3, PIXELS, PIXELS, dtype=torch.uint8),
-            torch.zeros(count, len(self.all), dtype=torch.bool),
-        )
+        known = [(n, p["task"]) for n, p in enumerate(self.all) if not prompts.held_out(p)]
+        train = {t: [n for n, task in known if task == t] for t in prompts.TASKS}
+        shares = torch.tensor([SHARES[t] for t in prompts.TASKS])
+        tasks = torch.multinomial(shares, count, replacement=True, generator=g)
+        images = torch.empty(count, 3, PIXELS, PIXELS, dtype=torch.uint8)
+        true = torch.zeros(count, len(self.all), dtype=torch.bool)
         drawn = torch.empty(count, dtype=torch.int64)
         for i, task in enumerate(tasks.tolist()):
             members = train[prompts.TASKS[task]]
@@ -116,15 +112,15 @@ class Scenes:
     def _near_misses(self, n: int) -> list[list[int]]:
         """Numbers of a prompt's near misses that are in training, by kind."""
         kinds = clip.near_misses(self.all[n]).values()
-        found = [
-            [self.number[p["prompt"]] for p in kind if self.number[p["prompt"]] in self.pool]
-            for kind in kinds
-        ]
+        numbers = [[self.number[p["prompt"]] for p in kind] for kind in kinds]
+        found = [[number for number in kind if number in self.pool] for kind in numbers]
         return [kind for kind in found if kind]
 
     def batch(self, groups: int, g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-        """Pictures (B, 3, 64, 64) in [0, 1], numbers of their prompts (B,), and (B, B): prompt j is
-        true of picture i."""
+        """Pictures (B, 3, 64, 64) in [0, 1], numbers of their prompts (B,), and a table (B, B).
+
+        Its entry (i, j): prompt j is true of picture i.
+        """
         shares = torch.tensor([SHARES[t] for t in prompts.TASKS])
         chosen = []
         for task in torch.multinomial(shares, groups, replacement=True, generator=g).tolist():
@@ -136,44 +132,47 @@ class Scenes:
         return self.images[rows].float() / 255, numbers, self.true[rows][:, numbers]
 
 
-def _one(items: list, g: torch.Generator):
+def _one(items: list[T], g: torch.Generator) -> T:
     return items[int(torch.randint(len(items), (), generator=g))]
 
 
 def worn(x: Tensor, g: torch.Generator) -> Tensor:
-    """x (B, 3, 64, 64) in [0, 1], a little worse: shifted by up to 2 px, and half of them faded,
-    tinted, blurred, blotched, noisy."""
-    b = len(x)
-    shift = torch.randint(-2, 3, (b, 2), generator=g)
-    padded = F.pad(x, (2, 2, 2, 2), value=1.0)
-    x = torch.stack(
-        [
-            p[:, 2 + dy : 2 + dy + PIXELS, 2 + dx : 2 + dx + PIXELS]
-            for p, (dy, dx) in zip(padded, shift.tolist(), strict=True)
-        ]
-    )
+    """x (B, 3, 64, 64) in [0, 1], a little worse.
+
+    Shifted by up to 2 px, and half of them faded, tinted, blurred, blotched, noisy.
+    """
+    x, b = shifted(x, g), len(x)
 
     def some(*shape: int) -> Tensor:
         """U(0, 1), and 0 for half of the pictures."""
-        return torch.rand(b, *shape, generator=g) * (
-            torch.rand(b, *(1 for _ in shape), generator=g) < 0.5
-        )
+        strength = torch.rand(b, *shape, generator=g)
+        return strength * (torch.rand(b, *(1 for _ in shape), generator=g) < 0.5)
 
     soft = (some(1, 1, 1) > 0.3).float()
     x = soft * box(x) + (1 - soft) * x
     x = 1 - (1 - x) * (1 - 0.5 * some(1, 1, 1)) * (1 - 0.3 * some(3, 1, 1))
     blotches = F.interpolate(torch.randn(b, 3, 16, 16, generator=g), PIXELS, mode="bilinear")
-    x = (
-        x
-        + 0.15 * some(1, 1, 1) * blotches
-        + 0.1 * some(1, 1, 1) * torch.randn(x.shape, generator=g)
-    )
+    x = x + 0.15 * some(1, 1, 1) * blotches
+    x = x + 0.1 * some(1, 1, 1) * torch.randn(x.shape, generator=g)
     return x.clamp(0, 1)
 
 
+def shifted(x: Tensor, g: torch.Generator) -> Tensor:
+    """Each picture by up to 2 px in both directions, white beyond its edge."""
+    shifts = torch.randint(-2, 3, (len(x), 2), generator=g).tolist()
+    padded = F.pad(x, (2, 2, 2, 2), value=1.0)
+    rows = [
+        picture[:, 2 + dy : 2 + dy + PIXELS, 2 + dx : 2 + dx + PIXELS]
+        for picture, (dy, dx) in zip(padded, shifts, strict=True)
+    ]
+    return torch.stack(rows)
+
+
 def contrast(image: Tensor, text: Tensor, scale: Tensor, true: Tensor) -> Tensor:
-    """InfoNCE both ways (CLIP, arXiv:2103.00020) of unit vectors (B, d); prompts that are true of a
-    picture are no negatives of it."""
+    """InfoNCE both ways (CLIP, arXiv:2103.00020) of unit vectors (B, d).
+
+    Prompts that are true of a picture are not its negatives.
+    """
     logits = scale * image @ text.T
     logits = logits.masked_fill(true & ~torch.eye(len(true), dtype=torch.bool), -torch.inf)
     target = torch.arange(len(true))
@@ -186,50 +185,33 @@ def config(tok) -> dict:
 
 def pixels(x: Tensor) -> Tensor:
     """(B, 3, 64, 64) in [0, 1] -> the network's input, as PREPROCESS says."""
-    return normalized(
-        cropped(x, MODEL["vision_cfg"]["image_size"]), PREPROCESS["mean"], PREPROCESS["std"]
-    )
+    whole = cropped(x, MODEL["vision_cfg"]["image_size"])
+    return normalized(whole, PREPROCESS["mean"], PREPROCESS["std"])
 
 
 def train(args: argparse.Namespace) -> None:
     scenes = Scenes(args.scenes, 1, args.work)
     tok = build.tokenizer()
-    ids = tok(
-        [p["prompt"] for p in scenes.all],
-        padding="max_length",
-        max_length=CONTEXT,
-        return_tensors="pt",
-    ).input_ids
+    texts = [p["prompt"] for p in scenes.all]
+    ids = tok(texts, padding="max_length", max_length=CONTEXT, return_tensors="pt").input_ids
     torch.manual_seed(args.seed)
     model = open_clip.model.CLIP(**config(tok))
-    model.visual.attnpool.positional_embedding.data *= (
-        8  # as large as the features: where a thing is counts from the start
-    )
+    # as large as the features: where a thing is counts from the start
+    model.visual.attnpool.positional_embedding.data *= 8
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05
     )
     start = resume(args.work / "clip.pt", model=model, optimizer=optimizer)
-    began, average = time.time(), 0.0
+    progress = Progress("clip", start, decay=0.98)
     for step in range(start, args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args.steps, args.lr, warmup=100)
         g = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
         x, numbers, true = scenes.batch(args.groups, g)
         distinct, place = numbers.unique(return_inverse=True)
         image = model.encode_image(pixels(worn(x, g)), normalize=True)
         text = model.encode_text(ids[distinct], normalize=True)[place]
         loss = contrast(image, text, model.logit_scale.exp().clamp(max=100), true)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        average = loss.item() if step == start else 0.98 * average + 0.02 * loss.item()
-        if step % 50 == 0:
-            print(
-                f"clip {step} loss {average:.4f} {(time.time() - began) / (step - start + 1):.3f}"
-                " s/step",
-                flush=True,
-            )
+        descend(loss, model, [optimizer], learning_rate(step, args.steps, args.lr, warmup=100))
+        progress(step, loss)
         if (step + 1) % args.save == 0 or step + 1 == args.steps:
             save(args.work / "clip.pt", step + 1, model=model, optimizer=optimizer)
 
@@ -254,15 +236,9 @@ def export(args: argparse.Namespace) -> None:
         "steps": steps,
         "parameters": sum(p.numel() for p in model.parameters()),
         "settings": {k: getattr(args, k) for k in ("seed", "groups", "scenes", "lr")},
-        "torch": torch.__version__,
         "open_clip": open_clip.__version__,
-        "machine": platform.machine(),
     }
-    (args.out / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
-    print(
-        f"wrote {args.out}:"
-        f" {sum(f.stat().st_size for f in args.out.rglob('*') if f.is_file()) / 1e6:.2f} MB"
-    )
+    finish(args.out, provenance)
 
 
 class Judge:
@@ -276,48 +252,31 @@ class Judge:
 
     @torch.no_grad()
     def image(self, x: Tensor) -> Tensor:
-        return torch.cat(
-            [
-                self.model.encode_image(
-                    torch.stack([self.preprocess(p) for p in to_pil(part)]), normalize=True
-                )
-                for part in x.split(128)
-            ]
-        )
+        parts = (torch.stack([self.preprocess(p) for p in to_pil(part)]) for part in x.split(128))
+        return torch.cat([self.model.encode_image(part, normalize=True) for part in parts])
 
     @torch.no_grad()
     def text(self, texts: list[str]) -> Tensor:
-        return torch.cat(
-            [
-                self.model.encode_text(part, normalize=True)
-                for part in self.tokenizer(texts).split(256)
-            ]
-        )
+        parts = self.tokenizer(texts).split(256)
+        return torch.cat([self.model.encode_text(part, normalize=True) for part in parts])
 
 
 def retrieval(
     judge: Judge, count: int, seed: int = 0
 ) -> tuple[dict[str, list[bool]], dict[str, list[float]]]:
-    """`count` held-out scenes of each task, each with its prompt and all near misses that are false
-    for it, held out or not.
+    """`count` held-out scenes of each task, each with its prompt and all false near misses.
 
-    -> task -> whether the true prompt is nearer than every near miss; kind of near miss -> share
-    of those that are further, a scene.
+    Near misses may be held out or not. -> task -> whether the true prompt is nearer than every near
+    miss; kind of near miss -> share of those that are further, a scene.
     """
     g = torch.Generator().manual_seed(seed)
     every = prompts.all_prompts()
-    number, text = (
-        {p["prompt"]: i for i, p in enumerate(every)},
-        judge.text([p["prompt"] for p in every]),
-    )
+    number = {p["prompt"]: i for i, p in enumerate(every)}
+    text = judge.text([p["prompt"] for p in every])
     best, beaten = defaultdict(list), defaultdict(list)
     for task in prompts.TASKS:
         members = [p for p in every if p["task"] == task and prompts.held_out(p)]
-        chosen = (
-            [members[i % len(members)] for i in range(count)]
-            if len(members) < count
-            else [_one(members, g) for _ in range(count)]
-        )
+        chosen = _some(members, count, g)
         objects = [prompts.scene(p, g) for p in chosen]
         cosines = judge.image(torch.stack([render(o) for o in objects])) @ text.T
         for prompt, scene, row in zip(chosen, objects, cosines, strict=True):
@@ -330,6 +289,13 @@ def retrieval(
                     beaten[kind].append(float((row[wrong] < own).float().mean()))
             best[task].append(not any(nearer))
     return best, beaten
+
+
+def _some(members: list[T], count: int, g: torch.Generator) -> list[T]:
+    """`count` of them: each in turn where there are fewer, else drawn."""
+    if len(members) < count:
+        return [members[i % len(members)] for i in range(count)]
+    return [_one(members, g) for _ in range(count)]
 
 
 def roc_area(value: Tensor, positive: Tensor) -> float:
@@ -350,20 +316,20 @@ def evaluate(args: argparse.Namespace) -> None:
         "than one of them, by attribute: "
         + ", ".join(f"{kind} {sum(x) / len(x):.1%}" for kind, x in beaten.items())
     )
+    agreement(judge, args.generated)
+
+
+def agreement(judge: Judge, count: int) -> None:
+    """How well the cosine tells the pictures of shapes-sd3 that the verifier calls right."""
     policy = flowrl.load_policy("shapes-sd3")
-    chosen = prompts.eval_prompts(args.generated)
-    text = judge.text([p["prompt"] for p in chosen])
+    chosen = prompts.eval_prompts(count)
+    texts = [p["prompt"] for p in chosen]
+    text = judge.text(texts)
     for guidance in ("none", "pipeline"):
-        pictures = flowrl.generate(
-            policy, [p["prompt"] for p in chosen], steps=8, guidance=guidance
-        )
+        pictures = flowrl.generate(policy, texts, steps=8, guidance=guidance)
         cosine = (judge.image(pictures) * text).sum(-1)
-        right = torch.tensor(
-            [
-                verify.strict(o, p["include"])
-                for o, p in zip(verify.detect(pictures), chosen, strict=True)
-            ]
-        )
+        found = zip(verify.detect(pictures), chosen, strict=True)
+        right = torch.tensor([verify.strict(objects, p["include"]) for objects, p in found])
         print(
             f"{len(chosen)} pictures of shapes-sd3, guidance {guidance}: {right.float().mean():.1%}"
             f" strictly right; cosine {cosine[right].mean():.3f} where right,"
@@ -372,39 +338,28 @@ def evaluate(args: argparse.Namespace) -> None:
         )
 
 
+def parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    out = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = out.add_argument
+    work = Path("runs/shapes-clip")
+    add("stage", choices=["train", "export", "evaluate", "all"])
+    add("--work", type=Path, default=work, help="where scenes and checkpoints lie")
+    add("--out", type=Path, default=clip.FOLDER, help="where export writes and evaluate reads")
+    add("--threads", type=int, default=1)
+    add("--seed", type=int, default=0)
+    add("--scenes", type=int, default=24000)
+    add("--groups", type=int, default=24, help=f"in a batch; a group has {GROUP} pictures")
+    add("--steps", type=int, default=1600)
+    add("--lr", type=float, default=2e-3, help="peak learning rate")
+    add("--save", type=int, default=100, help="steps between checkpoints")
+    add("--count", type=int, default=200, help="held-out scenes of each task in evaluate")
+    add("--generated", type=int, default=256, help="pictures of shapes-sd3, for each guidance")
+    return out
+
+
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("stage", choices=["train", "export", "evaluate", "all"])
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=Path("runs/shapes-clip"),
-        help="where scenes and checkpoints lie",
-    )
-    parser.add_argument(
-        "--out", type=Path, default=clip.FOLDER, help="where export writes, and what evaluate reads"
-    )
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--scenes", type=int, default=24000)
-    parser.add_argument(
-        "--groups", type=int, default=24, help=f"in a batch; a group has {GROUP} pictures"
-    )
-    parser.add_argument("--steps", type=int, default=1600)
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--save", type=int, default=100, help="steps between checkpoints")
-    parser.add_argument(
-        "--count", type=int, default=200, help="held-out scenes of each task in evaluate"
-    )
-    parser.add_argument(
-        "--generated",
-        type=int,
-        default=256,
-        help="pictures of shapes-sd3 in evaluate, for each of two guidances",
-    )
-    args = parser.parse_args(words)
+    args = parser().parse_args(words)
     args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
     stages = {"train": train, "export": export, "evaluate": evaluate}
