@@ -1,0 +1,1 @@
+"""Option files by group: model, algorithm, reward, data, experiment, suite."""

@@ -1,9 +1,8 @@
-"""The records that travel through one iteration. This module imports nothing of ours.
+"""The records that travel through one iteration. This module imports no other of flowrl.
 
 Letters: P prompts, G samples per prompt, B = P*G samples, T steps, E edges of a plan, N stored
-transitions,
-M stored states, *L latent dims. Everything is a flow: x_s = (1-s) x0 + s eps, s = sigma in [0, 1],
-1 = noise, v = eps - x0.
+transitions, M stored states, *L latent dims. Everything is a flow: x_s = (1-s) x0 + s eps, s =
+sigma in [0, 1], 1 = noise, v = eps - x0.
 """
 
 from __future__ import annotations
@@ -22,20 +21,17 @@ ODE, SDE = 0, 1
 
 def expand(value: Tensor, like: Tensor) -> Tensor:
     """Append dims of length 1 to value, (B,) or (), until it broadcasts against like, (B, *L)."""
-    return (
-        value
-        if value.ndim in (0, like.ndim)
-        else value.reshape(value.shape + (1,) * (like.ndim - value.ndim))
-    )
+    if value.ndim in (0, like.ndim):
+        return value
+    return value.reshape(value.shape + (1,) * (like.ndim - value.ndim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """Gaussian p(y | x) of one sampling step: mean (B, *L) fp32, std () or (B, 1, ...) fp32, 0 for
-    a deterministic step."""
+    """Gaussian p(y | x) of one sampling step."""
 
-    mean: Tensor
-    std: Tensor
+    mean: Tensor  # (B, *L) fp32
+    std: Tensor  # () or (B, 1, ...) fp32, 0 for a deterministic step
 
     def sample(self, noise: Tensor) -> Tensor:
         """mean + std * noise; noise: (B, *L) fp32."""
@@ -84,12 +80,10 @@ class Plan:
     trained: Tensor  # (E,) bool, subset of SDE edges
     sde: str = "flow_sde"  # module of flowrl.samplers that gives SDE transitions
     solver: Literal["euler", "dpm2"] = "euler"  # of ODE edges
-    dpm_from: float = (
-        1.0  # ODE edges that start at sigma <= dpm_from use dpm2 when solver == "dpm2"
-    )
-    init: Literal["sample", "group", "batch"] = (
-        "sample"  # which roots share x_T: none, those of one prompt, all
-    )
+    # ODE edges that start at sigma <= dpm_from use dpm2 when solver == "dpm2"
+    dpm_from: float = 1.0
+    # which roots share x_T: none, those of one prompt, all
+    init: Literal["sample", "group", "batch"] = "sample"
     sigma_cap: float | None = None  # Flow-SDE: stands in for a first sigma of 1
     correlation: float | None = None  # BranchGRPO's s of correlated siblings; None: independent
 
@@ -124,12 +118,11 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBatch:
-    """Prompts of one iteration. ids are stable over the run (their place in the data), meta is what
-    rewards may read."""
+    """Prompts of one iteration."""
 
     text: list[str]
-    ids: Tensor  # (P,) int64
-    meta: list[dict[str, Any]]
+    ids: Tensor  # (P,) int64, stable over the run: places in the data
+    meta: list[dict[str, Any]]  # what rewards may read
 
     def __len__(self) -> int:
         return len(self.text)
@@ -137,8 +130,7 @@ class PromptBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """Denoising trajectories as a forest: states are stored once, transitions point to them by
-    row."""
+    """Denoising trajectories as a forest: states are stored once, transitions are pairs of rows."""
 
     states: Tensor  # (M, *L) fp32, flow coordinates
     prompt: Tensor  # (M,) int64, row of cond
@@ -151,9 +143,8 @@ class Rollout:
     sigma_next: Tensor  # (N,) fp64
     eta: Tensor  # (N,) fp64
     noise_key: Tensor  # (N,) int64
-    log_prob: (
-        Tensor | None
-    )  # (N,) fp32 under the behaviour policy; None: nothing stochastic was stored
+    # (N,) fp32 under the behaviour policy; None: nothing stochastic was stored
+    log_prob: Tensor | None
     trained: Tensor  # (N,) bool
     leaf: Tensor  # (B,) int64 rows of states
     leaf_edge: Tensor  # (B,) int64 last stored transition on the leaf's path, or -1
@@ -185,8 +176,7 @@ class MediaContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """Scores of B samples. raw keeps every part as the reward gave it; total is the weighted
-    sum."""
+    """Scores of B samples: each part as the reward gave it, and their weighted sum."""
 
     raw: dict[str, Tensor]  # name -> (B,) fp32
     weights: dict[str, float]
@@ -205,11 +195,10 @@ class Advantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """loss (): sum over the rows given, divided by weight by the caller; metrics: detached scalars,
-    summed likewise."""
+    """Sums over the rows given; the caller divides them by the weight of the update."""
 
-    loss: Tensor
-    metrics: dict[str, Tensor]
+    loss: Tensor  # ()
+    metrics: dict[str, Tensor]  # detached scalars, (), summed likewise
 
 
 @dataclass(frozen=True, slots=True)

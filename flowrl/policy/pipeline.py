@@ -38,6 +38,7 @@ class PipelinePolicy(Policy):
         self.prober, self.coords = Prober(runner), Coords(pipe.scheduler)
         self.replay, self.steps = infer(self.prober, self.coords)
         self.replay.combine = self._combine
+        self.decoder: Decoder | partial[Tensor]
         if "decode" in runner.hints:
             self.decoder = partial(runner.hints["decode"], pipe)
         else:

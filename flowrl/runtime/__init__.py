@@ -1,1 +1,1 @@
-"""What everything stands on: log, run folder, checkpoints, processes, signals, statistics."""
+"""What runs stand on: log, run folder, checkpoints, processes, signals, plugins, statistics."""

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor
 
 META, MANIFEST = "meta.json", "manifest.json"
-
-
 _STEP = re.compile(r"step-(\d{6,})")
 
 
@@ -45,8 +43,8 @@ def save(
     """Write checkpoints/step-<iteration> of a run atomically and remove all but the newest `keep`.
 
     iteration: the last one finished, counted from 1. tensors: file stem -> name -> tensor on any
-    device; meta: anything json can hold.
-    A checkpoint of the same iteration is replaced. One process writes at a time. -> its folder.
+    device; meta: anything json can hold. A checkpoint of the same iteration is replaced. One
+    process writes at a time. -> its folder.
     """
     final = folder_of(run, iteration)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -57,12 +55,7 @@ def save(
     for stem, group in tensors.items():
         write_tensors(temporary / f"{stem}.safetensors", group)
     write_synced(temporary / META, json.dumps({"iteration": iteration, **meta}, indent=1).encode())
-    files = {
-        p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)}
-        for p in sorted(temporary.iterdir())
-    }
-    write_synced(temporary / MANIFEST, json.dumps({"files": files}, indent=1).encode())
-    sync_folder(temporary)
+    _write_manifest(temporary)
     if final.exists():  # a rename cannot replace a folder with files
         remove_folder(final)
     os.rename(temporary, final)
@@ -72,6 +65,16 @@ def save(
     return final
 
 
+def _write_manifest(folder: Path) -> None:
+    """Size and hash of every file of a folder; then the folder itself is flushed to disk."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.iterdir())
+    }
+    write_synced(folder / MANIFEST, json.dumps({"files": files}, indent=1).encode())
+    sync_folder(folder)
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Named tensors as one safetensors file, flushed to disk."""
     data = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
@@ -79,14 +82,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def steps(run: str | Path) -> list[Path]:
-    """Finished checkpoints of a run, oldest first; leftovers of interrupted writes are not
-    listed."""
+    """Finished checkpoints of a run, oldest first, without leftovers of interrupted writes."""
     parent = Path(run) / "checkpoints"
-    found = (
-        [p for p in parent.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)]
-        if parent.is_dir()
-        else []
-    )
+    if not parent.is_dir():
+        return []
+    found = [p for p in parent.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)]
     return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
 
@@ -108,16 +108,13 @@ def load(folder: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, An
     if (
         not isinstance(manifest, dict)
         or META not in manifest
-        or not all(isinstance(e, dict) for e in manifest.values())
+        or not all(isinstance(entry, dict) for entry in manifest.values())
     ):
         raise CheckpointError(f"{folder / MANIFEST} is not a manifest of files; {_advice(folder)}")
     for name, entry in manifest.items():
         _verify(folder / name, entry)
-    tensors = {
-        Path(n).stem: safetensors.torch.load_file(folder / n)
-        for n in manifest
-        if n.endswith(".safetensors")
-    }
+    files = [folder / name for name in manifest if name.endswith(".safetensors")]
+    tensors = {path.stem: safetensors.torch.load_file(path) for path in files}
     return tensors, _json(folder / META)
 
 
@@ -161,11 +158,8 @@ def unpack_optimizer(
                     f"{name}: {key} has shape {tuple(value.shape)}, the parameter"
                     f" {tuple(parameter.shape)}"
                 )
-            state[key] = (
-                value.clone()
-                if key == "step" and not fused
-                else value.to(parameter.device, copy=True)
-            )
+            stays = key == "step" and not fused
+            state[key] = value.clone() if stays else value.to(parameter.device, copy=True)
         optimizer.state[parameter] = state
 
 
@@ -186,11 +180,9 @@ def _verify(path: Path, entry: Mapping[str, Any]) -> None:
 
 def _advice(folder: Path) -> str:
     others = [p for p in steps(folder.parent.parent) if p != folder]
-    return (
-        f"remove {folder} to resume from {others[-1].name}"
-        if others
-        else "no other checkpoint is there to resume from"
-    )
+    if not others:
+        return "there is no other checkpoint to resume from"
+    return f"remove {folder} to resume from {others[-1].name}"
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -210,6 +202,7 @@ def _sha256(path: Path) -> str:
 
 
 def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and flush it to disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -1,15 +1,14 @@
-"""What a run asks of accelerate: precision, trackers, and, over several processes, who am I, sum
-and gather.
+"""What a run asks of accelerate: precision, trackers, and sums and gathers over its processes.
 
 Prompts are dealt to processes whole (a group never spreads over two), and gradients are summed
-after the last micro-batch, so ranks
-may differ in their number of micro-batches. Statistics are made from gathered rewards, so they do
-not depend on the number of processes.
+after the last micro-batch, so ranks may differ in their number of micro-batches. Statistics are
+made from gathered rewards, so they do not depend on the number of processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,8 @@ def start(precision: str, trackers: list[str], folder: Path) -> Accelerator:
     -> ValueError."""
     if precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("train.precision=fp16 needs a GPU, and there is none; use bf16 or no")
-    AcceleratorState._reset_state(
-        reset_partial_state=False
-    )  # an earlier run of this process may have had another precision
+    # an earlier run of this process may have had another precision
+    AcceleratorState._reset_state(reset_partial_state=False)
     project = ProjectConfiguration(str(folder), logging_dir=str(folder))
     try:
         accelerator = Accelerator(
@@ -37,15 +35,12 @@ def start(precision: str, trackers: list[str], folder: Path) -> Accelerator:
         )
     except (ValueError, ImportError) as error:
         raise ValueError(f"train.precision={precision}, trackers={trackers}: {error}") from error
-    missing = (
-        set(trackers)
-        - {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
-        - {"all"}
-    )
+    found = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
+    missing = set(trackers) - found - {"all"}
     if missing:
         raise ValueError(
-            f"trackers={trackers}: {sorted(missing)[0]} is not installed; install it, or leave"
-            " it out"
+            f"trackers={trackers}: {sorted(missing)[0]} is not installed; install it, or leave it"
+            " out"
         )
     return accelerator
 
@@ -60,9 +55,8 @@ class World:
 
     def share(self, count: int) -> slice:
         """This process's part of `count` prompts; count divides by the number of processes."""
-        return slice(
-            self.rank, count, self.size
-        )  # every size-th, so that an update trains the same prompts on any number of processes
+        # every size-th, so that an update trains the same prompts on any number of processes
+        return slice(self.rank, count, self.size)
 
     def part(self, rows: int) -> slice:
         """Where this process's `rows` rows lie in what `gather` returns."""
@@ -84,9 +78,8 @@ class World:
         """Rows of every process."""
         if self.size == 1:
             return [rows]
-        return self.accelerator.gather(
-            torch.tensor([rows], device=self.accelerator.device)
-        ).tolist()
+        mine = torch.tensor([rows], device=self.accelerator.device)
+        return self.accelerator.gather(mine).tolist()
 
     def gather_rewards(self, rewards: Rewards) -> Rewards:
         """Rewards of all processes; errors stay local."""
@@ -127,6 +120,17 @@ class World:
         """The first process's reason to stop, if any has one: all leave the loop at the same
         iteration."""
         return reason if self.size == 1 else next((r for r in gather_object([reason]) if r), None)
+
+    @contextmanager
+    def all_or_none(self, error: type[Exception]) -> Iterator[None]:
+        """Where `error` is raised inside on one process, it is raised after it on all of them."""
+        said = None
+        try:
+            yield
+        except error as raised:
+            said = str(raised)
+        if said := self.agree(said):
+            raise error(said)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up gradients over processes, a missing one counting as zero."""

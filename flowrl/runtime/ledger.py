@@ -1,9 +1,7 @@
-"""The books of a run: time, network evaluations, FLOPs and memory of each phase, so that speed is a
-measurement.
+"""The books of a run: time, network evaluations, FLOPs and memory of each phase.
 
 Phases (rollout, decode, reward, reference, update) divide the iteration; inside them `work` marks
-the three kinds that no bookkeeping can avoid: network, vae, reward. What is left over is ours: the
-overhead.
+the three kinds that cannot be avoided: network, vae, reward. What is left over is our overhead.
 """
 
 from __future__ import annotations
@@ -19,19 +17,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-PEAK = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}  # dense bf16 FLOP/s, vendors' sheets
+# dense bf16 FLOP/s, from the vendors' sheets
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
 class FlopCounter(TorchDispatchMode):
-    """Counts by torch's own formulas and lets every operator through as it is. (torch's
-    FlopCounterMode decomposes some, silu_backward among them; they round differently, and the first
-    iteration of a resumed run would not be the one it repeats.)
+    """Counts by torch's own formulas and lets every operator through as it is.
+
+    torch's FlopCounterMode decomposes some, silu_backward among them. They round differently, and
+    the first iteration of a resumed run would not be the one it repeats.
     """
 
     def __init__(self) -> None:
@@ -55,28 +49,18 @@ class Ledger:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         if peak is None and self.cuda:
-            peak = next(
-                (
-                    flops
-                    for name, flops in PEAK.items()
-                    if name in torch.cuda.get_device_name(self.device)
-                ),
-                None,
-            )
+            device_name = torch.cuda.get_device_name(self.device)
+            peak = next((flops for name, flops in PEAK.items() if name in device_name), None)
         self.peak = peak
-        self.flops_per_row: dict[
-            tuple[str, str, str], float
-        ] = {}  # (phase, kind, call), measured at the first call
+        # (phase, kind, call), measured at the first call
+        self.flops_per_row: dict[tuple[str, str, str], float] = {}
         self.stack: list[str] = []
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was booked and start an iteration's clock, as `iteration` does; not inside a
-        phase."""
+        """Forget what was booked and start an iteration's clock; not inside a phase."""
         assert not self.stack, f"phase {self.stack} is open"
-        self.time: dict[str, float] = defaultdict(
-            float
-        )  # seconds a phase, without the phases inside it
+        self.time: dict[str, float] = defaultdict(float)  # of a phase, without the phases inside it
         self.kinds: dict[str, float] = defaultdict(float)  # seconds a kind of work
         self.nfe: dict[str, int] = defaultdict(int)
         self.memory: dict[str, int] = defaultdict(int)  # peak bytes a phase
@@ -99,9 +83,11 @@ class Ledger:
 
     @contextmanager
     def work(self, kind: str, *, rows: int = 0, call: str = "forward") -> Iterator[None]:
-        """Book time to a kind: network, vae or reward. Not nested. rows: network rows, for the
-        FLOPs: the first call of a (phase, kind, call) is counted operator by operator, later ones
-        are scaled by their rows."""
+        """Book time to a kind: network, vae or reward. Not nested.
+
+        rows: network rows, for the FLOPs: the first call of a (phase, kind, call) is counted
+        operator by operator, later ones are scaled by their rows.
+        """
         key = (self.stack[-1] if self.stack else "", kind, call)
         counter = FlopCounter() if rows and key not in self.flops_per_row else None
         if self.cuda:  # events, because a synchronisation at each call would stall the device
@@ -129,20 +115,16 @@ class Ledger:
         self.nfe[phase] += rows
 
     def add_time(self, name: str, seconds: float) -> None:
-        """Book seconds that passed elsewhere, in another thread, as time/<name>; they are no part
-        of the iteration."""
+        """Book seconds that passed elsewhere, in another thread, as time/<name>; they do not belong
+        to the iteration."""
         self.time[name] += seconds
 
     def iteration(self) -> dict[str, float]:
-        """Close the books: time/<phase>, time/iteration, time/overhead_fraction, nfe/<phase>,
-        flops/<phase>, flops, mfu, memory/...
-
-        Then start anew.
+        """Close the books and start anew: time/<phase>, time/iteration, time/overhead_fraction,
+        nfe/<phase>, flops/<phase>, flops, mfu, memory/...
 
         overhead_fraction = 1 - (network + vae + reward) / iteration. mfu is there when the device's
         peak is known.
-        memory is of the device; on a CPU, memory/peak_gb is the process's highest resident size so
-        far.
         """
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -150,40 +132,37 @@ class Ledger:
             self.kinds[kind] += start.elapsed_time(end) / 1000
         wall = time.perf_counter() - self.began
         worked = sum(self.kinds[kind] for kind in ("network", "vae", "reward"))
-        out = {f"time/{name}": seconds for name, seconds in self.time.items()} | {
-            "time/iteration": wall
-        }
+        out = {f"time/{name}": seconds for name, seconds in self.time.items()}
+        out["time/iteration"] = wall
         out |= {f"time/{kind}_work": seconds for kind, seconds in self.kinds.items()}
         out["time/overhead_fraction"] = max(0.0, 1 - worked / wall)
         out |= {f"nfe/{phase}": float(rows) for phase, rows in self.nfe.items()}
         total = sum(self.flops.values())
         if total:
-            out |= {f"flops/{phase}": flops for phase, flops in self.flops.items() if phase} | {
-                "flops": total
-            }
-            if self.peak:
-                out["mfu"] = total / (wall * self.peak)
-        if self.cuda:
-            out |= {f"memory/{name}_gb": size / 2**30 for name, size in self.memory.items()}
-            out["memory/peak_gb"] = (
-                max([torch.cuda.max_memory_allocated(self.device), *self.memory.values()]) / 2**30
-            )
-        else:
-            unit = 1 if sys.platform == "darwin" else 1024  # bytes in ru_maxrss
-            out["memory/peak_gb"] = (
-                resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-            )
+            out |= {f"flops/{phase}": flops for phase, flops in self.flops.items() if phase}
+            out["flops"] = total
+            out |= {"mfu": total / (wall * self.peak)} if self.peak else {}
+        out |= self._memory()
         self.reset()
         return out
+
+    def _memory(self) -> dict[str, float]:
+        """Peak gigabytes of the device; on a CPU, the process's highest resident size so far."""
+        if not self.cuda:
+            unit = 1 if sys.platform == "darwin" else 1024  # bytes in ru_maxrss
+            highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            return {"memory/peak_gb": highest / 2**30}
+        out = {f"memory/{name}_gb": size / 2**30 for name, size in self.memory.items()}
+        highest = max([torch.cuda.max_memory_allocated(self.device), *self.memory.values()])
+        return out | {"memory/peak_gb": highest / 2**30}
 
     def _close_span(self) -> None:
         """Book the time since the last change of phase to the innermost open phase."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
             if self.stack:
-                self.memory[self.stack[-1]] = max(
-                    self.memory[self.stack[-1]], torch.cuda.max_memory_allocated(self.device)
-                )
+                phase, highest = self.stack[-1], torch.cuda.max_memory_allocated(self.device)
+                self.memory[phase] = max(self.memory[phase], highest)
             torch.cuda.reset_peak_memory_stats(self.device)
         now = time.perf_counter()
         if self.stack:

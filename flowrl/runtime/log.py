@@ -1,4 +1,4 @@
-"""What a run says: metrics.jsonl for machines, a live bar for terminals, plain lines for files."""
+"""What a run says to people: messages, a live bar on terminals, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ logger = logging.getLogger("flowrl")
 
 
 def setup(level: str = "INFO") -> None:
-    """Send flowrl's messages to stderr through rich; of diffusers and transformers, errors only and
-    no progress bars."""
+    """Send flowrl's messages to stderr through rich; diffusers and transformers report errors
+    only, without progress bars."""
     from rich.logging import RichHandler
 
     _hush()
@@ -28,16 +28,15 @@ def setup(level: str = "INFO") -> None:
 
 
 def _hush() -> list[tuple[Any, int, bool]]:
-    """Errors only and no progress bars of diffusers and transformers -> what they said before:
-    (logging, verbosity, bars)."""
+    """Errors only and no progress bars of diffusers and transformers.
+
+    -> how they were before: (logging, verbosity, bars).
+    """
     import diffusers
     import transformers
 
     libraries = [library.utils.logging for library in (diffusers, transformers)]
-    before = [
-        (library, library.get_verbosity(), library.is_progress_bar_enabled())
-        for library in libraries
-    ]
+    before = [(lib, lib.get_verbosity(), lib.is_progress_bar_enabled()) for lib in libraries]
     for library in libraries:
         library.set_verbosity_error()
         library.disable_progress_bar()
@@ -77,28 +76,22 @@ class Progress:
         self.show = show
         self.live = show and sys.stderr.isatty()
         self.last = -math.inf
-        self.first: tuple[float, int] | None = (
-            None  # when the first iteration here ended; what came before says nothing of the rest
-        )
+        # when the first iteration here ended; what came before says nothing of the rest
+        self.first: tuple[float, int] | None = None
 
     def __enter__(self) -> Progress:
         if self.live:
-            from rich.progress import (
-                BarColumn,
-                MofNCompleteColumn,
-                TextColumn,
-                TimeElapsedColumn,
-                TimeRemainingColumn,
-            )
-            from rich.progress import Progress as Bar
+            from rich import progress
 
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
+            self.bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[numbers]}"),
+                progress.TimeElapsedColumn(),
+                progress.TimeRemainingColumn(),
+                console=_console(),
             )
-            self.bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=_console())
             self.task = self.bar.add_task(
                 self.title, total=self.total, completed=self.done, numbers=""
             )
@@ -122,20 +115,20 @@ class Progress:
         self.first = self.first or (now, iteration)
         if now - self.last >= self.every or iteration >= self.total:
             self.last = now
-            began, start = self.first
-            left = (
-                f"  {(now - began) / (iteration - start) * (self.total - iteration):.0f} s left"
-                if iteration > start
-                else ""
-            )
-            print(
-                f"{self.title} {iteration}/{self.total}  {text}{left}", file=sys.stderr, flush=True
-            )
+            line = f"{self.title} {iteration}/{self.total}  {text}{self._left(now, iteration)}"
+            print(line, file=sys.stderr, flush=True)
+
+    def _left(self, now: float, iteration: int) -> str:
+        """Seconds left at the pace of this process; "" before there is one."""
+        assert self.first is not None
+        began, start = self.first
+        if iteration <= start:
+            return ""
+        return f"  {(now - began) / (iteration - start) * (self.total - iteration):.0f} s left"
 
 
 def _console() -> Any:
-    """One console on stderr, shared by the bar and by messages, so that they do not overwrite each
-    other."""
+    """The one console on stderr: the bar and messages must not overwrite each other."""
     global _shared
     from rich.console import Console
 

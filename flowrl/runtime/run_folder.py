@@ -1,4 +1,4 @@
-"""The files of a run folder: metrics, environment, what a report reads."""
+"""The files of a run folder: metrics.jsonl, environment.json, evaluation.json."""
 
 from __future__ import annotations
 
@@ -39,22 +39,19 @@ class Run:
 
 
 def read(path: Path) -> Run:
-    """Load a run folder; ValueError if it is none or if a file in it cannot be read."""
+    """Load a run folder; ValueError if it is not one or if a file in it cannot be read."""
     path = path.resolve()
     if not path.is_dir():
         raise ValueError(
-            f'"{path}" is no folder; give the folder of a run, such as runs/quickstart'
+            f'"{path}" is not a folder; give the folder of a run, such as runs/quickstart'
         )
-    config, metrics, evaluation = (
-        path / "config.yaml",
-        path / "metrics.jsonl",
-        path / "evaluation.json",
-    )
+    config, metrics = path / "config.yaml", path / "metrics.jsonl"
     if not config.exists() and not metrics.exists():
         raise ValueError(
-            f'"{path}" holds no run: neither config.yaml nor metrics.jsonl is there; give a folder'
-            " that flowrl train wrote"
+            f'"{path}" does not hold a run: neither config.yaml nor metrics.jsonl is there; give a'
+            " folder that flowrl train wrote"
         )
+    evaluation = path / "evaluation.json"
     notes: list[str] = []
     return Run(
         path=path,
@@ -84,7 +81,7 @@ def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def environment() -> dict[str, str]:
-    """Versions and machine, for a run's environment.json and for this page."""
+    """Versions and machine, for a run's environment.json and its report."""
     found = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -142,11 +139,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """Lines of a run's metrics.jsonl, oldest first; [] before the first iteration."""
     path = Path(run) / "metrics.jsonl"
-    return (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        if path.exists()
-        else []
-    )
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def truncate_metrics(run: str | Path, iteration: int) -> None:
@@ -161,11 +156,8 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
     run = Path(run)
     metrics = run / "metrics.jsonl"
     if metrics.exists():
-        kept = [
-            line
-            for line in metrics.read_bytes().splitlines(keepends=True)
-            if _iteration(line) <= iteration
-        ]
+        lines = metrics.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _iteration(line) <= iteration]
         temporary = metrics.with_suffix(".tmp")
         write_synced(temporary, b"".join(kept))
         os.replace(temporary, metrics)

@@ -1,18 +1,20 @@
-"""How far the verifier can be trusted: it should accept what a prompt was drawn from, and reject
-the same scene with one planted error."""
+"""How far the verifier can be trusted.
+
+It should accept what a prompt was drawn from, and reject the same scene with one planted error.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.shapes import verify
-from flowrl.shapes.prompts import all_prompts, scene
+from flowrl.shapes.prompts import Prompt, all_prompts, scene
 from flowrl.shapes.scenes import COLORS, SHAPES, Object, place, render
 
 ERRORS = ("colour", "count", "shape", "order")
@@ -20,38 +22,29 @@ ERRORS = ("colour", "count", "shape", "order")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """accepted: share of true scenes judged right; rejected: planted error -> share judged wrong;
-    planted: error -> how many were drawn."""
+    """Verdicts on true scenes and on scenes with one planted error."""
 
     scenes: int
-    accepted: float
-    rejected: dict[str, float]
-    planted: dict[str, int]
+    accepted: float  # share of true scenes judged right
+    rejected: dict[str, float]  # planted error -> share judged wrong
+    planted: dict[str, int]  # error -> how many were drawn
 
     def __str__(self) -> str:
         errors = ", ".join(
             f"{error} {self.rejected[error]:.2%} of {self.planted[error]}" for error in ERRORS
         )
-        return (
-            f"{self.scenes} scenes: {self.accepted:.2%} accepted; with one error, rejected:"
-            f" {errors}"
-        )
+        right = f"{self.scenes} scenes: {self.accepted:.2%} accepted"
+        return f"{right}; with one error, rejected: {errors}"
 
 
 def plant(
-    prompt: dict[str, Any], objects: list[Object], error: str, generator: torch.Generator
+    prompt: Prompt, objects: list[Object], error: str, generator: torch.Generator
 ) -> list[Object] | None:
     """A scene with one error that its prompt excludes; None where the prompt leaves that open
     (colour of "a circle", order of "and")."""
     first, rest = objects[0], objects[1:]
     if error == "order":
-        if prompt["task"] != "position":
-            return None
-        second = objects[1]
-        return [
-            replace(first, x=second.x, y=second.y, size=second.size),
-            replace(second, x=first.x, y=first.y, size=first.size),
-        ]
+        return _exchanged(objects) if prompt["task"] == "position" else None
     if error == "count":
         if int(torch.randint(2, (), generator=generator)):
             return rest
@@ -63,7 +56,14 @@ def plant(
     return [replace(first, color=_other(COLORS, {o.color for o in objects}, generator)), *rest]
 
 
-def _other(names: Any, used: set[str], generator: torch.Generator) -> str:
+def _exchanged(objects: list[Object]) -> list[Object]:
+    """Two objects in each other's places."""
+    a, b = objects[:2]
+    return [replace(a, x=b.x, y=b.y, size=b.size), replace(b, x=a.x, y=a.y, size=a.size)]
+
+
+def _other(names: Iterable[str], used: set[str], generator: torch.Generator) -> str:
+    """A name that is not used."""
     free = [name for name in names if name not in used]
     return free[int(torch.randint(len(free), (), generator=generator))]
 
@@ -74,11 +74,28 @@ def measure(count: int, *, seed: int = 0, blur: bool = False) -> Agreement:
 
     blur: pictures go through a 3x3 box filter first, softer than a VAE makes them.
     """
-    generator = torch.Generator().manual_seed(seed)
-    tasks: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    verdicts: dict[str, list[bool]] = defaultdict(list)
+    drawn = _draw(count, torch.Generator().manual_seed(seed))
+    for start in range(0, len(drawn), 256):
+        part = drawn[start : start + 256]
+        pictures = torch.stack([render(objects) for _, _, objects in part])
+        found = verify.detect(box(pictures) if blur else pictures)
+        for (error, prompt, _), objects in zip(part, found, strict=True):
+            verdicts[error].append(verify.strict(objects, prompt["include"]))
+    return Agreement(
+        scenes=count,
+        accepted=sum(verdicts[""]) / count,
+        rejected={error: 1 - sum(verdicts[error]) / len(verdicts[error]) for error in ERRORS},
+        planted={error: len(verdicts[error]) for error in ERRORS},
+    )
+
+
+def _draw(count: int, generator: torch.Generator) -> list[tuple[str, Prompt, list[Object]]]:
+    """(planted error or "", prompt, scene): `count` true scenes, each with its wrong ones."""
+    tasks: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in all_prompts():
         tasks[prompt["task"]].append(prompt)
-    drawn: list[tuple[str, dict[str, Any], list[Object]]] = []
+    drawn: list[tuple[str, Prompt, list[Object]]] = []
     for number in range(count):
         members = list(tasks.values())[number % len(tasks)]
         prompt = members[int(torch.randint(len(members), (), generator=generator))]
@@ -87,19 +104,7 @@ def measure(count: int, *, seed: int = 0, blur: bool = False) -> Agreement:
         for error in ERRORS:
             wrong = plant(prompt, truth, error, generator)
             drawn += [] if wrong is None else [(error, prompt, wrong)]
-    verdicts: dict[str, list[bool]] = defaultdict(list)
-    for start in range(0, len(drawn), 256):
-        part = drawn[start : start + 256]
-        pictures = torch.stack([render(objects) for _, _, objects in part])
-        for (error, prompt, _), found in zip(
-            part, verify.detect(box(pictures) if blur else pictures), strict=True
-        ):
-            verdicts[error].append(verify.strict(found, prompt["include"]))
-    rejected = {error: 1 - sum(verdicts[error]) / len(verdicts[error]) for error in ERRORS}
-    planted = {error: len(verdicts[error]) for error in ERRORS}
-    return Agreement(
-        scenes=count, accepted=sum(verdicts[""]) / count, rejected=rejected, planted=planted
-    )
+    return drawn
 
 
 def box(pictures: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""Untrained parts of shapes-sd3, and how they become a diffusers pipeline: a real
-StableDiffusion3Pipeline, only small.
+"""Untrained parts of shapes-sd3, and how they become a real, only small, SD3 pipeline.
 
 64x64 px -> 16x16x4 latents -> 64 image tokens; two CLIP text encoders with a vocabulary learned
 from the world's own prompts.
@@ -26,20 +25,23 @@ TEXT_TOKENS = 12  # the longest prompt has 8 words
 WIDTH = 128
 
 
-def tokenizer() -> CLIPTokenizer:
-    """A CLIP tokenizer whose merges are learned from the prompts, so that each word of the world is
-    one token."""
+def _learned_merges() -> list[tuple[str, str]]:
+    """Byte pairs of the prompts, most frequent first."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     learned = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     learned.pre_tokenizer = pre_tokenizers.Whitespace()
-    learned.train_from_iterator(
-        (p["prompt"] for p in all_prompts()),
-        trainers.BpeTrainer(
-            vocab_size=400, end_of_word_suffix="</w>", show_progress=False, special_tokens=[]
-        ),
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, end_of_word_suffix="</w>", show_progress=False, special_tokens=[]
     )
-    merges = json.loads(learned.to_str())["model"]["merges"]
+    learned.train_from_iterator((p["prompt"] for p in all_prompts()), trainer)
+    return json.loads(learned.to_str())["model"]["merges"]
+
+
+def tokenizer() -> CLIPTokenizer:
+    """A CLIP tokenizer whose merges are learned from the prompts, so that each word of the world is
+    one token."""
+    merges = _learned_merges()
     letters = [chr(c) for c in range(33, 127)]
     pieces = letters + [c + "</w>" for c in letters] + ["".join(m) for m in merges]
     vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}

@@ -1,10 +1,9 @@
-"""The tiny CLIP of the shapes world: where it lies, and the close prompts that it is trained and
-judged on.
+"""The tiny CLIP of the shapes world, and the close prompts that it is trained and judged on.
 
 `open_clip.create_model_and_transforms(SOURCE)` and `open_clip.get_tokenizer(SOURCE)` load it as
 they load any other model: a CLIP with 64 x 64 inputs and the world's own vocabulary, made by
-scripts/embedded/train_shapes_clip.py. It never saw a held-out combination. Its cosine is a proxy for the
-verifier, good enough to climb and imperfect enough to be hacked.
+scripts/embedded/train_shapes_clip.py. It never saw a held-out combination. Its cosine is a proxy
+for the verifier, good enough to climb and imperfect enough to be hacked.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ SOURCE = f"local-dir:{FOLDER}"  # a model name for open_clip
 
 KINDS = ("colour", "shape", "count", "relation", "swap")  # of near misses
 
-Things = tuple[
-    tuple[str, str | None], ...
-]  # sorted (shape, colour), one for each object; colour None: left open
+# sorted (shape, colour), one for each object; colour None: left open
+Things = tuple[tuple[str, str | None], ...]
 
 
 def near_misses(prompt: Prompt) -> dict[str, list[Prompt]]:
     """Prompts of the world that differ from this one in one attribute, by kind: colour, shape,
     count, relation, or colours swapped.
 
-    None of them describes a picture of the prompt, but for two relations that hold at once in a
+    None of them describes a picture of the prompt, except for two relations that hold at once in a
     diagonal picture; see `truths`.
     """
     own = set(_meaning(prompt["include"]))
@@ -49,22 +47,21 @@ def _edits(include: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, 
     """(kind, clauses with one edit); some edits leave the world of prompts, or say the same in
     other words."""
     for i, clause in enumerate(include):
-        options: dict[str, list[dict[str, Any]]] = {
-            "colour": [{"color": c} for c in COLORS if clause["color"] not in (None, c)],
-            "shape": [{"shape": s} for s in SHAPES if s != clause["shape"]],
-            "count": [{"count": n} for n in (1, *NUMBERS) if n != clause["count"]],
-            "relation": [
-                {"position": [r, 0]}
-                for r in RELATIONS
-                if "position" in clause and clause["position"][0] != r
-            ],
-        }
-        for kind, changes in options.items():
-            for change in changes:
-                yield kind, [*include[:i], clause | change, *include[i + 1 :]]
+        for kind, change in _changes(clause):
+            yield kind, [*include[:i], clause | change, *include[i + 1 :]]
     if len(include) == 2:
         first, second = include
         yield "swap", [first | {"color": second["color"]}, second | {"color": first["color"]}]
+
+
+def _changes(clause: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(kind, other value) for every attribute that a clause states."""
+    yield from (("colour", {"color": c}) for c in COLORS if clause["color"] not in (None, c))
+    yield from (("shape", {"shape": s}) for s in SHAPES if s != clause["shape"])
+    yield from (("count", {"count": n}) for n in (1, *NUMBERS) if n != clause["count"])
+    if "position" in clause:
+        others = (relation for relation in RELATIONS if relation != clause["position"][0])
+        yield from (("relation", {"position": [relation, 0]}) for relation in others)
 
 
 @cache
@@ -102,9 +99,8 @@ def _about() -> dict[Things, list[Prompt]]:
     """Prompts by the objects that they ask for."""
     out: dict[Things, list[Prompt]] = defaultdict(list)
     for p in all_prompts():
-        out[
-            _things((c["shape"], c["color"]) for c in p["include"] for _ in range(c["count"]))
-        ].append(p)
+        asked = ((c["shape"], c["color"]) for c in p["include"] for _ in range(c["count"]))
+        out[_things(asked)].append(p)
     return out
 
 

@@ -1,5 +1,4 @@
-"""Prompts of the shapes world: GenEval's six tasks (arXiv:2310.11513), each with the clauses that a
-verifier checks.
+"""Prompts of the shapes world: GenEval's six tasks (arXiv:2310.11513), with clauses to check.
 
 meta["include"] lists clauses in GenEval's form, {"shape": str, "count": int, "color": str | None}
 and, where one is asked for, "position": [relation, index], which points at an earlier clause.
@@ -10,6 +9,7 @@ combination (pretraining draws from both).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import cache
 from itertools import permutations, product
 from typing import Any
@@ -21,8 +21,7 @@ from flowrl.shapes.scenes import COLORS, RELATIONS, SHAPES, Object, place
 
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-# share of each task in pretraining and in the held-out set; single shapes and pairs are few and
-# easy
+# share of each task in pretraining and in the held-out set; single shapes and pairs are few
 SHARES = {
     "single_object": 0.05,
     "two_object": 0.10,
@@ -49,52 +48,48 @@ def _clause(
 @cache
 def all_prompts() -> tuple[Prompt, ...]:
     """Every prompt of the world, in a fixed order."""
-    out: list[Prompt] = []
+    return (*_plain_prompts(), *_coloured_prompts(), *_pair_prompts())
+
+
+def _plain_prompts() -> Iterator[Prompt]:
+    """Shapes without a colour, alone and in pairs."""
     for shape in SHAPES:
-        out.append(_prompt("single_object", f"a {shape}", _clause(shape), combination=shape))
+        yield _prompt("single_object", f"a {shape}", _clause(shape), combination=shape)
     for a, b in permutations(SHAPES, 2):
+        clauses = (_clause(a), _clause(b))
         combination = "+".join(sorted((a, b)))
-        out.append(
-            _prompt(
-                "two_object", f"a {a} and a {b}", _clause(a), _clause(b), combination=combination
-            )
-        )
+        yield _prompt("two_object", f"a {a} and a {b}", *clauses, combination=combination)
+
+
+def _coloured_prompts() -> Iterator[Prompt]:
+    """One coloured shape, or several of it."""
     for shape, color in product(SHAPES, COLORS):
-        out.append(
-            _prompt(
-                "colors",
-                f"a {color} {shape}",
-                _clause(shape, color),
-                combination=f"{color} {shape}",
-            )
-        )
+        text = f"{color} {shape}"
+        yield _prompt("colors", f"a {text}", _clause(shape, color), combination=text)
         for n, word in NUMBERS.items():
             text = f"{word} {color} {shape}s"
-            out.append(_prompt("counting", text, _clause(shape, color, n), combination=text))
-    things = list(product(COLORS, SHAPES))
-    for (ca, a), (cb, b) in permutations(things, 2):
+            yield _prompt("counting", text, _clause(shape, color, n), combination=text)
+
+
+def _pair_prompts() -> Iterator[Prompt]:
+    """Two shapes of two colours, beside each other in some way, or in a stated relation."""
+    for (ca, a), (cb, b) in permutations(product(COLORS, SHAPES), 2):
         if ca == cb:
             continue
-        combination = "+".join(sorted((f"{ca} {a}", f"{cb} {b}")))
+        one, other = f"{ca} {a}", f"{cb} {b}"
+        both = "+".join(sorted((one, other)))
         first, second = _clause(a, ca), _clause(b, cb)
-        out.append(
-            _prompt(
-                "color_attr", f"a {ca} {a} and a {cb} {b}", first, second, combination=combination
-            )
-        )
+        yield _prompt("color_attr", f"a {one} and a {other}", first, second, combination=both)
         for relation in RELATIONS:
             # GenEval's form: the second clause is the one that stands in relation to clause 0
             where = _clause(a, ca, position=[relation, 0])
-            text = f"a {ca} {a} {relation} a {cb} {b}"
-            out.append(
-                _prompt("position", text, second, where, combination=f"{combination} {relation}")
-            )
-    return tuple(out)
+            text, combination = f"a {one} {relation} a {other}", f"{both} {relation}"
+            yield _prompt("position", text, second, where, combination=combination)
 
 
 def held_out(prompt: Prompt) -> bool:
-    """Whether the combination belongs to the held-out quarter: a hash of the combination, so both
-    word orders fall together."""
+    """Whether the combination belongs to the held-out quarter: a hash of the combination, so that
+    both word orders fall together."""
     digest = hashlib.sha256(f"{prompt['task']}:{prompt['combination']}".encode()).digest()
     return digest[0] % 4 == 0
 
@@ -128,9 +123,8 @@ def scene(prompt: Prompt, generator: torch.Generator) -> list[Object]:
     colors = list(COLORS)
     kinds: list[tuple[str, str]] = []
     relation = None
-    for clause in (
-        reversed(prompt["include"]) if prompt["task"] == "position" else prompt["include"]
-    ):
+    include = prompt["include"]
+    for clause in reversed(include) if prompt["task"] == "position" else include:
         open_color = colors[int(torch.randint(len(colors), (1,), generator=generator))]
         kinds += [(clause["shape"], clause["color"] or open_color)] * clause["count"]
         relation = relation or clause.get("position", [None])[0]
@@ -141,5 +135,6 @@ def find(text: str) -> Prompt:
     """The prompt of the world with this text; unknown -> ValueError naming near ones."""
     by_text = {p["prompt"]: p for p in all_prompts()}
     if text not in by_text:
-        raise ValueError(f'"{text}" is no prompt of the shapes world{did_you_mean(text, by_text)}')
+        near = did_you_mean(text, by_text)
+        raise ValueError(f'"{text}" is not a prompt of the shapes world{near}')
     return by_text[text]

@@ -1,9 +1,7 @@
-"""The world of shapes-sd3: coloured shapes on white, 64x64 px, and the renderer that draws ground
-truth.
+"""The world of shapes-sd3: coloured shapes on white, 64x64 px, and its renderer of ground truth.
 
 A scene is a few objects that do not touch, each in a cell of its own on a 3x3 grid, a little off
-its centre.
-Coordinates are pixels, x to the right, y downwards; size is half of the bounding box.
+its centre. Coordinates are pixels, x to the right, y downwards; size is half of the bounding box.
 """
 
 from __future__ import annotations
@@ -45,8 +43,8 @@ class Object:
 
 
 def inside(shape: str, u: Tensor, v: Tensor) -> Tensor:
-    """Membership of points (u, v), in units of the half-size around the centre of the bounding box
-    -> bool. Triangles point up."""
+    """Whether points (u, v), in units of the half-size around the centre of the bounding box, are
+    in the shape -> bool. Triangles point up."""
     if shape == "circle":
         return u.square() + v.square() <= 1
     if shape == "square":
@@ -78,10 +76,8 @@ def place(
         scene = []
         for (shape, color), cell in zip(kinds, cells, strict=True):
             a, b, c = torch.rand(3, generator=generator).tolist()
-            x, y = (
-                CELL * (cell % 3 + 0.5) + JITTER * (2 * a - 1),
-                CELL * (cell // 3 + 0.5) + JITTER * (2 * b - 1),
-            )
+            x = CELL * (cell % 3 + 0.5) + JITTER * (2 * a - 1)
+            y = CELL * (cell // 3 + 0.5) + JITTER * (2 * b - 1)
             scene.append(Object(shape, color, x, y, 6.5 + 1.5 * c))
         if relation is None or _holds(relation, scene[0], scene[1]):
             return scene

@@ -1,10 +1,10 @@
-"""A verifier for shapes: what is in the picture, and does it match the prompt's clauses (GenEval,
-arXiv:2310.11513).
+"""A verifier for shapes: what is in the picture, and does it match the prompt's clauses.
 
-On white, a pixel that is covered to the fraction a by colour c is 1 - a (1 - c): its *direction*
-from white tells the colour whatever the coverage, its length the coverage. Objects are connected
-components of one colour; a shape is recognised by the overlap (intersection over union) with the
-ideal shape in its bounding box, so a blob of the right area is not taken for a circle.
+The clauses and their reading are GenEval's (arXiv:2310.11513). On white, a pixel that is covered to
+the fraction a by colour c is 1 - a (1 - c): its *direction* from white tells the colour whatever
+the coverage, its length the coverage. Objects are connected components of one colour; a shape is
+recognised by the overlap (intersection over union) with the ideal shape in its bounding box, so a
+blob of the right area is not taken for a circle.
 """
 
 from __future__ import annotations
@@ -99,21 +99,23 @@ def detect(images: Tensor) -> list[list[Found]]:
     out: list[list[Found]] = [[] for _ in range(len(images))]
     if not len(busy):
         return out
-    labels = components(planes[busy[:, 0], busy[:, 1]])
-    stride = PIXELS * PIXELS + 1  # one number for (plane, label)
-    values, counts = (
-        labels + stride * torch.arange(len(labels), device=labels.device)[:, None, None]
-    ).unique(return_counts=True)
-    values = values[(values % stride > 0) & (counts >= SPECK)]
-    if not len(values):
+    rows, masks = _objects(components(planes[busy[:, 0], busy[:, 1]]))
+    if not len(masks):
         return out
-    rows = values // stride
-    masks = labels[rows] == (values % stride)[:, None, None]
-    for (image, c), (shape, x, y, width, height) in zip(
-        busy[rows].tolist(), _recognise(masks), strict=True
-    ):
-        out[image].append(Found(shape, names[c], x, y, width, height))
+    for (image, c), shape in zip(busy[rows].tolist(), _recognise(masks), strict=True):
+        kind, x, y, width, height = shape
+        out[image].append(Found(kind, names[c], x, y, width, height))
     return out
+
+
+def _objects(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Components of (n, H, W) labels that are no specks: (their planes (K,), masks (K, H, W))."""
+    stride = PIXELS * PIXELS + 1  # one number for (plane, label)
+    plane = torch.arange(len(labels), device=labels.device)[:, None, None]
+    values, counts = (labels + stride * plane).unique(return_counts=True)
+    values = values[(values % stride > 0) & (counts >= SPECK)]
+    rows = values // stride
+    return rows, labels[rows] == (values % stride)[:, None, None]
 
 
 def _recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, float]]:
@@ -126,54 +128,46 @@ def _recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, flo
     width, height = (right - left).float(), (bottom - top).float()
     u = ((xs + 0.5 - left[:, None]) / width[:, None] * 2 - 1)[:, None, :].expand(masks.shape)
     v = ((ys + 0.5 - top[:, None]) / height[:, None] * 2 - 1)[:, :, None].expand(masks.shape)
-    ideal = torch.stack(
-        [inside(s, u, v) & (u.abs() <= 1) & (v.abs() <= 1) for s in SHAPES], 1
-    )  # (K, S, H, W)
-    both = (ideal & masks[:, None]).flatten(2).sum(2)
-    iou, shape = (both / (ideal | masks[:, None]).flatten(2).sum(2)).max(1)
+    ideal = [inside(s, u, v) & (u.abs() <= 1) & (v.abs() <= 1) for s in SHAPES]
+    iou, shape = _overlap(masks, torch.stack(ideal, 1)).max(1)
     enough = torch.tensor([OVERLAP[s] for s in SHAPES], device=masks.device)
-    known = (iou >= enough[shape]) & (
-        torch.minimum(width, height) / torch.maximum(width, height) >= SQUARENESS
-    )
-    return [
-        (SHAPES[s] if k else None, x, y, a, b)
-        for s, k, x, y, a, b in zip(
-            shape.tolist(),
-            known.tolist(),
-            ((left + right) / 2).tolist(),
-            ((top + bottom) / 2).tolist(),
-            width.tolist(),
-            height.tolist(),
-            strict=True,
-        )
-    ]
+    squareness = torch.minimum(width, height) / torch.maximum(width, height)
+    known = (iou >= enough[shape]) & (squareness >= SQUARENESS)
+    box = torch.stack([(left + right) / 2, (top + bottom) / 2, width, height], 1)
+    each = zip(shape.tolist(), known.tolist(), box.tolist(), strict=True)
+    return [(SHAPES[s] if sure else None, x, y, a, b) for s, sure, (x, y, a, b) in each]
+
+
+def _overlap(masks: Tensor, ideal: Tensor) -> Tensor:
+    """Intersection over union of (K, H, W) with each of (K, S, H, W) -> (K, S)."""
+    both = (ideal & masks[:, None]).flatten(2).sum(2)
+    return both / (ideal | masks[:, None]).flatten(2).sum(2)
 
 
 def complaint(include: Any) -> str | None:
     """What is wrong with a prompt's clauses, as the end of a sentence; None if they can be
     judged."""
+    example = '{"shape": "circle", "count": 1, "color": "red"}'
     if not isinstance(include, list) or not include:
-        return (
-            f'has include={include!r}, which should be a list of clauses {{"shape": "circle",'
-            ' "count": 1, "color": "red"}'
-        )
+        return f"has include={include!r}, which should be a list of clauses {example}"
     for number, clause in enumerate(include):
-        known = (
-            isinstance(clause, dict)
-            and isinstance(clause.get("shape"), str)
-            and isinstance(clause.get("color", 0), str | None)
-        )
-        if not known or not isinstance(clause.get("count"), int) or clause["count"] < 1:
-            return (
-                f'has the clause {clause!r}, which should be like {{"shape": "circle", "count": 1,'
-                ' "color": "red"} (null: any colour)'
-            )
+        if not _well_formed(clause):
+            return f"has the clause {clause!r}, which should be like {example} (null: any colour)"
         if "position" in clause and not _points_back(clause["position"], number):
             return (
                 f'has the position {clause["position"]!r}, which should be like ["left of", 0]: a'
                 " relation and an earlier clause"
             )
     return None
+
+
+def _well_formed(clause: Any) -> bool:
+    """A clause with a shape, a count and, maybe, a colour."""
+    if not isinstance(clause, dict) or not isinstance(clause.get("shape"), str):
+        return False
+    if not isinstance(clause.get("color", 0), str | None):
+        return False
+    return isinstance(clause.get("count"), int) and clause["count"] >= 1
 
 
 def _points_back(position: Any, number: int) -> bool:
@@ -208,34 +202,36 @@ def partial(objects: list[Found], include: list[dict[str, Any]]) -> float:
     for clause in include:
         same = [o for o in objects if o.shape == clause["shape"]]
         if clause["color"] and sum(c["shape"] == clause["shape"] for c in include) > 1:
-            same = [
-                o for o in same if o.color == clause["color"]
-            ]  # two clauses of one shape: the colour tells them apart
+            # two clauses of one shape: the colour tells them apart
+            same = [o for o in same if o.color == clause["color"]]
         right = [o for o in same if clause["color"] in (None, o.color)]
-        n, matched = clause["count"], len(same) == clause["count"]
-        terms.append(max(0.0, 1 - abs(n - len(same)) / n))
-        if clause["color"]:
-            terms.append(max(0.0, 1 - abs(n - len(right)) / n) if matched else 0.0)
         chosen.append(right)
+        terms.append(_closeness(len(same), clause["count"]))
+        matched = len(same) == clause["count"]
+        if clause["color"]:
+            terms.append(_closeness(len(right), clause["count"]) if matched else 0.0)
         if "position" in clause:
             relation, target = clause["position"]
-            holds = (
-                matched
-                and right
-                and chosen[target]
-                and all(_holds(relation, a, b) for a in right for b in chosen[target])
-            )
+            holds = matched and _all_hold(relation, right, chosen[target])
             terms.append(1.0 if holds else 0.0)
     return sum(terms) / len(terms)
+
+
+def _closeness(found: int, wanted: int) -> float:
+    return max(0.0, 1 - abs(wanted - found) / wanted)
+
+
+def _all_hold(relation: str, these: list[Found], those: list[Found]) -> bool:
+    """Whether there are objects on both sides, and the relation holds between any two."""
+    pairs = [(a, b) for a in these for b in those]
+    return bool(pairs) and all(_holds(relation, a, b) for a, b in pairs)
 
 
 def _holds(relation: str, a: Found, b: Found) -> bool:
     """GenEval's relation: the centre offset, shrunk by a tenth of both sizes, points within 60
     degrees of the named direction."""
-    dx, dy = (
-        _shrink(a.x - b.x, 0.1 * (a.width + b.width)),
-        _shrink(a.y - b.y, 0.1 * (a.height + b.height)),
-    )
+    dx = _shrink(a.x - b.x, 0.1 * (a.width + b.width))
+    dy = _shrink(a.y - b.y, 0.1 * (a.height + b.height))
     norm = (dx * dx + dy * dy) ** 0.5
     ux, uy = RELATIONS[relation]
     return norm > 0 and (dx * ux + dy * uy) / norm > 0.5

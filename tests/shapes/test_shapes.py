@@ -306,7 +306,7 @@ def test_texts_are_unique_and_an_unknown_one_is_answered_with_near_ones():
     assert len({p["prompt"] for p in EVERY}) == len(EVERY)
     with pytest.raises(
         ValueError,
-        match='"a rod circle" is no prompt of the shapes world; did you mean "a red circle"',
+        match='"a rod circle" is not a prompt of the shapes world; did you mean "a red circle"',
     ):
         prompts.find("a rod circle")
 

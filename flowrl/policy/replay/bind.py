@@ -48,7 +48,7 @@ def _bind(prober: Prober, replay: Replay, steps: int, prompts: list[str]) -> Kep
     zeros = torch.zeros(len(prompts) + len(pad), *replay.shape)
     last = [float("inf"), *replay.boundaries][-1]  # times of the last regime lie below
     iterations = prober.run(
-        prompts, steps, latents=lambda j: zeros, stop=lambda j, it: j > 0 and it.time < last
+        prompts, steps, latents=lambda j: zeros, stop=lambda j, it: j > 0 and bool(it.time < last)
     )
     later = iterations[1:]  # the latents of the first one are the pipeline's own
     lows = [*replay.boundaries, float("-inf")]

@@ -297,10 +297,7 @@ def _out_map(probe: OutputProbe, plan: CallPlan) -> Affine:
     if _same_up_to_sign(prediction, one):
         return plan.out
     entry = (repeats, *next(iter(noise)))
-    named = {
-        key: probe.equal(lambda size, key=key: patterns(rows, entry)[key])[0]
-        for key in patterns(1, entry)
-    }
+    named = {key: probe.equal(_pattern(rows, entry, key))[0] for key in patterns(1, entry)}
     found = solve(named, rows, entry, f"output of {plan.module}")
     if not _selects(found):
         raise UnreplayableError(
@@ -308,6 +305,11 @@ def _out_map(probe: OutputProbe, plan: CallPlan) -> Affine:
             f" {probe.x[0].numel()} latents"
         )
     return found
+
+
+def _pattern(rows: int, entry: tuple[int, ...], key: str) -> Callable[[tuple[int, ...]], Tensor]:
+    """Outputs of one block that hold the named pattern."""
+    return lambda size: patterns(rows, entry)[key]
 
 
 def _same_up_to_sign(a: Tensor, b: Tensor) -> bool:
