@@ -39,11 +39,12 @@ from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from flowrl.algorithms.common import base, transitions
+from flowrl.algorithms.common.transition_config import FORKING, TransitionConfig
 from flowrl.samplers import sde
 from flowrl.types import Advantages, Columns, LossOutput, Rollout, Transition
 
 
-class GRPOConfig(transitions.TransitionConfig):
+class GRPOConfig(TransitionConfig):
     ratio: Literal["ppo", "log", "guard", "sequence"] = Field(
         "ppo",
         description=(
@@ -73,7 +74,7 @@ class GRPOConfig(transitions.TransitionConfig):
 
     @model_validator(mode="after")
     def check_ratio(self) -> GRPOConfig:
-        if self.ratio == "sequence" and self.plan in transitions.FORKING:
+        if self.ratio == "sequence" and self.plan in FORKING:
             raise ValueError(
                 f"algorithm.ratio=sequence is one ratio a sample, and samples of plan={self.plan}"
                 " share steps; use ratio=ppo"

@@ -23,10 +23,11 @@ from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from flowrl.algorithms.common import base, transitions
+from flowrl.algorithms.common.transition_config import TransitionConfig, needs_whole_samples
 from flowrl.types import Advantages, Columns, LossOutput, Rollout
 
 
-class PRDPConfig(transitions.TransitionConfig):
+class PRDPConfig(TransitionConfig):
     beta: PositiveFloat = Field(
         10.0, description="Strength of the KL regularisation: reward differences are divided by it."
     )
@@ -40,7 +41,7 @@ class PRDPConfig(transitions.TransitionConfig):
 
     @model_validator(mode="after")
     def check_plan(self) -> PRDPConfig:
-        transitions.needs_whole_samples(self, "prdp")
+        needs_whole_samples(self, "prdp")
         if self.timestep_fraction < 1:
             raise ValueError(
                 f"algorithm.timestep_fraction={self.timestep_fraction} leaves out terms of the sum"

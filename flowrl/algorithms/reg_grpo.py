@@ -23,10 +23,11 @@ from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from flowrl.algorithms.common import base, transitions
+from flowrl.algorithms.common.transition_config import TransitionConfig, needs_whole_samples
 from flowrl.types import Columns, LossOutput
 
 
-class RegGRPOConfig(transitions.TransitionConfig):
+class RegGRPOConfig(TransitionConfig):
     scale: Literal["std", "fixed"] = Field(
         "std",
         description="What a log-ratio is divided by: its group's std + ratio_eps, or ratio_eps.",
@@ -37,7 +38,7 @@ class RegGRPOConfig(transitions.TransitionConfig):
 
     @model_validator(mode="after")
     def check_plan(self) -> RegGRPOConfig:
-        transitions.needs_whole_samples(self, "reg_grpo")
+        needs_whole_samples(self, "reg_grpo")
         return self
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,11 @@ def precision(cfg: Config) -> str:
     )
 
 
-def autocast(precision: str, device: torch.device) -> Any:
-    """The context in which networks run at train.precision."""
-    return (
-        nullcontext() if precision == "no" else torch.autocast(device.type, dtype=DTYPES[precision])
-    )
+def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context in which networks run at train.precision."""
+    if precision == "no":
+        return nullcontext
+    return partial(torch.autocast, device.type, dtype=DTYPES[precision])
 
 
 def make_algorithm(cfg: Config) -> Algorithm:

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from flowrl import types
 from flowrl.data.media import image_size, read_image
-from flowrl.data.scored_dataset import Item, reference_of
+from flowrl.data.prompts import reference_of, select
+from flowrl.data.scored_dataset import Item, gather
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, concat, score
+from flowrl.rollouts.records import Drawn, Source
 from flowrl.samplers import keys
 from flowrl.types import MediaContext, Plan, PromptBatch, Rewards, Rollout
 
@@ -137,7 +139,7 @@ def rollout(
 
 
 @torch.no_grad()
-def with_references(
+def add_references(
     policy: Policy,
     rollout: Rollout,
     batch: PromptBatch,
@@ -190,3 +192,29 @@ def with_references(
         tree=torch.cat([rollout.tree, rollout.tree.max() + 1 + number]),
     )
     return more, concat(parts)
+
+
+def read(source: Source, iteration: int, plan: Plan, ids: Tensor) -> Drawn:
+    """Files of a scored folder in place of samples."""
+    cfg, dataset = source.cfg, source.dataset
+    assert dataset is not None
+    batch = select(source.prompts, ids)
+    items = gather(dataset, batch, cfg.batch.group, seed=cfg.seed, iteration=iteration)
+    with source.ledger.phase("rollout"), source.autocast():
+        made, rewards = rollout(
+            source.policy, batch, items, plan, weights=dataset.weights, decode=cfg.batch.decode
+        )
+    return Drawn(batch=batch, rollout=made, rewards=rewards, shown=torch.empty(0))
+
+
+def with_references(source: Source, drawn: Drawn) -> Drawn:
+    """Images that prompts name, as members of their groups."""
+    rollout, rewards = add_references(
+        source.policy,
+        drawn.rollout,
+        drawn.batch,
+        drawn.rewards,
+        source.rewards,
+        decode=source.cfg.batch.decode,
+    )
+    return types.replace(drawn, rollout=rollout, rewards=rewards)

@@ -4,6 +4,7 @@ share."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from flowrl.policy import Policy
 from flowrl.rewards import load_set, score
-from flowrl.rollouts.velocity import init_of, media_of, noise_of, rows_of, velocity_of
+from flowrl.rollouts.roll_out import noise_of, rows_of, velocity_of
+from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, plan, tree
 from flowrl.types import MediaContext
@@ -57,7 +59,7 @@ def sample(
         rows=rows,
         prompt_keys=noise_keys,
         copies=torch.zeros_like(rows),
-        init=init_of(policy, path),
+        init=partial(policy.init, sigma=path.sigma.max().item()),
         micro=rows_of(micro, policy, guidance),
     )
     return grown.leaves, grown.state_sigma[grown.leaf]

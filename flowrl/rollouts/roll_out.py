@@ -1,18 +1,19 @@
-"""Prompts x group -> Rollout: encode once and grow the plan's forest; apart from it, turn leaves
-into scored media, chunk by chunk."""
+"""Prompts x group -> Rollout: encode the prompts once, then grow the plan's forest for each."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from functools import partial
 
-from flowrl import types
-from flowrl.policy import Policy
-from flowrl.rollouts.velocity import init_of, noise_of, rows_of, velocity_of
+import torch
+from torch import Tensor
+
+from flowrl.policy import Cond, Policy
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, tree
-from flowrl.types import Plan, PromptBatch, Rollout
+from flowrl.types import Plan, PromptBatch, Rollout, replace
 
-SHOWN = 8  # samples whose media are kept, for the log
+Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
@@ -29,12 +30,11 @@ def roll_out(
     ledger: Ledger,
     round_: int = 0,
 ) -> Rollout:
-    """Grow group / plan.leaves copies of the plan for each prompt; noise is a function of (seed,
-    iteration, prompt id, node path).
+    """Grow group / plan.leaves copies of the plan for each prompt.
 
-    Leaves are data at sigma 0, as decode takes them, even where the schedule ends above it. round_:
-    how often these prompts were rolled out in this iteration before; the copies are others each
-    time.
+    Noise is a function of (seed, iteration, prompt id, node path). Leaves are data at sigma 0, as
+    decode takes them, even where the schedule ends above it. round_: how often these prompts were
+    rolled out in this iteration before; each round has copies of its own.
     """
     cond, copies = policy.encode(batch.text), group // plan.leaves
     rows = torch.arange(len(batch)).repeat_interleave(copies)
@@ -49,19 +49,45 @@ def roll_out(
         prompt_keys=prompt_keys[rows],
         copies=numbers,
         shared_key=keys.key(seed, "shared", iteration),
-        init=init_of(policy, plan),
+        init=partial(policy.init, sigma=plan.sigma.max().item()),
         micro=rows_of(micro, policy, guidance),
     )
-    return types.replace(_with_clean_leaves(policy, grown), cond=cond, guidance=guidance)
+    grown = replace(grown, cond=cond, guidance=guidance)
+    ends_above_0 = bool(plan.sigma_next[plan.leaf_edges].any())
+    return with_clean_leaves(policy, grown) if ends_above_0 else grown
 
 
-def _with_clean_leaves(policy: Policy, grown: Rollout) -> Rollout:
-    """Where final states lie above sigma 0, what decode makes of them becomes states of its own;
-    transitions keep theirs."""
+def velocity_of(policy: Policy, cond: Cond, *, guidance: float | str, ledger: Ledger) -> Velocity:
+    """velocity(x, sigma, rows) for a sampling engine; time, FLOPs and network rows are booked."""
+
+    @torch.no_grad()
+    def velocity(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        before = policy.calls
+        with ledger.work("network", rows=len(x)):
+            v = policy.velocity(x, sigma, cond, rows, guidance=guidance)
+        ledger.add_nfe("rollout", policy.calls - before)
+        return v
+
+    return velocity
+
+
+def noise_of(policy: Policy) -> Callable[[Tensor], Tensor]:
+    """Standard normal latents by key: (n,) int64 -> (n, *L) fp32."""
+    return partial(keys.gaussian, shape=policy.latent_shape, device=policy.device)
+
+
+def rows_of(micro: int, policy: Policy, guidance: float | str) -> int:
+    """States that fit into a forward of at most `micro` network rows."""
+    return max(1, micro // policy.branches(guidance))
+
+
+def with_clean_leaves(policy: Policy, grown: Rollout) -> Rollout:
+    """Final states above sigma 0: what decode makes of them becomes states of its own.
+
+    Transitions keep the states that they end in.
+    """
     end = grown.state_sigma[grown.leaf]
-    if not bool(end.any()):
-        return grown
-    return types.replace(
+    return replace(
         grown,
         states=torch.cat([grown.states, policy.clean(grown.leaves, end)]),
         state_sigma=torch.cat([grown.state_sigma, torch.zeros_like(end)]),

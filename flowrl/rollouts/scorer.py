@@ -1,50 +1,56 @@
-"""Leaves become media, and media become scores, chunk by chunk."""
+"""Leaves become media, and media become rewards, chunk by chunk: no iteration holds all its media."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, concat, score
-from flowrl.rollouts.roll_out import SHOWN
-from flowrl.rollouts.velocity import media_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.types import MediaContext, PromptBatch, Rewards, Rollout
 
+SHOWN = 8  # samples whose media are kept, for the log
+
 
 def decode_into(
-    scorer: Scorer,
-    policy: Policy,
-    rollout: Rollout,
-    batch: PromptBatch,
-    *,
-    decode: int,
-    ledger: Ledger,
+    scorer: Scorer, policy: Policy, rollout: Rollout, batch: PromptBatch, *, decode: int
 ) -> Tensor:
-    """Decode all leaves and hand them to the scorer, which drops them, chunk by chunk -> the first
-    chunks, SHOWN samples or more."""
+    """Decode all leaves into the scorer -> media of the first chunks, SHOWN samples or more."""
     first: list[Tensor] = []
-    for rows, media in media_of(
-        policy, rollout.leaves, rollout.state_sigma[rollout.leaf], decode=decode, ledger=ledger
-    ):
+    sigma = rollout.state_sigma[rollout.leaf]
+    chunks = media_of(policy, rollout.leaves, sigma, decode=decode, ledger=scorer.ledger)
+    for rows, media in chunks:
         scorer.add(media, batch, rollout.group[rows])
-        first += [media.cpu()] if sum(map(len, first)) < SHOWN else []
+        if sum(map(len, first)) < SHOWN:
+            first.append(media.cpu())
     scorer.finish_groups()
     return torch.cat(first)
 
 
+@torch.no_grad()
+def media_of(
+    policy: Policy, x: Tensor, sigma: Tensor, *, decode: int, ledger: Ledger
+) -> Iterator[tuple[slice, Tensor]]:
+    """Final states x (B, *L), all at one sigma (B,), decoded in chunks -> (rows, media)."""
+    assert bool((sigma == sigma[0]).all())
+    for i in range(0, len(x), decode):
+        rows = slice(i, min(i + decode, len(x)))
+        with ledger.phase("decode"), ledger.work("vae"):
+            media = policy.decode(x[rows], float(sigma[0]))
+        yield rows, media
+
+
 class Scorer:
-    """Scores decoded media in the order they come: at once, or with overlap in a thread of its own,
-    while the caller samples on.
+    """Scores media in the order they come: at once, or with overlap in a thread of its own.
 
     A reward that compares the members of a group sees whole groups: media come group by group, and
-    those of an unfinished one wait. Results are the same with and without overlap; time/reward is
+    those of an unfinished group wait. Scores are the same with and without overlap; time/reward is
     what the caller waited, time/reward_hidden what it did not.
     """
 
@@ -52,7 +58,7 @@ class Scorer:
 
     def __init__(self, rewards: RewardSet, ledger: Ledger, *, overlap: bool = False) -> None:
         self.rewards, self.ledger = rewards, ledger
-        self.pool = ThreadPoolExecutor(1, thread_name_prefix="reward") if overlap else None
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="reward") if overlap else None
         self.whole_groups = "group" in rewards.needs
         self.waiting: tuple[Tensor, PromptBatch, Tensor] | None = None
         self.parts: list[Rewards] = []
@@ -61,19 +67,22 @@ class Scorer:
     def __enter__(self) -> Scorer:
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        if self.pool is not None:
-            self.pool.shutdown(wait=True, cancel_futures=True)
+    def __exit__(self, *error: object) -> None:
+        if self.thread is not None:
+            self.thread.shutdown(wait=True, cancel_futures=True)
 
     def add(self, media: Tensor, batch: PromptBatch, group: Tensor) -> None:
-        """media of samples whose prompts are rows `group` of batch; not the same batch as before:
-        after `finish_groups`."""
+        """Media of samples whose prompts are rows `group` of batch.
+
+        Call `finish_groups` before the first media of another batch.
+        """
         if self.waiting is not None:
-            media, group = torch.cat([self.waiting[0], media]), torch.cat([self.waiting[2], group])
+            media = torch.cat([self.waiting[0], media])
+            group = torch.cat([self.waiting[2], group])
             self.waiting = None
-        ready = (
-            int((group == group[-1]).nonzero()[0]) if self.whole_groups else len(group)
-        )  # the newest group may go on
+        ready = len(group)
+        if self.whole_groups:  # the newest group may go on
+            ready = int((group == group[-1]).nonzero()[0])
         if ready < len(group):
             self.waiting = (media[ready:], batch, group[ready:])
         if ready:
@@ -86,24 +95,25 @@ class Scorer:
             self._start(*waiting)
 
     def scores(self) -> Rewards:
-        """All of them, in order."""
+        """Rewards of all media, in order."""
         while self.pending:
-            self._collect()
+            self._take_finished()
         return concat(self.parts)
 
     def _start(self, media: Tensor, batch: PromptBatch, group: Tensor) -> None:
         members = group.tolist()
         texts = [batch.text[g] for g in members]
         context = MediaContext(meta=[batch.meta[g] for g in members], group=group)
-        if self.pool is None:
+        if self.thread is None:
             with self.ledger.phase("reward"), self.ledger.work("reward"):
                 self.parts.append(score(media, texts, self.rewards, context))
             return
         while len(self.pending) >= self.AHEAD:
-            self._collect()
-        self.pending.append(self.pool.submit(_timed, media, texts, self.rewards, context))
+            self._take_finished()
+        self.pending.append(self.thread.submit(_timed, media, texts, self.rewards, context))
 
-    def _collect(self) -> None:
+    def _take_finished(self) -> None:
+        """Wait for the oldest chunk; what the thread took beyond the wait is booked as hidden."""
         began = time.perf_counter()
         with self.ledger.phase("reward"), self.ledger.work("reward"):
             rewards, seconds = self.pending.popleft().result()

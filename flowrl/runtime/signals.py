@@ -1,10 +1,13 @@
-"""SIGTERM and Ctrl-C end a run with a checkpoint: the iteration is finished, or given up after 30
-seconds if no weight was touched yet."""
+"""SIGTERM and Ctrl-C end a run with a checkpoint.
+
+The iteration is finished, or given up after 30 seconds if no weight was touched yet.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
+from types import FrameType
 from typing import Any
 
 GRACE = 30.0  # seconds
@@ -17,8 +20,8 @@ def by_signal(reason: str | None) -> bool:
 
 
 class Aborted(BaseException):
-    """The iteration was given up; weights are those of the last finished one. No Exception: scoring
-    takes those for a failed sample."""
+    """The iteration was given up; weights are those of the last finished one. Not an Exception:
+    scoring takes those for a failed sample."""
 
 
 class StopRequest:
@@ -43,13 +46,12 @@ class StopRequest:
         for number, handler in self.installed.items():
             signal.signal(number, handler)
 
-    def _stop(self, number: int, frame: Any) -> None:
+    def _stop(self, number: int, frame: FrameType | None) -> None:
         again = self.trainer.stopped is not None
         self.trainer.stopped = signal.Signals(number).name + RECEIVED
         signal.setitimer(signal.ITIMER_REAL, 0.01 if again else GRACE)
 
-    def _abort(self, number: int, frame: Any) -> None:
-        if (
-            not self.trainer.mid_update
-        ):  # else the iteration ends soon, and only then weights are whole
+    def _abort(self, number: int, frame: FrameType | None) -> None:
+        # once weights were touched, the iteration ends soon, and only then they are whole
+        if not self.trainer.learner.touched:
             raise Aborted

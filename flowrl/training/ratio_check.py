@@ -1,16 +1,19 @@
-"""The ratio's self-test: at the behaviour policy the training forward must give the rollout's
-log-probs, or every ratio is wrong."""
+"""The ratio's self-test: at the behaviour policy the training forward gives the rollout's log-probs.
+
+If it does not, every ratio is wrong: the loss would evaluate another policy than the one that
+sampled.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.algorithms.common.base import Algorithm
+from flowrl.config.build import precision
 from flowrl.runtime.log import logger
 from flowrl.training import gradient
+from flowrl.training.update import Learner
 from flowrl.types import Columns, Rollout
 
 FP32_LIMIT = 1e-5  # |log ratio|
@@ -21,12 +24,59 @@ class RatioError(RuntimeError):
     """Rollout and loss do not evaluate the same policy."""
 
 
+class RatioCheck:
+    """Made once, at the first iteration with rows to train.
+
+    In low precision it may find that old log-probs must be recomputed by the training forward, in
+    every iteration.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self.done = False
+        self.recompute = False
+        self.needed = "log_prob" in learner.algorithm.needs  # in the next iteration
+
+    def restore(self, *, done: bool, recompute: bool) -> None:
+        """Go on from an earlier process."""
+        self.done, self.recompute = done, recompute
+        self.needed = self.needed and (recompute or not done)
+
+    def __call__(self, rollout: Rollout, columns: Columns, metrics: dict[str, float]) -> Columns:
+        """The columns, with recomputed log-probs where that is needed.
+
+        Adds policy/ratio_error to metrics: max |log ratio| of this process's rows.
+        """
+        learner = self.learner
+        with learner.policy.ledger.phase("reference"):
+            old = old_scores(learner.algorithm, learner.policy, rollout, columns, learner.micro)
+        recomputed = old.get("log_prob", columns.log_prob)
+        if not self.done:
+            self.first(recomputed, columns)
+        if len(columns):
+            metrics["policy/ratio_error"] = float((recomputed - columns.log_prob).abs().max())
+        return Columns({**columns.data, **old}) if self.recompute else columns
+
+    def first(self, recomputed: Tensor, columns: Columns) -> None:
+        """The test itself. All processes agree on what follows from it."""
+        cfg, learner = self.learner.cfg, self.learner
+        low = needs_recomputing(
+            recomputed, columns, precision=precision(cfg), clip=learner.algorithm.clip_size
+        )
+        found = torch.tensor([float(len(columns)), float(low)], device=recomputed.device)
+        rows, low_anywhere = learner.world.sum(found).tolist()
+        self.restore(done=rows > 0, recompute=low_anywhere > 0)
+
+
 @torch.no_grad()
 def old_scores(
-    algorithm: Algorithm, policy: Any, rollout: Rollout, columns: Columns, micro: int
+    algorithm: Algorithm,
+    policy: gradient.CountedPolicy,
+    rollout: Rollout,
+    columns: Columns,
+    micro: int,
 ) -> dict[str, Tensor]:
-    """Columns that hold scores of the old policy (log_prob, and normed of GRPO-Guard), (n,) each,
-    by the training forward."""
+    """Scores of the old policy by the training forward, (n,) each: log_prob, and GRPO-Guard's normed."""
     out: dict[str, Tensor] = {}
     for rows in gradient.split(algorithm, columns, micro):
         for name, value in algorithm.score(policy, rollout, columns[rows]).items():
@@ -37,12 +87,11 @@ def old_scores(
     return out
 
 
-def prove(recomputed: Tensor, columns: Columns, *, precision: str, clip: float) -> bool:
-    """Whether old log-probs must be recomputed each iteration. precision: the lowest at work, "no"
-    is fp32.
+def needs_recomputing(recomputed: Tensor, columns: Columns, *, precision: str, clip: float) -> bool:
+    """Whether old log-probs must be recomputed each iteration.
 
-    fp32 above 1e-5 -> RatioError. Low precision: recompute when the 99th percentile exceeds a tenth
-    of clip.
+    precision: the lowest at work, "no" is fp32, where more than 1e-5 -> RatioError. Low precision:
+    recompute when the 99th percentile of |log ratio| exceeds a tenth of clip.
     """
     if not len(columns):
         return False

@@ -1,4 +1,4 @@
-"""The records that the training loop gives to others."""
+"""The records of a run: what it is made of, and what it gives to others."""
 
 from __future__ import annotations
 
@@ -6,18 +6,52 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrl.types import Rewards, Rollout
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from flowrl.algorithms.common.base import Algorithm
+from flowrl.config.schema import Config
+from flowrl.data.prompts import Prompts
+from flowrl.rollouts.records import Source
+from flowrl.training.ema import Ema
+from flowrl.types import Plan, PromptBatch, Rewards, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What is trained, and what steps it."""
+
+    parameters: dict[str, torch.nn.Parameter]
+    adamw: torch.optim.AdamW
+    optimizer: Any  # the same, prepared by accelerate: it knows the fp16 scaler
+    ema: Ema
+    accelerator: Accelerator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a run is made of. Policy, rewards, processes and books are in `source`."""
+
+    cfg: Config
+    path: Path
+    algorithm: Algorithm
+    plan: Plan  # of the first iteration
+    source: Source
+    held_out: Prompts
+    weights: Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """What one iteration did: number (from 1), rollout, rewards and the line that metrics.jsonl
-    holds."""
+    """What one iteration did."""
 
-    number: int
+    number: int  # from 1
+    batch: PromptBatch
     rollout: Rollout
     rewards: Rewards
-    metrics: dict[str, float]
+    shown: Tensor  # media of the first samples; empty for those from files
+    metrics: dict[str, float]  # the line that metrics.jsonl holds
 
 
 @dataclass(slots=True)
@@ -32,22 +66,3 @@ class Run:
 
 class Failed(RuntimeError):
     """The run cannot go on; its last checkpoint stands."""
-
-
-def reward_metrics(rewards: Rewards) -> dict[str, float]:
-    """reward/<name>/mean|std, reward/total and reward/invalid of an iteration."""
-    out = {
-        "reward/total": rewards.total.nanmean().item(),
-        "reward/invalid": float((~rewards.valid).sum()),
-    }
-    for name, value in rewards.raw.items():
-        value = value[~value.isnan()]
-        out |= (
-            {
-                f"reward/{name}/mean": value.mean().item(),
-                f"reward/{name}/std": value.std(correction=0).item(),
-            }
-            if len(value)
-            else {}
-        )
-    return out

@@ -8,54 +8,70 @@ plan, are on the books of no iteration.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from flowrl.data import prompts
-from flowrl.rewards import RewardSet
-from flowrl.rewards.checks.check import before_training
+from flowrl.rewards.checks.check import before_training, below_noise
 from flowrl.rewards.checks.contract import FEW
 from flowrl.rollouts.roll_out import roll_out
-from flowrl.rollouts.velocity import media_of
+from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import logger
-from flowrl.training.build import Parts
-from flowrl.types import MediaContext
+from flowrl.training.records import Parts
+from flowrl.types import MediaContext, PromptBatch, Rewards, Rollout
 
 
-def rehearse(parts: Parts, rewards: RewardSet) -> dict[str, float]:
-    """Warn of what the cheap canaries say -> the own noise of each reward that is trained on, by
-    label; see canaries.before_training."""
-    cfg, policy, plan, ledger = parts.cfg, parts.policy, parts.plan, Ledger(parts.policy.device)
-    whole = prompts.batch(parts.prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
-    mine = whole.ids[parts.world.share(len(whole))]
-    group = max(
-        plan.leaves, min(cfg.batch.group, FEW // min(2, len(mine))) // plan.leaves * plan.leaves
-    )  # of two prompts, if there are
-    batch = prompts.select(parts.prompts, mine[: max(1, FEW // group)])
+class NoiseWatch:
+    """Warns, once of each reward, where scores within groups differ by less than its own noise."""
+
+    def __init__(self) -> None:
+        self.noise: dict[str, float] = {}  # of the rewards that were not warned of yet
+
+    def __call__(self, rewards: Rewards, group: Tensor) -> None:
+        """Rewards and groups of all processes. Training narrows the spread of a group."""
+        for label, sentence in below_noise(self.noise, rewards.raw, group).items():
+            logger.warning(sentence)
+            del self.noise[label]
+
+
+def try_rewards(parts: Parts) -> dict[str, float]:
+    """Warn of what the cheap checks say -> the noise of each trained reward that has any, by label.
+
+    See flowrl.rewards.checks.check.before_training.
+    """
+    source = parts.source
+    batch, rollout, media = first_samples(parts, Ledger(source.policy.device))
+    members = rollout.group[: len(media)]
+    rows = members.tolist()
+    context = MediaContext(meta=[batch.meta[g] for g in rows], group=members)
+    said, noise = before_training(source.rewards, media, [batch.text[g] for g in rows], context)
+    for sentence in said:
+        logger.warning(sentence)
+    return {label: own for label, own in noise.items() if own}
+
+
+def first_samples(parts: Parts, ledger: Ledger) -> tuple[PromptBatch, Rollout, Tensor]:
+    """FEW samples of the first iteration, of two prompts if there are -> prompts, rollout, media."""
+    cfg, source, leaves = parts.cfg, parts.source, parts.plan.leaves
+    whole = prompts.batch(source.prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
+    mine = whole.ids[source.world.share(len(whole))]
+    each = min(cfg.batch.group, FEW // min(2, len(mine))) // leaves * leaves
+    group = max(leaves, each)
+    batch = prompts.select(source.prompts, mine[: max(1, FEW // group)])
     logger.info(f"trying the rewards on {min(FEW, group * len(batch))} samples")
-    with parts.autocast(), policy.view(parts.algorithm.rollout_view):
+    with source.autocast(), source.policy.view(source.view):
         rollout = roll_out(
-            policy,
+            source.policy,
             batch,
-            plan,
+            parts.plan,
             group=group,
-            guidance=parts.guidance,
+            guidance=source.guidance,
             seed=cfg.seed,
             iteration=0,
             micro=cfg.batch.micro,
             ledger=ledger,
         )
-    leaf, members = rollout.leaf[:FEW], rollout.group[:FEW]
-    chunks = media_of(
-        policy,
-        rollout.states[leaf],
-        rollout.state_sigma[leaf],
-        decode=cfg.batch.decode,
-        ledger=ledger,
-    )
-    media = torch.cat([decoded for _, decoded in chunks])
-    rows = members.tolist()
-    context = MediaContext(meta=[batch.meta[g] for g in rows], group=members)
-    said, noise = before_training(rewards, media, [batch.text[g] for g in rows], context)
-    for sentence in said:
-        logger.warning(sentence)
-    return noise
+    leaf = rollout.leaf[:FEW]
+    x, sigma = rollout.states[leaf], rollout.state_sigma[leaf]
+    chunks = media_of(source.policy, x, sigma, decode=cfg.batch.decode, ledger=ledger)
+    return batch, rollout, torch.cat([media for _, media in chunks])

@@ -15,7 +15,7 @@ from typing import Any
 
 from flowrl.algorithms.common.base import Algorithm, Credit
 from flowrl.algorithms.common.prune import depths
-from flowrl.algorithms.common.transitions import TransitionConfig
+from flowrl.algorithms.common.transition_config import TransitionConfig
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
 from flowrl.runtime.read_when import Condition, as_yaml, conditions

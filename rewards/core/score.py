@@ -57,7 +57,7 @@ class RewardSet:
             weights={label: self.weights[label] for label in labels},
         )
 
-    def to(self, device: Any) -> RewardSet:
+    def to(self, device: torch.device | str) -> RewardSet:
         for reward in self.rewards.values():
             reward.to(device)
         return self

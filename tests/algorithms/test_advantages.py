@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flowrl import advantages as credit
+from flowrl.advantages import trees
 from flowrl.samplers import keys, plan, sigmas, tree
 from flowrl.types import Rewards, replace
 
@@ -239,9 +240,9 @@ def test_path_weights_are_the_softmax_over_leaves_and_beta_zero_is_the_mean():
             paths[b] = total
     weights = torch.softmax(torch.tensor(list(paths.values())), 0)
     value = float((weights * leaf[list(paths)]).sum())
-    leaves, transitions, logits = credit._pairs(grown)
+    leaves, transitions, logits = trees.leaves_below(grown)
     ok = torch.ones_like(leaves, dtype=torch.bool)
-    fused, _ = credit._softmax_mean(leaf.double()[leaves], logits, transitions, ok, len(grown.src))
+    fused, _ = trees.softmax_mean(leaf.double()[leaves], logits, transitions, ok, len(grown.src))
     assert len(paths) == 2 and float(fused[top]) == pytest.approx(value, abs=1e-5)
 
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 from toy import ToyPolicy, advantages_of, prepared, rewards_of, roll_out
 
-from flowrl.algorithms.common.prune import Prune, _first
+from flowrl.algorithms.common.prune import first_left_out
+from flowrl.algorithms.common.transition_config import Prune
 from flowrl.algorithms.grpo import ALGORITHM
 
 NAN = float("nan")
@@ -83,9 +84,16 @@ def test_branchgrpos_code_slides_from_15_to_9():
     """20 steps, splits 0 3 6 9, "15,16,17,18", stop depth 9: shift = min(step // 30, 6), depth -
     shift."""
     prune = Prune(depth=4, slide="earlier")
-    assert [_first(prune, 9, 18, i) for i in (0, 29, 30, 179, 180, 1000)] == [15, 15, 14, 10, 9, 9]
+    assert [first_left_out(prune, 9, 18, i) for i in (0, 29, 30, 179, 180, 1000)] == [
+        15,
+        15,
+        14,
+        10,
+        9,
+        9,
+    ]
     late = Prune(depth=20)
-    assert {_first(late, 9, 18, i) for i in range(0, 300, 10)} == {
+    assert {first_left_out(late, 9, 18, i) for i in range(0, 300, 10)} == {
         9
     }  # more than there are: from the last split to the end
 

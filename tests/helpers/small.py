@@ -3,6 +3,7 @@ a reward that never ties."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -130,3 +131,10 @@ def values(run, row):
     """Per-image values of a row of evaluation.json."""
     record = json.loads((Path(run) / "evaluation.json").read_text())
     return next(r["values"] for r in record["rows"] if r["name"] == row)
+
+
+def use_rewards(made, rewards):
+    """Score this trainer's samples with other rewards -> the trainer."""
+    made.source = dataclasses.replace(made.source, rewards=rewards)
+    made.parts = dataclasses.replace(made.parts, source=made.source)
+    return made

@@ -8,7 +8,8 @@ from toy import GRID, SAMPLER, ToyPolicy, rewards_of
 
 from flowrl.algorithms.grpo import ALGORITHM as GRPO
 from flowrl.rewards import load_set
-from flowrl.rollouts import draw, join
+from flowrl.rollouts import draw, join, redraw
+from flowrl.rollouts.records import Drawn
 from flowrl.samplers import keys, tree
 from flowrl.training import build
 from flowrl.types import PromptBatch, replace
@@ -66,7 +67,7 @@ def collected(groups, totals, threshold):
     rows = torch.tensor(groups)
     rollout = grow(ToyPolicy(), groups)
     batch = PromptBatch(text=["a", "b", "c"], ids=torch.arange(3), meta=[{}, {}, {}])
-    out = draw.Collected(
+    out = Drawn(
         batch=batch,
         rollout=rollout,
         rewards=rewards_of(totals),
@@ -83,17 +84,16 @@ def test_balance_keeps_half_of_each_side_in_the_order_of_draws_and_fills_up_from
     nan = float("nan")
     a, b, c = [1, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [1, nan, 1, 1, 1, 1]
     drawn = collected([0] * 7 + [1] * 5 + [2] * 6, [*a, *b, *c], 0.5)
-    assert draw.chosen(drawn, 4).tolist() == [0, 1, 2, 4, 7, 8, 9, 10, 12, 14, 15, 16]
-    good, bad = draw.counts(drawn, 0.5)
+    assert redraw.chosen(drawn, 4).tolist() == [0, 1, 2, 4, 7, 8, 9, 10, 12, 14, 15, 16]
+    good, bad = redraw.counts(drawn, 0.5)
     assert good.tolist() == [3, 1, 5] and bad.tolist() == [4, 4, 0]
-    assert draw.chosen(replace(drawn, threshold=None), 4).tolist() == list(range(18))
 
 
 def test_a_group_is_flat_when_its_valid_rewards_hardly_differ():
     nan = float("nan")
     drawn = collected([0, 0, 0, 1, 1, 1, 2, 2, 2], [1, 1, nan, 1, 1.1, 1, nan, nan, 3], None)
-    assert draw.spread_out(drawn, 1e-6).tolist() == [False, True, False]
-    assert draw.spread_out(drawn, 0.05).tolist() == [False, False, False]  # std of b: 0.047
+    assert redraw.spread_out(drawn, 1e-6).tolist() == [False, True, False]
+    assert redraw.spread_out(drawn, 0.05).tolist() == [False, False, False]  # std of b: 0.047
 
 
 def trainer(folder, monkeypatch, score, **options):
@@ -116,7 +116,7 @@ def test_refill_adds_a_fresh_prompt_for_each_flat_group_until_rounds_are_over(
     run = trainer(
         tmp_path / "a", monkeypatch, flat_where("circle"), draw__mode="refill", draw__rounds="3"
     )
-    drawn = run.collect(0, run.parts.plan, run.rewards)
+    drawn = draw.draw(run.source, 0, run.parts.plan)
     text, flat = drawn.batch.text, ["circle" in t for t in drawn.batch.text]
     assert len(set(drawn.batch.ids.tolist())) == len(text) > 4  # no prompt is twice in an iteration
     rounds, at, size = 0, 0, 4
@@ -128,7 +128,7 @@ def test_refill_adds_a_fresh_prompt_for_each_flat_group_until_rounds_are_over(
         drawn.rollout.group, torch.arange(len(text)).repeat_interleave(2)
     )
     once = trainer(tmp_path / "b", monkeypatch, flat_where("circle"))
-    first = once.collect(0, once.parts.plan, once.rewards)
+    first = draw.draw(once.source, 0, once.parts.plan)
     assert (
         torch.equal(first.rollout.leaves, drawn.rollout.leaves[:8]) and first.batch.text == text[:4]
     )
@@ -140,7 +140,7 @@ def test_refill_adds_a_fresh_prompt_for_each_flat_group_until_rounds_are_over(
 
 def test_refill_of_groups_that_all_differ_is_sampling_once(tmp_path, monkeypatch):
     run = trainer(tmp_path, monkeypatch, flat_where("no such word"), draw__mode="refill")
-    assert len(run.collect(0, run.parts.plan, run.rewards).batch) == 4
+    assert len(draw.draw(run.source, 0, run.parts.plan).batch) == 4
 
 
 def test_balance_samples_on_with_other_noise_and_takes_the_baseline_from_all_draws(
@@ -155,7 +155,7 @@ def test_balance_samples_on_with_other_noise_and_takes_the_baseline_from_all_dra
         "algorithm__std": "null",
     }
     run = trainer(tmp_path, monkeypatch, flat_where("no such word"), **options)
-    drawn = run.collect(0, run.parts.plan, run.rewards)
+    drawn = draw.draw(run.source, 0, run.parts.plan)
     group, total = drawn.rollout.group, drawn.rewards.total
     assert torch.unique(drawn.rollout.leaf_key).numel() == len(group) and len(drawn.batch) == 4
     sizes = torch.bincount(group)
@@ -167,7 +167,7 @@ def test_balance_samples_on_with_other_noise_and_takes_the_baseline_from_all_dra
                 min(int(good[:seen].sum()), seen - int(good[:seen].sum())) < 2
             )  # else it would not have gone on
         assert size == 20 or min(int(good.sum()), size - int(good.sum())) >= 2
-    kept = draw.chosen(drawn, 4)
+    kept = redraw.chosen(drawn, 4)
     assert bool((torch.bincount(group[kept]) == 4).all())
     leaf = run.algorithm.leaf_advantages(drawn.rewards, group)
     means = torch.stack([total[group == g].mean() for g in range(4)])
@@ -184,7 +184,7 @@ def test_the_median_of_the_first_round_is_the_default_threshold(tmp_path, monkey
         batch__group="4",
         draw__rounds="1",
     )
-    drawn = run.collect(0, run.parts.plan, run.rewards)
+    drawn = draw.draw(run.source, 0, run.parts.plan)
     first = drawn.rewards.total[:16]
     assert drawn.threshold == pytest.approx(float(first.nanmedian()))
 
@@ -202,7 +202,7 @@ def test_the_median_of_the_first_round_is_the_default_threshold(tmp_path, monkey
 def test_the_threshold_leaves_samples_on_both_sides_where_rewards_differ(rewards, threshold):
     """Mostly right 0/1 rewards have the median 1, which nothing exceeds: then the highest reward
     below it divides."""
-    assert draw.middle(torch.tensor(rewards, dtype=torch.float32)) == pytest.approx(threshold)
+    assert redraw.middle(torch.tensor(rewards, dtype=torch.float32)) == pytest.approx(threshold)
 
 
 def test_rounds_train_on_the_embeddings_that_sampled(tmp_path, monkeypatch):
@@ -216,5 +216,5 @@ def test_rounds_train_on_the_embeddings_that_sampled(tmp_path, monkeypatch):
     )
     encoded, encode = [], run.policy.encode
     run.policy.encode = lambda texts: encoded.append(encode(texts)) or encoded[-1]
-    drawn = run.collect(0, run.parts.plan, run.rewards)
+    drawn = draw.draw(run.source, 0, run.parts.plan)
     assert drawn.rollout.cond is encoded[0] and len(encoded) > 1

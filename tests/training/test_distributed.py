@@ -18,13 +18,16 @@ from flowrl.training import build, loop
 SCRIPT = """
 import json, sys, torch
 torch.set_num_threads(1)
-from flowrl import cli, config, loop, setup
+from flowrl.cli.main import main
+from flowrl.config import load_config
 from flowrl.rewards import load_set
-load = setup.load_set
+from flowrl.training import build, loop
+load = build.load_set
 for smooth, words in json.loads(sys.argv.pop()):
-    setup.load_set = (lambda _: load_set({"spread": lambda media, *_: media.flatten(1).std(1)})) if smooth else load
-    list(loop.Trainer(config.load_config(None, words)))
-cli.main()
+    own = lambda _: load_set({"spread": lambda media, *_: media.flatten(1).std(1)})
+    build.load_set = own if smooth else load
+    list(loop.Trainer(load_config(None, words)))
+main()
 """
 RUN = {
     "iterations": "2",

@@ -8,6 +8,8 @@ from toy import ToyPolicy, advantages_of, gradient, roll_out, to_the_right
 from flowrl.algorithms import awm, crd, dgpo, dpo, grpo, nft, prdp, raft, reg_grpo
 from flowrl.samplers import keys
 from flowrl.training import gradient as objective
+from flowrl.training import two_pass
+from flowrl.training.winner_gain import mean_gain
 from flowrl.types import Columns
 
 ALGORITHMS = {
@@ -180,7 +182,7 @@ def test_coefficients_are_the_losss_derivative_by_each_score_that_it_depends_on(
     algorithm = make("dgpo")
     policy, rollout, rows = prepared(algorithm)
     scores = algorithm.score(policy, rollout, rows)
-    out, c = objective.coefficients(algorithm, scores, rows)
+    out, c = two_pass.coefficients(algorithm, scores, rows)
     assert c.keys() == {"error", "kl"} and torch.equal(out.loss, algorithm.loss(scores, rows).loss)
     assert torch.allclose(c["kl"], torch.full((len(rows),), 0.1)) and out.loss.grad_fn is not None
     total = torch.stack(
@@ -214,16 +216,16 @@ def test_whole_units_fill_micro_batches_and_none_is_cut():
     unit = torch.tensor([5, 5, 5, 6, 7, 7, 8, 8, 8, 8])
     order = torch.randperm(10)
     rows = Columns({"unit": unit[order], "src": torch.arange(10)[order], "weight": torch.ones(10)})
-    parts = objective.split_units(algorithm, rows, 4)
+    parts = two_pass.split_units(algorithm, rows, 4)
     assert [sorted(rows.unit[p].tolist()) for p in parts] == [[5, 5, 5, 6], [7, 7], [8, 8, 8, 8]]
-    assert objective.split_units(algorithm, rows, 3) is None
+    assert two_pass.split_units(algorithm, rows, 3) is None
     shared = Columns({**rows.data, "src": rows.src // 2})  # states: 0 0 1 | 1 | 2 2 | 3 3 4 4
     assert [
-        sorted(set(shared.unit[p].tolist())) for p in objective.split_units(algorithm, shared, 3)
+        sorted(set(shared.unit[p].tolist())) for p in two_pass.split_units(algorithm, shared, 3)
     ] == [[5, 6, 7], [8]]
     assert (
-        len(objective.split_units(algorithm, shared, 2)) == 3
-        and objective.split_units(algorithm, shared, 1) is None
+        len(two_pass.split_units(algorithm, shared, 2)) == 3
+        and two_pass.split_units(algorithm, shared, 1) is None
     )
 
 
@@ -272,13 +274,10 @@ def test_winners_gain_where_the_policy_moved_towards_them(name):
         rows = algorithm.columns(
             rollout, advantages_of(algorithm, rollout, to_the_right(rollout)), seed=0, iteration=0
         )
-        assert objective.winner_gain(algorithm, policy, rollout, rows) == 0.0
+        assert mean_gain(algorithm, policy, rollout, rows) == 0.0
         trained(algorithm, policy, rollout, rows, sign)
-        gain = objective.winner_gain(algorithm, policy, rollout, rows, most=1000)
-        assert (
-            sign * gain > 1e-4
-            and sign * objective.winner_gain(algorithm, policy, rollout, rows) > 0
-        )
+        gain = mean_gain(algorithm, policy, rollout, rows, most=1000)
+        assert sign * gain > 1e-4 and sign * mean_gain(algorithm, policy, rollout, rows) > 0
 
 
 def test_the_gain_is_the_mean_difference_of_fits_over_winners_alone():
@@ -289,7 +288,7 @@ def test_the_gain_is_the_mean_difference_of_fits_over_winners_alone():
         now = algorithm.fit(policy, rollout, win)
         with policy.view("reference"):
             expected = (now - algorithm.fit(policy, rollout, win)).mean()
-    assert objective.winner_gain(algorithm, policy, rollout, rows, most=len(win)) == pytest.approx(
+    assert mean_gain(algorithm, policy, rollout, rows, most=len(win)) == pytest.approx(
         float(expected), rel=1e-6
     )
     assert abs(float(expected)) > 1e-3 and policy.active == "default"
@@ -313,7 +312,7 @@ def test_the_gain_looks_at_few_rows_the_same_on_any_number_of_processes_and_at_n
         seen.append(part.place.tolist()) or fit(policy, rollout, part)
     )
     policy.rows = 0
-    assert objective.winner_gain(algorithm, policy, rollout, rows, most=5) is not None
+    assert mean_gain(algorithm, policy, rollout, rows, most=5) is not None
     assert (
         seen[0] == seen[1]
         and len(set(seen[0])) == 5
@@ -322,10 +321,7 @@ def test_the_gain_looks_at_few_rows_the_same_on_any_number_of_processes_and_at_n
     )
     draws = keys.uniform(keys.key("winners", rows.noise_key[rows.adv > 0]))
     for half in (rows[:20], rows[20:]):
-        objective.winner_gain(algorithm, policy, rollout, half, most=5, gather=lambda _: draws)
+        mean_gain(algorithm, policy, rollout, half, most=5, gather=lambda _: draws)
     assert sorted(sum(seen[2:], [])) == sorted(seen[0] * 2)
     del seen[2:]
-    assert (
-        objective.winner_gain(algorithm, policy, rollout, rows[rows.adv < 0]) is None
-        and len(seen) == 2
-    )
+    assert mean_gain(algorithm, policy, rollout, rows[rows.adv < 0]) is None and len(seen) == 2

@@ -12,7 +12,8 @@ import torch
 from flowrl.config import build
 from flowrl.policy.load import load_policy
 from flowrl.rewards import load_set
-from flowrl.training import loop, records, update
+from flowrl.runtime import checkpoint
+from flowrl.training import loop, outputs, records, update
 
 TIMES = {
     f"time/{phase}"
@@ -37,7 +38,7 @@ def quiet(tmp_path, algorithm="nft", **changes):
 
 def own(trainer):
     """Trained weights as one vector."""
-    return torch.cat([p.detach().flatten() for p in trainer.parameters.values()])
+    return torch.cat([p.detach().flatten() for p in trainer.parts.weights.parameters.values()])
 
 
 def relative(a, b, start):
@@ -104,8 +105,8 @@ def test_iterating_shows_rollout_rewards_and_the_documented_metrics(tmp_path, al
 
 def test_updates_are_optimizer_steps_on_disjoint_prompts(tmp_path):
     made = quiet(tmp_path, iterations="1", batch__prompts="4", batch__updates="2")
-    gradient, seen = made._gradient, []
-    made._gradient = lambda rollout, part, weight: (
+    gradient, seen = made.learner.gradient, []
+    made.learner.gradient = lambda rollout, part, weight: (
         seen.append(set(part.prompt.tolist())) or gradient(rollout, part, weight)
     )
     (it,) = list(made)
@@ -124,9 +125,8 @@ def test_the_size_of_micro_batches_does_not_matter(tmp_path, algorithm):
             batch__micro=micro,
             optimizer__eps="1e-3",
         )
-        made.rewards = load_set(
-            {"spread": lambda media, *_: media.flatten(1).std(1)}
-        )  # a JPEG's size jumps where pixels are rounded
+        # a JPEG's size jumps where pixels are rounded
+        small.use_rewards(made, load_set({"spread": lambda media, *_: media.flatten(1).std(1)}))
         start = own(made)
         list(made)
         ends.append(own(made))
@@ -140,8 +140,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(tmp_path):
         made = small.trainer(
             tmp_path / on, data__eval="null", iterations="1", train__gradient_checkpointing=on
         )
-        trained = made.parameters.values()
-        made._step = lambda trained=trained: gradients.append(
+        trained = made.parts.weights.parameters.values()
+        made.learner.apply = lambda trained=trained: gradients.append(
             torch.cat([p.grad.flatten() for p in trained if p.grad is not None])
         )
         list(made)
@@ -167,10 +167,10 @@ def test_evaluation_uses_averaged_weights_and_leaves_the_own_ones(tmp_path, monk
         small.trainer(tmp_path / "run", iterations="2", ema__decay="0.5", optimizer__lr="1e-2"),
         [],
     )
-    monkeypatch.setattr(made.ema, "step", lambda: None)  # the average stays where training began
-    start, evaluate = own(made), loop.evaluation.evaluate
+    monkeypatch.setattr(made.parts.weights.ema, "step", lambda: None)  # the average stays where training began
+    start, evaluate = own(made), outputs.held_out.evaluate
     monkeypatch.setattr(
-        loop.evaluation, "evaluate", lambda *a, **k: used.append(own(made)) or evaluate(*a, **k)
+        outputs.held_out, "evaluate", lambda *a, **k: used.append(own(made)) or evaluate(*a, **k)
     )
     run = made.run()
     assert len(used) == 2 and torch.equal(used[0], start) and torch.equal(used[1], start)
@@ -237,7 +237,7 @@ def test_a_nonfinite_gradient_is_skipped_written_out_and_at_last_fatal(tmp_path)
     made = quiet(tmp_path, iterations="9", guard__nonfinite="3")
     start, gradient, poisoned = (
         own(made),
-        made._gradient,
+        made.learner.gradient,
         [False, True, True, False, True, True, True],
     )
 
@@ -245,7 +245,7 @@ def test_a_nonfinite_gradient_is_skipped_written_out_and_at_last_fatal(tmp_path)
         metrics, norm = gradient(rollout, part, weight)
         return metrics, math.nan if poisoned.pop(0) else norm
 
-    made._gradient = poison
+    made.learner.gradient = poison
     steps = []
     with pytest.raises(
         records.Failed,
@@ -257,7 +257,7 @@ def test_a_nonfinite_gradient_is_skipped_written_out_and_at_last_fatal(tmp_path)
                 start = own(made)
             assert torch.equal(own(made), start) == (it.number <= 3)
     assert steps == [(1, 0), (1, 1), (1, 1), (2, 0), (2, 1), (2, 1)]
-    assert torch.isfinite(own(made)).all() and made.saved
+    assert torch.isfinite(own(made)).all() and checkpoint.steps(made.path)
     from safetensors.torch import load_file
 
     dumps = sorted((made.path / "nonfinite").iterdir())
@@ -275,7 +275,7 @@ def test_a_poisoned_weight_gives_a_nonfinite_norm(tmp_path):
     made.algorithm.score = lambda *a: {k: v * math.inf for k, v in score(*a).items()}
     start = own(made)
     (it,) = list(made)
-    assert it.metrics["policy/skipped"] == 1 and made.step == 0 and torch.equal(own(made), start)
+    assert it.metrics["policy/skipped"] == 1 and made.learner.step == 0 and torch.equal(own(made), start)
 
 
 @pytest.mark.parametrize(("decay", "expected"), [(0, 0.0), (1, 0.001)])
@@ -297,7 +297,7 @@ def test_at_the_behaviour_policy_the_ratio_is_one(tmp_path, algorithm, guidance)
     with (
         torch.no_grad()
     ):  # away from the base model, so that a forward without the adapters would show
-        for p in made.parameters.values():
+        for p in made.parts.weights.parameters.values():
             p.add_(0.02 * torch.randn_like(p))
     told = made.describe()
     (it,) = list(made)
@@ -335,14 +335,14 @@ def test_bf16_runs_on_a_cpu_and_reports_its_ratio(tmp_path):
     ].attn.to_q.base_layer.register_forward_hook(lambda m, i, o: types.add(o.dtype))
     first, second = list(made)
     assert types == {torch.bfloat16} and 0 <= first.metrics["policy/ratio_error"] < 1
-    assert made.recompute == ("policy/ratio_error" in second.metrics)
-    assert all(p.dtype == torch.float32 for p in made.parameters.values())
+    assert made.ratio_check.recompute == ("policy/ratio_error" in second.metrics)
+    assert all(p.dtype == torch.float32 for p in made.parts.weights.parameters.values())
     assert (
         second.metrics["policy/clip_fraction"] <= first.metrics["policy/clip_fraction"] + 1e-6
-        or made.recompute
+        or made.ratio_check.recompute
     )
     assert (
-        first.metrics["policy/clip_fraction"] == 0 or not made.recompute
+        first.metrics["policy/clip_fraction"] == 0 or not made.ratio_check.recompute
     )  # recomputed log-probs make the first ratios one
 
 
@@ -367,7 +367,7 @@ def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path):
     for it in made:
         if it.number == 3:
             break  # iteration 3 was logged, and is after the last checkpoint
-    made.parts.end_trackers()
+    made.parts.weights.accelerator.end_training()
     loop.train(made.cfg, resume=made.path)
     folder = next((made.path / "tracker").rglob("events.*")).parent
     events = EventAccumulator(str(folder)).Reload()

@@ -21,7 +21,7 @@ def quiet(tmp_path, algorithm="nft", **changes):
 
 
 def rewarded(made, reward):
-    made.rewards = load_set({"custom": reward})
+    small.use_rewards(made, load_set({"custom": reward}))
     return made
 
 
@@ -64,10 +64,10 @@ def test_the_ratio_is_proved_at_the_first_iteration_with_rows_and_not_again_afte
     told, proved = [], []
     for it in made:
         told.append("policy/ratio_error" in it.metrics)
-        proved.append(made.proved)
+        proved.append(made.ratio_check.done)
     assert told == [False, True, False] and proved == [False, True, True]
     again = loop.Trainer(made.cfg, resume=made.path)
-    assert again.proved and again.iteration == 3
+    assert again.ratio_check.done and again.iteration == 3
 
 
 def test_weights_in_low_precision_are_not_held_to_fp32s_limit(tmp_path):
@@ -123,18 +123,18 @@ def test_the_gradient_is_clipped_and_the_rate_of_the_schedule_is_applied(tmp_pat
         optimizer__warmup="2",
         optimizer__lr="3e-3",
     )
-    step, norms, rates = made.optimizer.step, [], []
+    step, norms, rates = made.parts.weights.optimizer.step, [], []
 
     def spy():
         norms.append(
-            torch.cat([p.grad.flatten() for p in made.parameters.values() if p.grad is not None])
+            torch.cat([p.grad.flatten() for p in made.parts.weights.parameters.values() if p.grad is not None])
             .norm()
             .item()
         )
-        rates.extend(group["lr"] for group in made.optimizer.param_groups)
+        rates.extend(group["lr"] for group in made.parts.weights.optimizer.param_groups)
         step()
 
-    made.optimizer.step = spy
+    made.parts.weights.optimizer.step = spy
     metrics = [it.metrics for it in made]
     assert norms == pytest.approx([1e-3] * 3, rel=1e-2) and all(
         m["policy/grad_norm"] > 2e-3 for m in metrics
@@ -153,14 +153,14 @@ def test_only_from_the_second_update_on_do_ratios_leave_one_and_clip(tmp_path):
         optimizer__lr="1e-2",
         algorithm__clip="[1e-6, 1e-6]",
     )
-    gradient, seen = made._gradient, []
+    gradient, seen = made.learner.gradient, []
 
     def spy(rollout, part, weight):
         metrics, norm = gradient(rollout, part, weight)
         seen.append({name: float(value) / weight for name, value in metrics.items()})
         return metrics, norm
 
-    made._gradient = spy
+    made.learner.gradient = spy
     list(made)
     assert (
         seen[0]["policy/log_ratio"] == pytest.approx(0, abs=1e-6)
@@ -178,13 +178,13 @@ def test_rows_of_a_skipped_update_do_not_count(tmp_path):
         algorithm__kl_weight="0.1",
         optimizer__lr="1e-2",
     )
-    gradient, poisoned = made._gradient, [False, True]
+    gradient, poisoned = made.learner.gradient, [False, True]
 
     def poison(rollout, part, weight):
         metrics, norm = gradient(rollout, part, weight)
         return metrics, float("nan") if poisoned.pop(0) else norm
 
-    made._gradient = poison
+    made.learner.gradient = poison
     (it,) = list(made)
     assert it.metrics["policy/skipped"] == 1 and it.metrics["policy/rows"] == 2 * 2 * 2
 

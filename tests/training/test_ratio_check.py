@@ -7,7 +7,7 @@ import torch
 from toy import ToyPolicy, advantages_of, roll_out, to_the_right
 
 from flowrl.algorithms.grpo import ALGORITHM as GRPO
-from flowrl.training.ratio_check import RatioError, old_scores, prove
+from flowrl.training.ratio_check import RatioError, needs_recomputing, old_scores
 from flowrl.types import Columns
 
 
@@ -18,22 +18,24 @@ def columns(*log_probs):
 def test_equal_log_probs_pass_in_every_precision():
     rows = columns(-1.0, -2.0, 0.5)
     for precision in ("no", "bf16", "fp16"):
-        assert prove(rows.log_prob.clone(), rows, precision=precision, clip=1e-4) is False
+        assert (
+            needs_recomputing(rows.log_prob.clone(), rows, precision=precision, clip=1e-4) is False
+        )
 
 
 def test_fp32_allows_a_hundred_thousandth_and_names_the_likely_causes():
     rows = columns(0.0, 0.0)
-    assert prove(torch.tensor([0.9e-5, 0.0]), rows, precision="no", clip=1e-4) is False
+    assert needs_recomputing(torch.tensor([0.9e-5, 0.0]), rows, precision="no", clip=1e-4) is False
     with pytest.raises(
         RatioError, match=r"is 1.1e-05 .* at most 1e-05 is right in fp32; likely causes: dropout"
     ):
-        prove(torch.tensor([0.0, -1.1e-5]), rows, precision="no", clip=1e-4)
+        needs_recomputing(torch.tensor([0.0, -1.1e-5]), rows, precision="no", clip=1e-4)
 
 
 def test_nan_does_not_pass():
     with pytest.raises(RatioError):
-        prove(torch.tensor([math.nan]), columns(0.0), precision="no", clip=1e-4)
-    assert prove(torch.tensor([math.nan]), columns(0.0), precision="bf16", clip=1e-4)
+        needs_recomputing(torch.tensor([math.nan]), columns(0.0), precision="no", clip=1e-4)
+    assert needs_recomputing(torch.tensor([math.nan]), columns(0.0), precision="bf16", clip=1e-4)
 
 
 @pytest.mark.parametrize(("gap", "recompute"), [(0.9e-5, False), (1.1e-5, True)])
@@ -42,12 +44,14 @@ def test_low_precision_recomputes_above_a_tenth_of_the_clip_range(gap, recompute
     count."""
     gaps = torch.full((200,), gap)
     gaps[0] = 1.0
-    assert prove(gaps, columns(*[0.0] * 200), precision="bf16", clip=1e-4) is recompute
+    assert needs_recomputing(gaps, columns(*[0.0] * 200), precision="bf16", clip=1e-4) is recompute
 
 
 def test_without_rows_there_is_nothing_to_prove():
     assert (
-        prove(torch.empty(0), Columns({"log_prob": torch.empty(0)}), precision="no", clip=1e-4)
+        needs_recomputing(
+            torch.empty(0), Columns({"log_prob": torch.empty(0)}), precision="no", clip=1e-4
+        )
         is False
     )
 

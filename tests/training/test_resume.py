@@ -12,7 +12,7 @@ import torch
 
 from flowrl.rollouts import draw
 from flowrl.runtime import checkpoint
-from flowrl.training import loop
+from flowrl.training import loop, outputs
 from flowrl.training.checks import check_resume
 
 ITERATIONS = "5"
@@ -128,7 +128,7 @@ def test_ctrl_c_finishes_the_iteration_and_a_second_one_gives_it_up(
 def test_a_signal_during_the_last_evaluation_leaves_a_run_that_resumes(
     uninterrupted, tmp_path, monkeypatch
 ):
-    run, evaluate = tmp_path / "run", loop.evaluation.evaluate
+    run, evaluate = tmp_path / "run", outputs.held_out.evaluate
 
     def interrupted(*args, **kwargs):
         if small.lines(run):
@@ -138,7 +138,7 @@ def test_a_signal_during_the_last_evaluation_leaves_a_run_that_resumes(
         return evaluate(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.evaluation, "evaluate", interrupted)
+        patch.setattr(outputs.held_out, "evaluate", interrupted)
         result = small.invoke("train", *small.words(run, iterations=ITERATIONS))
     assert result.exit_code == 0 and f"flowrl train --resume {run}" in result.output
     assert len(small.lines(run)) == 5

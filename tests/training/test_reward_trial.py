@@ -236,7 +236,7 @@ def test_a_reward_that_no_run_can_train_on_is_refused_before_any_evaluation(tmp_
         return brightness(media) - brightness(media).mean()
 
     made = small.trainer(tmp_path / "run", batch__group="4", eval__baseline_guidance="2.0")
-    made.rewards = rewards.load_set({"centred": centred})
+    small.use_rewards(made, rewards.load_set({"centred": centred}))
     with pytest.raises(
         RewardBug,
         match='reward "centred": a score changes by up to .*: it depends on the rest of the batch',
@@ -267,13 +267,10 @@ def test_trying_the_rewards_changes_no_number_of_a_run(tmp_path):
 def test_the_samples_that_rewards_are_tried_on_are_the_runs_first(tmp_path):
     seen = []
     made = small.trainer(tmp_path / "run", data__eval="null", iterations="1")
-    made.rewards = rewards.load_set(
-        {
-            "seen": planted(
-                lambda m, p, c: seen.append((m.clone(), list(p), c.group.tolist())) or brightness(m)
-            )
-        }
+    spy = planted(
+        lambda m, p, c: seen.append((m.clone(), list(p), c.group.tolist())) or brightness(m)
     )
+    small.use_rewards(made, rewards.load_set({"seen": spy}))
     list(made)
     (first, prompts, group), (trained, again, _) = seen[0], seen[-1]
     assert group == [0, 0, 1, 1] and prompts == again and torch.allclose(first, trained, atol=1e-5)
@@ -289,26 +286,27 @@ def narrowing(factor):
 def test_a_spread_that_falls_below_the_noise_is_warned_of_once(tmp_path, caplog):
     factor = [1.0]
     made = small.trainer(tmp_path / "run", data__eval="null", batch__group="4", iterations="4")
-    made.rewards = narrowing(factor)
+    small.use_rewards(made, narrowing(factor))
     for it in made:
         assert caplog.text.count('reward "narrow": scores within a group differ by') == (
             it.number > 2
         )
-        assert made.noise.keys() == ({"narrow"} if it.number < 3 else set())
+        assert made.noise_watch.noise.keys() == ({"narrow"} if it.number < 3 else set())
         factor[0] = float(it.number < 2)
 
 
 def test_the_noise_outlives_a_resume(tmp_path, caplog):
     factor = [1.0]
     made = small.trainer(tmp_path / "run", data__eval="null", batch__group="4", iterations="1")
-    made.rewards = narrowing(factor)
+    small.use_rewards(made, narrowing(factor))
     made.run()
     again = loop.Trainer(
         small.config(made.path, data__eval="null", batch__group="4", iterations="3"),
         resume=made.path,
     )
-    assert again.noise == made.noise and 2e-4 < again.noise["narrow"] < 1e-2
-    again.rewards, factor[0] = narrowing(factor), 0.0
+    assert again.noise_watch.noise == made.noise_watch.noise and 2e-4 < again.noise_watch.noise["narrow"] < 1e-2
+    small.use_rewards(again, narrowing(factor))
+    factor[0] = 0.0
     list(again)
     assert caplog.text.count('reward "narrow": scores within a group differ by') == 1
 

@@ -8,46 +8,11 @@ Depth pruning slides as `slide` says: the paper's way is later, the code's earli
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
 import torch
-from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from flowrl.algorithms.common.base import Options
-from flowrl.runtime.read_when import read_above, read_when
+from flowrl.algorithms.common.transition_config import Prune
 from flowrl.types import Advantages, Plan, Rollout
-
-
-class Prune(Options):
-    """Edges of a branching plan that are not trained."""
-
-    width: Literal["none", "parent", "extremes"] = Field(
-        "none",
-        description=(
-            "After the last split: train all, of each node's children the best, or the way to a"
-            " prompt's extreme leaves."
-        ),
-    )
-    leaves: Annotated[PositiveInt, read_when("algorithm.prune.width", "extremes")] = Field(
-        4, description="As many of the best leaves, and as many of the worst."
-    )
-    depth: NonNegativeInt = Field(
-        0, description="Consecutive depths left out, at or after the last split; 0: none."
-    )
-    every: Annotated[PositiveInt, read_above("algorithm.prune.depth", 0)] = Field(
-        30, description="Iterations after which the depths left out move by one."
-    )
-    slide: Annotated[Literal["later", "earlier"], read_above("algorithm.prune.depth", 0)] = Field(
-        "later",
-        description=(
-            "From the last split on, and again; or from the end back to the last split, to stay."
-        ),
-    )
-
-    @property
-    def active(self) -> bool:
-        return self.width != "none" or self.depth > 0
 
 
 def pruned(
@@ -65,7 +30,7 @@ def pruned(
     out = torch.zeros_like(rollout.trained)
     if prune.depth:
         stored = torch.unique(depth)
-        first = _first(prune, last, int(stored.max()), iteration)
+        first = first_left_out(prune, last, int(stored.max()), iteration)
         out |= (depth >= first) & (depth < first + prune.depth)
     if prune.width == "parent":
         out |= (depth >= last) & ~_best_child(rollout, advantages.transition, depth, last)
@@ -89,7 +54,7 @@ def prunes_all(prune: Prune, plan: Plan, splits: tuple[int, ...]) -> bool:
     )
 
 
-def _first(prune: Prune, last: int, deepest: int, iteration: int) -> int:
+def first_left_out(prune: Prune, last: int, deepest: int, iteration: int) -> int:
     """First depth left out at an iteration."""
     moves = iteration // prune.every
     reach = max(deepest + 1 - prune.depth - last, 0)

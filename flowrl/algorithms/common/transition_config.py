@@ -1,0 +1,217 @@
+"""The options of methods that train denoising steps: plan, credit, pruning, distance."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from flowrl.algorithms.common import base
+from flowrl.runtime.read_when import read_above, read_when, read_with
+
+FORKING = ("branch", "tree", "fan", "granular")  # plans whose samples share steps
+OWN_STATISTICS = ("depth", "siblings", "granular")  # credit rules that z-score edges, not samples
+
+planned = partial(read_when, "algorithm.plan")
+scheduled = partial(read_when, "algorithm.window.schedule")
+credited = partial(read_when, "algorithm.credit")
+WINDOWED = planned("window", "tree") | planned("branch") & read_when(
+    "algorithm.tree.noisy", "window"
+)
+
+
+class Window(base.Options):
+    """Where the steps lie that are SDE when others are ODE."""
+
+    schedule: Literal[
+        "progressive", "random", "geometric", "decay", "exp_decay", "frozen", "adaptive"
+    ] = Field(
+        "progressive",
+        description=(
+            "How the window moves; adaptive: to where branches differ most, measured (plan=tree)."
+        ),
+    )
+    size: PositiveInt = Field(4, description="SDE steps in the window; the depth of plan=tree.")
+    low: int = Field(0, ge=0, description="First step the window may hold.")
+    high: PositiveInt | None = Field(
+        None,
+        description=(
+            "The window ends before this step; none: before the last step, which stays ODE."
+        ),
+    )
+    every: Annotated[PositiveInt, scheduled("progressive", "decay", "exp_decay")] = Field(
+        25, description="Iterations at one place (the longest stay, for decay and exp_decay)."
+    )
+    every_min: Annotated[PositiveInt, scheduled("decay")] = Field(1, description="Shortest stay.")
+    stride: Annotated[PositiveInt, scheduled("progressive", "decay", "exp_decay", "adaptive")] = (
+        Field(1, description="Steps the window moves at a time.")
+    )
+    rate: Annotated[PositiveFloat, scheduled("geometric", "exp_decay")] = Field(
+        0.1, description="Rate of exp_decay per step beyond the knee; ratio of geometric, below 1."
+    )
+    knee: Annotated[int, scheduled("exp_decay")] = Field(
+        13, ge=0, description="Step at which the decay sets in."
+    )
+
+
+class Tree(base.Options):
+    """Where trajectories fork."""
+
+    children: Annotated[PositiveInt, planned(*FORKING)] = Field(
+        2, description="Children of a node that forks."
+    )
+    splits: Annotated[tuple[int, ...], planned("branch")] = Field(
+        (0, 3, 6, 9), description="Steps at which every node forks."
+    )
+    noisy: Annotated[Literal["all", "window"], planned("branch")] = Field(
+        "all", description="SDE steps beside the splits; window: BranchGRPO-Mix."
+    )
+    correlation: Annotated[NonNegativeFloat | None, planned("branch")] = Field(
+        None, description="s of correlated siblings; none: independent."
+    )
+    steps: Annotated[tuple[int, ...] | None, planned("fan", "granular")] = Field(
+        None, description="Steps that fork off the trunk; none: all but the last."
+    )
+    strides: Annotated[tuple[PositiveInt, ...], planned("granular")] = Field(
+        (1, 2, 3), description="Step lengths of the ODE paths that end a branch."
+    )
+
+
+class Prune(base.Options):
+    """Edges of a branching plan that are not trained."""
+
+    width: Literal["none", "parent", "extremes"] = Field(
+        "none",
+        description=(
+            "After the last split: train all, of each node's children the best, or the way to a"
+            " prompt's extreme leaves."
+        ),
+    )
+    leaves: Annotated[PositiveInt, read_when("algorithm.prune.width", "extremes")] = Field(
+        4, description="As many of the best leaves, and as many of the worst."
+    )
+    depth: NonNegativeInt = Field(
+        0, description="Consecutive depths left out, at or after the last split; 0: none."
+    )
+    every: Annotated[PositiveInt, read_above("algorithm.prune.depth", 0)] = Field(
+        30, description="Iterations after which the depths left out move by one."
+    )
+    slide: Annotated[Literal["later", "earlier"], read_above("algorithm.prune.depth", 0)] = Field(
+        "later",
+        description=(
+            "From the last split on, and again; or from the end back to the last split, to stay."
+        ),
+    )
+
+    @property
+    def active(self) -> bool:
+        return self.width != "none" or self.depth > 0
+
+
+class TransitionConfig(base.Credit, base.Anchor):
+    plan: Literal["full", "window", "branch", "tree", "fan", "granular"] = Field(
+        "full",
+        description=(
+            "SDE at every step but the last, in a window, or with forks: at splits, in a window, or"
+            " off an ODE trunk."
+        ),
+    )
+    window: Annotated[Window, WINDOWED] = Field(
+        Window(), description="Where the window lies, and how it moves."
+    )
+    tree: Tree = Field(Tree(), description="The forks of plan=branch, tree, fan and granular.")
+    sde: Literal["flow_sde", "dance_sde", "cps", "ddim"] = Field(
+        "flow_sde", description="The SDE step; sampler.eta is its noise level."
+    )
+    tail: Annotated[float | None, WINDOWED] = Field(
+        None,
+        gt=0,
+        le=1,
+        description="MixGRPO-Flash: share of the ODE steps kept after the window; none: all.",
+    )
+    tail_count: Annotated[Literal["paper", "code"], read_with("algorithm.tail")] = Field(
+        "paper", description="How tail is rounded: up (paper) or as the reference code counts."
+    )
+    credit: Literal["leaf", "depth", "backup", "td", "siblings", "granular"] = Field(
+        "leaf",
+        description=(
+            "Advantage of a step: of its leaves; z-scored at each depth; backed up by log-prob;"
+            " leaves plus the gain over the node it starts from; z-scored among siblings; the same"
+            " for each stride, summed."
+        ),
+    )
+    fusion: Annotated[Literal["mean", "path", "recursive"], credited("depth")] = Field(
+        "mean", description="How leaf rewards are fused upwards."
+    )
+    scope: Annotated[Literal["prompt", "tree"], credited("depth")] = Field(
+        "prompt", description="z-scores over all trees of a prompt, or each alone."
+    )
+    temperature: Annotated[PositiveFloat, credited("backup")] = Field(
+        1.0, description="Of the softmax over siblings' mean log-probs."
+    )
+    prune: Prune = Field(
+        Prune(), description="Edges of plan=branch that are walked but not trained."
+    )
+    timestep_fraction: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="Share of its SDE steps that each sample trains, drawn at random.",
+    )
+    kl: Annotated[
+        Literal["exact", "flow_grpo", "velocity", "mean"], read_above("algorithm.kl_weight", 0)
+    ] = Field("exact", description="Which distance to the reference kl_weight multiplies.")
+    detach_uncond: bool = Field(
+        False, description="No gradient through the unconditional branch of guidance."
+    )
+
+    @model_validator(mode="after")
+    def check_credit(self) -> TransitionConfig:
+        if self.credit in OWN_STATISTICS and self.std != "group":
+            raise ValueError(
+                f"algorithm.std={self.std} has no meaning for credit={self.credit}, which z-scores"
+                " edges; use std=group"
+            )
+        if self.keep is not None and (self.plan in FORKING or self.credit != "leaf"):
+            raise ValueError(
+                f"algorithm.keep={self.keep} leaves out whole samples, which plan={self.plan} with"
+                f" credit={self.credit} would not; use it with plan=full or window and credit=leaf"
+            )
+        if self.tail is not None and self.plan in ("fan", "granular"):
+            raise ValueError(
+                f"algorithm.tail={self.tail} shortens what follows the last noisy step, and"
+                f" plan={self.plan} has several; drop it"
+            )
+        if self.tree.correlation is not None and self.plan != "branch":
+            raise ValueError(
+                f"algorithm.tree.correlation={self.tree.correlation} is of plan=branch, and the"
+                f" plan is {self.plan}; drop it"
+            )
+        if self.timestep_fraction < 1 and self.plan in FORKING:
+            raise ValueError(
+                f"algorithm.timestep_fraction={self.timestep_fraction} draws steps of each sample,"
+                f" and samples of plan={self.plan} share them; set it to 1"
+            )
+        return self
+
+
+def needs_whole_samples(config: TransitionConfig, name: str) -> None:
+    """ValueError where samples share steps, for losses that compare whole samples."""
+    if config.plan in FORKING or config.credit != "leaf":
+        raise ValueError(
+            f"{name} compares whole samples; algorithm.plan={config.plan} with"
+            f" credit={config.credit} does not fit: use plan=full, credit=leaf"
+        )
+    if config.keep is not None:
+        raise ValueError(
+            f"{name} compares all samples of a group; algorithm.keep={config.keep} would leave some"
+            " out: set it to null"
+        )

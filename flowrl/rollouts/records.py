@@ -1,0 +1,46 @@
+"""The records of a draw: where samples come from, and what was drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowrl.config.schema import Config
+from flowrl.data.prompts import Prompts
+from flowrl.data.scored_dataset import Dataset
+from flowrl.policy import Policy
+from flowrl.rewards import RewardSet
+from flowrl.runtime.distributed import World
+from flowrl.runtime.ledger import Ledger
+from flowrl.types import PromptBatch, Rewards, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where the samples of a run come from, and who scores them."""
+
+    cfg: Config
+    world: World
+    ledger: Ledger
+    prompts: Prompts
+    dataset: Dataset | None  # what is trained on in place of samples
+    references: bool  # whether prompts name images that join their groups
+    policy: Policy
+    view: str  # which weights sample
+    guidance: float | str
+    autocast: Callable[[], AbstractContextManager[object]]
+    rewards: RewardSet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """The samples of an iteration on this process, and which of them are trained."""
+
+    batch: PromptBatch
+    rollout: Rollout
+    rewards: Rewards
+    shown: Tensor  # media of the first samples, SHOWN of them or more; empty for those from files
+    threshold: float | None = None  # draw.mode=balance: what a good sample's reward exceeds

@@ -1,0 +1,156 @@
+"""Sampling again, in rounds, until groups can teach something.
+
+draw.mode=refill is DAPO's dynamic sampling (arXiv:2503.14476): prompts whose rewards do not differ
+are joined by fresh ones. balance is Reinforce-Ada (arXiv:2510.04996): a prompt is sampled again
+until half a group is good and half is not; its baseline comes from all draws. Which prompts are
+drawn again is agreed by all processes.
+
+Departures: balance's reference knows right and wrong answers; here a sample is good when its reward
+exceeds draw.positive, or the median of the iteration's first round, and advantages are divided by
+the spread that algorithm.std names (there, by none). All samples, of flat groups too, count in the
+logged rewards. Over several processes, refill adds a multiple of their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from flowrl.data import prompts
+from flowrl.rewards import RewardUnavailable
+from flowrl.rewards import concat as concat_rewards
+from flowrl.rollouts.join import join
+from flowrl.rollouts.records import Drawn, Source
+from flowrl.samplers import keys
+from flowrl.types import PromptBatch, Rollout, replace
+
+Sample = Callable[..., Drawn]  # (ids, round_=0) -> one group of each prompt
+
+
+def refill(
+    source: Source, sample: Sample, iteration: int, batch: PromptBatch, first: Drawn
+) -> Drawn:
+    """Add a fresh prompt for each flat group of the round before, up to draw.rounds more rounds.
+
+    batch: the prompts of all processes.
+    """
+    cfg, world, drawn = source.cfg, source.world, [first]
+    order = keys.permutation(keys.key(cfg.seed, "refill", iteration), len(source.prompts))
+    fresh = order[~torch.isin(order, batch.ids)]
+    for _ in range(cfg.draw.rounds):
+        flat = int(total(source, (~spread_out(drawn[-1], cfg.draw.spread)).sum()))
+        flat = min(flat, len(fresh)) // world.size * world.size  # every process the same number
+        if not flat:
+            break
+        chosen, fresh = fresh[:flat], fresh[flat:]
+        with world.all_or_none(RewardUnavailable):
+            drawn.append(sample(chosen[world.share(flat)]))
+    return beside(source, drawn)
+
+
+def balance(source: Source, sample: Sample, first: Drawn) -> Drawn:
+    """Sample unbalanced prompts again, up to draw.rounds more rounds."""
+    cfg, world = source.cfg, source.world
+    threshold = cfg.draw.positive
+    if threshold is None:
+        threshold = middle(world.gather(first.rewards.total))
+    drawn, rows = [first], [torch.arange(len(first.batch))]
+    half = cfg.batch.group // 2
+    good, bad = counts(first, threshold)
+    for r in range(1, cfg.draw.rounds + 1):
+        unbalanced = (good < half) | (bad < cfg.batch.group - half)
+        again = torch.nonzero(unbalanced).flatten().cpu()
+        if not total(source, torch.tensor(len(again))):
+            break
+        with world.all_or_none(RewardUnavailable):
+            if len(again):
+                drawn.append(sample(first.batch.ids[again], round_=r))
+        if len(again):
+            rows.append(again)
+            for count, more in zip((good, bad), counts(drawn[-1], threshold), strict=True):
+                count[again.to(count.device)] += more
+    return replace(within(drawn, rows), threshold=threshold)
+
+
+def total(source: Source, count: Tensor) -> float:
+    """A number of this process, summed over all."""
+    return float(source.world.sum(count.to(source.policy.device, torch.float32)))
+
+
+def beside(source: Source, drawn: list[Drawn]) -> Drawn:
+    """Several draws of different prompts as one."""
+    if len(drawn) == 1:
+        return drawn[0]
+    batch = prompts.select(source.prompts, torch.cat([d.batch.ids for d in drawn]))
+    with source.ledger.phase("rollout"), source.autocast():
+        cond = source.policy.encode(batch.text)
+    rows = list(torch.arange(len(batch)).split([len(d.batch) for d in drawn]))
+    whole = within(drawn, rows)
+    return replace(whole, batch=batch, rollout=replace(whole.rollout, cond=cond))
+
+
+def within(drawn: list[Drawn], rows: list[Tensor]) -> Drawn:
+    """Several draws as one, with the prompts of the first; rows[i]: prompts of draw i among them."""
+    if len(drawn) == 1:
+        return drawn[0]
+    first = drawn[0]
+    rollout = replace(join([d.rollout for d in drawn], rows), cond=first.rollout.cond)
+    return replace(first, rollout=rollout, rewards=concat_rewards([d.rewards for d in drawn]))
+
+
+def joined(source: Source, made: list[tuple[PromptBatch, Rollout]], batch: PromptBatch) -> Rollout:
+    """The rollouts of parts of a batch as one of the whole batch."""
+    places = torch.arange(len(batch)).split([len(part) for part, _ in made])
+    with source.ledger.phase("rollout"), source.autocast():
+        whole = join([rollout for _, rollout in made], list(places))
+        return replace(whole, cond=source.policy.encode(batch.text))
+
+
+def spread_out(drawn: Drawn, least: float) -> Tensor:
+    """(P,) bool: groups whose valid rewards have a standard deviation above `least`."""
+    out = []
+    for g in range(len(drawn.batch)):
+        r = drawn.rewards.total[drawn.rollout.group == g].double()
+        r = r[~r.isnan()]
+        out.append(len(r) > 1 and float(r.std(correction=0)) > least)
+    return torch.tensor(out)
+
+
+def middle(rewards: Tensor) -> float:
+    """Median of the valid rewards (B,), or the highest below it where none is above.
+
+    So that 0/1 rewards, mostly 1, are split at 0.
+    """
+    r = rewards[~rewards.isnan()]
+    if not len(r):
+        return 0.0
+    below = r[r < r.median()]
+    return float(below.max() if len(below) and not bool((r > r.median()).any()) else r.median())
+
+
+def counts(drawn: Drawn, threshold: float) -> tuple[Tensor, Tensor]:
+    """Valid samples of each prompt above the threshold, and at or below it -> (P,), (P,)."""
+    group, rewards = drawn.rollout.group, drawn.rewards.total
+    zeros = torch.zeros(len(drawn.batch), dtype=torch.int64, device=group.device)
+    good, bad = rewards > threshold, rewards <= threshold  # neither is true of NaN
+    return zeros.index_add(0, group, good.long()), zeros.index_add(0, group, bad.long())
+
+
+def chosen(drawn: Drawn, group_size: int) -> Tensor:
+    """Rows of the leaves that balance trains: of each prompt `group_size`, half of them good.
+
+    The first ones, in order. Where one side has too few the other fills up, as in Reinforce-Ada's
+    fallback.
+    """
+    assert drawn.threshold is not None
+    everything = torch.arange(len(drawn.rollout.leaf))
+    group, rewards = drawn.rollout.group.cpu(), drawn.rewards.total.cpu()
+    kept: list[int] = []
+    for g in range(len(drawn.batch)):
+        good = everything[(group == g) & (rewards > drawn.threshold)].tolist()
+        bad = everything[(group == g) & (rewards <= drawn.threshold)].tolist()
+        half = max(min(len(good), group_size // 2), group_size - len(bad))
+        kept += sorted(good[:half] + bad[: max(group_size - half, 0)])[:group_size]
+    return torch.tensor(kept, dtype=torch.int64)

@@ -1,0 +1,180 @@
+"""What a run writes and says: its start, each iteration, evaluations, the LoRA and the report."""
+
+from __future__ import annotations
+
+import json
+from typing import Protocol
+
+from flowrl.config.load import dump, flatten
+from flowrl.config.schema import Config
+from flowrl.evaluation import held_out
+from flowrl.evaluation import record as evaluation_record
+from flowrl.policy.lora import SETTINGS
+from flowrl.report import grids
+from flowrl.runtime.log import logger
+from flowrl.runtime.run_folder import MetricsFile, environment, read_metrics, truncate_metrics
+from flowrl.samplers.plan import nfe
+from flowrl.training.records import Iteration, Parts, Run
+from flowrl.training.reward_trial import NoiseWatch, try_rewards
+
+
+class Running(Protocol):
+    """What is written about a trainer."""
+
+    cfg: Config
+    parts: Parts
+    noise_watch: NoiseWatch
+    iteration: int
+    stopped: str | None
+
+
+def start(trainer: Running) -> None:
+    """Write what the run is, open the trackers, try the rewards, evaluate the untrained policy."""
+    cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
+    if main:
+        (parts.path / "samples").mkdir(parents=True, exist_ok=True)
+        (parts.path / "config.yaml").write_text(dump(cfg))
+        (parts.path / "environment.json").write_text(json.dumps(environment()))
+        truncate_metrics(parts.path, trainer.iteration)
+    start_trackers(parts, trainer.iteration)
+    if trainer.iteration:
+        return
+    if cfg.guard.check_rewards and main and parts.source.dataset is None:
+        trainer.noise_watch.noise = try_rewards(parts)
+    if cfg.eval.at_start:
+        evaluate(trainer, "before")
+        if cfg.eval.baseline_guidance:
+            evaluate(trainer, "before, guided", guidance=cfg.eval.baseline_guidance)
+
+
+def start_trackers(parts: Parts, iteration: int) -> None:
+    """Open the trackers; events after `iteration` of an interrupted run are purged."""
+    plain = bool | int | float | str
+    flat = flatten(parts.cfg.model_dump(mode="json"))
+    flat = {key: value if isinstance(value, plain) else str(value) for key, value in flat.items()}
+    extra = {"tensorboard": {"purge_step": iteration + 1}}
+    if "tensorboard" not in parts.cfg.trackers:
+        extra = {}
+    parts.weights.accelerator.init_trackers("tracker", config=flat, init_kwargs=extra)
+
+
+def record(trainer: Running, it: Iteration) -> None:
+    """A grid of samples and held-out numbers when they are due, then one line of metrics."""
+    cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
+    if main and it.shown.ndim == 4 and (it.number == 1 or it.number % cfg.checkpoint.every == 0):
+        captions = [it.batch.text[g] for g in it.rollout.group[: len(it.shown)].tolist()]
+        file = parts.path / "samples" / f"iteration-{it.number:06d}.png"
+        grids.grid(it.shown, captions).save(file)
+    try:
+        if cfg.eval.every and it.number % cfg.eval.every == 0 and it.number < cfg.iterations:
+            it.metrics.update(evaluate(trainer))
+    finally:  # a reward may be gone by now, and the run stop; the iteration itself is finished
+        if main:
+            MetricsFile(parts.path).write(it.number, it.metrics)
+        parts.weights.accelerator.log(it.metrics, step=it.number)
+
+
+def evaluate(
+    trainer: Running, name: str = "", *, guidance: float | str | None = None
+) -> dict[str, float]:
+    """Evaluate the averaged weights on held-out prompts -> eval/*; {} where there are none.
+
+    A named evaluation becomes a row of evaluation.json, and its images go into samples/.
+    """
+    cfg, parts = trainer.cfg.eval, trainer.parts
+    if not parts.held_out:
+        return {}
+    named = bool(name) and parts.source.world.main
+    guidance = cfg.guidance if guidance is None else guidance
+    if named:
+        logger.info(f"evaluating: {name}, {cfg.images} images")
+    with parts.weights.ema.swapped(), parts.source.policy.view("default"):
+        result = held_out.evaluate(
+            parts.source.policy,
+            parts.held_out,
+            parts.source.rewards,
+            images=cfg.images,
+            steps=cfg.steps,
+            guidance=guidance,
+            seed=cfg.seed,
+            solver=cfg.solver,
+            micro=trainer.cfg.batch.micro,
+            decode=trainer.cfg.batch.decode,
+            autocast=parts.source.autocast,
+        )
+    if named:
+        setting = {
+            "iteration": trainer.iteration,
+            "guidance": guidance,
+            "steps": cfg.steps,
+            "solver": cfg.solver,
+            "seed": cfg.seed,
+        }
+        evaluation_record.add_row(parts.path, name, result, parts.held_out, **setting)
+        evaluation_record.save_images(parts.path, name, result, parts.held_out)
+    return result.metrics()
+
+
+def finish(trainer: Running) -> Run:
+    """Write the averaged LoRA, with the settings that load it, and the report."""
+    from flowrl.report import run_page  # charts and templates, at the end of a run only
+
+    parts, path, train = trainer.parts, trainer.parts.path, trainer.cfg.train
+    if parts.source.world.main:
+        if train.mode == "lora":
+            with parts.weights.ema.swapped():
+                parts.source.policy.save_lora(path / "lora")
+            (path / "lora" / SETTINGS).write_text(json.dumps(train.lora.model_dump()))
+        run_page.build(path)
+    parts.weights.accelerator.end_training()
+    file = path / evaluation_record.FILE
+    evaluation = json.loads(file.read_text()) if file.exists() else {}
+    return Run(
+        path=path, metrics=read_metrics(path), evaluation=evaluation, stopped=trainer.stopped
+    )
+
+
+def describe(trainer: Running) -> str:
+    """What an iteration will do, before it does it."""
+    cfg, parts, source = trainer.cfg, trainer.parts, trainer.parts.source
+    batch, algorithm = cfg.batch, parts.algorithm
+    group = batch.group + source.references
+    rows = algorithm.most_rows(parts.plan, group) * batch.prompts
+    weights = sum(w.numel() for w in parts.weights.parameters.values())
+    done, last = trainer.iteration, cfg.iterations
+    left = f"iterations {done + 1} to {last}"
+    if done >= last:
+        left = f"all {done} iterations are done; evaluated again"
+    return "\n".join(
+        [
+            f"model      {cfg.model.source}, {weights:,} trained weights on {source.policy.device}",
+            f"algorithm  {cfg.algorithm['name']}, reward {_rewards(parts)}",
+            f"iteration  {batch.prompts} prompts x {batch.group} = {batch.prompts * batch.group}"
+            f" samples on {source.world.size} process(es); {_sampling(parts)}",
+            f"update     at most {rows:,} trained rows in {batch.updates} optimizer step(s),"
+            f" {batch.micro} network rows a forward",
+            f"run        {left}, in {parts.path}",
+        ]
+    )
+
+
+def _rewards(parts: Parts) -> str:
+    named = ", ".join(f"{w:g} x {name}" for name, w in parts.source.rewards.weights.items())
+    if parts.source.dataset is None:
+        return named
+    folder = parts.cfg.data.offline
+    return f"{named} (of evaluations; trained on are the scores in {folder})"
+
+
+def _sampling(parts: Parts) -> str:
+    """Steps, guidance and network calls of an iteration's samples."""
+    cfg, source = parts.cfg, parts.source
+    if source.dataset is not None:
+        return f"or fewer, read from {cfg.data.offline}"
+    copies = cfg.batch.group // parts.plan.leaves
+    branches = source.policy.branches(source.guidance)
+    calls = nfe(parts.plan, copies) * cfg.batch.prompts * branches
+    own = ""
+    if source.guidance != cfg.sampler.guidance:
+        own = f" (the algorithm's own, not sampler.guidance={cfg.sampler.guidance})"
+    return f"{cfg.sampler.steps} steps, guidance {source.guidance}{own}: {calls:,} network calls"

@@ -1,0 +1,67 @@
+"""Losses whose terms join rows (a sample, a group) that need not fit into one micro-batch.
+
+Where each unit fits, micro-batches hold whole units. Where one does not, the gradient comes in two
+passes and is exact: c = d loss / d scores of the whole batch, then sum(c * score) of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.algorithms.common.base import Algorithm
+from flowrl.types import Columns, LossOutput, Rollout
+
+
+def split_units(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor] | None:
+    """Row numbers of micro-batches of whole units (rows that one term of the loss joins); None when
+    a unit exceeds `micro` network rows."""
+    network = algorithm.network_rows(batch)
+    parts: list[Tensor] = []
+    for unit in torch.unique(batch.unit).tolist():
+        rows = torch.nonzero(batch.unit == unit).flatten()
+        if torch.unique(network[rows]).numel() > micro:
+            return None
+        joined = torch.cat([parts[-1], rows]) if parts else rows
+        if parts and torch.unique(network[joined]).numel() <= micro:
+            parts[-1] = joined
+        else:
+            parts.append(rows)
+    return parts
+
+
+def accumulate(
+    algorithm: Algorithm,
+    policy: Any,
+    rollout: Rollout,
+    batch: Columns,
+    parts: list[Tensor],
+    total_weight: float,
+    backward: Callable[[Tensor], None],
+) -> dict[str, Tensor]:
+    """Scores of the whole batch without gradient, c = d loss / d scores, then sum(c * score)."""
+    whole: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for rows in parts:
+            for name, value in algorithm.score(policy, rollout, batch[rows]).items():
+                whole.setdefault(name, value.new_empty(len(batch)))[rows] = value
+    out, c = coefficients(algorithm, whole, batch)
+    for rows in parts:
+        scores = algorithm.score(policy, rollout, batch[rows])
+        trained = {name: v for name, v in scores.items() if name in c and v.requires_grad}
+        backward(sum((c[name][rows] * v).sum() for name, v in trained.items()) / total_weight)
+    return out.metrics
+
+
+def coefficients(
+    algorithm: Algorithm, scores: dict[str, Tensor], batch: Columns
+) -> tuple[LossOutput, dict[str, Tensor]]:
+    """Loss of given scores, and its derivative by each of those that it depends on."""
+    leaves = {name: value.detach().requires_grad_() for name, value in scores.items()}
+    with torch.enable_grad():
+        out = algorithm.loss(leaves, batch)
+        grads = torch.autograd.grad(out.loss, list(leaves.values()), allow_unused=True)
+    return out, {name: grad for name, grad in zip(leaves, grads, strict=True) if grad is not None}

@@ -1,0 +1,75 @@
+"""Whether samples of positive advantage become more likely: policy/winner_gain.
+
+Below 0 the update makes good samples less likely, as preference losses do when they push bad ones
+away further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.algorithms.common.base import Algorithm
+from flowrl.samplers import keys
+from flowrl.training.gradient import split
+from flowrl.training.update import Learner
+from flowrl.types import Columns, Rollout
+
+Across = Callable[[Tensor], Tensor]
+
+
+def winner_gain(learner: Learner, rollout: Rollout, columns: Columns) -> dict[str, float]:
+    """policy/winner_gain, where a reference is at hand: with full weights only if the method has one."""
+    algorithm, world = learner.algorithm, learner.world
+    if learner.cfg.train.mode == "full" and "reference" not in algorithm.needs:
+        return {}
+    with learner.policy.ledger.phase("reference"):
+        gain = mean_gain(
+            algorithm,
+            learner.policy,
+            rollout,
+            columns,
+            micro=learner.micro,
+            gather=world.gather,
+            total=world.sum,
+        )
+    return {} if gain is None else {"policy/winner_gain": gain}
+
+
+def _alone(value: Tensor) -> Tensor:
+    return value
+
+
+@torch.no_grad()
+def mean_gain(
+    algorithm: Algorithm,
+    policy: Any,
+    rollout: Rollout,
+    batch: Columns,
+    *,
+    micro: int = 64,
+    most: int = 16,
+    gather: Across = _alone,
+    total: Across = _alone,
+) -> float | None:
+    """Mean of fit(policy) - fit(reference) over rows of positive advantage; None without any.
+
+    About `most` rows, drawn by their noise keys. gather, total: concatenate and sum over processes,
+    so that the same rows are looked at on any number of them.
+    """
+    rows = torch.nonzero(batch.adv > 0).flatten()
+    draw = keys.uniform(keys.key("winners", batch.noise_key[rows]))
+    highest = gather(draw).sort().values[:most][-1:]
+    rows = rows[draw <= highest] if len(highest) else rows
+    gain = torch.zeros(2, dtype=torch.float64, device=batch.adv.device)  # sum and count
+    for part in split(algorithm, batch[rows], micro):
+        chosen = batch[rows[part]]
+        now = algorithm.fit(policy, rollout, chosen)
+        with policy.view("reference"):
+            gain[0] += (now - algorithm.fit(policy, rollout, chosen)).double().sum()
+        gain[1] += len(part)
+    value, count = total(gain).tolist()
+    return value / count if count else None

@@ -1,0 +1,207 @@
+"""What the engine writes down of a forest: the name of every node, and the states that are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.samplers.keys import digest, key
+from flowrl.types import ODE, Plan, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """n nodes at one depth, with what their children need."""
+
+    x: Tensor  # (n, *L) fp32
+    row: Tensor  # (n,) row of the conditioning
+    sigma: Tensor  # (n,) fp64
+    stored: Tensor  # (n,) row among the kept states, -1: not kept
+    x0: Tensor | None  # (n, *L) the solver's history: the data prediction one node before
+    sigma_x0: Tensor  # (n,) fp64 where it was made; 1: no history
+
+    def take(self, rows: Tensor) -> Level:
+        """The nodes at `rows`, in that order."""
+        return Level(
+            x=self.x[rows],
+            row=self.row[rows],
+            sigma=self.sigma[rows],
+            stored=self.stored[rows],
+            x0=None if self.x0 is None else self.x0[rows],
+            sigma_x0=self.sigma_x0[rows],
+        )
+
+
+class NodeKeys:
+    """64-bit names of the nodes of R copies of a plan.
+
+    path (R, E) names the noise of an edge, parent_path (R, E) that of the node it leaves, node
+    (R, E) the state it leads to: nodes are one where equal x_T and equal ODE edges lead to them.
+    noise_root, root (R, roots): the noise of x_T, and the state.
+    """
+
+    def __init__(
+        self, plan: Plan, rows: Tensor, prompt_keys: Tensor, copies: Tensor, shared_key: int
+    ) -> None:
+        path_root = key(prompt_keys[:, None], copies[:, None], torch.arange(plan.roots))
+        if plan.init == "sample":
+            self.noise_root = key("x_T", path_root)
+        else:
+            shared = torch.full_like(prompt_keys, shared_key)
+            base = prompt_keys if plan.init == "group" else shared
+            self.noise_root = key("x_T", base[:, None]).expand(-1, plan.roots)
+        self.root = key(self.noise_root, rows[:, None], prompt_keys[:, None])
+
+        way, flow, anchor = spell(plan)
+        from_root = path_root[:, plan.root]
+        self.path = key(from_root, way)
+        self.parent_path = torch.where(plan.parent < 0, from_root, self.path[:, plan.parent])
+        after_noise = key("sde", rows[:, None], self.path[:, anchor])
+        above = torch.where(anchor < 0, self.root[:, plan.root], after_noise)
+        self.node = key(above, flow)
+
+
+def spell(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
+    """Of every edge (E,): its way from the root, its ODE edges since the last SDE edge, and that edge.
+
+    The way is child indices, the ODE edges are sigmas; both are 64 bits of their spelling.
+    """
+    way: list[str] = []
+    flow: list[str] = []
+    anchor: list[int] = []
+    children: dict[tuple[int, int], int] = {}
+    leaves = set(plan.leaf_edges.tolist())
+    columns = (plan.parent, plan.root, plan.kind == ODE, plan.sigma, plan.sigma_next)
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for e, (p, r, ode, sigma, sigma_next) in enumerate(rows):
+        child = children[p, r] = children.get((p, r), -1) + 1
+        above = (way[p], flow[p], anchor[p]) if p >= 0 else ("", "", -1)
+        way.append(f"{above[0]}/{child}")
+        flow.append(f"{above[1]}/{sigma.hex()},{sigma_next.hex()},{e in leaves}" if ode else "")
+        anchor.append(above[2] if ode else e)
+    return (
+        torch.tensor([digest(w) for w in way]),
+        torch.tensor([digest(f) for f in flow]),
+        torch.tensor(anchor),
+    )
+
+
+class Kept:
+    """The states that losses and rewards will read, and the transitions between them."""
+
+    def __init__(self, plan: Plan, rows: Tensor, names: NodeKeys) -> None:
+        self.plan, self.rows, self.names = plan, rows, names
+        ends = torch.full((2, len(rows), plan.edges), -1)
+        self.src, self.dst = ends.unbind(0)  # (R, E) kept rows at both ends of an edge
+        self.log_prob = torch.full((len(rows), plan.edges), torch.nan)
+        self.is_leaf = torch.zeros(plan.edges, dtype=torch.bool)
+        self.is_leaf[plan.leaf_edges] = True
+        self.levels: list[Level] = []
+        self.size = 0
+
+    def keep(self, level: Level, which: Tensor) -> None:
+        """Store the states of rows `which` of a level, once."""
+        which = torch.unique(which)
+        which = which[level.stored[which] < 0]
+        level.stored[which] = torch.arange(self.size, self.size + len(which))
+        self.levels.append(level.take(which))
+        self.size += len(which)
+
+    def record(
+        self,
+        before: Level,
+        after: Level,
+        edges: Tensor,
+        source: Tensor,
+        place: Tensor,
+        log_prob: Tensor,
+    ) -> None:
+        """Keep both ends of trained edges, and the ends of leaf edges.
+
+        source, place (R, edges): rows of the levels before and after where the edges start and end.
+        log_prob: of the rows of the level after.
+        """
+        trained = self.plan.trained[edges]
+        ends = trained | self.is_leaf[edges]
+        if not bool(ends.any()):
+            return
+        self.keep(before, source[:, trained])
+        self.keep(after, place[:, ends])
+        self.src[:, edges[trained]] = before.stored[source[:, trained]]
+        self.dst[:, edges[ends]] = after.stored[place[:, ends]]
+        self.log_prob[:, edges] = log_prob[place]
+
+    def rollout(self, nfe: int) -> Rollout:
+        """Transitions and leaves copy by copy, each in the order of the plan's table."""
+        plan, copies, leaf_edges = self.plan, len(self.rows), self.plan.leaf_edges
+        trained = torch.nonzero(plan.trained).flatten()
+        last, above = trained_above(plan, trained)
+        offset = torch.arange(copies)[:, None] * len(trained)
+        parent, leaf_edge = above[trained], last[leaf_edges]
+        columns = {
+            "prompt": torch.cat([level.row for level in self.levels]),
+            "state_sigma": torch.cat([level.sigma for level in self.levels]),
+            "src": self.src[:, trained].flatten(),
+            "dst": self.dst[:, trained].flatten(),
+            "parent": torch.where(parent < 0, -1, parent + offset).flatten(),
+            "edge": trained.repeat(copies),
+            "sigma": plan.sigma[trained].repeat(copies),
+            "sigma_next": plan.sigma_next[trained].repeat(copies),
+            "eta": plan.eta[trained].repeat(copies),
+            "noise_key": self.names.path[:, trained].flatten(),
+            "trained": torch.ones(copies * len(trained), dtype=torch.bool),
+            "leaf": self.dst[:, leaf_edges].flatten(),
+            "leaf_edge": torch.where(leaf_edge < 0, -1, leaf_edge + offset).flatten(),
+            "leaf_key": self.names.path[:, leaf_edges].flatten(),
+            "group": self.rows.repeat_interleave(len(leaf_edges)),
+            "tree": (torch.arange(copies)[:, None] * plan.roots + plan.root[leaf_edges]).flatten(),
+        }
+        states = torch.cat([level.x for level in self.levels])
+        log_prob = self.log_prob[:, trained].flatten().to(states.device)
+        return Rollout(
+            states=states,
+            log_prob=log_prob if len(trained) else None,
+            plan=plan,
+            nfe=nfe,
+            **{name: column.to(states.device) for name, column in columns.items()},
+        )
+
+
+def trained_above(plan: Plan, trained: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each edge (E,): the last trained edge at or above it, and the last one above it.
+
+    As places among `trained`; -1: none.
+    """
+    last = torch.full((plan.edges,), -1)
+    last[trained] = torch.arange(len(trained))
+    above = torch.full_like(last, -1)
+    for e, p in enumerate(plan.parent.tolist()):
+        above[e] = last[p] if p >= 0 else -1
+        last[e] = above[e] if last[e] < 0 else last[e]
+    return last, above
+
+
+def occurrence(rows: Tensor) -> Tensor:
+    """How many equal values come before each one."""
+    seen: dict[int, int] = {}
+    out = []
+    for row in rows.tolist():
+        out.append(seen.get(row, 0))
+        seen[row] = out[-1] + 1
+    return torch.tensor(out)
+
+
+def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
+    """values (n,) -> (place of the first of each distinct value, number of each value's among them).
+
+    In order of appearance.
+    """
+    unique, inverse = torch.unique(values, return_inverse=True)
+    places = torch.arange(len(values))
+    first = torch.full_like(unique, len(values)).scatter_reduce_(0, inverse, places, "amin")
+    order = first.argsort()
+    number = torch.empty_like(order)
+    number[order] = torch.arange(len(order))
+    return first[order], number[inverse]
