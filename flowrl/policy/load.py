@@ -67,8 +67,7 @@ def load_policy(
 def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
     """A name of configs/model -> (its source, its call arguments); anything else as it is.
 
-    A source "package:module/folder" points into an installed package. An unknown plain name ->
-    ValueError with the nearest ones.
+    "package:module/folder" points into an installed package. An unknown name -> ValueError.
     """
     if Path(source).exists() or "/" in str(source):
         return str(source), {}

@@ -25,8 +25,7 @@ def file_of(name: str, known: Mapping[str, Any]) -> str:
 
 
 def save(pipe: Any, modules: dict[str, Any], folder: str | Path) -> Path:
-    """Write adapter "default" of every network through pipe.save_lora_weights; rank and alpha
-    travel as metadata."""
+    """Write adapter "default" of every network, with its config, by pipe.save_lora_weights."""
     from diffusers.utils import convert_state_dict_to_diffusers
     from peft import get_peft_model_state_dict
 
@@ -98,8 +97,7 @@ def _remedy(name: str, value: float) -> str:
 def read(
     pipe: Any, modules: dict[str, Any], path: str | Path, options: dict[str, Any]
 ) -> dict[str, Tensor]:
-    """State of view "default" from a folder or file in diffusers' format. options: rank and alpha
-    of the adapters it is for."""
+    """State of view "default" from a folder or file; options: rank and alpha of the adapters."""
     path, known, state = Path(path), inspect.signature(pipe.save_lora_weights).parameters, {}
     folder, first = (path, FILE) if path.is_dir() else (path.parent, path.name)
     files = {file_of(name, known): name for name in reversed(modules)}

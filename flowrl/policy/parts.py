@@ -69,19 +69,11 @@ class Parts:
             self._add_adapter("default")
 
     def _add_adapter(self, name: str) -> None:
-        from peft import LoraConfig
-
         for part, module in self.modules.items():
             if name == "default":
                 module.requires_grad_(False)
                 self.targets[part] = targets(module, self.options["targets"])
-            config = LoraConfig(
-                r=self.options["rank"],
-                lora_alpha=self.options["alpha"],
-                init_lora_weights=self.options["init"],
-                target_modules=self.targets[part],
-            )
-            _inject(module, config, name)
+            _inject(module, self._config(part), name)
             for layer in _layers(module):
                 layer.set_adapter("default")  # also turns gradients of other adapters off
             for key, p in module.named_parameters():
@@ -89,6 +81,17 @@ class Parts:
                     # fp32 whatever the frozen dtype: small updates would round away
                     p.data = p.data.float()
         self.layers = [layer for m in self.modules.values() for layer in _layers(m)]
+
+    def _config(self, part: str) -> Any:
+        """peft's LoraConfig of a component."""
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.options["rank"],
+            lora_alpha=self.options["alpha"],
+            init_lora_weights=self.options["init"],
+            target_modules=self.targets[part],
+        )
 
     def named(self, view: str = "default") -> dict[str, nn.Parameter]:
         """Parameters of a view by stable name, "<component>.<path>"; read live, so sharded
