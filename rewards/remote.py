@@ -121,7 +121,7 @@ class Remote(core_reward.Reward):
     name = "remote"
     scale = "as the server's reward states it"
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Any):
         super().__init__(settings)
         self.http = self._client()
         self.journal = Journal(self.settings.journal) if self.settings.journal else None

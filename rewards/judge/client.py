@@ -376,11 +376,12 @@ class Judge:
         """One line of the log for each exchange of a dialogue; the last has the value or error."""
         if self.log is None or (isinstance(outcome, Stopped) and not talk):
             return
-        turns = [(one.question, one.reply.text) for one in talk] or [(None, None)]
-        rows: list[dict[str, Any]] = [
-            {"reward": self.reward, "turn": turn, "question": question, "reply": reply}
-            | {"value": None, "error": None}
-            for turn, (question, reply) in enumerate(turns)
+        turns: list[dict[str, Any]] = [
+            {"question": one.question, "reply": one.reply.text} for one in talk
+        ]
+        rows = [
+            {"reward": self.reward, "turn": number, **turn, "value": None, "error": None}
+            for number, turn in enumerate(turns or [{"question": None, "reply": None}])
         ]
         rows[-1] |= {"error": str(outcome)} if isinstance(outcome, Failed) else {"value": outcome}
         lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)

@@ -3,9 +3,7 @@
 One rule for all: a reply counts only if it says one thing. A number outside its scale, on another
 scale ("3/10", "3 points out of 10"), in a sum, a range or a choice ("2 + 2", "3 to 4", "4 or 5"),
 or two different ones where the format has one place, is a miss; so is a verdict that is doubted or
-denied ("I am not sure that Image 1 is better"). The reference parsers take the first match of a
-regular expression, so that "Final Score: 10" reads 1, and turn a miss into 0 or into a tie; a miss
-is never a value here. Well-formed replies read the same in both.
+denied ("I am not sure that Image 1 is better"). A miss is never a value.
 
 Forgiven: thoughts before the answer (<think>), Markdown emphasis and fences, full-width characters,
 "4/5" on a scale that ends at 5, trailing commas in JSON.

@@ -141,7 +141,7 @@ def persist(
         retry=tenacity.retry_if_exception_type(Again),
         stop=tenacity.stop_after_attempt(tries) | tenacity.stop_after_delay(seconds),
         wait=partial(_pause, tenacity.wait_exponential(pauses[0], pauses[1]), seconds),
-        sleep=over.wait,
+        sleep=tenacity.sleep_using_event(over),
         after=_count_from_the_first_failure,
         before_sleep=lambda state: failed(_failure(state)),
         reraise=True,

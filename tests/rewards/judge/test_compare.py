@@ -26,8 +26,7 @@ def brightness(media, prompts, context=None):
 
 
 class Judge:
-    """Prefers the brighter picture, adds `bias` to whatever is shown first, and fails where a
-    picture is darker than `blind`."""
+    """Prefers the brighter picture, adds `bias` to what is shown first, fails below `blind`."""
 
     def __init__(self, bias=0.0, blind=-1.0):
         self.bias, self.blind, self.calls = bias, blind, []
@@ -62,10 +61,8 @@ def test_a_sample_of_the_pairs_has_about_so_many_of_each_member_and_leaves_out_n
     pairs = pairs_of({5: list(range(size))}, opponents=opponents)
     met = torch.bincount(pairs.flatten(), minlength=size)
     assert len(pairs) == count == len(set(map(tuple, pairs.tolist())))
-    assert (
-        met.min() >= max(1, min(opponents, size - 1) - 1)
-        and met.max() <= min(opponents, size - 1) + 1
-    )
+    assert met.min() >= max(1, min(opponents, size - 1) - 1)
+    assert met.max() <= min(opponents, size - 1) + 1
 
 
 def test_which_pairs_are_asked_depends_on_group_and_places_only():
@@ -150,8 +147,7 @@ def test_a_pointwise_judge_scores_each_sample_once():
 
 
 def test_asking_both_ways_removes_the_bias_for_what_is_shown_first():
-    """Brightness 0.2, 0.4, 0.8: p(0,1) = 0.45, p(0,2) = 0.35, p(1,2) = 0.40; shown first adds
-    0.2."""
+    """Brightness 0.2, 0.4, 0.8: p(0,1) = 0.45, p(0,2) = 0.35, p(1,2) = 0.4; the first gets 0.2."""
     media, pairs = pictures(0.2, 0.4, 0.8), torch.tensor([[0, 1], [0, 2], [1, 2]])
     asked = {
         swap: ask(Judge(bias=0.2), media, ["a"] * 3, None, pairs, swap=swap)
@@ -161,9 +157,8 @@ def test_asking_both_ways_removes_the_bias_for_what_is_shown_first():
     assert asked[True].tolist() == pytest.approx([0.45, 0.35, 0.40])
     fair = win_rates(pairs, asked[True], 3)
     assert fair.tolist() == pytest.approx([0.4, 0.475, 0.625])
-    assert win_rates(pairs, asked[False], 3).tolist() == pytest.approx(
-        [0.6, 0.475, 0.425]
-    )  # the order of asking, not the pictures
+    biased = win_rates(pairs, asked[False], 3)  # the order of asking, not the pictures
+    assert biased.tolist() == pytest.approx([0.6, 0.475, 0.425])
 
 
 def test_swap_turns_a_judge_that_always_takes_the_first_into_ties():
@@ -187,9 +182,8 @@ def test_chunks_of_pairs_give_the_same_answers_and_keep_prompts_and_context_besi
     assert len(whole.calls) == 2 and len(parts.calls) == 4
     for a, _, texts, rows in parts.calls:
         assert rows.source.flatten(1).mean(1).tolist() == a
-        assert texts == [prompts[rows.meta[0]["n"]]] and rows.group.tolist() == [
-            ["a cat", "a dog"].index(texts[0])
-        ]
+        assert texts == [prompts[rows.meta[0]["n"]]]
+        assert rows.group.tolist() == [["a cat", "a dog"].index(texts[0])]
 
 
 @pytest.mark.parametrize(
@@ -219,8 +213,7 @@ def test_an_answer_that_is_no_probability_stops_the_run(answer, said):
 
 
 def test_a_win_is_the_others_loss_and_a_failed_pair_is_nobodys():
-    """Sample 0 beats 1 for sure and meets 2 at 0.25; the pair (1, 2) failed: rates 1.25 / 2, 0 / 1,
-    0.75 / 1."""
+    """Sample 0 beats 1, meets 2 at 0.25; pair (1, 2) failed: rates 1.25 / 2, 0 / 1, 0.75 / 1."""
     pairs = torch.tensor([[0, 1], [0, 2], [1, 2]])
     assert win_rates(pairs, torch.tensor([1.0, 0.25, math.nan]), 3).tolist() == [0.625, 0.0, 0.75]
     lost = win_rates(pairs, torch.tensor([math.nan, 0.25, math.nan]), 3)
@@ -233,15 +226,16 @@ def test_a_strict_order_of_eight_gives_sevenths_and_ties_give_halves():
     out = win_rate()(pictures(*values[order].tolist()), ["a"] * 8, context(*[0] * 8))
     assert torch.allclose(out, order / 7)
     tied = win_rate()(pictures(0.5, 0.5, 0.25, 1.0), ["a"] * 4, context(0, 0, 0, 0))
-    assert tied.tolist() == pytest.approx(
-        [0.5, 0.5, 0.0, 1.0]
-    )  # (0.5 + 1 + 0) / 3 for the two that tie
+    # (0.5 + 1 + 0) / 3 for the two that tie
+    assert tied.tolist() == pytest.approx([0.5, 0.5, 0.0, 1.0])
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.3}, {"margin": 0.2}, {"opponents": 2}])
 def test_the_rates_of_a_group_sum_to_half_its_size(settings):
-    """Each pair hands out exactly one win. With sampled pairs only where all members met equally
-    often: here 2 each."""
+    """Each pair hands out exactly one win.
+
+    With sampled pairs only where all members met equally often: here 2 each.
+    """
     media = torch.rand(12, 3, 4, 4)
     out = win_rate(**settings)(media, ["a"] * 6 + ["b"] * 6, context(*[0] * 6, *[1] * 6))
     assert torch.allclose(out.view(2, 6).sum(1), torch.tensor([3.0, 3.0]), atol=1e-6)
@@ -273,9 +267,8 @@ def test_a_sample_that_no_judge_could_compare_is_invalid_and_the_others_are_not(
         media, ["a"] * 4, {"w": {"reward": win_rate(Judge(blind=0.2))}}, context(0, 0, 0, 0)
     )
     assert out.valid.tolist() == [False, True, True, True]
-    assert out.total[1:].tolist() == pytest.approx(
-        [0.425, 0.5, 0.575]
-    )  # e.g. 0.4 against 0.6 and 0.8: (0.45 + 0.40) / 2
+    # e.g. 0.4 against 0.6 and 0.8: (0.45 + 0.40) / 2
+    assert out.total[1:].tolist() == pytest.approx([0.425, 0.5, 0.575])
     failed = win_rate(
         lambda m, p, c: brightness(m, p).masked_fill(m.flatten(1).mean(1) < 0.2, math.nan)
     )
@@ -290,9 +283,8 @@ def test_a_sample_that_no_judge_could_compare_is_invalid_and_the_others_are_not(
 def test_rates_may_be_rounded_to_the_three_decimals_of_pref_grpo():
     exact = win_rate()(pictures(0.1, 0.2, 0.3, 0.4), ["a"] * 4, context(0, 0, 0, 0))
     rounded = win_rate(decimals=3)(pictures(0.1, 0.2, 0.3, 0.4), ["a"] * 4, context(0, 0, 0, 0))
-    assert rounded.tolist() == pytest.approx(
-        [0.0, 0.333, 0.667, 1.0], abs=1e-7
-    ) and not torch.equal(exact, rounded)
+    assert rounded.tolist() == pytest.approx([0.0, 0.333, 0.667, 1.0], abs=1e-7)
+    assert not torch.equal(exact, rounded)
 
 
 def test_a_reward_that_can_compare_is_asked_for_pairs_and_its_needs_are_the_win_rates():
@@ -314,12 +306,10 @@ def test_a_reward_that_can_compare_is_asked_for_pairs_and_its_needs_are_the_win_
     assert reward(pictures(0.2, 0.6), ["a", "a"], context(0, 0)).tolist() == pytest.approx(
         [0.4, 0.6]
     )
-    assert (
-        reward.needs == {"group", "source"}
-        and reward.reads == {"k"}
-        and reward.reads_prompt
-        and reward.video == "no"
-    )
+    assert reward.needs == {"group", "source"}
+    assert reward.reads == {"k"}
+    assert reward.reads_prompt
+    assert reward.video == "no"
     assert reward.complaint({"k": 1}) == "is odd" and reward.complaint({"k": 0}) is None
 
 
@@ -362,7 +352,7 @@ class Paid(rewards.Reward):
 @pytest.mark.parametrize(
     ("name", "setting"), [("win_rate", "judge"), ("rank", "reward"), ("video", "reward")]
 )
-def test_a_reward_around_another_hands_on_its_run_its_wish_for_fresh_answers_and_the_reason_of_a_failure(
+def test_a_reward_around_another_hands_on_its_run_fresh_answers_and_the_reason_of_a_failure(
     name, setting, tmp_path
 ):
     inner = Paid()
@@ -383,17 +373,15 @@ def test_a_comparator_that_is_no_reward_keeps_nothing(tmp_path):
     reward = win_rate(Judge())
     reward.begin(tmp_path)
     with reward.uncached():
-        assert (
-            reward(pictures(0.2, 0.6), ["a", "a"], context(0, 0)).tolist()
-            == pytest.approx([0.4, 0.6])
-            and reward.problem is None
+        assert reward(pictures(0.2, 0.6), ["a", "a"], context(0, 0)).tolist() == pytest.approx(
+            [0.4, 0.6]
         )
+        assert reward.problem is None
 
 
 def test_a_judge_may_be_named_with_its_settings_or_be_a_decorated_function():
-    media = (
-        torch.rand(3, 3, 16, 16) * torch.tensor([1.0, 0.5, 0.1])[:, None, None, None]
-    )  # the more contrast, the larger the file
+    # the more contrast, the larger the file
+    media = torch.rand(3, 3, 16, 16) * torch.tensor([1.0, 0.5, 0.1])[:, None, None, None]
     big = rewards.load("win_rate", judge="jpeg", judge_settings={"goal": "incompressible"})(
         media, ["a"] * 3, context(0, 0, 0)
     )
@@ -469,10 +457,8 @@ def test_what_is_left_alone_of_a_group_is_nan_with_the_reason_and_costs_only_its
             pictures(0.1, 0.2, 0.3), ["a"] * 3, {"r": {"reward": reward}}, context(2, 2, 4)
         )
         assert scored.valid.tolist() == [True, True, False]
-        assert (
-            scored.errors[0].startswith("r: NaN or inf for 1 of 3 samples (group 4 has one")
-            and "batch.group=2" in scored.errors[0]
-        )
+        assert scored.errors[0].startswith("r: NaN or inf for 1 of 3 samples (group 4 has one")
+        assert "batch.group=2" in scored.errors[0]
         reward(pictures(0.1, 0.2), ["a"] * 2, context(2, 2))
         assert reward.problem is None
 

@@ -1,5 +1,4 @@
-"""The client of judges: order, retries, what stops a run at once, the budget, the log. Against a
-scripted server."""
+"""The client of judges, against a scripted server: order, retries, stops, the budget, the log."""
 
 import json
 import logging
@@ -47,9 +46,8 @@ def ask(server, count=1, **more):
 def test_replies_come_in_the_order_asked_and_at_most_concurrency_at_once():
     def script(body, n):
         i = int(words(body).split()[1])
-        return Answer(
-            f"Final Score: {1 + i % 5}", delay=0.06 if i == 0 else 0.01
-        )  # the first is the slowest
+        slow = 0.06 if i == 0 else 0.01  # the first is the slowest
+        return Answer(f"Final Score: {1 + i % 5}", delay=slow)
 
     with serving(script) as server:
         out = ask(server, 12, concurrency=3)
@@ -92,10 +90,8 @@ def test_pictures_arrive_without_loss():
 def test_the_same_question_is_asked_once_while_its_reply_is_kept():
     with serving(lambda body, n: f"Final Score: {n + 1}") as server:
         one = judge(server)
-        assert (
-            one.ask_all([ONE], score) == one.ask_all([ONE], score) == [1.0]
-            and len(server.requests) == 1
-        )
+        assert one.ask_all([ONE], score) == one.ask_all([ONE], score) == [1.0]
+        assert len(server.requests) == 1
         fresh = judge(server, cache=0)
         assert fresh.ask_all([ONE], score) == [2.0] and fresh.ask_all([ONE], score) == [3.0]
     assert one.used == 10 and fresh.used == 20
@@ -145,10 +141,8 @@ def test_a_passing_trouble_is_asked_again(broken):
 
 def test_the_pauses_double_and_retry_after_is_honoured():
     past = formatdate(time.time() - 60)
-    times, after = (
-        [],
-        iter([{"Retry-After": "0"}, {}, {"Retry-After": "0.3"}, {"Retry-After": past}, {}]),
-    )
+    asked = [{"Retry-After": "0"}, {}, {"Retry-After": "0.3"}, {"Retry-After": past}, {}]
+    times, after = [], iter(asked)
 
     def script(body, n):
         times.append(time.monotonic())
@@ -158,9 +152,8 @@ def test_the_pauses_double_and_retry_after_is_honoured():
         assert ask(server, retries=4, backoff=0.02) == [4.0]
     gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
     assert gaps[0] >= 0.02 and gaps[1] >= 0.04  # "at once" is not believed of a server that is busy
-    assert (
-        gaps[2] >= 0.3 and gaps[3] >= 0.16
-    )  # the server's 0.3 and not the pause of 0.08; for a date that has passed the pause
+    # the server's 0.3 and not the pause of 0.08; for a date that has passed the pause
+    assert gaps[2] >= 0.3 and gaps[3] >= 0.16
 
 
 def test_a_server_that_wants_an_hour_is_taken_to_be_gone():
@@ -169,11 +162,9 @@ def test_a_server_that_wants_an_hour_is_taken_to_be_gone():
         pytest.raises(RewardUnavailable) as error,
     ):
         ask(server)
-    assert (
-        "429" in str(error.value)
-        and "asks to wait 3600 seconds" in str(error.value)
-        and len(server.requests) == 1
-    )
+    assert "429" in str(error.value)
+    assert "asks to wait 3600 seconds" in str(error.value)
+    assert len(server.requests) == 1
 
 
 def test_the_timeout_is_that_of_the_whole_reply_not_of_its_pieces():
@@ -246,11 +237,9 @@ def test_a_sample_that_breaks_the_server_fails_alone(caplog):
 
     with serving(script) as server, caplog.at_level(logging.WARNING, logger="flowrl"):
         out = ask(server, 3)
-    assert (
-        out[0] == out[2] == 4.0
-        and isinstance(out[1], Failed)
-        and "500 bad picture (3 tries)" in str(out[1])
-    )
+    assert out[0] == out[2] == 4.0
+    assert isinstance(out[1], Failed)
+    assert "500 bad picture (3 tries)" in str(out[1])
     assert "some: 1 of 3 questions failed; first: it answers 500 bad picture" in caplog.text
 
 
@@ -313,9 +302,8 @@ def test_a_request_that_is_too_large_says_its_size_and_fails_alone():
     with serving(script) as server:
         out = judge(server).ask_all([[user(*[picture(image)] * count)] for count in (1, 2)], score)
     assert out[0] == 4.0 and len(server.requests) == 2  # not tried again
-    assert "a request of 0.3 MiB with 2 pictures too large (413)" in str(
-        out[1]
-    ) and "reward.some.side=512" in str(out[1])
+    assert "a request of 0.3 MiB with 2 pictures too large (413)" in str(out[1])
+    assert "reward.some.side=512" in str(out[1])
 
 
 def test_a_wrong_request_repeats_the_servers_words():
@@ -323,10 +311,8 @@ def test_a_wrong_request_repeats_the_servers_words():
         Answer(status=400, raw=b'{"error": {"message": "context length\\nexceeded"}}')
     ) as server:
         out = ask(server)
-    assert (
-        str(out[0]) == "the server refuses the request (400): context length exceeded"
-        and len(server.requests) == 1
-    )
+    assert str(out[0]) == "the server refuses the request (400): context length exceeded"
+    assert len(server.requests) == 1
     with (
         serving(Answer(status=302, raw=b"", headers={"Location": "/login"})) as server,
         pytest.raises(RewardUnavailable, match="answers 302"),
@@ -409,9 +395,8 @@ def test_dialogues_run_side_by_side_and_the_log_holds_every_turn(tmp_path):
         (1, "and bob again?", "I will not say — nö", None),
         (0, "<image>a picture", "I must think", "I must think"),
     ]
-    assert rows[3]["error"].startswith('no number after "Final Score:"') and all(
-        row["error"] is None for row in rows if row is not rows[3]
-    )
+    assert rows[3]["error"].startswith('no number after "Final Score:"')
+    assert all(row["error"] is None for row in rows if row is not rows[3])
 
 
 def test_replies_that_were_paid_are_in_the_log_even_if_the_call_breaks_down(tmp_path):
@@ -427,8 +412,7 @@ def test_replies_that_were_paid_are_in_the_log_even_if_the_call_breaks_down(tmp_
 
 
 def test_tokens_that_read_alike_add_up():
-    """log-probabilities Yes -0.05, No -3, Yes -9: (e^-0.05 + e^-9) / (e^-0.05 + e^-9 + e^-3) =
-    0.9503."""
+    """Yes -0.05, No -3, Yes -9: (e^-0.05 + e^-9) / (e^-0.05 + e^-9 + e^-3) = 0.9503."""
     top = [
         {"token": token, "logprob": logprob}
         for token, logprob in (("Yes", -0.05), ("No", -3), ("Yes", -9), ("No", math.nan))

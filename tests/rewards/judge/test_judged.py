@@ -1,5 +1,4 @@
-"""What judges are shown: captions in their texts, frames of a video, and texts that belong to a
-model."""
+"""What judges are shown: captions in texts, frames of a video, texts that belong to a model."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""Replies of judges: well-formed ones read as the references read them, broken ones are a miss and
-never a number."""
+"""Replies of judges: well-formed ones read as the references do, broken ones are never a number."""
 
 import pytest
 
@@ -286,7 +285,8 @@ def test_relative_scores_are_probabilities_of_the_first():
 # --- Flex
 
 FLEX = """{"prompt": "a cat", "categories": [
- {"name": "A. Semantics", "dims": [{"name": "subject", "score_1": 8, "score_2": 2}], "cat_winner": "Image 1"},
+ {"name": "A. Semantics", "cat_winner": "Image 1",
+  "dims": [{"name": "subject", "score_1": 8, "score_2": 2}]},
  {"name": "B. Quality", "dims": [], "cat_winner": "Image 2"},
  {"name": "C. Aesthetics", "dims": [], "cat_winner": "Image 1"},
  {"name": "D. Own", "dims": [], "cat_winner": "Image 2"}], "reason": "...", "winner": "Image 1"}"""

@@ -1,5 +1,4 @@
-"""Critiques with a score for each aspect, and scores made of token probabilities: well-formed ones,
-and broken ones, which are a miss."""
+"""Critiques with a score for each aspect, and scores made of token probabilities."""
 
 import math
 
@@ -101,10 +100,8 @@ def test_a_critique_without_a_score_or_with_two_is_a_miss(text):
 def test_the_refined_request_keeps_its_lines_and_marks():
     assert r.refined_request(CRITIQUE) == "A red cube * 2 and a ball,\nlit from the left."
     assert r.refined_request("**Refined Request:** a dog\n# End") == "a dog"
-    assert (
-        r.refined_request("## Refined Request: N/A") is None
-        and r.refined_request("## Refined Request:\n") is None
-    )
+    assert r.refined_request("## Refined Request: N/A") is None
+    assert r.refined_request("## Refined Request:\n") is None
     assert r.refined_request("no such section") is None
 
 

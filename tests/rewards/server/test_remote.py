@@ -1,5 +1,7 @@
-"""The remote reward: the scores of the server bit for bit, its journal, its settings. When it dies:
-test_remote_dead.py."""
+"""The remote reward: the scores of the server bit for bit, its journal, its settings.
+
+When the server dies: test_remote_dead.py.
+"""
 
 import math
 import threading
@@ -99,10 +101,8 @@ def test_it_adopts_what_the_server_states():
     with serving({"shapes": 1.0, "jpeg": {"quality": 80}}) as server:
         total, jpeg = remote(server), remote(server, reward="jpeg")
     assert (total.needs, total.reads, total.name) == ({"meta"}, {"include"}, "remote")
-    assert (
-        total.scale.startswith("1 x shapes (0 to 1")
-        and jpeg.scale == "minus kilobytes at JPEG quality 80, divided by 500"
-    )
+    assert total.scale.startswith("1 x shapes (0 to 1")
+    assert jpeg.scale == "minus kilobytes at JPEG quality 80, divided by 500"
     assert (jpeg.needs, jpeg.reads, jpeg.reads_prompt, jpeg.video, jpeg.differentiable) == (
         set(),
         set(),
@@ -158,16 +158,17 @@ def test_a_sample_that_fails_is_nan_with_the_servers_message_and_never_zero(medi
     with serving({"picky": picky}) as server:
         reward = remote(server)
         out = reward(media, PROMPTS)
-        assert out.isnan().tolist() == [False, True, False, False] and torch.equal(
-            out[[0, 2, 3]], brightness(media, 0)[[0, 2, 3]]
-        )
+        assert out.isnan().tolist() == [False, True, False, False]
+        assert torch.equal(out[[0, 2, 3]], brightness(media, 0)[[0, 2, 3]])
         assert reward.problem.startswith("sample 1: picky: OSError: no dogs")
         assert reward(media[:1], PROMPTS[:1]).isfinite().all() and reward.problem is None
 
 
 def test_many_clients_at_once_lose_duplicate_and_mix_nothing():
-    """16 clients of 20 pictures, each its own picture and prompt; scripts/bench/server.py asks with
-    64 of 200."""
+    """16 clients of 20 pictures, each its own picture and prompt.
+
+    scripts/bench/server.py asks with 64 clients of 200.
+    """
     images = torch.rand(16, 20, 3, 8, 8)
     with serving({"light": brightness, "jpeg": 1.0}) as server:
 
@@ -178,10 +179,8 @@ def test_many_clients_at_once_lose_duplicate_and_mix_nothing():
         with ThreadPoolExecutor(16) as pool:
             out = torch.stack(list(pool.map(client, range(16))))
         assert server.service.scored == 320
-    assert (
-        torch.equal(out, brightness(images.flatten(0, 1), 0).view(16, 20))
-        and len(set(out.flatten().tolist())) == 320
-    )
+    assert torch.equal(out, brightness(images.flatten(0, 1), 0).view(16, 20))
+    assert len(set(out.flatten().tolist())) == 320
 
 
 # --- the journal
@@ -200,10 +199,8 @@ def test_what_the_journal_holds_is_not_asked_for_again(media, tmp_path):
         assert server.service.scored == 5  # only the new one
         other = remote(server, reward="jpeg")
         other.journal = Journal(path)  # as the owner of a run gives it
-        assert (
-            torch.equal(other(media, PROMPTS), rewards.load("jpeg")(media, PROMPTS))
-            and server.service.scored == 9
-        )
+        assert torch.equal(other(media, PROMPTS), rewards.load("jpeg")(media, PROMPTS))
+        assert server.service.scored == 9
 
 
 def test_scores_received_before_the_server_died_are_kept(media, tmp_path):

@@ -1,5 +1,7 @@
-"""A reward server that dies or answers nonsense: no sample is lost, none becomes a zero, and the
-run stops with one sentence."""
+"""A reward server that dies or answers nonsense: no sample is lost, none becomes a zero.
+
+The run stops with one sentence.
+"""
 
 import contextlib
 import http.server
@@ -50,8 +52,7 @@ def _serve(port):
 
 @contextlib.contextmanager
 def child(port):
-    """A server in a process of its own; a fork, because a fresh interpreter takes seconds to import
-    torch."""
+    """A server in a process of its own: a fork, because importing torch takes seconds."""
     process = multiprocessing.get_context("fork").Process(target=_serve, args=(port,), daemon=True)
     process.start()
     try:
@@ -68,8 +69,7 @@ def free_port():
 
 @contextlib.contextmanager
 def killed_once(port, after):
-    """A server that gets SIGKILL when it has scored `after` samples, and is started again a little
-    later."""
+    """A server that gets SIGKILL after so many scored samples, and is started again soon after."""
     done = threading.Event()
 
     def supervise():
@@ -114,11 +114,9 @@ def test_a_server_that_is_killed_and_started_again_loses_no_sample(transport, ca
         out = reward(images, ["a cat"] * 60)
     assert killed and torch.equal(out, rewards.load("jpeg")(images, ["a cat"] * 60))
     said = [record.message for record in caplog.records if str(port) in record.message]
-    assert (
-        "does not answer" in said[0]
-        and "trying again for 60 s" in said[0]
-        and "answers again" in said[-1]
-    )
+    assert "does not answer" in said[0]
+    assert "trying again for 60 s" in said[0]
+    assert "answers again" in said[-1]
 
 
 def far(output, url, **changes):
@@ -220,8 +218,10 @@ def test_a_server_that_stays_dead_is_one_sentence_after_the_wait(media, wait):
 
 @contextlib.contextmanager
 def scripted(answer):
-    """An HTTP server; answer(path, body) -> (status, text), or (status, a function that writes the
-    whole answer to a file)."""
+    """An HTTP server of answer(path, body) -> (status, text).
+
+    In place of the text: a function that writes the whole answer to a file.
+    """
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -356,10 +356,8 @@ def test_a_request_that_is_refused_for_its_samples_fails_those_samples(media):
 
     with scripted(strict) as url:
         out = rewards.score(media, PROMPTS, {"remote": {"reward": rewards.load("remote", url=url)}})
-    assert (
-        out.valid.tolist() == [True, False, True, True]
-        and "the reward server refused a request: no dogs" in out.errors[0]
-    )
+    assert out.valid.tolist() == [True, False, True, True]
+    assert "the reward server refused a request: no dogs" in out.errors[0]
 
 
 def test_a_busy_server_is_asked_again_until_it_answers(media):

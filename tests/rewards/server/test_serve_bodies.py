@@ -1,5 +1,7 @@
-"""Bodies that come slowly, or in another length than was said: they neither pass the limits nor
-keep others out."""
+"""Bodies that come slowly or in another length than was said.
+
+They neither pass the limits nor keep others out.
+"""
 
 import asyncio
 import json
@@ -70,16 +72,16 @@ def test_a_body_that_is_longer_than_was_said_is_refused_while_it_comes():
 
     reply = asyncio.run(ask())
     service.close()
-    assert (
-        reply.status_code == 422
-        and "longer than the 10 bytes of its Content-Length" in reply.json()["detail"]
-        and not read
-    )
+    assert reply.status_code == 422
+    assert "longer than the 10 bytes of its Content-Length" in reply.json()["detail"]
+    assert not read
 
 
 def test_clients_that_never_send_their_bodies_keep_others_out_for_a_while_only(monkeypatch):
-    """Two announce 0.9 MB each and send a byte; with the third, of 0.3 MB, more than the 2 MB of
-    the gate would be arriving."""
+    """Two announce 0.9 MB each and send a byte.
+
+    With the third, of 0.3 MB, more than the 2 MB of the gate would be arriving.
+    """
     monkeypatch.setattr(routes, "ARRIVAL", 0.3)
     with Server({"jpeg": 1.0}, port=0, max_mb=1.0, device="cpu") as server:
         slow = [begun(server, "Content-Length: 900000", start=b"{") for _ in range(2)]
@@ -93,7 +95,5 @@ def test_clients_that_never_send_their_bodies_keep_others_out_for_a_while_only(m
             == 200
         )
         for said in map(answer, slow):
-            assert (
-                said.startswith("HTTP/1.1 408")
-                and "did not come within 0.3 seconds (1 of 900000 bytes did)" in said
-            )
+            assert said.startswith("HTTP/1.1 408")
+            assert "did not come within 0.3 seconds (1 of 900000 bytes did)" in said

@@ -1,5 +1,7 @@
-"""What travels between a reward server and its clients arrives bit for bit, and what is served has
-a name of its own."""
+"""What travels between a reward server and its clients arrives bit for bit.
+
+What is served has a name of its own.
+"""
 
 import base64
 import json
@@ -31,10 +33,8 @@ def test_a_tensor_arrives_bit_for_bit(tensor):
     record = wire.Numbers.model_validate_json(json.dumps(wire.pack(tensor)))
     out = wire.unpack(record)
     assert out.dtype == tensor.dtype and out.shape == tensor.shape
-    assert (
-        out.numpy().tobytes() == tensor.contiguous().numpy().tobytes()
-        and record.nbytes == tensor.nbytes
-    )
+    assert out.numpy().tobytes() == tensor.contiguous().numpy().tobytes()
+    assert record.nbytes == tensor.nbytes
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 4, 3, 5, 7)])
@@ -59,8 +59,7 @@ def chunk(kind, data):
 
 @pytest.mark.parametrize(("colour", "mode"), [(b"\x08\x02", "RGB"), (b"\x08\x00", "L")])
 def test_a_png_with_a_second_head_is_refused_before_its_pixels_are_unpacked(colour, mode):
-    """Declared as 4 x 4, 192 bytes as fp32; by the second head, which Pillow believes, 2000 x
-    2000."""
+    """Declared as 4 x 4, 192 bytes; its second head, which Pillow believes, says 2000 x 2000."""
     heads = [
         side.to_bytes(4) * 2 + kind + bytes(3) for side, kind in ((4, b"\x08\x02"), (2000, colour))
     ]
@@ -104,7 +103,8 @@ def test_the_version_changes_with_settings_weights_and_source(tmp_path):
         {"jpeg": 1.0, "shapes": 1.0},
     ]
     versions = [version(spec) for spec in specs] + [mine("one"), mine("two")]
-    assert len(set(versions)) == 7 and versions == [version(spec) for spec in specs] + [
+    assert len(set(versions)) == 7
+    assert versions == [version(spec) for spec in specs] + [
         mine("one"),
         mine("two"),
     ]
