@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pydantic
+import torch
 from torch import Tensor, nn
 
 from flowrl.runtime.registry import did_you_mean, find
@@ -123,7 +124,7 @@ class Reward:
         """
         return nullcontext()
 
-    def to(self, device: Any) -> Reward:
+    def to(self, device: torch.device | str) -> Reward:
         """Move the networks among our attributes to device; free when they are there already."""
         for value in vars(self).values():
             if isinstance(value, nn.Module):
@@ -310,7 +311,7 @@ def parse(
         raise ValueError(f"{what}: {problems}") from None
 
 
-def _sentence(problem: Any, schema: type[Settings], prefix: str) -> str:
+def _sentence(problem: Mapping[str, Any], schema: type[Settings], prefix: str) -> str:
     key = ".".join(map(str, problem["loc"])) or "settings"
     if problem["type"] == "extra_forbidden":
         hint = did_you_mean(key, schema.model_fields) or "; it has no settings"

@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from flowrl.rewards.core.reward import FunctionReward, Reward, load
 
 
@@ -77,7 +79,7 @@ class Around(Reward):
     def uncached(self) -> AbstractContextManager[None]:
         return self.inner.uncached() if isinstance(self.inner, Reward) else super().uncached()
 
-    def to(self, device: Any) -> Reward:
+    def to(self, device: torch.device | str) -> Reward:
         if hasattr(self.inner, "to"):
             self.inner.to(device)
         return super().to(device)
