@@ -101,9 +101,8 @@ def test_a_score_that_compares_a_group_belongs_to_that_group():
     media = torch.rand(4, 3, 4, 4)
     prompts = ["a", "a", "b", "b"]
     first = keys("v", media, prompts, {"group": torch.tensor([0, 0, 1, 1])})
-    assert (
-        keys("v", media, prompts, {"group": torch.tensor([7, 7, 5, 5])}) == first
-    )  # the number of a group means nothing
+    # the number of a group means nothing
+    assert keys("v", media, prompts, {"group": torch.tensor([7, 7, 5, 5])}) == first
     changed = media.clone()
     changed[1] = 0
     second = keys("v", changed, prompts, {"group": torch.tensor([0, 0, 1, 1])})

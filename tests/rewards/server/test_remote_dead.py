@@ -187,9 +187,8 @@ def test_a_training_run_whose_server_stays_dead_stops_and_resumes_as_if_nothing_
         dead.clear()
         seen.append("the seventh is let through")
         Trainer(cfg, resume=tmp_path / "run").run()
-    assert (
-        small.numbers(tmp_path / "run") == small.numbers(local_run) and len(seen) == 8 + 1
-    )  # none was asked for twice
+    assert small.numbers(tmp_path / "run") == small.numbers(local_run)
+    assert len(seen) == 8 + 1  # none was asked for twice
 
 
 @pytest.mark.parametrize("wait", [0.0, 0.5])
@@ -360,13 +359,16 @@ def test_a_request_that_is_refused_for_its_samples_fails_those_samples(media):
     assert "the reward server refused a request: no dogs" in out.errors[0]
 
 
-def test_a_busy_server_is_asked_again_until_it_answers(media):
+@pytest.mark.parametrize("status", [503, 429, 408])
+def test_a_busy_server_is_asked_again_until_it_answers(media, status):
     asked = []
 
     def busy(path, body):
         asked.append(path)
         return (
-            (503, "busy") if len(asked) % 3 else (200, reply(body) if path == "/score" else about())
+            (status, "busy")
+            if len(asked) % 3
+            else (200, reply(body) if path == "/score" else about())
         )
 
     with scripted(busy) as url:
@@ -445,7 +447,7 @@ def test_a_reply_without_end_is_not_collected(media, monkeypatch):
 
 @pytest.fixture
 def hanging(media):
-    """(address of a server that never answers what is no cat, its /score requests)."""
+    """(address of a server that never answers but for a cat, its /score requests)."""
     leave, asked = threading.Event(), []
 
     def hang(path, body):

@@ -104,10 +104,7 @@ def test_the_version_changes_with_settings_weights_and_source(tmp_path):
     ]
     versions = [version(spec) for spec in specs] + [mine("one"), mine("two")]
     assert len(set(versions)) == 7
-    assert versions == [version(spec) for spec in specs] + [
-        mine("one"),
-        mine("two"),
-    ]
+    assert versions == [version(spec) for spec in specs] + [mine("one"), mine("two")]
 
 
 def test_columns_are_those_that_a_reward_needs_and_must_be_there():
