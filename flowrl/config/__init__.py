@@ -1,4 +1,4 @@
-"""Configs: the schema, how files and overrides are put together, and what is built from the result."""
+"""Configs: the schema, how files and overrides are put together, and what is built of them."""
 
 from flowrl.config.compose import ConfigError
 from flowrl.config.load import load_config, read_config

@@ -1,9 +1,9 @@
-"""How a config is put together: Hydra composes the option files of configs/, an experiment, a YAML
-file and the command line.
+"""How a config is put together from layers, later wins: the schema's defaults, the chosen files of
+configs/ (model, data, reward, algorithm), an experiment, a YAML file, the command line.
 
-The result is a plain tree that flowrl/config/schema.py judges. Rewards are merged here rather than by
-Hydra: `reward.jpeg=0.5` is short for `reward.jpeg.weight=0.5`, and so the weight and the settings
-of one reward never overwrite each other, in whatever order they come.
+The result is a plain tree that flowrl/config/schema.py judges. `reward.jpeg=0.5` is short for
+`reward.jpeg.weight=0.5` in every layer, and so the weight and the settings of one reward never
+overwrite each other, in whatever order they come.
 """
 
 from __future__ import annotations
@@ -14,32 +14,152 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from flowrl.config.overrides import Override, parse_override
 from flowrl.runtime import registry
 
-GROUPS = ("model", "data", "reward", "algorithm", "experiment")
-DELETE = object()
-CHOOSES = {
-    "model": "source",
-    "data": "train",
-    "reward": None,
-    "algorithm": "name",
-}  # the key by which a section makes its own choice
+Tree = dict[str, Any]
+Options = dict[str, str | None]  # group -> chosen file of configs/; None: none of them
+LAYERS = ("model", "data", "reward", "algorithm")
+GROUPS = (*LAYERS, "experiment")
+# the key by which a section of a file makes its own choice; any key of reward does
+SELF = "_self_"  # in lists of defaults: the file itself, which comes last anyway
+CHOOSES = {"model": "source", "data": "train", "reward": None, "algorithm": "name"}
 
 
 class ConfigError(ValueError):
     """The user's settings are wrong; the message lists every problem found."""
 
 
-@dataclass
-class Overrides:
-    """The command line, sorted: for Hydra, options chosen for groups, and (key below reward, value
-    or DELETE) in their order."""
+@dataclass(frozen=True, slots=True)
+class File:
+    """An experiment, or a user's YAML file."""
 
-    known: list[str] = field(default_factory=list)
-    chosen: dict[str, str] = field(default_factory=dict)
-    rewards: list[tuple[str, Any]] = field(default_factory=list)
-    no_reward: bool = False  # ~reward
+    tree: Tree = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """What the words of a command line say."""
+
+    options: Options = field(default_factory=dict)
+    own: Tree = field(default_factory=dict)  # model=owner/name and reward=NAME, which need no file
+    values: list[Override] = field(default_factory=list)  # everything else, in its order
+
+    def overrules(self, group: str) -> bool:
+        """Whether it says what the group is, so that sections of files do not count."""
+        return bool(self.options.get(group)) or group == "reward" and group in self.options
+
+
+def compose(defaults: Tree, file: File, overrides: Sequence[str], problems: list[str]) -> Tree:
+    """All layers in one tree; problems of the command line are added to those given."""
+    line = read_command_line(overrides, problems)
+    try:
+        files = [read_experiment(line.options | file.options), file]
+        chosen = read_yaml(config_folder() / "config.yaml")
+        for layer in (*files, line):
+            chosen |= layer.options
+        merged = OmegaConf.merge(
+            with_weights(defaults),
+            *(option_layer(group, chosen[group]) for group in LAYERS if chosen[group]),
+            *(with_weights(without_overruled(layer.tree, line)) for layer in files),
+            line.own,
+        )
+        for override in line.values:
+            apply_override(merged, override, problems)
+        return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError("\n".join([*problems, " ".join(str(error).split())])) from error
+
+
+# ---------------------------------------------------------------------- the command line
+
+
+def read_command_line(overrides: Sequence[str], problems: list[str]) -> CommandLine:
+    """Words by what becomes of them."""
+    line, said, left_out = CommandLine(), {}, set()
+    for text in overrides:
+        try:
+            override = parse_override(text)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if override.key not in GROUPS:
+            line.values.append(override)
+        elif override.sign == "~":
+            left_out.add(override.key)
+        else:
+            choose(line, override.key, override.value, problems)
+            said[override.key] = text
+    for group in sorted(left_out):
+        if group in line.options:
+            problems.append(
+                f'"~{group}" leaves out what {said[group]} chooses; give one of the two'
+            )
+        line.options[group] = None
+    return line
+
+
+def choose(line: CommandLine, group: str, value: Any, problems: list[str]) -> None:
+    """`group=value`: a file of configs/, or a model or reward that needs none."""
+    if value in options(group):
+        line.options[group] = value
+        line.own.pop(group, None)
+    elif group == "reward" and is_reward(value):
+        label = label_of(value)
+        named = {} if label == value else {"name": value}
+        line.options[group], line.own[group] = None, {label: {"weight": 1.0, **named}}
+    elif group == "model" and "/" in str(value):  # a hub id or a folder
+        line.options[group], line.own[group] = None, {"source": value}
+    else:
+        rewards = registry.choices("flowrl.rewards") if group == "reward" else []
+        near = registry.did_you_mean(str(value), {*options(group), *rewards})
+        problems.append(f'unknown {group} "{value}"{near}')
+
+
+def is_reward(value: Any) -> bool:
+    """Whether `reward=value` names a reward itself: a file of rewards/, or a function in a user's
+    own file."""
+    return ".py:" in str(value) or value in registry.choices("flowrl.rewards")
+
+
+def label_of(name: str) -> str:
+    """What a reward is called in the log unless a label is given: "my/file.py:red" -> "red"."""
+    return name.rpartition(":")[2] if ".py:" in name else name
+
+
+def apply_override(tree: Any, override: Override, problems: list[str]) -> None:
+    """Set, add or leave out one key of the merged tree."""
+    key, value = override.key, override.value
+    if override.sign == "~":
+        leave_out(tree, override, problems)
+        return
+    grows = key.startswith("reward.") or isinstance(value, dict | list)
+    if override.sign == "+" and not grows and OmegaConf.select(tree, key) is not None:
+        problems.append(f'"{override.text}": {key} is there already; leave out the +')
+        return
+    if key.startswith("reward.") and key.count(".") == 1 and not isinstance(value, dict):
+        value = {"weight": value}
+    OmegaConf.update(tree, key, value, force_add=True)
+
+
+def leave_out(tree: Any, override: Override, problems: list[str]) -> None:
+    """`~key`, or `~key=value` where it has that value."""
+    parent, _, last = override.key.rpartition(".")
+    holder = OmegaConf.select(tree, parent) if parent else tree
+    if not OmegaConf.is_dict(holder) or last not in holder:
+        near = registry.did_you_mean(last, map(str, holder or ()))
+        problems.append(f'"{override.text}": no such reward or setting was chosen{near}')
+    elif override.value is not None and override.value != holder[last]:
+        problems.append(f'"{override.text}": the value is {holder[last]}')
+    else:
+        del holder[last]
+
+
+# ---------------------------------------------------------------------- files
 
 
 def config_folder() -> Path:
@@ -54,11 +174,8 @@ def options(group: str) -> list[str]:
     return sorted(p.stem for p in (config_folder() / group).glob("*.yaml"))
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Tree:
     """A YAML file that holds a mapping; anything else -> ConfigError that names it."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
@@ -67,145 +184,85 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: a config is a mapping of keys to values, this is a {type(tree).__name__}"
         )
-    for group in CHOOSES:
-        if not isinstance(tree.get(group, {}), dict | None):
-            value = tree[group]
-            hint = (
-                f'; to choose a file of configs/{group}, write "defaults: [{{override /{group}:'
-                f' {value}}}]"' * isinstance(value, str)
-            )
-            raise ConfigError(
-                f"{path}: {group}={value!r} should be a mapping of keys to values{hint}"
-            )
     return tree
 
 
-def sort_overrides(overrides: Sequence[str], problems: list[str]) -> Overrides:
-    """Overrides by what becomes of them; keys that Hydra gets are forced in, because pydantic
-    judges them."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+def read_file(path: Path) -> File:
+    """An experiment or a user's file: what it states, and which options it chooses."""
+    tree = read_yaml(path)
+    for group in LAYERS:
+        check_section(path, group, tree.get(group))
+    chosen = dict(option_of(path, entry) for entry in listed_defaults(path, tree) if entry != SELF)
+    for group, key in CHOOSES.items():  # a section that chooses for itself builds on no option
+        if group in tree and (key is None or key in (tree[group] or {})):
+            chosen.setdefault(group, None)
+    return File(tree, chosen)
 
-    parser, out, itself = OverridesParser.create(), Overrides(), None
-    for text in overrides:
-        try:
-            parsed = parser.parse_override(text)
-        except HydraException as error:
-            problems.append(f'"{text}" is not key=value: {str(error).splitlines()[0]}')
-            continue
-        key, value = parsed.key_or_group, parsed.value()
-        if parsed.is_sweep_override():
-            problems.append(
-                f'"{text}" gives several values; a run takes one, and a list is written {key}=[...]'
-            )
-        elif key.startswith("reward."):
-            out.rewards.append(
-                (key.removeprefix("reward."), DELETE if parsed.is_delete() else _weight(key, value))
-            )
-        elif key == "reward" and parsed.is_delete():
-            out.no_reward = True
-        elif key not in GROUPS or text.startswith(("~", "+")):
-            out.known.append(text if text.startswith(("~", "+")) else f"++{text}")
-        elif value in options(key):
-            out.chosen[key] = str(value)
-            itself = None if key == "reward" else itself
-        elif key == "reward" and is_reward(value):  # a reward needs no file in configs/reward
-            out.chosen["reward"] = ""
-            itself = (
-                label_of(value),
-                {"weight": 1.0} | ({"name": value} if label_of(value) != value else {}),
-            )
-        elif key == "model" and "/" in str(
-            value
-        ):  # a hub id or a folder needs no file in configs/model
-            out.known += ["~model", f"++model.source={text.partition('=')[2]}"]
-            out.chosen[key] = ""
-        else:
-            valid = {
-                *options(key),
-                *(registry.choices("flowrl.rewards") if key == "reward" else []),
-            }
-            problems.append(f'unknown {key} "{value}"{registry.did_you_mean(str(value), valid)}')
-            out.chosen[key] = ""
-    if out.no_reward and (itself or out.chosen.get("reward")):
-        problems.append(
-            f'"~reward" leaves out what reward={itself[0] if itself else out.chosen["reward"]}'
-            " chooses; give one of the two"
+
+def check_section(path: Path, group: str, section: Any) -> None:
+    """ConfigError for `model: sd1.5`, which is how the command line chooses."""
+    if not isinstance(section, dict | None):
+        advice = f'write "defaults: [{{override /{group}: {section}}}]"'
+        hint = f"; to choose a file of configs/{group}, {advice}" * isinstance(section, str)
+        raise ConfigError(
+            f"{path}: {group}={section!r} should be a mapping of keys to values{hint}"
         )
-    if itself is not None:
-        out.no_reward = True
-        out.rewards.insert(0, itself)
-    return out
 
 
-def is_reward(value: Any) -> bool:
-    """Whether `reward=value` names a reward itself: a file of rewards/, or a function in a user's
-    own file."""
-    return ".py:" in str(value) or value in registry.choices("flowrl.rewards")
+def listed_defaults(path: Path, tree: Tree) -> list[Any]:
+    """The list `defaults` of a file, taken out of its tree."""
+    listed = tree.pop("defaults", [])
+    if not isinstance(listed, list):
+        raise ConfigError(f"{path}: defaults must be a list")
+    return listed
 
 
-def label_of(name: str) -> str:
-    """What a reward is called in the log unless a label is given: "my/file.py:red" -> "red"."""
-    return name.rpartition(":")[2] if ".py:" in name else name
-
-
-def compose(
-    defaults: dict[str, Any], overrides: Overrides, extra: dict[str, Any], problems: list[str]
-) -> dict[str, Any]:
-    """Schema defaults <- model <- data <- reward <- algorithm <- experiment <- file <- overrides.
-    extra: the file's tree."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.config_store import ConfigStore
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    chosen = overrides.chosen
-    picks = [
-        f"{group}={option}" for group, option in chosen.items() if option and group != "experiment"
-    ]
-    drop, rewards = set(), []
-    sources = {"experiment": {}, "file": extra}
-    if chosen.get("experiment"):
-        sources["experiment"] = read_yaml(
-            config_folder() / "experiment" / f"{chosen['experiment']}.yaml"
+def option_of(path: Path, entry: Any) -> tuple[str, str | None]:
+    """An entry of a file's defaults: {"override /algorithm": "nft"} -> ("algorithm", "nft")."""
+    word, option = next(iter(entry.items())) if isinstance(entry, dict) else (entry, None)
+    group = str(word).removeprefix("override /")
+    if group not in GROUPS or group == word:
+        raise ConfigError(
+            f"{path}: defaults: {entry!r} should be {{override /GROUP: NAME}}, where GROUP is"
+            f" {', '.join(GROUPS)}"
         )
-    store = ConfigStore.instance()
-    store.store(name="schema", node=OmegaConf.create(defaults))
-    for source, tree in sources.items():
-        tree = {
-            key: value for key, value in tree.items() if not (key in CHOOSES and chosen.get(key))
-        }  # the command line's choice wins
-        drop |= {
-            group
-            for group, key in CHOOSES.items()
-            if _own_choice(tree, group, key) and group not in chosen
-        }
-        rewards.append(one_form(tree.pop("reward", None) or {}))
-        if tree:
-            store.store(
-                name="_composed", node=OmegaConf.create(tree), group=source, package="_global_"
-            )
-            picks.append(f"{source}=_composed")
-    rewards = [] if overrides.no_reward else rewards
-    drop |= {"reward"} if overrides.no_reward and not chosen.get("reward") else set()
-    try:
-        with initialize_config_dir(str(config_folder().resolve()), version_base="1.3"):
-            composed = hydra_compose(
-                "config", [*picks, *(f"~{group}" for group in sorted(drop)), *overrides.known]
-            )
-        OmegaConf.set_struct(composed, False)
-        chosen_rewards = OmegaConf.to_container(composed.reward) if "reward" in composed else {}
-        composed.reward = _merge_rewards(
-            [one_form(chosen_rewards), *rewards], overrides.rewards, problems
-        )
-        return OmegaConf.to_container(composed, resolve=True)  # type: ignore[return-value]
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
-        raise ConfigError("\n".join([*problems, " ".join(str(error).split())])) from error
+    if option is not None and option not in options(group):
+        near = registry.did_you_mean(str(option), options(group))
+        raise ConfigError(f'{path}: unknown {group} "{option}"{near}')
+    return group, option
 
 
-def one_form(rewards: dict[str, Any]) -> dict[str, Any]:
+def read_experiment(chosen: Options) -> File:
+    name = chosen.get("experiment")
+    return read_file(config_folder() / "experiment" / f"{name}.yaml") if name else File()
+
+
+def option_layer(group: str, name: str) -> Tree:
+    """A file of configs/GROUP as a tree of all sections, on top of those that its defaults name.
+
+    A file states the keys of its own section, or, below "# @package _global_", those of all.
+    """
+    path = config_folder() / group / f"{name}.yaml"
+    tree = read_yaml(path)
+    below = [option_layer(group, base) for base in listed_defaults(path, tree) if base != SELF]
+    everywhere = path.read_text(encoding="utf-8").startswith("# @package _global_")
+    layers = [*below, with_weights(tree if everywhere else {group: tree})]
+    return OmegaConf.to_container(OmegaConf.merge(*layers))  # type: ignore[return-value]
+
+
+def without_overruled(tree: Tree, line: CommandLine) -> Tree:
+    """A file's tree without the sections for which the command line made its own choice."""
+    return {
+        key: value for key, value in tree.items() if not (key in LAYERS and line.overrules(key))
+    }
+
+
+def with_weights(tree: Tree) -> Tree:
+    """A layer with every reward's weight under its key."""
+    return tree | {"reward": one_form(tree.get("reward") or {})}
+
+
+def one_form(rewards: Tree) -> Tree:
     """A reward section with every weight under its key: {"jpeg": 0.5} -> {"jpeg": {"weight": 0.5}}.
 
     >>> one_form({"jpeg": 0.5, "shapes": {"reading": "strict"}})
@@ -215,41 +272,3 @@ def one_form(rewards: dict[str, Any]) -> dict[str, Any]:
         label: entry if isinstance(entry, dict) else {"weight": entry}
         for label, entry in rewards.items()
     }
-
-
-def _weight(key: str, value: Any) -> Any:
-    """The value of reward.LABEL is a weight."""
-    return {"weight": value} if key.count(".") == 1 and not isinstance(value, dict) else value
-
-
-def _own_choice(tree: dict[str, Any], group: str, key: str | None) -> bool:
-    """Whether a file's section chooses for itself, so that the default option of the group must not
-    shine through."""
-    return (
-        group in tree
-        and (key is None or key in (tree[group] or {}))
-        and f"/{group}" not in str(tree.get("defaults", ""))
-    )
-
-
-def _merge_rewards(
-    sections: list[dict[str, Any]], overrides: list[tuple[str, Any]], problems: list[str]
-) -> Any:
-    """Sections, later wins key by key, then the command line's values."""
-    from omegaconf import OmegaConf
-
-    merged = OmegaConf.merge(*sections)
-    for key, value in overrides:
-        if value is not DELETE:
-            OmegaConf.update(merged, key, value, merge=True, force_add=True)
-            continue
-        parent, _, last = key.rpartition(".")
-        holder = OmegaConf.select(merged, parent) if parent else merged
-        if not OmegaConf.is_dict(holder) or last not in holder:
-            problems.append(
-                f'"~reward.{key}": no such reward or setting was'
-                f" chosen{registry.did_you_mean(last, map(str, holder or ()))}"
-            )
-        else:
-            del holder[last]
-    return merged

@@ -10,9 +10,12 @@ import pydantic
 import yaml
 from pydantic import BaseModel
 
-from flowrl.config.compose import ConfigError, compose, read_yaml, sort_overrides
+from flowrl.config.compose import ConfigError, File, compose, read_file, read_yaml
 from flowrl.config.schema import Config, algorithm_schema
 from flowrl.runtime import registry
+
+# how pydantic names the part of a union in an error's place
+UNION_PARTS = ("literal[", "float", "constrained")
 
 
 def load_config(name: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -24,19 +27,13 @@ def load_config(name: str | Path | None = None, overrides: Sequence[str] = ()) -
     ConfigError.
     """
     problems: list[str] = []
-    overrides = list(overrides)
-    extra: dict[str, Any] = {}
+    file = File()
     if name is not None and (str(name).endswith((".yaml", ".yml")) or Path(name).is_file()):
-        extra = read_yaml(Path(name))
+        file = read_file(Path(name))
     elif name is not None:
-        overrides.insert(0, f"experiment={name}")
-    values = compose(
-        Config.model_construct().model_dump(mode="json"),
-        sort_overrides(overrides, problems),
-        extra,
-        problems,
-    )
-    return _validate(values, problems)
+        overrides = [f"experiment={name}", *overrides]
+    defaults = Config.model_construct().model_dump(mode="json")
+    return _validate(compose(defaults, file, overrides, problems), problems)
 
 
 def read_config(path: str | Path) -> Config:
@@ -69,58 +66,64 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _validate(values: dict[str, Any], problems: list[str]) -> Config:
+    """The Config of a composed tree; problems found before, and all of its own, -> ConfigError."""
     try:
         cfg = Config.model_validate(values)
     except pydantic.ValidationError as error:
-        sentences: dict[str, str] = {}
-        for e in error.errors():
-            key = ".".join(
-                str(part)
-                for part in e["loc"]
-                if not str(part).startswith(("literal[", "float", "constrained"))
-            )
-            text = _sentence(key, e, values.get("algorithm"))
-            sentences[key] = (
-                f"{sentences[key]} or {text.partition(' should be ')[2]}"
-                if key in sentences
-                else text
-            )  # parts of a union
-        problems = [*problems, *sentences.values()]
+        problems = [*problems, *_sentences(error, values.get("algorithm"))]
     if problems:
         raise ConfigError("\n".join(problems))
     return cfg
 
 
+def _sentences(error: pydantic.ValidationError, algorithm: Any) -> list[str]:
+    """One for each key; what the parts of a union ask for is joined by "or"."""
+    sentences: dict[str, str] = {}
+    for e in error.errors():
+        key = ".".join(part for part in map(str, e["loc"]) if not part.startswith(UNION_PARTS))
+        text = _sentence(key, e, algorithm)
+        if key in sentences:
+            text = f"{sentences[key]} or {text.partition(' should be ')[2]}"
+        sentences[key] = text
+    return list(sentences.values())
+
+
 def _sentence(key: str, error: Any, algorithm: Any) -> str:
     """One pydantic error as a sentence with the dotted key, the value, and what is allowed."""
-    if error["type"] == "extra_forbidden":
-        return f'unknown key "{key}"{_nearest_keys(key, algorithm)}'
-    if error["type"] == "invalid_key":
-        return f'"{key}" is no key: keys are words'
-    if error["type"] == "missing":
-        whole, _, place = key.rpartition(".")
-        return (
-            f"{whole}={error['input']} should have {int(place) + 1} values or more"
-            if place.isdigit()
-            else f"{key} is missing"
-        )
-    if error["type"] == "tuple_type":
-        return f"{key}={error['input']!r} should be values in brackets, as [1,2]"
-    if error["type"] == "too_long":
-        return f"{key}={error['input']!r} should have at most {error['ctx']['max_length']} values"
-    if error["type"] == "value_error":
-        text = str(error["ctx"]["error"])
-        return text if key in ("reward", "algorithm") else f"{key}: {text}"
-    hint = ""
-    if error["type"] == "literal_error":
-        near = registry.did_you_mean(
-            str(error["input"]),
-            error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "),
-        )
-        hint = near if "mean" in near else ""
-    return (
-        f"{key}={error['input']!r} should be {error['msg'].removeprefix('Input should be ')}{hint}"
-    )
+    match error["type"]:
+        case "extra_forbidden":
+            return f'unknown key "{key}"{_nearest_keys(key, algorithm)}'
+        case "invalid_key":
+            return f'"{key}" is not a key: keys are words'
+        case "missing":
+            return _missing(key, error["input"])
+        case "tuple_type":
+            return f"{key}={error['input']!r} should be values in brackets, as [1,2]"
+        case "too_long":
+            most = error["ctx"]["max_length"]
+            return f"{key}={error['input']!r} should have at most {most} values"
+        case "value_error":
+            text = str(error["ctx"]["error"])
+            return text if key in ("reward", "algorithm") else f"{key}: {text}"
+    allowed = error["msg"].removeprefix("Input should be ")
+    return f"{key}={error['input']!r} should be {allowed}{_nearest_value(error)}"
+
+
+def _missing(key: str, given: Any) -> str:
+    """A key, or the last values of a list, that are not there."""
+    whole, _, place = key.rpartition(".")
+    if place.isdigit():
+        return f"{whole}={given} should have {int(place) + 1} values or more"
+    return f"{key} is missing"
+
+
+def _nearest_value(error: Any) -> str:
+    """'; did you mean ...' of a misspelled choice."""
+    if error["type"] != "literal_error":
+        return ""
+    choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+    near = registry.did_you_mean(str(error["input"]), choices)
+    return near if "mean" in near else ""
 
 
 def _nearest_keys(key: str, algorithm: Any) -> str:
@@ -128,10 +131,8 @@ def _nearest_keys(key: str, algorithm: Any) -> str:
     if key.startswith("algorithm."):
         valid += [f"algorithm.{k}" for k in _keys(algorithm_schema(algorithm["name"]))]
     section, _, last = key.rpartition(".")
-    moved = [
-        k for k in valid if k.rpartition(".")[2] == last
-    ]  # the right word in the wrong section
-    if moved:
+    moved = [k for k in valid if k.rpartition(".")[2] == last]
+    if moved:  # the right word in the wrong section
         return "; did you mean " + " or ".join(f'"{k}"' for k in moved) + "?"
     siblings = [k for k in valid if k.rpartition(".")[0] == section]
     return registry.did_you_mean(key, siblings if section else valid)

@@ -1,5 +1,5 @@
-"""What a run is made of: the pydantic schema holds every default once; flowrl/config/compose.py puts files
-and overrides on top of it.
+"""What a run is made of: the pydantic schema holds every default once; flowrl/config/compose.py
+puts files and overrides on top of it.
 
 `load_config` returns a validated, frozen Config or raises ConfigError with every problem found, one
 a line. Model, algorithm, reward and data are independent groups in configs/; a YAML there states

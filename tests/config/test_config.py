@@ -346,7 +346,7 @@ def test_all_problems_are_reported_together():
             "model: shapes-sd3\n",
             'to choose a file of configs/model, write "defaults: [{override /model: shapes-sd3}]"',
         ),
-        ("1: 2\n", '"1" is no key'),
+        ("1: 2\n", '"1" is not a key'),
         ("defaults: 3\n", "defaults must be a list"),
     ],
 )
