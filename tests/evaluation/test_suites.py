@@ -10,6 +10,7 @@ import torch
 from page import Page
 from rich.console import Console
 
+from flowrl import load_policy
 from flowrl.data.prompts import load_prompts
 from flowrl.evaluation.held_out import Sampling
 from flowrl.evaluation.suites import runs
@@ -56,8 +57,9 @@ def test_a_run_is_compared_with_its_base_and_told_what_it_was_trained_on(run, ca
     assert record["peaks"]["saturation"]["last_iteration"] == 1
 
 
-def test_the_base_is_the_model_before_training(run, policy):
+def test_the_base_is_the_model_before_training(run):
     (record,) = evaluate_runs([run], "shapes", QUICK)
+    policy = load_policy("shapes-sd3", lora={"rank": 2, "alpha": 2})
     prompts = load_prompts("shapes:eval")
     want = measure(
         policy,
