@@ -7,7 +7,6 @@ sigma in [0, 1], 1 = noise, v = eps - x0.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -87,7 +86,7 @@ class Plan:
     sigma_cap: float | None = None  # Flow-SDE: stands in for a first sigma of 1
     correlation: float | None = None  # BranchGRPO's s of correlated siblings; None: independent
 
-    @property
+    @cached_property
     def edges(self) -> int:
         return self.parent.numel()
 
@@ -98,12 +97,12 @@ class Plan:
         has_child[self.parent[self.parent >= 0]] = True
         return torch.nonzero(~has_child).flatten()
 
-    @property
+    @cached_property
     def leaves(self) -> int:
         """Media that one copy of the plan yields."""
         return self.leaf_edges.numel()
 
-    @property
+    @cached_property
     def roots(self) -> int:
         return int(self.root.max()) + 1
 
@@ -223,8 +222,3 @@ class Columns:
             return self.data[name]
         except KeyError as error:
             raise AttributeError(f"no column {name!r}; there are {sorted(self.data)}") from error
-
-
-def replace(record: Any, **changes: Any) -> Any:
-    """dataclasses.replace under a name that reads well in the loop."""
-    return dataclasses.replace(record, **changes)

@@ -149,12 +149,12 @@ class Forest:
 
     def straight(self, before: Level, v: Tensor, edge: Tensor) -> Tensor:
         """ODE edges. The last edge of a path, and one without history, are first-order."""
-        history: Tensor | float = 1.0
-        if before.x0 is not None:
-            second_order = (before.sigma <= self.plan.dpm_from) & ~self.kept.is_leaf[edge]
-            history = torch.where(second_order, before.sigma_x0, 1.0)
-        sigma_next = self.plan.sigma_next[edge]
-        return dpmpp.step(v, before.x, before.sigma, sigma_next, before.x0, history)
+        x, sigma, sigma_next = before.x, before.sigma, self.plan.sigma_next[edge]
+        if before.x0 is None:  # Euler
+            return x + expand(sigma_next - sigma, x).to(x) * v
+        second_order = (sigma <= self.plan.dpm_from) & ~self.kept.is_leaf[edge]
+        history = torch.where(second_order, before.sigma_x0, 1.0)
+        return dpmpp.step(v, x, sigma, sigma_next, before.x0, history)
 
     def noisy(self, before: Level, v: Tensor, copy: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
         """SDE edges -> (states at their ends, log-prob of exactly these states)."""

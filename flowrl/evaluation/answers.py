@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from flowrl.data.prompts import Prompts
+from flowrl.data.prompts import Prompts, meta_rows
 from flowrl.report.answers import Answers
 from flowrl.rewards import RewardSet
-from flowrl.rollouts.velocity import meta_rows
 
 
 def told(

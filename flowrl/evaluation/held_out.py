@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.data.prompts import Prompts
+from flowrl.data.prompts import Prompts, meta_rows
 from flowrl.evaluation.answers import joined, told
 from flowrl.policy import Policy
 from flowrl.report.answers import Answers
 from flowrl.rewards import RewardSet, readings
 from flowrl.rollouts.generation import Solver, sample
-from flowrl.rollouts.velocity import media_of, meta_rows
+from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys
 

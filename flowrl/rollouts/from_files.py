@@ -12,13 +12,13 @@ members are scored as the VAE decodes them; its leaf is what the VAE encodes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flowrl import types
 from flowrl.data.media import image_size, read_image
 from flowrl.data.prompts import reference_of, select
 from flowrl.data.scored_dataset import Item, gather
@@ -178,7 +178,7 @@ def add_references(
     names = torch.tensor(
         [keys.key("reference", path.as_posix(), batch.text[row]) for row, path in found]
     ).to(like)
-    more = types.replace(
+    more = dataclasses.replace(
         rollout,
         states=torch.cat(states),
         state_sigma=torch.cat(
@@ -217,4 +217,4 @@ def with_references(source: Source, drawn: Drawn) -> Drawn:
         source.rewards,
         decode=source.cfg.batch.decode,
     )
-    return types.replace(drawn, rollout=rollout, rewards=rewards)
+    return dataclasses.replace(drawn, rollout=rollout, rewards=rewards)

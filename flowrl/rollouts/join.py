@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from flowrl.types import Rollout, replace
+from flowrl.types import Rollout
 
 
 def take(rollout: Rollout, rows: Tensor) -> Rollout:

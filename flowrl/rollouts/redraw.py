@@ -14,6 +14,7 @@ logged rewards. Over several processes, refill adds a multiple of their number.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from flowrl.rewards import concat as concat_rewards
 from flowrl.rollouts.join import join
 from flowrl.rollouts.records import Drawn, Source
 from flowrl.samplers import keys
-from flowrl.types import PromptBatch, Rollout, replace
+from flowrl.types import PromptBatch, Rollout
 
 Sample = Callable[..., Drawn]  # (ids, round_=0) -> one group of each prompt
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from flowrl.policy import Cond, Policy
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, tree
-from flowrl.types import Plan, PromptBatch, Rollout, replace
+from flowrl.types import Plan, PromptBatch, Rollout
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 

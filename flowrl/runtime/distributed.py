@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration, gather_object
 from torch import Tensor
 
-from flowrl.types import Rewards, replace
+from flowrl.types import Rewards
 
 
 def start(precision: str, trackers: list[str], folder: Path) -> Accelerator:
@@ -60,7 +61,7 @@ class World:
 
     def part(self, rows: int) -> slice:
         """Where this process's `rows` rows lie in what `gather` returns."""
-        before = sum(self._counts(rows)[: self.rank])
+        before = sum(self._counts(rows)[: self.rank]) if self.size > 1 else 0
         return slice(before, before + rows)
 
     def gather(self, value: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ its centre. Coordinates are pixels, x to the right, y downwards; size is half of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,14 +43,13 @@ class Object:
     size: float
 
 
-def inside(shape: str, u: Tensor, v: Tensor) -> Tensor:
-    """Whether points (u, v), in units of the half-size around the centre of the bounding box, are
-    in the shape -> bool. Triangles point up."""
-    if shape == "circle":
-        return u.square() + v.square() <= 1
-    if shape == "square":
-        return (u.abs() <= 1) & (v.abs() <= 1)
-    return (u.abs() <= (v + 1) / 2) & (v <= 1)
+# Shape -> whether points (u, v), in units of the half-size around the centre of the bounding box, are
+# in it. Triangles point up.
+INSIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "circle": lambda u, v: u.square() + v.square() <= 1,
+    "square": lambda u, v: (u.abs() <= 1) & (v.abs() <= 1),
+    "triangle": lambda u, v: (u.abs() <= (v + 1) / 2) & (v <= 1),
+}
 
 
 def render(scene: list[Object], *, supersample: int = 4) -> Tensor:
@@ -60,7 +60,7 @@ def render(scene: list[Object], *, supersample: int = 4) -> Tensor:
     y, x = torch.meshgrid(grid, grid, indexing="ij")
     image = torch.ones(3, PIXELS, PIXELS)
     for o in scene:
-        mask = inside(o.shape, (x - o.x) / o.size, (y - o.y) / o.size).float()
+        mask = INSIDE[o.shape]((x - o.x) / o.size, (y - o.y) / o.size).float()
         alpha = mask.reshape(PIXELS, supersample, PIXELS, supersample).mean((1, 3))
         image = image * (1 - alpha) + torch.tensor(COLORS[o.color])[:, None, None] * alpha
     return image

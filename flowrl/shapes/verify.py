@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowrl.shapes.scenes import COLORS, PIXELS, RELATIONS, SHAPES, inside
+from flowrl.shapes.scenes import COLORS, INSIDE, PIXELS, RELATIONS, SHAPES
 
 COVERED = 0.5  # a pixel belongs to an object from this coverage on
 SAME_COLOR = 0.92  # cosine with the colour's direction from white
@@ -128,7 +128,7 @@ def _recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, flo
     width, height = (right - left).float(), (bottom - top).float()
     u = ((xs + 0.5 - left[:, None]) / width[:, None] * 2 - 1)[:, None, :].expand(masks.shape)
     v = ((ys + 0.5 - top[:, None]) / height[:, None] * 2 - 1)[:, :, None].expand(masks.shape)
-    ideal = [inside(s, u, v) & (u.abs() <= 1) & (v.abs() <= 1) for s in SHAPES]
+    ideal = [INSIDE[s](u, v) & (u.abs() <= 1) & (v.abs() <= 1) for s in SHAPES]
     iou, shape = _overlap(masks, torch.stack(ideal, 1)).max(1)
     enough = torch.tensor([OVERLAP[s] for s in SHAPES], device=masks.device)
     squareness = torch.minimum(width, height) / torch.maximum(width, height)

@@ -4,6 +4,7 @@ order, a still as a video."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from flowrl.rewards.checks.examples import Example
 from flowrl.rewards.checks.order import GOOD
 from flowrl.rewards.checks.pictures import attacks
 from flowrl.rewards.checks.subject import Finding, Subject, Verdict, deviation, middle
-from flowrl.types import replace
 
 
 def attacked(subject: Subject) -> list[Finding]:

@@ -8,7 +8,7 @@ picture does not fulfil, different from its own in one attribute.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from flowrl.rewards.core.files import with_meta
 from flowrl.shapes import clip, verify
 from flowrl.shapes.prompts import Prompt, all_prompts, find, scene
 from flowrl.shapes.scenes import PIXELS, RELATIONS, Object, render
-from flowrl.types import MediaContext, replace
+from flowrl.types import MediaContext
 
 TASKS = (  # a round of eight; relations are the hardest, and come in four kinds
     "position",

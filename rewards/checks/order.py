@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch import Tensor
 from flowrl.rewards.checks.examples import Example, NearMiss
 from flowrl.rewards.checks.pictures import attacks
 from flowrl.rewards.checks.subject import Finding, Subject, Verdict, gap
-from flowrl.types import replace
 
 CHANCE, GOOD = 0.05, 0.75
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrl.rewards import Reward, load_set, score
 from flowrl.rewards.checks.examples import Example, context_of
 from flowrl.rewards.checks.pictures import NOTHING, RECODINGS, recoded
-from flowrl.types import MediaContext, replace
+from flowrl.types import MediaContext
 
 CHUNK = 16  # examples scored at once
 ROUNDING = 1e-5  # of the largest score: what the order of fp32 sums may change

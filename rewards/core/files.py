@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from flowrl.data.samples import Sample
 from flowrl.data.scored_folder import Scored
 from flowrl.rewards import RewardBug, RewardSet, RewardUnavailable, check_needs, score
 from flowrl.rewards.core.score import check_meta
-from flowrl.types import MediaContext, replace
+from flowrl.types import MediaContext
 
 WAITING = 4  # chunks of images, of all sizes, that are held until one size fills a chunk
 

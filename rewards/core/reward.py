@@ -321,24 +321,3 @@ def _sentence(problem: Mapping[str, Any], schema: type[Settings], prefix: str) -
         about = f" ({field.description.rstrip('.')})" if field and field.description else ""
         return f'the setting "{key}" is missing; give {prefix}{key}=VALUE{about}'
     return f"{key}={problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
-
-
-def check_columns(rewards: Mapping[str, Reward], columns: Iterable[str]) -> None:
-    """Every column that a reward declares must be offered; see flowrl.rewards.check_needs."""
-    offered = set(columns)
-    for label, reward in rewards.items():
-        for column in sorted(reward.needs):
-            if column not in COLUMNS:
-                raise RewardBug(
-                    f'reward "{label}" needs "{column}", which is not a context'
-                    f" column{did_you_mean(column, COLUMNS)}"
-                )
-            if column not in offered:
-                have = ", ".join(sorted(offered)) or "none"
-                origin = ORIGINS.get(column, "no data file brings it")
-                remedy = f"{reward.remedies[column]}, " if column in reward.remedies else ""
-                raise ValueError(
-                    f'reward "{label}" needs the context column "{column}", which is not provided'
-                    f" (provided: {have}); {origin}: {remedy}score in Python with"
-                    f" MediaContext({column}=...), or leave this reward out"
-                )

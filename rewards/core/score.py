@@ -18,13 +18,15 @@ from torch import Tensor
 
 from flowrl.data.prompts import Prompts
 from flowrl.rewards.core.reward import (
+    COLUMNS,
+    ORIGINS,
     FunctionReward,
     Reward,
     RewardBug,
     RewardUnavailable,
-    check_columns,
     load,
 )
+from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext, Rewards
 
 Spec = Mapping[str, "float | Mapping[str, Any] | Reward | Callable[..., Tensor]"]
@@ -134,6 +136,27 @@ def _as_reward(label: str, given: Any) -> Reward:
     return given if isinstance(given, Reward) else FunctionReward(given, label)
 
 
+def check_columns(rewards: Mapping[str, Reward], columns: Iterable[str]) -> None:
+    """Every column that a reward declares must be offered; see flowrl.rewards.check_needs."""
+    offered = set(columns)
+    for label, reward in rewards.items():
+        for column in sorted(reward.needs):
+            if column not in COLUMNS:
+                raise RewardBug(
+                    f'reward "{label}" needs "{column}", which is not a context'
+                    f" column{did_you_mean(column, COLUMNS)}"
+                )
+            if column not in offered:
+                have = ", ".join(sorted(offered)) or "none"
+                origin = ORIGINS.get(column, "no data file brings it")
+                remedy = f"{reward.remedies[column]}, " if column in reward.remedies else ""
+                raise ValueError(
+                    f'reward "{label}" needs the context column "{column}", which is not provided'
+                    f" (provided: {have}); {origin}: {remedy}score in Python with"
+                    f" MediaContext({column}=...), or leave this reward out"
+                )
+
+
 def check_needs(rewards: Spec | RewardSet, columns: Iterable[str]) -> None:
     """At start-up: every context column that a reward declares is among columns, else ValueError
     with reward and column."""
@@ -156,14 +179,17 @@ def score(
     """
     # Refuse what no reward can score.
     media = check_media(media, prompts)
-    chosen = load_set(rewards).to(media.device)
+    chosen = rewards if isinstance(rewards, RewardSet) else load_set(rewards)
+    chosen = chosen.to(media.device)
     context = MediaContext() if context is None else context
     given = [field.name for field in fields(context) if getattr(context, field.name) is not None]
     check_columns(chosen.rewards, given)
     check_kind(chosen.rewards, media, prompts)
     # Each reward in turn, on samples whose pixels are finite.
     samples, rows = Samples(media=media, prompts=prompts, context=context), _visible(media)
-    raw, errors = {}, _hidden(len(prompts) - len(rows), len(prompts))
+    raw, errors = {}, []
+    if hidden := len(prompts) - len(rows):
+        errors = [f"media: {hidden} of {len(prompts)} samples hold NaN or inf pixels"]
     for label, reward in chosen.rewards.items():
         values, problem = _evaluate(label, reward, samples, rows)
         raw[label] = values.masked_fill(~values.isfinite(), math.nan)
@@ -304,11 +330,6 @@ def _visible(media: Tensor) -> Tensor:
     return torch.nonzero(media.flatten(1).isfinite().all(1).cpu()).flatten()
 
 
-def _hidden(hidden: int, count: int) -> list[str]:
-    """A sentence about samples that no reward is shown, if there are any."""
-    return [f"media: {hidden} of {count} samples hold NaN or inf pixels"] if hidden else []
-
-
 def _unscored(samples: Samples) -> Tensor:
     """NaN for each sample (B,)."""
     return torch.full((len(samples.prompts),), math.nan, device=samples.media.device)
@@ -321,8 +342,9 @@ def _evaluate(
     values, place = _unscored(samples), rows.to(samples.media.device)
     if not len(rows):
         return values, None
+    shown = samples if len(rows) == len(samples.prompts) else samples.take(rows)
     try:
-        values[place] = _checked(label, reward, samples.take(rows))
+        values[place] = _checked(label, reward, shown)
         broke = None
     except (RewardBug, RewardUnavailable):
         raise

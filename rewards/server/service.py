@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards import RewardSet, RewardUnavailable, score
-from flowrl.rewards.core.reward import check_columns
-from flowrl.rewards.core.score import check_kind, check_media
+from flowrl.rewards.core.score import check_columns, check_kind, check_media
 from flowrl.rewards.server import wire
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext, Rewards

@@ -18,7 +18,7 @@ from typing_extensions import TypeIs
 
 from flowrl.algorithms.common.base import Anchor, Credit
 from flowrl.algorithms.common.forward import ForwardConfig
-from flowrl.algorithms.common.transitions import TransitionConfig
+from flowrl.algorithms.common.transition_config import TransitionConfig
 from flowrl.config.schema import Config, algorithm_schema
 from flowrl.rewards import reward_class
 from flowrl.runtime.read_when import as_yaml, conditions

@@ -1,12 +1,14 @@
 """Credit by hand, by invariance, and through trees."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flowrl import advantages as credit
 from flowrl.advantages import trees
 from flowrl.samplers import keys, plan, sigmas, tree
-from flowrl.types import Rewards, replace
+from flowrl.types import Rewards
 
 GRID = sigmas.shifted(6, 3)
 R = torch.tensor([1.0, 2.0, 3.0, 10.0, 10.0, 40.0])

@@ -2,6 +2,7 @@
 forwards, adaptive windows."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pydantic
@@ -23,7 +24,7 @@ from flowrl import advantages as credit
 from flowrl.algorithms.grpo import ALGORITHM
 from flowrl.samplers import plan as plans
 from flowrl.training import gradient as objective
-from flowrl.types import Advantages, replace
+from flowrl.types import Advantages
 
 NAN = float("nan")
 DEPTH_TWO = {

@@ -1,6 +1,7 @@
 """GRPO: at the behaviour policy, by hand, against closed forms, and learning."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pydantic
@@ -24,7 +25,7 @@ from flowrl.config import build
 from flowrl.config.load import load_config
 from flowrl.samplers import plan, sigmas
 from flowrl.training.checks import check_batch
-from flowrl.types import Columns, replace
+from flowrl.types import Columns
 
 
 def make(**options):

@@ -1,5 +1,7 @@
 """DiffusionNFT: the identities of its loss, its noise levels and decays, and learning."""
 
+from dataclasses import replace
+
 import pydantic
 import pytest
 import torch
@@ -22,7 +24,7 @@ from toy import (
 
 from flowrl.algorithms.nft import ALGORITHM, x0_error
 from flowrl.samplers import sigmas
-from flowrl.types import Columns, replace
+from flowrl.types import Columns
 
 
 def make(**options):

@@ -2,6 +2,7 @@
 the weights of steps."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from flowrl.algorithms.grpo import ALGORITHM
 from flowrl.config.load import load_config
 from flowrl.samplers import keys, sigmas
 from flowrl.training import gradient as objective
-from flowrl.types import Columns, Transition, replace
+from flowrl.types import Columns, Transition
 
 RATIOS = ("ppo", "log", "guard", "sequence")
 

@@ -2,6 +2,7 @@
 reference, and learning."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 from toy import Fixed, ToyPolicy, in_fp64, learn, noised, prepared, slope
 
 from flowrl.algorithms.crd import ALGORITHM
-from flowrl.types import Columns, replace
+from flowrl.types import Columns
 
 
 def make(**options):

@@ -2,13 +2,14 @@
 rule gives where nothing branches."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from flowrl import advantages as credit
 from flowrl.samplers import keys, plan, sigmas, tree
-from flowrl.types import Rewards, replace
+from flowrl.types import Rewards
 
 GRID = sigmas.shifted(6, 3)
 NAN = math.nan

@@ -2,6 +2,7 @@
 guidance, and learning."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from toy import GRID, SAMPLER, Fixed, ToyPolicy, in_fp64, learn, noised, prepare
 
 from flowrl.algorithms.dgpo import ALGORITHM
 from flowrl.samplers import sigmas
-from flowrl.types import Columns, replace
+from flowrl.types import Columns
 
 PRESET = yaml.safe_load((Path(__file__).parents[2] / "configs/algorithm/dgpo.yaml").read_text())
 

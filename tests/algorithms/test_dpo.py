@@ -2,6 +2,7 @@
 learning."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 from toy import GRID, SAMPLER, Fixed, ToyPolicy, backward, in_fp64, learn, noised, prepared, slope
 
 from flowrl.algorithms.dpo import ALGORITHM
-from flowrl.types import Advantages, Columns, replace
+from flowrl.types import Advantages, Columns
 
 
 def make(**options):

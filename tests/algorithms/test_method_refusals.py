@@ -15,6 +15,7 @@ from flowrl.algorithms.nft import ALGORITHM as NFT
 from flowrl.config.compose import ConfigError
 from flowrl.config.load import load_config
 from flowrl.data import media
+from flowrl.rollouts import draw
 from flowrl.runtime.log import logger
 from flowrl.training import checks
 

@@ -1,5 +1,7 @@
 """Pref-GRPO: win rates within a group in place of rewards."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from toy import ToyPolicy, advantages_of, rewards_of, roll_out
@@ -8,7 +10,7 @@ from flowrl.advantages import group_relative, win_rate
 from flowrl.algorithms.grpo import ALGORITHM as GRPO
 from flowrl.config.load import load_config
 from flowrl.rewards import load, score
-from flowrl.types import MediaContext, Rewards, replace
+from flowrl.types import MediaContext, Rewards
 
 GROUP = torch.tensor([0, 0, 0, 1, 1, 1, 1])
 
@@ -113,5 +115,5 @@ def test_what_another_reward_could_not_judge_enters_no_win_rate():
     valid = torch.tensor([True, True, True, False])
     total = (raw["a"] + raw["b"]).where(valid, torch.nan)
     rewards = Rewards(raw=raw, weights={"a": 1.0, "b": 1.0}, total=total, valid=valid)
-    found = GRPO(GRPO.Config(outcome="win_rate")).outcome(rewards, torch.zeros(4))
+    found = GRPO(GRPO.Config(outcome="win_rate")).win_rates(rewards, torch.zeros(4))
     assert found.raw["a"][:3].tolist() == [0.0, 0.5, 1.0] and found.raw["a"][3].isnan()

@@ -7,7 +7,7 @@ import torch
 from page import Page
 
 from flowrl import load_policy
-from flowrl.data.prompts import load_prompts
+from flowrl.data.prompts import load_prompts, meta_rows
 from flowrl.evaluation import held_out
 from flowrl.evaluation.held_out import Sampling
 from flowrl.evaluation.record import add_row
@@ -15,7 +15,6 @@ from flowrl.evaluation.suites import measure as suite_measure
 from flowrl.evaluation.suites.measure import Journal, measure
 from flowrl.report import run_page
 from flowrl.rewards import load_set, readings
-from flowrl.rollouts.velocity import meta_rows
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from flowrl.samplers import keys, sigmas, tree
 from flowrl.training import gradient as objective
-from flowrl.types import Columns, Rewards, expand, replace
+from flowrl.types import Columns, Rewards, expand
 
 GRID = sigmas.shifted(8, 3)
 SAMPLER = SimpleNamespace(eta=0.7, init_noise="sample")

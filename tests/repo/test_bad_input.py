@@ -325,7 +325,7 @@ def trainer(tmp_path, reward, **changes):
     made = small.trainer(
         tmp_path / "run", data__eval="null", guard__check_rewards="false", **changes
     )
-    made.rewards = load_set({"custom": reward})
+    small.use_rewards(made, load_set({"custom": reward}))
     return made
 
 
@@ -346,7 +346,7 @@ def test_nan_for_one_sample_is_counted_and_training_goes_on(tmp_path):
         assert it.metrics["reward/invalid"] == 1 and it.rewards.valid.tolist().index(False) == 3
         assert math.isfinite(it.metrics["reward/total"]) and it.metrics["policy/grad_norm"] > 0
         assert it.metrics["policy/rows"] == 19 * 2  # two noise levels a valid sample
-    assert all(torch.isfinite(p).all() for p in made.parameters.values())
+    assert all(torch.isfinite(p).all() for p in made.parts.weights.parameters.values())
 
 
 def test_a_reward_that_raises_for_few_samples_is_retried_counted_and_training_goes_on(tmp_path):
@@ -360,15 +360,15 @@ def test_a_reward_that_raises_for_few_samples_is_retried_counted_and_training_go
         return spread(media)
 
     made = trainer(tmp_path, reward, batch__prompts="4", batch__group="5", iterations="2")
-    start = {name: p.detach().clone() for name, p in made.parameters.items()}
+    start = {name: p.detach().clone() for name, p in made.parts.weights.parameters.items()}
     for it in made:
         assert it.metrics["reward/invalid"] == 1 and it.rewards.valid.tolist().index(False) == 3
         assert it.rewards.errors == [
             "custom: OSError: the server is gone (in a chunk of 20; tried one at a time, 1 failed)"
         ]
         assert it.metrics["policy/rows"] == 19 * 2 and it.metrics["policy/grad_norm"] > 0
-    assert calls == ([20] + [1] * 20) * 2 and made.step == 2
-    assert any(not torch.equal(p, start[name]) for name, p in made.parameters.items())
+    assert calls == ([20] + [1] * 20) * 2 and made.learner.step == 2
+    assert any(not torch.equal(p, start[name]) for name, p in made.parts.weights.parameters.items())
 
 
 def test_a_group_without_a_valid_sample_gives_no_gradient_rows(tmp_path):

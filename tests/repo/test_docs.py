@@ -224,7 +224,7 @@ def test_files_that_a_page_names_exist(page):
         "rewards/NAME.py",
         "flowrl/algorithms/rloo.py",
         "configs/algorithm/rloo.yaml",
-        "tests/test_rloo.py",
+        "tests/algorithms/test_rloo.py",
     }
     missing = [path for path in named if path not in invented and not (ROOT / path).exists()]
     assert not missing, f"{page} names {missing}"

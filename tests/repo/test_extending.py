@@ -17,6 +17,7 @@ import flowrl.algorithms
 import flowrl.configs
 from flowrl.algorithms.grpo import GRPO, GRPOConfig
 from flowrl.config import load, schema
+from flowrl.config.compose import ConfigError
 from flowrl.runtime import registry
 
 PAGE = PAGES["docs/extending.md"]
@@ -57,7 +58,7 @@ def test_the_page_holds_one_file_of_each_kind_and_names_are_enough_to_find_them(
     assert list(FILES) == [
         "flowrl/algorithms/rloo.py",
         "configs/algorithm/rloo.yaml",
-        "tests/test_rloo.py",
+        "tests/algorithms/test_rloo.py",
         "docs/algorithms/rloo.md",
     ]
     assert "rloo" in registry.choices("flowrl.algorithms") and "rloo" in schema.options("algorithm")
@@ -67,7 +68,7 @@ def test_the_page_holds_one_file_of_each_kind_and_names_are_enough_to_find_them(
         and cfg.algorithm["kl_weight"] == 0.1
         and cfg.algorithm["std"] is None
     )
-    with pytest.raises(schema.ConfigError, match="algorithm.std"):
+    with pytest.raises(ConfigError, match="algorithm.std"):
         load.load_config(None, ["algorithm=rloo", "algorithm.std=group"])
 
 
@@ -98,7 +99,7 @@ def test_it_trains_with_the_loop_and_logs_what_its_page_says(tmp_path):
     made = small.trainer(
         tmp_path / "run", "rloo", iterations="2", data__eval="null", algorithm__kl_weight="0.1"
     )
-    before = {name: p.detach().clone() for name, p in made.parameters.items()}
+    before = {name: p.detach().clone() for name, p in made.parts.weights.parameters.items()}
     for it in made:
         assert it.metrics["policy/rows"] == 2 * 2 * 3  # prompts x group x steps before the last
         assert (
@@ -109,12 +110,15 @@ def test_it_trains_with_the_loop_and_logs_what_its_page_says(tmp_path):
         and "policy/clip_fraction" not in it.metrics
         and "policy/winner_gain" in it.metrics
     )
-    assert any(not torch.equal(p, before[name]) for name, p in made.parameters.items())
+    assert any(
+        not torch.equal(p, before[name]) for name, p in made.parts.weights.parameters.items()
+    )
     assert [line["iteration"] for line in small.lines(tmp_path / "run")] == [1, 2]
 
 
 def test_the_tests_of_the_page_pass(checkout):
-    spec = importlib.util.spec_from_file_location("test_rloo", checkout / "tests" / "test_rloo.py")
+    path = checkout / "tests/algorithms/test_rloo.py"
+    spec = importlib.util.spec_from_file_location("test_rloo", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = [value for name, value in vars(module).items() if name.startswith("test_")]
@@ -134,7 +138,7 @@ def test_commands_compose_and_their_plans_fit_the_batch():
 
 def test_the_configuration_page_takes_it_up():
     text = (
-        load_script("config_reference")
+        load_script("docs/config_reference")
         .page()
         .split("### algorithm.name = rloo\n")[1]
         .split("\n### ")[0]

@@ -1,6 +1,8 @@
 """Samples drawn in rounds: fresh prompts for flat groups, more samples until a group is balanced,
 and several rollouts joined into one."""
 
+from dataclasses import replace
+
 import pytest
 import small
 import torch
@@ -12,7 +14,7 @@ from flowrl.rollouts import draw, join, redraw
 from flowrl.rollouts.records import Drawn
 from flowrl.samplers import keys, tree
 from flowrl.training import build
-from flowrl.types import PromptBatch, replace
+from flowrl.types import PromptBatch
 
 
 def grow(policy, rows, copies=None):

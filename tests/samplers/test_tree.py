@@ -2,13 +2,14 @@
 log-probs."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from flowrl.samplers import dpmpp, flow_sde, keys, plan, sde, sigmas, tree
-from flowrl.types import Transition, expand, replace
+from flowrl.types import Transition, expand
 
 T = 8
 GRID = sigmas.shifted(T, 3)

@@ -167,7 +167,9 @@ def test_evaluation_uses_averaged_weights_and_leaves_the_own_ones(tmp_path, monk
         small.trainer(tmp_path / "run", iterations="2", ema__decay="0.5", optimizer__lr="1e-2"),
         [],
     )
-    monkeypatch.setattr(made.parts.weights.ema, "step", lambda: None)  # the average stays where training began
+    monkeypatch.setattr(
+        made.parts.weights.ema, "step", lambda: None
+    )  # the average stays where training began
     start, evaluate = own(made), outputs.held_out.evaluate
     monkeypatch.setattr(
         outputs.held_out, "evaluate", lambda *a, **k: used.append(own(made)) or evaluate(*a, **k)
@@ -275,7 +277,11 @@ def test_a_poisoned_weight_gives_a_nonfinite_norm(tmp_path):
     made.algorithm.score = lambda *a: {k: v * math.inf for k, v in score(*a).items()}
     start = own(made)
     (it,) = list(made)
-    assert it.metrics["policy/skipped"] == 1 and made.learner.step == 0 and torch.equal(own(made), start)
+    assert (
+        it.metrics["policy/skipped"] == 1
+        and made.learner.step == 0
+        and torch.equal(own(made), start)
+    )
 
 
 @pytest.mark.parametrize(("decay", "expected"), [(0, 0.0), (1, 0.001)])

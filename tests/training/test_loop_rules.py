@@ -127,7 +127,13 @@ def test_the_gradient_is_clipped_and_the_rate_of_the_schedule_is_applied(tmp_pat
 
     def spy():
         norms.append(
-            torch.cat([p.grad.flatten() for p in made.parts.weights.parameters.values() if p.grad is not None])
+            torch.cat(
+                [
+                    p.grad.flatten()
+                    for p in made.parts.weights.parameters.values()
+                    if p.grad is not None
+                ]
+            )
             .norm()
             .item()
         )

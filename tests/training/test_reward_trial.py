@@ -304,7 +304,10 @@ def test_the_noise_outlives_a_resume(tmp_path, caplog):
         small.config(made.path, data__eval="null", batch__group="4", iterations="3"),
         resume=made.path,
     )
-    assert again.noise_watch.noise == made.noise_watch.noise and 2e-4 < again.noise_watch.noise["narrow"] < 1e-2
+    assert (
+        again.noise_watch.noise == made.noise_watch.noise
+        and 2e-4 < again.noise_watch.noise["narrow"] < 1e-2
+    )
     small.use_rewards(again, narrowing(factor))
     factor[0] = 0.0
     list(again)

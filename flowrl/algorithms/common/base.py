@@ -20,6 +20,7 @@ _forward.py.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
@@ -27,7 +28,6 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 from torch import Tensor
 
 from flowrl import advantages as credit
-from flowrl import types
 from flowrl.runtime.read_when import read_when
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout
 
@@ -144,8 +144,9 @@ class Algorithm:
         """(B,) fp32 from the rewards and groups of the whole iteration, over all processes; NaN:
         failed. The config is a Credit."""
         c = self.config
+        scored = rewards if c.outcome == "reward" else self.win_rates(rewards, group)
         adv = credit.combine(
-            self.outcome(rewards, group),
+            scored,
             group,
             how=c.combine,
             std=c.std,
@@ -157,16 +158,13 @@ class Algorithm:
             adv = torch.where(credit.best_worst(adv, group, c.keep), adv, self.left_out)
         return torch.where(rewards.valid, adv, torch.nan)
 
-    def outcome(self, rewards: Rewards, group: Tensor) -> Rewards:
-        """What credit starts from: the rewards, or win rates within groups, of each reward and of
-        their sum."""
-        if self.config.outcome == "reward":
-            return rewards
+    def win_rates(self, rewards: Rewards, group: Tensor) -> Rewards:
+        """Win rates within groups, of each reward and of their sum, in place of the rewards."""
         raw = {
             label: credit.win_rate(value.masked_fill(~rewards.valid, float("nan")), group)
             for label, value in rewards.raw.items()
         }
-        return types.replace(rewards, raw=raw, total=credit.win_rate(rewards.total, group))
+        return dataclasses.replace(rewards, raw=raw, total=credit.win_rate(rewards.total, group))
 
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
         """Credit of this process's leaves and transitions from its leaf advantages (B,)."""
@@ -214,9 +212,9 @@ class Algorithm:
 class Anchored(Algorithm):
     """An algorithm whose config is an Anchor: `anchor` names the view it is held to."""
 
-    @property
-    def anchor(self) -> str:
-        return "reference" if self.config.reference == "frozen" else "anchor"
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.anchor = "reference" if config.reference == "frozen" else "anchor"
 
     def check_anchor(self) -> None:
         """ValueError where a reference is chosen that the loss would not read."""

@@ -42,6 +42,7 @@ class TransitionMethod(base.Anchored):
     def __init__(self, config: TransitionConfig):
         super().__init__(config)
         self.needs = frozenset({"log_prob"} | self.anchor_needs(self.compares_reference))
+        self.windowed = windowed(config)
         self.planned: tuple[object, Plan] | None = None  # settings of the newest plan, and the plan
 
     # ------------------------------------------------------------------ what is walked
@@ -49,7 +50,7 @@ class TransitionMethod(base.Anchored):
     def plan(self, sigmas: Tensor, *, sampler: base.Sampler, iteration: int, seed: int) -> Plan:
         """The plan of an iteration; the same object as long as its window stays where it is."""
         start = 0
-        if windowed(self.config):
+        if self.windowed:
             start = window_start(
                 self.config, len(sigmas) - 1, iteration=iteration, seed=seed, memory=self.memory
             )
@@ -69,14 +70,15 @@ class TransitionMethod(base.Anchored):
     # ------------------------------------------------------------------ credit
 
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
-        """z-scores, or the outcome itself where the credit rule has statistics of its own; NaN of
-        an invalid sample."""
-        own = self.config.credit in OWN_STATISTICS and self.config.combine == "rewards"
-        return (
-            torch.where(rewards.valid, self.outcome(rewards, group).total, torch.nan)
-            if own
-            else super().leaf_advantages(rewards, group)
-        )
+        """z-scores, or the outcome itself where the credit rule has statistics of its own.
+
+        NaN of an invalid sample.
+        """
+        c = self.config
+        if c.credit not in OWN_STATISTICS or c.combine != "rewards":
+            return super().leaf_advantages(rewards, group)
+        scored = rewards if c.outcome == "reward" else self.win_rates(rewards, group)
+        return torch.where(rewards.valid, scored.total, torch.nan)
 
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
         """Invalid samples have leaf NaN or 0 and enter no transition."""
@@ -119,11 +121,9 @@ class TransitionMethod(base.Anchored):
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
         assert rollout.log_prob is not None and advantages.transition is not None
-        kept = (
-            rollout.trained
-            & self.chosen(rollout, advantages)
-            & self._drawn(rollout, seed, iteration)
-        )
+        kept = rollout.trained & self.chosen(rollout, advantages)
+        if self.config.timestep_fraction < 1:
+            kept &= self.drawn(rollout, seed, iteration)
         if self.config.plan == "branch" and self.config.prune.active:
             kept &= ~pruned(
                 self.config.prune,
@@ -151,11 +151,8 @@ class TransitionMethod(base.Anchored):
         """(N,) bool: transitions with a signal."""
         return advantages.transition != 0
 
-    def _drawn(self, rollout: Rollout, seed: int, iteration: int) -> Tensor:
-        """DanceGRPO: a random floor(fraction * K) of the K trained transitions of each sample ->
-        (N,) bool."""
-        if self.config.timestep_fraction == 1:
-            return torch.ones_like(rollout.trained)
+    def drawn(self, rollout: Rollout, seed: int, iteration: int) -> Tensor:
+        """DanceGRPO: floor(fraction * K) of each sample's K trained transitions -> (N,) bool."""
         top = samples(rollout)
         draw = keys.uniform(keys.key("timesteps", seed, iteration, rollout.noise_key))
         order = draw.argsort()
@@ -195,10 +192,8 @@ class TransitionMethod(base.Anchored):
         latent dim when it has a weight."""
         y, c = rollout.states[batch.dst], self.config
         step, v = self.transition(policy, rollout, batch)
-        scores = {
-            "log_prob": sde.log_prob(rollout.plan, step, y),
-            **self.more_scores(rollout, batch, step, y),
-        }
+        scores = {"log_prob": sde.log_prob(rollout.plan, step, y)}
+        scores |= self.more_scores(rollout, batch, step, y)
         if self.anchor not in self.needs:
             return scores
         with torch.no_grad(), policy.view(self.anchor):

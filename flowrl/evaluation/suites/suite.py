@@ -8,7 +8,7 @@ scores.py holds the statistics.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ from flowrl.rewards import RewardSet, check_needs, load_set, parse_words
 from flowrl.rewards.core.reward import Settings, parse
 from flowrl.rewards.core.score import check_meta
 from flowrl.runtime.registry import did_you_mean
-from flowrl.types import replace
 
 BY_QUESTION = "checklist"  # as a category: the dimension of each question
 

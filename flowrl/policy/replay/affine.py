@@ -8,11 +8,10 @@ special case.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from flowrl.policy.replay.arguments import Affine
 from flowrl.policy.replay.record import UnreplayableError
 
 BASE = 64
@@ -37,52 +36,6 @@ def patterns(rows: int, shape: tuple[int, ...], unit: float = 1.0) -> dict[str, 
         out[f"digit{k}"] = (index // BASE**k % BASE).float()
     out["noise"] = (BASE - 1) * torch.rand(rows, *shape, generator=torch.Generator().manual_seed(0))
     return {k: unit * v for k, v in out.items()}
-
-
-@dataclass
-class Affine:
-    """out viewed as (blocks, rows, D): copies of the batch, in which each row has `repeats` entries
-    of shape `shape` that follow one another."""
-
-    blocks: int
-    repeats: int
-    shape: tuple[int, ...]  # of one entry of out
-    index: Tensor | None  # (D,) into the flattened input row; None: the input row as it is
-    scale: Tensor  # (D,) fp64, 0 where out does not depend on the input; () where it is one number
-    const: Tensor | None  # (blocks, rows, D) of the recorded run; None: zero
-
-    def __call__(
-        self, x: Tensor, const: Tensor | None = None, factor: Tensor | None = None
-    ) -> Tensor:
-        """One block: x (n, *L) -> (n * repeats, *shape). const (n, D) replaces the recorded one;
-        factor (n, 1) or () multiplies the scale."""
-        y = x.reshape(x.shape[0], -1)
-        if self.index is not None:
-            y = y.index_select(1, self.index.to(x.device))
-        if self.scale.ndim or self.scale.item() != 1.0:
-            y = y * self.scale.to(x)
-        if factor is not None:
-            y = y * factor
-        if const is not None:
-            y = y + const
-        return y.reshape(x.shape[0] * self.repeats, *self.shape)
-
-    def inverse(self, y: Tensor, shape: tuple[int, ...], const: Tensor | None = None) -> Tensor:
-        """Solve for the input row, (n, *shape); needs a bijection (`invertible`)."""
-        z = y.reshape(y.shape[0], -1)
-        if const is not None:
-            z = z - const
-        z = z / self.scale.to(z)
-        if self.index is not None:
-            z = z.index_select(1, self.index.argsort().to(y.device))
-        return z.reshape(-1, *shape)
-
-    def invertible(self, numel: int) -> bool:
-        """Whether each of the `numel` entries of an input row is in the output, once."""
-        index = torch.arange(numel) if self.index is None else self.index.cpu()
-        if index.numel() != numel or not bool((self.scale != 0).all()):
-            return False
-        return bool((index.sort().values == torch.arange(numel)).all())
 
 
 def solve(out: dict[str, Tensor], rows: int, shape: tuple[int, ...], what: str) -> Affine:

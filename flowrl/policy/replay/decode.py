@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.policy.replay.affine import Affine, patterns, solve
+from flowrl.policy.replay.affine import patterns, solve
+from flowrl.policy.replay.arguments import Affine
 from flowrl.policy.replay.probe import RECORD, Prober
 from flowrl.policy.replay.record import UnreplayableError, replaced
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.policy.replay.affine import Affine, patterns, solve
-from flowrl.policy.replay.arguments import CallPlan, Rows, Slot, get
+from flowrl.policy.replay.affine import patterns, solve
+from flowrl.policy.replay.arguments import Affine, CallPlan, Rows, Slot, get
 from flowrl.policy.replay.call import Regime, Replay
 from flowrl.policy.replay.classify import Leaf, differs, fit_time, leaves, name
 from flowrl.policy.replay.coords import Coords, radius
