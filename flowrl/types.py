@@ -25,6 +25,16 @@ def expand(value: Tensor, like: Tensor) -> Tensor:
     return value.reshape(value.shape + (1,) * (like.ndim - value.ndim))
 
 
+def fp64(like: Tensor, *values: Tensor | float) -> list[Tensor]:
+    """Values in fp64 on like's device, each (B, *L), (B,) or (), broadcasting against like (B, *L).
+
+    A step computes in fp64 and rounds once: its coefficients are differences of nearly equal
+    numbers. (Apple's GPUs have no fp64; there it is fp32.)
+    """
+    exact = torch.float32 if like.device.type == "mps" else torch.float64
+    return [expand(torch.as_tensor(v, dtype=exact, device=like.device), like) for v in values]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
     """Gaussian p(y | x) of one sampling step."""

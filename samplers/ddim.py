@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from flowrl.samplers.common.scalars import combine, fp32, fp64
-from flowrl.types import Transition
+from flowrl.types import Transition, fp64
 
 
 def transition(
@@ -16,18 +15,16 @@ def transition(
     A variance-preserving x_vp = a x0 + b eps, a^2 + b^2 = 1, is the flow x = x_vp / (a + b) at
     sigma = b / (a + b).
     v, x: (B, *L) in flow coordinates, v = eps - x0. 0 <= sigma_next < sigma <= 1, shaped () or
-    (B,). eta in [0, 1]. Coefficients in fp64.
+    (B,). eta in [0, 1].
     """
-    sigma, sigma_next, eta = fp64(x, sigma, sigma_next, eta)
-    norm2, norm2_next = (
-        (1 - sigma) ** 2 + sigma**2,
-        (1 - sigma_next) ** 2 + sigma_next**2,
-    )  # 1 / (a + b)^2
+    v, x, sigma, sigma_next, eta = fp64(x, v, x, sigma, sigma_next, eta)
+    norm2 = (1 - sigma) ** 2 + sigma**2  # 1 / (a + b)^2
+    norm2_next = (1 - sigma_next) ** 2 + sigma_next**2
     a2, a2_next = (1 - sigma) ** 2 / norm2, (1 - sigma_next) ** 2 / norm2_next
     var = eta**2 * (1 - a2_next) / (1 - a2) * (1 - a2 / a2_next)  # in VP coordinates
     std2 = var * norm2_next
-    on_eps = (
-        (sigma_next**2 - std2).clamp(min=0).sqrt()
-    )  # rounding only: std <= sigma_next for eta <= 1
-    mean = combine(x, (1 - sigma_next) + on_eps, v, on_eps * (1 - sigma) - (1 - sigma_next) * sigma)
-    return Transition(mean=mean, std=fp32(std2.sqrt(), x))
+    on_eps = (sigma_next**2 - std2).clamp(min=0).sqrt()  # below 0 by rounding only, eta <= 1
+    x0 = x - sigma * v
+    eps = x + (1 - sigma) * v
+    mean = (1 - sigma_next) * x0 + on_eps * eps
+    return Transition(mean=mean.float(), std=std2.sqrt().float())

@@ -1,5 +1,7 @@
-"""DPM-Solver++(2M) on the flow: second order from the previous data prediction, one network call a
-step."""
+"""DPM-Solver++(2M) on the flow: second order with one network call a step.
+
+The second order comes from the previous data prediction.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flowrl.samplers.common.scalars import fp32, fp64
+from flowrl.types import fp64
 
 
 def step(
@@ -19,35 +21,32 @@ def step(
     x0_prev: Tensor | None = None,
     sigma_prev: Tensor | float = 1.0,
 ) -> Tensor:
-    """One DPM++2M step (arXiv:2211.01095, alg. 2) with lambda = log((1-s)/s) -> x at sigma_next,
-    (B, *L) fp32.
+    """One DPM++2M step (arXiv:2211.01095, alg. 2) -> x at sigma_next, (B, *L) fp32.
 
     v, x: (B, *L). 0 <= sigma_next < sigma <= 1, () or (B,). x0_prev (B, *L), sigma_prev: previous
     data prediction and where it was made. x0_prev None, sigma_prev == 1 (lambda = -inf) or
-    sigma_next == 0: a first-order step, which for a flow is Euler's. Coefficients in fp64.
+    sigma_next == 0: a first-order step, which for a flow is Euler's.
     """
-    sigma, sigma_next, sigma_prev = fp64(x, sigma, sigma_next, sigma_prev)
-    x, v = x.float(), v.float()
-    euler = x + fp32(sigma_next - sigma, x) * v
+    v, x, sigma, sigma_next, sigma_prev = fp64(x, v, x, sigma, sigma_next, sigma_prev)
+    euler = x + (sigma_next - sigma) * v
     if x0_prev is None:
-        return euler
+        return euler.float()
+    # lambda = log((1 - s) / s), alpha' = 1 - sigma_next
     lam, lam_next, lam_prev = ((1 - s).log() - s.log() for s in (sigma, sigma_next, sigma_prev))
     h, h_prev = lam_next - lam, lam - lam_prev
-    weight = (
-        -(1 - sigma_next) * torch.expm1(-h) * 0.5 * h / h_prev
-    )  # alpha' (1 - e^-h) / (2 r0), r0 = h_prev / h
+    weight = -(1 - sigma_next) * torch.expm1(-h) / (2 * h_prev / h)
     weight = torch.where((sigma_next > 0) & (sigma_prev < 1), weight, 0.0)
-    x0 = x - fp32(sigma, x) * v
-    return euler + fp32(weight, x) * (x0 - x0_prev.float())
+    x0 = x - sigma * v
+    return (euler + weight * (x0 - x0_prev)).float()
 
 
 def sample(
     velocity: Callable[[Tensor, Tensor], Tensor], x: Tensor, sigmas: Tensor, order: int = 2
 ) -> Tensor:
-    """Integrate from sigmas[0] to sigmas[-1]: velocity(x, sigma ()) -> v, x (B, *L) -> (B, *L).
-    First and last step are first-order.
+    """Integrate from sigmas[0] to sigmas[-1]; the first and the last step are first-order.
 
-    sigmas: (T+1,) descending in [0, 1], fp64. order: 1 (Euler) or 2.
+    velocity(x, sigma ()) -> v; x (B, *L) -> (B, *L). sigmas: (T+1,) descending in [0, 1], fp64.
+    order: 1 (Euler) or 2.
     """
     if order not in (1, 2):
         raise ValueError(f"dpmpp order {order} does not exist; choose 1 or 2")
@@ -56,5 +55,5 @@ def sample(
         v = velocity(x, sigma)
         first_order = order == 1 or i == len(sigmas) - 2
         y = step(v, x, sigma, sigma_next, None if first_order else x0_prev, sigma_prev)
-        x0_prev, sigma_prev, x = x.float() - fp32(sigma, x) * v.float(), sigma, y
+        x0_prev, sigma_prev, x = x.float() - sigma.to(x) * v.float(), sigma, y
     return x

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowrl.samplers.common.scalars import combine, fp32, fp64
-from flowrl.types import Transition
+from flowrl.types import Transition, fp64
 
 
 def transition(
@@ -16,8 +15,7 @@ def transition(
 
     v, x: (B, *L), v = eps - x0. 0 <= sigma_next < sigma <= 1, shaped () or (B,). eta is ignored.
     """
-    sigma, sigma_next = fp64(x, sigma, sigma_next)
-    return Transition(
-        mean=combine(x, torch.ones_like(sigma), v, sigma_next - sigma),
-        std=fp32(torch.zeros_like(sigma), x),
-    )
+    v, x, sigma, sigma_next = fp64(x, v, x, sigma, sigma_next)
+    dt = sigma_next - sigma  # < 0
+    mean = x + v * dt
+    return Transition(mean=mean.float(), std=torch.zeros_like(dt).float())
