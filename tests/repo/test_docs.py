@@ -19,6 +19,7 @@ import yaml
 from toy import ToyPolicy, advantages_of, rewards_of, roll_out
 
 import flowrl
+from flowrl.algorithms.common.planning import window_start, windowed
 from flowrl.cli.main import app
 from flowrl.config import build, load, schema
 from flowrl.rewards import reward_class
@@ -291,7 +292,7 @@ def test_every_package_that_is_imported_is_declared():
 def load_script(name):
     """A file of scripts/ as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -357,10 +358,8 @@ def test_shared_and_own_tables_together_are_an_algorithms_options(reference, nam
     assert len(shared) == 2
     cells = re.compile(r"^\| `(algorithm\.[\w.]+)` \| `([^`]*)` \|", re.M)
     said = dict(row for table in [*shared, section] for row in cells.findall(table))
-    assert said == {
-        key: reference.default(field)
-        for key, field in reference.rows(schema.algorithm_schema(name), "algorithm.")
-    }
+    options = reference.rows(schema.algorithm_schema(name), "algorithm.")
+    assert said == {row.key: row.default for row in options}
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -380,10 +379,8 @@ def test_every_algorithm_has_a_page_with_the_same_sections(name):
 
 
 def test_every_metric_that_code_writes_is_explained():
-    sources = "".join(
-        p.read_text(encoding="utf-8")
-        for p in [*ROOT.glob("flowrl/*.py"), *ROOT.glob("flowrl/algorithms/*.py")]
-    )
+    files = [p for folder in ("flowrl", "rewards") for p in ROOT.glob(f"{folder}/**/*.py")]
+    sources = "".join(p.read_text(encoding="utf-8") for p in files)
     written = set(re.findall(r'"((?:policy|optimizer|reward)/[a-z0-9_]+)"', sources))
     written |= {
         f"time/{phase}" for phase in re.findall(r'(?:\.phase|\.add_time)\("(\w+)"', sources)
@@ -445,11 +442,7 @@ def test_the_formulas_of_cost_count_the_rollout_and_the_rows(name, copies):
     known = {"T": steps, "G": cfg.batch.group * copies, "floor": math.floor, "ceil": math.ceil}
     if "log_prob" in algorithm.needs:
         tree, w = c.tree, c.window.size
-        start = (
-            algorithm._start(sigmas.linear(steps), 0, 0)
-            if c.plan in ("window", "tree") or tree.noisy == "window"
-            else 0
-        )
+        start = window_start(c, steps, iteration=0, seed=0, memory={}) if windowed(c) else 0
         known |= {
             "K": tree.children,
             "B": tree.splits,
