@@ -62,7 +62,7 @@ class Shapes(Reward):
         """{"partial": (B,), "strict": (B,)}."""
         assert context is not None and context.meta is not None
         for prompt, meta in zip(prompts, context.meta, strict=True):
-            if complaint := self.complaint(meta):
+            if complaint := verify.complaint(meta.get("include")):
                 raise ValueError(
                     f'the prompt "{prompt}" {complaint}; the shapes reward is for data=shapes'
                 )

@@ -15,17 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_GOLDEN, _MIX1, _MIX2 = (
-    np.uint64(0x9E3779B97F4A7C15),
-    np.uint64(0xBF58476D1CE4E5B9),
-    np.uint64(0x94D049BB133111EB),
-)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX1, _MIX2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _11, _27, _30, _31 = (np.uint64(bits) for bits in (11, 27, 30, 31))
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
-    """splitmix64 (Steele, Lea, Flood 2014): a bijection of uint64 in which every input bit moves
-    every output bit. At least 1-d: wraps."""
+    """splitmix64 (Steele, Lea, Flood 2014): every bit of a uint64 moves every bit of the result.
+
+    A bijection. z has at least one dimension: there numpy wraps without a warning.
+    """
     z = z + _GOLDEN
     z = (z ^ (z >> _30)) * _MIX1
     z = (z ^ (z >> _27)) * _MIX2
@@ -36,16 +35,14 @@ def _bits(part: int | str | Tensor) -> np.ndarray:
     """The 64 bits of a part, uint64 of at least one dimension."""
     if isinstance(part, Tensor):
         return np.atleast_1d(part.long().cpu().numpy().view(np.uint64))
-    return np.array(
-        [(digest(part) if isinstance(part, str) else int(part)) & 0xFFFFFFFFFFFFFFFF], np.uint64
-    )
+    number = digest(part) if isinstance(part, str) else int(part)
+    return np.array([number & 0xFFFFFFFFFFFFFFFF], np.uint64)
 
 
 def digest(text: str) -> int:
     """64 bits of a text, as a signed integer."""
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
-    )
+    hashed = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(hashed, "little", signed=True)
 
 
 @overload
@@ -53,8 +50,10 @@ def key(*parts: int | str) -> int: ...
 @overload
 def key(*parts: int | str | Tensor) -> Tensor: ...
 def key(*parts: int | str | Tensor) -> int | Tensor:
-    """Hash of the parts in order; int64 tensors broadcast. Only ints and strings -> int, else an
-    int64 tensor."""
+    """Hash of the parts in order -> an int, or an int64 tensor if any part is a tensor.
+
+    Tensors are int64 and broadcast.
+    """
     state = np.zeros(1, np.uint64)
     for part in parts:
         state = _mix(state ^ _mix(_bits(part)))
@@ -66,11 +65,10 @@ def key(*parts: int | str | Tensor) -> int | Tensor:
 
 
 def gaussian(keys: Tensor, shape: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Standard normal rows, row i a function of keys[i] and the device type alone: keys (n,) int64
-    -> (n, *shape) fp32.
+    """Standard normal rows: keys (n,) int64 -> (n, *shape) fp32.
 
-    One generator, reseeded per row. torch's CPU generator reads the low 32 bits of a seed, CUDA's
-    all 64.
+    Row i depends on keys[i] and the device type alone. One generator, reseeded per row; torch's CPU
+    generator reads the low 32 bits of a seed, CUDA's all 64.
     """
     generator = torch.Generator(device)
     out = torch.empty(len(keys), *shape, device=device)
@@ -80,8 +78,7 @@ def gaussian(keys: Tensor, shape: Sequence[int], device: torch.device | str = "c
 
 
 def uniform(keys: Tensor | int) -> Tensor:
-    """Uniform on [0, 1) from the upper 53 bits of a further hash: keys int64 -> fp64, same
-    shape."""
+    """Uniform on [0, 1): keys int64 -> fp64, same shape. From 53 bits of a further hash."""
     keys = torch.as_tensor(keys)
     upper = (_mix(_bits(keys)) >> _11).astype(np.float64)
     return torch.from_numpy(upper / (1 << 53)).to(keys.device).reshape(keys.shape)

@@ -1,16 +1,10 @@
-"""Constructors of Plan: which edges one copy of a prompt walks, which are stochastic, which are
-trained.
+"""Constructors of Plan: which edges one copy of a prompt walks, which are SDE, which are trained.
 
 full, ode, window: one path. branch, tree, fan, granular: several leaves share prefixes. compress: a
 coarser ODE tail (MixGRPO-Flash). The last edge of every plan is deterministic: there std -> 0 and a
 log-prob overflows. All take sigmas (T+1,) descending; step i goes from sigmas[i] to sigmas[i+1].
 eta = 0 gives an all-ODE plan. `init` says which roots share x_T: "sample" none, "group" those of
 one prompt, "batch" all.
-
-Departures: the trunk of fan and granular ends at the last of `steps` (TempFlow-GRPO and G2RPO
-sample it to the end). granular's sub-grids begin at the end of the branch (G2RPO's code goes one
-fine step first, to k + 2), and its strides share the first network call. Windows drawn at random
-are functions of (seed, iteration), equal on all processes.
 """
 
 from __future__ import annotations
@@ -19,65 +13,75 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.samplers import flow_sde, keys, sde
+from flowrl.samplers import flow_sde
+from flowrl.samplers.common.checks import (
+    check_counts,
+    check_noise,
+    check_sigmas,
+    steps_before_last,
+)
 from flowrl.samplers.sigmas import shift as shift_sigmas
 from flowrl.types import ODE, SDE, Plan
 
 Init = Literal["sample", "group", "batch"]
 
 
-class _Edges:
+class PlanBuilder:
     """A plan under construction: add edges in topological order, then build."""
 
     def __init__(self, sigmas: Tensor, eta: float, sde_name: str, init: Init):
         self.sigmas = torch.as_tensor(sigmas, dtype=torch.float64).cpu()
-        s = self.sigmas
-        if s.ndim != 1 or len(s) < 2 or not bool((s.diff() < 0).all()) or s[0] > 1 or s[-1] < 0:
-            raise ValueError(
-                "sigmas must fall strictly from at most 1 to at least 0 and hold two or more"
-                f" values; got {s.tolist()}"
-            )
+        check_sigmas(self.sigmas)
+        check_noise(eta, sde_name)
         if init not in ("sample", "group", "batch"):
             raise ValueError(f'init="{init}" is unknown; choose "sample", "group" or "batch"')
-        if not 0 <= eta < math.inf:
-            raise ValueError(f"eta={eta} must be a finite number >= 0")
-        sde.module(sde_name)
-        if sde_name in ("cps", "ddim") and eta > 1:
-            raise ValueError(
-                f"eta={eta} is too much for {sde_name}: it is the share of noise that is fresh, in"
-                " 0..1"
-            )
-        self.eta, self.sde, self.init, self.rows = float(eta), sde_name, init, []
+        self.eta, self.sde, self.init = float(eta), sde_name, init
+        self.rows: list[tuple[int, int, int, bool]] = []  # of each edge: parent, start, end, noisy
 
     @property
     def steps(self) -> int:
         return len(self.sigmas) - 1
 
     def add(self, parent: int, step: int, noisy: bool = False, *, end: int | None = None) -> int:
-        """Append the edge sigmas[step] -> sigmas[end] (the next) below edge `parent` (-1: the
-        root); noisy: SDE, trained. -> its index."""
+        """Append the edge sigmas[step] -> sigmas[end] below edge `parent` -> its index.
+
+        parent -1: the root. end: by default the next step. noisy: SDE, trained.
+        """
         self.rows.append((parent, step, step + 1 if end is None else end, noisy and self.eta > 0))
         return len(self.rows) - 1
 
     def chain(
         self, parent: int, steps: Iterable[int], noisy: Callable[[int], bool] = lambda step: False
     ) -> int:
+        """Append the edges of consecutive `steps` below `parent` -> index of the last."""
         for step in steps:
             parent = self.add(parent, step, noisy(step))
         return parent
 
-    def build(self, **options) -> Plan:
-        parent, start, end, noisy = (
-            torch.tensor(column) for column in zip(*self.rows, strict=True)
+    def grow(self, children: Callable[[int], int], noisy: Callable[[int], bool]) -> None:
+        """Append all edges of a tree in which every node has children(step) children."""
+        front = [-1]
+        for i in range(self.steps):
+            front = [self.add(node, i, noisy(i)) for node in front for _ in range(children(i))]
+
+    @property
+    def sigma_cap(self) -> float | None:
+        """Flow-SDE divides by 1 - sigma: what stands in for a first sigma of 1."""
+        at_one = float(self.sigmas[0]) > flow_sde.AT_ONE
+        return (
+            float(self.sigmas[1]) if self.sde == "flow_sde" and self.steps > 1 and at_one else None
         )
-        capped = (
-            self.sde == "flow_sde" and self.steps > 1 and float(self.sigmas[0]) > flow_sde.AT_ONE
-        )
+
+    def build(self, **options: Any) -> Plan:
+        """The plan; options: its further fields."""
+        columns = (torch.tensor(column) for column in zip(*self.rows, strict=True))
+        parent, start, end, noisy = columns
         return Plan(
             parent=parent,
             root=torch.zeros_like(parent),
@@ -88,30 +92,14 @@ class _Edges:
             trained=noisy,
             sde=self.sde,
             init=self.init,
-            **{"sigma_cap": float(self.sigmas[1]) if capped else None, **options},
+            sigma_cap=self.sigma_cap,
+            **options,
         )
-
-
-def _steps_before_last(name: str, steps: Iterable[int], last: int) -> list[int]:
-    """Sorted distinct step numbers in 0..last-1; step `last` must stay ODE."""
-    out = sorted(set(steps))
-    if not out or out[0] < 0 or out[-1] >= last:
-        raise ValueError(
-            f"{name}={out} must be one or more steps in 0..{last - 1}: step {last} is the last of"
-            " the schedule and stays ODE"
-        )
-    return out
-
-
-def _at_least_one(**counts: int) -> None:
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
 
 
 def full(sigmas: Tensor, *, eta: float, sde: str = "flow_sde", init: Init = "sample") -> Plan:
     """Flow-GRPO, DanceGRPO: every step but the last is SDE and trained. NFE T, trained T-1."""
-    edges = _Edges(sigmas, eta, sde, init)
+    edges = PlanBuilder(sigmas, eta, sde, init)
     edges.chain(-1, range(edges.steps), noisy=lambda i: i < edges.steps - 1)
     return edges.build()
 
@@ -119,9 +107,8 @@ def full(sigmas: Tensor, *, eta: float, sde: str = "flow_sde", init: Init = "sam
 def ode(
     sigmas: Tensor, *, solver: Literal["euler", "dpm2"] = "dpm2", init: Init = "sample"
 ) -> Plan:
-    """Deterministic sampling (DiffusionNFT's rollout, evaluation): nothing is trained, log-probs do
-    not exist. NFE T."""
-    edges = _Edges(sigmas, 0.0, "flow_sde", init)
+    """Deterministic sampling (DiffusionNFT's rollout, evaluation): no edge is trained. NFE T."""
+    edges = PlanBuilder(sigmas, 0.0, "flow_sde", init)
     edges.chain(-1, range(edges.steps))
     return edges.build(solver=solver)
 
@@ -135,11 +122,10 @@ def window(
     sde: str = "flow_sde",
     init: Init = "sample",
 ) -> Plan:
-    """MixGRPO (arXiv:2507.21802), Flow-GRPO-Fast: steps start..start+size-1 are SDE and trained,
-    the others ODE."""
-    edges = _Edges(sigmas, eta, sde, init)
-    _at_least_one(size=size)
-    inside = _steps_before_last(
+    """MixGRPO (arXiv:2507.21802), Flow-GRPO-Fast: `size` SDE steps from `start`, else ODE."""
+    edges = PlanBuilder(sigmas, eta, sde, init)
+    check_counts(size=size)
+    inside = steps_before_last(
         f"window start={start}, size={size}: steps", range(start, start + size), edges.steps - 1
     )
     edges.chain(-1, range(edges.steps), noisy=lambda i: i in inside)
@@ -157,34 +143,29 @@ def branch(
     sde: str = "dance_sde",
     init: Init = "sample",
 ) -> Plan:
-    """BranchGRPO (arXiv:2509.06040): SDE steps, and at each of `splits` every node has `children`
-    children. Leaves children^len(splits).
+    """BranchGRPO (arXiv:2509.06040): at each of `splits` every node has `children` children.
 
-    correlation: s of xi_b = (xi_0 + s eta_b) / sqrt(1 + s^2), which keeps each child N(0, I); None:
-    independent.
     noisy: SDE steps beside the splits (BranchGRPO-Mix: a window, the rest ODE); None: every step
-    but the last.
+    but the last. correlation: s of xi_b = (xi_0 + s eta_b) / sqrt(1 + s^2), which keeps each child
+    N(0, I); None: independent. Leaves children^len(splits).
     """
-    edges = _Edges(sigmas, eta, sde, init)
+    edges = PlanBuilder(sigmas, eta, sde, init)
     last = edges.steps - 1
-    _at_least_one(children=children)
-    splits = _steps_before_last("splits", splits, last)
-    noisy = set(splits) | set(
-        range(last) if noisy is None else _steps_before_last("noisy", noisy, last)
-    )
-    if correlation is not None and correlation < 0:
-        raise ValueError(
-            f"correlation={correlation} must be >= 0 (0: identical siblings; large: independent) or"
-            " None"
-        )
-    front = [-1]
-    for i in range(edges.steps):
-        front = [
-            edges.add(node, i, i in noisy)
-            for node in front
-            for _ in range(children if i in splits else 1)
-        ]
+    check_counts(children=children)
+    splits = steps_before_last("splits", splits, last)
+    others = range(last) if noisy is None else steps_before_last("noisy", noisy, last)
+    noisy = {*splits, *others}
+    check_correlation(correlation)
+    edges.grow(lambda i: children if i in splits else 1, noisy=lambda i: i in noisy)
     return edges.build(correlation=correlation)
+
+
+def check_correlation(s: float | None) -> None:
+    """ValueError unless s is a share of noise that siblings can have of their own."""
+    if s is not None and s < 0:
+        raise ValueError(
+            f"correlation={s} must be >= 0 (0: identical siblings; large: independent) or None"
+        )
 
 
 def tree(
@@ -197,20 +178,16 @@ def tree(
     sde: str = "flow_sde",
     init: Init = "sample",
 ) -> Plan:
-    """TreeGRPO: ODE to step `start`, then `depth` SDE steps with `children` children a node, then
-    ODE. Leaves children^depth."""
-    edges = _Edges(sigmas, eta, sde, init)
-    _at_least_one(depth=depth, children=children)
-    inside = _steps_before_last(
+    """TreeGRPO (arXiv:2512.08153): `depth` SDE steps from `start`, `children` children a node.
+
+    ODE before and after. Leaves children^depth.
+    """
+    edges = PlanBuilder(sigmas, eta, sde, init)
+    check_counts(depth=depth, children=children)
+    inside = steps_before_last(
         f"tree start={start}, depth={depth}: steps", range(start, start + depth), edges.steps - 1
     )
-    front = [-1]
-    for i in range(edges.steps):
-        front = [
-            edges.add(node, i, i in inside)
-            for node in front
-            for _ in range(children if i in inside else 1)
-        ]
+    edges.grow(lambda i: children if i in inside else 1, noisy=lambda i: i in inside)
     return edges.build()
 
 
@@ -223,11 +200,10 @@ def fan(
     sde: str = "flow_sde",
     init: Init = "sample",
 ) -> Plan:
-    """TempFlow-GRPO (arXiv:2508.04324): an ODE trunk; at each of `steps`, `children` one-step SDE
-    branches that go on as ODE.
+    """TempFlow-GRPO (arXiv:2508.04324): one-step SDE branches off an ODE trunk, then ODE.
 
-    The trunk ends at the last of `steps`. Leaves children * len(steps); NFE max(steps) + 1 +
-    children * sum(T - 1 - k for k in steps).
+    `children` branches at each of `steps`, the last of which ends the trunk. Leaves children *
+    len(steps); NFE max(steps) + 1 + children * sum(T - 1 - k for k in steps).
     """
     return granular(
         sigmas, steps=steps, children=children, strides=(1,), eta=eta, sde=sde, init=init
@@ -244,37 +220,42 @@ def granular(
     sde: str = "flow_sde",
     init: Init = "sample",
 ) -> Plan:
-    """Granular-GRPO (G2RPO, arXiv:2510.01982): fan, each branch of which is finished once per
-    stride: leaves at several step sizes.
+    """Granular-GRPO (G2RPO, arXiv:2510.01982): fan, each branch finished once per stride.
 
     From the end of a branch at step k, stride L walks the steps k+1, k+1+L, k+1+2L, ... and last T,
     by ODE. The leaves of a branch come in the order of `strides`, len(steps) * children *
     len(strides) in all. The first call below a branch serves all its strides, so NFE is max(steps)
     + 1 + children * sum over k of (1 + sum over L of (ceil((T-1-k) / L) - 1)). Strides that reach T
-    in one edge are one node.
+    in one edge are one node. The trunk ends at the last of `steps`.
     """
-    edges = _Edges(sigmas, eta, sde, init)
-    _at_least_one(children=children)
-    steps, strides, end = (
-        _steps_before_last("steps", steps, edges.steps - 1),
-        list(strides),
-        edges.steps,
-    )
-    if not strides or min(strides) < 1 or len(set(strides)) < len(strides):
-        raise ValueError(
-            f"strides={strides} must be one or more different numbers >= 1; 1 keeps every step"
-        )
+    edges = PlanBuilder(sigmas, eta, sde, init)
+    check_counts(children=children)
+    steps, strides = steps_before_last("steps", steps, edges.steps - 1), list(strides)
+    check_strides(strides)
     trunk = -1
     for k in range(steps[-1] + 1):
         for _ in range(children if k in steps else 0):
             branch = edges.add(trunk, k, noisy=True)
             for stride in strides:
-                at = branch
-                for a, b in itertools.pairwise([*range(k + 1, end, stride), end]):
-                    at = edges.add(at, a, end=b)
+                finish(edges, branch, k + 1, stride)
         if k < steps[-1]:
             trunk = edges.add(trunk, k)
     return edges.build()
+
+
+def check_strides(strides: list[int]) -> None:
+    """ValueError unless strides are different numbers of steps."""
+    if not strides or min(strides) < 1 or len(set(strides)) < len(strides):
+        raise ValueError(
+            f"strides={strides} must be one or more different numbers >= 1; 1 keeps every step"
+        )
+
+
+def finish(edges: PlanBuilder, branch: int, step: int, stride: int) -> None:
+    """Append ODE edges below `branch` from `step` to the end, `stride` steps at a time."""
+    at, end = branch, edges.steps
+    for a, b in itertools.pairwise([*range(step, end, stride), end]):
+        at = edges.add(at, a, end=b)
 
 
 def compress(
@@ -285,73 +266,85 @@ def compress(
     count: Literal["paper", "code"] = "paper",
     solver: Literal["euler", "dpm2"] = "dpm2",
 ) -> Plan:
-    """MixGRPO-Flash (arXiv:2507.21802): after the last SDE edge of each path the R remaining ODE
-    steps become about tail * R.
+    """MixGRPO-Flash (arXiv:2507.21802): fewer ODE steps after the last SDE edge of each path.
 
-    count: "paper" ceil(R tail) steps, "code" int((R + 1) tail) - 1 as in the reference code; at
-    least one here (the code may stop early). kappa: shift of the schedule; the new grid is uniform
-    before it, as in the paper. None: uniform in steps, sigma interpolated
-    linearly between the old ones. The tail's edges use `solver`, earlier ODE edges stay Euler.
+    R steps become about tail * R. count: "paper" ceil(R tail), "code" int((R + 1) tail) - 1, at
+    least one. kappa: shift of the schedule, before which the new grid is uniform; None: uniform in
+    steps, with sigma interpolated linearly between the old ones. The tail's edges use `solver`,
+    earlier ODE edges stay Euler.
     """
     if not 0 < tail <= 1:
         raise ValueError(f"tail={tail} must be in (0, 1]; 1 keeps every step")
-    kids: list[list[int]] = [[] for _ in range(plan.edges)]
-    for e, p in enumerate(plan.parent.tolist()):
-        if p >= 0:
-            kids[p].append(e)
     if not bool((plan.kind == SDE).any()):
         raise ValueError(
             "compress needs a plan with SDE steps: what follows the last one is compressed"
         )
-    noisy_below = plan.kind == SDE
-    for e in reversed(range(plan.edges)):
-        if noisy_below[e] and plan.parent[e] >= 0:
-            noisy_below[plan.parent[e]] = True
-    rows: list[
-        tuple[int, int, float, float]
-    ] = []  # new parent, old edge whose other columns apply, sigma, sigma_next
-    new = [-1] * plan.edges
-    highest = 0.0
-    for e in range(plan.edges):
-        if not noisy_below[e]:
-            continue
-        p = int(plan.parent[e])
-        new[e] = len(rows)
-        rows.append((new[p] if p >= 0 else -1, e, float(plan.sigma[e]), float(plan.sigma_next[e])))
-        for head in [k for k in kids[e] if not noisy_below[k]]:
-            chain = [head]
-            while kids[chain[-1]]:
-                chain.append(kids[chain[-1]][0])
-            grid = _coarser(
-                [float(plan.sigma[head])] + plan.sigma_next[chain].tolist(), tail, kappa, count
-            )
-            highest, at = max(highest, grid[0]), new[e]
-            for sigma, sigma_next in zip(grid[:-1], grid[1:], strict=True):
-                rows.append((at, head, sigma, sigma_next))
-                at = len(rows) - 1
+    rows, dpm_from = with_new_tails(plan, partial(coarser, tail=tail, kappa=kappa, count=count))
     parent, old = torch.tensor([r[0] for r in rows]), torch.tensor([r[1] for r in rows])
     sigma, sigma_next = torch.tensor([r[2:] for r in rows], dtype=torch.float64).T
     columns = {name: getattr(plan, name)[old] for name in ("root", "kind", "eta", "trained")}
-    return dataclasses.replace(
-        plan,
-        parent=parent,
-        sigma=sigma,
-        sigma_next=sigma_next,
-        **columns,
-        solver=solver,
-        dpm_from=highest,
-    )
+    columns |= {"parent": parent, "sigma": sigma, "sigma_next": sigma_next}
+    return dataclasses.replace(plan, **columns, solver=solver, dpm_from=dpm_from)
 
 
-def _coarser(grid: list[float], tail: float, kappa: float | None, count: str) -> list[float]:
-    """A grid with the same ends and fewer steps."""
+def with_new_tails(
+    plan: Plan, new_grid: Callable[[list[float]], list[float]]
+) -> tuple[list[tuple[int, int, float, float]], float]:
+    """Edges of a plan whose ODE tails walk new_grid(their sigmas), and the highest tail's sigma.
+
+    Of each edge: its parent, the old edge whose other columns it takes, sigma, sigma_next.
+    """
+    noisy, children = noise_at_or_below(plan), children_of(plan)
+    rows: list[tuple[int, int, float, float]] = []
+    new: dict[int, int] = {}  # old edge -> its place among the rows
+    highest = 0.0
+    for e in torch.nonzero(noisy).flatten().tolist():
+        new[e] = len(rows)
+        above = new.get(int(plan.parent[e]), -1)
+        rows.append((above, e, float(plan.sigma[e]), float(plan.sigma_next[e])))
+        for head in [child for child in children[e] if not noisy[child]]:
+            grid, at = new_grid(sigmas_down(plan, head, children)), new[e]
+            highest = max(highest, grid[0])
+            for sigma, sigma_next in itertools.pairwise(grid):
+                rows.append((at, head, sigma, sigma_next))
+                at = len(rows) - 1
+    return rows, highest
+
+
+def noise_at_or_below(plan: Plan) -> Tensor:
+    """(E,) bool: edges that are SDE or lead to one."""
+    noisy = plan.kind == SDE
+    for e in reversed(range(plan.edges)):
+        if noisy[e] and plan.parent[e] >= 0:
+            noisy[plan.parent[e]] = True
+    return noisy
+
+
+def children_of(plan: Plan) -> list[list[int]]:
+    """The edges right below each edge."""
+    children: list[list[int]] = [[] for _ in range(plan.edges)]
+    for e, p in enumerate(plan.parent.tolist()):
+        if p >= 0:
+            children[p].append(e)
+    return children
+
+
+def sigmas_down(plan: Plan, head: int, children: list[list[int]]) -> list[float]:
+    """Sigmas of the path without forks that begins with edge `head`."""
+    edges = [head]
+    while children[edges[-1]]:
+        edges.append(children[edges[-1]][0])
+    return [float(plan.sigma[head]), *plan.sigma_next[edges].tolist()]
+
+
+def coarser(grid: list[float], *, tail: float, kappa: float | None, count: str) -> list[float]:
+    """A grid with the same ends and fewer steps (see compress)."""
     old = len(grid) - 1
-    steps = max(
-        math.ceil(old * tail - 1e-9) if count == "paper" else int((old + 1) * tail + 1e-9) - 1, 1
-    )
-    s = torch.tensor(grid, dtype=torch.float64)
+    wanted = math.ceil(old * tail - 1e-9) if count == "paper" else int((old + 1) * tail + 1e-9) - 1
+    steps = max(wanted, 1)
     if steps == old:
         return grid
+    s = torch.tensor(grid, dtype=torch.float64)
     if kappa is not None:
         first, last = (s[[0, -1]] / (kappa - (kappa - 1) * s[[0, -1]])).tolist()
         out = shift_sigmas(torch.linspace(first, last, steps + 1, dtype=torch.float64), kappa)
@@ -362,128 +355,28 @@ def _coarser(grid: list[float], tail: float, kappa: float | None, count: str) ->
     return [grid[0], *out[1:-1].tolist(), grid[-1]]
 
 
-Schedule = Literal["progressive", "random", "geometric", "decay", "exp_decay", "frozen"]
-
-
-def window_start(
-    schedule: Schedule,
-    iteration: int,
-    *,
-    steps: int,
-    size: int,
-    low: int = 0,
-    high: int | None = None,
-    every: int = 25,
-    stride: int = 1,
-    every_min: int = 1,
-    rate: float = 0.1,
-    knee: int = 13,
-    seed: int = 0,
-) -> int:
-    """First step of the SDE window at an iteration (MixGRPO, arXiv:2507.21802, sec. 3), a pure
-    function: nothing to save or resume.
-
-    The window of `size` steps stays inside [low, high), high = steps - 1 by default (the last step
-    is ODE).
-    progressive: moves on by `stride` every `every` iterations and returns to `low` at the end.
-    decay, exp_decay: the same, with a stay of max(every_min, int(every (1 - l/M) + every_min l/M)),
-    M = steps - 2, or ceil(every exp(-rate max(l - knee, 0))), at position l. random: uniform at
-    each iteration (Flow-GRPO-Fast). geometric: i-th of the n positions with probability (1-r) r^i /
-    (1 - r^n), r = rate in (0, 1), small: early (TreeGRPO, arXiv:2512.08153, r = .5). frozen: always
-    `low`.
-    """
-    high = steps - 1 if high is None else high
-    if steps < 2:
-        raise ValueError(
-            f"a window needs at least 2 steps, of which the last stays ODE; sampler.steps={steps}"
-        )
-    if high > steps - 1:
-        raise ValueError(
-            f"a window cannot end at window.high={high} of {steps} steps: the last stays ODE;"
-            f" choose at most {steps - 1}"
-        )
-    if not 0 <= low < high:
-        raise ValueError(
-            f"a window cannot start at window.low={low} and end at {high}; choose low in"
-            f" 0..{high - 1}"
-        )
-    if not 1 <= size <= high - low:
-        raise ValueError(
-            f"a window of {size} steps does not fit into steps {low}..{high - 1} of {steps} (the"
-            f" last stays ODE); choose size in 1..{high - low}, or a wider range"
-        )
-    _at_least_one(every=every, stride=stride, every_min=every_min)
-    positions = range(low, high - size + 1, stride)
-    if schedule == "frozen":
-        return low
-    if schedule in ("random", "geometric"):
-        return low + _drawn(
-            schedule,
-            high - size - low + 1,
-            rate,
-            float(keys.uniform(keys.key("window", seed, iteration))),
-        )
-    if schedule == "progressive":
-        stays = [every for _ in positions]
-    elif schedule == "decay":
-        end = max(steps - 2, 1)  # M of the reference code, whatever range is chosen here
-        stays = [
-            max(every_min, int(every * (1 - l / end) + every_min * l / end)) for l in positions
-        ]
-    elif schedule == "exp_decay":
-        stays = [math.ceil(every * math.exp(-rate * max(l - knee, 0))) for l in positions]
-    else:
-        raise ValueError(
-            f'window schedule "{schedule}" is unknown; choose progressive, random, geometric,'
-            " decay, exp_decay or frozen"
-        )
-    left = iteration % sum(stays)
-    for position, stay in zip(positions, stays, strict=True):
-        if left < stay:
-            return position
-        left -= stay
-    raise AssertionError("unreachable: left < sum(stays)")
-
-
-def _drawn(schedule: str, n: int, rate: float, u: float) -> int:
-    """Where the distribution function over 0..n-1 passes u in [0, 1)."""
-    if schedule == "random":
-        return int(u * n)
-    if not 0 < rate < 1:
-        raise ValueError(
-            f"rate={rate} of a geometric window must lie between 0 and 1 (TreeGRPO: 0.5); rate=1"
-            " would be schedule random"
-        )
-    return min(int(math.log1p(-u * (1 - rate**n)) / math.log(rate)), n - 1)  # rounding may reach n
-
-
 def nfe(plan: Plan, copies: int = 1) -> int:
-    """Distinct states the network sees for `copies` copies of the plan on one prompt (times the
-    branches of guidance = network rows).
+    """Distinct states that the network sees for `copies` copies of the plan on one prompt.
 
-    Counted on the table: copies or roots that share x_T also share every state reached from it by
-    ODE edges alone.
+    Times the branches of guidance, that is network rows. Counted on the table: copies or roots that
+    share x_T also share every state reached from it by ODE edges alone.
     """
     shares = plan.init != "sample"
-    nodes: dict[tuple, int] = {}  # a node: (node before it, what leads here) -> number
-    common: dict[int, bool] = {}  # node -> is it one for all copies
-    number, sources = [], set()
+    nodes: dict[tuple, int] = {}  # what leads to a node -> its number
+    common: dict[int, bool] = {}  # number of a node -> is it one for all copies
+    after: list[int] = []  # number of the node that each edge leads to
+    sources = set()
     leaf_edges = set(plan.leaf_edges.tolist())
-    for e in range(plan.edges):
-        p = int(plan.parent[e])
-        source = (
-            number[p]
-            if p >= 0
-            else nodes.setdefault(("x_T", -1 if shares else int(plan.root[e])), len(nodes))
-        )
+    for e, p in enumerate(plan.parent.tolist()):
+        # the node where the edge starts
+        root = -1 if shares else int(plan.root[e])
+        source = after[p] if p >= 0 else nodes.setdefault(("x_T", root), len(nodes))
         common.setdefault(source, shares)
         sources.add(source)
-        same = int(plan.kind[e]) == ODE
-        how = (
-            (source, float(plan.sigma[e]), float(plan.sigma_next[e]), e in leaf_edges)
-            if same
-            else (source, e)
-        )
-        number.append(nodes.setdefault(how, len(nodes)))
-        common.setdefault(number[e], same and common[source])
+        # the node where it ends: one for all equal ODE edges from there
+        deterministic = int(plan.kind[e]) == ODE
+        step = (float(plan.sigma[e]), float(plan.sigma_next[e]), e in leaf_edges)
+        way = (source, *step) if deterministic else (source, e)
+        after.append(nodes.setdefault(way, len(nodes)))
+        common.setdefault(after[e], deterministic and common[source])
     return sum(1 if common[n] else copies for n in sources)

@@ -1,5 +1,7 @@
-"""Noise schedules: (T+1,) fp64, descending from 1 to 0. A policy gives its pipeline's own; these
-are the published ones."""
+"""Published noise schedules: (T+1,) fp64, descending from 1 to 0.
+
+A policy gives its pipeline's own.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,7 @@ from torch import Tensor
 
 
 def shift(u: Tensor, kappa: float) -> Tensor:
-    """s = kappa u / (1 + (kappa - 1) u): the time shift of SD3 (arXiv:2403.03206, eq. 23); kappa =
-    1 is the identity."""
+    """The time shift of SD3 (arXiv:2403.03206, eq. 23); kappa = 1 is the identity."""
     return kappa * u / (1 + (kappa - 1) * u)
 
 
@@ -24,8 +25,10 @@ def shifted(steps: int, kappa: float) -> Tensor:
 
 
 def sd3(steps: int, kappa: float = 3.0, train_steps: int = 1000) -> Tensor:
-    """The grid diffusers' FlowMatchEulerDiscreteScheduler gives SD3: shifted twice, its last step
-    nearly degenerate."""
+    """The grid that diffusers' FlowMatchEulerDiscreteScheduler gives SD3.
+
+    It is shifted twice, so the last step is very short.
+    """
     low = shift(torch.tensor(1 / train_steps, dtype=torch.float64), kappa)
     u = torch.linspace(1, float(low), steps, dtype=torch.float64)
     return torch.cat([shift(u, kappa), torch.zeros(1, dtype=torch.float64)])

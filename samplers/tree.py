@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrl.samplers import dpmpp, sde
-from flowrl.samplers.common.forest import Kept, Level, NodeKeys, distinct, occurrence
+from flowrl.samplers.common.forest import Kept, Level, NodeKeys, distinct, named
 from flowrl.samplers.keys import key
 from flowrl.types import ODE, Plan, Rollout, expand
 
@@ -46,16 +46,7 @@ def grow(
     when copies of one prompt are spread over calls or processes.
     shared_key: names the x_T that plan.init="batch" shares. micro: most rows in a velocity call.
     """
-    rows = torch.as_tensor(rows).cpu().long()
-    prompt_keys = key("prompt", rows) if prompt_keys is None else torch.as_tensor(prompt_keys)
-    copies = occurrence(rows) if copies is None else torch.as_tensor(copies)
-    prompt_keys, copies = prompt_keys.cpu().long(), copies.cpu().long()
-    if not len(rows) == len(prompt_keys) == len(copies) > 0:
-        sizes = {"rows": len(rows), "prompt_keys": len(prompt_keys), "copies": len(copies)}
-        raise ValueError(
-            "rows, prompt_keys and copies must have one value per copy, at least one; their lengths"
-            f" are {sizes}"
-        )
+    rows, prompt_keys, copies = named(rows, prompt_keys, copies)
     names = NodeKeys(plan, rows, prompt_keys, copies, shared_key)
     kept = Kept(plan, rows, names)
     forest = Forest(plan, names, kept, noise)

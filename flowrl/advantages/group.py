@@ -3,14 +3,11 @@
 All statistics are in fp64 and depend on (reward, group) alone: give them the whole iteration,
 gathered over processes, and the result does not depend on how many there are. Invalid samples enter
 no statistic.
-
-Departures: best_worst selects within each group (DanceGRPO: within a process's whole batch). A
-group with std < 1e-6 gets 0, which is BranchGRPO's rule (DanceGRPO and G2RPO divide by std + 1e-8
-all the same).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -19,6 +16,7 @@ from torch import Tensor
 from flowrl.types import Rewards
 
 Std = Literal["group", "global"] | None
+FLAT = 1e-6  # a standard deviation below it is rounding, not a signal
 
 
 def group_relative(
@@ -31,39 +29,24 @@ def group_relative(
     eps: float = 1e-4,
     clip: float | None = 5.0,
 ) -> Tensor:
-    """A = (r - mean of its group) / (std + eps), clipped to +-clip: rewards (B,), group (B,) int ->
-    (B,) fp32.
+    """A = (r - mean of its group) / (std + eps), clipped to +-clip: (B,), int (B,) -> (B,) fp32.
 
-    std: "group" its own, "global" that of all rewards given (Flow-GRPO), None no division (Dr.
-    GRPO). ddof: 0 or 1.
-    A group with std < 1e-6 and invalid samples (valid False, or a NaN reward) get 0; invalid ones
-    enter no statistic.
+    std: "group" that of its group, "global" that of all rewards given (Flow-GRPO), None no division
+    (Dr. GRPO). ddof: 0 or 1. A group with std < 1e-6 gets 0, and so does an invalid sample (valid
+    False, or a NaN reward).
     """
     ok = usable(rewards, valid)
     r = torch.where(ok, rewards.double(), 0.0)
     _, g = torch.unique(group, return_inverse=True)
-    centred, spread = standard(r, g, ok, ddof)
+    centred, scale = centred_and_std(r, g, ok, ddof)
+    varied = scale >= FLAT
     if std == "global":
-        scale = standard(r, torch.zeros_like(g), ok, ddof)[1]
-    elif std in ("group", None):
-        scale = spread
-    else:
+        scale = std_of_all(r, ok, ddof)
+    elif std not in ("group", None):
         raise ValueError(f'std="{std}" is unknown; choose "group", "global" or None')
     adv = centred if std is None else centred / (scale + eps)
-    adv = torch.where(ok & (spread >= 1e-6), adv, 0.0)
+    adv = torch.where(ok & varied, adv, 0.0)
     return (adv if clip is None else adv.clamp(-clip, clip)).float()
-
-
-def standard(r: Tensor, g: Tensor, ok: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
-    """(r - mean, std) of each value's group, over ok values: r (n,) fp64, g (n,) 0.. -> (n,),
-    (n,)."""
-    size = int(g.max()) + 1 if len(g) else 0
-    zeros = torch.zeros(size, dtype=torch.float64, device=r.device)
-    count = zeros.index_add(0, g, ok.double())
-    mean = zeros.index_add(0, g, torch.where(ok, r, 0.0)) / count.clamp(min=1)
-    centred = torch.where(ok, r - mean[g], 0.0)
-    var = zeros.index_add(0, g, centred.square()) / (count - ddof).clamp(min=1)
-    return centred, var.sqrt()[g]
 
 
 def combine(
@@ -76,41 +59,30 @@ def combine(
     eps: float = 1e-4,
     clip: float | None = 5.0,
 ) -> Tensor:
-    """Advantage of several rewards -> (B,) fp32.
+    """Advantage of several rewards -> (B,) fp32, clipped last.
 
     "rewards": z-score of the weighted sum (Flow-GRPO). "advantages": weighted sum of one z-score
-    per reward (DanceGRPO, MixGRPO),
-    which no reward's scale can dominate; clipped after the sum. "gdpo" (arXiv:2601.05242): that
-    sum, z-scored over all samples given.
+    per reward, which no reward's scale can dominate (DanceGRPO, MixGRPO). "gdpo": that sum divided
+    by its standard deviation over all samples given (arXiv:2601.05242).
     """
+    z_score = partial(group_relative, group=group, valid=rewards.valid, std=std, ddof=ddof, eps=eps)
     if how == "rewards":
-        return group_relative(
-            rewards.total, group, valid=rewards.valid, std=std, ddof=ddof, eps=eps, clip=clip
-        )
-    parts = [
-        weight
-        * group_relative(
-            rewards.raw[name], group, valid=rewards.valid, std=std, ddof=ddof, eps=eps, clip=None
-        )
-        for name, weight in rewards.weights.items()
-        if weight != 0
-    ]
+        return z_score(rewards.total, clip=clip)
+    weights = {name: weight for name, weight in rewards.weights.items() if weight != 0}
+    parts = [weight * z_score(rewards.raw[name], clip=None) for name, weight in weights.items()]
     total = torch.stack(parts).sum(0) if parts else torch.zeros_like(rewards.total)
-    if (
-        how == "gdpo"
-        # the mean of each group is 0 already: subtracting its rounding would give flat groups a
-        # signal
-    ):
-        spread = standard(total.double(), torch.zeros_like(group), rewards.valid, ddof)[1]
-        total = torch.where(spread >= 1e-6, total / (spread + eps), 0.0).float()
+    if how == "gdpo":
+        # not centred again: that would give flat groups the rounding of the mean as a signal
+        scale = std_of_all(total.double(), rewards.valid, ddof)
+        total = torch.where(scale >= FLAT, total / (scale + eps), 0.0).float()
     return total if clip is None else total.clamp(-clip, clip)
 
 
 def best_worst(adv: Tensor, group: Tensor, keep: int) -> Tensor:
-    """DanceGRPO's best-of-N: the ceil(keep/2) highest and floor(keep/2) lowest of each group: (B,),
-    (B,) -> (B,) bool.
+    """DanceGRPO's best-of-N, the best and worst samples of each group: (B,), (B,) -> (B,) bool.
 
-    Of equal advantages the earlier counts as the lower. A group of at most `keep` is kept whole.
+    The ceil(keep/2) highest and floor(keep/2) lowest; of equal advantages the earlier counts as the
+    lower. A group of at most `keep` is kept whole.
     """
     if keep < 1:
         raise ValueError(
@@ -124,11 +96,10 @@ def best_worst(adv: Tensor, group: Tensor, keep: int) -> Tensor:
 
 
 def win_rate(values: Tensor, group: Tensor) -> Tensor:
-    """Share of the other members of its group that each value exceeds, ties counting a half: (B,),
-    (B,) -> (B,) fp32 in [0, 1].
+    """Share of its group's other members that each value exceeds: (B,), (B,) -> (B,) in [0, 1].
 
-    Pref-GRPO's reward (arXiv:2508.20751), with the comparison made by a point-wise score. NaN
-    neither compares nor counts; alone: 0.5.
+    Pref-GRPO's reward (arXiv:2508.20751), with comparisons made by a point-wise score. A tie counts
+    a half; NaN is not compared with and stays NaN; a value alone gets 0.5. fp32.
     """
     out = torch.full(values.shape, torch.nan, device=values.device)
     for g in group.unique():
@@ -137,6 +108,26 @@ def win_rate(values: Tensor, group: Tensor) -> Tensor:
         wins = (v[:, None] > v).sum(1) + 0.5 * ((v[:, None] == v).sum(1) - 1)
         out[rows] = wins / others if others else torch.full_like(v, 0.5)
     return out
+
+
+def centred_and_std(r: Tensor, g: Tensor, ok: Tensor, ddof: int) -> tuple[Tensor, Tensor]:
+    """r minus the mean of its group, and the group's std, over ok values: (n,) -> (n,), (n,).
+
+    r fp64; g: the group of each value, numbered from 0.
+    """
+    size = int(g.max()) + 1 if len(g) else 0
+    zeros = torch.zeros(size, dtype=torch.float64, device=r.device)
+    count = zeros.index_add(0, g, ok.double())
+    mean = zeros.index_add(0, g, torch.where(ok, r, 0.0)) / count.clamp(min=1)
+    centred = torch.where(ok, r - mean[g], 0.0)
+    var = zeros.index_add(0, g, centred.square()) / (count - ddof).clamp(min=1)
+    return centred, var.sqrt()[g]
+
+
+def std_of_all(r: Tensor, ok: Tensor, ddof: int) -> Tensor:
+    """Standard deviation of the ok values of r (n,) fp64, repeated for each -> (n,)."""
+    one_group = torch.zeros(len(r), dtype=torch.int64, device=r.device)
+    return centred_and_std(r, one_group, ok, ddof)[1]
 
 
 def usable(values: Tensor, valid: Tensor | None) -> Tensor:
@@ -148,8 +139,7 @@ def place_in_group(group: Tensor) -> Tensor:
     """How many equal values come before each one: (n,) -> (n,) int64."""
     order = group.argsort(stable=True)
     ordered = group[order]
+    rows = torch.arange(len(order), device=order.device)
     place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device) - torch.searchsorted(
-        ordered, ordered
-    )
+    place[order] = rows - torch.searchsorted(ordered, ordered)
     return place

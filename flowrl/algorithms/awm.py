@@ -1,18 +1,10 @@
-"""AWM, Advantage Weighted Matching (arXiv:2509.25050): policy gradient with minus a weighted
-flow-matching error as log-likelihood.
+"""AWM, Advantage Weighted Matching (arXiv:2509.25050): a flow-matching error as log-likelihood.
 
-l(x0; s, eps) = -w(m) at the same noise for the trained and the old policy, then PPO's clipped ratio
-exp(l - l_old) of each row, or of the mean over a sample's noise levels (ratio="sample": GSPO). A is
-clipped to +-adv_clip and divided by it. Rollouts may use any solver.
+The policy gradient of l(x0; s, eps) = -w(m), at the same noise for the trained and the old policy:
+PPO's clipped ratio exp(l - l_old) of each row, or of the mean over a sample's noise levels
+(ratio="sample": GSPO). A is clipped to +-adv_clip and divided by it. Rollouts may use any solver.
 
-Departures from the reference code (scxue/advantage_weighted_matching), beside those of _forward.py:
-* Rollouts by DPM++2M, not SA-Solver; so its stochastic middle part (noise 0.4 at 0.3 <= s <= 0.9)
-  is missing.
-* The levels' bins share the schedule from step `first` to `range` of it, as the code's discrete
-  modes do (first=1 is its "wo_init").
-* levels=uniform draws from (0.01, 1]; the code from 0.2 on. A shift above 1 means more noise, as
-  there (Flow-Factory's port: less).
-* The KL is of velocities; the code's "ELBO" weighting, over 2 std^2 of a Flow-SDE step, is missing.
+docs/algorithms/awm.md says how it differs from the authors' code.
 """
 
 from __future__ import annotations
@@ -84,25 +76,23 @@ class AWM(forward.ForwardMethod):
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         return Columns({**rows.data, "unit": rows.state})
 
-    def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
-        """fit (n,) = -w(m) and fit_old (n,); old, kl (n,): distances of velocities to the old
-        policy and the reference, when weighted."""
+    def score(
+        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    ) -> dict[str, Tensor]:
+        """fit = -w(m), fit_old (n,); old, kl (n,): distances to both policies, where weighted."""
         c, rows = self.config, self.noised(rollout, batch)
         v = self.velocity(policy, rollout, batch, rows.x)
         fit = -self.weighted(rows.error(v), batch.sigma)
-        scores = {
-            "fit": fit,
-            "fit_old": fit.detach(),
-        }  # on-policy: old weights are those of the update's start
+        # on-policy: old weights are those of the update's start
+        scores = {"fit": fit, "fit_old": fit.detach()}
         if self.reads_old:
             v_old = self.other(policy, "old", rollout, batch, rows.x, v)
             scores["old"] = forward.distance(v, v_old)
             if c.off_policy:
                 scores["fit_old"] = -self.weighted(rows.error(v_old), batch.sigma)
         if c.kl_weight:
-            scores["kl"] = forward.distance(
-                v, self.other(policy, self.anchor, rollout, batch, rows.x, v)
-            )
+            v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v)
+            scores["kl"] = forward.distance(v, v_ref)
         return scores
 
     def weighted(self, m: Tensor, sigma: Tensor) -> Tensor:
@@ -128,13 +118,10 @@ class AWM(forward.ForwardMethod):
             "policy/log_ratio": log_ratio.abs(),
             "policy/error": -scores["fit"],
         }
-        for name, weight, metric in (
-            ("old", c.ema_weight, "policy/old_distance"),
-            ("kl", c.kl_weight, "policy/kl"),
-        ):
-            if name in scores:
-                term = term + weight * scores[name]
-                metrics[metric] = scores[name]
+        if "old" in scores:
+            term = term + c.ema_weight * scores["old"]
+            metrics["policy/old_distance"] = scores["old"]
+        term = base.held(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)
 
 

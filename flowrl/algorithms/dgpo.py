@@ -1,19 +1,11 @@
-"""DGPO, Direct Group Preference Optimization (arXiv:2510.08425): a Bradley-Terry model of a group's
-better half against its worse.
+"""DGPO, Direct Group Preference Optimization (arXiv:2510.08425): a group's better half preferred.
 
 With d = m(v) and d_ref of the reference at one noise for the whole group, the loss is A d weighted
 with W = sigmoid(beta sum_i A_i (d_i - d_ref_i) / K), the gradient of -log sigmoid(-beta sum A (d -
 d_ref) / K) without its leading beta: a group that is solved weighs nothing. Advantages add up to 0,
 so the partition function of the implicit rewards cancels.
 
-Departures from the reference code (Luo-Yihong/DGPO), beside those of _forward.py:
-* Rollouts are of the current policy; the code changes to the averaged one after 200 steps. Its
-  solver is Sana's DPM++, ours DPM++2M.
-* Clipping compares with the old policy, which follows once an iteration, not once an optimizer
-  step.
-* Its dynamic reference is reference=ema, here with one decay from the start (reference_decay; the
-  code's rises, min(0.001 n, 0.3)); its guided one is reference_guidance.
-* kl_weight=0 by default; the code's configs add a KL of 0.02 or 1e-3.
+docs/algorithms/dgpo.md says how it differs from the authors' code.
 """
 
 from __future__ import annotations
@@ -74,7 +66,9 @@ class DGPO(forward.ForwardMethod):
         self.reads_old = config.clip is not None
         super().__init__(config)
 
-    def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
+    def score(
+        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    ) -> dict[str, Tensor]:
         """error, error_ref, error_old (n,) = mean((v - u)^2); kl (n,) when it has a weight."""
         c, rows = self.config, self.noised(rollout, batch)
         v = self.velocity(policy, rollout, batch, rows.x)
@@ -90,15 +84,9 @@ class DGPO(forward.ForwardMethod):
         c, d = self.config, scores["error"]
         with torch.no_grad():
             total, _, place = base.sums(batch.adv * (d - scores["error_ref"]), batch.unit)
-            doubt = torch.sigmoid(
-                c.beta * total[place] / batch.members
-            )  # 1/2 at the reference, 0 once the group is solved
-            stopped = torch.zeros_like(d, dtype=torch.bool)
-            if c.clip is not None:
-                ratio = (scores["error_old"] - d).exp()
-                stopped = (ratio > 1 + c.clip) & (batch.adv > 0) | (ratio < 1 - c.clip) & (
-                    batch.adv <= 0
-                )
+            # 1/2 at the reference, 0 once the group is solved
+            doubt = torch.sigmoid(c.beta * total[place] / batch.members)
+            stopped = self.stopped(scores, batch)
         term = doubt * batch.adv * torch.where(stopped, d.detach(), d)
         metrics = {
             "policy/doubt": doubt,
@@ -107,6 +95,14 @@ class DGPO(forward.ForwardMethod):
         }
         term = base.held(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)
+
+    def stopped(self, scores: dict[str, Tensor], batch: Columns) -> Tensor:
+        """(n,) bool: rows that the clip keeps from going further."""
+        clip, adv = self.config.clip, batch.adv
+        if clip is None:
+            return torch.zeros_like(adv, dtype=torch.bool)
+        ratio = (scores["error_old"] - scores["error"]).exp()
+        return (ratio > 1 + clip) & (adv > 0) | (ratio < 1 - clip) & (adv <= 0)
 
 
 ALGORITHM = DGPO

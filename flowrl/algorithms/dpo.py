@@ -4,13 +4,7 @@ With errors e of winner and loser at the same noise and level, and those of the 
 L = -log sigmoid(-beta/2 [(e_w - e_w_ref) - (e_l - e_l_ref)]). beta takes in the number of steps and
 latent dims. With media and scores from a folder (data.offline) it is the offline method.
 
-Departures from Flow-GRPO's code, beside those of _forward.py:
-* A group whose rewards are all equal gives no pair; the code prefers the first sample to the
-  second.
-* Rollouts are of the current policy; the code's are of the reference. reference=reset with
-  reference_every=40 is its "online" setting.
-* An error is the mean over latent dims of velocities (error="eps": Diffusion-DPO's own), in place
-  of a sum.
+docs/algorithms/dpo.md says how it differs from the paper and from Flow-GRPO's online code.
 """
 
 from __future__ import annotations
@@ -69,23 +63,22 @@ class DPO(forward.ForwardMethod):
         return 2 * self.draws(plan)
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
-        """The best and the worst leaf of each group with a signal; ties within the best or the
-        worst go to the first."""
-        leaf = []
-        for g in torch.unique(rollout.group[forward.has_signal(advantages)]).tolist():
-            rows = torch.nonzero((rollout.group == g) & forward.has_signal(advantages)).flatten()
+        """The best and the worst leaf of each group with a signal; the first of equal ones."""
+        leaf: list[int] = []
+        signal = forward.has_signal(advantages)
+        for g in torch.unique(rollout.group[signal]).tolist():
+            rows = torch.nonzero((rollout.group == g) & signal).flatten()
             adv = advantages.leaf[rows]
-            leaf += (
-                [int(rows[adv.argmax()]), int(rows[adv.argmin()])]
-                if float(adv.max()) > float(adv.min())
-                else []
-            )
+            if float(adv.max()) > float(adv.min()):
+                leaf += [int(rows[adv.argmax()]), int(rows[adv.argmin()])]
         chosen = torch.tensor(leaf, dtype=torch.int64, device=rollout.leaf.device)
         adv = torch.ones(len(leaf), device=rollout.leaf.device)
         adv[1::2] = -1
         return chosen, adv
 
-    def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
+    def score(
+        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    ) -> dict[str, Tensor]:
         """error, error_ref (n,); kl (n,) when it has a weight."""
         rows = self.noised(rollout, batch)
         v = self.velocity(policy, rollout, batch, rows.x)
@@ -96,12 +89,10 @@ class DPO(forward.ForwardMethod):
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
-        """Each row of a pair carries the pair's term, so that the mean over rows is the mean over
-        pairs."""
+        """Each row carries its pair's term: the mean over rows is the mean over pairs."""
         c = self.config
-        margin, _, place = base.sums(
-            batch.adv * (scores["error"] - scores["error_ref"]), batch.unit
-        )
+        gain = scores["error"] - scores["error_ref"]
+        margin, _, place = base.sums(batch.adv * gain, batch.unit)
         term = -F.logsigmoid(-c.beta / 2 * margin)[place]
         metrics = {
             "policy/accuracy": (margin < 0).float()[place],

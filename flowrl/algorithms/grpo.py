@@ -1,32 +1,12 @@
-"""GRPO on denoising steps: a clipped ratio of each SDE step's density, group-relative advantages,
-optional closed-form KL.
+"""GRPO on denoising steps: a clipped ratio of each SDE step's density, group-relative advantages.
 
 Serves Flow-GRPO (arXiv:2505.05470), Flow-GRPO-Fast, DanceGRPO (arXiv:2505.07818), MixGRPO and
-MixGRPO-Flash (arXiv:2507.21802), BranchGRPO (arXiv:2509.06040), TreeGRPO, TempFlow-GRPO
-(arXiv:2508.04324), Granular-GRPO, GRPO-Guard (arXiv:2510.22319), DDPO (arXiv:2305.13301) and DPOK
-(arXiv:2305.16381): they differ in plan, SDE, credit, ratio and statistics.
+MixGRPO-Flash (arXiv:2507.21802), BranchGRPO (arXiv:2509.06040), TreeGRPO (arXiv:2512.08153),
+TempFlow-GRPO (arXiv:2508.04324), Granular-GRPO (arXiv:2510.01982), GRPO-Guard (arXiv:2510.22319),
+Pref-GRPO (arXiv:2508.20751), DDPO (arXiv:2305.13301) and DPOK (arXiv:2305.16381): they differ in
+plan, SDE, credit, ratio and statistics. A closed-form KL to a reference is optional.
 
-Departures from papers and reference code, beside those of _transitions.py:
-* DanceGRPO: samples are not trained one by one but share forwards. keep (its best-of-N) chooses
-  within each group, not over a rank's batch.
-* MixGRPO: reward weights are not divided by their sum; the window never shrinks at the end of the
-  schedule, and never holds the last step (the code uses l + w clipped to T - 2); the random
-  schedule is seeded, hence the same on all processes; the training log-prob never resamples its
-  transition.
-* Flow-GRPO-Fast: one window an iteration for all processes, so that the members of a group share it
-  (the code draws one per pipeline call).
-* BranchGRPO: children are samples of the transition whose density the ratio uses (the code scales a
-  split's noise by 4 and keeps the density of 1); a child's state is stored as it was sampled (the
-  code rounds it to bf16 after its log-prob).
-* TreeGRPO: the softmax of its back-up uses mean-reduced log-probs and a temperature, which the
-  paper leaves open.
-* Granular-GRPO: of several rewards each is z-scored over its group, added up, and the sum z-scored
-  at each stride (its code z-scores each reward at each stride); its sub-grids are those of
-  samplers/plan.py.
-* GRPO-Guard: the correction is per sample (its code averages over the batch, which its author calls
-  a bug).
-* DDPO: per-prompt statistics of the iteration's group, not of a history of 16 to 32 samples. DPOK:
-  the group's mean is the baseline.
+docs/algorithms has a page for each, which says how it differs from its paper and code.
 """
 
 from __future__ import annotations
@@ -39,8 +19,8 @@ from pydantic import Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from flowrl.algorithms.common import base, transitions
+from flowrl.algorithms.common.step_weight import step_weight
 from flowrl.algorithms.common.transition_config import FORKING, TransitionConfig
-from flowrl.samplers import sde
 from flowrl.types import Advantages, Columns, LossOutput, Rollout, Transition
 
 
@@ -100,33 +80,14 @@ class GRPO(transitions.TransitionMethod):
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
-        data = (
-            rows.data
-            if self.config.step_weight == "none"
-            else {**rows.data, "scale": self._scale(rollout, rows)}
-        )
-        if (
-            self.config.ratio == "guard"
-        ):  # of the old policy: 0, but for what the training forward makes of it in low precision
-            data = {**data, "normed": torch.zeros_like(rows.log_prob)}
-        return Columns({**data, "unit": rows.sample} if self.couples == "sample" else data)
-
-    def _scale(self, rollout: Rollout, rows: Columns) -> Tensor:
-        """(n,) weight of each step in the policy's term."""
-        if self.config.step_weight == "inverse_step":
-            return 1 / (rows.sigma - rows.sigma_next).float()
-        plan = rollout.plan
-        sigma, first = torch.unique(plan.sigma[plan.trained], return_inverse=True)
-        edge = torch.zeros(len(sigma), dtype=torch.int64).index_put(
-            (first,), torch.nonzero(plan.trained).flatten()
-        )
-        levels = Columns(
-            {
-                name: getattr(plan, name)[edge].to(rows.weight.device)
-                for name in ("sigma", "sigma_next", "eta")
-            }
-        )
-        return spreads(rollout, rows) / spreads(rollout, levels).mean()
+        data, how = dict(rows.data), self.config.step_weight
+        if how != "none":
+            data["scale"] = step_weight(how, rollout, rows)
+        if self.config.ratio == "guard":  # of the old policy: 0, but for low precision
+            data["normed"] = torch.zeros_like(rows.log_prob)
+        if self.couples == "sample":
+            data["unit"] = rows.sample
+        return Columns(data)
 
     def more_scores(
         self, rollout: Rollout, batch: Columns, step: Transition, y: Tensor
@@ -165,14 +126,6 @@ class GRPO(transitions.TransitionMethod):
         }
         term = base.held(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)
-
-
-def spreads(rollout: Rollout, steps: Columns) -> Tensor:
-    """std (n,) of SDE steps: it depends on neither state nor network."""
-    nothing = torch.zeros(len(steps), 1, device=steps.sigma.device)
-    return sde.transition(
-        rollout.plan, nothing, nothing, steps.sigma, steps.sigma_next, steps.eta
-    ).std.flatten()
 
 
 ALGORITHM = GRPO

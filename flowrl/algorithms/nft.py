@@ -1,14 +1,11 @@
-"""DiffusionNFT (arXiv:2509.16117): online RL on the forward process with an implicit positive and
-an implicit negative policy.
+"""DiffusionNFT (arXiv:2509.16117): RL on the forward process with two implicit policies.
 
 With optimality probability r of a sample, the implicit positive policy (1-beta) v_old + beta v is
 fitted with weight r and the implicit negative policy (1+beta) v_old - beta v with weight 1 - r,
 both to the flow-matching target of the re-noised sample. The optimum moves v by 2/beta times the
 direction from average to optimal samples. The rollout uses the old policy, no guidance and DPM++2M.
 
-Departures from the reference code (NVlabs/DiffusionNFT at 24af555), beside those of _forward.py:
-* The model's time is not truncated to an integer in rollouts.
-* std="group" by default (the code's configs use the spread of all rewards: std="global").
+docs/algorithms/nft.md says how it differs from the authors' code.
 """
 
 from __future__ import annotations
@@ -77,9 +74,10 @@ class NFT(forward.ForwardMethod):
         }
         return modes[self.config.adv_mode](adv)
 
-    def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
-        """positive, negative (n,): weighted x0 errors of the two implicit policies; kl (n,) when it
-        has a weight."""
+    def score(
+        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    ) -> dict[str, Tensor]:
+        """positive, negative (n,): weighted x0 errors of the two policies; kl (n,) with a weight."""
         rows, beta = self.noised(rollout, batch), self.config.beta
         v = self.velocity(policy, rollout, batch, rows.x)
         v_old = self.other(policy, "old", rollout, batch, rows.x, v)
@@ -93,8 +91,10 @@ class NFT(forward.ForwardMethod):
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
-        """c (r L+ + (1-r) L-) / beta + kl_weight KL, c = adv_clip, r = A / 2c + 1/2; at the old
-        policy its gradient is A times L's."""
+        """c (r L+ + (1-r) L-) / beta + kl_weight KL, with c = adv_clip, r = A / 2c + 1/2.
+
+        At the old policy its gradient is A times L's.
+        """
         c = self.config
         r = (batch.adv / (2 * c.adv_clip) + 0.5).clamp(0, 1)
         term = c.adv_clip * (r * scores["positive"] + (1 - r) * scores["negative"]) / c.beta
@@ -103,17 +103,17 @@ class NFT(forward.ForwardMethod):
         return base.summed(term, metrics, batch)
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:
-        decay = (
-            0.0,
-            forward.ramp(step, 0, 0.001, 0.5),
-            forward.ramp(step, 0, 0.0075, 0.999, after=75),
-        )[self.config.decay]
+        quick = forward.ramp(step, 0, 0.001, 0.5)
+        late = forward.ramp(step, 0, 0.0075, 0.999, after=75)
+        decay = (0.0, quick, late)[self.config.decay]
         return {**super().follow(step, iteration), "old": decay}
 
 
 def x0_error(x0_hat: Tensor, x0: Tensor) -> Tensor:
-    """mean((x0_hat - x0)^2) / w with the detached w = max(mean |x0_hat - x0|, 1e-5), which evens
-    out noise levels: (n, *L) -> (n,)."""
+    """mean((x0_hat - x0)^2) / w, w = max(mean |x0_hat - x0|, 1e-5) detached: (n, *L) -> (n,).
+
+    w evens out noise levels.
+    """
     with torch.no_grad():
         w = (x0_hat.double() - x0.double()).abs().flatten(1).mean(1).clamp(min=1e-5)
     return (x0_hat - x0).square().flatten(1).mean(1) / w.float()

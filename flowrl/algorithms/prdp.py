@@ -1,19 +1,11 @@
-"""PRDP (arXiv:2402.08714): regress differences of log-likelihood ratios on differences of rewards,
-within a proximity of the old policy.
+"""PRDP (arXiv:2402.08714): regress differences of log-likelihood ratios on differences of rewards.
 
 r_hat of a sample is log pi_theta / pi_ref summed over its stored steps and latent dims. For each
-pair of a group,
-l = (r_hat_i - r_hat_j - (r_i - r_j) / beta)^2; l_clip is the same with every step's term clipped to
-that of the old policy +- clip; the loss is the mean of max(l, l_clip) over pairs. Its optimum is
-the KL-regularised one, so the reference is part of the method.
+pair of a group, l = (r_hat_i - r_hat_j - (r_i - r_j) / beta)^2; l_clip is the same with every
+step's term clipped to that of the old policy +- clip; the loss is the mean of max(l, l_clip) over
+pairs. Its optimum is the KL-regularised one, so the reference is part of the method.
 
-Departures from the paper (it has no public code):
-* SDE steps of a flow in place of DDPM's. Log-probs stay sums, as in the paper: means over D dims
-  would multiply beta by D.
-* An update visits each sample once, and batch.updates split the prompts; the paper takes K gradient
-  steps on the same samples.
-* Rewards are the group's advantages (std=none: rewards minus their mean), so that std="group" makes
-  beta independent of their scale.
+docs/algorithms/prdp.md says how it differs from the paper.
 """
 
 from __future__ import annotations
@@ -73,12 +65,12 @@ class PRDP(transitions.GroupMethod):
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c = self.config
-        ratio = batch.dims * (
-            scores["log_prob"] - scores["log_prob_ref"]
-        )  # of a step, summed over latent dims
+        # log-ratios of a step, summed over latent dims
+        ratio = batch.dims * (scores["log_prob"] - scores["log_prob_ref"])
         old = batch.dims * (batch.log_prob - scores["log_prob_ref"])
         near = batch.dims * c.clip
         clipped = torch.minimum(torch.maximum(ratio, old - near), old + near)
+        # of a sample, summed over its steps
         r_hat, _, place = base.sums(ratio, batch.sample)
         r_clip, _, _ = base.sums(clipped, batch.sample)
         first = transitions.first_rows(place)
@@ -95,20 +87,19 @@ class PRDP(transitions.GroupMethod):
 
 
 def pair_terms(gap: Tensor, clipped: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """gap, clipped (m,): r_hat - r / beta of samples -> (m,) mean over the others of the group of
-    max((d_i - d_j)^2, clipped ones);
-    (m,) share of these pairs where the clipped one is larger. Averaged over a group, the first is
-    the mean over its pairs.
+    """Loss of each sample's pairs, and the share of them in which the clipped term is larger.
+
+    gap, clipped (m,): r_hat - r / beta of samples, of the policy and within the proximity -> (m,)
+    mean over the others of the group of max((gap_i - gap_j)^2, clipped ones), and (m,) the share.
+    Averaged over a group, the first is the mean over its pairs.
     """
-    peers = (group[:, None] == group[None]) & ~torch.eye(
-        len(group), dtype=torch.bool, device=group.device
-    )
+    itself = torch.eye(len(group), dtype=torch.bool, device=group.device)
+    peers = (group[:, None] == group[None]) & ~itself
     plain = (gap[:, None] - gap[None]).square()
     near = (clipped[:, None] - clipped[None]).square()
     count = peers.sum(1).clamp(min=1)
-    larger = torch.where(
-        near < plain, plain, near
-    )  # not maximum: of equal ones the clipped one's gradient holds
+    # not maximum: of equal ones the clipped one's gradient holds
+    larger = torch.where(near < plain, plain, near)
     return (larger * peers).sum(1) / count, ((near > plain) & peers).sum(1) / count
 
 

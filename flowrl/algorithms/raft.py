@@ -1,20 +1,10 @@
-"""RAFT (arXiv:2304.06767) and RWR: supervised fine-tuning on one's own samples, the best of each
-group or all weighted by reward.
+"""RAFT (arXiv:2304.06767) and RWR: supervised fine-tuning on one's own samples, weighted by reward.
 
 The loss is the flow-matching error of a sample times its weight. select="best" is RAFT: weight 1
 for the `top` best of a group. select="softmax" is reward-weighted regression (DDPO's RWR,
 arXiv:2305.13301, eq. 4): softmax(A / temperature) within the group.
 
-Departures, beside those of _forward.py:
-* Groups whose rewards are all equal are left out; Flow-GRPO's code then trains on every sample,
-  failures too.
-* Of samples with equal rewards the first ones are taken; that code takes all that reach the
-  maximum.
-* A group of one is refused (its advantage is 0); RAFT with one sample a prompt would distil the
-  policy into itself.
-* RWR weighs advantages, so that temperature does not depend on the reward's scale (std="group").
-* Rows with less than LEAST of their group's weight are left out: at a low temperature a failure
-  would cost as much as a success.
+docs/algorithms/raft.md and rwr.md say how they differ from the papers and from Flow-GRPO's code.
 """
 
 from __future__ import annotations
@@ -29,6 +19,7 @@ from flowrl.algorithms.common import base, forward
 from flowrl.runtime.read_when import read_when
 from flowrl.types import Advantages, Columns, LossOutput, Plan, Rollout
 
+# rows with less of their group's weight are left out: they would cost as much as the others
 LEAST = 1e-4
 
 
@@ -60,20 +51,19 @@ class RAFT(forward.ForwardMethod):
     guidance = None
 
     def most_rows(self, plan: Plan, group: int) -> int:
-        return super().most_rows(
-            plan, min(group, self.config.top) if self.config.select == "best" else group
-        )
+        trained = min(group, self.config.top) if self.config.select == "best" else group
+        return super().most_rows(plan, trained)
 
     def chosen(self, rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
         leaf, adv = forward.members_with_signal(rollout, advantages)
         if self.config.select == "softmax":
             return leaf, adv
         group = rollout.group[leaf]
-        best = [
-            rows[adv[rows].argsort(descending=True, stable=True)[: self.config.top]]
-            for rows in members(group)
-        ]
-        kept = torch.cat([leaf[:0], *best])
+        best = [leaf[:0]]
+        for rows in members(group):
+            order = adv[rows].argsort(descending=True, stable=True)
+            best.append(rows[order[: self.config.top]])
+        kept = torch.cat(best)
         return leaf[kept], adv[kept]
 
     def columns(
@@ -85,7 +75,9 @@ class RAFT(forward.ForwardMethod):
         weight = forward.softmax(rows.adv / self.config.temperature, rows.unit)
         return Columns({**rows.data, "weight": weight})[weight >= LEAST]
 
-    def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
+    def score(
+        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    ) -> dict[str, Tensor]:
         """error (n,); kl (n,) when it has a weight."""
         rows = self.noised(rollout, batch)
         v = self.velocity(policy, rollout, batch, rows.x)

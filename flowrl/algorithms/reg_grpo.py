@@ -1,17 +1,11 @@
-"""Reg-GRPO (DeepVideo-R1, arXiv:2506.07464), carried over to denoising steps: regress the advantage
-instead of clipping a ratio.
+"""Reg-GRPO (DeepVideo-R1, arXiv:2506.07464): regress the advantage instead of clipping a ratio.
 
 rho of a sample is log pi_theta / pi_old averaged over its stored steps (and latent dims). With its
 group's mean and std, A_hat = (rho - mean) / (std + eps) predicts the advantage, and the loss is (A
-- A_hat)^2 plus the KL to the reference. No clip.
+- A_hat)^2 plus the KL to the reference. scale="fixed" (GVPO's form, arXiv:2504.19599) regresses
+rho / ratio_eps instead. No clip.
 
-Departures from the paper, which is about language models:
-* At the old policy every rho is 0, and so is their std: A_hat would be 0 / 0. ratio_eps keeps it
-  finite; the first step's direction is that of A grad rho, its size is the optimizer's business.
-* The scale of rho is not identified (A_hat of a rho + b is that of rho), so nothing but the KL and
-  the optimizer's steps hold it.
-* scale="fixed" regresses rho / ratio_eps instead, without std: GVPO's form (arXiv:2504.19599),
-  which has an optimum.
+docs/algorithms/reg_grpo.md says how it differs from the paper, which is about language models.
 """
 
 from __future__ import annotations
@@ -67,8 +61,10 @@ class RegGRPO(transitions.GroupMethod):
 
 
 def standardised(rho: Tensor, group: Tensor, eps: float, std: bool) -> Tensor:
-    """(rho - mean) / (std + eps) within groups, differentiable, also where all are equal: (m,) ->
-    (m,). std False: divided by eps."""
+    """(rho - mean) / (std + eps) within groups: (m,) -> (m,). std False: divided by eps.
+
+    Differentiable, also where all rho are equal: there eps keeps it finite.
+    """
     centred = rho - base.mean_of_unit(rho, group)
     if not std:
         return centred / eps

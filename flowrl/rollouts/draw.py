@@ -7,6 +7,7 @@ on how prompts are dealt out to processes.
 
 from __future__ import annotations
 
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from flowrl.data import prompts
 from flowrl.rewards import RewardUnavailable
 from flowrl.rollouts import from_files, redraw
+from flowrl.rollouts.overlap import OverlappedScorer
 from flowrl.rollouts.records import Drawn, Source
 from flowrl.rollouts.roll_out import roll_out
 from flowrl.rollouts.scorer import SHOWN, Scorer, decode_into
@@ -53,7 +55,8 @@ def sample(source: Source, iteration: int, plan: Plan, ids: Tensor, round_: int 
     cfg, policy, ledger = source.cfg, source.policy, source.ledger
     made: list[tuple[PromptBatch, Rollout]] = []
     shown = torch.empty(0)
-    with Scorer(source.rewards, ledger, overlap=bool(cfg.batch.overlap)) as scorer:
+    scorer = (OverlappedScorer if cfg.batch.overlap else Scorer)(source.rewards, ledger)
+    with closing(scorer):
         for some in ids.split(cfg.batch.overlap or len(ids)):
             batch = prompts.select(source.prompts, some)
             with ledger.phase("rollout"), source.autocast(), policy.view(source.view):

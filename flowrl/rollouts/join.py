@@ -1,4 +1,4 @@
-"""Rollouts cut to some leaves, and several rollouts as one."""
+"""Rollouts cut to some leaves, several as one, and one whose leaves are at sigma 0."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flowrl.policy import Policy
 from flowrl.types import Rollout
 
 
@@ -55,3 +56,18 @@ def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
         name: None if column[0] is None else torch.cat(column) for name, column in parts.items()
     }
     return replace(rollouts[0], nfe=sum(r.nfe for r in rollouts), **whole)
+
+
+def with_clean_leaves(policy: Policy, grown: Rollout) -> Rollout:
+    """Final states above sigma 0: what decode makes of them becomes states of its own.
+
+    Transitions keep the states that they end in.
+    """
+    end = grown.state_sigma[grown.leaf]
+    return replace(
+        grown,
+        states=torch.cat([grown.states, policy.clean(grown.leaves, end)]),
+        state_sigma=torch.cat([grown.state_sigma, torch.zeros_like(end)]),
+        prompt=torch.cat([grown.prompt, grown.prompt[grown.leaf]]),
+        leaf=torch.arange(len(grown.leaf), device=grown.leaf.device) + len(grown.states),
+    )

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from flowrl.policy import Cond, Policy
-from flowrl.runtime.ledger import Ledger
+from flowrl.rollouts.join import with_clean_leaves
+from flowrl.runtime.ledger import CountedPolicy, Ledger
 from flowrl.samplers import keys, tree
 from flowrl.types import Plan, PromptBatch, Rollout
 
@@ -60,16 +61,8 @@ def roll_out(
 
 def velocity_of(policy: Policy, cond: Cond, *, guidance: float | str, ledger: Ledger) -> Velocity:
     """velocity(x, sigma, rows) for a sampling engine; time, FLOPs and network rows are booked."""
-
-    @torch.no_grad()
-    def velocity(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        before = policy.calls
-        with ledger.work("network", rows=len(x)):
-            v = policy.velocity(x, sigma, cond, rows, guidance=guidance)
-        ledger.add_nfe("rollout", policy.calls - before)
-        return v
-
-    return velocity
+    counted = CountedPolicy(policy, ledger, phase="rollout")
+    return lambda x, sigma, rows: counted.velocity(x, sigma, cond, rows, guidance=guidance)
 
 
 def noise_of(policy: Policy) -> Callable[[Tensor], Tensor]:
@@ -80,18 +73,3 @@ def noise_of(policy: Policy) -> Callable[[Tensor], Tensor]:
 def rows_of(micro: int, policy: Policy, guidance: float | str) -> int:
     """States that fit into a forward of at most `micro` network rows."""
     return max(1, micro // policy.branches(guidance))
-
-
-def with_clean_leaves(policy: Policy, grown: Rollout) -> Rollout:
-    """Final states above sigma 0: what decode makes of them becomes states of its own.
-
-    Transitions keep the states that they end in.
-    """
-    end = grown.state_sigma[grown.leaf]
-    return replace(
-        grown,
-        states=torch.cat([grown.states, policy.clean(grown.leaves, end)]),
-        state_sigma=torch.cat([grown.state_sigma, torch.zeros_like(end)]),
-        prompt=torch.cat([grown.prompt, grown.prompt[grown.leaf]]),
-        leaf=torch.arange(len(grown.leaf), device=grown.leaf.device) + len(grown.states),
-    )

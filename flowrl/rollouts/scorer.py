@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -47,29 +44,17 @@ def media_of(
 
 
 class Scorer:
-    """Scores media in the order they come: at once, or with overlap in a thread of its own.
+    """Scores media in the order they come.
 
     A reward that compares the members of a group sees whole groups: media come group by group, and
-    those of an unfinished group wait. Scores are the same with and without overlap; time/reward is
-    what the caller waited, time/reward_hidden what it did not.
+    those of an unfinished group wait.
     """
 
-    AHEAD = 2  # chunks that may wait for the thread: bounds memory
-
-    def __init__(self, rewards: RewardSet, ledger: Ledger, *, overlap: bool = False) -> None:
+    def __init__(self, rewards: RewardSet, ledger: Ledger) -> None:
         self.rewards, self.ledger = rewards, ledger
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="reward") if overlap else None
         self.whole_groups = "group" in rewards.needs
         self.waiting: tuple[Tensor, PromptBatch, Tensor] | None = None
         self.parts: list[Rewards] = []
-        self.pending: deque[Future[tuple[Rewards, float]]] = deque()
-
-    def __enter__(self) -> Scorer:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.thread is not None:
-            self.thread.shutdown(wait=True, cancel_futures=True)
 
     def add(self, media: Tensor, batch: PromptBatch, group: Tensor) -> None:
         """Media of samples whose prompts are rows `group` of batch.
@@ -86,43 +71,27 @@ class Scorer:
         if ready < len(group):
             self.waiting = (media[ready:], batch, group[ready:])
         if ready:
-            self._start(media[:ready], batch, group[:ready])
+            self.start(media[:ready], batch, group[:ready])
 
     def finish_groups(self) -> None:
         """No more members of the last group will come."""
         if self.waiting is not None:
             waiting, self.waiting = self.waiting, None
-            self._start(*waiting)
+            self.start(*waiting)
+
+    def start(self, media: Tensor, batch: PromptBatch, group: Tensor) -> None:
+        """Score media of whole groups."""
+        members = group.tolist()
+        context = MediaContext(meta=[batch.meta[g] for g in members], group=group)
+        self.score(media, [batch.text[g] for g in members], context)
+
+    def score(self, media: Tensor, texts: list[str], context: MediaContext) -> None:
+        with self.ledger.phase("reward"), self.ledger.work("reward"):
+            self.parts.append(score(media, texts, self.rewards, context))
 
     def scores(self) -> Rewards:
         """Rewards of all media, in order."""
-        while self.pending:
-            self._take_finished()
         return concat(self.parts)
 
-    def _start(self, media: Tensor, batch: PromptBatch, group: Tensor) -> None:
-        members = group.tolist()
-        texts = [batch.text[g] for g in members]
-        context = MediaContext(meta=[batch.meta[g] for g in members], group=group)
-        if self.thread is None:
-            with self.ledger.phase("reward"), self.ledger.work("reward"):
-                self.parts.append(score(media, texts, self.rewards, context))
-            return
-        while len(self.pending) >= self.AHEAD:
-            self._take_finished()
-        self.pending.append(self.thread.submit(_timed, media, texts, self.rewards, context))
-
-    def _take_finished(self) -> None:
-        """Wait for the oldest chunk; what the thread took beyond the wait is booked as hidden."""
-        began = time.perf_counter()
-        with self.ledger.phase("reward"), self.ledger.work("reward"):
-            rewards, seconds = self.pending.popleft().result()
-        self.ledger.add_time("reward_hidden", max(0.0, seconds - (time.perf_counter() - began)))
-        self.parts.append(rewards)
-
-
-def _timed(
-    media: Tensor, texts: list[str], rewards: RewardSet, context: MediaContext
-) -> tuple[Rewards, float]:
-    began = time.perf_counter()
-    return score(media, texts, rewards, context), time.perf_counter() - began
+    def close(self) -> None:
+        """Give back what scoring needed."""

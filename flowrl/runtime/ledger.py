@@ -10,10 +10,12 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -110,10 +112,6 @@ class Ledger:
         if rows:
             self.flops[key[0]] += rows * self.flops_per_row.get(key, 0.0)
 
-    def add_nfe(self, phase: str, rows: int) -> None:
-        """Count network evaluations: rows that went through the network."""
-        self.nfe[phase] += rows
-
     def add_time(self, name: str, seconds: float) -> None:
         """Book seconds that passed elsewhere, in another thread, as time/<name>; they do not belong
         to the iteration."""
@@ -142,19 +140,16 @@ class Ledger:
             out |= {f"flops/{phase}": flops for phase, flops in self.flops.items() if phase}
             out["flops"] = total
             out |= {"mfu": total / (wall * self.peak)} if self.peak else {}
-        out |= self._memory()
-        self.reset()
-        return out
-
-    def _memory(self) -> dict[str, float]:
-        """Peak gigabytes of the device; on a CPU, the process's highest resident size so far."""
-        if not self.cuda:
+        # Peak memory of the device; on a CPU, the process's highest resident size so far.
+        if self.cuda:
+            out |= {f"memory/{name}_gb": size / 2**30 for name, size in self.memory.items()}
+            highest = max([torch.cuda.max_memory_allocated(self.device), *self.memory.values()])
+        else:
             unit = 1 if sys.platform == "darwin" else 1024  # bytes in ru_maxrss
             highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-            return {"memory/peak_gb": highest / 2**30}
-        out = {f"memory/{name}_gb": size / 2**30 for name, size in self.memory.items()}
-        highest = max([torch.cuda.max_memory_allocated(self.device), *self.memory.values()])
-        return out | {"memory/peak_gb": highest / 2**30}
+        out["memory/peak_gb"] = highest / 2**30
+        self.reset()
+        return out
 
     def _close_span(self) -> None:
         """Book the time since the last change of phase to the innermost open phase."""
@@ -168,3 +163,47 @@ class Ledger:
         if self.stack:
             self.time[self.stack[-1]] += now - self.mark
         self.mark = now
+
+
+class CountedPolicy:
+    """A policy whose network calls are booked: what objectives and sampling engines call.
+
+    policy: a flowrl.policy.Policy. autocast: makes the context of its forward. backward: what adds
+    up gradients. phase: where calls count; None: "update" with gradient, "reference" without.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        ledger: Ledger,
+        *,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        backward: Callable[[Tensor], None] = Tensor.backward,
+        phase: str | None = None,
+    ) -> None:
+        self.policy, self.ledger, self.phase = policy, ledger, phase
+        self.autocast, self.add_gradient = autocast, backward
+        self.rows = 0  # of the newest forward
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Any, rows: Tensor, **options: Any) -> Tensor:
+        """See Policy.velocity."""
+        before = self.policy.calls
+        with self.ledger.work("network", rows=len(x)), self.autocast():
+            v = self.policy.velocity(x, sigma, cond, rows, **options)
+        phase = self.phase or ("update" if torch.is_grad_enabled() else "reference")
+        self.ledger.nfe[phase] += self.policy.calls - before
+        self.rows = len(x)
+        return v
+
+    @contextmanager
+    def view(self, name: str) -> Iterator[None]:
+        """Another view of the weights; its calls are the phase "reference"."""
+        with self.ledger.phase("reference"), self.policy.view(name):
+            yield
+
+    def same(self, a: str, b: str) -> bool:
+        return self.policy.same(a, b)
+
+    def backward(self, loss: Tensor) -> None:
+        with self.ledger.work("network", rows=self.rows, call="backward"):
+            self.add_gradient(loss)

@@ -86,7 +86,9 @@ def to_world(images: Tensor) -> Tensor:
 def detect(images: Tensor) -> list[list[Found]]:
     """Objects in each of (B, 3, H, W) images in [0, 1], in px of the 64x64 world; see `to_world`
     for other sizes."""
-    images, names = to_world(images), list(COLORS)
+    names = list(COLORS)
+    if images.shape[-3:] != (3, PIXELS, PIXELS) or images.ndim != 4:
+        images = to_world(images)
     toward = 1 - torch.tensor([COLORS[c] for c in names], device=images.device)  # (C, 3)
     away = 1 - images.float().clamp(0, 1)
     length = away.norm(dim=1).clamp_min(1e-6)
@@ -129,19 +131,15 @@ def _recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, flo
     u = ((xs + 0.5 - left[:, None]) / width[:, None] * 2 - 1)[:, None, :].expand(masks.shape)
     v = ((ys + 0.5 - top[:, None]) / height[:, None] * 2 - 1)[:, :, None].expand(masks.shape)
     ideal = [INSIDE[s](u, v) & (u.abs() <= 1) & (v.abs() <= 1) for s in SHAPES]
-    iou, shape = _overlap(masks, torch.stack(ideal, 1)).max(1)
+    overlap = torch.stack(ideal, 1) & masks[:, None]
+    union = torch.stack(ideal, 1) | masks[:, None]
+    iou, shape = (overlap.flatten(2).sum(2) / union.flatten(2).sum(2)).max(1)
     enough = torch.tensor([OVERLAP[s] for s in SHAPES], device=masks.device)
     squareness = torch.minimum(width, height) / torch.maximum(width, height)
     known = (iou >= enough[shape]) & (squareness >= SQUARENESS)
     box = torch.stack([(left + right) / 2, (top + bottom) / 2, width, height], 1)
     each = zip(shape.tolist(), known.tolist(), box.tolist(), strict=True)
     return [(SHAPES[s] if sure else None, x, y, a, b) for s, sure, (x, y, a, b) in each]
-
-
-def _overlap(masks: Tensor, ideal: Tensor) -> Tensor:
-    """Intersection over union of (K, H, W) with each of (K, S, H, W) -> (K, S)."""
-    both = (ideal & masks[:, None]).flatten(2).sum(2)
-    return both / (ideal | masks[:, None]).flatten(2).sum(2)
 
 
 def complaint(include: Any) -> str | None:

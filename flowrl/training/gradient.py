@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.algorithms.common.base import Algorithm
-from flowrl.policy import Cond, Policy
-from flowrl.runtime.ledger import Ledger
 from flowrl.training import two_pass
 from flowrl.types import Columns, Rollout
 
@@ -60,43 +57,3 @@ def split(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor]:
     order = number.argsort(stable=True)
     sizes = torch.bincount(number[order] // micro).tolist() if len(batch) else []
     return list(order.split(sizes)) if sizes else []
-
-
-class CountedPolicy:
-    """The policy as objectives see it: under autocast, and with every network call booked."""
-
-    def __init__(
-        self,
-        policy: Policy,
-        ledger: Ledger,
-        *,
-        autocast: Callable[[], AbstractContextManager[object]],
-        backward: Callable[[Tensor], None],
-    ) -> None:
-        self.policy, self.ledger, self.autocast = policy, ledger, autocast
-        self.scaled_backward = backward
-        self.rows = 0
-
-    def velocity(
-        self, x: Tensor, sigma: Tensor, cond: Cond, rows: Tensor, **options: Any
-    ) -> Tensor:
-        before = self.policy.calls
-        with self.ledger.work("network", rows=len(x)), self.autocast():
-            v = self.policy.velocity(x, sigma, cond, rows, **options)
-        phase = "update" if torch.is_grad_enabled() else "reference"
-        self.ledger.add_nfe(phase, self.policy.calls - before)
-        self.rows = len(x)
-        return v
-
-    @contextmanager
-    def view(self, name: str) -> Iterator[None]:
-        """Another view of the weights; its calls are the phase "reference"."""
-        with self.ledger.phase("reference"), self.policy.view(name):
-            yield
-
-    def same(self, a: str, b: str) -> bool:
-        return self.policy.same(a, b)
-
-    def backward(self, loss: Tensor) -> None:
-        with self.ledger.work("network", rows=self.rows, call="backward"):
-            self.scaled_backward(loss)

@@ -24,7 +24,8 @@ from flowrl.training.build import build
 from flowrl.training.ratio_check import RatioCheck
 from flowrl.training.records import Iteration, Run
 from flowrl.training.reward_trial import NoiseWatch
-from flowrl.training.update import Learner, learning_rate
+from flowrl.training.stop_rule import stop_rule
+from flowrl.training.update import Learner
 from flowrl.training.winner_gain import winner_gain
 
 
@@ -33,16 +34,9 @@ class Trainer:
 
     def __init__(self, cfg: Config, *, resume: Path | None = None) -> None:
         self.cfg, self.parts = cfg, build(cfg, resume)
-        self.path, self.algorithm, self.source = (
-            self.parts.path,
-            self.parts.algorithm,
-            self.parts.source,
-        )
-        self.world, self.policy, self.ledger = (
-            self.source.world,
-            self.source.policy,
-            self.source.ledger,
-        )
+        self.path, self.algorithm = self.parts.path, self.parts.algorithm
+        self.source = source = self.parts.source
+        self.world, self.policy, self.ledger = source.world, source.policy, source.ledger
         self.sigmas = schedule(cfg, self.policy)
         self.learner = Learner(self.parts)
         self.ratio_check = RatioCheck(self.learner)
@@ -64,7 +58,8 @@ class Trainer:
             outputs.record(self, result)
             self.learner.touched = False
             yield result
-            self.stopped = self.world.agree(self.stopped or self.stop_rule(result.metrics))
+            reason = self.stopped or stop_rule(self.cfg.stop, result.metrics, self.hours)
+            self.stopped = self.world.agree(reason)
             last = self.iteration == self.cfg.iterations
             if self.iteration % self.cfg.checkpoint.every == 0 or last or self.stopped:
                 self.save()
@@ -92,7 +87,8 @@ class Trainer:
         with ledger.phase("advantages"):
             everyone = algorithm.leaf_advantages(rewards, group)
             leaf = everyone[world.part(len(rollout.leaf))]
-            observed = world.mean_metrics(algorithm.observe(rollout, drawn.rewards))
+            observed = algorithm.observe(rollout, drawn.rewards)
+            observed = world.mean_metrics(observed) if observed else {}
             if drawn.threshold is not None:  # baselines are made of all draws, and some are trained
                 kept = chosen(drawn, cfg.batch.group).to(leaf.device)
                 rollout, leaf = take(rollout, kept), leaf[kept]
@@ -111,23 +107,19 @@ class Trainer:
         metrics |= observed | winner_gain(self.learner, rollout, columns)
 
         # The old policy and a moving reference follow.
-        self.learner.touched = (
-            True  # from here on, whatever signal comes, the iteration is finished
-        )
-        algorithm.remember(observed)
+        self.learner.touched = True  # from here on no signal gives the iteration up
+        if observed:
+            algorithm.remember(observed)
         for view, decay in algorithm.follow(self.learner.step, i).items():
             self.policy.copy_view("default", view, decay=decay)
 
-        metrics |= ledger.iteration()
-        metrics["optimizer/lr"] = learning_rate(cfg, max(0, self.learner.step - 1))
-        metrics["optimizer/step"] = self.learner.step
         return Iteration(
             number=i + 1,
             batch=batch,
             rollout=drawn.rollout,
             rewards=drawn.rewards,
             shown=drawn.shown,
-            metrics=metrics,
+            metrics=metrics | ledger.iteration(),
         )
 
     def run(self) -> Run:
@@ -149,17 +141,6 @@ class Trainer:
                 self.save()
         return outputs.finish(self)
 
-    def stop_rule(self, metrics: dict[str, float]) -> str | None:
-        """Why a run ends here, by its own settings; None: it goes on."""
-        stop, reward, kl = self.cfg.stop, metrics["reward/total"], metrics.get("policy/kl", 0.0)
-        if stop.kl is not None and kl > stop.kl:
-            return f"policy/kl {kl:.4g} exceeds stop.kl={stop.kl}"
-        if stop.reward is not None and reward >= stop.reward:
-            return f"reward/total {reward:.4g} reached stop.reward={stop.reward}"
-        if stop.hours is not None and self.hours >= stop.hours:
-            return f"stop.hours={stop.hours} are over"
-        return None
-
     def describe(self) -> str:
         """What an iteration will do, before it does it."""
         return outputs.describe(self)
@@ -170,5 +151,5 @@ class Trainer:
 
 
 def train(cfg: Config, *, resume: str | Path | None = None) -> Run:
-    """Train to the end, a stop rule, or SIGTERM / Ctrl-C, which checkpoint; `Run.stopped` says so."""
+    """Train to the end, a stop rule or a signal, which checkpoint; `Run.stopped` says so."""
     return Trainer(cfg, resume=None if resume is None else Path(resume)).run()

@@ -16,6 +16,7 @@ from flowrl.runtime.run_folder import MetricsFile, environment, read_metrics, tr
 from flowrl.samplers.plan import nfe
 from flowrl.training.records import Iteration, Parts, Run
 from flowrl.training.reward_trial import NoiseWatch, try_rewards
+from flowrl.training.update import Learner, learning_rate
 
 
 class Running(Protocol):
@@ -23,6 +24,7 @@ class Running(Protocol):
 
     cfg: Config
     parts: Parts
+    learner: Learner
     noise_watch: NoiseWatch
     iteration: int
     stopped: str | None
@@ -61,6 +63,8 @@ def start_trackers(parts: Parts, iteration: int) -> None:
 def record(trainer: Running, it: Iteration) -> None:
     """A grid of samples and held-out numbers when they are due, then one line of metrics."""
     cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
+    it.metrics["optimizer/lr"] = learning_rate(cfg, max(0, trainer.learner.step - 1))
+    it.metrics["optimizer/step"] = trainer.learner.step
     if main and it.shown.ndim == 4 and (it.number == 1 or it.number % cfg.checkpoint.every == 0):
         captions = [it.batch.text[g] for g in it.rollout.group[: len(it.shown)].tolist()]
         file = parts.path / "samples" / f"iteration-{it.number:06d}.png"

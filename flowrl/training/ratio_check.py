@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.build import precision
+from flowrl.runtime.ledger import CountedPolicy
 from flowrl.runtime.log import logger
 from flowrl.training import gradient
 from flowrl.training.update import Learner
@@ -71,7 +72,7 @@ class RatioCheck:
 @torch.no_grad()
 def old_scores(
     algorithm: Algorithm,
-    policy: gradient.CountedPolicy,
+    policy: CountedPolicy,
     rollout: Rollout,
     columns: Columns,
     micro: int,

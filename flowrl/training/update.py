@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flowrl.config.schema import Config
 from flowrl.rollouts.roll_out import rows_of
+from flowrl.runtime.ledger import CountedPolicy
 from flowrl.training import gradient
 from flowrl.training.nonfinite import write_out
 from flowrl.training.records import Failed, Parts
@@ -21,7 +22,7 @@ class Learner:
     def __init__(self, parts: Parts) -> None:
         self.cfg, self.algorithm, self.path = parts.cfg, parts.algorithm, parts.path
         self.world, self.weights = parts.source.world, parts.weights
-        self.policy = gradient.CountedPolicy(
+        self.policy = CountedPolicy(
             parts.source.policy,
             parts.source.ledger,
             autocast=parts.source.autocast,

@@ -293,18 +293,14 @@ def check_media(media: Tensor, prompts: list[str]) -> Tensor:
     if len(prompts) != len(media):
         raise ValueError(f"{len(media)} media but {len(prompts)} prompts; give one prompt a sample")
     media = media.detach()
-    _check_span(media[media.isfinite()])
-    return media
-
-
-def _check_span(values: Tensor) -> None:
-    """ValueError unless finite pixels (n,) are in [0, 1], or nearly."""
-    low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 1.0)
+    finite = media[media.isfinite()]
+    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
     if low < -0.01 or high > 1.01:
         raise ValueError(
             f"media spans [{low:.3g}, {high:.3g}]; rewards take [0, 1]: (media + 1) / 2 maps from"
             " [-1, 1], media / 255 from bytes"
         )
+    return media
 
 
 def check_kind(rewards: Mapping[str, Reward], media: Tensor, prompts: list[str]) -> None:

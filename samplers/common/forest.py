@@ -64,7 +64,7 @@ class NodeKeys:
 
 
 def spell(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every edge (E,): its way from the root, its ODE edges since the last SDE edge, and that edge.
+    """Of every edge (E,): its way from the root, the ODE edges since the last SDE edge, that edge.
 
     The way is child indices, the ODE edges are sigmas; both are 64 bits of their spelling.
     """
@@ -183,6 +183,22 @@ def trained_above(plan: Plan, trained: Tensor) -> tuple[Tensor, Tensor]:
     return last, above
 
 
+def named(
+    rows: Tensor, prompt_keys: Tensor | None, copies: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """rows, prompt_keys and copies (R,) on the CPU, with the defaults of `tree.grow`."""
+    rows = torch.as_tensor(rows).cpu().long()
+    prompt_keys = key("prompt", rows) if prompt_keys is None else torch.as_tensor(prompt_keys)
+    copies = occurrence(rows) if copies is None else torch.as_tensor(copies)
+    if not len(rows) == len(prompt_keys) == len(copies) > 0:
+        sizes = {"rows": len(rows), "prompt_keys": len(prompt_keys), "copies": len(copies)}
+        raise ValueError(
+            "rows, prompt_keys and copies must have one value per copy, at least one; their lengths"
+            f" are {sizes}"
+        )
+    return rows, prompt_keys.cpu().long(), copies.cpu().long()
+
+
 def occurrence(rows: Tensor) -> Tensor:
     """How many equal values come before each one."""
     seen: dict[int, int] = {}
@@ -194,7 +210,7 @@ def occurrence(rows: Tensor) -> Tensor:
 
 
 def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
-    """values (n,) -> (place of the first of each distinct value, number of each value's among them).
+    """values (n,) -> (first place of each distinct value, which of these each value is).
 
     In order of appearance.
     """

@@ -33,6 +33,7 @@ SETTINGS = {
     "eval.baseline_guidance": "null",
     "checkpoint.every": "1",
     "trackers": "[]",
+    "model.self_check": "false",  # a third of a small run; the tests that are about it set it
 }
 ALGORITHMS = {
     "nft": {"algorithm.steps": "2"},

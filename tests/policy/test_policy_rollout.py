@@ -1,6 +1,8 @@
 """Stable Diffusion through rollout, scores and gradients: a schedule that starts below sigma 1 and
 ends above 0."""
 
+from contextlib import closing
+
 import pytest
 import tiny
 import torch
@@ -47,7 +49,7 @@ def iteration(policy, algorithm, guidance, other=9):
     )
     policy.decoder = lambda x: decoded.append(x) or decoder(x)
     try:
-        with Scorer(load_set({"jpeg": 1.0}), ledger) as scorer:
+        with closing(Scorer(load_set({"jpeg": 1.0}), ledger)) as scorer:
             decode_into(scorer, policy, rollout, BATCH, decode=4)
             rewards = scorer.scores()
     finally:
@@ -70,7 +72,7 @@ def test_media_of_the_first_samples_are_kept_however_few_are_decoded_at_once(pol
     rollout = roll_out(
         policy, BATCH, plan, group=6, guidance="none", seed=0, iteration=0, micro=64, ledger=ledger
     )
-    with Scorer(load_set({"jpeg": 1.0}), ledger) as scorer:
+    with closing(Scorer(load_set({"jpeg": 1.0}), ledger)) as scorer:
         shown = decode_into(scorer, policy, rollout, BATCH, decode=decode)
     assert len(shown) == {1: SHOWN, 3: 9, 16: 12}[decode]
     torch.testing.assert_close(

@@ -3,6 +3,7 @@ like any others."""
 
 import json
 import math
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -422,7 +423,7 @@ def online(policy, texts, meta):
     rollout = roll_out(
         policy, batch, path, group=2, guidance="none", seed=0, iteration=0, micro=64, ledger=ledger
     )
-    with Scorer(load_set({"jpeg": 1.0}), ledger) as scorer:
+    with closing(Scorer(load_set({"jpeg": 1.0}), ledger)) as scorer:
         decode_into(scorer, policy, rollout, batch, decode=8)
         rewards = scorer.scores()
     return batch, rollout, rewards

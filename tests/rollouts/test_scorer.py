@@ -3,6 +3,7 @@ compare, a clean end."""
 
 import threading
 import time
+from contextlib import closing
 
 import pytest
 import small
@@ -11,6 +12,7 @@ import torch
 import flowrl
 from flowrl.rewards import RewardUnavailable, load_set
 from flowrl.rollouts import draw
+from flowrl.rollouts.overlap import OverlappedScorer
 from flowrl.rollouts.scorer import Scorer
 from flowrl.runtime.ledger import Ledger
 from flowrl.training import loop
@@ -28,7 +30,8 @@ def scores(reward, sizes, *, overlap, group=(0, 0, 0, 1, 1, 1, 2, 2, 2)):
         torch.arange(9.0)[:, None, None, None].expand(9, 3, 2, 2) / 10,
         torch.tensor(group),
     )
-    with Scorer(load_set({"it": reward}), Ledger(), overlap=overlap) as scorer:
+    kind = OverlappedScorer if overlap else Scorer
+    with closing(kind(load_set({"it": reward}), Ledger())) as scorer:
         for rows in torch.arange(9).split(sizes):
             scorer.add(media[rows], BATCH, group[rows])
         scorer.finish_groups()
@@ -79,7 +82,7 @@ def test_the_caller_goes_on_while_a_reward_is_computed_and_waits_when_two_chunks
         return media.flatten(1).mean(1)
 
     ledger = Ledger()
-    with Scorer(load_set({"slow": slow}), ledger, overlap=True) as scorer:
+    with closing(OverlappedScorer(load_set({"slow": slow}), ledger)) as scorer:
         for k in range(Scorer.AHEAD):
             scorer.add(
                 torch.zeros(2, 3, 2, 2), BATCH, torch.tensor([k, k])
@@ -98,7 +101,7 @@ def test_time_that_nobody_waited_for_is_booked_as_hidden():
         return media.flatten(1).mean(1)
 
     ledger = Ledger()
-    with Scorer(load_set({"slow": slow}), ledger, overlap=True) as scorer:
+    with closing(OverlappedScorer(load_set({"slow": slow}), ledger)) as scorer:
         scorer.add(torch.zeros(1, 3, 2, 2), BATCH, torch.tensor([0]))
         time.sleep(0.3)
         scorer.scores()

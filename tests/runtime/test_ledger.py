@@ -55,9 +55,9 @@ def test_overhead_is_what_network_vae_and_reward_leave(sleep):
 
 def test_an_iteration_closes_the_books():
     ledger = Ledger()
-    ledger.add_nfe("rollout", 128)
-    ledger.add_nfe("rollout", 64)
-    ledger.add_nfe("update", 8)
+    ledger.nfe["rollout"] += 128
+    ledger.nfe["rollout"] += 64
+    ledger.nfe["update"] += 8
     books = ledger.iteration()
     assert books["nfe/rollout"] == 192 and books["nfe/update"] == 8 and books["memory/peak_gb"] > 0
     assert not any(key.startswith("nfe/") for key in ledger.iteration())

@@ -6,6 +6,7 @@ import torch
 from diffusers import UniPCMultistepScheduler
 
 from flowrl.samplers import flow_sde, plan, sde, sigmas
+from flowrl.samplers.common.window import geometric_place, window_start
 from flowrl.types import ODE, SDE
 
 T = 10
@@ -166,7 +167,7 @@ def test_flash_of_a_tree_compresses_every_leaf():
 
 
 def starts(schedule, iterations, **options):
-    return [plan.window_start(schedule, i, steps=10, size=4, **options) for i in range(iterations)]
+    return [window_start(schedule, i, steps=10, size=4, **options) for i in range(iterations)]
 
 
 def test_progressive_window_moves_every_so_often_and_returns():
@@ -200,12 +201,12 @@ def test_decay_stays_shorter_and_shorter():
         "decay", 26, every=10, every_min=1, high=6
     )  # M belongs to the schedule, not to the range that is chosen
     assert narrow == [0] * 10 + [1] * 8 + [2] * 7 + [0]
-    assert plan.window_start("decay", 5, steps=2, size=1) == 0
+    assert window_start("decay", 5, steps=2, size=1) == 0
 
 
 def test_exp_decay_stays_constant_up_to_the_knee():
     out = [
-        plan.window_start("exp_decay", i, steps=25, size=4, every=20, rate=0.1)
+        window_start("exp_decay", i, steps=25, size=4, every=20, rate=0.1)
         for i in range(20 * 14 + 19)
     ]
     assert [out.count(l) for l in range(15)] == [20] * 14 + [19]  # ceil(20 e^-.1) = 19
@@ -228,7 +229,7 @@ def test_geometric_windows_have_treegrpos_frequencies(r):
     r^5)."""
     draws = 6000
     out = [
-        plan.window_start("geometric", i, steps=10, size=3, low=1, high=8, rate=r, seed=4)
+        window_start("geometric", i, steps=10, size=3, low=1, high=8, rate=r, seed=4)
         for i in range(draws)
     ]
     for i in range(5):
@@ -244,17 +245,15 @@ def test_geometric_windows_are_functions_of_seed_and_iteration():
         == starts("geometric", 200, rate=0.5, seed=1)
         != starts("geometric", 200, rate=0.5, seed=2)
     )
-    assert plan.window_start("geometric", 3, steps=5, size=4, rate=0.5) == 0  # one position only
+    assert window_start("geometric", 3, steps=5, size=4, rate=0.5) == 0  # one position only
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 40])
 @pytest.mark.parametrize("r", [1e-9, 0.5, 1 - 1e-9])
 def test_the_ends_of_the_geometric_draw_stay_inside(r, n):
-    assert (
-        plan._drawn("geometric", n, r, 0.0) == 0
-        and 0 <= plan._drawn("geometric", n, r, 1 - 2.0**-53) < n
-    )
-    assert r < 0.5 or n > 5 or plan._drawn("geometric", n, r, 1 - 2.0**-53) == n - 1
+    last = geometric_place(1 - 2.0**-53, n, r)
+    assert geometric_place(0.0, n, r) == 0 and 0 <= last < n
+    assert r < 0.5 or n > 5 or last == n - 1
 
 
 @pytest.mark.parametrize(
@@ -290,14 +289,14 @@ def test_the_ends_of_the_geometric_draw_stay_inside(r, n):
         (lambda: plan.full(GRID.flip(0), eta=0.7), "fall strictly"),
         (lambda: plan.compress(plan.ode(GRID), tail=0.5), "SDE"),
         (lambda: plan.compress(plan.full(GRID, eta=0.7), tail=0.0), "tail=0.0"),
-        (lambda: plan.window_start("progressive", 0, steps=10, size=10), "does not fit"),
-        (lambda: plan.window_start("slow", 0, steps=10, size=2), "choose progressive"),
+        (lambda: window_start("progressive", 0, steps=10, size=10), "does not fit"),
+        (lambda: window_start("slow", 0, steps=10, size=2), "choose progressive"),
         (
-            lambda: plan.window_start("geometric", 0, steps=10, size=2, rate=1.0),
+            lambda: window_start("geometric", 0, steps=10, size=2, rate=1.0),
             "rate=1.0 of a geometric window",
         ),
         (
-            lambda: plan.window_start("geometric", 0, steps=10, size=2, rate=0.0),
+            lambda: window_start("geometric", 0, steps=10, size=2, rate=0.0),
             "rate=0.0 of a geometric window",
         ),
     ],

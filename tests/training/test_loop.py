@@ -55,6 +55,7 @@ def test_iterating_shows_rollout_rewards_and_the_documented_metrics(tmp_path, al
         batch__group="4",
         algorithm__kl_weight="0.01",
         trackers="[tensorboard]",
+        model__self_check="true",
     )
     told = made.describe()
     assert "2 prompts x 4 = 8 samples" in told and f"{own(made).numel():,} trained weights" in told

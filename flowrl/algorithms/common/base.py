@@ -1,26 +1,23 @@
-"""What the training loop asks of an algorithm, which owns no loop, no optimizer and no random
-state: all is a function of its arguments.
+"""What the training loop asks of an algorithm: functions of their arguments, without any state.
 
-A plugin is a module of this package with `ALGORITHM`, a subclass of Algorithm ("_" starts the names
-of shared parts). One iteration:
+An algorithm owns no loop, no optimizer and no random state. A plugin is a module of
+flowrl/algorithms with `ALGORITHM`, a subclass of Algorithm. One iteration:
 
-    plan = algorithm.plan(sigmas, ...)                     which edges are walked, which are trained
-    leaf = algorithm.leaf_advantages(rewards, group)       rewards of the whole iteration, over all
-    processes
-    advantages = algorithm.advantages(rollout, leaf)       credit of each leaf and each transition
-    rows = algorithm.columns(rollout, advantages, ...)     what is trained: one row per term of the
-    loss
-    scores = algorithm.score(policy, rollout, rows)        differentiable numbers (n,): the only
-    part that calls the network
-    loss = algorithm.loss(scores, rows)                    pure; summed over rows
+    plan = algorithm.plan(sigmas, ...)                 which edges are walked, which are trained
+    leaf = algorithm.leaf_advantages(rewards, group)   from rewards of all processes
+    advantages = algorithm.advantages(rollout, leaf)   credit of each leaf and each transition
+    rows = algorithm.columns(rollout, advantages, ...) what is trained: a row a term of the loss
+    scores = algorithm.score(policy, rollout, rows)    (n,) each, differentiable: calls the network
+    loss = algorithm.loss(scores, rows)                pure; summed over rows
 
-Methods that train transitions build on _transitions.py, those that train finished samples on
-_forward.py.
+Methods that train transitions build on transitions.py, those that train finished samples on
+forward.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
@@ -100,9 +97,25 @@ class Sampler(Protocol):
     init_noise: Literal["sample", "group", "batch"]
 
 
+class VelocityField(Protocol):
+    """What a loss asks of a policy (flowrl.policy.Policy), or of what stands in for it."""
+
+    def velocity(
+        self,
+        x: Tensor,
+        sigma: Tensor,
+        cond: Any,
+        rows: Tensor,
+        *,
+        guidance: float | str = "pipeline",
+        detach_uncond: bool = False,
+    ) -> Tensor: ...
+    def view(self, name: str) -> AbstractContextManager[None]: ...
+    def same(self, a: str, b: str) -> bool: ...
+
+
 class Algorithm:
-    """One instance a run; holds its config, and in `memory` the numbers that a later plan may
-    depend on."""
+    """One instance a run; holds its config, and in `memory` what a later plan may depend on."""
 
     Config: ClassVar[type[Options]] = Options
     needs: frozenset[str] = frozenset()  # of "log_prob" | "leaves" | "reference" | "old" | "anchor"
@@ -136,13 +149,11 @@ class Algorithm:
         """ValueError, saying which setting to change, when the plan cannot serve."""
 
     def most_rows(self, plan: Plan, group: int) -> int:
-        """Rows of the loss that a group of `group` samples gives at most; told to the user before a
-        run."""
+        """Most rows of the loss from a group of `group` samples; told to the user before a run."""
         return int(plan.trained.sum()) * group // plan.leaves
 
     def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
-        """(B,) fp32 from the rewards and groups of the whole iteration, over all processes; NaN:
-        failed. The config is a Credit."""
+        """(B,) fp32 from rewards and groups of the whole iteration, all processes; NaN: failed."""
         c = self.config
         scored = rewards if c.outcome == "reward" else self.win_rates(rewards, group)
         adv = credit.combine(
@@ -185,27 +196,32 @@ class Algorithm:
         raise NotImplementedError
 
     def network_rows(self, batch: Columns) -> Tensor:
-        """(n,) int64: rows of the batch with equal values share one row of the network's
-        forward."""
+        """(n,) int64: rows of the batch with equal values share a row of the network's forward."""
         return torch.arange(len(batch), device=batch.weight.device)
 
-    def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
+    def score(self, policy: VelocityField, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
         """Named (n,) fp32 numbers, differentiable in the policy's weights."""
         raise NotImplementedError
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
-        """Sum over rows of weight * term; metrics are summed likewise. The caller divides both by
-        the weight of the update."""
+        """Sum over rows of weight * term; metrics are summed likewise.
+
+        The caller divides both by the weight of the update.
+        """
         raise NotImplementedError
 
-    def fit(self, policy: Any, rollout: Rollout, batch: Columns) -> Tensor:
-        """(n,): how well the policy's present view explains each row; a log-prob, or minus an
-        error."""
+    def fit(self, policy: VelocityField, rollout: Rollout, batch: Columns) -> Tensor:
+        """(n,): how well the policy's present view explains each row.
+
+        A log-prob, or minus an error.
+        """
         raise NotImplementedError
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:
-        """View -> d of view <- d view + (1 - d) theta, after iteration `iteration` (from 0) that
-        ended at optimizer step `step`."""
+        """View -> d of view <- d view + (1 - d) theta, after an iteration.
+
+        iteration counts from 0; step: optimizer steps at its end.
+        """
         return {}
 
 
@@ -240,8 +256,10 @@ class Anchored(Algorithm):
 def held(
     term: Tensor, scores: dict[str, Tensor], metrics: dict[str, Tensor], weight: Tensor | float
 ) -> Tensor:
-    """term (n,) plus weight times the distance to the reference, where scores hold one; it becomes
-    a metric."""
+    """term (n,) plus weight times the distance to the reference, where scores hold one.
+
+    The distance becomes a metric.
+    """
     if "kl" not in scores:
         return term
     metrics["policy/kl"] = scores["kl"]
@@ -259,11 +277,8 @@ def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutp
 def sums(value: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of values (n,) -> sums of units (u,), rows of units (u,), unit of each row (n,) in 0..u-1."""
     _, place, count = torch.unique(unit, return_inverse=True, return_counts=True)
-    return (
-        torch.zeros(len(count), dtype=value.dtype, device=value.device).index_add(0, place, value),
-        count,
-        place,
-    )
+    zeros = torch.zeros(len(count), dtype=value.dtype, device=value.device)
+    return zeros.index_add(0, place, value), count, place
 
 
 def mean_of_unit(value: Tensor, unit: Tensor) -> Tensor:
@@ -273,7 +288,6 @@ def mean_of_unit(value: Tensor, unit: Tensor) -> Tensor:
 
 
 def clipped_surrogate(ratio: Tensor, clipped: Tensor, adv: Tensor) -> tuple[Tensor, Tensor]:
-    """PPO's max(-A ratio, -A clipped), and 1 where the clip stops the gradient: (n,) each -> (n,),
-    (n,)."""
+    """PPO's max(-A ratio, -A clipped), and 1 where the clip stops the gradient: (n,) each."""
     stopped = (ratio < clipped) & (adv < 0) | (ratio > clipped) & (adv > 0)
     return torch.maximum(-adv * ratio, -adv * clipped), stopped.float()

@@ -1,15 +1,10 @@
-"""Shared by methods on the forward process: finished samples are noised again, and velocities are
-compared with u = eps - x0.
+"""Methods on the forward process: finished samples are noised again and velocities compared there.
 
 They need clean samples and rewards alone: any solver, no log-probs, and media from a file do as
 well as media just made. With x at noise level s of a sample x0, x = (1-s) x0 + s eps, the error of
-a velocity is m = mean((v - u)^2) over latent dims.
+a velocity is m = mean((v - u)^2) over latent dims, u = eps - x0.
 
-Departures that every such method shares:
-* The loss is without guidance; rollouts and references may have it where the method says so.
-* Samples with advantage 0 are left out, the pull of KL included.
-* Groups are places of the batch, not equal texts; noise and levels are functions of (seed,
-  iteration, sample), the same on any number of processes.
+docs/algorithms/index.md says what they all do differently from papers and code.
 """
 
 from __future__ import annotations
@@ -34,10 +29,7 @@ from flowrl.samplers import plan as plans
 from flowrl.samplers.sigmas import shift
 from flowrl.types import Advantages, Columns, Plan, Rollout, expand
 
-# continuous noise levels stay above it (AWM's code): nearer to data, errors of v say nothing
-LOWEST = 0.01
-
-
+LOWEST = 0.01  # continuous noise levels stay above it: nearer to data, errors of v say nothing
 CONTINUOUS = ("logit_normal", "uniform")
 Levels = Literal["schedule", "stratified", "logit_normal", "uniform"]
 
@@ -147,8 +139,10 @@ class ForwardMethod(base.Anchored):
     # ------------------------------------------------------------------ noise levels
 
     def grid(self, plan: Plan) -> Tensor:
-        """Levels of the schedule that may be trained, of those where the plan calls the network:
-        (K,) fp64, falling."""
+        """Levels of the schedule that may be trained: (K,) fp64, falling.
+
+        Of those where the plan calls the network.
+        """
         c, levels = self.config, torch.unique(plan.sigma).flip(0)
         last = int(len(levels) * c.range + 1e-9)
         if c.first >= last:
@@ -164,11 +158,8 @@ class ForwardMethod(base.Anchored):
         if c.levels in CONTINUOUS:
             return 1 if c.steps is None else c.steps
         levels = len(self.grid(plan))
-        most = (
-            levels
-            if c.levels == "stratified" or (c.first, c.range) != (0, 1)
-            else max(int(levels * 0.99), 1)
-        )
+        whole_schedule = c.levels == "schedule" and (c.first, c.range) == (0, 1)
+        most = max(int(levels * 0.99), 1) if whole_schedule else levels
         draws = most if c.steps is None else c.steps
         if draws > most:
             raise ValueError(
@@ -179,8 +170,10 @@ class ForwardMethod(base.Anchored):
         return draws
 
     def drawn_levels(self, plan: Plan, names: Tensor) -> tuple[Tensor, Tensor]:
-        """Noise levels and their numbers by name (n,) -> ((n, draws) fp64, (n, draws) int64: equal
-        where levels are the same draw)."""
+        """Noise levels of each name, and which draw each is: (n,) -> (n, draws) fp64, int64.
+
+        Names are keys: who has the same name is trained at the same levels.
+        """
         c, draws = self.config, self.draws(plan)
         place = torch.arange(draws, device=names.device)
         if c.levels == "schedule":
@@ -208,41 +201,41 @@ class ForwardMethod(base.Anchored):
     def columns(
         self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
     ) -> Columns:
-        """One row per (sample, noise level). unit: rows of one group at one draw; members: size of
-        the group."""
-        assert not bool(rollout.state_sigma[rollout.leaf].any()), (
-            "what is trained on is data, at sigma 0"
-        )
+        """One row per (sample, noise level).
+
+        unit: rows of one group at one draw; members: size of the group.
+        """
+        at_data = not bool(rollout.state_sigma[rollout.leaf].any())
+        assert at_data, "what is trained on is data, at sigma 0"
         leaf, adv = self.chosen(rollout, advantages)
-        purpose = type(self).__name__.lower()
+        sigma, noise_key = self.drawn(rollout, leaf, seed, iteration)
         _, group, members = torch.unique(rollout.group, return_inverse=True, return_counts=True)
+        group, state, draws = group[leaf], rollout.leaf[leaf], sigma.shape[1]
+        of_sample = {
+            "prompt": rollout.prompt[state],
+            "weight": torch.ones_like(adv),
+            "adv": adv,
+            "state": state,
+            "members": members[group],
+        }
+        rows = {name: value.repeat_interleave(draws) for name, value in of_sample.items()}
+        rows["sigma"] = sigma.flatten().to(rollout.state_sigma)
+        rows["noise_key"] = noise_key.flatten()
+        rows["unit"] = (group[:, None] * draws + torch.arange(draws, device=group.device)).flatten()
+        return Columns(rows)
+
+    def drawn(
+        self, rollout: Rollout, leaf: Tensor, seed: int, iteration: int
+    ) -> tuple[Tensor, Tensor]:
+        """Noise levels of leaves (m,) and the keys of their noise -> (m, draws) fp64, int64."""
+        purpose = type(self).__name__.lower()
         sample = keys.key(purpose, seed, iteration, rollout.leaf_key[leaf])
         of_group = keys.key(purpose, seed, iteration, group_keys(rollout)[leaf])
         everyone = torch.full_like(sample, keys.key(purpose, seed, iteration))
         names = {"sample": sample, "group": of_group, "all": everyone}[self.config.share]
         sigma, number = self.drawn_levels(rollout.plan, names)
-        noise = keys.key("eps", (of_group if self.shared_noise else sample)[:, None], number)
-        draws = sigma.shape[1]
-        state = rollout.leaf[leaf]
-
-        def each(value: Tensor) -> Tensor:
-            return value.repeat_interleave(draws)
-
-        unit = each(group[leaf]) * draws + torch.arange(draws, device=group.device).repeat(
-            len(leaf)
-        )
-        return Columns(
-            {
-                "prompt": each(rollout.prompt[state]),
-                "weight": torch.ones_like(each(adv)),
-                "adv": each(adv),
-                "state": each(state),
-                "sigma": sigma.flatten().to(rollout.state_sigma),
-                "noise_key": noise.flatten(),
-                "unit": unit,
-                "members": each(members[group[leaf]]),
-            }
-        )
+        noise = of_group if self.shared_noise else sample
+        return sigma, keys.key("eps", noise[:, None], number)
 
     # ------------------------------------------------------------------ scores
 
@@ -251,30 +244,26 @@ class ForwardMethod(base.Anchored):
         eps = keys.gaussian(batch.noise_key, x0.shape[1:], x0.device)
         sigma = expand(batch.sigma, x0).to(x0)
         s = sigma.flatten()
-        scale = {"velocity": torch.ones_like(s), "eps": (1 - s).square(), "x0": s.square()}[
-            self.config.error
-        ]
-        return Noised(
-            x0=x0, x=(1 - sigma) * x0 + sigma * eps, sigma=sigma, target=eps - x0, scale=scale
-        )
+        scales = {"velocity": torch.ones_like(s), "eps": (1 - s).square(), "x0": s.square()}
+        x = (1 - sigma) * x0 + sigma * eps
+        return Noised(x0=x0, x=x, sigma=sigma, target=eps - x0, scale=scales[self.config.error])
 
     def velocity(
         self,
-        policy: Any,
+        policy: base.VelocityField,
         rollout: Rollout,
         batch: Columns,
         x: Tensor,
         guidance: float | str = "none",
     ) -> Tensor:
         """v (n, *L) of the policy's present view."""
-        return policy.velocity(
-            x, batch.sigma, rollout.cond, batch.prompt, guidance=guidance
-        ).float()
+        v = policy.velocity(x, batch.sigma, rollout.cond, batch.prompt, guidance=guidance)
+        return v.float()
 
     @torch.no_grad()
     def other(
         self,
-        policy: Any,
+        policy: base.VelocityField,
         view: str,
         rollout: Rollout,
         batch: Columns,
@@ -289,15 +278,12 @@ class ForwardMethod(base.Anchored):
             return self.velocity(policy, rollout, batch, x, guidance)
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:
-        c = self.config
-        old = (
-            {"old": min(c.old_slope * step, c.old_decay)}
-            if "old" in self.needs and isinstance(c, Follower)
-            else {}
-        )
-        return {**super().follow(step, iteration), **old}
+        c, decays = self.config, super().follow(step, iteration)
+        if "old" in self.needs and isinstance(c, Follower):
+            decays["old"] = min(c.old_slope * step, c.old_decay)
+        return decays
 
-    def fit(self, policy: Any, rollout: Rollout, batch: Columns) -> Tensor:
+    def fit(self, policy: base.VelocityField, rollout: Rollout, batch: Columns) -> Tensor:
         rows = self.noised(rollout, batch)
         return -distance(self.velocity(policy, rollout, batch, rows.x), rows.target)
 
@@ -313,34 +299,34 @@ def has_signal(advantages: Advantages) -> Tensor:
 
 
 def members_with_signal(rollout: Rollout, advantages: Advantages) -> tuple[Tensor, Tensor]:
-    """As ForwardMethod.chosen, with every member (NaN: none) of a group in which any has a signal,
-    for losses that compare members."""
+    """Every valid member of a group in which any has a signal, as ForwardMethod.chosen.
+
+    For losses that compare members.
+    """
     signal = torch.unique(rollout.group[has_signal(advantages)])
     leaf = torch.nonzero(torch.isin(rollout.group, signal) & ~advantages.leaf.isnan()).flatten()
     return leaf, advantages.leaf[leaf]
 
 
 def group_keys(rollout: Rollout) -> Tensor:
-    """A name for each leaf's group that depends on its members alone: the smallest of their keys ->
-    (B,) int64."""
-    _, place = torch.unique(rollout.group, return_inverse=True)
-    smallest = torch.full(
-        (int(place.max()) + 1,), torch.iinfo(torch.int64).max, device=place.device
-    )
-    return smallest.scatter_reduce(0, place, rollout.leaf_key, "amin")[place]
+    """A name for each leaf's group, the smallest key of its members -> (B,) int64.
+
+    It depends on nothing but the members.
+    """
+    groups, place = torch.unique(rollout.group, return_inverse=True)
+    largest = torch.full((len(groups),), torch.iinfo(torch.int64).max, device=place.device)
+    return largest.scatter_reduce(0, place, rollout.leaf_key, "amin")[place]
 
 
 def softmax(logits: Tensor, unit: Tensor) -> Tensor:
     """exp(logits) (n,) over its sum within each unit."""
     _, place = torch.unique(unit, return_inverse=True)
-    top = torch.full_like(logits, -torch.inf).scatter_reduce(
-        0, place, logits, "amax"
-    )  # no unit may underflow as a whole
+    # minus the unit's largest: no unit may underflow as a whole
+    top = torch.full_like(logits, -torch.inf).scatter_reduce(0, place, logits, "amax")
     e = (logits - top[place]).exp()
     return e / base.sums(e, unit)[0][place]
 
 
 def ramp(n: int, start: float, slope: float, end: float, after: int = 0) -> float:
-    """Decay after n optimizer steps: 0 up to `after`, then start + slope (n - after), at most
-    end."""
+    """Decay after n optimizer steps: 0 up to `after`, then start + slope (n - after) up to end."""
     return 0.0 if n < after else min(start + slope * (n - after), end)

@@ -11,6 +11,7 @@ from flowrl.algorithms.common.base import Sampler
 from flowrl.algorithms.common.prune import prunes_all
 from flowrl.algorithms.common.transition_config import FORKING, TransitionConfig
 from flowrl.samplers import plan as plans
+from flowrl.samplers.common import window as windows
 from flowrl.types import Plan
 
 
@@ -25,17 +26,17 @@ def window_start(
     """First step of the window in an iteration. memory: tree/variance/STEP as measured so far."""
     w = c.window
     if w.schedule != "adaptive":
-        return plans.window_start(**w.model_dump(), iteration=iteration, steps=steps, seed=seed)
-    first = plans.window_start(
-        "frozen", iteration, steps=steps, size=w.size, low=w.low, high=w.high
-    )
-    places = range(first, (w.high or steps - 1) - w.size + 1, w.stride)
+        return windows.window_start(**w.model_dump(), iteration=iteration, steps=steps, seed=seed)
+    high = steps - 1 if w.high is None else w.high
+    windows.check_window(steps, w.size, w.low, high)
+    places = range(w.low, high - w.size + 1, w.stride)
     unseen = float("inf")  # each step is looked at once before places are compared
-    gain = {
-        p: sum(memory.get(f"tree/variance/{i}", unseen) for i in range(p, p + w.size))
-        for p in places
-    }
-    return max(places, key=lambda p: (gain[p], -p))
+
+    def decided(place: int) -> float:
+        steps_inside = range(place, place + w.size)
+        return sum(memory.get(f"tree/variance/{i}", unseen) for i in steps_inside)
+
+    return max(places, key=lambda place: (decided(place), -place))
 
 
 def make_plan(c: TransitionConfig, sigmas: Tensor, sampler: Sampler, start: int) -> Plan:
@@ -56,14 +57,9 @@ def without_tail(c: TransitionConfig, sigmas: Tensor, sampler: Sampler, start: i
     if c.plan == "tree":
         return plans.tree(sigmas, start=start, depth=size, children=t.children, **common)
     if c.plan == "branch":
-        return plans.branch(
-            sigmas,
-            splits=t.splits,
-            children=t.children,
-            correlation=t.correlation,
-            noisy=range(start, start + size) if t.noisy == "window" else None,
-            **common,
-        )
+        common |= {"splits": t.splits, "children": t.children, "correlation": t.correlation}
+        noisy = range(start, start + size) if t.noisy == "window" else None
+        return plans.branch(sigmas, noisy=noisy, **common)
     forks = range(len(sigmas) - 2) if t.steps is None else t.steps
     if c.plan == "fan":
         return plans.fan(sigmas, steps=forks, children=t.children, **common)
@@ -77,6 +73,14 @@ def check_plan(c: TransitionConfig, plan: Plan) -> None:
             "GRPO needs SDE steps and this plan has none: set sampler.eta > 0 (0.7 for"
             " flow_sde) and sampler.steps >= 2, or train with algorithm=nft, which needs no SDE"
         )
+    check_compared(c, plan)
+    check_strides(c)
+    check_adaptive_window(c)
+    check_prune(c, plan)
+
+
+def check_compared(c: TransitionConfig, plan: Plan) -> None:
+    """ValueError where the credit rule has nothing to compare on this plan."""
     if c.credit == "siblings" and c.plan not in FORKING and plan.init == "sample":
         raise ValueError(
             f"algorithm.credit=siblings compares children of one node, and plan={c.plan} never"
@@ -93,17 +97,29 @@ def check_plan(c: TransitionConfig, plan: Plan) -> None:
             " has a single one here; use scope=prompt, or a plan that forks, as"
             " algorithm.plan=branch"
         )
+
+
+def check_strides(c: TransitionConfig) -> None:
+    """ValueError where credit sums over strides that the plan does not have."""
     if c.credit == "granular" and c.plan != "granular":
         raise ValueError(
             f"algorithm.credit=granular sums over strides, which plan={c.plan} does not have; set"
             " algorithm.plan=granular"
         )
+
+
+def check_adaptive_window(c: TransitionConfig) -> None:
+    """ValueError where the window follows a measurement that the plan does not make."""
     if c.window.schedule == "adaptive" and c.plan != "tree":
         raise ValueError(
             "algorithm.window.schedule=adaptive measures how children differ at each step of"
             f" the window, and plan={c.plan} does not fork at all of them; set"
             " algorithm.plan=tree"
         )
+
+
+def check_prune(c: TransitionConfig, plan: Plan) -> None:
+    """ValueError where pruning has no effect, or leaves nothing to train."""
     if c.prune.active and c.plan != "branch":
         raise ValueError(
             f"algorithm.prune leaves out edges of plan=branch, and the plan is {c.plan}; set"

@@ -1,9 +1,6 @@
-"""BranchGRPO's pruning (arXiv:2509.06040): edges that are walked, so that leaves get rewards, but
-left out of the backward pass.
+"""BranchGRPO's pruning (arXiv:2509.06040): edges that are walked but not trained.
 
-Departures from the reference code: width pruning chooses children and leaves as the paper says (the
-code keeps the top half of *edges*, which share their advantage along a chain, and so drops steps).
-Depth pruning slides as `slide` says: the paper's way is later, the code's earlier.
+Their leaves still get rewards. docs/algorithms/branch_grpo.md says how it differs from the code.
 """
 
 from __future__ import annotations
@@ -29,15 +26,13 @@ def pruned(
     depth = rollout.plan.depth.to(rollout.edge.device)[rollout.edge]
     out = torch.zeros_like(rollout.trained)
     if prune.depth:
-        stored = torch.unique(depth)
-        first = first_left_out(prune, last, int(stored.max()), iteration)
+        first = first_left_out(prune, last, int(depth.max()), iteration)
         out |= (depth >= first) & (depth < first + prune.depth)
     if prune.width == "parent":
-        out |= (depth >= last) & ~_best_child(rollout, advantages.transition, depth, last)
+        out |= (depth >= last) & ~best_child(rollout, advantages.transition, depth, last)
     elif prune.width == "extremes":
-        out |= (depth >= last) & ~_leads_to(
-            rollout, _extremes(advantages.leaf, rollout.group, prune.leaves)
-        )
+        extremes = extreme_leaves(advantages.leaf, rollout.group, prune.leaves)
+        out |= (depth >= last) & ~leads_to(rollout, extremes)
     return out
 
 
@@ -47,11 +42,9 @@ def depths(plan: Plan, splits: tuple[int, ...]) -> int:
 
 
 def prunes_all(prune: Prune, plan: Plan, splits: tuple[int, ...]) -> bool:
-    """Whether `depth` covers every noisy step of a branching plan, and so leaves nothing to
-    train."""
-    return int(plan.depth[plan.trained].min()) >= max(splits) and prune.depth >= depths(
-        plan, splits
-    )
+    """Whether `depth` covers every noisy step of a branching plan, so that none is trained."""
+    first = int(plan.depth[plan.trained].min())
+    return first >= max(splits) and prune.depth >= depths(plan, splits)
 
 
 def first_left_out(prune: Prune, last: int, deepest: int, iteration: int) -> int:
@@ -61,7 +54,7 @@ def first_left_out(prune: Prune, last: int, deepest: int, iteration: int) -> int
     return last + (max(reach - moves, 0) if prune.slide == "earlier" else moves % (reach + 1))
 
 
-def _best_child(rollout: Rollout, adv: Tensor, depth: Tensor, last: int) -> Tensor:
+def best_child(rollout: Rollout, adv: Tensor, depth: Tensor, last: int) -> Tensor:
     """(N,) bool: at or below the best of the siblings that start at the last split."""
     at = torch.nonzero(depth == last).flatten()
     best: dict[int, int] = {}
@@ -76,7 +69,7 @@ def _best_child(rollout: Rollout, adv: Tensor, depth: Tensor, last: int) -> Tens
     return kept
 
 
-def _extremes(leaf: Tensor, group: Tensor, count: int) -> Tensor:
+def extreme_leaves(leaf: Tensor, group: Tensor, count: int) -> Tensor:
     """(B,) bool: the `count` highest and the `count` lowest of each group."""
     chosen = torch.zeros(len(leaf), dtype=torch.bool, device=leaf.device)
     for g in torch.unique(group).tolist():
@@ -86,7 +79,7 @@ def _extremes(leaf: Tensor, group: Tensor, count: int) -> Tensor:
     return chosen
 
 
-def _leads_to(rollout: Rollout, leaves: Tensor) -> Tensor:
+def leads_to(rollout: Rollout, leaves: Tensor) -> Tensor:
     """(N,) bool: transitions with one of the chosen leaves (B,) below them."""
     out = torch.zeros_like(rollout.trained)
     at = rollout.leaf_edge[leaves]

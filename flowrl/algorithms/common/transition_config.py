@@ -185,6 +185,10 @@ class TransitionConfig(base.Credit, base.Anchor):
                 f"algorithm.keep={self.keep} leaves out whole samples, which plan={self.plan} with"
                 f" credit={self.credit} would not; use it with plan=full or window and credit=leaf"
             )
+        return self
+
+    @model_validator(mode="after")
+    def check_plan_options(self) -> TransitionConfig:
         if self.tail is not None and self.plan in ("fan", "granular"):
             raise ValueError(
                 f"algorithm.tail={self.tail} shortens what follows the last noisy step, and"

@@ -1,19 +1,10 @@
-"""Shared by methods that train denoising steps: which plan is walked, which credit its edges get,
-and the scores of a stored step.
+"""Methods on denoising steps: which plan is walked, which credit its edges get, scores of a step.
 
 Log-probs are means over latent dims: a ratio is the true one to the power 1 / D, and clip is 1e-4
-or so.
+or so. kl="exact" is the Gaussian KL per latent dim, "flow_grpo" that times the length of the step,
+"velocity" the mean square difference of the velocities, "mean" that of the steps' means.
 
-Departures that every such method shares:
-* The last step is always ODE (Flow-GRPO samples it with noise of std < 0.01 and does not train it;
-  DanceGRPO decodes its x0 prediction, which is the same).
-* Transitions with zero advantage are left out, KL included (Flow-GRPO's filter without its random
-  refill); the loss is the mean over what is left.
-* kl="exact" is the Gaussian KL per latent dim (Flow-GRPO's paper and its Wan code); "flow_grpo" is
-  that times the step (its SD3 and FLUX code); "velocity" the mean square of the velocities'
-  difference (the drifts'); "mean" that of the steps' means, which holds the step (Flow-Factory's
-  x-based KL). Their weights do not transfer.
-* Two places of a batch with equal prompt text are two groups (Flow-GRPO merges them by text).
+docs/algorithms/index.md says what they all do differently from papers and code.
 """
 
 from __future__ import annotations
