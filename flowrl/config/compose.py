@@ -60,8 +60,8 @@ def compose(defaults: Tree, file: File, overrides: Sequence[str], problems: list
     try:
         files = [read_experiment(line.options | file.options), file]
         chosen = read_yaml(config_folder() / "config.yaml")
-        for layer in (*files, line):
-            chosen |= layer.options
+        for picks in (*(f.options for f in files), line.options):
+            chosen |= picks
         merged = OmegaConf.merge(
             with_weights(defaults),
             *(option_layer(group, chosen[group]) for group in LAYERS if chosen[group]),
@@ -177,7 +177,7 @@ def options(group: str) -> list[str]:
 def read_yaml(path: Path) -> Tree:
     """A YAML file that holds a mapping; anything else -> ConfigError that names it."""
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
+        tree: Any = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
