@@ -9,7 +9,7 @@ docs/algorithms/awm.md says how it differs from the authors' code.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor

@@ -9,7 +9,7 @@ docs/algorithms/crd.md says how it differs from Flow-Factory's port.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat

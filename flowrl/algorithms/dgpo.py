@@ -10,7 +10,7 @@ docs/algorithms/dgpo.md says how it differs from the authors' code.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator

@@ -9,7 +9,7 @@ docs/algorithms/dpo.md says how it differs from the paper and from Flow-GRPO's o
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, PositiveFloat, model_validator

@@ -92,8 +92,9 @@ class GRPO(transitions.TransitionMethod):
     def more_scores(
         self, rollout: Rollout, batch: Columns, step: Transition, y: Tensor
     ) -> dict[str, Tensor]:
-        """GRPO-Guard's log-ratio: normed (n,) = mean(noise * (mean - old mean)) over latent dims,
-        which is std * (log p - log p_old + |d|^2 / 2D) with d = (mean - old mean) / std. The old
+        """GRPO-Guard's log-ratio: normed (n,) = mean(noise * (mean - old mean)) over latent dims.
+
+        That is std * (log p - log p_old + |d|^2 / 2D) with d = (mean - old mean) / std. The old
         mean is the stored state minus the noise that made it.
         """
         if self.config.ratio != "guard":

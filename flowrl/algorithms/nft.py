@@ -10,7 +10,7 @@ docs/algorithms/nft.md says how it differs from the authors' code.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
@@ -77,7 +77,7 @@ class NFT(forward.ForwardMethod):
     def score(
         self, policy: base.VelocityField, rollout: Rollout, batch: Columns
     ) -> dict[str, Tensor]:
-        """positive, negative (n,): weighted x0 errors of the two policies; kl (n,) with a weight."""
+        """positive, negative: x0 errors of the two policies; kl when it has a weight; (n,) each."""
         rows, beta = self.noised(rollout, batch), self.config.beta
         v = self.velocity(policy, rollout, batch, rows.x)
         v_old = self.other(policy, "old", rollout, batch, rows.x, v)

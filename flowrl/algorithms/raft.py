@@ -9,7 +9,7 @@ docs/algorithms/raft.md and rwr.md say how they differ from the papers and from 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, PositiveFloat, PositiveInt

@@ -182,8 +182,10 @@ class Algorithm:
         return Advantages(leaf=leaf)
 
     def observe(self, rollout: Rollout, rewards: Rewards) -> dict[str, float]:
-        """Numbers about this process's rollout, to be averaged over processes, logged, and given to
-        `remember`."""
+        """Numbers about this process's rollout, to be averaged over processes and logged.
+
+        `remember` gets the averages.
+        """
         return {}
 
     def remember(self, observed: dict[str, float]) -> None:

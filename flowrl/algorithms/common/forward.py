@@ -10,7 +10,7 @@ docs/algorithms/index.md says what they all do differently from papers and code.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import (

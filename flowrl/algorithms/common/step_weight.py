@@ -1,4 +1,4 @@
-"""Weights of denoising steps in the loss: by their noise (TempFlow-GRPO) or their length (Guard)."""
+"""Weights of denoising steps: by their noise (TempFlow-GRPO) or length (GRPO-Guard)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flowrl.types import Columns, Rollout
 
 
 def step_weight(how: Literal["noise", "inverse_step"], rollout: Rollout, rows: Columns) -> Tensor:
-    """(n,) weight of each step: its std over the mean of the plan's levels, or 1 over its length."""
+    """(n,): std of each step over the mean of the plan's levels, or 1 over its length."""
     if how == "inverse_step":
         return 1 / (rows.sigma - rows.sigma_next).float()
     plan = rollout.plan

@@ -161,8 +161,10 @@ class TransitionMethod(base.Anchored):
     def transition(
         self, policy: Any, rollout: Rollout, batch: Columns
     ) -> tuple[Transition, Tensor]:
-        """The step that the policy's present view takes from each row's state -> (transition, v (n,
-        *L)). Each state is evaluated once."""
+        """The step that the policy's present view takes from each row's state, and v (n, *L).
+
+        Each state is evaluated once.
+        """
         states, place = torch.unique(batch.src, return_inverse=True)
         x = rollout.states[states]
         v = policy.velocity(
@@ -179,8 +181,10 @@ class TransitionMethod(base.Anchored):
         )
 
     def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
-        """log_prob (n,) of the stored step; log_prob_ref (n,) where the loss reads it; kl (n,) per
-        latent dim when it has a weight."""
+        """log_prob of the stored step, and what else the loss reads; (n,) each.
+
+        log_prob_ref where it compares with the reference; kl, per latent dim, with a weight.
+        """
         y, c = rollout.states[batch.dst], self.config
         step, v = self.transition(policy, rollout, batch)
         scores = {"log_prob": sde.log_prob(rollout.plan, step, y)}
@@ -203,8 +207,7 @@ class TransitionMethod(base.Anchored):
     def more_scores(
         self, rollout: Rollout, batch: Columns, step: Transition, y: Tensor
     ) -> dict[str, Tensor]:
-        """Further scores (n,) of the step from its transition and the stored state y (n, *L) at its
-        end."""
+        """Further scores (n,) of a step, from its transition and its stored end y (n, *L)."""
         return {}
 
     def fit(self, policy: Any, rollout: Rollout, batch: Columns) -> Tensor:
@@ -214,8 +217,7 @@ class TransitionMethod(base.Anchored):
 
 
 class GroupMethod(TransitionMethod):
-    """A loss that compares the samples of a group: all of those with a signal anywhere are trained,
-    together."""
+    """A loss that compares the samples of a group: groups with a signal are trained as a whole."""
 
     couples = "group"
 
@@ -230,8 +232,10 @@ class GroupMethod(TransitionMethod):
 
 
 def samples(rollout: Rollout) -> Tensor:
-    """(N,) first stored transition of the path that each transition lies on: on a path without
-    forks, its sample."""
+    """(N,) first stored transition of the path that each transition lies on.
+
+    On a path without forks it stands for the sample.
+    """
     top = torch.where(
         rollout.parent < 0,
         torch.arange(len(rollout.parent), device=rollout.parent.device),
@@ -243,14 +247,18 @@ def samples(rollout: Rollout) -> Tensor:
 
 
 def own_noise(batch: Columns, like: Tensor) -> Tensor:
-    """The standard normal that made each row's step, (n, *L), of plans whose siblings are
-    independent."""
+    """The standard normal that made each row's step, (n, *L).
+
+    Of plans whose siblings are independent.
+    """
     return tree.own_noise(lambda k: keys.gaussian(k, like.shape[1:], like.device), batch.noise_key)
 
 
 def of_groups_with_signal(rollout: Rollout, advantages: Advantages) -> Tensor:
-    """(N,) bool: transitions of valid samples, of groups in which any advantage differs from 0. A
-    sample at the mean is compared too."""
+    """(N,) bool: transitions of valid samples in groups where any advantage differs from 0.
+
+    A sample at the mean is compared too.
+    """
     assert advantages.transition is not None
     prompt = rollout.prompt[rollout.src]
     valid = credit.spread(rollout, (~torch.isnan(advantages.leaf)).float()) > 0
