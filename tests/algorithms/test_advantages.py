@@ -196,7 +196,7 @@ BRANCHY = plan.branch(GRID, splits=[0, 2], children=2, eta=0.3)
 
 @pytest.mark.parametrize("weighting", ["mean", "path", "recursive"])
 def test_branch_of_single_children_over_roots_is_plain_grpo(weighting):
-    """Spec 12.10: K = 1, group over the trees of the prompt."""
+    """K = 1, group over the trees of the prompt."""
     grown = grow(plan.branch(GRID, splits=[0, 2], children=1, eta=0.3), [0, 0, 0, 1, 1, 1])
     out = credit.branch(grown, make(R), weighting=weighting, ddof=0, eps=1e-4)
     plain = credit.group_relative(R, G)
@@ -276,7 +276,7 @@ def test_tree_backup_weighs_children_by_their_log_probs():
 
 
 def test_tree_backup_is_the_mean_when_log_probs_are_equal():
-    """Spec 12.10: and leaves with mean 0 give the root mean 0."""
+    """Leaves with mean 0 give the root mean 0."""
     grown = grow(plan.tree(GRID, start=0, depth=2, children=3, eta=0.7), [0])
     grown = replace(grown, log_prob=torch.zeros_like(grown.log_prob))
     leaf = torch.randn(9)

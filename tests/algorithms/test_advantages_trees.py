@@ -1,5 +1,4 @@
-"""Credit through trees against a walk over the nodes written out in Python, and what invalid leaves
-do to it."""
+"""Credit through trees against a walk over the nodes written out in Python, with invalid leaves."""
 
 import math
 from dataclasses import replace

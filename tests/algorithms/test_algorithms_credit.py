@@ -1,5 +1,4 @@
-"""Plans and credit rules as options of an algorithm: reductions to plain GRPO, by hand, shared
-forwards, adaptive windows."""
+"""Plans and credit rules as options: reductions to plain GRPO, by hand, shared forwards."""
 
 import itertools
 from dataclasses import replace
@@ -52,7 +51,7 @@ def by_hand(leaf, **options):
     return algorithm, rollout, advantages_of(algorithm, rollout, rewards_of(leaf))
 
 
-# --- one child everywhere is plain GRPO (spec 12.10)
+# --- one child everywhere is plain GRPO
 
 ONE = {
     "branch": ({"plan": "branch", "tree": {"splits": (0, 3), "children": 1}}, {}),
@@ -284,7 +283,7 @@ def test_an_invalid_leaf_is_left_out_of_every_rule(rule):
     ],
 )
 def test_rows_of_one_state_share_a_network_row(options, init, copies, states, rows):
-    """Spec's table of NFE: edges are trained, states are evaluated; in micro-batches no state is
+    """Edges are trained, states are evaluated; in micro-batches no state is
     evaluated twice either."""
     algorithm, policy = make(**options), ToyPolicy(0.5)
     rollout = roll_out(policy, algorithm, copies=copies, prompts=1, sampler=shared(init))

@@ -96,7 +96,7 @@ def test_clipped_surrogate_by_hand(adv, log_ratio, term, clipped):
 
 
 def test_kl_closed_forms():
-    """Spec 12.8: D x exact = (dt/2)(1/g + g(1-s)/2s)^2 |v - v_ref|^2; flow_grpo = exact x dt;
+    """D x exact = (dt/2)(1/g + g(1-s)/2s)^2 |v - v_ref|^2; flow_grpo = exact x dt;
     velocity = mean square;
     mean = exact x 2 std^2, which tends to velocity x dt^2 without noise (Flow-Factory's two)."""
     policy = ToyPolicy(0.3)
@@ -143,7 +143,7 @@ def ddim_kl(s, t, eta=0.6):
     [("dance_sde", 0.3, dance_kl), ("cps", 0.8, cps_kl), ("ddim", 0.6, ddim_kl)],
 )
 def test_exact_kl_is_the_closed_form_of_every_sde(name, eta, form):
-    """Spec 12.8 beyond Flow-SDE: D x kl = coefficient(s, s') |v - v_ref|^2."""
+    """Of every SDE: D x kl = coefficient(s, s') |v - v_ref|^2."""
     policy, algorithm = ToyPolicy(0.3), make(sde=name, kl_weight=1.0)
     _, rollout, _, rows = prepared(
         algorithm, policy, sampler=SimpleNamespace(eta=eta, init_noise="sample")
@@ -168,7 +168,7 @@ def test_exact_kl_is_the_closed_form_of_every_sde(name, eta, form):
 
 
 def test_closed_form_kl_is_the_expected_log_ratio():
-    """Spec 18.15: over the step's own noise, E[lp - lp_ref] = KL, and k3 = e^x - 1 - x >= 0."""
+    """Over the step's own noise, E[lp - lp_ref] = KL, and k3 = e^x - 1 - x >= 0."""
     policy = ToyPolicy(0.5)
     algorithm = make(kl="exact", kl_weight=1.0)
     _, rollout, _, rows = prepared(algorithm, policy, copies=600, prompts=1)
@@ -253,7 +253,7 @@ def test_detach_uncond_stops_the_gradient_of_the_unconditional_branch_only():
 
 
 def test_re_evaluated_ddpo_ratios_are_one():
-    """Spec 18.10: ancestral DDIM, eta = 1; every row at once, which is not how the rollout batched
+    """Ancestral DDIM, eta = 1; every row at once, which is not how the rollout batched
     them."""
     algorithm = make(sde="ddim")
     policy, rollout, _, rows = prepared(
@@ -267,7 +267,7 @@ def test_re_evaluated_ddpo_ratios_are_one():
 
 
 def test_a_window_is_blind_to_its_ode_steps():
-    """Spec 12.14: perturbing every stored state outside the window changes no score."""
+    """Perturbing every stored state outside the window changes no score."""
     algorithm = make(**CONFIGS["window"])
     policy, rollout, _, rows = prepared(algorithm)
     inside = torch.zeros(len(rollout.states), dtype=torch.bool)
@@ -399,7 +399,7 @@ SHIPPED = {
     "ddpo": (1, 49, {}),
     "dpok": (1, 49, {}),
 }
-# calls of one copy that are not one a step: spec 12, with the last step ODE and the trunks cut off
+# calls of one copy that are not one a step, with the last step ODE and the trunks cut off
 NFE = {
     "mix_grpo_flash": 4 + 9,  # ceil(.4 x 21)
     "branch_grpo": 203,
@@ -419,7 +419,7 @@ def shipped(name, **changes):
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_configuration_has_a_plan_that_its_batch_fits(name):
-    """At its own number of steps: the trees of spec 12, and as many samples a prompt as whole
+    """At its own number of steps: the published trees, and as many samples a prompt as whole
     copies of the plan give."""
     cfg, algorithm = shipped(name)
     planned = algorithm.plan(

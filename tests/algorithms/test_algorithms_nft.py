@@ -32,7 +32,7 @@ def make(**options):
 
 
 def test_x0_error_is_the_velocity_error_times_sigma_squared():
-    """Spec 18.1: x0_hat - x0 = sigma (u - v)."""
+    """x0_hat - x0 = sigma (u - v)."""
     x0, eps, v, s = (
         torch.randn(4, 3),
         torch.randn(4, 3),
@@ -148,7 +148,7 @@ def test_the_optimum_moves_from_the_old_velocity_by_one_over_beta(sign, beta):
 
 
 def test_with_r_one_and_beta_one_the_gradient_is_flow_matchings_rescaled():
-    """Spec 18.3: per row 5 sigma^2 grad mean((v - u)^2) / w."""
+    """Per row 5 sigma^2 grad mean((v - u)^2) / w."""
     algorithm = make(kl_weight=0.0)
     _, rollout, _, rows = prepared(algorithm)
     rows = Columns({**rows.data, "adv": torch.full_like(rows.adv, 5.0)})

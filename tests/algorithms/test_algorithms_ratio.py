@@ -1,5 +1,4 @@
-"""How GRPO compares old and new policy: ratios of steps and of samples, their clips, RatioNorm, and
-the weights of steps."""
+"""How GRPO compares old and new policy: ratios, their clips, RatioNorm, the weights of steps."""
 
 import math
 from dataclasses import replace
@@ -119,7 +118,7 @@ def test_log_ratio_clip_goes_with_a_kl_of_drifts():
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_approx_kl_is_half_the_mean_square_change_of_the_log_prob(ratio):
-    """Spec other 6; of each step's own log-prob, whatever the ratio makes of it: (.2^2 + .4^2 + 0)
+    """Of each step's own log-prob, whatever the ratio makes of it: (.2^2 + .4^2 + 0)
     / 2, summed over rows."""
     batch = Columns(
         {
@@ -188,7 +187,7 @@ def test_micro_batches_smaller_than_a_sample_give_its_gradient():
 
 @pytest.mark.parametrize("ratio", RATIOS)
 def test_the_first_gradient_is_the_score_functions(ratio):
-    """Spec other 6: - sum A grad log p; of RatioNorm, whose log-ratio is std log p to first order,
+    """It is - sum A grad log p; of RatioNorm, whose log-ratio is std log p to first order,
     - sum A std grad log p."""
     algorithm = make(ratio=ratio)
     policy, rollout, _, rows = prepared(algorithm)
@@ -229,7 +228,7 @@ def test_ddpos_first_update_is_the_policy_gradient():
 
 
 def test_guards_log_ratio_is_noise_times_the_shift_of_the_mean():
-    """Spec 12.7: mean(eps * dmu) = std (lp - lp_old + |d|^2 / 2D), d = dmu / std; eps read off the
+    """mean(eps * dmu) = std (lp - lp_old + |d|^2 / 2D), d = dmu / std; eps read off the
     stored states."""
     algorithm, policy = make(ratio="guard"), ToyPolicy(0.1)
     _, rollout, _, rows = prepared(algorithm, policy)
@@ -268,7 +267,7 @@ def test_guards_log_ratio_does_not_depend_on_std_given_the_noise():
 
 
 def test_guards_log_ratio_has_mean_zero_where_the_plain_one_has_not():
-    """Spec 11.4: E[lp - lp_old] = -|d|^2 / 2D."""
+    """E[lp - lp_old] = -|d|^2 / 2D."""
     algorithm, policy = make(ratio="guard"), ToyPolicy(0.1)
     _, rollout, _, rows = prepared(algorithm, policy, copies=600, prompts=1)
     move(policy, 0.5)
@@ -286,7 +285,7 @@ def test_guards_log_ratio_has_mean_zero_where_the_plain_one_has_not():
 
 
 def test_equal_steps_make_inverse_step_a_rescaled_loss():
-    """Spec 12.12: eight steps of 1/8."""
+    """Eight steps of 1/8."""
     weighted, plain = (
         make(ratio="guard", step_weight=w, clip=(0.01, 0.01)) for w in ("inverse_step", "none")
     )
@@ -320,7 +319,7 @@ FORKS = {
 
 @pytest.mark.parametrize("name", FORKS)
 def test_noise_weights_are_the_steps_std_with_mean_one(name):
-    """Spec 12.12: std = eta sqrt(s / (1 - s~)) sqrt(dt) over its mean over the plan's SDE steps,
+    """std = eta sqrt(s / (1 - s~)) sqrt(dt) over its mean over the plan's SDE steps,
     however many rows a step has."""
     algorithm = make(
         step_weight="noise", credit="siblings" if name == "fan" else "leaf", **FORKS[name]

@@ -1,5 +1,4 @@
-"""What a policy is held to: the untrained model, a moving average of itself, or itself some
-iterations ago."""
+"""What a policy is held to: the untrained model, a moving average, or itself some time ago."""
 
 import pydantic
 import pytest

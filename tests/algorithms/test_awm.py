@@ -1,5 +1,4 @@
-"""AWM: the ratio, its clip and weightings, noise levels of the published setting, the averaged
-policy, and learning."""
+"""AWM: the ratio, its clip and weightings, noise levels, the averaged policy, learning."""
 
 import math
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""CRD: centred implicit rewards against centred rewards, their weights, the distance to the
-reference, and learning."""
+"""CRD: centred implicit rewards and rewards, their weights, the reference's distance, learning."""
 
 import math
 from dataclasses import replace
@@ -114,7 +113,7 @@ def test_adding_a_constant_to_rewards_or_implicit_rewards_changes_nothing(option
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.2}])
-def test_the_loss_is_zero_where_scaled_implicit_rewards_equal_rewards_but_for_a_constant_and_only_there(
+def test_the_loss_is_zero_only_where_scaled_implicit_rewards_are_rewards_plus_a_constant(
     options,
 ):
     rho = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)

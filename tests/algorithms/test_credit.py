@@ -1,5 +1,4 @@
-"""Credit of transitions that leave one state: td, decisiveness, siblings, granular; and what every
-rule gives where nothing branches."""
+"""Credit of transitions that leave one state, and what every rule gives where nothing branches."""
 
 import math
 from dataclasses import replace
@@ -371,7 +370,7 @@ def test_a_plan_without_transitions_has_no_credit(rule):
     )
 
 
-# --- where nothing branches (spec 12.10)
+# --- where nothing branches
 
 
 @pytest.mark.parametrize("sde_steps", [range(5), range(1, 4)], ids=["full", "window"])

@@ -1,5 +1,4 @@
-"""DGPO: the weight of a group, its gradient, shared noise, the old policy's clip, the reference's
-guidance, and learning."""
+"""DGPO: a group's weight, its gradient, shared noise, the clip, the guided reference, learning."""
 
 import math
 from dataclasses import replace

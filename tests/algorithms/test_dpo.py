@@ -1,5 +1,4 @@
-"""Online DPO: the loss of a pair, its gradient, which samples are paired and at which noise, and
-learning."""
+"""Online DPO: the loss of a pair, its gradient, who is paired and at which noise, learning."""
 
 import math
 from dataclasses import replace

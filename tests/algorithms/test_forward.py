@@ -1,5 +1,4 @@
-"""What methods on the forward process share: noise levels, names of random draws, rows, errors,
-references and refusals."""
+"""What methods on the forward process share: noise levels, random draws, rows, references."""
 
 import pydantic
 import pytest
@@ -318,7 +317,7 @@ def test_a_groups_name_is_the_smallest_of_its_members():
 # who is trained
 
 
-def test_failed_samples_and_those_that_keep_drops_are_nobodys_members_but_a_sample_at_the_mean_is_one():
+def test_members_are_neither_failed_nor_dropped_by_keep_but_may_lie_at_the_mean():
     """Rewards 0, 1, 2 and one failure: advantages -z, 0, z; the third group has no signal."""
     rollout = roll_out(ToyPolicy(), make(), copies=4)
     total = torch.tensor([0.0, 1, 2, torch.nan, 5, 1, 2, 4, 7, 7, 7, 7])
@@ -353,7 +352,7 @@ def test_nothing_of_a_failed_sample_is_trained(name):
 
 @pytest.mark.parametrize("name", [*METHODS, "rwr"])
 def test_a_group_of_equal_rewards_is_not_trained(name):
-    """Spec 18.14, RAFT's and DPO's ties included: the first group's rewards are all .7; then those
+    """RAFT's and DPO's ties included: the first group's rewards are all .7; then those
     of all groups."""
     algorithm = make(
         METHODS.get(name, raft.ALGORITHM), **({"select": "softmax"} if name == "rwr" else {})

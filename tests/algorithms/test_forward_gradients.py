@@ -1,13 +1,16 @@
-"""One gradient, many methods: at the behaviour policy each is a coefficient of a row times the
-gradient of its flow-matching error.
+"""One gradient, many methods: at the behaviour policy each is a coefficient of a row.
 
-m = mean((v - u)^2), u = eps - x0; w = mean|v - u|, which is a constant; A the advantage, c =
-adv_clip, s the noise level. Per row, with v = v_old = v_ref:
+It multiplies the gradient of the row's flow-matching error m = mean((v - u)^2), u = eps - x0. With
+w = mean|v - u|, which is a constant, A the advantage, c = adv_clip and s the noise level, per row
+and with v = v_old = v_ref it is
 
-    NFT   A s / w, whatever its beta         AWM  A / c s (m + 1e-10)^(p - 1), p = 1/4      DGPO  A
-    / 2
-    CRD   (A - mean of A) / w, whatever beta      DPO  +- beta / 4 of a pair's mean         RAFT  1
-    RWR  softmax(A)
+    NFT   A s / w, whatever its beta
+    AWM   A / c s (m + 1e-10)^(p - 1), p = 1/4
+    DGPO  A / 2
+    CRD   (A - mean of A) / w, whatever beta
+    DPO   +- beta / 4 of a pair's mean
+    RAFT  1
+    RWR   softmax(A)
 """
 
 import pytest

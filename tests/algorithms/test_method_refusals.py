@@ -1,5 +1,4 @@
-"""A method that plan, data or policy cannot serve is refused at start-up, with the setting to
-change, and nothing is written."""
+"""What plan, data or policy cannot serve is refused at start-up, and nothing is written."""
 
 import json
 import logging

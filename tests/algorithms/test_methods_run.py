@@ -1,5 +1,4 @@
-"""Methods that no other test trains through the loop, and start-up's words on options that nothing
-reads."""
+"""Methods that no other test trains through the loop, and what is said of options nothing reads."""
 
 import logging
 import math

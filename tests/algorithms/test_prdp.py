@@ -1,5 +1,4 @@
-"""PRDP: differences of log-likelihood ratios regress differences of rewards, near the old policy.
-By hand, by identity, learning."""
+"""PRDP: differences of log-likelihood ratios regress differences of rewards."""
 
 import pydantic
 import pytest
@@ -91,7 +90,7 @@ def test_loss_is_zero_just_where_ratios_differ_as_rewards_do():
 
 
 def test_sum_over_pairs_is_the_variance():
-    """Spec other 18.8: sum_{i<j} (d_i - d_j)^2 = B sum (d_i - mean)^2; the terms are means over
+    """sum_{i<j} (d_i - d_j)^2 = B sum (d_i - mean)^2; the terms are means over
     each sample's B - 1 others."""
     d = torch.randn(7, dtype=torch.float64)
     term, held = pair_terms(d, d, torch.zeros(7))
@@ -131,8 +130,10 @@ def step_ratios(algorithm, policy, rollout, rows, view="default"):
 
 
 def test_a_huge_clip_is_rdp_on_a_rollout():
-    """Mean over pairs of (r_hat_i - r_hat_j - (r_i - r_j) / beta)^2, r_hat by its closed form (spec
-    other 8), sums over dims and steps."""
+    """Mean over pairs of (r_hat_i - r_hat_j - (r_i - r_j) / beta)^2, r_hat by its closed form.
+
+    Sums over dims and steps.
+    """
     algorithm = make(beta=2.0, clip=1e6)
     policy, rollout, advantages, rows = prepared_off(algorithm)
     d = step_ratios(algorithm, policy, rollout, rows).sum(1) - advantages.leaf.double() / 2.0

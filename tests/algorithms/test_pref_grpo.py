@@ -22,7 +22,7 @@ def test_a_win_rate_is_the_share_of_the_others_that_are_exceeded():
 
 @pytest.mark.parametrize("values", ["distinct", "with ties"])
 def test_win_rates_of_a_group_have_mean_one_half(values):
-    """Spec 12.13: a group of G makes G (G - 1) / 2 comparisons, each of which gives one point, so
+    """A group of G makes G (G - 1) / 2 comparisons, each of which gives one point, so
     the rates add up to G / 2."""
     group = torch.arange(5).repeat_interleave(8)
     r = torch.randn(40, generator=torch.Generator().manual_seed(0))

@@ -1,5 +1,7 @@
-"""BranchGRPO's pruning, by hand: splits 0 and 2 of eight steps, so SDE edges at depths 0..6 and
-four chains after the last split."""
+"""BranchGRPO's pruning, by hand.
+
+Splits 0 and 2 of eight steps: SDE edges at depths 0..6 and four chains after the last split.
+"""
 
 import pytest
 import torch

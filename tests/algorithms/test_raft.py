@@ -1,5 +1,4 @@
-"""RAFT and reward-weighted regression: who is trained with which weight, that the loss is plain
-flow matching, and learning."""
+"""RAFT and reward-weighted regression: who is trained with which weight, the loss, learning."""
 
 import math
 

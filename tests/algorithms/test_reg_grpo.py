@@ -1,5 +1,4 @@
-"""Reg-GRPO: the group's standardised log-ratios regress its advantages. By hand, by identity,
-learning."""
+"""Reg-GRPO: the group's standardised log-ratios regress its advantages; by hand, by identity."""
 
 import pydantic
 import pytest
@@ -177,7 +176,7 @@ def test_groups_without_spread_contribute_nothing():
 
 
 def test_kl_holds_the_scale_that_the_regression_leaves_free():
-    """Spec other 9: along a ray where rho doubles, the regression does not change and the KL
+    """Along a ray where rho doubles, the regression does not change and the KL
     does."""
     algorithm = make(kl_weight=0.5, ratio_eps=1e-6)
     batch = batch_of([1.0, -1.0, 0.5, -0.5], [1] * 4)

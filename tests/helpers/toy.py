@@ -1,5 +1,4 @@
-"""A two-dimensional flow with an exact velocity and a small trainable correction: a policy for
-tests of algorithms."""
+"""A two-dimensional flow with an exact velocity and a small trainable correction, for tests."""
 
 from __future__ import annotations
 
@@ -17,23 +16,23 @@ from flowrl.types import Columns, Rewards, expand
 
 GRID = sigmas.shifted(8, 3)
 SAMPLER = SimpleNamespace(eta=0.7, init_noise="sample")
-CENTRES = torch.tensor(
-    [[1.0, 0.0], [-1.0, 0.5], [0.0, -1.0]]
-)  # of each prompt's data, variance .25
+# of each prompt's data, variance .25
+CENTRES = torch.tensor([[1.0, 0.0], [-1.0, 0.5], [0.0, -1.0]])
 
 
 class ToyPolicy(nn.Module):
-    """v = exact velocity of N(centre of the prompt, .25) + net; views: default (net), old and
-    anchor (copies), reference (no net)."""
+    """v = exact velocity of N(centre of the prompt, .25) + net.
+
+    Views: default (net), old and anchor (copies), reference (no net).
+    """
 
     def __init__(self, scale: float = 0.0):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(2 + 1 + 3, 32), nn.SiLU(), nn.Linear(32, 2))
-        (
+        if scale:
             nn.init.normal_(self.net[2].weight, std=scale)
-            if scale
-            else nn.init.zeros_(self.net[2].weight)
-        )
+        else:
+            nn.init.zeros_(self.net[2].weight)
         nn.init.zeros_(self.net[2].bias)
         self.active, self.rows, self.guidances = "default", 0, []
         self.old, self.anchor = (copy.deepcopy(self.net).requires_grad_(False) for _ in range(2))
@@ -69,8 +68,10 @@ class ToyPolicy(nn.Module):
 
 
 class Fixed:
-    """A policy whose velocity (n, *L) is given for each view, whatever x is; "same" compares by
-    identity."""
+    """A policy whose velocity (n, *L) is given for each view, whatever x is.
+
+    "same" compares by identity.
+    """
 
     def __init__(self, v, v_old=None, v_ref=None):
         v_old = v.detach() if v_old is None else v_old
@@ -155,8 +156,7 @@ def noised(rollout, rows):
 
 
 def in_fp64(monkeypatch, rollout, rows):
-    """The rollout and rows in fp64; from here on the algorithms' casts to fp32 are casts to
-    fp64."""
+    """The rollout and rows in fp64; from here on algorithms' casts to fp32 are casts to fp64."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     double = {
         name: value.double() if value.dtype == torch.float32 else value
@@ -176,14 +176,25 @@ def backward(algorithm, policy, rollout, rows):
 def slope(algorithm, policy, rollout, rows):
     """Derivative of the summed loss in the velocities of a Fixed policy -> (n, *L)."""
     v = policy.views["default"]
-    return torch.autograd.grad(
-        algorithm.loss(algorithm.score(policy, rollout, rows), rows).loss, v
-    )[0]
+    loss = algorithm.loss(algorithm.score(policy, rollout, rows), rows).loss
+    return torch.autograd.grad(loss, v)[0]
+
+
+def accumulate(algorithm, policy, rollout, rows):
+    """Gradient of all rows, as the training loop computes it."""
+    objective.accumulate(
+        algorithm,
+        policy,
+        rollout,
+        rows,
+        micro=1000,
+        total_weight=float(rows.weight.sum()),
+        backward=torch.Tensor.backward,
+    )
 
 
 def learn(algorithm, *, iterations=40, copies=16, lr=1e-2, **options):
-    """Mean reward of each iteration of a small run: one optimizer step each, weights followed as
-    the loop does."""
+    """Mean reward of each iteration of a small run, of one optimizer step each."""
     policy = ToyPolicy()
     optimizer = torch.optim.Adam(policy.net.parameters(), lr=lr)
     history = []
@@ -191,20 +202,10 @@ def learn(algorithm, *, iterations=40, copies=16, lr=1e-2, **options):
         rollout = roll_out(policy, algorithm, copies=copies, iteration=i, **options)
         reward = to_the_right(rollout)
         history.append(float(reward.total.mean()))
-        rows = algorithm.columns(
-            rollout, advantages_of(algorithm, rollout, reward), seed=0, iteration=i
-        )
+        advantages = advantages_of(algorithm, rollout, reward)
+        rows = algorithm.columns(rollout, advantages, seed=0, iteration=i)
         optimizer.zero_grad()
-        weight = float(rows.weight.sum())
-        objective.accumulate(
-            algorithm,
-            policy,
-            rollout,
-            rows,
-            micro=1000,
-            total_weight=weight,
-            backward=torch.Tensor.backward,
-        )
+        accumulate(algorithm, policy, rollout, rows)
         optimizer.step()
         for view, decay in algorithm.follow(i + 1, i).items():
             policy.update(view, decay)

@@ -72,14 +72,14 @@ def test_first_order_and_the_first_step_are_euler():
 
 
 def data_prediction_step(v, x, s, t):
-    """DPM++1S (spec 7): y = (t/s) x - (1-t) (e^-h - 1) x0, h = lambda_t - lambda_s, lambda =
+    """DPM++1S: y = (t/s) x - (1-t) (e^-h - 1) x0, h = lambda_t - lambda_s, lambda =
     log((1-s)/s)."""
     h = ((1 - t) / t).log() - ((1 - s) / s).log()
     return (t / s) * x - (1 - t) * torch.expm1(-h) * (x - s * v)
 
 
 def test_data_prediction_form_of_euler_is_exact():
-    """Spec 12.14: a step without history, or with one from pure noise, is DPM++1S = x - (s - t)
+    """A step without history, or with one from pure noise, is DPM++1S = x - (s - t)
     v."""
     x, v, prev = torch.randn(5), torch.randn(5), torch.randn(5)
     for s, t in torch.tensor(
@@ -92,7 +92,7 @@ def test_data_prediction_form_of_euler_is_exact():
 
 
 def test_flash_without_compression_and_of_first_order_is_euler():
-    """Spec 12.14, grown: ratio 1 and first order give the window's own leaves, which DPM++1S steps
+    """Ratio 1 and first order give the window's own leaves, which DPM++1S steps
     reach from the window's end."""
     grid, rows = sigmas.shifted(8, 3), torch.arange(3)
     window = plan.window(grid, eta=0.7, start=1, size=2)

@@ -1,5 +1,4 @@
-"""Log-probs and precision: Flow-CPS's surrogate where it is used, masks, the law of ratios, fp32
-out of any dtype."""
+"""Log-probs and precision: Flow-CPS's surrogate, masks, the law of ratios, always fp32."""
 
 import math
 
@@ -116,7 +115,7 @@ def test_a_masked_log_prob_is_that_of_the_selected_dims(reduction):
 @pytest.mark.parametrize("where", ["mean", "y"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_what_a_mask_leaves_out_reaches_neither_value_nor_gradient(where, bad, reduction):
-    """Spec 11.14: select before arithmetic, 0 * NaN = NaN."""
+    """Select before arithmetic, 0 * NaN = NaN."""
     step, y = two_by_three()
     mask = torch.rand(2, 3, 4) < 0.5
     mean = step.mean.clone().requires_grad_()
@@ -151,7 +150,7 @@ def test_a_mask_may_leave_out_whole_rows_deterministic_ones_too():
 
 @pytest.mark.parametrize("dims", [2, 5])
 def test_the_expected_ratio_is_one_for_sums_and_below_one_for_means(dims):
-    """Spec 11.4: E[ratio] = exp(-(K/D)(1 - 1/D)) with mean reduction, K = |delta mean|^2 / (2
+    """E[ratio] = exp(-(K/D)(1 - 1/D)) with mean reduction, K = |delta mean|^2 / (2
     std^2); 1 with sum reduction."""
     n, std, delta = 200_000, 0.4, torch.full((dims,), 0.7 * 0.4)
     old = Transition(mean=torch.zeros(n, dims), std=torch.tensor(std))
@@ -188,7 +187,7 @@ S, NEXT = (
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", TRANSITIONS)
 def test_every_transition_computes_in_fp64_and_answers_in_fp32_whatever_comes_in(name, dtype):
-    """Spec 11.1: bf16 overflows in the mean; x' - mean is small and would be rounded away."""
+    """bf16 overflows in the mean; x' - mean is small and would be rounded away."""
     v, x = torch.randn(5, 4).to(dtype), torch.randn(5, 4).to(dtype)
     for s, t in ((S, NEXT), (S[2], NEXT[2]), (S.to(dtype), NEXT.to(dtype))):
         got, expected = (
@@ -229,8 +228,8 @@ def test_a_dpmpp_step_computes_and_answers_in_fp32_whatever_comes_in(dtype):
             assert got.dtype == torch.float32 and torch.equal(got, expected)
 
 
-def spec(name, s, t):
-    """(on x, on v, std) of spec 2's formulas in Python floats: fp64 from start to end."""
+def published(name, s, t):
+    """(on x, on v, std) of the published formulas in Python floats: fp64 from start to end."""
     d = s - t
     if name in ("flow_sde", "dance_sde"):
         g = 0.7 * math.sqrt(s / (1 - (0.95 if s == 1 else s))) if name == "flow_sde" else 0.3
@@ -248,7 +247,7 @@ def spec(name, s, t):
 def test_every_transition_is_the_specs_formula_to_fp32_accuracy(name):
     """Also where 1 - s or s - s' is small: coefficients are fp64 before they are rounded once."""
     for s, t in ((1.0, 0.95), (0.9989, 0.9988), (0.9, 0.3), (0.5, 0.49999), (0.02, 0.001)):
-        on_x, on_v, std = spec(name, s, t)
+        on_x, on_v, std = published(name, s, t)
         x = torch.tensor([[1.0, 0.0]])
         step = TRANSITIONS[name](x.flip(1), x, *torch.tensor([s, t], dtype=torch.float64))
         assert step.mean[0].tolist() == pytest.approx([on_x, on_v], rel=1.5e-7, abs=1e-9), (s, t)
@@ -257,7 +256,7 @@ def test_every_transition_is_the_specs_formula_to_fp32_accuracy(name):
 
 @pytest.mark.parametrize("name", ["flow_sde", "dance_sde", "cps", "ddim"])
 def test_log_probs_are_bit_exact_when_kernel_and_batch_are_the_same(name):
-    """Spec 12.6: each step of a rollout again, on the same rows."""
+    """Each step of a rollout again, on the same rows."""
 
     def velocity(x, s, rows):
         return torch.tanh(x) * expand(0.5 + s, x).float() + 0.3 * expand(rows, x).float()

@@ -1,5 +1,4 @@
-"""Plans are tables: who is stochastic, who is trained, how many leaves, how many network calls
-(spec 12's NFE table)."""
+"""Plans are tables: who is stochastic, who is trained, how many leaves, how many network calls."""
 
 import pytest
 import torch
@@ -60,7 +59,7 @@ def test_a_window_of_all_steps_but_two_is_mixgrpos_largest():
 
 @pytest.mark.parametrize("copies", [1, 4])
 def test_nfe_formulas(copies):
-    """Spec 12: G T; Fast with a shared prefix i + 1 + G (T-i-1); Branch sum_i K^#{b < i}; Tree i +
+    """G T; Fast with a shared prefix i + 1 + G (T-i-1); Branch sum_i K^#{b < i}; Tree i +
     sum_j<d k^j + k^d (T-i-d)."""
     assert plan.nfe(SHIPPED["full"], copies) == copies * T
     assert plan.nfe(SHIPPED["window"], copies) == copies * T
@@ -119,7 +118,7 @@ def test_granular_finishes_each_branch_once_per_stride_in_their_order():
 
 
 def test_branchgrpos_published_counts():
-    """T = 20, splits 0, 3, 6, 9, K = 2: 203 forwards and 16 leaves a tree (spec 8); 218 edges
+    """T = 20, splits 0, 3, 6, 9, K = 2: 203 forwards and 16 leaves a tree; 218 edges
     there, 16 of which are our ODE ends."""
     p = plan.branch(sigmas.shifted(20, 3), splits=[0, 3, 6, 9], children=2, eta=0.3)
     assert (plan.nfe(p), p.leaves, p.edges) == (203, 16, 218)
@@ -129,7 +128,7 @@ def test_branchgrpos_published_counts():
     ("count", "tails"), [("paper", {0: 9, 10: 5, 20: 1}), ("code", {0: 7, 10: 3, 20: 1})]
 )
 def test_flash_step_counts(count, tails):
-    """T = 25, w = 4, ratio .4: paper ceil((T-l-w) .4), code int((T-l-w+1) .4) - 1; spec 7: l = 0
+    """T = 25, w = 4, ratio .4: paper ceil((T-l-w) .4), code int((T-l-w+1) .4) - 1; l = 0
     has 11 calls in code, 13 in the paper."""
     for start, steps in tails.items():
         p = plan.compress(
@@ -192,7 +191,7 @@ def test_progressive_window_moves_every_so_often_and_returns():
 
 
 def test_decay_stays_shorter_and_shorter():
-    """Spec 7, T = 10, so M = 8: 10 - 9 l / 8 rounded down is 10, 8, 7, 6, 5, 4 for l = 0..5."""
+    """T = 10, so M = 8: 10 - 9 l / 8 rounded down is 10, 8, 7, 6, 5, 4 for l = 0..5."""
     out = starts("decay", 41, every=10, every_min=1)
     assert out == [0] * 10 + [1] * 8 + [2] * 7 + [3] * 6 + [4] * 5 + [5] * 4 + [
         0

@@ -1,5 +1,4 @@
-"""One-step transitions against closed forms: a 1-D Gaussian, point masses, limits, and
-diffusers."""
+"""One-step transitions against closed forms: a 1-D Gaussian, point masses, limits, diffusers."""
 
 import math
 
@@ -110,7 +109,7 @@ def test_dpmpp_keeps_the_marginal_of_a_gaussian_better_than_euler():
 
 
 def test_flow_sde_overshoots_a_point_mass():
-    """Spec 12.3: at the first step of T = 10, kappa = 3 the variance is 1.00737 instead of
+    """At the first step of T = 10, kappa = 3 the variance is 1.00737 instead of
     .92985."""
     grid = sigmas.shifted(10, 3)
     out = moments(with_eta(flow_sde, 0.7, grid), grid, c=0.0)
@@ -250,7 +249,7 @@ def test_log_prob_is_the_mean_gaussian_log_density():
 
 
 def test_log_ratio_is_linear_in_the_noise_and_quadratic_in_the_shift():
-    """Spec 12.7: lp_theta - lp_old = (1/D)(eps . delta - |delta|^2 / 2), delta = (mu_theta -
+    """lp_theta - lp_old = (1/D)(eps . delta - |delta|^2 / 2), delta = (mu_theta -
     mu_old) / std."""
     eps, delta, std = torch.randn(4, 7), 0.1 * torch.randn(4, 7), torch.tensor(0.3)
     old = Transition(mean=torch.randn(4, 7), std=std)

@@ -1,5 +1,4 @@
-"""The engine: each distinct state once, noise by name, stored steps that reproduce their
-log-probs."""
+"""The engine: each distinct state once, noise by name, stored steps that give their log-probs."""
 
 import math
 from dataclasses import replace
@@ -68,7 +67,7 @@ def test_network_rows_equal_the_count_on_the_table(name, init):
 
 
 def cost_table(s, K):
-    """Spec 12: (plan with one x_T a prompt, network rows before the copies part, rows of each copy,
+    """(plan with one x_T a prompt, network rows before the copies part, rows of each copy,
     trained edges, distinct states)."""
     steps = [0, 2, T - 2]
     ode_left = {k: T - 1 - k for k in steps}
@@ -169,7 +168,7 @@ def test_a_stride_is_the_ode_loop_over_its_sub_grid():
 
 
 def test_what_follows_the_window_touches_no_log_prob():
-    """Spec 12.14: of the stored states only the leaf comes from ODE steps, and no transition reads
+    """Of the stored states only the leaf comes from ODE steps, and no transition reads
     it."""
     grown = grow(PLANS["window"]("sample"), [0, 1])
     moved = replace(grown, states=grown.states.index_fill(0, grown.leaf, 1e3))
@@ -420,7 +419,7 @@ def test_transition_samples_mean_plus_std_times_noise():
 
 
 def test_independent_siblings_are_uncorrelated_and_the_limit_of_large_s():
-    """Spec 12.11: s -> inf and correlation=None give each child its own noise."""
+    """s -> inf and correlation=None give each child its own noise."""
     free, far = siblings(None), siblings(1e6)
     assert free.var(0).tolist() == pytest.approx([1, 1], abs=0.09)
     assert float((free[:, 0] * free[:, 1]).mean()) == pytest.approx(0, abs=4 / 4000**0.5)
