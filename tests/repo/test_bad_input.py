@@ -15,6 +15,8 @@ from flowrl.cli.main import app  # noqa: F401  imported before a test changes fo
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
 from flowrl.training import loop
 
+UNCHECKED = "model.self_check=false"  # the replay is sound here, and proving it takes two seconds
+
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
@@ -71,7 +73,7 @@ def refused(tmp_path, *arguments):
     ],
 )
 def test_a_mistake_is_named_and_nothing_is_written(tmp_path, wrong, sentence):
-    assert sentence in refused(tmp_path, "train", wrong)
+    assert sentence in refused(tmp_path, "train", wrong, UNCHECKED)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_settings_that_do_not_go_together_are_named(tmp_path, wrong, sentence):
     (tmp_path / "broken.jsonl").write_text('{"prompt": \n')
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text("")
-    assert sentence in refused(tmp_path, "train", *wrong)
+    assert sentence in refused(tmp_path, "train", *wrong, UNCHECKED)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +404,7 @@ def test_a_reward_that_raises_too_often_stops_the_run_and_the_run_resumes(tmp_pa
         return spread(media)
 
     spec = load_set({"custom": reward})
-    monkeypatch.setattr("flowrl.rewards.load_set", lambda _: spec)
+    monkeypatch.setattr("flowrl.training.build.load_set", lambda _: spec)
     run = tmp_path / "run"
     words = small.words(
         run,
@@ -435,7 +437,7 @@ def test_a_reward_that_always_fails_stops_the_first_iteration_and_resumes_once_i
     def reward(media, prompts, context):
         raise KeyError("colour")
 
-    monkeypatch.setattr("flowrl.rewards.load_set", lambda _: load_set({"custom": reward}))
+    monkeypatch.setattr("flowrl.training.build.load_set", lambda _: load_set({"custom": reward}))
     run = tmp_path / "run"
     result = small.invoke("train", *small.words(run, data__eval="null", iterations="1"))
     assert (
@@ -446,7 +448,8 @@ def test_a_reward_that_always_fails_stops_the_first_iteration_and_resumes_once_i
     )
     assert f"flowrl train --resume {run}" in result.output.replace("\n", " ")
     monkeypatch.setattr(
-        "flowrl.rewards.load_set", lambda _: load_set({"custom": lambda media, *_: spread(media)})
+        "flowrl.training.build.load_set",
+        lambda _: load_set({"custom": lambda media, *_: spread(media)}),
     )
     assert small.invoke("train", "--resume", run).exit_code == 0 and [
         line["iteration"] for line in small.lines(run)
@@ -469,10 +472,11 @@ def test_a_reward_of_the_wrong_shape_stops_the_run_as_a_bug(tmp_path, value):
 
 def test_a_reward_of_the_wrong_shape_ends_the_command_with_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "flowrl.rewards.load_set",
+        "flowrl.training.build.load_set",
         lambda _: load_set({"custom": lambda media, *_: spread(media)[:, None]}),
     )
-    result = small.invoke("train", *small.words(tmp_path / "run", data__eval="null"))
+    words = small.words(tmp_path / "run", data__eval="null", iterations="1")
+    result = small.invoke("train", *words)
     sentences = [line for line in result.output.splitlines() if line.startswith("flowrl: ")]
     assert result.exit_code == 1 and len(sentences) == 1 and "Traceback" not in result.output
     assert (
