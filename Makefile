@@ -15,7 +15,7 @@ quickstart: $(STAMP)
 	$(BIN)/flowrl train experiment=quickstart
 
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 check: $(STAMP)
 	$(BIN)/ruff check .

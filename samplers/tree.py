@@ -36,7 +36,7 @@ def grow(
     init: Noise | None = None,
     micro: int | None = None,
 ) -> Rollout:
-    """Sample R copies of `plan` -> Rollout with cond None and guidance "none": the caller's to fill.
+    """Sample R copies of `plan` -> Rollout, whose cond and guidance the caller fills in.
 
     velocity(x (n, *L) fp32, sigma (n,) fp64 on the CPU, rows (n,)) -> v; noise(keys (n,)) ->
     (n, *L) fp32 of `shape`; init(noise) -> x_T, default the identity.
@@ -105,7 +105,7 @@ class Forest:
     def advance(
         self, level: Level, v: Tensor, edges: Tensor, source: Tensor
     ) -> tuple[Level, Tensor]:
-        """Walk `edges` from rows `source` (R, edges) -> (next level, its row at each end (R, edges))."""
+        """Walk `edges` from rows `source` (R, edges) -> next level, its rows at their ends."""
         # Edges that lead to one node are walked once.
         first, place = distinct(self.names.node[:, edges].flatten())
         copy, edge, start = first // len(edges), edges[first % len(edges)], source.flatten()[first]
@@ -124,7 +124,7 @@ class Forest:
         return after, place
 
     def walk(self, before: Level, v: Tensor, copy: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
-        """Edges of both kinds from `before` -> (states at their ends, log-prob, NaN of ODE edges)."""
+        """Edges of both kinds from `before` -> (states at their ends, log-prob or NaN)."""
         ode = self.plan.kind[edge] == ODE
         if bool(ode.all()):
             return self.straight(before, v, edge), torch.full((len(edge),), torch.nan)

@@ -36,7 +36,7 @@ def modules() -> dict[str, Path]:
 
 
 def imports(path: Path) -> Iterator[tuple[str, str]]:
-    """(module, name) of what a file imports of ours, also inside functions; name "" for `import x`."""
+    """(module, name) of our imports in a file, also inside functions; `import x` has name ""."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name.startswith("flowrl"))
@@ -45,7 +45,7 @@ def imports(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def graph(files: dict[str, Path]) -> dict[str, set[str]]:
-    """Module -> modules of ours that it imports; a name taken from a package counts as the package."""
+    """Module -> modules of ours that it imports; a name of a package counts as the package."""
     out: dict[str, set[str]] = {}
     for module, path in files.items():
         found = {
@@ -62,7 +62,7 @@ def folder_of(module: str) -> str:
 
 
 def levels(edges: dict[str, set[str]]) -> tuple[int, list[str]]:
-    """(number of levels, names of a cycle or []) of a graph: something stands above all it imports."""
+    """(number of levels, a cycle or []) of a graph: a node stands above all that it imports."""
     try:
         order = list(TopologicalSorter(edges).static_order())
     except CycleError as error:
@@ -74,7 +74,7 @@ def levels(edges: dict[str, set[str]]) -> tuple[int, list[str]]:
 
 
 def folder_graph(files: dict[str, Path]) -> dict[str, set[str]]:
-    """Top-level folder -> the others that its files import. `flowrl` itself names them all, lazily."""
+    """Top-level folder -> others that its files import. flowrl/__init__ names them all, lazily."""
     out: dict[str, set[str]] = {}
     for module, found in graph({m: p for m, p in files.items() if m != "flowrl"}).items():
         here = folder_of(module)
@@ -113,8 +113,12 @@ def main() -> int:
     cycle = levels(graph(files))[1]
     height, folder_cycle = levels(folder_graph(files))
     private = private_imports(files)
-    wide = [f"{p.relative_to(ROOT)}:{i}" for p, lines in sources.items()
-            for i, line in enumerate(lines, 1) if len(line) > COLUMNS]  # fmt: skip
+    wide = [
+        f"{p.relative_to(ROOT)}:{i}"
+        for p, lines in sources.items()
+        for i, line in enumerate(lines, 1)
+        if len(line) > COLUMNS
+    ]
     lengths = {p.relative_to(ROOT).as_posix(): len(lines) for p, lines in sources.items()}
     shipped = [f for p in files.values() for f in functions(p)]
     every = [f for p in sources for f in functions(p)]
@@ -130,21 +134,17 @@ def main() -> int:
         f"{where}: {k} lines, the budget is {FUNCTION}" for where, k in every if k > FUNCTION
     ]
 
-    longest_file = max(lengths, key=lambda name: lengths[name])
-    longest, length = max(every, key=lambda f: f[1])
+    file, lines = max(lengths.items(), key=lambda entry: entry[1])
+    function, length = max(every, key=lambda entry: entry[1])
+    between_files = levels(graph(files))[0]
+    usual_file, usual = p90(list(lengths.values())), p90([k for _, k in shipped])
     print(f"entries of flowrl/       {len(entries)}")
-    print(
-        f"levels of imports        {height} between folders, {levels(graph(files))[0]} between files"
-    )
+    print(f"levels of imports        {height} between folders, {between_files} between files")
     print(f"cycles                   {sum(map(bool, (cycle, folder_cycle)))}")
     print(f"private imports          {len(private)}")
     print(f"lines over {COLUMNS} columns   {len(wide)}")
-    print(
-        f"files                    p90 {p90(list(lengths.values()))} lines, longest {lengths[longest_file]}: {longest_file}"
-    )
-    print(
-        f"functions                p90 {p90([k for _, k in shipped])} lines, longest {length}: {longest}"
-    )
+    print(f"files                    p90 {usual_file} lines, longest {lines}: {file}")
+    print(f"functions                p90 {usual} lines, longest {length}: {function}")
     print("\n".join(problems))
     return 1 if problems else 0
 

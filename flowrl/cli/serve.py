@@ -36,9 +36,15 @@ def serve(
     from flowrl.rewards import parse_words
     from flowrl.rewards.server.app import Server
 
-    limits = {"max_mb": max_mb, "max_batch": max_batch}
     with one_sentence_errors():
-        words = parse_words(reward)
-        server = Server(words, host=host, port=port, token_env=token_env, device=device, **limits)
+        server = Server(
+            parse_words(reward),
+            host=host,
+            port=port,
+            token_env=token_env,
+            device=device,
+            max_mb=max_mb,
+            max_batch=max_batch,
+        )
     typer.echo(server.describe())
     server.run()

@@ -17,6 +17,7 @@ Resume = Annotated[
 def train(overrides: Overrides = None, resume: Resume = None) -> None:
     """Train. Prints what an iteration will cost before it starts."""
     from flowrl.runtime import log
+    from flowrl.runtime.checkpoint import steps
     from flowrl.training import loop
 
     log.setup()
@@ -28,7 +29,7 @@ def train(overrides: Overrides = None, resume: Resume = None) -> None:
         run = trainer.run()
     except (RuntimeError, ValueError, OSError) as error:
         hint = f"\nflowrl: resume with: flowrl train --resume {trainer.path}"
-        stop(RuntimeError(f"{error}{hint if trainer.saved else ''}"), 1)
+        stop(RuntimeError(f"{error}{hint if steps(trainer.path) else ''}"), 1)
     if trainer.world.main:
         _conclude(run)
 

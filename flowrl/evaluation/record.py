@@ -129,8 +129,8 @@ def save_images(run: Path, name: str, evaluation: Evaluation, prompts: Prompts) 
     stem = run / "samples" / name.replace(", ", "_").replace(" ", "_")
     grids.grid(images, captions).save(stem.with_name(f"{stem.name}.png"))
     verdicts = evaluation.verdicts(spread_rows(len(evaluation.prompt), len(prompts)))
-    kept = {f"verdicts.{key}": _marks(own) for key, own in verdicts.items()}
-    np.savez(stem.with_name(f"{stem.name}.npz"), images=to_uint8(images).numpy(), **kept)
+    arrays: dict[str, Any] = {f"verdicts.{key}": _marks(own) for key, own in verdicts.items()}
+    np.savez(stem.with_name(f"{stem.name}.npz"), images=to_uint8(images).numpy(), **arrays)
     before = run / "samples" / "before.npz"
     if name == "after" and before.exists():
         old = np.load(before)

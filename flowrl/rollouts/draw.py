@@ -1,8 +1,8 @@
 """What one iteration trains on: prompts, their samples, and the rewards of these.
 
 Samples are drawn once, in rounds until groups can teach something (flowrl/rollouts/redraw.py), or
-read from a folder of scored files. Every sample is named by (prompt, copy), so results do not depend
-on how prompts are dealt out to processes.
+read from a folder of scored files. Every sample is named by (prompt, copy), so results do not
+depend on how prompts are dealt out to processes.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def beside(source: Source, drawn: list[Drawn]) -> Drawn:
 
 
 def within(drawn: list[Drawn], rows: list[Tensor]) -> Drawn:
-    """Several draws as one, with the prompts of the first; rows[i]: prompts of draw i among them."""
+    """Several draws as one, with the prompts of the first; rows[i]: those of draw i among them."""
     if len(drawn) == 1:
         return drawn[0]
     first = drawn[0]

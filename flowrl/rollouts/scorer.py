@@ -1,4 +1,4 @@
-"""Leaves become media, and media become rewards, chunk by chunk: no iteration holds all its media."""
+"""Leaves become media and media become rewards, chunk by chunk: none holds all its media."""
 
 from __future__ import annotations
 

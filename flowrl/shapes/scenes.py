@@ -43,8 +43,8 @@ class Object:
     size: float
 
 
-# Shape -> whether points (u, v), in units of the half-size around the centre of the bounding box, are
-# in it. Triangles point up.
+# Shape -> whether points (u, v) are in it, in units of the half-size around the centre of the
+# bounding box. Triangles point up.
 INSIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "circle": lambda u, v: u.square() + v.square() <= 1,
     "square": lambda u, v: (u.abs() <= 1) & (v.abs() <= 1),

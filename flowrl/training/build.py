@@ -35,7 +35,7 @@ from flowrl.training.unused_options import unused_options
 
 
 def build(cfg: Config, resume: Path | None = None) -> Parts:
-    """Load and check all parts; every mistake of the user -> ValueError, and nothing was written."""
+    """Load and check all parts; a mistake of the user -> ValueError, and nothing was written."""
     path = run_folder(cfg, resume)
     rewards = load_rewards(cfg, path)
     dataset, prompts, held_out = load_data(cfg, rewards)

@@ -1,4 +1,4 @@
-"""The batch of an update whose loss or gradient is not finite, written out for its author to see."""
+"""The batch of an update whose loss or gradient is not finite, written out to be looked at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ratio's self-test: at the behaviour policy the training forward gives the rollout's log-probs.
+"""The ratio's self-test: the training forward gives the log-probs of the policy that sampled.
 
 If it does not, every ratio is wrong: the loss would evaluate another policy than the one that
 sampled.
@@ -77,7 +77,7 @@ def old_scores(
     columns: Columns,
     micro: int,
 ) -> dict[str, Tensor]:
-    """Scores of the old policy by the training forward, (n,) each: log_prob, and GRPO-Guard's normed."""
+    """Scores of the old policy by the training forward, (n,) each: log_prob, Guard's normed."""
     out: dict[str, Tensor] = {}
     for rows in gradient.split(algorithm, columns, micro):
         for name, value in algorithm.score(policy, rollout, columns[rows]).items():

@@ -51,7 +51,7 @@ def try_rewards(parts: Parts) -> dict[str, float]:
 
 
 def first_samples(parts: Parts, ledger: Ledger) -> tuple[PromptBatch, Rollout, Tensor]:
-    """FEW samples of the first iteration, of two prompts if there are -> prompts, rollout, media."""
+    """FEW samples of the first iteration, of two prompts if there are: and their media."""
     cfg, source, leaves = parts.cfg, parts.source, parts.plan.leaves
     whole = prompts.batch(source.prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
     mine = whole.ids[source.world.share(len(whole))]

@@ -104,8 +104,8 @@ class Learner:
         if self.nonfinite >= self.cfg.guard.nonfinite:
             raise Failed(
                 f"{self.nonfinite} updates in a row had a non-finite loss or gradient; lower"
-                f" optimizer.lr or use train.precision=no, and look at {folder}; the last checkpoint"
-                " stands"
+                f" optimizer.lr or use train.precision=no, and look at {folder}; the last"
+                " checkpoint stands"
             )
 
 

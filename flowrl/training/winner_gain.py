@@ -22,7 +22,7 @@ Across = Callable[[Tensor], Tensor]
 
 
 def winner_gain(learner: Learner, rollout: Rollout, columns: Columns) -> dict[str, float]:
-    """policy/winner_gain, where a reference is at hand: with full weights only if the method has one."""
+    """policy/winner_gain; {} where no reference is at hand, as with full weights mostly."""
     algorithm, world = learner.algorithm, learner.world
     if learner.cfg.train.mode == "full" and "reference" not in algorithm.needs:
         return {}

@@ -1,4 +1,4 @@
-"""What one iteration and one start-up enter of flowrl: files and functions, counted by the profiler.
+"""Files and functions of flowrl that one iteration and one start-up enter, by the profiler.
 
     python scripts/bench/entered.py            # figures
     python scripts/bench/entered.py --names    # and every function

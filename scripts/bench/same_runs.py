@@ -3,9 +3,9 @@
     git worktree add ../before main
     python scripts/bench/same_runs.py ../before .
 
-Each method runs for ten iterations in each checkout, in a process of its own on one thread. Equal must
-be: every number of metrics.jsonl (without times, memory and mfu), the evaluation, and the exported LoRA.
-Exit code 1 where anything differs.
+Each method runs for ten iterations in each checkout, in a process of its own on one thread. Equal
+must be: every number of metrics.jsonl (without times, memory and mfu), the evaluation, and the
+exported LoRA. Exit code 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,19 @@ OPTIONS = [  # what every run sets, so that ten iterations take half a minute
     "checkpoint.every=5",
     "trackers=[]",
 ]
-GROUP = {"mix_grpo": 12, "branch_grpo": 16, "tree_grpo": 27}  # a multiple of the plan's leaves
+# A multiple of the plan's leaves.
+GROUP = {"mix_grpo": 12, "branch_grpo": 16, "tree_grpo": 27}
 TREE = ["algorithm.tree.splits=[0,2]"]  # of branch_grpo: its own four splits want twenty steps
-TRAIN = "import sys, torch, flowrl; torch.set_num_threads(1); flowrl.train(flowrl.load_config(None, sys.argv[1:]))"
+TRAIN = """
+import sys, torch, flowrl
+torch.set_num_threads(1)
+flowrl.train(flowrl.load_config(None, sys.argv[1:]))
+"""
 VARIES = ("time/", "memory/", "mfu")  # keys of metrics.jsonl that are measurements of the machine
 
 
 def package_of(checkout: Path, folder: Path) -> Path:
-    """A folder from which `import flowrl` gives the package of this checkout, as a wheel would hold it."""
+    """A folder from which `import flowrl` gives the package of this checkout, as in a wheel."""
     tree = folder / "flowrl"
     tree.mkdir(parents=True)
     for entry in (checkout / "flowrl").iterdir():
@@ -81,7 +86,8 @@ def difference(old: Path, new: Path) -> str | None:
     for i, (a, b) in enumerate(zip(before, after, strict=True), 1):
         wrong = [k for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)]
         if wrong:
-            return f"iteration {i}: {wrong[0]} {a.get(wrong[0])} -> {b.get(wrong[0])}, {len(wrong)} keys"
+            first = f"{wrong[0]} {a.get(wrong[0])} -> {b.get(wrong[0])}"
+            return f"iteration {i}: {first}, {len(wrong)} keys"
     if (old / "evaluation.json").read_bytes() != (new / "evaluation.json").read_bytes():
         return "evaluation.json differs"
     a, b = (load_file(run / "lora" / "pytorch_lora_weights.safetensors") for run in (old, new))

@@ -219,9 +219,8 @@ def test_branch_advantages_are_z_scores_of_node_means_at_each_depth():
             out.transition[depth == d], expected.get(d, z(leaf, 1, 1e-8)), atol=1e-6
         ), d
     last = torch.cat([out.transition[grown.leaf_edge]])
-    assert torch.allclose(
-        last, out.leaf, atol=1e-6
-    )  # after the last split an edge has its leaf's advantage
+    # after the last split an edge has its leaf's advantage
+    assert torch.allclose(last, out.leaf, atol=1e-6)
 
 
 def test_path_weights_are_the_softmax_over_leaves_and_beta_zero_is_the_mean():

@@ -12,12 +12,10 @@ from flowrl.types import Rewards
 
 GRID = sigmas.shifted(6, 3)
 NAN = math.nan
-BRANCHY = plan.branch(
-    GRID, splits=[0, 2], children=3, eta=0.3
-)  # 9 leaves; nodes at depths 0..4: 3, 3, 9, 9, 9
-TREE = plan.tree(
-    GRID, start=1, depth=2, children=2, eta=0.7
-)  # edges 0 1 | 2 3 below 0, 4 5 below 1
+# 9 leaves; nodes at depths 0..4: 3, 3, 9, 9, 9
+BRANCHY = plan.branch(GRID, splits=[0, 2], children=3, eta=0.3)
+# edges 0 1 | 2 3 below 0, 4 5 below 1
+TREE = plan.tree(GRID, start=1, depth=2, children=2, eta=0.7)
 
 
 def grow(p, rows):
@@ -116,9 +114,8 @@ CLEAN = [
     -2.0,
     3.5,
 ]
-HOLED = [
-    NAN if i in (1, 3, 4, 5, 8, 12) else r for i, r in enumerate(CLEAN)
-]  # 3, 4, 5: all leaves of a node
+# 3, 4, 5: all leaves of a node
+HOLED = [NAN if i in (1, 3, 4, 5, 8, 12) else r for i, r in enumerate(CLEAN)]
 
 
 @pytest.mark.parametrize("reward", [CLEAN, HOLED], ids=["all valid", "some invalid"])
@@ -166,9 +163,8 @@ def test_edges_above_invalid_leaves_alone_get_no_credit(weighting):
     dead = torch.tensor([math.isnan(v) for v in fused(grown, [NAN, NAN, 3.0, 6.0], "mean")])
     depth = grown.plan.depth[grown.edge]
     assert bool((out.transition[dead] == 0).all()) and int(dead.sum()) == 1 + 1 + 2 + 2 + 2
-    assert bool(
-        (out.transition[~dead & (depth < 2)] == 0).all()
-    )  # one valid node at these depths: nothing to compare with
+    # one valid node at these depths: nothing to compare with
+    assert bool((out.transition[~dead & (depth < 2)] == 0).all())
     assert torch.allclose(
         out.transition[~dead & (depth >= 2)].abs(), torch.tensor(0.5**0.5), atol=1e-5
     )

@@ -384,10 +384,11 @@ def test_ties_go_to_the_earliest_place_and_the_range_is_kept():
     algorithm = adaptive(low=1, high=6, stride=2)
     algorithm.memory = {f"tree/variance/{d}": 1.0 for d in range(7)}
     assert start(algorithm) == 1
+    # places 1 and 3; the window 5, 6 would leave the range
     algorithm.memory |= {
         "tree/variance/5": 9.0,
         "tree/variance/6": 9.0,
-    }  # places 1 and 3; the window 5, 6 would leave the range
+    }
     assert start(algorithm) == 1
     algorithm.memory |= {"tree/variance/4": 2.0}
     assert start(algorithm) == 3

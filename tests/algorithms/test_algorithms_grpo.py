@@ -303,10 +303,10 @@ def test_dance_trains_a_random_share_of_each_samples_steps():
     policy = ToyPolicy()
     rollout = roll_out(policy, algorithm, copies=200, prompts=1)
     advantages = advantages_of(algorithm, rollout, to_the_right(rollout))
-    draw = algorithm._drawn(rollout, 0, 0).view(200, 7)
+    draw = algorithm.drawn(rollout, 0, 0).view(200, 7)
     assert bool((draw.sum(1) == 4).all())  # floor(7 x .6)
     assert bool(((draw.float().mean(0) - 4 / 7).abs() < 0.13).all())
-    again, next_iteration = (algorithm._drawn(rollout, 0, i).view(200, 7) for i in (0, 1))
+    again, next_iteration = (algorithm.drawn(rollout, 0, i).view(200, 7) for i in (0, 1))
     assert torch.equal(draw, again) and not torch.equal(draw, next_iteration)
     assert (
         len(algorithm.columns(rollout, advantages, seed=0, iteration=0))
@@ -314,7 +314,7 @@ def test_dance_trains_a_random_share_of_each_samples_steps():
         == algorithm.most_rows(rollout.plan, 200)
     )
     least = make(timestep_fraction=0.1)  # never none
-    assert int(least._drawn(rollout, 0, 0).sum()) == least.most_rows(rollout.plan, 200) == 200
+    assert int(least.drawn(rollout, 0, 0).sum()) == least.most_rows(rollout.plan, 200) == 200
 
 
 def test_plans_follow_the_config():

@@ -304,9 +304,8 @@ def test_the_rollout_is_the_old_policys_ode_without_guidance():
     policy, rollout, _, rows = prepared(algorithm)
     policy.guidances.clear()
     algorithm.score(policy, replace(rollout, guidance=4.5), rows)
-    assert (
-        policy.guidances == ["none"] * 2
-    )  # trained and reference; old equals trained here, and one forward serves both
+    # trained and reference; old equals trained here, and one forward serves both
+    assert policy.guidances == ["none"] * 2
     with torch.no_grad():
         policy.net[2].bias += 0.1
     policy.guidances.clear()

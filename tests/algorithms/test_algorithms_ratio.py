@@ -85,10 +85,11 @@ def test_dual_clip_bounds_what_a_bad_sample_costs(ratio, bound):
     of = math.exp if ratio == "ppo" else float
     assert without[0] == pytest.approx(2 * (of(1.5) if ratio == "ppo" else 1)) and slope[0] == 0
     assert slope[1:] == without[1:] and slope[2] == 0 and slope[1] > 0 > slope[3]
+    # row 2; row 0 too
     assert (
         float(plain.metrics["policy/clip_fraction"]) == 1
         and float(dual.metrics["policy/clip_fraction"]) == 2
-    )  # row 2; row 0 too
+    )
     assert float(plain.loss - dual.loss) == pytest.approx(2 * (of(1.5) - bound), rel=1e-6)
 
 

@@ -82,12 +82,12 @@ def test_the_ratio_is_clipped_on_the_right_side_only():
         for r, a in ((up, 5.0), (down, -5.0))
     ]
     assert metrics["policy/clip_fraction"] == 2 == sum(clipped)
-    assert scored(make(clip=(0.2, 0.6)), [up], [0.0], [5.0])[2] == pytest.approx(
-        [-1.5]
-    )  # low and high are two settings
+    # low and high are two settings
+    assert scored(make(clip=(0.2, 0.6)), [up], [0.0], [5.0])[2] == pytest.approx([-1.5])
+    # the default: 0 .. 2
     assert scored(make(), [math.log(1.9), math.log(2.1)], [0.0] * 2, [5.0] * 2)[2] == pytest.approx(
         [-1.9, 0]
-    )  # the default: 0 .. 2
+    )
 
 
 def test_one_ratio_per_sample_is_of_the_mean_over_its_levels():

@@ -172,9 +172,8 @@ def test_td_by_hand():
         -1.5,
         1.5,
     ]
-    holed = credit.td(
-        grown, torch.tensor([1.0, NAN, 5.0, 9.0])
-    )  # the root is worth 5, its ends 1 and 7
+    # the root is worth 5, its ends 1 and 7
+    holed = credit.td(grown, torch.tensor([1.0, NAN, 5.0, 9.0]))
     assert holed.tolist() == [-4.0, 2.0, 0.0, 0.0, -2.0, 2.0]
 
 
@@ -222,9 +221,8 @@ def test_decisiveness_by_hand():
         credit.decisiveness(grown, leaf) == {1: 6.25, 2: 1.25}
         and float(leaf.var(correction=0)) == 7.5
     )
-    unequal = credit.decisiveness(
-        grown, torch.tensor([1.0, NAN, 5.0, 9.0])
-    )  # root 5: (16 + 4 + 4) / 3, then (0 + 4 + 4) / 3
+    # root 5: (16 + 4 + 4) / 3, then (0 + 4 + 4) / 3
+    unequal = credit.decisiveness(grown, torch.tensor([1.0, NAN, 5.0, 9.0]))
     assert unequal == pytest.approx({1: 8.0, 2: 8 / 3}) and sum(unequal.values()) == pytest.approx(
         (16 + 0 + 16) / 3
     )
@@ -322,9 +320,8 @@ def test_an_invalid_leaf_leaves_its_stride_and_not_its_branch():
     grown = grow(plan.granular(GRID, steps=[1], children=3, strides=(1, 2), eta=0.7), 1)
     r = torch.tensor([1.0, NAN, 2.0, 10.0, 3.0, 40.0])
     out = credit.granular(grown, r, ddof=0, eps=0.0)
-    assert out.tolist() == pytest.approx(
-        [-(1.5**0.5), -1.0, 1.5**0.5 + 1], abs=1e-6
-    )  # stride 2: (10, 40) -> -1, 1
+    # stride 2: (10, 40) -> -1, 1
+    assert out.tolist() == pytest.approx([-(1.5**0.5), -1.0, 1.5**0.5 + 1], abs=1e-6)
     assert torch.equal(
         credit.granular(grown, torch.nan_to_num(r, 7.0), valid=~r.isnan(), ddof=0, eps=0.0), out
     )

@@ -114,10 +114,11 @@ def test_identical_images_have_no_gradient_but_that_of_kl():
 @pytest.mark.parametrize("levels", ["schedule", "stratified", "logit_normal", "uniform"])
 def test_a_pair_has_one_noise_and_one_level_other_pairs_have_others(levels):
     _, _, _, rows = prepared(make(levels=levels))
+    # pairs, winner and loser, draws
     noise, sigma = (
         rows.noise_key.view(3, 2, 2),
         rows.sigma.view(3, 2, 2),
-    )  # pairs, winner and loser, draws
+    )
     assert (
         torch.equal(noise[:, 0], noise[:, 1])
         and torch.equal(sigma[:, 0], sigma[:, 1])

@@ -285,9 +285,8 @@ def test_draws_depend_on_seed_iteration_and_sample_not_on_order_or_process(level
 
     whole = drawn(torch.arange(12))
     assert drawn(torch.arange(12).flip(0)) == whole == drawn(torch.randperm(12))
-    assert (
-        sorted(drawn(torch.arange(4)) + drawn(torch.arange(4, 12))) == whole
-    )  # two processes, groups whole
+    # two processes, groups whole
+    assert sorted(drawn(torch.arange(4)) + drawn(torch.arange(4, 12))) == whole
     for other in (drawn(torch.arange(12), seed=1), drawn(torch.arange(12), iteration=1)):
         assert all(a[0] == b[0] and a[2] != b[2] for a, b in zip(other, whole, strict=True))
         assert [row[1] for row in other] != [row[1] for row in whole]
@@ -332,9 +331,8 @@ def test_members_are_neither_failed_nor_dropped_by_keep_but_may_lie_at_the_mean(
         == make().chosen(rollout, two)[0].tolist()
     )
     four = advantages_of(make(keep=4), rollout, rewards_of(total))
-    assert torch.equal(
-        four.leaf.nan_to_num(9), leaf.leaf.nan_to_num(9)
-    )  # a group of at most `keep` is kept whole
+    # a group of at most `keep` is kept whole
+    assert torch.equal(four.leaf.nan_to_num(9), leaf.leaf.nan_to_num(9))
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -89,13 +89,13 @@ def test_at_the_behaviour_policy_the_gradient_is_the_tables_coefficient_times_th
     _, _, s, u = noised(rollout, rows)
     v = torch.randn_like(u).requires_grad_()
     got, gap = slope(algorithm, Fixed(v), rollout, rows), v.detach() - u
-    expected = (
-        coefficient(name, rows, gap, s.flatten(), options)[:, None] * gap
-    )  # grad m = 2 gap / D, D = 2
+    # grad m = 2 gap / D, D = 2
+    expected = coefficient(name, rows, gap, s.flatten(), options)[:, None] * gap
     assert got.dtype == torch.float64 and float(expected.abs().max()) > 0.1
+    # its weights are fp32
     assert float((got - expected).abs().max() / expected.abs().max()) < (
         1e-6 if name == "rwr" else 1e-9
-    )  # its weights are fp32
+    )
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)

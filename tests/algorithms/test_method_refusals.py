@@ -102,12 +102,13 @@ def test_methods_without_noisy_steps_refuse_one_noise_for_all_samples_of_a_promp
         f"sampler.init_noise={init} starts all samples of a prompt.*use sampler.init_noise=sample"
     )
     refused(tmp_path, "nft", sentence, sampler__init_noise=init)
+    # samples nothing
     small.trainer(
         tmp_path / "offline",
         "nft",
         data__offline=pictures(tmp_path / "folder"),
         sampler__init_noise=init,
-    )  # samples nothing
+    )
 
 
 def test_raft_refuses_to_train_every_sample_whatever_its_reward(tmp_path):
@@ -120,10 +121,11 @@ def test_raft_refuses_to_train_every_sample_whatever_its_reward(tmp_path):
         **changes,
     )
     small.trainer(tmp_path / "best", "raft", algorithm__top="3", **changes)
+    # the folder's choice is the reward's
     offline = {
         "data__offline": pictures(tmp_path / "folder"),
         "algorithm__top": "4",
-    }  # the folder's choice is the reward's
+    }
     small.trainer(tmp_path / "offline", "raft", **changes | offline)
 
 

@@ -65,9 +65,10 @@ def test_loss_by_hand():
     new = ref + torch.tensor([[0.1, 0.2], [0.0, -0.05]])
     loss, grad, _ = evaluate(make(beta=2.0, clip=100.0), batch_of([1.0, 5.0], ref), new, ref)
     assert loss == pytest.approx(11.56, rel=1e-5)
+    # 4 rows, 4 dims
     assert grad.flatten().tolist() == pytest.approx(
         [x * 2 * 3.4 * 4 * 4 for x in (1, 1, -1, -1)], rel=1e-5
-    )  # 4 rows, 4 dims
+    )
 
 
 def test_loss_is_zero_just_where_ratios_differ_as_rewards_do():
@@ -84,9 +85,10 @@ def test_loss_is_zero_just_where_ratios_differ_as_rewards_do():
     for i in range(6):
         moved = new.clone()
         moved[i, 1] += 0.1 / DIMS
+        # 2 of 3 pairs, half the groups
         assert evaluate(algorithm, batch, moved, ref)[0] == pytest.approx(
             2 * 2 * 0.1**2 / 2 / 6, rel=1e-2
-        )  # 2 of 3 pairs, half the groups
+        )
 
 
 def test_sum_over_pairs_is_the_variance():

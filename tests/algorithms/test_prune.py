@@ -95,9 +95,8 @@ def test_branchgrpos_code_slides_from_15_to_9():
         9,
     ]
     late = Prune(depth=20)
-    assert {first_left_out(late, 9, 18, i) for i in range(0, 300, 10)} == {
-        9
-    }  # more than there are: from the last split to the end
+    # more than there are: from the last split to the end
+    assert {first_left_out(late, 9, 18, i) for i in range(0, 300, 10)} == {9}
 
 
 def test_width_and_depth_pruning_add_up():

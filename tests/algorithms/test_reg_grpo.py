@@ -52,9 +52,8 @@ def test_rho_is_the_mean_over_a_samples_steps():
     batch = batch_of([0.0, 0.0, 0.0], [3, 1, 2])
     assert evaluate(make(), batch, [0.5, 0.2, -0.1, 0.2, 0.1, 0.3])[0] < 1e-6
     one_off = evaluate(make(), batch, [0.5, 0.2, -0.1, 0.2, 0.1, 0.9])[0]
-    assert one_off == pytest.approx(
-        (3 * 0.5 + 0.5 + 2 * 2) / 6, rel=1e-2
-    )  # z-scores of (0, 0, 1): squares 1/2 1/2 2, counted by rows
+    # z-scores of (0, 0, 1): squares 1/2 1/2 2, counted by rows
+    assert one_off == pytest.approx((3 * 0.5 + 0.5 + 2 * 2) / 6, rel=1e-2)
 
 
 def test_prediction_is_invariant_to_scale_and_shift_of_each_group():
@@ -92,9 +91,8 @@ def test_one_sided_groups_have_finite_gradients():
     batch = batch_of([1.0, -1.0, 1.0, -1.0], [1] * 4, [0, 0, 1, 1])
     loss, grad = evaluate(make(ratio_eps=0.01), batch, [0.3, 0.3, 0.1, 0.2])
     assert bool(grad.isfinite().all())
-    assert grad[:2].tolist() == pytest.approx(
-        [-200, 200], rel=1e-4
-    )  # d/d rho_i of sum (A - (rho - mean) / eps)^2 = -2 A_i / eps
+    # d/d rho_i of sum (A - (rho - mean) / eps)^2 = -2 A_i / eps
+    assert grad[:2].tolist() == pytest.approx([-200, 200], rel=1e-4)
     assert loss == pytest.approx((2 * 1 + 2 * (1 + 0.05 / 0.06) ** 2) / 4, rel=1e-3)
 
 

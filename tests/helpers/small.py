@@ -14,9 +14,11 @@ import diffusers
 import transformers
 from typer.testing import CliRunner
 
+from flowrl.config import build
 from flowrl.config.load import load_config
 from flowrl.runtime import checkpoint
 from flowrl.runtime.log import logger
+from flowrl.training import build as training_build
 from flowrl.training.loop import Trainer
 
 SETTINGS = {
@@ -74,6 +76,21 @@ def config(output, algorithm="nft", **changes):
 
 def trainer(output, algorithm="nft", **changes):
     return Trainer(config(output, algorithm, **changes))
+
+
+POLICIES = {}
+
+
+def load_once(monkeypatch):
+    """For runs that are refused before they train: one policy serves all of the same settings."""
+
+    def make_policy(cfg, **options):
+        key = repr((cfg.model, cfg.train, cfg.seed, options))
+        if key not in POLICIES:
+            POLICIES[key] = build.make_policy(cfg, **options)
+        return POLICIES[key]
+
+    monkeypatch.setattr(training_build, "make_policy", make_policy)
 
 
 def invoke(*arguments):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import tiny
+import tiny_parts
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
@@ -86,7 +87,7 @@ class Loop(DiffusionPipeline):
 
 def loop():
     return Loop(
-        tiny.randomise(Net()), FlowMatchEulerDiscreteScheduler(shift=2.0), tiny.randomise(Vae(), 1)
+        tiny_parts.randomise(Net()), FlowMatchEulerDiscreteScheduler(shift=2.0), tiny_parts.randomise(Vae(), 1)
     )
 
 

@@ -72,7 +72,8 @@ def refused(tmp_path, *arguments):
         ),
     ],
 )
-def test_a_mistake_is_named_and_nothing_is_written(tmp_path, wrong, sentence):
+def test_a_mistake_is_named_and_nothing_is_written(tmp_path, monkeypatch, wrong, sentence):
+    small.load_once(monkeypatch)
     assert sentence in refused(tmp_path, "train", wrong, UNCHECKED)
 
 
@@ -152,7 +153,8 @@ def test_a_mistake_is_named_and_nothing_is_written(tmp_path, wrong, sentence):
         ),
     ],
 )
-def test_settings_that_do_not_go_together_are_named(tmp_path, wrong, sentence):
+def test_settings_that_do_not_go_together_are_named(tmp_path, monkeypatch, wrong, sentence):
+    small.load_once(monkeypatch)
     (tmp_path / "words.txt").write_text("a red circle\na blue square\n" * 8)
     (tmp_path / "empty.txt").write_text("\n  \n")
     (tmp_path / "latin.txt").write_bytes(

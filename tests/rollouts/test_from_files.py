@@ -7,63 +7,22 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-import small
 import torch
 
-from flowrl import load_policy
 from flowrl.algorithms.nft import ALGORITHM as NFT
 from flowrl.data import prompts as data
 from flowrl.data import scored_dataset
 from flowrl.data.media import read_image, save
 from flowrl.rewards import load_set, score
 from flowrl.rollouts import from_files
-from flowrl.rollouts.generation import sample
 from flowrl.rollouts.roll_out import roll_out
 from flowrl.rollouts.scorer import Scorer, decode_into
 from flowrl.runtime.ledger import Ledger
-from flowrl.samplers import keys, plan
+from flowrl.samplers import plan
 from flowrl.types import MediaContext, PromptBatch
 
 TEXTS = ["a red circle", "two blue squares"]
 WEIGHTS = {"jpeg": 1.0, "shapes": 0.5}
-
-
-@pytest.fixture(scope="module")
-def policy():
-    made = load_policy("shapes-sd3", lora={"rank": 2, "alpha": 4})
-    made.add_view("old")
-    return made
-
-
-@pytest.fixture(scope="module")
-def made(policy, tmp_path_factory):
-    """Seven samples of the policy, four and three of a prompt, scored by `flowrl score` -> (folder,
-    x0 by file name, pixels by name)."""
-    folder = tmp_path_factory.mktemp("offline")
-    texts = [TEXTS[0]] * 4 + [TEXTS[1]] * 3
-    x, sigma = sample(
-        policy, texts, keys.key("offline test", torch.arange(7)), steps=16, guidance=3.0
-    )
-    with torch.no_grad():
-        media = policy.decode(x, float(sigma[0]))
-    for i, picture in enumerate(media):
-        save(picture, folder / "made" / f"{i}.png")
-    entries = [{"file": f"made/{i}.png", "prompt": text} for i, text in enumerate(texts)]
-    (folder / "p.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    words = [
-        "--prompts",
-        folder / "p.jsonl",
-        "--reward",
-        "jpeg",
-        "--reward",
-        "shapes=0.5",
-        "-o",
-        folder / "scored",
-    ]
-    result = small.invoke("score", folder / "made", *words)
-    assert result.exit_code == 0, result.output
-    x0 = {f"media/{i}.png": x0 for i, x0 in enumerate(policy.clean(x, sigma))}
-    return folder / "scored", x0, {f"media/{i}.png": picture for i, picture in enumerate(media)}
 
 
 @pytest.fixture
@@ -436,7 +395,7 @@ def test_a_reference_is_one_more_scored_member_of_its_group(policy, made):
     batch, rollout, rewards = online(
         policy, [*TEXTS, "a square"], [{"reference": str(first)}, {}, {"reference": str(last)}]
     )
-    more, scored = from_files.with_references(
+    more, scored = from_files.add_references(
         policy, rollout, batch, rewards, load_set({"jpeg": 1.0}), decode=1
     )
     assert (
@@ -464,7 +423,7 @@ def test_a_reference_is_one_more_scored_member_of_its_group(policy, made):
     names = more.leaf_key.tolist()
     assert names[:6] == rollout.leaf_key.tolist() and len(set(names)) == 8
     alone = online(policy, ["a square"], [{"reference": str(last)}])
-    again, _ = from_files.with_references(
+    again, _ = from_files.add_references(
         policy, alone[1], alone[0], alone[2], load_set({"jpeg": 1.0})
     )
     assert again.leaf_key[-1] == names[7]  # whatever else is in the batch
@@ -482,7 +441,7 @@ def test_a_reference_is_one_more_scored_member_of_its_group(policy, made):
 
 def test_without_references_nothing_changes(policy):
     batch, rollout, rewards = online(policy, TEXTS, [{}, {}])
-    same = from_files.with_references(policy, rollout, batch, rewards, load_set({"jpeg": 1.0}))
+    same = from_files.add_references(policy, rollout, batch, rewards, load_set({"jpeg": 1.0}))
     assert same[0] is rollout and same[1] is rewards
 
 
@@ -502,7 +461,7 @@ def test_a_reference_that_cannot_serve_is_named(tmp_path, policy):
     small_one = save(torch.rand(3, 32, 32), tmp_path / "small.png")
     batch, rollout, rewards = online(policy, ["x"], [{"reference": str(small_one)}])
     with pytest.raises(ValueError, match=r"small.png is 32x32 pixels, but the model makes 64x64"):
-        from_files.with_references(policy, rollout, batch, rewards, load_set({"jpeg": 1.0}))
+        from_files.add_references(policy, rollout, batch, rewards, load_set({"jpeg": 1.0}))
 
     def compare(media, prompts, context):
         return media.flatten(1).mean(1)
@@ -511,4 +470,4 @@ def test_a_reference_that_cannot_serve_is_named(tmp_path, policy):
     with pytest.raises(
         ValueError, match="compares the members of a group cannot judge a reference image"
     ):
-        from_files.with_references(policy, rollout, batch, rewards, load_set({"compare": compare}))
+        from_files.add_references(policy, rollout, batch, rewards, load_set({"compare": compare}))

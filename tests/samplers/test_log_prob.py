@@ -59,9 +59,8 @@ def test_a_cps_plans_log_prob_is_the_surrogate_and_so_is_its_gradient():
     s, t = (u[:, None].float() for u in rest[1:3])
     on_v = t * math.cos(0.4 * math.pi) * (1 - s) - (1 - t) * s  # eps = x + (1 - s) v, x0 = x - s v
     assert torch.allclose(slope, 2 / 7 * step.std.detach() * z * on_v, atol=1e-6)
-    assert torch.autograd.grad(sde.log_prob(p, step, y).sum(), y, allow_unused=True) == (
-        None,
-    )  # y is data
+    # y is data
+    assert torch.autograd.grad(sde.log_prob(p, step, y).sum(), y, allow_unused=True) == (None,)
 
 
 def test_a_cps_rollout_stores_the_surrogate():
@@ -178,10 +177,11 @@ TRANSITIONS = {
     "cps": lambda v, x, s, t: cps.transition(v, x, s, t, eta=0.8),
     "ddim": lambda v, x, s, t: ddim.transition(v, x, s, t, eta=1.0),
 }
+# exact in bf16
 S, NEXT = (
     torch.tensor([1.0, 0.9375, 0.5, 0.25, 0.03125]),
     torch.tensor([0.9375, 0.75, 0.375, 0.125, 0.015625]),
-)  # exact in bf16
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

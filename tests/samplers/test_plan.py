@@ -74,9 +74,8 @@ def test_nfe_formulas(copies):
         8 + 1 + 4 * sum(T - 1 - k for k in (0, 2, 8))
     )
     assert plan.nfe(plan.ode(GRID, init="group"), copies) == T
-    everywhere = plan.fan(
-        GRID, steps=range(T - 1), children=6, eta=0.7
-    )  # TempFlow: T + K sum (T-1-k), less the call at the last step
+    # TempFlow: T + K sum (T-1-k), less the call at the last step
+    everywhere = plan.fan(GRID, steps=range(T - 1), children=6, eta=0.7)
     assert plan.nfe(everywhere) == T - 1 + 6 * T * (T - 1) // 2
 
 
@@ -111,9 +110,8 @@ def test_granular_finishes_each_branch_once_per_stride_in_their_order():
         ([0, 1, 2, 3, 4, 5, 6, 7, 8, 10], [7]),
         ([0, 1, 2, 3, 4, 5, 6, 7, 8, 10], [7]),
     ]
-    flash = plan.compress(
-        p, tail=0.5, solver="euler"
-    )  # ceil(.5 of 6, 3, 2 edges) below each branch
+    # ceil(.5 of 6, 3, 2 edges) below each branch
+    flash = plan.compress(p, tail=0.5, solver="euler")
     assert flash.leaves == 6 and flash.edges == 3 + 2 * (1 + 3 + 2 + 1)
 
 
@@ -152,9 +150,8 @@ def test_flash_grid_is_uniform_before_the_shift_when_kappa_is_known():
     p = plan.compress(plan.window(GRID, eta=0.7, start=1, size=3), tail=0.5, kappa=3.0)
     tail = p.sigma[4:]
     u = tail / (3 - 2 * tail)
-    assert torch.allclose(
-        u, torch.tensor([0.6, 0.4, 0.2]).double(), atol=1e-12
-    )  # steps 4, 6, 8 of 10
+    # steps 4, 6, 8 of 10
+    assert torch.allclose(u, torch.tensor([0.6, 0.4, 0.2]).double(), atol=1e-12)
     plain = plan.compress(plan.window(GRID, eta=0.7, start=1, size=3), tail=0.5)
     assert torch.allclose(plain.sigma[4:], GRID[[4, 6, 8]])
 
@@ -170,6 +167,7 @@ def starts(schedule, iterations, **options):
 
 
 def test_progressive_window_moves_every_so_often_and_returns():
+    # last: 5 + 4 = 9 < 10
     assert starts("progressive", 14, every=2) == [
         0,
         0,
@@ -185,7 +183,7 @@ def test_progressive_window_moves_every_so_often_and_returns():
         5,
         0,
         0,
-    ]  # last: 5 + 4 = 9 < 10
+    ]
     assert starts("progressive", 5, every=1, stride=3) == [0, 3, 0, 3, 0]
     assert starts("progressive", 3, every=1, low=1, high=6) == [1, 2, 1]
 
@@ -193,12 +191,10 @@ def test_progressive_window_moves_every_so_often_and_returns():
 def test_decay_stays_shorter_and_shorter():
     """T = 10, so M = 8: 10 - 9 l / 8 rounded down is 10, 8, 7, 6, 5, 4 for l = 0..5."""
     out = starts("decay", 41, every=10, every_min=1)
-    assert out == [0] * 10 + [1] * 8 + [2] * 7 + [3] * 6 + [4] * 5 + [5] * 4 + [
-        0
-    ]  # 40 iterations and one of the next round
-    narrow = starts(
-        "decay", 26, every=10, every_min=1, high=6
-    )  # M belongs to the schedule, not to the range that is chosen
+    # 40 iterations and one of the next round
+    assert out == [0] * 10 + [1] * 8 + [2] * 7 + [3] * 6 + [4] * 5 + [5] * 4 + [0]
+    # M belongs to the schedule, not to the range that is chosen
+    narrow = starts("decay", 26, every=10, every_min=1, high=6)
     assert narrow == [0] * 10 + [1] * 8 + [2] * 7 + [0]
     assert window_start("decay", 5, steps=2, size=1) == 0
 
@@ -356,9 +352,8 @@ def test_a_grid_that_begins_clearly_below_one_has_no_cap():
     )
     with pytest.raises(ValueError, match="sigma_cap"):
         flow_sde.transition(x, x, torch.tensor(1 - 1e-6).double(), s, eta=0.7)
-    fine = sigmas.shifted(
-        1000, 3
-    )  # its second and third sigma are above .999 too: the cap stands in for neither
+    # its second and third sigma are above .999 too: the cap stands in for neither
+    fine = sigmas.shifted(1000, 3)
     step = flow_sde.transition(x, x, fine[2], fine[3], eta=0.7, sigma_cap=fine[1])
     assert float(step.std) == pytest.approx(
         0.7 * float((fine[2] / (1 - fine[2]) * (fine[2] - fine[3])).sqrt()), rel=1e-6

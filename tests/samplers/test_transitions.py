@@ -129,9 +129,8 @@ def test_flow_sde_stds_are_flow_grpos():
     step = flow_sde.transition(x, x, grid[:-1], grid[1:], eta=0.7, sigma_cap=grid[1])
     expected = [0.7, 0.7430, 0.5362, 0.4459, 0.3918, 0.3528, 0.3191, 0.2820, 0.2254, 0.0063]
     assert torch.allclose(step.std.flatten(), torch.tensor(expected), atol=6e-5)
-    assert float(step.std[0]) == pytest.approx(
-        0.7, abs=1e-7
-    )  # the first step's std is eta: dt = 1 - sigma_1
+    # the first step's std is eta: dt = 1 - sigma_1
+    assert float(step.std[0]) == pytest.approx(0.7, abs=1e-7)
 
 
 def test_flow_sde_with_constant_diffusion_is_dance_sde():
@@ -201,17 +200,17 @@ def test_ddim_noise_and_kept_noise_make_the_next_level(eta):
             t**2 * eta**2 * (1 - abar / after) / (1 - abar), abs=1e-7
         )
         assert float(step.mean) ** 2 + float(step.std) ** 2 == pytest.approx(t**2, abs=1e-6)
+        # x0 = 1, eps = 0
         data = ddim.transition(
             -eps, (1 - s) * eps, torch.tensor(s).double(), torch.tensor(t).double(), eta=eta
-        )  # x0 = 1, eps = 0
+        )
         assert float(data.mean) == pytest.approx(1 - t, abs=1e-6)
 
 
 def test_cps_log_prob_has_no_variance():
     step = Transition(mean=torch.tensor([[1.0, 2.0]]), std=torch.tensor(0.5))
-    assert float(cps.log_prob(step, torch.tensor([[2.0, 4.0]]))) == pytest.approx(
-        -2.5
-    )  # -(1 + 4) / 2
+    # -(1 + 4) / 2
+    assert float(cps.log_prob(step, torch.tensor([[2.0, 4.0]]))) == pytest.approx(-2.5)
 
 
 @pytest.mark.parametrize("eta", [0.0, 1.0])
@@ -228,11 +227,8 @@ def test_ddim_in_flow_coordinates_is_diffusers_ddim(eta):
         x, e, z = torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8)
         theirs = scheduler.step(e, t, x, eta=eta, variance_noise=z if eta else None).prev_sample
         now = scheduler.alphas_cumprod[t].double()
-        after = (
-            scheduler.alphas_cumprod[t - 50].double()
-            if t >= 50
-            else scheduler.final_alpha_cumprod.double()
-        )
+        last = scheduler.final_alpha_cumprod
+        after = (scheduler.alphas_cumprod[t - 50] if t >= 50 else last).double()
         (a, b), (a2, b2) = ((q.sqrt(), (1 - q).sqrt()) for q in (now, after))
         v = e - (x - b * e) / a
         step = ddim.transition(v, x / (a + b), b / (a + b), b2 / (a2 + b2), eta=eta)
@@ -289,9 +285,8 @@ def test_sd3_schedule_is_diffusers_own(steps):
     assert torch.allclose(sigmas.sd3(steps), scheduler.sigmas.double(), atol=1e-6)
 
 
-FLUX = sigmas.shifted(
-    6, math.exp(0.63)
-)  # mu = .5 + .65 (1024 - 256) / 3840 at 512 x 512; e^mu / (e^mu + 1/u - 1) is shift(u, e^mu)
+# mu = .5 + .65 (1024 - 256) / 3840 at 512 x 512; e^mu / (e^mu + 1/u - 1) is shift(u, e^mu)
+FLUX = sigmas.shifted(6, math.exp(0.63))
 
 
 def test_flux_schedule_is_diffusers_dynamic_shift():

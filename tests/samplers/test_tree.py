@@ -384,9 +384,8 @@ def test_solver_history_is_inherited_through_the_window():
 def test_keys_are_stable_and_ints_agree_with_tensors():
     assert keys.key(1, 2) != keys.key(2, 1) != keys.key(1, 2, 0)
     assert keys.key("x", torch.tensor([3, -4])).tolist() == [keys.key("x", 3), keys.key("x", -4)]
-    assert (
-        keys._mix(np.zeros(1, np.uint64))[0] == 0xE220A8397B1DCDAF
-    )  # the published first output of splitmix64
+    # the published first output of splitmix64
+    assert keys._mix(np.zeros(1, np.uint64))[0] == 0xE220A8397B1DCDAF
     assert keys.key(0) == -6411193824288604561  # a change here changes every run
     assert len(set(keys.key(torch.arange(20000)).tolist())) == 20000
 

@@ -294,7 +294,7 @@ def test_the_gain_is_the_mean_difference_of_fits_over_winners_alone():
     assert abs(float(expected)) > 1e-3 and policy.active == "default"
 
 
-def test_the_gain_looks_at_few_rows_the_same_on_any_number_of_processes_and_at_none_without_winners():
+def test_the_gain_looks_at_few_rows_the_same_on_any_number_of_processes_none_without_winners():
     """20 winners, most=5: five of them, in two forwards; split over two processes, the same
     five."""
     algorithm = make("nft")

@@ -119,9 +119,8 @@ class Algorithm:
 
     Config: ClassVar[type[Options]] = Options
     needs: frozenset[str] = frozenset()  # of "log_prob" | "leaves" | "reference" | "old" | "anchor"
-    couples: Literal["row", "sample", "group"] = (
-        "row"  # what one term of the loss joins; if not a row: rows of equal column "unit"
-    )
+    # what one term of the loss joins; if not a row: rows of equal column "unit"
+    couples: Literal["row", "sample", "group"] = "row"
     rollout_view: Literal["default", "old"] = "default"  # which weights sample
     guidance: Literal["none"] | None = None  # of the rollout; None: the sampler's setting
     left_out: float = 0.0  # advantage of a sample that `keep` does not train
