@@ -49,7 +49,9 @@ def with_reference(folder):
 
 def refused(tmp_path, algorithm, match, **changes):
     small.ALGORITHMS.setdefault(algorithm, {})
-    with pytest.raises((ValueError, ConfigError), match=match):
+    raises = pytest.raises((ValueError, ConfigError), match=match)
+    with pytest.MonkeyPatch.context() as patch, raises:
+        small.load_once(patch)
         small.trainer(tmp_path / "run", algorithm, **changes)
     assert not (tmp_path / "run").exists()
 

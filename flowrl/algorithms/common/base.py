@@ -155,15 +155,11 @@ class Algorithm:
         """(B,) fp32 from rewards and groups of the whole iteration, all processes; NaN: failed."""
         c = self.config
         scored = rewards if c.outcome == "reward" else self.win_rates(rewards, group)
-        adv = credit.combine(
-            scored,
-            group,
-            how=c.combine,
-            std=c.std,
-            ddof=c.ddof,
-            eps=c.eps,
-            clip=c.adv_clip,
-        )
+        stats: dict[str, Any] = {"std": c.std, "ddof": c.ddof, "eps": c.eps, "clip": c.adv_clip}
+        if c.combine == "rewards":  # z-score of the weighted sum
+            adv = credit.group_relative(scored.total, group, valid=scored.valid, **stats)
+        else:
+            adv = credit.combine(scored, group, how=c.combine, **stats)
         if c.keep is not None:
             adv = torch.where(credit.best_worst(adv, group, c.keep), adv, self.left_out)
         return torch.where(rewards.valid, adv, torch.nan)
