@@ -1,5 +1,4 @@
-"""The documentation holds: its snippets run, its commands and links exist, its reference is what
-the schemas say."""
+"""The documentation holds: its snippets run, its commands, files and links exist."""
 
 import ast
 import importlib
@@ -32,13 +31,8 @@ PAGES = {
     for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 }
 FENCE = re.compile(r"^(<!-- run -->\n)?(`{3,})(\w+)\n(.*?)^\2$", re.M | re.S)
-SECTIONS = [
-    "Usage",
-    "Equations",
-    "Logged metrics",
-    "Departures from paper and code",
-    "Results",
-]  # of an algorithm's page
+# of an algorithm's page
+SECTIONS = ["Usage", "Equations", "Logged metrics", "Departures from paper and code", "Results"]
 
 
 def blocks(page, text):
@@ -66,9 +60,8 @@ def commands(page, text):
     return [(where, words[1:]) for where, words in shell(page, text) if words[0] == "flowrl"]
 
 
-OURS = {
-    page: text for page, text in PAGES.items() if page != "docs/extending.md"
-}  # its files are the reader's: see test_extending.py
+# The files of docs/extending.md are the reader's: see test_extending.py.
+OURS = {page: text for page, text in PAGES.items() if page != "docs/extending.md"}
 BLOCKS = [block for page, text in OURS.items() for block in blocks(page, text)]
 PYTHON = {where: code for where, language, code, _ in BLOCKS if language == "python"}
 RUN = {where: code for where, _, code, run in BLOCKS if run}
@@ -87,15 +80,18 @@ def test_every_page_has_snippets_or_commands_where_they_are_expected():
 # --- snippets
 
 
+def exists(module, name):
+    """Whether a module has this attribute or submodule."""
+    loaded = importlib.import_module(module)
+    return hasattr(loaded, name) or importlib.util.find_spec(f"{module}.{name}") is not None
+
+
 @pytest.mark.parametrize("where", PYTHON)
 def test_python_snippets_parse_and_name_what_exists(where):
     for node in ast.walk(ast.parse(PYTHON[where])):
         if isinstance(node, ast.ImportFrom):
-            module = importlib.import_module(node.module)
             for alias in node.names:
-                known = hasattr(module, alias.name) or importlib.util.find_spec(
-                    f"{node.module}.{alias.name}"
-                )
+                known = exists(node.module, alias.name)
                 assert known, f"{where}: {node.module} has no {alias.name}"
         elif isinstance(node, ast.Import):
             assert all(importlib.util.find_spec(alias.name) for alias in node.names)
@@ -116,46 +112,39 @@ def test_snippets_marked_run_do(where, tmp_path, monkeypatch):
 
 
 def test_the_readme_reward_scores_pictures_and_videos_as_it_says():
-    import torch
-
     code = next(code for code in RUN.values() if "def redness" in code)
     names = {"__name__": "snippet"}
     exec(code, names)
-    red = torch.zeros(2, 3, 4, 4)
+    reward, red = {"redness": names["redness"]}, torch.zeros(2, 3, 4, 4)
     red[0, 0] = 1
     red[1, 1:] = 1
-    assert flowrl.score(red, ["", ""], {"redness": names["redness"]}).total.tolist() == [1.0, -1.0]
-    assert flowrl.score(
-        red.view(1, 2, 3, 4, 4), [""], {"redness": names["redness"]}
-    ).total.tolist() == [0.0]
+    video = red.view(1, 2, 3, 4, 4)
+    assert flowrl.score(red, ["", ""], reward).total.tolist() == [1.0, -1.0]
+    assert flowrl.score(video, [""], reward).total.tolist() == [0.0]
 
 
 # --- commands
 
 
 def check_run(where, words):
-    """A command exists and takes its options; of one that trains, the config composes, and its
-    plans fit its batch all through the run."""
+    """A command exists and takes its options; one that trains could start."""
     group = typer.main.get_command(app)
     assert words[0] in group.commands, f"{where}: flowrl has no command {words[0]}"
     command = group.commands[words[0]]
     context = command.make_context(words[0], words[1:])  # parses and checks options; runs nothing
-    if words[0] not in ("train", "show") or context.params.get("resume"):
-        return
-    cfg = load.load_config(None, list(context.params["overrides"] or []))
+    if words[0] in ("train", "show") and not context.params.get("resume"):
+        check_start(where, load.load_config(None, list(context.params["overrides"] or [])))
+
+
+def check_start(where, cfg):
+    """The prompts carry what rewards read, and plans fit the batch all through the run."""
     classes = [reward_class(entry.get("name", label)) for label, entry in cfg.reward.items()]
     reads = {key for cls in classes for key in cls.reads}
-    assert not reads or cfg.data.train.startswith("shapes:"), (
-        f"{where}: a text file carries no {reads}"
-    )
-    algorithm = build.make_algorithm(cfg)
+    carried = not reads or cfg.data.train.startswith("shapes:")
+    assert carried, f"{where}: a text file does not carry {reads}"
+    algorithm, grid = build.make_algorithm(cfg), sigmas.linear(cfg.sampler.steps)
     for iteration in {0, 1, cfg.iterations // 2, cfg.iterations - 1}:
-        plan = algorithm.plan(
-            sigmas.linear(cfg.sampler.steps),
-            sampler=cfg.sampler,
-            iteration=iteration,
-            seed=cfg.seed,
-        )
+        plan = algorithm.plan(grid, sampler=cfg.sampler, iteration=iteration, seed=cfg.seed)
         algorithm.check(plan)
         checks.check_batch(cfg, processes=1, leaves=plan.leaves)
     checks.check_signal(cfg, algorithm, plan, frozenset().union(*(cls.needs for cls in classes)))
@@ -221,7 +210,6 @@ def test_files_that_a_page_names_exist(page):
         r"`((?:configs|flowrl|rewards|samplers|scripts|tests)/[\w./-]+)`", PAGES[page]
     )
     invented = {
-        "rewards/redness.py",
         "rewards/NAME.py",
         "flowrl/algorithms/rloo.py",
         "configs/algorithm/rloo.yaml",
@@ -229,6 +217,13 @@ def test_files_that_a_page_names_exist(page):
     }
     missing = [path for path in named if path not in invented and not (ROOT / path).exists()]
     assert not missing, f"{page} names {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_import_names_that_a_page_gives_exist(page):
+    for name in re.findall(r"`flowrl\.([\w.]+)[`(]", PAGES[page]):
+        module, _, last = f"flowrl.{name}".rpartition(".")
+        assert exists(module, last), f"{page} names {module}.{last}"
 
 
 def test_the_site_lists_every_page_and_only_pages():
@@ -248,42 +243,34 @@ def test_the_readme_marks_its_results_table():
 # --- what has to be installed
 
 
+def imports():
+    """Top-level names of the packages that the code imports."""
+    found = set()
+    for path in [
+        p for top in ("flowrl", "samplers", "rewards") for p in ROOT.glob(f"{top}/**/*.py")
+    ]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {node.module.split(".")[0]}
+    return found
+
+
 def test_every_package_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     core, extras = project["dependencies"], project["optional-dependencies"]
-    assert {
-        "dev",
-        "docs",
-        "ocr",
-        "video",
-        "xformers",
-        "wandb",
-        "deepspeed",
-        "server",
-    } <= extras.keys()
-    declared = {
-        re.split(r"[<>=\[]", entry)[0].lower() for entry in [*core, *sum(extras.values(), [])]
-    }
-    found = set()
-    for path in [
-        p for folder in ("flowrl", "samplers", "rewards") for p in ROOT.glob(f"{folder}/**/*.py")
-    ]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            found |= (
-                {alias.name.split(".")[0] for alias in node.names}
-                if isinstance(node, ast.Import)
-                else set()
-            )
-            found |= {node.module.split(".")[0]} if isinstance(node, ast.ImportFrom) else set()
-    foreign = found - sys.stdlib_module_names - {"flowrl"}
-    extra = {name: [name] for name in ("av", "paddleocr", "lpips")}  # which may be absent
-    names = importlib.metadata.packages_distributions() | extra
+    known = {"dev", "docs", "ocr", "video", "xformers", "wandb", "deepspeed", "server"}
+    assert known <= extras.keys()
+    entries = [*core, *sum(extras.values(), [])]
+    declared = {re.split(r"[<>=\[]", entry)[0].lower() for entry in entries}
+    foreign = imports() - sys.stdlib_module_names - {"flowrl"}
     assert {"yaml", "omegaconf", "torch"} <= foreign
-    assert not [
-        name
-        for name in foreign
-        if not {d.lower().replace("_", "-") for d in names.get(name, [])} & declared
-    ]
+    maybe_absent = {name: [name] for name in ("av", "paddleocr", "lpips")}
+    packages = importlib.metadata.packages_distributions() | maybe_absent
+    for name in foreign:
+        given = {package.lower().replace("_", "-") for package in packages.get(name, [])}
+        assert given & declared, f"{name} is imported, and no package that is declared has it"
 
 
 # --- reference
@@ -411,53 +398,38 @@ COST = {
 
 def example(name, copies=1, prompts=2):
     """The first command of an algorithm's page, on the toy flow -> config, algorithm, policy,
-    rollout, rows."""
+    rollout, rewards, rows."""
     words = next(words for _, words in commands(name, PAGES[f"docs/algorithms/{name}.md"]))
     cfg = load.load_config(None, words[1:])
-    algorithm, policy, grid = (
-        build.make_algorithm(cfg),
-        ToyPolicy(0.1),
-        sigmas.shifted(cfg.sampler.steps, 3),
-    )
-    leaves = algorithm.plan(grid, sampler=cfg.sampler, iteration=0, seed=0).leaves
-    options = {
-        "copies": copies * cfg.batch.group // leaves,
-        "prompts": prompts,
-        "sampler": cfg.sampler,
-        "grid": grid,
-    }
-    rollout = roll_out(policy, algorithm, **options)
+    algorithm, policy = build.make_algorithm(cfg), ToyPolicy(0.1)
+    grid, sampler = sigmas.shifted(cfg.sampler.steps, 3), cfg.sampler
+    leaves = algorithm.plan(grid, sampler=sampler, iteration=0, seed=0).leaves
+    trees = copies * cfg.batch.group // leaves
+    rollout = roll_out(policy, algorithm, copies=trees, prompts=prompts, sampler=sampler, grid=grid)
     rewards = rewards_of(torch.randn(len(rollout.leaf)))
-    rows = algorithm.columns(
-        rollout, advantages_of(algorithm, rollout, rewards), seed=0, iteration=0
-    )
+    credit = advantages_of(algorithm, rollout, rewards)
+    rows = algorithm.columns(rollout, credit, seed=0, iteration=0)
     return cfg, algorithm, policy, rollout, rewards, rows
+
+
+def letters(c, steps):
+    """What the formulas of methods on denoising steps name."""
+    start = window_start(c, steps, iteration=0, seed=0, memory={}) if windowed(c) else 0
+    tree, w = c.tree, c.window.size
+    named = {"K": tree.children, "B": tree.splits, "D": tree.strides, "w": w, "l": start}
+    named |= {"f": c.timestep_fraction, "r": c.tail}
+    forks = range(steps - 1) if tree.steps is None else tree.steps
+    return named | {"S": forks, "noisy": {*tree.splits, *range(start, start + w)}}
 
 
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_formulas_of_cost_count_the_rollout_and_the_rows(name, copies):
     cfg, algorithm, _, rollout, _, rows = example(name, copies)
-    c, plan, steps = algorithm.config, rollout.plan, cfg.sampler.steps
+    plan, steps = rollout.plan, cfg.sampler.steps
     known = {"T": steps, "G": cfg.batch.group * copies, "floor": math.floor, "ceil": math.ceil}
-    if "log_prob" in algorithm.needs:
-        tree, w = c.tree, c.window.size
-        start = window_start(c, steps, iteration=0, seed=0, memory={}) if windowed(c) else 0
-        known |= {
-            "K": tree.children,
-            "B": tree.splits,
-            "D": tree.strides,
-            "w": w,
-            "l": start,
-            "f": c.timestep_fraction,
-            "r": c.tail,
-        }
-        known |= {
-            "S": range(steps - 1) if tree.steps is None else tree.steps,
-            "noisy": {*tree.splits, *range(start, start + w)},
-        }
-    else:
-        known["n"] = algorithm.draws(plan)
+    on_steps = "log_prob" in algorithm.needs
+    known |= letters(algorithm.config, steps) if on_steps else {"n": algorithm.draws(plan)}
     leaves, forwards, most = COST[name]
     assert eval(leaves, dict(known)) == plan.leaves
     known["C"] = known["G"] // plan.leaves
@@ -481,7 +453,5 @@ def test_the_overview_says_of_every_algorithm_what_it_needs():
     table = dict(re.findall(r"^\| \[`(\w+)`\]\(\1\.md\) \|.*\| ([\w, ]+) \|$", OVERVIEW, re.M))
     assert set(table) == set(COST) == set(ALGORITHMS) and f"{len(ALGORITHMS)} files" in OVERVIEW
     for name, needs in table.items():
-        assert (
-            set(needs.split(", "))
-            == build.make_algorithm(load.load_config(None, [f"algorithm={name}"])).needs
-        ), name
+        algorithm = build.make_algorithm(load.load_config(None, [f"algorithm={name}"]))
+        assert set(needs.split(", ")) == algorithm.needs, name
