@@ -498,19 +498,3 @@ def test_siblings_of_a_shared_root_are_accepted():
 def test_settings_that_contradict_each_other_are_refused(options, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         ALGORITHM.Config(**options)
-
-
-def test_kept_samples_are_the_best_and_worst_of_each_group():
-    """Eight samples, keep 4: the two highest and lowest; all their steps and no other's are
-    trained."""
-    algorithm = make(keep=4)
-    reward = torch.randn(3, 8)
-    _, rollout, advantages, rows = prepared(algorithm, reward=reward.flatten())
-    order = reward.argsort(1)
-    expected = {8 * p + int(i) for p in range(3) for i in [*order[p, :2], *order[p, -2:]]}
-    of = torch.arange(24).repeat_interleave(7)
-    assert {
-        int(of[i]) for d in rows.dst for i in torch.nonzero(rollout.dst == d)
-    } == expected and len(rows) == 12 * 7
-    every = credit.group_relative(reward.flatten(), rollout.group)
-    assert torch.equal(advantages.leaf[sorted(expected)], every[sorted(expected)])
