@@ -1,6 +1,7 @@
 """Guidance is an explicit argument: "pipeline", "none" or a number; and what guidance by the
 reference (RLG) stands for."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -22,8 +23,13 @@ OFF |= {"wan21": {"guidance_scale": 1.0}, "wan22": {"guidance_scale": 1.0}}
 OTHER = {k: {next(iter(v)): 3.0} for k, v in OFF.items()}
 
 
-def setup(name, n=3, **changes):
-    policy = tiny.policy(name, **changes)
+@functools.cache
+def loaded(name):
+    return tiny.policy(name)
+
+
+def setup(name, n=3, policy=None, **changes):
+    policy = policy or tiny.policy(name, **changes)
     x = torch.randn(n, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
     return (
         policy,
@@ -40,7 +46,7 @@ def close(a, b, tolerance=1e-4):
 
 @pytest.mark.parametrize("name", list(OFF))
 def test_no_guidance_equals_the_pipeline_loaded_without_it(name):
-    policy, x, s, cond, rows = setup(name)
+    policy, x, s, cond, rows = setup(name, policy=loaded(name))
     plain, *_ = setup(name, **OFF[name])
     with torch.no_grad():
         assert close(
@@ -60,7 +66,7 @@ def test_no_guidance_equals_the_pipeline_loaded_without_it(name):
 
 @pytest.mark.parametrize("name", list(OFF))
 def test_a_guidance_number_equals_the_pipeline_loaded_with_it(name):
-    policy, x, s, cond, rows = setup(name)
+    policy, x, s, cond, rows = setup(name, policy=loaded(name))
     other, *_ = setup(name, **OTHER[name])
     with torch.no_grad():
         assert close(
