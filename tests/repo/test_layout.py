@@ -182,3 +182,9 @@ def test_modules_say_what_they_are_and_their_examples_hold(package):
         module = importlib.import_module(f"{package}.{info.name}")
         assert module.__doc__ and module.__doc__.strip(), f"{module.__name__} has no docstring"
         assert doctest.testmod(module).failed == 0
+
+
+def test_every_test_file_that_starts_first_exists(pytestconfig):
+    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    for name in conftest.LONGEST_FIRST:
+        assert len(list((ROOT / "tests").rglob(name))) == 1, name
