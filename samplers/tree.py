@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrl.samplers import dpmpp, sde
-from flowrl.samplers.common.forest import Kept, Level, NodeKeys, distinct, named
+from flowrl.samplers.common.forest import Kept, Level, NodeKeys, distinct, named, own_noise
 from flowrl.samplers.keys import key
 from flowrl.types import ODE, Plan, Rollout, expand
 
@@ -53,9 +53,7 @@ def grow(
 
     level, at_root = forest.roots(rows, init)
     assert level.x.shape[1:] == tuple(shape), f"noise gave {tuple(level.x.shape)}, not {shape}"
-    at = torch.empty(
-        len(rows), plan.edges, dtype=torch.int64
-    )  # row of the level where an edge ends
+    at = torch.empty(len(rows), plan.edges, dtype=torch.int64)  # where an edge ends in its level
     nfe = 0
     for depth in range(int(plan.depth.max()) + 1):
         edges = torch.nonzero(plan.depth == depth).flatten()
@@ -158,11 +156,3 @@ class Forest:
             xi = (self.noise(shared) + s * xi) / (1 + s * s) ** 0.5
         y = step.sample(xi)
         return y, sde.log_prob(plan, step, y).cpu()
-
-
-def own_noise(noise: Noise, path: Tensor) -> Tensor:
-    """Noise of SDE edges named by their path, (n,) int64 -> (n, *L).
-
-    Of correlated siblings, the part that they do not share.
-    """
-    return noise(key("own", path)).float()

@@ -1,6 +1,7 @@
 """Credit: from rewards to one advantage per sample, and per trained transition."""
 
-from flowrl.advantages.group import best_worst, combine, group_relative, win_rate
+from flowrl.advantages.group import group_relative
+from flowrl.advantages.several import best_worst, combine, win_rate
 from flowrl.advantages.trees import (
     branch,
     decisiveness,

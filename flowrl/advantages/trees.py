@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.advantages.group import group_relative, place_in_group, usable
+from flowrl.advantages.group import group_relative, usable
+from flowrl.advantages.several import place_in_group
 from flowrl.types import Advantages, Rewards, Rollout
 
 

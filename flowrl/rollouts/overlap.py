@@ -12,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from flowrl.rewards import RewardSet, score
+from flowrl.rewards import RewardSet
+from flowrl.rewards.core.score import check_media, score_with
 from flowrl.rollouts.scorer import Scorer
 from flowrl.runtime.ledger import Ledger
 from flowrl.types import MediaContext, Rewards
@@ -54,4 +55,5 @@ def _timed(
     media: Tensor, texts: list[str], rewards: RewardSet, context: MediaContext
 ) -> tuple[Rewards, float]:
     began = time.perf_counter()
-    return score(media, texts, rewards, context), time.perf_counter() - began
+    scored = score_with(rewards, check_media(media, texts), texts, context)
+    return scored, time.perf_counter() - began

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from flowrl.policy import Policy
-from flowrl.rewards import RewardSet, concat, score
+from flowrl.rewards import RewardSet, concat
+from flowrl.rewards.core.score import check_media, score_with
 from flowrl.runtime.ledger import Ledger
 from flowrl.types import MediaContext, PromptBatch, Rewards, Rollout
 
@@ -87,7 +88,8 @@ class Scorer:
 
     def score(self, media: Tensor, texts: list[str], context: MediaContext) -> None:
         with self.ledger.phase("reward"), self.ledger.work("reward"):
-            self.parts.append(score(media, texts, self.rewards, context))
+            media = check_media(media, texts)
+            self.parts.append(score_with(self.rewards, media, texts, context))
 
     def scores(self) -> Rewards:
         """Rewards of all media, in order."""

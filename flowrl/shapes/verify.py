@@ -204,19 +204,19 @@ def partial(objects: list[Found], include: list[dict[str, Any]]) -> float:
             same = [o for o in same if o.color == clause["color"]]
         right = [o for o in same if clause["color"] in (None, o.color)]
         chosen.append(right)
-        terms.append(_closeness(len(same), clause["count"]))
-        matched = len(same) == clause["count"]
+        count = clause["count"]
+        shape_term, color_term = (
+            max(0.0, 1 - abs(count - len(found)) / count) for found in (same, right)
+        )
+        terms.append(shape_term)
+        matched = len(same) == count
         if clause["color"]:
-            terms.append(_closeness(len(right), clause["count"]) if matched else 0.0)
+            terms.append(color_term if matched else 0.0)
         if "position" in clause:
             relation, target = clause["position"]
             holds = matched and _all_hold(relation, right, chosen[target])
             terms.append(1.0 if holds else 0.0)
     return sum(terms) / len(terms)
-
-
-def _closeness(found: int, wanted: int) -> float:
-    return max(0.0, 1 - abs(wanted - found) / wanted)
 
 
 def _all_hold(relation: str, these: list[Found], those: list[Found]) -> bool:

@@ -19,6 +19,7 @@ from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.rewards.core.score import check_meta
 from flowrl.rollouts.records import Source
+from flowrl.rollouts.roll_out import rows_of
 from flowrl.runtime.distributed import World, start
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import logger
@@ -69,11 +70,13 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
         autocast=autocast(cfg.train.precision, policy.device),
         rewards=rewards.to(policy.device),
     )
+    dearest = max((guidance, algorithm.reference_guidance), key=policy.branches)
     return Parts(
         cfg=cfg,
         path=path,
         algorithm=algorithm,
         plan=plan,
+        micro=rows_of(cfg.batch.micro, policy, dearest),
         source=source,
         held_out=held_out,
         weights=weights(cfg, algorithm, policy, accelerator),

@@ -13,18 +13,17 @@ from pathlib import Path
 
 from flowrl.config.build import schedule
 from flowrl.config.schema import Config
-from flowrl.rewards import RewardUnavailable, TooManyInvalid, check_valid, reward_metrics
+from flowrl.rewards import check_valid, reward_metrics
 from flowrl.rollouts.draw import draw
 from flowrl.rollouts.join import take
 from flowrl.rollouts.redraw import chosen
-from flowrl.runtime import checkpoint, log
-from flowrl.runtime.signals import Aborted, StopRequest, by_signal
+from flowrl.runtime import checkpoint
 from flowrl.training import outputs, state
 from flowrl.training.build import build
 from flowrl.training.ratio_check import RatioCheck
 from flowrl.training.records import Iteration, Run
 from flowrl.training.reward_trial import NoiseWatch
-from flowrl.training.stop_rule import stop_rule
+from flowrl.training.run import run_to_the_end, stop_rule
 from flowrl.training.update import Learner
 from flowrl.training.winner_gain import winner_gain
 
@@ -124,22 +123,7 @@ class Trainer:
 
     def run(self) -> Run:
         """Iterate to the end with a progress bar; see `train`."""
-        bar = log.Progress(self.cfg.iterations, done=self.iteration, show=self.world.main)
-        with StopRequest(self), bar:
-            try:
-                for it in self:
-                    reward, norm = it.metrics["reward/total"], it.metrics["policy/grad_norm"]
-                    bar.update(it.number, reward=reward, grad=norm)
-                if not by_signal(self.stopped):
-                    outputs.evaluate(self, "after")
-            except Aborted:
-                pass  # self.stopped says why
-            except (TooManyInvalid, RewardUnavailable):  # weights are of the last whole iteration
-                self.save()
-                raise
-            if self.stopped:
-                self.save()
-        return outputs.finish(self)
+        return run_to_the_end(self)
 
     def describe(self) -> str:
         """What an iteration will do, before it does it."""

@@ -6,15 +6,23 @@ from pathlib import Path
 
 from flowrl.runtime import checkpoint
 from flowrl.runtime.log import logger
+from flowrl.training.records import Failed
 from flowrl.types import Columns, Rollout
 
 
-def write_out(run: Path, name: str, rollout: Rollout, part: Columns) -> Path:
-    """Write the rows of an update and the states they read, and say so -> the folder."""
+def write_out(run: Path, name: str, rollout: Rollout, part: Columns) -> None:
+    """Write the rows of an update and the states they read, and say so."""
     folder = run / "nonfinite"
     folder.mkdir(exist_ok=True)
     used = {f"columns.{column}": value.cpu() for column, value in part.data.items()}
     used |= {"states": rollout.states.cpu(), "prompt": rollout.prompt.cpu()}
     checkpoint.write_tensors(folder / f"{name}.safetensors", used)
     logger.warning(f"{name}: loss or gradient is not finite; skipped, its batch is in {folder}")
-    return folder
+
+
+def given_up(run: Path, updates: int) -> Failed:
+    """What is raised after so many such updates in a row."""
+    return Failed(
+        f"{updates} updates in a row had a non-finite loss or gradient; lower optimizer.lr or use"
+        f" train.precision=no, and look at {run / 'nonfinite'}; the last checkpoint stands"
+    )

@@ -37,6 +37,7 @@ class Parts:
     path: Path
     algorithm: Algorithm
     plan: Plan  # of the first iteration
+    micro: int  # most states in one forward of the loss
     source: Source
     held_out: Prompts
     weights: Weights

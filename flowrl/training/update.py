@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from flowrl.config.schema import Config
-from flowrl.rollouts.roll_out import rows_of
 from flowrl.runtime.ledger import CountedPolicy
 from flowrl.training import gradient
-from flowrl.training.nonfinite import write_out
-from flowrl.training.records import Failed, Parts
+from flowrl.training.nonfinite import given_up, write_out
+from flowrl.training.records import Parts
 from flowrl.types import Columns, PromptBatch, Rollout
 
 
@@ -28,11 +27,7 @@ class Learner:
             autocast=parts.source.autocast,
             backward=parts.weights.accelerator.backward,
         )
-        dearest = max(
-            (parts.source.guidance, parts.algorithm.reference_guidance),
-            key=parts.source.policy.branches,
-        )
-        self.micro = rows_of(parts.cfg.batch.micro, parts.source.policy, dearest)
+        self.micro = parts.micro
         self.step = self.nonfinite = 0
         self.touched = False  # whether weights moved since the last recorded iteration
 
@@ -100,13 +95,9 @@ class Learner:
             self.weights.optimizer.step()  # the fp16 scaler skips it and lowers its scale
         self.weights.optimizer.zero_grad(set_to_none=True)
         name = f"step-{self.step:06d}-rank-{self.world.rank}"
-        folder = write_out(self.path, name, rollout, part)
+        write_out(self.path, name, rollout, part)
         if self.nonfinite >= self.cfg.guard.nonfinite:
-            raise Failed(
-                f"{self.nonfinite} updates in a row had a non-finite loss or gradient; lower"
-                f" optimizer.lr or use train.precision=no, and look at {folder}; the last"
-                " checkpoint stands"
-            )
+            raise given_up(self.path, self.nonfinite)
 
 
 def learning_rate(cfg: Config, step: int) -> float:

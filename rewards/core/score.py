@@ -177,11 +177,16 @@ def score(
     part (or a pixel) is not finite. Samples with pixels that are not finite are shown to no reward;
     one that compares the members of a group sees the others.
     """
-    # Refuse what no reward can score.
-    media = check_media(media, prompts)
-    chosen = rewards if isinstance(rewards, RewardSet) else load_set(rewards)
-    chosen = chosen.to(media.device)
     context = MediaContext() if context is None else context
+    media = check_media(media, prompts)
+    return score_with(load_set(rewards).to(media.device), media, prompts, context)
+
+
+def score_with(
+    chosen: RewardSet, media: Tensor, prompts: list[str], context: MediaContext
+) -> Rewards:
+    """`score` of media that check_media passed, with rewards that are on their device."""
+    # Refuse what no reward can score.
     given = [field.name for field in fields(context) if getattr(context, field.name) is not None]
     check_columns(chosen.rewards, given)
     check_kind(chosen.rewards, media, prompts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -221,3 +222,11 @@ def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
     number = torch.empty_like(order)
     number[order] = torch.arange(len(order))
     return first[order], number[inverse]
+
+
+def own_noise(noise: Callable[[Tensor], Tensor], path: Tensor) -> Tensor:
+    """Noise of SDE edges named by their path, (n,) int64 -> (n, *L).
+
+    Of correlated siblings, the part that they do not share.
+    """
+    return noise(key("own", path)).float()

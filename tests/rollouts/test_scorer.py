@@ -83,11 +83,11 @@ def test_the_caller_goes_on_while_a_reward_is_computed_and_waits_when_two_chunks
 
     ledger = Ledger()
     with closing(OverlappedScorer(load_set({"slow": slow}), ledger)) as scorer:
-        for k in range(Scorer.AHEAD):
+        for k in range(OverlappedScorer.AHEAD):
             scorer.add(
                 torch.zeros(2, 3, 2, 2), BATCH, torch.tensor([k, k])
             )  # returns although nothing is scored yet
-        assert len(scorer.pending) == Scorer.AHEAD and not scorer.parts
+        assert len(scorer.pending) == OverlappedScorer.AHEAD and not scorer.parts
         threading.Timer(0.2, gate.set).start()
         scorer.add(torch.zeros(2, 3, 2, 2), BATCH, torch.tensor([2, 2]))
         assert len(scorer.parts) >= 1, "memory is bounded: the third chunk waited for the first"

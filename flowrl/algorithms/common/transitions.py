@@ -19,7 +19,8 @@ from flowrl.algorithms.common import base
 from flowrl.algorithms.common.planning import check_plan, make_plan, window_start, windowed
 from flowrl.algorithms.common.prune import pruned
 from flowrl.algorithms.common.transition_config import FORKING, OWN_STATISTICS, TransitionConfig
-from flowrl.samplers import keys, sde, tree
+from flowrl.samplers import keys, sde
+from flowrl.samplers.common import forest
 from flowrl.types import Advantages, Columns, Plan, Rewards, Rollout, Transition
 
 
@@ -251,7 +252,7 @@ def own_noise(batch: Columns, like: Tensor) -> Tensor:
 
     Of plans whose siblings are independent.
     """
-    return tree.own_noise(lambda k: keys.gaussian(k, like.shape[1:], like.device), batch.noise_key)
+    return forest.own_noise(lambda k: keys.gaussian(k, like.shape[1:], like.device), batch.noise_key)
 
 
 def of_groups_with_signal(rollout: Rollout, advantages: Advantages) -> Tensor:

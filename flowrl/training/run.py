@@ -1,0 +1,55 @@
+"""A run from its first iteration to its end: progress bar, signals, stop rules, what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from flowrl.config.schema import StopConfig
+from flowrl.rewards import RewardUnavailable, TooManyInvalid
+from flowrl.runtime import log
+from flowrl.runtime.signals import Aborted, StopRequest, by_signal
+from flowrl.training import outputs
+from flowrl.training.records import Iteration, Run
+
+
+class Iterating(outputs.Running, Protocol):
+    """A trainer: iterating trains."""
+
+    def __iter__(self) -> Iterator[Iteration]: ...
+
+    def save(self) -> Path | None: ...
+
+
+def run_to_the_end(trainer: Iterating) -> Run:
+    """Iterate with a progress bar, evaluate, and write the LoRA and the report."""
+    cfg, main = trainer.cfg, trainer.parts.source.world.main
+    bar = log.Progress(cfg.iterations, done=trainer.iteration, show=main)
+    with StopRequest(trainer), bar:
+        try:
+            for it in trainer:
+                reward, norm = it.metrics["reward/total"], it.metrics["policy/grad_norm"]
+                bar.update(it.number, reward=reward, grad=norm)
+            if not by_signal(trainer.stopped):
+                outputs.evaluate(trainer, "after")
+        except Aborted:
+            pass  # trainer.stopped says why
+        except (TooManyInvalid, RewardUnavailable):  # weights are of the last whole iteration
+            trainer.save()
+            raise
+        if trainer.stopped:
+            trainer.save()
+    return outputs.finish(trainer)
+
+
+def stop_rule(stop: StopConfig, metrics: dict[str, float], hours: float) -> str | None:
+    """Why the run ends after an iteration with these metrics; None: it goes on."""
+    reward, kl = metrics["reward/total"], metrics.get("policy/kl", 0.0)
+    if stop.kl is not None and kl > stop.kl:
+        return f"policy/kl {kl:.4g} exceeds stop.kl={stop.kl}"
+    if stop.reward is not None and reward >= stop.reward:
+        return f"reward/total {reward:.4g} reached stop.reward={stop.reward}"
+    if stop.hours is not None and hours >= stop.hours:
+        return f"stop.hours={stop.hours} are over"
+    return None
