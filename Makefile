@@ -19,6 +19,7 @@ test: $(STAMP)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check flowrl samplers rewards configs scripts tests
 	$(BIN)/codespell flowrl samplers rewards configs scripts docs $(wildcard *.md) # tests misspell on purpose
 	$(BIN)/python scripts/check_budgets.py
 	@# samplers/ and rewards/ import as flowrl.samplers and flowrl.rewards: mypy sees the package as a wheel would hold it.

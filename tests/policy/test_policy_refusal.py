@@ -87,7 +87,9 @@ class Loop(DiffusionPipeline):
 
 def loop():
     return Loop(
-        tiny_parts.randomise(Net()), FlowMatchEulerDiscreteScheduler(shift=2.0), tiny_parts.randomise(Vae(), 1)
+        tiny_parts.randomise(Net()),
+        FlowMatchEulerDiscreteScheduler(shift=2.0),
+        tiny_parts.randomise(Vae(), 1),
     )
 
 

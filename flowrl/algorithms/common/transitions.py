@@ -9,6 +9,7 @@ docs/algorithms/index.md says what they all do differently from papers and code.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -252,7 +253,8 @@ def own_noise(batch: Columns, like: Tensor) -> Tensor:
 
     Of plans whose siblings are independent.
     """
-    return forest.own_noise(lambda k: keys.gaussian(k, like.shape[1:], like.device), batch.noise_key)
+    noise = partial(keys.gaussian, shape=like.shape[1:], device=like.device)
+    return forest.own_noise(noise, batch.noise_key)
 
 
 def of_groups_with_signal(rollout: Rollout, advantages: Advantages) -> Tensor:
