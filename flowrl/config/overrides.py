@@ -58,8 +58,9 @@ def parse_override(text: str) -> Override:
 
 def parse_values(text: str) -> list[Any]:
     """The values between commas; ${...} stays as it is, until the config is whole."""
+    keep: Any = lambda key, memo: f"${{{key}}}"  # noqa: E731
     as_written = GrammarVisitor(
-        node_interpolation_callback=lambda key, memo: f"${{{key}}}",  # type: ignore[arg-type,return-value]
+        node_interpolation_callback=keep,
         resolver_interpolation_callback=lambda name, args, args_str: (
             f"${{{name}:{','.join(args_str)}}}"
         ),
