@@ -264,11 +264,12 @@ def test_a_run_trains_on_the_embedded_networks(tmp_path, reward, settings):
     made = small.trainer(
         tmp_path / "run", reward=reward, iterations="2", data__eval="null", **settings
     )
-    before = [weight.detach().clone() for weight in made.parameters.values()]
+    before = [weight.detach().clone() for weight in made.parts.weights.parameters.values()]
     found = [iteration.metrics for iteration in made]
     assert len(found) == 2 and all(
         metrics["reward/invalid"] == 0 and metrics[f"reward/{reward}/std"] > 0 for metrics in found
     )
     assert any(
-        not torch.equal(old, new) for old, new in zip(before, made.parameters.values(), strict=True)
+        not torch.equal(old, new)
+        for old, new in zip(before, made.parts.weights.parameters.values(), strict=True)
     )
