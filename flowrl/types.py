@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 ODE, SDE = 0, 1
+Solver = Literal["euler", "dpm2"]  # of ODE edges
 
 
 def expand(value: Tensor, like: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ class Plan:
     eta: Tensor  # (E,) fp64, noise level of SDE edges, 0 on ODE edges
     trained: Tensor  # (E,) bool, subset of SDE edges
     sde: str = "flow_sde"  # module of flowrl.samplers that gives SDE transitions
-    solver: Literal["euler", "dpm2"] = "euler"  # of ODE edges
+    solver: Solver = "euler"
     # ODE edges that start at sigma <= dpm_from use dpm2 when solver == "dpm2"
     dpm_from: float = 1.0
     # which roots share x_T: none, those of one prompt, all

@@ -43,12 +43,11 @@ def capped(sigma: Tensor, cap: Tensor | float | None) -> Tensor:
     """
     sigma = torch.as_tensor(sigma).double()
     at_one = sigma > AT_ONE
-    s = sigma
     if cap is not None:
-        s = torch.where(at_one, sigma.minimum(torch.as_tensor(cap).to(sigma)), sigma)
-    if bool((s >= 1).any()) or (cap is None and bool(at_one.any())):
+        sigma = torch.where(at_one, sigma.minimum(torch.as_tensor(cap).to(sigma)), sigma)
+    if bool((sigma >= 1).any()) or (cap is None and bool(at_one.any())):
         raise ValueError(
             "flow_sde from sigma = 1 has infinite noise; pass sigma_cap < 1 (Flow-GRPO: the"
             " schedule's second sigma)"
         )
-    return s
+    return sigma

@@ -27,7 +27,7 @@ from flowrl.samplers.common.checks import (
     steps_before_last,
 )
 from flowrl.samplers.sigmas import shift as shift_sigmas
-from flowrl.types import ODE, SDE, Plan
+from flowrl.types import ODE, SDE, Plan, Solver
 
 Init = Literal["sample", "group", "batch"]
 
@@ -104,9 +104,7 @@ def full(sigmas: Tensor, *, eta: float, sde: str = "flow_sde", init: Init = "sam
     return edges.build()
 
 
-def ode(
-    sigmas: Tensor, *, solver: Literal["euler", "dpm2"] = "dpm2", init: Init = "sample"
-) -> Plan:
+def ode(sigmas: Tensor, *, solver: Solver = "dpm2", init: Init = "sample") -> Plan:
     """Deterministic sampling (DiffusionNFT's rollout, evaluation): no edge is trained. NFE T."""
     edges = PlanBuilder(sigmas, 0.0, "flow_sde", init)
     edges.chain(-1, range(edges.steps))
@@ -264,7 +262,7 @@ def compress(
     tail: float,
     kappa: float | None = None,
     count: Literal["paper", "code"] = "paper",
-    solver: Literal["euler", "dpm2"] = "dpm2",
+    solver: Solver = "dpm2",
 ) -> Plan:
     """MixGRPO-Flash (arXiv:2507.21802): fewer ODE steps after the last SDE edge of each path.
 

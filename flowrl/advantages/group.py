@@ -1,8 +1,7 @@
 """Advantages within groups of samples: GRPO's z-score.
 
-All statistics are in fp64 and depend on (reward, group) alone: give them the whole iteration,
-gathered over processes, and the result does not depend on how many there are. Invalid samples enter
-no statistic.
+Statistics are in fp64 and of (reward, group) alone: given the whole iteration, gathered over
+processes, the result does not depend on how many there are. Invalid samples enter none.
 """
 
 from __future__ import annotations

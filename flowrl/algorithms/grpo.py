@@ -4,9 +4,8 @@ Serves Flow-GRPO (arXiv:2505.05470), Flow-GRPO-Fast, DanceGRPO (arXiv:2505.07818
 MixGRPO-Flash (arXiv:2507.21802), BranchGRPO (arXiv:2509.06040), TreeGRPO (arXiv:2512.08153),
 TempFlow-GRPO (arXiv:2508.04324), Granular-GRPO (arXiv:2510.01982), GRPO-Guard (arXiv:2510.22319),
 Pref-GRPO (arXiv:2508.20751), DDPO (arXiv:2305.13301) and DPOK (arXiv:2305.16381): they differ in
-plan, SDE, credit, ratio and statistics. A closed-form KL to a reference is optional.
-
-docs/algorithms has a page for each, which says how it differs from its paper and code.
+plan, SDE, credit, ratio and statistics. A closed-form KL to a reference is optional. Each has a
+page in docs/algorithms, which says how it differs from its paper and code.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from pydantic import (
 from flowrl.config.compose import one_form, options
 from flowrl.runtime import registry
 from flowrl.runtime.read_when import read_when
+from flowrl.types import Solver
 
 Guidance = float | Literal["none", "pipeline"]
 
@@ -199,9 +200,7 @@ class EvalConfig(Section):
         ),
     )
     steps: PositiveInt = Field(40, description="ODE steps of an evaluation sample.")
-    solver: Literal["euler", "dpm2"] = Field(
-        "euler", description="ODE solver of an evaluation sample."
-    )
+    solver: Solver = Field("euler", description="ODE solver of an evaluation sample.")
     guidance: Guidance = Field("none", description="Guidance of the rows before and after.")
     baseline_guidance: PositiveFloat | None = Field(
         None, description="Adds the row 'before, guided': untrained, at this guidance."

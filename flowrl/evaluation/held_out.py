@@ -22,10 +22,11 @@ from flowrl.evaluation.answers import joined, told
 from flowrl.policy import Policy
 from flowrl.report.answers import Answers
 from flowrl.rewards import RewardSet, readings
-from flowrl.rollouts.generation import Solver, sample
+from flowrl.rollouts.generation import sample
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys
+from flowrl.types import Solver
 
 SHOWN = 16  # images kept for the before/after grid
 CHUNK = 256  # images sampled at a time

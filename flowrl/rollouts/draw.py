@@ -32,14 +32,13 @@ def draw(source: Source, iteration: int, plan: Plan) -> Drawn:
     mine = batch.ids[world.share(len(batch))]
     if source.dataset is not None:
         return from_files.read(source, iteration, plan, mine)
+    again = partial(sample, source, iteration, plan)
     with world.all_or_none(RewardUnavailable):
-        drawn = sample(source, iteration, plan, mine)
+        drawn = again(mine)
     if cfg.draw.mode == "refill":
-        drawn = redraw.refill(
-            source, partial(sample, source, iteration, plan), iteration, batch, drawn
-        )
+        drawn = redraw.refill(source, again, iteration, batch, drawn)
     elif cfg.draw.mode == "balance":
-        drawn = redraw.balance(source, partial(sample, source, iteration, plan), drawn)
+        drawn = redraw.balance(source, again, drawn)
     if source.references:
         with source.ledger.phase("reward"), world.all_or_none(RewardUnavailable):
             drawn = from_files.with_references(source, drawn)
@@ -49,8 +48,7 @@ def draw(source: Source, iteration: int, plan: Plan) -> Drawn:
 def sample(source: Source, iteration: int, plan: Plan, ids: Tensor, round_: int = 0) -> Drawn:
     """One group of each prompt; round_ r numbers its copies from r groups on.
 
-    With batch.overlap, a few prompts at a time: their rewards are computed while the next ones are
-    sampled.
+    With batch.overlap a few prompts at a time: their rewards run while the next ones are sampled.
     """
     cfg, policy, ledger = source.cfg, source.policy, source.ledger
     made: list[tuple[PromptBatch, Rollout]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,7 @@ from flowrl.rollouts.roll_out import noise_of, rows_of, velocity_of
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, plan, tree
-from flowrl.types import MediaContext
-
-Solver = Literal["euler", "dpm2"]
+from flowrl.types import MediaContext, Solver
 
 
 @torch.no_grad()

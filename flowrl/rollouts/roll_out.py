@@ -13,9 +13,8 @@ from flowrl.policy import Cond, Policy
 from flowrl.rollouts.join import with_clean_leaves
 from flowrl.runtime.ledger import CountedPolicy, Ledger
 from flowrl.samplers import keys, tree
+from flowrl.samplers.tree import Velocity
 from flowrl.types import Plan, PromptBatch, Rollout
-
-Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()

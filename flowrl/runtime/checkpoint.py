@@ -2,7 +2,8 @@
 
 A checkpoint is written to a temporary folder, flushed to disk, and renamed to
 checkpoints/step-000100: a run killed at any moment leaves the previous one. `load` verifies the
-size and hash of every file before it returns a number.
+size and hash of every file before it returns a number. What a run puts into it is said in
+flowrl/training/state.py.
 """
 
 from __future__ import annotations

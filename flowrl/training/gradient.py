@@ -25,9 +25,8 @@ def accumulate(
 ) -> dict[str, Tensor]:
     """Add the gradient of loss(batch) / total_weight -> metrics, summed over rows.
 
-    Where a term of the loss joins rows (algorithm.couples), micro-batches hold whole units. If one
-    does not fit, the exact two-pass form. Groups never spread over processes, so neither form needs
-    other processes' rows.
+    Where a term of the loss joins rows (algorithm.couples), micro-batches hold whole units, which
+    never spread over processes. If one does not fit, the exact two-pass form.
     """
     if algorithm.couples == "row":
         parts: list[Tensor] | None = split(algorithm, batch, micro)

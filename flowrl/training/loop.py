@@ -125,6 +125,10 @@ class Trainer:
         """Iterate to the end with a progress bar; see `train`."""
         return run_to_the_end(self)
 
+    def finish(self) -> Run:
+        """Write the averaged LoRA and the report, as `run` does at its end."""
+        return outputs.finish(self)
+
     def describe(self) -> str:
         """What an iteration will do, before it does it."""
         return outputs.describe(self)

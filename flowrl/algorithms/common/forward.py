@@ -27,7 +27,7 @@ from flowrl.algorithms.common import base
 from flowrl.samplers import keys
 from flowrl.samplers import plan as plans
 from flowrl.samplers.sigmas import shift
-from flowrl.types import Advantages, Columns, Plan, Rollout, expand
+from flowrl.types import Advantages, Columns, Plan, Rollout, Solver, expand
 
 LOWEST = 0.01  # continuous noise levels stay above it: nearer to data, errors of v say nothing
 CONTINUOUS = ("logit_normal", "uniform")
@@ -35,7 +35,7 @@ Levels = Literal["schedule", "stratified", "logit_normal", "uniform"]
 
 
 class ForwardConfig(base.Credit, base.Anchor):
-    solver: Literal["dpm2", "euler"] = Field("dpm2", description="ODE solver of rollouts.")
+    solver: Solver = Field("dpm2", description="ODE solver of rollouts.")
     levels: Levels = Field(
         "schedule",
         description=(

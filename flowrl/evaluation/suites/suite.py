@@ -26,6 +26,7 @@ from flowrl.rewards import RewardSet, check_needs, load_set, parse_words
 from flowrl.rewards.core.reward import Settings, parse
 from flowrl.rewards.core.score import check_meta
 from flowrl.runtime.registry import did_you_mean
+from flowrl.types import Solver
 
 BY_QUESTION = "checklist"  # as a category: the dimension of each question
 
@@ -81,7 +82,7 @@ class Suite(Settings):
     guidance: Guidance | None = pydantic.Field(
         None, description="A scale, none or pipeline; null: as the run evaluates."
     )
-    solver: Literal["euler", "dpm2"] | None = pydantic.Field(
+    solver: Solver | None = pydantic.Field(
         None, description="ODE solver; null: as the run evaluates."
     )
 
