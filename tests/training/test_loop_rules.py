@@ -253,7 +253,7 @@ def test_a_checkpoint_that_was_given_up_halfway_is_written_again(tmp_path, monke
         if not given_up:
             made.stopped = "SIGTERM received"
             given_up.append(args)
-            raise loop.Aborted
+            raise signals.Aborted
         return save(*args, **options)
 
     monkeypatch.setattr(loop.checkpoint, "save", interrupted)
