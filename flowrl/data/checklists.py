@@ -9,23 +9,12 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from flowrl.data.geneval import NUMBERS, plural
 
 Question = dict[str, Any]
 By = Literal["vlm", "code"]
-
-
-def with_checklists(
-    prompts: Iterable[dict[str, Any]], write: Callable[..., list[Question]], by: By = "code"
-) -> list[dict[str, Any]]:
-    """The prompts, each with a "checklist" that `write` makes of its clauses.
-
-    write: from_shapes or from_geneval.
-    """
-    return [prompt | {"checklist": write(prompt, by)} for prompt in prompts]
 
 
 def from_shapes(prompt: dict[str, Any], by: By = "code") -> list[Question]:

@@ -285,7 +285,9 @@ def test_on_shapes_the_score_is_one_exactly_where_the_strict_verifier_says_so():
         media, prompts, MediaContext(meta=metas)
     )
     given = rewards.load("checklist")(
-        media, prompts, MediaContext(meta=checklists.with_checklists(metas, checklists.from_shapes))
+        media,
+        prompts,
+        MediaContext(meta=[m | {"checklist": checklists.from_shapes(m)} for m in metas]),
     )
     assert [value == 1 for value in written.tolist()] == strict
     assert 50 < sum(strict) < len(strict) - 150
@@ -336,7 +338,7 @@ def test_on_geneval_the_score_is_one_exactly_where_strict_holds_and_nothing_is_e
 
     reward = rewards.load("checklist")
     reward.geneval = Detector()
-    metas = checklists.with_checklists([prompt for prompt, _ in cases], checklists.from_geneval)
+    metas = [prompt | {"checklist": checklists.from_geneval(prompt)} for prompt, _ in cases]
     media, prompts = torch.rand(len(cases), 3, 4, 4), [meta["prompt"] for meta in metas]
     values = reward(media, prompts, MediaContext(meta=metas)).tolist()
     expected = [
