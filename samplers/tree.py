@@ -2,7 +2,7 @@
 
 Every random number is keyed by (prompt key, copy, path of child indices), never by a place in the
 batch, so a rollout does not depend on how copies are ordered, chunked or spread over processes. Two
-nodes are one when they start from equal x_T and only equal ODE edges lead to them. The x0
+nodes are the same when they start from equal x_T and only equal ODE edges lead to them. The x0
 prediction made at a node is the solver history that its children inherit.
 """
 

@@ -27,7 +27,7 @@ def group_relative(
 ) -> Tensor:
     """A = (r - mean of its group) / (std + eps), clipped to +-clip: (B,), int (B,) -> (B,) fp32.
 
-    std: "group" that of its group, "global" that of all rewards given (Flow-GRPO), None no division
+    std: "group" takes that of its group, "global" of all rewards given (Flow-GRPO), None takes 1
     (Dr. GRPO). ddof: 0 or 1. A group with std < 1e-6 gets 0, and so does an invalid sample (valid
     False, or a NaN reward).
     """

@@ -103,7 +103,7 @@ class GRPO(transitions.TransitionMethod):
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c, (low, high) = self.config, self.config.clip
-        step = log_ratio = scores["log_prob"] - batch.log_prob
+        step_log_ratio = log_ratio = scores["log_prob"] - batch.log_prob
         if c.ratio == "guard":
             log_ratio = scores["normed"] - batch.normed
         if c.ratio == "sequence":
@@ -122,7 +122,7 @@ class GRPO(transitions.TransitionMethod):
         metrics = {
             "policy/clip_fraction": stopped,
             "policy/log_ratio": log_ratio.abs(),
-            "policy/approx_kl": step.square() / 2,
+            "policy/approx_kl": step_log_ratio.square() / 2,
         }
         term = base.held(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)

@@ -58,9 +58,8 @@ def parse_override(text: str) -> Override:
 
 def parse_values(text: str) -> list[Any]:
     """The values between commas; ${...} stays as it is, until the config is whole."""
-    keep: Any = lambda key, memo: f"${{{key}}}"  # noqa: E731
     as_written = GrammarVisitor(
-        node_interpolation_callback=keep,
+        node_interpolation_callback=_node_as_written,
         resolver_interpolation_callback=lambda name, args, args_str: (
             f"${{{name}:{','.join(args_str)}}}"
         ),
@@ -69,3 +68,8 @@ def parse_values(text: str) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of "[1,]", which OmegaConf would complete
         return as_written.visit(parse(f"[{text}]", "singleElement", "VALUE_MODE"))
+
+
+def _node_as_written(key: Any, memo: Any) -> Any:
+    """${key}; OmegaConf gives the key as a text, from 2.4 on as a record of its parts."""
+    return f"${{{getattr(key, 'raw', key)}}}"

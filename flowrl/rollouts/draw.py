@@ -1,6 +1,6 @@
-"""What one iteration trains on: prompts, their samples, and the rewards of these.
+"""What one iteration trains on: prompts, their samples, and their rewards.
 
-Samples are drawn once, in rounds until groups can teach something (flowrl/rollouts/redraw.py), or
+Samples are drawn once, in rounds until groups have a signal (flowrl/rollouts/redraw.py), or
 read from a folder of scored files. Every sample is named by (prompt, copy), so results do not
 depend on how prompts are dealt out to processes.
 """
@@ -32,13 +32,13 @@ def draw(source: Source, iteration: int, plan: Plan) -> Drawn:
     mine = batch.ids[world.share(len(batch))]
     if source.dataset is not None:
         return from_files.read(source, iteration, plan, mine)
-    again = partial(sample, source, iteration, plan)
+    sample_prompts = partial(sample, source, iteration, plan)
     with world.all_or_none(RewardUnavailable):
-        drawn = again(mine)
+        drawn = sample_prompts(mine)
     if cfg.draw.mode == "refill":
-        drawn = redraw.refill(source, again, iteration, batch, drawn)
+        drawn = redraw.refill(source, sample_prompts, iteration, batch, drawn)
     elif cfg.draw.mode == "balance":
-        drawn = redraw.balance(source, again, drawn)
+        drawn = redraw.balance(source, sample_prompts, drawn)
     if source.references:
         with source.ledger.phase("reward"), world.all_or_none(RewardUnavailable):
             drawn = from_files.with_references(source, drawn)

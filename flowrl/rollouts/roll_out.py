@@ -59,7 +59,7 @@ def roll_out(
 
 
 def velocity_of(policy: Policy, cond: Cond, *, guidance: float | str, ledger: Ledger) -> Velocity:
-    """velocity(x, sigma, rows) for a sampling engine; time, FLOPs and network rows are booked."""
+    """velocity(x, sigma, rows) for a sampling engine; time, FLOPs and network rows are counted."""
     counted = CountedPolicy(policy, ledger, phase="rollout")
     return lambda x, sigma, rows: counted.velocity(x, sigma, cond, rows, guidance=guidance)
 

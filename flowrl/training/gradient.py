@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.common.base import Algorithm
+from flowrl.algorithms.common.base import Algorithm, VelocityField
 from flowrl.training import two_pass
 from flowrl.types import Columns, Rollout
 
 
 def accumulate(
     algorithm: Algorithm,
-    policy: Any,
+    policy: VelocityField,
     rollout: Rollout,
     batch: Columns,
     *,
@@ -26,7 +25,7 @@ def accumulate(
     """Add the gradient of loss(batch) / total_weight -> metrics, summed over rows.
 
     Where a term of the loss joins rows (algorithm.couples), micro-batches hold whole units, which
-    never spread over processes. If one does not fit, the exact two-pass form.
+    never spread over processes. If one does not fit, two passes are made.
     """
     if algorithm.couples == "row":
         parts: list[Tensor] | None = split(algorithm, batch, micro)

@@ -55,7 +55,7 @@ class Trainer:
             self.iteration += 1
             self.hours = before + (time.perf_counter() - began) / 3600
             outputs.record(self, result)
-            self.learner.touched = False
+            self.learner.touched = False  # recorded: a signal may give the next one up
             yield result
             reason = self.stopped or stop_rule(self.cfg.stop, result.metrics, self.hours)
             self.stopped = self.world.agree(reason)
@@ -79,7 +79,7 @@ class Trainer:
         rewards, group = world.gather_rewards(drawn.rewards), world.gather_groups(rollout.group)
         check_valid(rewards, cfg.guard.invalid_fraction)
         metrics = reward_metrics(rewards)
-        if self.noise_watch.noise:
+        if self.noise_watch.noise:  # some reward has noise of its own: is it the larger?
             self.noise_watch(rewards, group)
 
         # Credit: rewards -> an advantage for each sample -> for each trained step.
@@ -88,7 +88,7 @@ class Trainer:
             leaf = everyone[world.part(len(rollout.leaf))]
             observed = algorithm.observe(rollout, drawn.rewards)
             observed = world.mean_metrics(observed) if observed else {}
-            if drawn.threshold is not None:  # baselines are made of all draws, and some are trained
+            if drawn.threshold is not None:  # baselines use all draws; some are trained
                 kept = chosen(drawn, cfg.batch.group).to(leaf.device)
                 rollout, leaf = take(rollout, kept), leaf[kept]
             advantages = algorithm.advantages(rollout, leaf)

@@ -7,12 +7,11 @@ passes and is exact: c = d loss / d scores of the whole batch, then sum(c * scor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.common.base import Algorithm
+from flowrl.algorithms.common.base import Algorithm, VelocityField
 from flowrl.types import Columns, LossOutput, Rollout
 
 
@@ -35,7 +34,7 @@ def split_units(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor
 
 def accumulate(
     algorithm: Algorithm,
-    policy: Any,
+    policy: VelocityField,
     rollout: Rollout,
     batch: Columns,
     parts: list[Tensor],

@@ -16,7 +16,7 @@ from flowrl.types import Columns, PromptBatch, Rollout
 
 
 class Learner:
-    """Trains a policy on rows. step: optimizer steps taken; nonfinite: updates lost in a row."""
+    """Trains a policy on rows. step: optimizer steps taken; nonfinite: updates skipped in a row."""
 
     def __init__(self, parts: Parts) -> None:
         self.cfg, self.algorithm, self.path = parts.cfg, parts.algorithm, parts.path

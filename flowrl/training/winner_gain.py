@@ -7,12 +7,11 @@ away further.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.algorithms.common.base import Algorithm
+from flowrl.algorithms.common.base import Algorithm, VelocityField
 from flowrl.samplers import keys
 from flowrl.training.gradient import split
 from flowrl.training.update import Learner
@@ -46,7 +45,7 @@ def _alone(value: Tensor) -> Tensor:
 @torch.no_grad()
 def mean_gain(
     algorithm: Algorithm,
-    policy: Any,
+    policy: VelocityField,
     rollout: Rollout,
     batch: Columns,
     *,

@@ -161,7 +161,7 @@ class TransitionMethod(base.Anchored):
         return batch.src
 
     def transition(
-        self, policy: Any, rollout: Rollout, batch: Columns
+        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
     ) -> tuple[Transition, Tensor]:
         """The step that the policy's present view takes from each row's state, and v (n, *L).
 
@@ -182,7 +182,9 @@ class TransitionMethod(base.Anchored):
             v,
         )
 
-    def score(self, policy: Any, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
+    def score(
+        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    ) -> dict[str, Tensor]:
         """log_prob of the stored step, and what else the loss reads; (n,) each.
 
         log_prob_ref where it compares with the reference; kl, per latent dim, with a weight.
@@ -212,7 +214,7 @@ class TransitionMethod(base.Anchored):
         """Further scores (n,) of a step, from its transition and its stored end y (n, *L)."""
         return {}
 
-    def fit(self, policy: Any, rollout: Rollout, batch: Columns) -> Tensor:
+    def fit(self, policy: base.VelocityField, rollout: Rollout, batch: Columns) -> Tensor:
         return sde.log_prob(
             rollout.plan, self.transition(policy, rollout, batch)[0], rollout.states[batch.dst]
         )
