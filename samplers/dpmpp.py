@@ -27,17 +27,18 @@ def step(
     data prediction and where it was made. x0_prev None, sigma_prev == 1 (lambda = -inf) or
     sigma_next == 0: a first-order step, which for a flow is Euler's.
     """
-    v, x, sigma, sigma_next, sigma_prev = fp64(x, v, x, sigma, sigma_next, sigma_prev)
-    euler = x + (sigma_next - sigma) * v
+    sigma, sigma_next, sigma_prev = fp64(x, sigma, sigma_next, sigma_prev)
+    x, v = x.float(), v.float()
+    euler = x + (sigma_next - sigma).float() * v
     if x0_prev is None:
-        return euler.float()
-    # lambda = log((1 - s) / s), alpha' = 1 - sigma_next
+        return euler
     lam, lam_next, lam_prev = ((1 - s).log() - s.log() for s in (sigma, sigma_next, sigma_prev))
     h, h_prev = lam_next - lam, lam - lam_prev
-    weight = -(1 - sigma_next) * torch.expm1(-h) / (2 * h_prev / h)
+    # alpha' (1 - e^-h) / (2 r0), r0 = h_prev / h
+    weight = -(1 - sigma_next) * torch.expm1(-h) * 0.5 * h / h_prev
     weight = torch.where((sigma_next > 0) & (sigma_prev < 1), weight, 0.0)
-    x0 = x - sigma * v
-    return (euler + weight * (x0 - x0_prev)).float()
+    x0 = x - sigma.float() * v
+    return euler + weight.float() * (x0 - x0_prev.float())
 
 
 def sample(
