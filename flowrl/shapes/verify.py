@@ -131,8 +131,8 @@ def _recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, flo
     u = ((xs + 0.5 - left[:, None]) / width[:, None] * 2 - 1)[:, None, :].expand(masks.shape)
     v = ((ys + 0.5 - top[:, None]) / height[:, None] * 2 - 1)[:, :, None].expand(masks.shape)
     ideal = [INSIDE[s](u, v) & (u.abs() <= 1) & (v.abs() <= 1) for s in SHAPES]
-    overlap = torch.stack(ideal, 1) & masks[:, None]
-    union = torch.stack(ideal, 1) | masks[:, None]
+    shapes = torch.stack(ideal, 1)  # (K, S, H, W)
+    overlap, union = shapes & masks[:, None], shapes | masks[:, None]
     iou, shape = (overlap.flatten(2).sum(2) / union.flatten(2).sum(2)).max(1)
     enough = torch.tensor([OVERLAP[s] for s in SHAPES], device=masks.device)
     squareness = torch.minimum(width, height) / torch.maximum(width, height)
