@@ -22,17 +22,15 @@ import numpy as np
 import pydantic
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageSequence
 from torch import Tensor, nn
 
-from flowrl.data.media import IMAGE_SUFFIXES, from_pil, read_image
+from flowrl.data.media import IMAGE_SUFFIXES, MEDIA_SUFFIXES, read_frames, read_image
 from flowrl.rewards.core.pictures import column_of, frames_of, refuse_gradient, rounded
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.types import MediaContext
 
-VIDEO_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")
 WINDOW, SIGMA, K1, K2 = 11, 1.5, 0.01, 0.03
 
 
@@ -237,11 +235,11 @@ def _read_any(path: Path) -> Tensor:
     suffix = path.suffix.lower()
     if suffix in (".npy", ".safetensors"):
         return _as_media(_array(path), path)
-    if suffix == ".gif" or suffix in VIDEO_SUFFIXES:
-        return from_pil(_video(path))
     if suffix in IMAGE_SUFFIXES:
         return read_image(path)
-    known = ", ".join([*IMAGE_SUFFIXES, ".gif", *VIDEO_SUFFIXES, ".npy", ".safetensors"])
+    if suffix in MEDIA_SUFFIXES:
+        return read_frames(path)
+    known = ", ".join([*MEDIA_SUFFIXES, ".npy", ".safetensors"])
     raise ValueError(
         f"the ground truth {path} is not of a kind that can be read; give one of {known}"
     )
@@ -277,22 +275,6 @@ def _as_media(array: Tensor, path: Path) -> Tensor:
             " or floats in [0, 1]"
         )
     return array.float()
-
-
-def _video(path: Path) -> list[Image.Image]:
-    """The frames of a video file or a .gif."""
-    if path.suffix.lower() == ".gif":
-        with Image.open(path) as gif:
-            return [frame.convert("RGB") for frame in ImageSequence.Iterator(gif)]
-    try:
-        import av
-    except ImportError as error:
-        raise ValueError(
-            f"reading {path.name} needs the extra \"video\": pip install 'flowrl[video]', or save"
-            " it as .npy"
-        ) from error
-    with av.open(str(path)) as container:
-        return [frame.to_image() for frame in container.decode(video=0)]
 
 
 def _size(media: Tensor) -> str:

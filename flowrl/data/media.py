@@ -6,10 +6,13 @@ and what the reference RL codes score.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,11 +20,20 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-VIDEO_SUFFIXES = (".mp4", ".gif")
+VIDEO_SUFFIXES = (".mp4", ".gif")  # that are written
+PYAV_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")  # that are read with the extra "video"
+MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", *PYAV_SUFFIXES)  # that are read
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # whatever the suffix says
+MAX_PIXELS = 2**26  # of a picture: 8192 x 8192
+MAX_VIDEO_PIXELS = 2**29  # of all frames together: 258 of 1920 x 1080
 ORIENTATION = 0x0112  # of EXIF
 TURNED = (5, 6, 7, 8)  # its values with which width and height change places
 
 T = TypeVar("T")
+
+
+class Unreadable(ValueError):
+    """A file of media that is too large, or not what is needed; the message names it."""
 
 
 def to_uint8(media: Tensor) -> Tensor:
@@ -54,10 +66,41 @@ def from_pil(images: Image.Image | Sequence[Image.Image]) -> Tensor:
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float() / 255
 
 
+def open_image(
+    source: str | Path | bytes,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    formats: Sequence[str] = FORMATS,
+) -> Image.Image:
+    """A picture of which only the head was read: the caller closes it, or uses it in `with`.
+
+    source: a file, or its bytes. ValueError where the head declares more than max_pixels pixels;
+    what Pillow says of another format or a broken head passes through.
+    """
+    name = "the picture" if isinstance(source, bytes) else str(source)
+    file = io.BytesIO(source) if isinstance(source, bytes) else source
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(file, formats=list(formats))
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+        count = re.findall(r"\d+", str(error))[0]
+        raise _too_large(name, f"{int(count):,} pixels", max_pixels) from None
+    width, height = image.size
+    if width * height > max_pixels:
+        image.close()
+        raise _too_large(name, f"{width} x {height} pixels", max_pixels)
+    return image
+
+
+def _too_large(name: object, size: str, most: int) -> Unreadable:
+    return Unreadable(f"{name} has {size}, and at most {most:,} are decoded; make it smaller")
+
+
 def read_image(path: Path) -> Tensor:
     """(3, H, W) fp32 in [0, 1], upright as its EXIF says, without alpha.
 
-    What cannot be read -> ValueError that names the file.
+    What cannot be read, has more than MAX_PIXELS or is animated -> ValueError that names the file.
     """
     return _read(path, lambda image: from_pil(ImageOps.exif_transpose(image))[0])
 
@@ -67,25 +110,127 @@ def image_size(path: Path) -> tuple[int, int]:
     return _read(path, lambda image: image.size[::-1] if _turned(image) else image.size)
 
 
+def read_media(path: Path, *, frames: int) -> Tensor:
+    """(3, H, W) of a picture, (F, 3, H, W) of a video or an animated picture; fp32 in [0, 1].
+
+    frames: the most that are read, evenly spaced from the first to the last.
+    """
+    if path.suffix.lower() in IMAGE_SUFFIXES and _guarded(path, _frames_of)[1] == 1:
+        return read_image(path)
+    return read_frames(path, most=frames)
+
+
+def read_frames(path: Path, *, most: int | None = None) -> Tensor:
+    """(F, 3, H, W) fp32 in [0, 1] of a video or an animated picture.
+
+    most: of the frames that are read, evenly spaced from the first to the last; None: all. Video
+    files need the extra "video". What cannot be read, or has more than MAX_VIDEO_PIXELS in all its
+    frames -> ValueError that names the file.
+    """
+    if path.suffix.lower() in PYAV_SUFFIXES:
+        return _of_video(path, most)
+    return _guarded(path, lambda image: from_pil(list(_seek(image, path, most))))
+
+
+def _seek(image: Image.Image, path: Path, most: int | None) -> Iterator[Image.Image]:
+    """Frames of an animated picture."""
+    first, count = _frames_of(image)
+    _check_video(path, *image.size, count)
+    for place in spaced(count, most):
+        image.seek(first + place)
+        yield image.convert("RGB")
+
+
+def spaced(count: int, most: int | None) -> list[int]:
+    """At most `most` of the numbers 0 ... count - 1, evenly spaced, the first and last among
+    them."""
+    number = count if most is None else min(most, count)
+    return np.linspace(0, count - 1, number).round().astype(int).tolist()
+
+
+def _frames_of(image: Image.Image) -> tuple[int, int]:
+    """(number of the first, count) of a picture's frames."""
+    if image.format == "MPO":  # a photo and the camera's previews of it
+        return 0, 1
+    count = getattr(image, "n_frames", 1)
+    # what viewers without animation show in its place
+    apart = count > 1 and bool(image.info.get("default_image"))
+    return int(apart), count - apart
+
+
+def _check_video(path: Path, width: int, height: int, frames: int) -> None:
+    if width * height * frames > MAX_VIDEO_PIXELS:
+        size = f"{frames} frames of {width} x {height} pixels"
+        raise _too_large(path, size, MAX_VIDEO_PIXELS)
+
+
+def _of_video(path: Path, most: int | None) -> Tensor:
+    """Frames of a video file, which is read twice: its frames are counted before any is decoded."""
+    av = _pyav(f"reading {path.name}", "save it as .gif")
+    if not path.is_file():
+        raise ValueError(f"{path} cannot be read: it does not exist")
+    try:
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            count = sum(packet.size > 0 for packet in container.demux(stream))
+            _check_video(path, stream.width, stream.height, count)
+        wanted, found = set(spaced(count, most)), []
+        with av.open(str(path)) as container:
+            for place, frame in enumerate(container.decode(video=0)):
+                _check_video(path, frame.width, frame.height, place + 1)
+                found += [frame.to_image()] if place in wanted else []
+        return from_pil(found)
+    except Unreadable:
+        raise
+    except Exception as error:  # PyAV raises a kind for each of FFmpeg's errors
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _pyav(doing: str, instead: str) -> Any:
+    try:
+        import av
+    except ImportError as error:
+        raise ValueError(
+            f"{doing} needs the extra \"video\": pip install 'flowrl[video]', or {instead}"
+        ) from error
+    return av
+
+
 def _turned(image: Image.Image) -> bool:
     return "exif" in image.info and image.getexif().get(ORIENTATION) in TURNED
 
 
 def _read(path: Path, read: Callable[[Image.Image], T]) -> T:
+    """read(image) of a file that holds one picture."""
+
+    def still(image: Image.Image) -> T:
+        frames = _frames_of(image)[1]
+        if frames > 1:
+            raise Unreadable(
+                f"{path} is animated ({frames} frames), and one picture is needed; save the frame"
+                " that is meant as .png"
+            )
+        return read(image)
+
+    return _guarded(path, still)
+
+
+def _guarded(path: Path, read: Callable[[Image.Image], T]) -> T:
+    """read(image); ValueError that names the file where that fails in any way."""
     try:
-        with Image.open(path) as image:
-            clipped = image.mode.startswith(("I", "F"))  # Pillow would clip these to white
-            found = None if clipped else read(image)
+        with open_image(path) as image:
+            if image.mode.startswith(("I", "F")):
+                raise Unreadable(  # Pillow would clip these to white
+                    f"{path} cannot be read: its pixels are of mode {image.mode}; save it with 8"
+                    " bits a channel"
+                )
+            return read(image)
+    except Unreadable:
+        raise
     # Pillow raises OSError, SyntaxError, struct.error ... for broken files and broken EXIF
     except Exception as error:
         reason = f"{type(error).__name__}: {error}" if path.is_file() else "it does not exist"
         raise ValueError(f"{path} cannot be read: {reason}") from None
-    if found is None:
-        raise ValueError(
-            f"{path} cannot be read: its pixels are of mode {image.mode}; save it with 8 bits a"
-            " channel"
-        )
-    return found
 
 
 def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:
@@ -123,13 +268,7 @@ def _check_suffix(path: Path, video: bool) -> None:
 
 
 def _save_mp4(media: Tensor, path: Path, fps: int) -> None:
-    try:
-        import av
-    except ImportError as error:
-        raise ValueError(
-            f"writing {path.name} needs the extra \"video\": pip install 'flowrl[video]', or save"
-            " as .gif"
-        ) from error
+    av = _pyav(f"writing {path.name}", "save as .gif")
     height, width = media.shape[-2:]
     if width % 2 or height % 2:
         raise ValueError(

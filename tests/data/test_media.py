@@ -2,6 +2,8 @@
 
 import importlib.util
 import sys
+import warnings
+import zlib
 
 import pytest
 import torch
@@ -168,3 +170,107 @@ def test_before_after_puts_pairs_side_by_side_in_order():
 def test_lengths_that_do_not_match_are_one_sentence(call, said):
     with pytest.raises(ValueError, match=said):
         call(torch.rand(2, 3, 8, 8))
+
+
+# ---------------------------------------------------------------------------
+# what is opened
+
+
+def declaring(path, width, height):
+    """A PNG of a single pixel whose head says another size."""
+    Image.new("RGB", (1, 1)).save(path)
+    data = bytearray(path.read_bytes())
+    data[16:24] = width.to_bytes(4) + height.to_bytes(4)
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4)
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("side", "size"),
+    [
+        (8193, "8193 x 8193 pixels"),
+        (12000, "144,000,000 pixels"),  # Pillow would warn
+        (60000, "3,600,000,000 pixels"),  # Pillow would refuse
+    ],
+)
+def test_a_picture_that_declares_too_many_pixels_is_refused_undecoded(tmp_path, side, size):
+    path = declaring(tmp_path / "bomb.png", side, side)
+    sentence = f"{path} has {size}, and at most 67,108,864 are decoded; make it smaller"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for read in (media.open_image, media.read_image, media.image_size):
+            with pytest.raises(ValueError) as caught:
+                read(path)
+            assert str(caught.value) == sentence
+        with pytest.raises(ValueError, match=f"^the picture has {size}, and at most 67,108,864"):
+            media.open_image(path.read_bytes())
+
+
+def test_the_limit_is_the_callers_and_a_picture_at_it_is_read(tmp_path):
+    media.save(torch.rand(3, 4, 6), tmp_path / "x.png")
+    with media.open_image((tmp_path / "x.png").read_bytes(), max_pixels=24) as image:
+        assert image.size == (6, 4)
+    with pytest.raises(ValueError, match="6 x 4 pixels, and at most 23 are decoded"):
+        media.open_image(tmp_path / "x.png", max_pixels=23)
+
+
+def test_a_file_of_another_format_is_refused_whatever_its_name(tmp_path):
+    """EPS would start Ghostscript."""
+    Image.new("RGB", (4, 4)).save(tmp_path / "x.eps")
+    (tmp_path / "x.eps").rename(tmp_path / "x.png")
+    with pytest.raises(ValueError, match="x.png cannot be read: UnidentifiedImageError"):
+        media.read_image(tmp_path / "x.png")
+
+
+def animated(path, count=5, **options):
+    frames = [Image.new("RGB", (6, 4), (40 * i, 0, 0)) for i in range(count)]
+    options |= {} if path.suffix == ".gif" else {"lossless": True}
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=100, **options)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".png", ".webp"])
+def test_animated_pictures_are_videos_and_never_a_picture(tmp_path, suffix):
+    path = animated(tmp_path / f"x{suffix}")
+    for read in (media.read_image, media.image_size):
+        with pytest.raises(
+            ValueError, match=r"is animated \(5 frames\), and one picture is needed"
+        ):
+            read(path)
+    red = [media.to_uint8(media.read_media(path, frames=most))[:, 0, 0, 0] for most in (9, 3, 1)]
+    assert [x.tolist() for x in red] == [[0, 40, 80, 120, 160], [0, 80, 160], [0]]
+
+
+def test_what_viewers_show_in_place_of_an_animation_is_no_frame_of_it(tmp_path):
+    path = animated(tmp_path / "x.png", default_image=True)
+    assert media.read_media(path, frames=9)[:, 0, 0, 0].mul(255).round().tolist() == [
+        40,
+        80,
+        120,
+        160,
+    ]
+
+
+def test_a_photo_with_previews_of_itself_is_a_picture(tmp_path):
+    Image.new("RGB", (6, 4), "red").save(
+        tmp_path / "x.jpg", "MPO", save_all=True, append_images=[Image.new("RGB", (3, 2))]
+    )
+    assert media.read_media(tmp_path / "x.jpg", frames=9).shape == (3, 4, 6)
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".mp4"])
+def test_a_video_that_declares_too_many_pixels_is_refused(tmp_path, monkeypatch, suffix):
+    path = media.save(torch.rand(5, 3, 16, 16), tmp_path / f"x{suffix}")
+    assert media.read_frames(path).shape == (5, 3, 16, 16)
+    assert media.read_frames(path, most=2).shape == (2, 3, 16, 16)
+    monkeypatch.setattr(media, "MAX_VIDEO_PIXELS", 5 * 256 - 1)
+    with pytest.raises(ValueError, match=r"5 frames of 16 x 16 pixels, and at most 1,279 are deco"):
+        media.read_frames(path, most=2)
+
+
+def test_a_broken_or_missing_video_is_named(tmp_path):
+    (tmp_path / "x.mp4").write_text("no video")
+    for name, why in (("x.mp4", "InvalidDataError"), ("gone.mp4", "it does not exist")):
+        with pytest.raises(ValueError, match=f"{name} cannot be read: {why}"):
+            media.read_frames(tmp_path / name)
