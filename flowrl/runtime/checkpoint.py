@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,8 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor
+
+from flowrl.runtime import files
 
 META, MANIFEST = "meta.json", "manifest.json"
 _STEP = re.compile(r"step-(\d{6,})")
@@ -48,38 +48,30 @@ def save(
     process writes at a time. -> its folder.
     """
     final = folder_of(run, iteration)
-    final.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in final.parent.glob(".tmp-*"):  # of a run that was killed while writing
-        shutil.rmtree(leftover)
-    temporary = final.parent / f".tmp-{final.name}"
-    temporary.mkdir()
-    for stem, group in tensors.items():
-        write_tensors(temporary / f"{stem}.safetensors", group)
-    write_synced(temporary / META, json.dumps({"iteration": iteration, **meta}, indent=1).encode())
-    _write_manifest(temporary)
-    if final.exists():  # a rename cannot replace a folder with files
-        remove_folder(final)
-    os.rename(temporary, final)
-    sync_folder(final.parent)
+    with files.replacing_folder(final) as temporary:
+        for stem, group in tensors.items():
+            write_tensors(temporary / f"{stem}.safetensors", group)
+        described = {"iteration": iteration, **meta}
+        files.write(temporary / META, json.dumps(described, indent=1))
+        _write_manifest(temporary)
     for stale in steps(run)[:-keep]:
-        remove_folder(stale)
+        files.remove(stale)
     return final
 
 
 def _write_manifest(folder: Path) -> None:
-    """Size and hash of every file of a folder; then the folder itself is flushed to disk."""
-    files = {
+    """Size and hash of every file of a folder."""
+    listed = {
         path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(folder.iterdir())
     }
-    write_synced(folder / MANIFEST, json.dumps({"files": files}, indent=1).encode())
-    sync_folder(folder)
+    files.write(folder / MANIFEST, json.dumps({"files": listed}, indent=1))
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Named tensors as one safetensors file, flushed to disk."""
+    """Named tensors as one safetensors file."""
     data = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
-    write_synced(path, safetensors.torch.save(data))
+    files.write(path, safetensors.torch.save(data))
 
 
 def steps(run: str | Path) -> list[Path]:
@@ -114,8 +106,8 @@ def load(folder: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, An
         raise CheckpointError(f"{folder / MANIFEST} is not a manifest of files; {_advice(folder)}")
     for name, entry in manifest.items():
         _verify(folder / name, entry)
-    files = [folder / name for name in manifest if name.endswith(".safetensors")]
-    tensors = {path.stem: safetensors.torch.load_file(path) for path in files}
+    paths = [folder / name for name in manifest if name.endswith(".safetensors")]
+    tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
     return tensors, _json(folder / META)
 
 
@@ -200,31 +192,3 @@ def _json(path: Path) -> dict[str, Any]:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and flush it to disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a file or folder; a checkpoint is renamed first, so that a kill halfway leaves no half
-    checkpoint under its name."""
-    if path.is_dir():
-        doomed = path.with_name(f".tmp-gone-{path.name}")
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
-    else:
-        path.unlink()

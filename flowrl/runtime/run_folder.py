@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrl.runtime.checkpoint import remove_folder, sync_folder, write_synced
+from flowrl.runtime import files
 
 PACKAGES = (
     "flowrl",
@@ -115,8 +115,7 @@ class MetricsFile:
         line = json.dumps(
             {"iteration": iteration, **{k: plain(v) for k, v in metrics.items()}}, allow_nan=False
         )
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        files.append(self.path, line + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -158,14 +157,11 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
     if metrics.exists():
         lines = metrics.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if _iteration(line) <= iteration]
-        temporary = metrics.with_suffix(".tmp")
-        write_synced(temporary, b"".join(kept))
-        os.replace(temporary, metrics)
-        sync_folder(run)
+        files.write(metrics, b"".join(kept))
     for sample in (run / "samples").glob("*"):
         number = re.search(r"\d{6,}", sample.name)
         if number and int(number.group()) > iteration:
-            remove_folder(sample)
+            files.remove(sample)
 
 
 def _iteration(line: bytes) -> float:

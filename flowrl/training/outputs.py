@@ -11,6 +11,7 @@ from flowrl.evaluation import held_out
 from flowrl.evaluation import record as evaluation_record
 from flowrl.policy.lora import SETTINGS
 from flowrl.report import grids
+from flowrl.runtime import files
 from flowrl.runtime.log import logger
 from flowrl.runtime.run_folder import MetricsFile, environment, read_metrics, truncate_metrics
 from flowrl.samplers.plan import nfe
@@ -37,6 +38,7 @@ def start(trainer: Running) -> None:
         (parts.path / "samples").mkdir(parents=True, exist_ok=True)
         (parts.path / "config.yaml").write_text(dump(cfg))
         (parts.path / "environment.json").write_text(json.dumps(environment()))
+        files.clean(parts.path, owned=True)
         truncate_metrics(parts.path, trainer.iteration)
     start_trackers(parts, trainer.iteration)
     if trainer.iteration:

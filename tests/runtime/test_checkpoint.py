@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from flowrl.runtime import checkpoint, run_folder
+from flowrl.runtime import checkpoint, files, run_folder
 from flowrl.runtime.checkpoint import CheckpointError
 
 TENSORS = {
@@ -44,7 +44,7 @@ def test_only_the_newest_are_kept_and_one_iteration_can_be_saved_twice(tmp_path)
     for iteration in (1, 2, 10, 10, 1000000):
         checkpoint.save(tmp_path, iteration, TENSORS, {}, keep=2)
     assert [p.name for p in checkpoint.steps(tmp_path)] == ["step-000010", "step-1000000"]
-    assert not list((tmp_path / "checkpoints").glob(".tmp*"))
+    assert not list((tmp_path / "checkpoints").glob(".flowrl*"))
 
 
 @pytest.mark.parametrize("name", ["lora.safetensors", "meta.json", "manifest.json"])
@@ -79,12 +79,12 @@ def test_a_run_without_checkpoints_says_so(tmp_path):
 
 def test_leftovers_of_an_interrupted_write_are_passed_over_and_cleared(tmp_path):
     checkpoint.save(tmp_path, 1, TENSORS, {})
-    leftover = tmp_path / "checkpoints" / ".tmp-step-000002"
+    leftover = tmp_path / "checkpoints" / f"{files.TEMPORARY}host-1-00000000"
     leftover.mkdir()
     (leftover / "lora.safetensors").write_bytes(b"half")
     assert checkpoint.latest(tmp_path).name == "step-000001"
-    checkpoint.save(tmp_path, 2, TENSORS, {})
-    assert not leftover.exists()
+    files.clean(tmp_path, owned=True)
+    assert not leftover.exists() and checkpoint.latest(tmp_path).name == "step-000001"
 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_checkpoints(tmp_path):

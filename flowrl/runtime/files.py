@@ -1,0 +1,200 @@
+"""Files that are whole or as they were: every file that flowrl writes goes through here.
+
+A file is written under a temporary name beside its place, flushed to disk and renamed; a line is
+appended in one write and flushed. A process killed at any moment, a full disk or a power cut leaves
+the file before or the file after, never something between. A test finds whoever writes otherwise.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from errno import EACCES, EDQUOT, EEXIST, EISDIR, ENAMETOOLONG, ENOSPC, ENOTDIR, EPERM, EROFS
+from pathlib import Path
+
+TEMPORARY = ".flowrl-tmp-"  # begins the names of unfinished files and folders
+WRITER = re.compile(rf"{re.escape(TEMPORARY)}(?P<host>.*)-(?P<pid>\d+)-[0-9a-f]{{8}}")
+ADVICE = {
+    **dict.fromkeys((ENOSPC, EDQUOT), "free some space on this disk"),
+    **dict.fromkeys((EROFS, EACCES, EPERM), "make its folder writable, or choose another one,"),
+    **dict.fromkeys((ENOTDIR, EISDIR, EEXIST, ENAMETOOLONG), "give another path"),
+}
+
+
+class WriteError(OSError):
+    """A file could not be written and is as it was; the message names it and says what to do."""
+
+
+def write(path: str | Path, content: bytes | str) -> Path:
+    """Write a file, or leave one of the same content untouched -> its path. Folders are made."""
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    if not _holds(path, data):
+        with replacing(path) as temporary:
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                _put(handle, data)
+            finally:
+                os.close(handle)
+    return path
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """A name for a writer that needs one, ending as `path` does; its file then takes that place."""
+    target = Path(os.path.realpath(path))  # a link stays one
+    temporary = target.with_name(_temporary_name(target.suffix))
+    with _told(path):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, target)
+            sync(target.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """An empty folder to be filled, which then appears at `path` at once; what was there goes."""
+    temporary = path.with_name(_temporary_name(""))
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        try:
+            yield temporary
+            for place in (*temporary.rglob("*"), temporary):
+                sync(place)
+            if path.exists():  # a rename cannot replace a folder with files
+                remove(path)
+            os.rename(temporary, path)
+            sync(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def append(path: Path, lines: str) -> None:
+    """Append whole lines of JSON to a file, in one write, and flush it to disk.
+
+    A last line that a killed process left without its end is removed first. Several processes may
+    append to one file. Folders are made.
+    """
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            with suppress(OSError):  # some network disks have no locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            size = _mend(handle)
+            try:
+                _put(handle, lines.encode())
+            except BaseException:
+                os.ftruncate(handle, size)
+                raise
+        finally:
+            os.close(handle)
+        if new:
+            sync(path.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder; a folder is renamed first, so that no half of it is ever found."""
+    if path.is_dir() and not path.is_symlink():
+        doomed = path.with_name(_temporary_name(""))
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+    else:
+        path.unlink()
+
+
+def clean(folder: Path, *, owned: bool = False) -> None:
+    """Remove what killed processes left unfinished in a folder.
+
+    owned: it is a run folder whose lock this process holds, so nothing unfinished is in use; then
+    folders below are cleaned too. Otherwise only files of this machine's dead processes go.
+    """
+    with suppress(OSError):
+        found = list(folder.rglob(f"{TEMPORARY}*") if owned else folder.glob(f"{TEMPORARY}*"))
+        for leftover in found:
+            if owned or _writer_is_gone(leftover.name):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file to disk, or the names of a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _temporary_name(suffix: str) -> str:
+    """Unique among threads, processes and machines; says who writes."""
+    return f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}{suffix}"
+
+
+def _writer_is_gone(name: str) -> bool:
+    match = WRITER.match(name)
+    if match is None or match["host"] != socket.gethostname():
+        return False
+    try:
+        os.kill(int(match["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # it runs, as another user
+        pass
+    return False
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        return path.stat().st_size == len(data) and path.read_bytes() == data
+    except OSError:
+        return False
+
+
+def _put(handle: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(handle, left) :]
+    os.fsync(handle)
+
+
+def _mend(handle: int) -> int:
+    """Cut off a last line without its end, or end it where it is whole JSON -> the size then."""
+    size = os.fstat(handle).st_size
+    if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
+        return size
+    last = os.pread(handle, size, 0).rpartition(b"\n")[2]
+    try:
+        json.loads(last)
+    except ValueError:
+        os.ftruncate(handle, size - len(last))
+    else:
+        os.write(handle, b"\n")
+    return os.fstat(handle).st_size
+
+
+@contextmanager
+def _told(path: str | Path) -> Iterator[None]:
+    """An OSError inside becomes one sentence about the file."""
+    try:
+        yield
+    except OSError as error:
+        cause = error.__cause__ if isinstance(error, WriteError) else error  # of a file in a folder
+        reason = getattr(cause, "strerror", None) or cause
+        advice = ADVICE.get(getattr(cause, "errno", 0), "look at the disk")
+        raise WriteError(
+            f"{path} could not be written ({reason}), so what was there is unchanged; {advice} and"
+            " try again"
+        ) from cause
