@@ -1,4 +1,4 @@
-"""Media between tensors, PIL and files. Imports nothing of ours.
+"""Media between tensors, PIL and files.
 
 One rounding rule everywhere: byte = round(255 * x) after a clamp to [0, 1], what a saved PNG holds
 and what the reference RL codes score.
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
+
+from flowrl.runtime import files
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".gif")  # that are written
@@ -246,15 +248,22 @@ def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:
             " 3, H, W)"
         )
     _check_suffix(path, video=media.ndim == 4)
-    path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix.lower() == ".mp4":
         _save_mp4(media, path, fps)
     elif media.ndim == 4:
-        frames = to_pil(media)
-        frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 / fps, loop=0)
+        first, *others = to_pil(media)
+        moving = {"save_all": True, "append_images": others, "duration": 1000 / fps, "loop": 0}
+        files.write(path, encoded(first, path.suffix, **moving))
     else:
-        to_pil(media)[0].save(path)
+        files.write(path, encoded(to_pil(media)[0], path.suffix))
     return path
+
+
+def encoded(image: Image.Image, suffix: str = ".png", **options: Any) -> bytes:
+    """The bytes of an image file. suffix: which format; options: of Pillow for that format."""
+    buffer = io.BytesIO()
+    image.save(buffer, Image.registered_extensions()[suffix.lower()], **options)
+    return buffer.getvalue()
 
 
 def _check_suffix(path: Path, video: bool) -> None:
@@ -274,7 +283,7 @@ def _save_mp4(media: Tensor, path: Path, fps: int) -> None:
         raise ValueError(
             f"mp4 (yuv420p) needs even sides; the frames are {width}x{height}; save as .gif"
         )
-    with av.open(str(path), "w") as container:
+    with files.replacing(path) as temporary, av.open(str(temporary), "w") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.options = {"crf": "18"}
