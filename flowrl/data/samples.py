@@ -6,6 +6,7 @@ is one too.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,10 +91,11 @@ def images(place: Path) -> list[Path]:
     return [place]
 
 
-def read_list(path: Path) -> list[tuple[str, dict[str, Any]]]:
+def read_list(path: Path, *, contained: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """(where, entry) of each line of a .jsonl list, every entry with a "file" and a "prompt".
 
-    Else ValueError that names file and line.
+    contained: no "file" may leave the list's folder, also not by a link; a list that comes with a
+    folder was often written by somebody else. Else ValueError that names file and line.
     """
     if path.suffix != ".jsonl":
         raise ValueError(
@@ -111,8 +113,21 @@ def read_list(path: Path) -> list[tuple[str, dict[str, Any]]]:
                 f'{path}, line {number} needs a "file", the path of an image, as in {{"file":'
                 ' "a.png", "prompt": "..."}'
             )
+        if contained and not _inside(path.parent, file):
+            raise ValueError(
+                f"{path}, line {number} names {file!r}, which leaves the folder {path.parent} or is"
+                " not written with /; if you trust the list, give it by its own path (--prompts,"
+                " data.offline), which may name files anywhere"
+            )
         out.append((f"{path}, line {number}", {**entry, "file": file}))
     return out
+
+
+def _inside(folder: Path, file: str) -> bool:
+    """Whether a path from the folder stays in it on every system, with links followed."""
+    if "\\" in file or "\0" in file:
+        return False
+    return Path(os.path.realpath(folder / file)).is_relative_to(os.path.realpath(folder))
 
 
 def meta_of(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +178,8 @@ def _own(place: Path) -> list[Sample]:
         raise ValueError(
             f"{place} has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl{known}"
         )
-    samples = [_sample(place / entry["file"], entry) for _, entry in read_list(source)]
+    lines = read_list(source, contained=True)
+    samples = [_sample(place / entry["file"], entry) for _, entry in lines]
     named = {sample.path.resolve() for sample in samples}
     for path in images(place):
         if path.resolve() not in named:

@@ -59,7 +59,8 @@ class Dataset:
 
 
 def load(folder: str | Path) -> Dataset:
-    """Read FOLDER/scores.jsonl, or the .jsonl list given.
+    """Read FOLDER/scores.jsonl, which names files in the folder, or the .jsonl list given, whose
+    files may be anywhere.
 
     A prompt's meta is what all its lines agree on. A list without "scores" has one, "total", of
     weight 1. A missing list or image, a broken or repeated line, a number that is not finite, or
@@ -73,7 +74,7 @@ def load(folder: str | Path) -> Dataset:
         )
     prompts: dict[str, dict[str, Any]] = {}
     items: dict[str, list[Item]] = {}
-    lines = list(_lines(path))
+    lines = list(_lines(path, contained=path != Path(folder)))
     for entry, item, _ in lines:
         text, meta = entry["prompt"], meta_of(entry)
         agreed = prompts.setdefault(text, meta)
@@ -86,11 +87,11 @@ def load(folder: str | Path) -> Dataset:
     )
 
 
-def _lines(path: Path) -> Iterator[tuple[dict[str, Any], Item, dict[str, float]]]:
+def _lines(path: Path, contained: bool) -> Iterator[tuple[dict[str, Any], Item, dict[str, float]]]:
     """(entry, item, weights) of each line; all have the same weights, and none is repeated."""
     weights: dict[str, float] = {}
     seen: dict[tuple[str, str], str] = {}
-    for where, entry in read_list(path):
+    for where, entry in read_list(path, contained=contained):
         item, own = _item(path.parent, where, entry)
         weights = weights or own
         if own != weights:

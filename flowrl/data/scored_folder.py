@@ -130,15 +130,19 @@ def _line(item: Scored, file: str, weights: Mapping[str, float]) -> str:
 
 
 def _copy(paths: Sequence[Path], folder: Path) -> list[Path]:
-    """Copy files into the folder; one whose name is taken gets a number: a.png, a-2.png."""
+    """Copy files into the folder; one whose name is taken gets a number: a.png, a-2.png.
+
+    A \\ in a name would part folders on Windows, and becomes _.
+    """
     folder.mkdir(exist_ok=True)
     copies: dict[str, Path] = {}  # by lower-case name: file systems differ in whether case matters
     out = []
     for path in paths:
-        name, number = path.name, 1
+        stem, number = path.stem.replace("\\", "_"), 1
+        name = stem + path.suffix
         while copies.get(name.lower(), path) != path:
             number += 1
-            name = f"{path.stem}-{number}{path.suffix}"
+            name = f"{stem}-{number}{path.suffix}"
         if name.lower() not in copies:
             shutil.copyfile(path, folder / name)
         copies[name.lower()] = path

@@ -1,34 +1,15 @@
 """Which prompt an image file is judged by: a list's, or its folder's own."""
 
-import json
+import os
 from pathlib import Path
 
 import pytest
 import small
-import torch
+from image_files import in_an_empty_folder, listing, noise  # noqa: F401  a fixture for every test
 
 from flowrl.cli.main import app  # noqa: F401  imported before a test changes folders
-from flowrl.data.media import save
+from flowrl.data import scored_dataset
 from flowrl.data.samples import collect
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def noise(name, seed=0, height=16, width=16):
-    return save(torch.rand(3, height, width, generator=torch.Generator().manual_seed(seed)), name)
-
-
-def listing(name, *entries):
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
-    Path(name).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return name
-
-
-def lines(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def test_prompts_come_from_a_list_by_path_or_bare_name_and_an_image_may_have_several():
@@ -68,3 +49,52 @@ def test_a_file_that_a_folders_own_list_names_in_vain_is_left_out():
     result = small.invoke("score", "imgs", "--reward", "jpeg")
     assert result.exit_code == 1
     assert "imgs/gone.png cannot be read: it does not exist" in result.stderr
+
+
+# ---------------------------------------------------------------------------
+# a folder's own list stays in the folder
+
+LEAVING = ["../a.png", "sub/../../a.png", "/etc/a.png", "out.png", "linked/a.png", "sub\\a.png"]
+LEAVING += ["..\\a.png", "C:\\a.png", "a\0.png"]
+
+
+def beside_a_folder():
+    """Images in and beside a folder, and links from it to those beside it."""
+    noise("a.png"), noise("imgs/a.png"), noise("imgs/sub/a.png"), noise("other/a.png")
+    Path("imgs/out.png").symlink_to(Path("a.png").resolve())
+    Path("imgs/linked").symlink_to(Path("other").resolve())
+
+
+@pytest.mark.parametrize("file", LEAVING)
+def test_a_folders_own_list_names_no_file_that_is_elsewhere(file):
+    beside_a_folder()
+    listing("imgs/scores.jsonl", {"file_name": file, "prompt": "x", "total": 1.0})
+    said = "imgs/scores.jsonl, line 1 names .* leaves the folder imgs or is not written with /"
+    for read in (lambda: collect([Path("imgs")]), lambda: scored_dataset.load("imgs")):
+        with pytest.raises(ValueError, match=said):
+            read()
+
+
+def test_links_and_dots_that_stay_in_the_folder_are_followed():
+    noise("real/imgs/sub/a.png")
+    Path("imgs").symlink_to("real/imgs")
+    Path("real/imgs/b.png").symlink_to("sub/a.png")
+    files = ("sub/../sub/a.png", "b.png", os.path.abspath("imgs/sub/a.png"))
+    for file in files:
+        listing("real/imgs/scores.jsonl", {"file": file, "prompt": "x", "total": 1.0})
+        assert collect([Path("imgs")])[0].path == Path("imgs", file)
+        assert len(scored_dataset.load("imgs").paths) == 1
+
+
+def test_a_list_given_by_its_own_path_may_name_files_anywhere():
+    beside_a_folder()
+    listing("lists/mine.jsonl", {"file": "../a.png", "prompt": "x", "total": 1.0})
+    assert scored_dataset.load("lists/mine.jsonl").paths == [Path("lists/../a.png")]
+    assert collect([Path("a.png")], prompts=Path("lists/mine.jsonl"))[0].prompt == "x"
+
+
+def test_copies_get_names_that_a_folder_may_list():
+    noise("one\\two.png")
+    words = ["score", "one\\two.png", "--prompt", "x", "--reward", "jpeg", "-o", "out"]
+    assert small.invoke(*words).exit_code == 0
+    assert scored_dataset.load("out").paths == [Path("out/media/one_two.png")]

@@ -8,6 +8,12 @@ from pathlib import Path
 import pytest
 import small
 import torch
+from image_files import (  # noqa: F401  a fixture for every test
+    in_an_empty_folder,
+    lines,
+    listing,
+    noise,
+)
 from PIL import Image
 
 from flowrl.cli.main import app  # noqa: F401  imported before a test changes folders
@@ -20,25 +26,6 @@ from flowrl.rewards import load_set, score
 from flowrl.rewards.core import files
 from flowrl.shapes import prompts
 from flowrl.shapes.scenes import render
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-
-
-def noise(name, seed=0, height=16, width=16):
-    return save(torch.rand(3, height, width, generator=torch.Generator().manual_seed(seed)), name)
-
-
-def listing(name, *entries):
-    Path(name).parent.mkdir(parents=True, exist_ok=True)
-    Path(name).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    return name
-
-
-def lines(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def scored_as(*totals):
