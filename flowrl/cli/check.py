@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import Call, call_arguments, one_sentence_errors, show
+from flowrl.cli.common import Call, call_arguments, echo, one_sentence_errors, show
 
 Model = Annotated[
     str | None, typer.Argument(help="A name of configs/model, a folder, or a hub id.")
@@ -58,8 +58,8 @@ def _check_model(model: str, pipeline: list[str] | None) -> None:
 
     log.setup()
     policy: Any = load_policy(model, **call_arguments(pipeline))  # of a name: a pipeline's
-    typer.echo(policy.describe())
-    typer.echo(str(policy.self_check()))
+    echo(policy.describe())
+    echo(policy.self_check())
 
 
 def _check_rewards(words: list[str], pictures: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ def _check_rewards(words: list[str], pictures: dict[str, Any]) -> None:
     for label, reward in load_set(parse_words(words)).rewards.items():
         findings = checks.check(reward, _examples(reward, **pictures))
         needs = ", ".join(sorted(reward.needs | reward.reads)) or "nothing"
-        typer.echo(f"{label}: {reward.scale}\nneeds: {needs}")
+        echo(f"{label}: {reward.scale}\nneeds: {needs}")
         show(checks.table(findings))
         found += findings
     if checks.failed(found):

@@ -9,6 +9,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from flowrl.runtime.text import one_line, told, visible
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -23,6 +25,7 @@ Call = Annotated[
 ]
 
 LARGEST_SEED = 2**63 - 1
+MOST = 20  # lines of wrong settings that are printed
 
 
 @contextmanager
@@ -36,26 +39,41 @@ def one_sentence_errors(*, disk: int = 2) -> Iterator[None]:
         yield
     except BrokenPipeError:  # of `| head`
         raise typer.Exit(0) from None
-    except (ValueError, OSError) as error:
-        stop(error, disk if isinstance(error, OSError) else 2)
-    except RuntimeError as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
         from flowrl.rewards import RewardBug, RewardUnavailable
+        from flowrl.runtime.memory import ran_out
 
-        if isinstance(error, RewardUnavailable):
+        if isinstance(error, RewardUnavailable) or ran_out(error):
             stop(error, 1)
-        if not isinstance(error, RewardBug):
+        if isinstance(error, RuntimeError) and not isinstance(error, RewardBug):
             raise
-        stop(error, 2)
+        stop(error, disk if isinstance(error, OSError) else 2)
 
 
-def stop(error: BaseException, code: int) -> NoReturn:
-    """Print the error as one sentence and leave with an exit code."""
-    complain(error)
+def stop(error: BaseException, code: int, *, hint: str = "") -> NoReturn:
+    """Print the error as one sentence, wrong settings as a line each, and leave with an exit code.
+
+    hint: a sentence more, in a line of its own.
+    """
+    from flowrl.config.compose import ConfigError
+    from flowrl.runtime.memory import advice, ran_out
+
+    if ran_out(error):
+        complain(advice(error))
+    elif isinstance(error, ConfigError):
+        problems = str(error).splitlines()
+        more = [f"... and {len(problems) - MOST} more"] * (len(problems) > MOST)
+        complain(*problems[:MOST], *more)
+    else:
+        complain(told(error))
+    if hint:
+        complain(hint)
     raise typer.Exit(code) from None
 
 
-def complain(problem: object) -> None:
-    typer.secho(f"flowrl: {problem}", fg="red", err=True)
+def complain(*problems: object) -> None:
+    """Print problems, a line each."""
+    typer.secho("flowrl: " + "\n".join(map(one_line, problems)), fg="red", err=True)
 
 
 def parse_config(overrides: list[str] | None) -> Any:
@@ -103,7 +121,13 @@ def call_arguments(words: list[str] | None) -> dict[str, Any]:
 
 
 def show(printed: object, *, wrap: bool = False) -> None:
-    """Print a table or a text. wrap: long lines stay whole, so that a path can be copied."""
-    from rich.console import Console
+    """Print a table or a text, as it is. wrap: long lines stay whole, so that a path can be
+    copied."""
+    from flowrl.runtime.terminal import Terminal
 
-    Console(file=sys.stdout).print(printed, soft_wrap=wrap)
+    Terminal(file=sys.stdout).print(printed, soft_wrap=wrap)
+
+
+def echo(text: object) -> None:
+    """Print lines of text without colours, control characters visible."""
+    typer.echo(visible(text))

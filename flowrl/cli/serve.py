@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from flowrl.cli.common import one_sentence_errors
+from flowrl.cli.common import echo, one_sentence_errors
 
 Rewards = Annotated[
     list[str], typer.Argument(help="REWARD, REWARD=WEIGHT or REWARD.SETTING=VALUE.")
@@ -46,5 +46,5 @@ def serve(
             max_mb=max_mb,
             max_batch=max_batch,
         )
-    typer.echo(server.describe())
+    echo(server.describe())
     server.run()

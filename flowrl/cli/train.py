@@ -27,9 +27,9 @@ def train(overrides: Overrides = None, resume: Resume = None) -> None:
     show(trainer.describe(), wrap=True)
     try:
         run = trainer.run()
-    except (RuntimeError, ValueError, OSError) as error:
-        hint = f"\nflowrl: resume with: flowrl train --resume {trainer.path}"
-        stop(RuntimeError(f"{error}{hint if steps(trainer.path) else ''}"), 1)
+    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+        hint = f"resume with: flowrl train --resume {trainer.path}"
+        stop(error, 1, hint=hint if steps(trainer.path) else "")
     if trainer.world.main:
         _conclude(run)
 

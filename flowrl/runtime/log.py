@@ -10,7 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from flowrl.runtime.text import one_line, printable
+
 logger = logging.getLogger("flowrl")
+
+
+def _one_line(record: logging.LogRecord) -> bool:
+    """A message is a line that a terminal can show, whatever it quotes."""
+    record.msg, record.args = one_line(record.getMessage()), ()
+    return True
+
+
+logger.addFilter(_one_line)
 
 
 def setup(level: str = "INFO") -> None:
@@ -72,7 +83,8 @@ class Progress:
         show: bool = True,
         every: float = 10.0,
     ) -> None:
-        self.total, self.done, self.title, self.every = total, done, title, every
+        self.total, self.done, self.every = total, done, every
+        self.title = printable(title)
         self.show = show
         self.live = show and sys.stderr.isatty()
         self.last = -math.inf
@@ -84,10 +96,10 @@ class Progress:
             from rich import progress
 
             self.bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
+                progress.TextColumn("{task.description}", markup=False),
                 progress.BarColumn(),
                 progress.MofNCompleteColumn(),
-                progress.TextColumn("{task.fields[numbers]}"),
+                progress.TextColumn("{task.fields[numbers]}", markup=False),
                 progress.TimeElapsedColumn(),
                 progress.TimeRemainingColumn(),
                 console=_console(),
@@ -130,10 +142,10 @@ class Progress:
 def _console() -> Any:
     """The one console on stderr: the bar and messages must not overwrite each other."""
     global _shared
-    from rich.console import Console
+    from flowrl.runtime.terminal import Terminal
 
     if _shared is None:
-        _shared = Console(stderr=True)
+        _shared = Terminal(stderr=True)
     return _shared
 
 

@@ -1,0 +1,37 @@
+"""What says that memory ran out, and what helps. torch has a class for GPUs only."""
+
+from __future__ import annotations
+
+import errno
+
+from flowrl.runtime.text import printable
+
+SIGNS = (  # in messages of torch, CUDA, numpy and the system
+    "out of memory",
+    "allocate memory",
+    "not enough memory",
+    "unable to allocate",
+    "alloc_failed",
+    "storage size calculation overflowed",
+    "multiplication overflow",
+)
+
+
+def ran_out(error: object) -> bool:
+    """Whether an exception says that there is not enough memory, of a GPU or of the machine."""
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in SIGNS)
+
+
+def advice(error: object) -> str:
+    """The sentence for a user whose memory ran out."""
+    said = printable(error, 120) or type(error).__name__
+    return (
+        f"memory ran out ({said}); lower batch.micro and batch.decode (flowrl score: --chunk), ask"
+        " for smaller pictures (model.pipeline.height and width), set model.dtype=bf16 or"
+        " train.gradient_checkpointing=true, or free memory that other programs hold"
+    )

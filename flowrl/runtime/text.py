@@ -1,0 +1,72 @@
+"""Text from elsewhere made fit to print: prompts, file names, and what servers and libraries say.
+
+A terminal obeys control characters (colours, cursor, title, clipboard) and turns text around at
+bidirectional ones, and a line break in a name forges a line of a log. Here they become visible
+escapes, such as \\x1b and \\u202e, and long text is cut.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator
+
+LIMIT = 300  # characters of a sentence from elsewhere
+LONGEST = 2000  # characters of a sentence of flowrl, with all that it quotes
+OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # categories of Unicode
+KEPT = frozenset("\n\t\u200c\u200d")  # lines, columns, and joiners, which scripts and emoji need
+DEEPEST = 10  # causes of causes
+
+
+def visible(text: object) -> str:
+    """The same text, its lines and tabs as they are, other control characters as escapes.
+
+    >>> print(visible("a\\x1b[31m red\\u202e circle"))
+    a\\x1b[31m red\\u202e circle
+    """
+    text = str(text)
+    return text if text.isprintable() else "".join(map(_shown, text))
+
+
+def printable(text: object, limit: int = LIMIT) -> str:
+    """A sentence from elsewhere: one line of at most `limit` characters, controls visible.
+
+    >>> print(printable("401\\n  Unauthorized\\x07"))
+    401 Unauthorized\\x07
+    >>> printable("a" * 9, limit=6)
+    'aaa...'
+    """
+    return _cut(" ".join(str(text).split()), limit)
+
+
+def one_line(text: object) -> str:
+    """A sentence of flowrl: as `printable`, spaces as they are (of a path), and longer."""
+    return _cut(" ".join(str(text).splitlines()), LONGEST)
+
+
+def told(error: object) -> str:
+    """What an error says, in one line; what it quotes of the errors behind it is cut."""
+    text = str(error)
+    for cause in _causes(error):
+        if len(quoted := str(cause)) > LIMIT:
+            text = text.replace(quoted, printable(quoted))
+    return one_line(text)
+
+
+def _cut(line: str, limit: int) -> str:
+    line = visible(line[: limit + 1])
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def _causes(error: object) -> Iterator[BaseException]:
+    for _ in range(DEEPEST):
+        behind = getattr(error, "__cause__", None) or getattr(error, "__context__", None)
+        if behind is None:
+            return
+        yield behind
+        error = behind
+
+
+def _shown(letter: str) -> str:
+    if letter in KEPT or letter.isprintable() or unicodedata.category(letter) not in OBEYED:
+        return letter
+    return letter.encode("unicode_escape").decode("ascii")
