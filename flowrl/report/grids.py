@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -11,11 +13,13 @@ from PIL.ImageFont import FreeTypeFont
 from torch import Tensor
 
 from flowrl.data.media import to_pil
+from flowrl.runtime.text import printable
 
 INK, FAINT, PAPER = (31, 35, 40), (110, 118, 129), (255, 255, 255)
 ACCEPTED, REFUSED = (26, 158, 92), (214, 69, 65)  # edges by the verdict of a verifier
 PAD = 8  # pixels between pictures
 GAP = 24  # pixels between pairs
+ELLIPSIS, JOINER = "...", "\u200d"
 
 Verdicts = Sequence[bool | None]
 
@@ -165,20 +169,34 @@ def _line_height(font: FreeTypeFont) -> int:
 
 
 def _lines(text: str, width: int, font: FreeTypeFont) -> list[str]:
-    """Wrap at words to at most two lines; what does not fit ends in an ellipsis."""
-    lines, words = [""], text.split()
-    for word in words:
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    if len(lines) > 2 or any(font.getlength(line) > width for line in lines):
-        lines = lines[:2]
-        while lines[-1] and font.getlength(lines[-1] + "...") > width:
-            lines[-1] = lines[-1][:-1]
-        lines[-1] += "..."
-    return lines
+    """Text in at most two lines of `width` pixels; what does not fit ends in an ellipsis.
+
+    Lines end at spaces, or inside a word that is longer than a line.
+    """
+    text = printable(text, max(width, len(ELLIPSIS)))  # a letter is at least a pixel wide
+    first = _fitting(text, width, font)
+    if first == text:
+        return [text]
+    space = text.rfind(" ", 0, len(first) + 1)
+    word = text[space + 1 :].partition(" ")[0]
+    if space > 0 and font.getlength(word) <= width:
+        first = text[:space]
+    second = text[len(first) :].strip()
+    if font.getlength(second) > width:
+        second = _fitting(second, width - font.getlength(ELLIPSIS), font).rstrip() + ELLIPSIS
+    return [first, second]
+
+
+def _fitting(text: str, width: float, font: FreeTypeFont) -> str:
+    """The longest beginning of `width` pixels; accents and joined signs stay with their letter."""
+    count = bisect_right(range(1, len(text) + 1), width, key=lambda n: font.getlength(text[:n]))
+    while 0 < count < len(text) and (_joins(text[count]) or text[count - 1] == JOINER):
+        count -= 1
+    return text[:count]
+
+
+def _joins(letter: str) -> bool:
+    return letter == JOINER or unicodedata.category(letter).startswith("M")
 
 
 def _caption_height(width: int, captions: Sequence[str] | None) -> int:
