@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
-import os
+import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.data.media import to_uint8
+from flowrl.data.media import encoded, to_uint8
 from flowrl.data.prompts import Prompts
 from flowrl.evaluation.held_out import Evaluation, spread_rows
 from flowrl.report import grids
-from flowrl.runtime.run_folder import read_json
+from flowrl.runtime import files
+from flowrl.runtime.log import logger
+from flowrl.runtime.run_folder import EVALUATION, read_evaluation
 from flowrl.runtime.statistics import mean_interval, paired_bootstrap
 
-FILE = "evaluation.json"
+# what NumPy raises of a file that was cut off or changed
+TORN = (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 Verdicts = list[bool | None]  # right or wrong; None: not known
 
 
@@ -32,21 +37,16 @@ def shown_prompts(prompts: Prompts, images: int) -> list[str]:
 def add_row(
     run: Path, name: str, evaluation: Evaluation, prompts: Prompts, **setting: Any
 ) -> dict[str, Any]:
-    """Write a row into evaluation.json and return the whole record.
-
-    Atomically; a row of the same name is replaced.
-    """
-    path = run / FILE
-    record = {"rows": []} | (read_json(path) if path.exists() else {})
+    """Write a row into evaluation.json, in place of one of its name, and return the whole
+    record."""
+    record = {"rows": []} | read_evaluation(run)
     row = {"name": name, **setting, **_row(evaluation, prompts)}
     record["rows"] = [r for r in record["rows"] if r["name"] != name] + [row]
     by_name = {r["name"]: r for r in record["rows"]}
     if name in ("before", "after") and {"before", "after"} <= by_name.keys():
-        before, after = by_name["before"]["values"], by_name["after"]["values"]
+        before, after = (by_name[side].get("values", {}) for side in ("before", "after"))
         record["paired"] = _paired(before, after, _texts(evaluation, prompts))
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record))
-    os.replace(temporary, path)
+    files.write(run / EVALUATION, json.dumps(record))
     return record
 
 
@@ -101,9 +101,11 @@ def _by_task(value: Tensor, prompt: list[int], prompts: Prompts) -> dict[str, fl
 def _paired(
     before: dict[str, list[Any]], after: dict[str, list[Any]], texts: list[str]
 ) -> dict[str, Any]:
-    """Difference of every value that both rows hold, over the images valid in both."""
+    """Difference of every value that both rows hold of each image, over those valid in both."""
     out = {}
     for key in sorted(before.keys() & after.keys()):
+        if not len(before[key]) == len(after[key]) == len(texts):
+            continue
         images = zip(before[key], after[key], texts, strict=True)
         pairs = [(a, b, text) for a, b, text in images if a is not None and b is not None]
         if not pairs:
@@ -127,17 +129,36 @@ def save_images(run: Path, name: str, evaluation: Evaluation, prompts: Prompts) 
     if images.ndim != 4:  # of a video, its middle frame
         images = images[:, images.shape[1] // 2]
     stem = run / "samples" / name.replace(", ", "_").replace(" ", "_")
-    grids.grid(images, captions).save(stem.with_name(f"{stem.name}.png"))
+    files.write(stem.with_name(f"{stem.name}.png"), encoded(grids.grid(images, captions)))
     verdicts = evaluation.verdicts(spread_rows(len(evaluation.prompt), len(prompts)))
     arrays: dict[str, Any] = {f"verdicts.{key}": _marks(own) for key, own in verdicts.items()}
-    np.savez(stem.with_name(f"{stem.name}.npz"), images=to_uint8(images).numpy(), **arrays)
-    before = run / "samples" / "before.npz"
-    if name == "after" and before.exists():
-        old = np.load(before)
+    buffer = io.BytesIO()
+    np.savez(buffer, images=to_uint8(images).numpy(), **arrays)
+    files.write(stem.with_name(f"{stem.name}.npz"), buffer.getvalue())
+    if name == "after" and (old := _pictures_before(run, images.shape)):
         first = torch.from_numpy(old["images"]).float() / 255
         both = _common_verdicts(old, verdicts)
         grid = grids.before_after(first, images, captions, verdicts=both)
-        grid.save(run / "samples" / "before_after.png")
+        files.write(run / "samples" / "before_after.png", encoded(grid))
+
+
+def _pictures_before(run: Path, shape: torch.Size) -> dict[str, np.ndarray]:
+    """samples/before.npz, if it has pictures of this shape (n, 3, H, W) and verdicts on them; a
+    damaged one is said to be left out."""
+    path = run / "samples" / "before.npz"
+    if not path.exists():
+        return {}
+    try:
+        with np.load(path) as opened:
+            arrays = dict(opened)
+        sound = arrays["images"].dtype == np.uint8 and arrays["images"].shape == shape
+        sound &= all(own.shape == shape[:1] for key, own in arrays.items() if key != "images")
+    except TORN:
+        sound = False
+    if not sound:
+        logger.warning(f"{path} was damaged or changed; no pictures are shown before and after")
+        return {}
+    return arrays
 
 
 def _marks(verdicts: Verdicts) -> np.ndarray:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import datetime
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +30,8 @@ from flowrl.report.numbers import (
     row_head,
 )
 from flowrl.report.render import render
-from flowrl.runtime.run_folder import Run, environment, read, read_json
+from flowrl.runtime import files, side_files
+from flowrl.runtime.run_folder import Run, environment, read
 
 Metrics = Sequence[dict[str, Any]]  # lines of metrics.jsonl
 Rows = Sequence[dict[str, Any]]  # of evaluation.json
@@ -62,10 +62,7 @@ def build(run_path: str | Path) -> Path:
         command=_command_again(run, settings),
         **_environment(run),
     )
-    target, unfinished = run.path / "report.html", run.path / "report.html.part"
-    unfinished.write_text(page, encoding="utf-8")
-    os.replace(unfinished, target)
-    return target
+    return files.write(run.path / "report.html", page)
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -265,8 +262,10 @@ def _kinds_of_work(sums: dict[str, float]) -> dict[str, float]:
 def _environment(run: Run) -> dict[str, Any]:
     """Versions of the machine that ran it, or of this one where the run recorded none."""
     path = run.path / "environment.json"
-    recorded = path.exists()
-    return {"recorded": recorded, "environment": read_json(path) if recorded else environment()}
+    if not path.exists():
+        return {"recorded": False, "environment": environment()}
+    found = side_files.read(path, again="resume the run, which writes it")
+    return {"recorded": True, "environment": found}
 
 
 def _command_again(run: Run, settings: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from flowrl.report import answers
 from flowrl.report.charts import best_of_chart
 from flowrl.report.render import render
-from flowrl.runtime.run_folder import read_json
+from flowrl.runtime import side_files
 
 Record = Mapping[str, Any]  # of one suite on one run
 Lines = list[list[str]]  # the first column holds names
@@ -23,7 +23,9 @@ SHOWN = (1, 2, 4, 8, 16, 32, 64)  # sizes of best-of-N in tables
 
 def records(run: Path) -> Iterator[dict[str, Any]]:
     """The records of run/suites, by name."""
-    return (read_json(path) for path in sorted((run / "suites").glob("*.json")))
+    again = "evaluate again: flowrl evaluate --suite"
+    found = sorted((run / "suites").glob("*.json"))
+    return (side_files.read(path, again=again) for path in found)
 
 
 def section(run: Path) -> Markup:

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrl.runtime import files
+from flowrl.runtime import files, side_files
+from flowrl.runtime.side_files import Evaluation, read_lines
 
+EVALUATION = "evaluation.json"
 PACKAGES = (
     "flowrl",
     "torch",
@@ -51,33 +53,29 @@ def read(path: Path) -> Run:
             f'"{path}" does not hold a run: neither config.yaml nor metrics.jsonl is there; give a'
             " folder that flowrl train wrote"
         )
-    evaluation = path / "evaluation.json"
     notes: list[str] = []
     return Run(
         path=path,
-        config=config.read_text(encoding="utf-8") if config.exists() else "",
-        metrics=_lines(metrics, notes) if metrics.exists() else [],
-        evaluation=read_json(evaluation) if evaluation.exists() else {},
+        config=_text(config) if config.exists() else "",
+        metrics=read_lines(metrics, notes) if metrics.exists() else [],
+        evaluation=read_evaluation(path),
         notes=notes,
     )
 
 
-def _lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Objects of metrics.jsonl. A last line cut short (the run is being written) is left out and
-    noted; another bad line is an error."""
-    rows, text = [], path.read_text(encoding="utf-8").splitlines()
-    for i, line in enumerate(text, 1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            if i < len(text):
-                raise ValueError(
-                    f"{path}, line {i} is not JSON ({error}); the file was edited or damaged"
-                ) from error
-            notes.append(
-                f"The last line of metrics.jsonl (line {i}) is cut short and was left out."
-            )
-    return rows
+def read_evaluation(run: Path) -> dict[str, Any]:
+    """evaluation.json of a run; {} before the first evaluation."""
+    path = run / EVALUATION
+    if not path.exists():
+        return {}
+    return side_files.read(path, Evaluation, again="evaluate again: flowrl evaluate")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error}); restore it") from error
 
 
 def environment() -> dict[str, str]:
@@ -118,55 +116,36 @@ class MetricsFile:
         files.append(self.path, line + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object; ValueError that names it otherwise."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is not readable JSON ({error}); delete it or write it again with flowrl"
-            " evaluate"
-        ) from error
-    if not isinstance(value, dict):
-        raise ValueError(
-            f"{path} holds a {type(value).__name__}, not an object; write it again with flowrl"
-            " evaluate"
-        )
-    return value
-
-
 def read_metrics(run: str | Path) -> list[dict[str, Any]]:
     """Lines of a run's metrics.jsonl, oldest first; [] before the first iteration."""
     path = Path(run) / "metrics.jsonl"
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return read_lines(path) if path.exists() else []
 
 
 def truncate_metrics(run: str | Path, iteration: int) -> None:
     """Forget what a run recorded after `iteration`, so that a resumed run records each iteration
     once.
 
-    Later lines of metrics.jsonl and a half-written last one go (the file is replaced atomically),
-    and so do later samples/, told by the six digits in their names; names without digits stay.
+    Later lines of metrics.jsonl and a half-written last one go, and so do later pictures of
+    samples/, told by their names, iteration-000012.png.
     Tracker logs are append-only: write later events with `purge_step=iteration + 1` (TensorBoard
     drops the old ones).
     """
     run = Path(run)
     metrics = run / "metrics.jsonl"
     if metrics.exists():
-        lines = metrics.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if _iteration(line) <= iteration]
+        lines = metrics.read_bytes().split(b"\n")
+        kept = [line + b"\n" for line in lines if _iteration(line) <= iteration]
         files.write(metrics, b"".join(kept))
-    for sample in (run / "samples").glob("*"):
-        number = re.search(r"\d{6,}", sample.name)
-        if number and int(number.group()) > iteration:
+    for sample in (run / "samples").glob("iteration-*"):
+        number = re.fullmatch(r"iteration-(\d{6,})(\.\w+)?", sample.name)
+        if number and int(number[1]) > iteration:
             files.remove(sample)
 
 
 def _iteration(line: bytes) -> float:
     """Iteration of a line of metrics.jsonl; infinite when the line was cut off."""
     try:
-        return json.loads(line)["iteration"] if line.endswith(b"\n") else float("inf")
-    except (ValueError, KeyError, TypeError):
+        return float(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return float("inf")

@@ -7,13 +7,20 @@ from typing import Protocol
 
 from flowrl.config.load import dump, flatten
 from flowrl.config.schema import Config
+from flowrl.data.media import encoded
 from flowrl.evaluation import held_out
 from flowrl.evaluation import record as evaluation_record
 from flowrl.policy.lora import SETTINGS
 from flowrl.report import grids
 from flowrl.runtime import files
 from flowrl.runtime.log import logger
-from flowrl.runtime.run_folder import MetricsFile, environment, read_metrics, truncate_metrics
+from flowrl.runtime.run_folder import (
+    MetricsFile,
+    environment,
+    read_evaluation,
+    read_metrics,
+    truncate_metrics,
+)
 from flowrl.samplers.plan import nfe
 from flowrl.training.records import Iteration, Parts, Run
 from flowrl.training.reward_trial import NoiseWatch, try_rewards
@@ -35,10 +42,9 @@ def start(trainer: Running) -> None:
     """Write what the run is, open the trackers, try the rewards, evaluate the untrained policy."""
     cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
     if main:
-        (parts.path / "samples").mkdir(parents=True, exist_ok=True)
-        (parts.path / "config.yaml").write_text(dump(cfg))
-        (parts.path / "environment.json").write_text(json.dumps(environment()))
         files.clean(parts.path, owned=True)
+        files.write(parts.path / "config.yaml", dump(cfg))
+        files.write(parts.path / "environment.json", json.dumps(environment()))
         truncate_metrics(parts.path, trainer.iteration)
     start_trackers(parts, trainer.iteration)
     if trainer.iteration:
@@ -70,7 +76,7 @@ def record(trainer: Running, it: Iteration) -> None:
     if main and it.shown.ndim == 4 and (it.number == 1 or it.number % cfg.checkpoint.every == 0):
         captions = [it.batch.text[g] for g in it.rollout.group[: len(it.shown)].tolist()]
         file = parts.path / "samples" / f"iteration-{it.number:06d}.png"
-        grids.grid(it.shown, captions).save(file)
+        files.write(file, encoded(grids.grid(it.shown, captions)))
     try:
         if cfg.eval.every and it.number % cfg.eval.every == 0 and it.number < cfg.iterations:
             it.metrics.update(evaluate(trainer))
@@ -130,13 +136,14 @@ def finish(trainer: Running) -> Run:
         if train.mode == "lora":
             with parts.weights.ema.swapped():
                 parts.source.policy.save_lora(path / "lora")
-            (path / "lora" / SETTINGS).write_text(json.dumps(train.lora.model_dump()))
+            files.write(path / "lora" / SETTINGS, json.dumps(train.lora.model_dump()))
         run_page.build(path)
     parts.weights.accelerator.end_training()
-    file = path / evaluation_record.FILE
-    evaluation = json.loads(file.read_text()) if file.exists() else {}
     return Run(
-        path=path, metrics=read_metrics(path), evaluation=evaluation, stopped=trainer.stopped
+        path=path,
+        metrics=read_metrics(path),
+        evaluation=read_evaluation(path),
+        stopped=trainer.stopped,
     )
 
 

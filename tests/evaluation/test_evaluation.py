@@ -9,11 +9,11 @@ import small
 import torch
 
 from flowrl import load_policy
-from flowrl.evaluation import record as evaluation_record
 from flowrl.evaluation.held_out import Evaluation, evaluate
 from flowrl.evaluation.record import add_row, save_images, shown_prompts
 from flowrl.report import grids
 from flowrl.rewards import load_set
+from flowrl.runtime import files
 from flowrl.runtime.statistics import mean_interval
 from flowrl.shapes.prompts import eval_prompts
 
@@ -119,7 +119,7 @@ def test_a_row_is_written_atomically_and_replaces_its_namesake(tmp_path, monkeyp
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(evaluation_record.os, "replace", killed)
+    monkeypatch.setattr(files.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         add_row(tmp_path, "after", result({"r": [1.0, 1.0, 1.0, 1.0]}, [0, 1, 0, 1]), prompts)
     assert json.loads((tmp_path / "evaluation.json").read_text()) == record
@@ -182,7 +182,7 @@ def test_the_held_out_prompts_of_the_world_hold_texts_several_times(tmp_path):
 
 def test_a_damaged_record_is_named(tmp_path):
     (tmp_path / "evaluation.json").write_text("{")
-    with pytest.raises(ValueError, match=r"evaluation.json is not readable JSON"):
+    with pytest.raises(ValueError, match=r"evaluation.json was edited or damaged"):
         add_row(tmp_path, "before", result({"r": [0.0]}), [{"prompt": "a"}])
 
 

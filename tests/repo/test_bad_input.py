@@ -317,7 +317,7 @@ def test_evaluate_names_a_damaged_checkpoint_and_changes_nothing(tmp_path):
         assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     damaged.write_bytes(whole)
     (run / "evaluation.json").write_text('{"rows": [')
-    assert "evaluation.json is not readable JSON" in refused(tmp_path, "evaluate", run)
+    assert "evaluation.json was edited or damaged" in refused(tmp_path, "evaluate", run)
 
 
 # ---------------------------------------------------------------------------

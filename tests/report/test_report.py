@@ -253,8 +253,8 @@ def test_a_folder_that_is_no_run_is_refused_and_left_as_it_is(run, tmp_path):
 @pytest.mark.parametrize(
     ("file", "text", "said"),
     [
-        ("evaluation.json", "{", "readable JSON"),
-        ("evaluation.json", "[]", "a list"),
+        ("evaluation.json", "{", "Invalid JSON"),
+        ("evaluation.json", "[]", "is not an object"),
         ("config.yaml", "a: [", "not YAML"),
     ],
 )

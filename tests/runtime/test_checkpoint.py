@@ -115,14 +115,16 @@ def test_truncating_leaves_each_iteration_once(tmp_path):
         "".join(json.dumps(x) + "\n" for x in lines) + '{"iteration": 2, "rew'
     )
     (tmp_path / "samples").mkdir()
-    for name in ("000002.png", "000003.png", "before.png"):
-        (tmp_path / "samples" / name).touch()
+    for name in ("000002.png", "000003.png"):
+        (tmp_path / "samples" / f"iteration-{name}").touch()
     (tmp_path / "samples" / "iteration-000004").mkdir()
+    (tmp_path / "samples" / "mine-20260101.png").touch()
     run_folder.truncate_metrics(tmp_path, 2)
     assert [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()] == lines[
         :3
     ]
-    assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == ["000002.png", "before.png"]
+    left = sorted(p.name for p in (tmp_path / "samples").iterdir())
+    assert left == ["iteration-000002.png", "mine-20260101.png"]
 
 
 def _steps(model, optimizer, count):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +26,7 @@ from flowrl.rewards import Reward, RewardSet
 from flowrl.rewards.checklist import YES, Checklist
 from flowrl.rewards.core.pictures import frames_of
 from flowrl.rewards.networks.clip import TwoTowers
+from flowrl.runtime import files
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import Progress
 from flowrl.samplers import keys
@@ -247,18 +247,15 @@ class Journal:
         if not lines or lines[0] != {"key": self.key}:
             lines = [{"key": self.key}]
         self.known = {(line["setting"], line["start"]): line["part"] for line in lines[1:]}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        os.replace(temporary, self.path)
+        files.write(self.path, "".join(json.dumps(line) + "\n" for line in lines))
 
     def get(self, setting: str, start: int) -> dict[str, Any] | None:
         return self.known.get((setting, start))
 
     def put(self, setting: str, start: int, part: dict[str, Any]) -> None:
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"setting": setting, "start": start, "part": part}) + "\n")
+            line = {"setting": setting, "start": start, "part": part}
+            files.append(self.path, json.dumps(line) + "\n")
 
     def close(self) -> None:
         """The evaluation is finished and written elsewhere."""

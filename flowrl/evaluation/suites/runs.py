@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from flowrl.evaluation.suites.contamination import contamination
 from flowrl.evaluation.suites.measure import Journal, Measured
 from flowrl.evaluation.suites.suite import Suite, Task, load, prepare, run_suite, with_rewards
 from flowrl.evaluation.suites.summary import matrix, summary
-from flowrl.runtime import checkpoint, run_folder
+from flowrl.runtime import checkpoint, files, run_folder
 from flowrl.runtime.log import logger
 
 FOLDER = "suites"
@@ -223,13 +222,8 @@ def _name(cfg: Config, label: str) -> str:
 
 
 def write(run: Path, name: str, record: dict[str, Any]) -> Path:
-    """Write run/suites/<name>.json atomically -> its path."""
-    path = run / FOLDER / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record, allow_nan=False))
-    os.replace(temporary, path)
-    return path
+    """Write run/suites/<name>.json -> its path."""
+    return files.write(run / FOLDER / f"{name}.json", json.dumps(record, allow_nan=False))
 
 
 def peaks(
