@@ -33,7 +33,8 @@ def one_sentence_errors(*, disk: int = 2) -> Iterator[None]:
     """ValueError inside means that the user's input was wrong, a RewardBug that their reward is:
     one sentence, exit code 2.
 
-    disk: the exit code of an OSError; 1 where something was done before it.
+    disk: the exit code of an OSError, 1 where something was done before it; that of a file that
+    cannot be written is 1.
     """
     try:
         yield
@@ -41,9 +42,10 @@ def one_sentence_errors(*, disk: int = 2) -> Iterator[None]:
         raise typer.Exit(0) from None
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         from flowrl.rewards import RewardBug, RewardUnavailable
+        from flowrl.runtime.files import WriteError
         from flowrl.runtime.memory import ran_out
 
-        if isinstance(error, RewardUnavailable) or ran_out(error):
+        if isinstance(error, RewardUnavailable | WriteError) or ran_out(error):
             stop(error, 1)
         if isinstance(error, RuntimeError) and not isinstance(error, RewardBug):
             raise
