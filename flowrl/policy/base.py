@@ -193,14 +193,12 @@ class Policy:
 
     def save_lora(self, folder: str | Path) -> Path:
         """Write the adapter to `folder`; diffusers' LoRA format where the pipeline has one."""
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         self._needs_lora()
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        target = Path(folder) / lora.FILE
         weights = {name: value.contiguous() for name, value in self.state().items()}
-        save_file(weights, str(target), lora.metadata(self.trainable.options))
-        return target
+        content = save(weights, lora.metadata(self.trainable.options))
+        return lora.write(Path(folder) / lora.FILE, content)
 
     def load_lora(self, path: str | Path) -> None:
         """Load an adapter written by save_lora (a folder or file) into "default". Strict, rank and

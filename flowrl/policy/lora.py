@@ -1,17 +1,21 @@
 """LoRA files in diffusers' format, written and read through the pipeline.
 
-`pipe.load_lora_weights(folder)` reads what is written here.
+`pipe.load_lora_weights(folder)` reads what is written here. The same weights make the same bytes,
+so that files can be compared and cached by their hash.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from flowrl.runtime import files as disk
 
 FILE = "pytorch_lora_weights.safetensors"
 SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
@@ -40,10 +44,32 @@ def save(pipe: Any, modules: dict[str, Any], folder: str | Path) -> Path:
         given = files.setdefault(file, {})
         given[f"{slot}_lora_layers"] = {k: v.contiguous().cpu() for k, v in weights.items()}
         if f"{slot}_lora_adapter_metadata" in known:
-            given[f"{slot}_lora_adapter_metadata"] = module.peft_config["default"].to_dict()
-    for file, given in files.items():
-        pipe.save_lora_weights(str(folder), weight_name=file, **given)
+            given[f"{slot}_lora_adapter_metadata"] = _config(
+                module.peft_config["default"].to_dict()
+            )
+    with tempfile.TemporaryDirectory() as scratch:
+        for file, given in files.items():
+            pipe.save_lora_weights(scratch, weight_name=file, **given)
+            write(Path(folder) / file, (Path(scratch) / file).read_bytes())
     return Path(folder) / FILE
+
+
+def _config(told: Mapping[str, Any]) -> dict[str, Any]:
+    """An adapter's config without the place of its base model; sets in order."""
+    config = {key: sorted(v) if isinstance(v, set) else v for key, v in told.items()}
+    return {**config, "base_model_name_or_path": None}
+
+
+def write(file: Path, content: bytes) -> Path:
+    """Write the bytes of a safetensors file with its header in the order of names; the library
+    draws the order of metadata anew each time."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    if METADATA in (told := header.get("__metadata__", {})):
+        told[METADATA] = json.dumps(json.loads(told[METADATA]), sort_keys=True)
+    head = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # tensors start at a multiple of 8
+    return disk.write(file, len(head).to_bytes(8, "little") + head + content[8 + length :])
 
 
 def metadata(options: dict[str, Any]) -> dict[str, str]:

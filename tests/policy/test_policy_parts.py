@@ -1,10 +1,13 @@
 """What is trained, its views, and LoRA files."""
 
 import json
+import os
+import stat
 
 import pytest
 import tiny
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from flowrl.policy import load_policy, lora
@@ -196,6 +199,28 @@ def test_lora_files_are_read_back_by_us_and_by_diffusers(name, tmp_path):
     plain = load_policy(pipe, **tiny.CALLS[name])
     low = 0.3 if name == "wan22" else 0.6  # in Wan 2.2 both networks must have theirs
     assert torch.allclose(velocity(plain, low).detach(), velocity(policy, low).detach(), atol=1e-4)
+
+
+def test_the_same_lora_makes_the_same_bytes_with_ordinary_permissions(saved, tmp_path, monkeypatch):
+    """The library orders metadata anew in each file, peft's set of names by the process's hash
+    seed, and both keep files to their owner."""
+    policy, folder = saved
+    content = (folder / lora.FILE).read_bytes()
+    config = policy.pipe.transformer.peft_config["default"]
+    monkeypatch.setattr(config, "base_model_name_or_path", str(tmp_path))
+    mask = os.umask(0o022)
+    try:
+        for i in range(4):
+            file = policy.save_lora(tmp_path / str(i))
+            assert file.read_bytes() == content
+            assert stat.S_IMODE(file.stat().st_mode) == 0o644
+    finally:
+        os.umask(mask)
+    with safe_open(str(file), "pt") as opened:
+        told = json.loads(opened.metadata()[lora.METADATA])
+    assert list(told) == sorted(told)
+    names = told["transformer.target_modules"]
+    assert len(names) > 4 and names == sorted(names)
 
 
 @pytest.fixture(scope="module")
