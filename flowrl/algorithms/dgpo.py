@@ -65,19 +65,29 @@ class DGPO(forward.ForwardMethod):
     def __init__(self, config: DGPOConfig):
         self.reads_old = config.clip is not None
         super().__init__(config)
+        if config.kl_weight:
+            self.needs |= {"reference"}
 
     def score(
         self, policy: base.VelocityField, rollout: Rollout, batch: Columns
     ) -> dict[str, Tensor]:
-        """error, error_ref, error_old (n,) = mean((v - u)^2); kl (n,) when it has a weight."""
+        """error, error_ref, error_old (n,) = mean((v - u)^2); kl (n,) when it has a weight.
+
+        The KL is to the untrained model, also where the loss compares with a moving reference.
+        """
         c, rows = self.config, self.noised(rollout, batch)
         v = self.velocity(policy, rollout, batch, rows.x)
-        v_ref = self.other(policy, self.anchor, rollout, batch, rows.x, v, c.reference_guidance)
+
+        def reference(view: str) -> Tensor:
+            return self.other(policy, view, rollout, batch, rows.x, v, c.reference_guidance)
+
+        v_ref = reference(self.anchor)
         scores = {"error": rows.error(v), "error_ref": rows.error(v_ref)}
         if self.reads_old:
             scores["error_old"] = rows.error(self.other(policy, "old", rollout, batch, rows.x, v))
         if c.kl_weight:
-            scores["kl"] = forward.distance(v, v_ref)
+            frozen = v_ref if self.anchor == "reference" else reference("reference")
+            scores["kl"] = forward.distance(v, frozen)
         return scores
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:

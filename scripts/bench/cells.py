@@ -78,7 +78,19 @@ SECOND = {
     "crd": FORWARD,
     "rwr": FORWARD,
 }
-METHODS = FIRST | SECOND
+# what a method's file in configs/algorithm said when its committed cells were run, and does not say
+# now: without these words those cells would be other runs; delete a line, and the method runs anew
+FORMER = {
+    **dict.fromkeys(("flow_grpo", "grpo_guard"), ["algorithm.detach_uncond=true"]),
+    **dict.fromkeys(("branch_grpo", "branch_grpo_mix"), ["algorithm.fusion=path"]),
+    "granular_grpo": ["batch.updates=4"],
+    "awm": ["algorithm.kl_weight=1e-3"],
+    "dgpo": ["algorithm.clip=1e-3", "algorithm.kl_weight=0"],
+    "crd": ["algorithm.std=group"],
+    **dict.fromkeys(("dpo", "raft", "rwr"), ["algorithm.shift=1"]),
+    "dpok": ["optimizer.weight_decay=1e-4", "optimizer.max_grad_norm=1"],
+}
+METHODS = {m: [*words, *FORMER.get(m, [])] for m, words in (FIRST | SECOND).items()}
 TUNING = ["data.eval=shapes:train", "eval.seed=1"]  # what chooses a setting is no test of it
 RATES = ["1e-3", "3e-3", "1e-2"]
 # plain flow matching, which the higher rates ruin

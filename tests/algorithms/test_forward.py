@@ -31,6 +31,7 @@ METHODS = {
     "raft": raft.ALGORITHM,
 }
 LEVELS = ["schedule", "stratified", "logit_normal", "uniform"]
+MOVING = {"clip": None, "reference": "ema"}
 NORMAL = torch.distributions.Normal(0.0, 1.0)
 
 
@@ -402,7 +403,9 @@ def test_kl_is_the_mean_square_distance_of_velocities_to_what_the_policy_is_held
     scores = algorithm.score(policy, rollout, rows)
     _, x, _, _ = noised(rollout, rows)
     v = policy.velocity(x, rows.sigma, None, rows.prompt)
-    with policy.view({"frozen": "reference", "ema": "anchor"}[reference]):
+    # DGPO's loss compares with the moving reference, its KL stays on the untrained model
+    moving = reference == "ema" and name != "dgpo"
+    with policy.view("anchor" if moving else "reference"):
         held = policy.velocity(x, rows.sigma, None, rows.prompt)
     assert (
         torch.allclose(scores["kl"], (v - held).square().mean(1), atol=1e-6)
@@ -465,6 +468,8 @@ def test_the_reference_is_frozen_averaged_or_reset():
         ("awm", {"off_policy": True, "kl_weight": 1e-3}, {"old", "reference"}, ("old", "none")),
         ("dgpo", {}, {"old", "reference"}, ("default", None)),
         ("dgpo", {"clip": None}, {"reference"}, ("default", None)),
+        ("dgpo", MOVING, {"anchor"}, ("default", None)),
+        ("dgpo", {**MOVING, "kl_weight": 1.0}, {"anchor", "reference"}, ("default", None)),
         ("crd", {}, {"old", "reference"}, ("default", "none")),
         ("crd", {"kl_weight": 0.0}, {"old"}, ("default", "none")),
         ("dpo", {}, {"reference"}, ("default", None)),

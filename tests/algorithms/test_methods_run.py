@@ -148,6 +148,7 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
         ["algorithm.reference_guidance=4.5"],
     ),
     (["algorithm=raft", "algorithm.temperature=2"], ["algorithm.temperature=2.0"]),
+    (["algorithm=raft", "algorithm.levels=schedule"], ["algorithm.shift=3.0"]),
     (["algorithm=rwr", "algorithm.top=2"], ["algorithm.top=2"]),
     ([FORWARD, "algorithm.weighting=huber", "algorithm.power=0.5"], ["algorithm.power=0.5"]),
     ([FORWARD, "algorithm.ema_weight=0", "algorithm.old_decay=0.5"], ["algorithm.old_decay=0.5"]),

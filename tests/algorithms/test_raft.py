@@ -4,9 +4,12 @@ import math
 
 import pytest
 import torch
-from toy import ToyPolicy, backward, learn, noised, prepared
+from diffusers import FlowMatchEulerDiscreteScheduler
+from toy import GRID, SAMPLER, ToyPolicy, backward, learn, noised, prepared
 
 from flowrl.algorithms.raft import ALGORITHM, LEAST
+from flowrl.config.build import make_algorithm
+from flowrl.config.load import load_config
 
 
 def make(**options):
@@ -148,3 +151,18 @@ def test_no_more_rows_are_announced_than_are_trained():
         == 8 * 2
         == make(select="softmax").most_rows(rollout.plan, 8)
     )
+
+
+@pytest.mark.parametrize("name", ["dpo", "raft", "rwr"])
+def test_the_shipped_configs_draw_the_noise_levels_of_flow_grpos_code(name):
+    """Its draw: entry floor(1000 u), u logit-normal, of SD3's schedule of 1,000 levels and shift 3.
+    The mean is 0.714; without the shift it would be 0.5."""
+    algorithm = make_algorithm(load_config(None, [f"algorithm={name}"]))
+    plan = algorithm.plan(GRID, sampler=SAMPLER, iteration=0, seed=0)
+    ours, _ = algorithm.drawn_levels(plan, torch.arange(40000 // algorithm.draws(plan)))
+    schedule = FlowMatchEulerDiscreteScheduler(shift=3.0).timesteps.double() / 1000
+    u = torch.randn(40000, generator=torch.Generator().manual_seed(0)).double().sigmoid()
+    theirs = schedule[(1000 * u).long()]
+    assert float(ours.mean()) == pytest.approx(0.714, abs=0.004)
+    for q in (0.05, 0.25, 0.5, 0.75, 0.95):
+        assert float(ours.quantile(q)) == pytest.approx(float(theirs.quantile(q)), abs=0.01)

@@ -285,6 +285,22 @@ def test_the_code_as_it_is_makes_the_committed_runs(committed, tmp_path, method,
     assert then["policy/winner_gain"] > 0
 
 
+def test_the_words_that_a_committed_cell_records_are_the_run_that_its_name_says(committed):
+    """Also where a default has changed since: then they hold the former value."""
+    for method in committed.METHODS:
+        path = min((committed.FOLDER / "cells").glob(f"run-{method}-0-*.json"))
+        cell = json.loads(path.read_text())
+        digest = committed.digest_of(tuple(cell["settings"]), cell["budget"])
+        assert cell["name"] == path.stem == f"run-{method}-0-{digest}"
+
+
+def test_former_settings_are_no_defaults(committed):
+    for method, words in committed.FORMER.items():
+        now = load_config(None, [f"algorithm={method}"])
+        for word in words:
+            assert load_config(None, [f"algorithm={method}", word]) != now, f"{method}: {word}"
+
+
 def test_the_quickstarts_seeds_may_be_followed_by_overrides(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     seeds = importlib.import_module("quickstart_seeds")

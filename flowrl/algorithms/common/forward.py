@@ -24,6 +24,7 @@ from pydantic import (
 from torch import Tensor
 
 from flowrl.algorithms.common import base
+from flowrl.runtime.read_when import read_when
 from flowrl.samplers import keys
 from flowrl.samplers import plan as plans
 from flowrl.samplers.sigmas import shift
@@ -56,7 +57,7 @@ class ForwardConfig(base.Credit, base.Anchor):
     range: float = Field(
         1.0, gt=0, le=1, description="Share of the schedule, from noise on, whose levels are used."
     )
-    shift: PositiveFloat = Field(
+    shift: Annotated[PositiveFloat, read_when("algorithm.levels", *CONTINUOUS)] = Field(
         1.0,
         description=(
             "Continuous levels s become shift s / (1 + (shift - 1) s): above 1, more noise."
@@ -72,11 +73,6 @@ class ForwardConfig(base.Credit, base.Anchor):
             raise ValueError(
                 f"algorithm.first and range choose levels of the schedule, and levels={self.levels}"
                 " is continuous; use shift"
-            )
-        if self.levels not in CONTINUOUS and self.shift != 1:
-            raise ValueError(
-                f"algorithm.shift={self.shift} moves continuous levels, and levels={self.levels} is"
-                " of the schedule; use first and range"
             )
         return self
 
