@@ -102,7 +102,9 @@ def _meta_of(rewards: Any, prompts: list[str]) -> list[dict[str, Any]] | None:
 def _save(made: Any, output: Path) -> None:
     """Write each item; several get numbers."""
     from flowrl.data import media
+    from flowrl.runtime import files
 
+    files.clean(output.parent)
     for i, item in enumerate(made):
         name = output if len(made) == 1 else output.with_stem(f"{output.stem}-{i}")
         show(f"{media.save(item, name)}", wrap=True)

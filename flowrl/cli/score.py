@@ -82,5 +82,5 @@ def _write(
     try:
         return scored_folder.write(output, kept, weights)
     except OSError as error:
-        problems.append(f"-o {output} could not be written: {error}")
+        problems.append(str(error))
         return None

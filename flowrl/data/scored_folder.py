@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from flowrl.data.samples import LIST, Sample
+from flowrl.runtime import files as disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def write(target: Path, scored: Sequence[Scored], weights: Mapping[str, float]) 
     X.jsonl: only a list, which names them where they are.
     """
     path = list_of(target)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    disk.clean(path.parent)
     files = [item.sample.path for item in scored]
     if target != path:
         files = _copy(files, target / "media")
@@ -111,10 +111,7 @@ def write(target: Path, scored: Sequence[Scored], weights: Mapping[str, float]) 
         _line(item, os.path.relpath(file.resolve(), path.parent.resolve()), weights)
         for item, file in zip(scored, files, strict=True)
     ]
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text("".join(lines), encoding="utf-8")
-    os.replace(unfinished, path)
-    return path
+    return disk.write(path, "".join(lines))
 
 
 def _line(item: Scored, file: str, weights: Mapping[str, float]) -> str:
@@ -134,7 +131,7 @@ def _copy(paths: Sequence[Path], folder: Path) -> list[Path]:
 
     A \\ in a name would part folders on Windows, and becomes _.
     """
-    folder.mkdir(exist_ok=True)
+    disk.clean(folder)
     copies: dict[str, Path] = {}  # by lower-case name: file systems differ in whether case matters
     out = []
     for path in paths:
@@ -144,7 +141,7 @@ def _copy(paths: Sequence[Path], folder: Path) -> list[Path]:
             number += 1
             name = f"{stem}-{number}{path.suffix}"
         if name.lower() not in copies:
-            shutil.copyfile(path, folder / name)
+            disk.write(folder / name, path.read_bytes())
         copies[name.lower()] = path
         out.append(folder / name)
     return out

@@ -2,6 +2,7 @@
 prompt are kept, mistakes are named."""
 
 import json
+import os
 from fractions import Fraction
 from pathlib import Path
 
@@ -252,13 +253,14 @@ def test_a_list_that_cannot_be_written_costs_no_score_and_the_exit_code_is_1(mon
         raise OSError(28, "No space left on device")
 
     noise("a.png")
-    monkeypatch.setattr(scored_folder, "write", full)
+    monkeypatch.setattr(os, "replace", full)
     result = small.invoke("score", "a.png", "--prompt", "x", "--reward", "jpeg", "-o", "out")
     assert result.exit_code == 1 and "a.png" in result.stdout
     assert (
-        result.stderr.strip()
-        == "flowrl: -o out could not be written: [Errno 28] No space left on device"
+        result.stderr.strip() == "flowrl: out/media/a.png could not be written (No space left on"
+        " device), so what was there is unchanged; free some space on this disk and try again"
     )
+    assert not list(Path("out").rglob("*.*"))
 
 
 def test_nothing_is_written_when_nothing_could_be_scored():
