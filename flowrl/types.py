@@ -193,6 +193,8 @@ class Rewards:
     total: Tensor  # (B,) fp32, NaN where invalid
     valid: Tensor  # (B,) bool
     errors: list[str] = field(default_factory=list)  # first message of each failed chunk or sample
+    # samples without a score by why, kinds of rewards/core/failures.py; rewards of weight 0 apart
+    kinds: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

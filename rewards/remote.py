@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core import reward as core_reward
+from flowrl.rewards.core.failures import Problem
 from flowrl.rewards.core.reward import RewardBug, RewardUnavailable, forgetful
 from flowrl.rewards.server import wire
 from flowrl.rewards.server.addresses import address, token_of
@@ -152,7 +153,8 @@ class Remote(core_reward.Reward):
         fetch = partial(self._fetch, call)
         _side_by_side(fetch, self._batches(call), self.settings.concurrency, call.over)
         first = min(call.errors, default=None)
-        self.problem = None if first is None else f"sample {first}: {call.errors[first]}"
+        said = None if first is None else f"sample {first}: {call.errors[first]}"
+        self.problem = Problem(said, {"error": len(call.errors)}) if said else None
         scores = [math.nan if score is None else score for score in call.scores]
         return torch.tensor(scores, dtype=torch.float32, device=media.device)
 

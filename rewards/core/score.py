@@ -9,14 +9,17 @@ retried sample by sample; a wrong shape, dtype or device is a RewardBug.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.data.prompts import Prompts
+from flowrl.rewards.core.ask import ask
+from flowrl.rewards.core.failures import explained, kind_of, kinds_of
 from flowrl.rewards.core.reward import (
     COLUMNS,
     ORIGINS,
@@ -40,11 +43,13 @@ class TooManyInvalid(RuntimeError):
 class RewardSet:
     """Loaded rewards and their weights, by label.
 
-    A reward of weight 0 is measured and logged, and its failures invalidate nothing.
+    A reward of weight 0 is measured and logged, and its failures invalidate nothing. seconds: most
+    that one call of a reward may take, in a thread of its own; None: any time, in the caller's.
     """
 
     rewards: dict[str, Reward]
     weights: dict[str, float]
+    seconds: float | None = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -57,6 +62,7 @@ class RewardSet:
         return RewardSet(
             rewards={label: self.rewards[label] for label in labels},
             weights={label: self.weights[label] for label in labels},
+            seconds=self.seconds,
         )
 
     def to(self, device: torch.device | str) -> RewardSet:
@@ -66,12 +72,26 @@ class RewardSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What one reward made of B samples."""
+
+    values: Tensor  # (B,) fp32, not finite where it failed
+    problem: str | None = None  # the first one, with how many failed
+    kinds: Counter[str] = field(default_factory=Counter)  # samples by why they failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
     """What rewards are shown of B samples."""
 
     media: Tensor
     prompts: list[str]
     context: MediaContext
+
+    @property
+    def seen(self) -> tuple[Tensor, list[str], MediaContext]:
+        """The arguments of a reward."""
+        return self.media, self.prompts, self.context
 
     def take(self, rows: Tensor) -> Samples:
         """Some of them, by number."""
@@ -192,20 +212,34 @@ def score_with(
     check_kind(chosen.rewards, media, prompts)
     # Each reward in turn, on samples whose pixels are finite.
     samples, rows = Samples(media=media, prompts=prompts, context=context), _visible(media)
-    raw, errors = {}, []
+    raw, errors, kinds = {}, [], Counter[str]()
     if hidden := len(prompts) - len(rows):
         errors = [f"media: {hidden} of {len(prompts)} samples hold NaN or inf pixels"]
-    for label, reward in chosen.rewards.items():
-        values, problem = _evaluate(label, reward, samples, rows)
-        raw[label] = values.masked_fill(~values.isfinite(), math.nan)
-        errors += [problem] if problem else []
+        kinds["pixels"] = hidden
+    for label in chosen.rewards:
+        one = _evaluate(label, chosen, samples, rows)
+        raw[label] = one.values.masked_fill(~one.values.isfinite(), math.nan)
+        errors += [one.problem] if one.problem else []
+        if chosen.weights[label]:
+            kinds += one.kinds
     total = _unscored(samples)
     total[rows.to(media.device)] = 0.0
+    known = total == 0
     for label in raw:
         if weight := chosen.weights[label]:
-            total = total + weight * raw[label]
-    weights, valid = dict(chosen.weights), total.isfinite()
-    return Rewards(raw=raw, weights=weights, total=total, valid=valid, errors=errors)
+            total, known = total + weight * raw[label], known & raw[label].isfinite()
+    valid = total.isfinite()
+    if beyond := int((known & ~valid).sum()):
+        errors.append(f"total: weight times score is beyond fp32 for {beyond} samples")
+        kinds["overflow"] = beyond
+    return Rewards(
+        raw=raw,
+        weights=dict(chosen.weights),
+        total=total.masked_fill(~valid, math.nan),
+        valid=valid,
+        errors=errors,
+        kinds=dict(kinds),
+    )
 
 
 @torch.no_grad()
@@ -217,8 +251,8 @@ def readings(
     scored = score(media, prompts, rewards, context)
     out = {**scored.raw, "total": scored.total}
     samples, visible = Samples(media=media, prompts=prompts, context=context), _visible(media)
-    for label, reward in rewards.rewards.items():
-        for rows, found in _parts(reward, samples, visible):
+    for label in rewards.rewards:
+        for rows, found in _parts(label, rewards, samples, visible):
             place = rows.to(media.device)
             for part, value in found.items():
                 name = f"{label}/{part}"
@@ -228,15 +262,15 @@ def readings(
 
 
 def _parts(
-    reward: Reward, samples: Samples, visible: Tensor
+    label: str, chosen: RewardSet, samples: Samples, visible: Tensor
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     """(rows, their parts by name): all visible samples at once, or one by one where that fails."""
-    queue = [visible] if len(visible) else []
+    reward, queue = chosen.rewards[label], [visible] if len(visible) else []
     while queue:
         rows = queue.pop()
         some = samples.take(rows)
         try:
-            found = reward.parts(some.media, some.prompts, some.context)
+            found = ask(label, chosen.seconds, reward.parts, *some.seen)
         except RewardUnavailable:
             raise
         except Exception:  # `score` met it too, and counted it; those that fail alone stay NaN
@@ -246,13 +280,15 @@ def _parts(
 
 
 def reward_metrics(rewards: Rewards) -> dict[str, float]:
-    """reward/<name>/mean|std, reward/total and reward/invalid of an iteration."""
+    """reward/<name>/mean|std, reward/total, reward/invalid and reward/invalid/<kind> of an
+    iteration; kinds are those of flowrl.rewards.core.failures."""
     out = {
         "reward/total": rewards.total.nanmean().item(),
         "reward/invalid": float((~rewards.valid).sum()),
     }
+    out |= {f"reward/invalid/{kind}": float(n) for kind, n in sorted(rewards.kinds.items())}
     for name, value in rewards.raw.items():
-        value = value[~value.isnan()]
+        value = value[~value.isnan()].double()  # so that equal scores have a deviation of 0
         if len(value):
             out[f"reward/{name}/mean"] = value.mean().item()
             out[f"reward/{name}/std"] = value.std(correction=0).item()
@@ -267,6 +303,7 @@ def concat(parts: list[Rewards]) -> Rewards:
         total=torch.cat([part.total for part in parts]),
         valid=torch.cat([part.valid for part in parts]),
         errors=[error for part in parts for error in part.errors],
+        kinds=dict(sum((Counter(part.kinds) for part in parts), Counter[str]())),
     )
 
 
@@ -276,9 +313,10 @@ def check_valid(rewards: Rewards, limit: float = 0.05) -> None:
     bad, count = int((~rewards.valid).sum()), rewards.valid.numel()
     if bad > limit * count or (bad and bad == count):
         first = rewards.errors[0] if rewards.errors else "no message was kept"
+        most = f", {explained(rewards.kinds)}" if rewards.kinds else ""
         raise TooManyInvalid(
-            f"{bad} of {count} samples could not be scored (allowed: {limit:.0%}); first error:"
-            f" {first}"
+            f"{bad} of {count} samples could not be scored (allowed: {limit:.0%}){most}; first"
+            f" error: {first}"
         )
 
 
@@ -298,8 +336,9 @@ def check_media(media: Tensor, prompts: list[str]) -> Tensor:
     if len(prompts) != len(media):
         raise ValueError(f"{len(media)} media but {len(prompts)} prompts; give one prompt a sample")
     media = media.detach()
-    finite = media[media.isfinite()]
-    low, high = (float(finite.min()), float(finite.max())) if finite.numel() else (0.0, 1.0)
+    low, high = (float(end) for end in media.aminmax()) if media.numel() else (0.0, 1.0)
+    if not (math.isfinite(low) and math.isfinite(high)):  # such pixels are refused one by one
+        low, high = (float(end) for end in media.nan_to_num(0.0, 0.0, 0.0).aminmax())
     if low < -0.01 or high > 1.01:
         raise ValueError(
             f"media spans [{low:.3g}, {high:.3g}]; rewards take [0, 1]: (media + 1) / 2 maps from"
@@ -336,43 +375,50 @@ def _unscored(samples: Samples) -> Tensor:
     return torch.full((len(samples.prompts),), math.nan, device=samples.media.device)
 
 
-def _evaluate(
-    label: str, reward: Reward, samples: Samples, rows: Tensor
-) -> tuple[Tensor, str | None]:
-    """(B,) values, NaN where failed and beyond `rows`, and a sentence if anything failed."""
+def _evaluate(label: str, chosen: RewardSet, samples: Samples, rows: Tensor) -> Scored:
+    """One reward of some of the samples; the others have no value."""
     values, place = _unscored(samples), rows.to(samples.media.device)
     if not len(rows):
-        return values, None
+        return Scored(values=values)
     shown = samples if len(rows) == len(samples.prompts) else samples.take(rows)
     try:
-        values[place] = _checked(label, reward, shown)
-        broke = None
+        values[place] = _checked(label, chosen, shown)
     except (RewardBug, RewardUnavailable):
         raise
     except Exception as error:  # a reward may fail in any way; its samples are counted as invalid
         broke = f"{label}: {type(error).__name__}: {error}"
+    else:
+        broke = ""
     if broke:
-        _score_again(label, reward, samples, rows, values)
-    failed = int((~values[place].isfinite()).sum())
-    if broke:
-        how = f"in a chunk of {len(rows)}; tried one at a time, {failed} failed"
-        return values, f"{broke} ({how})"
-    why = f" ({reward.problem})" if reward.problem else ""
+        kinds = _score_again(label, chosen, samples, rows, values)
+        how = f"in a chunk of {len(rows)}; tried one at a time, {kinds.total()} failed"
+        return Scored(values=values, problem=f"{broke} ({how})", kinds=kinds)
+    failed, problem = int((~values[place].isfinite()).sum()), chosen.rewards[label].problem
+    if not failed:
+        return Scored(values=values)
+    why = f" ({problem})" if problem else ""
     said = f"{label}: NaN or inf for {failed} of {len(rows)} samples{why}"
-    return values, said if failed else None
+    return Scored(values=values, problem=said, kinds=kinds_of(problem, failed))
 
 
 def _score_again(
-    label: str, reward: Reward, samples: Samples, rows: Tensor, values: Tensor
-) -> None:
-    """Score rows one by one into values (B,); those that fail keep their NaN."""
+    label: str, chosen: RewardSet, samples: Samples, rows: Tensor, values: Tensor
+) -> Counter[str]:
+    """Score rows one by one into values (B,) -> those that failed, which keep their NaN, by
+    kind."""
+    reward, kinds = chosen.rewards[label], Counter[str]()
     for unit in _retry_units(reward, samples.context, rows):
         try:
-            values[unit.to(values.device)] = _checked(label, reward, samples.take(unit))
+            found = _checked(label, chosen, samples.take(unit))
         except (RewardBug, RewardUnavailable):
             raise
-        except Exception:  # these samples are counted; the message of the whole chunk was kept
+        except Exception as error:  # the message of the whole chunk was kept
+            kinds[kind_of(error)] += len(unit)
             continue
+        values[unit.to(values.device)] = found
+        if failed := int((~found.isfinite()).sum()):
+            kinds += kinds_of(reward.problem, failed)
+    return kinds
 
 
 def _retry_units(reward: Reward, context: MediaContext, rows: Tensor) -> list[Tensor]:
@@ -383,10 +429,9 @@ def _retry_units(reward: Reward, context: MediaContext, rows: Tensor) -> list[Te
     return list(rows.split(1))
 
 
-def _checked(label: str, reward: Reward, samples: Samples) -> Tensor:
+def _checked(label: str, chosen: RewardSet, samples: Samples) -> Tensor:
     """The reward's values, checked against its contract."""
-    with torch.no_grad():
-        values = reward(samples.media, samples.prompts, samples.context)
+    values = ask(label, chosen.seconds, chosen.rewards[label], *samples.seen)
     return _held(label, values, samples.media)
 
 

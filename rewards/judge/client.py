@@ -110,11 +110,22 @@ class Settings(Base):
 
 
 class Failed(Exception):
-    """One question has no usable reply; the message says why."""
+    """One question has no usable reply; the message says why.
+
+    kind: one of flowrl.rewards.core.failures.KINDS.
+    """
+
+    kind = "server"
 
 
 class Unanswered(Failed):
     """The server gave no reply, however often it was asked."""
+
+
+class Misread(Failed):
+    """The reply could not be read."""
+
+    kind = "reply"
 
 
 class Stopped(Failed):
@@ -217,7 +228,7 @@ class Judge:
         except Failed as error:
             return error
         except Unreadable as error:
-            return Failed(f"{error}{self._cut(talk)}")
+            return Misread(f"{error}{self._cut(talk)}")
         with self.lock:  # what could not be read is asked again next time
             self.kept.update((exchange.key, exchange.reply) for exchange in talk)
             while len(self.kept) > self.settings.cache:

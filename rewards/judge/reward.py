@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from flowrl.data.media import to_pil
 from flowrl.rewards.core import weights
+from flowrl.rewards.core.failures import Problem
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.judge import client
 from flowrl.rewards.judge.client import Failed, Judge, Message, picture, text
@@ -54,7 +56,9 @@ class JudgeReward(Reward):
 
     def scores(self, found: Sequence[Scores | Failed], media: Tensor) -> Tensor:
         """The "score" of every sample -> (B,) fp32, NaN where there is none; `problem` says why."""
-        self.problem = next((str(scores) for scores in found if isinstance(scores, Failed)), None)
+        failures = [scores for scores in found if isinstance(scores, Failed)]
+        kinds = Counter(failure.kind for failure in failures)
+        self.problem = Problem(str(failures[0]), kinds) if failures else None
         return column(found, "score", media)
 
     def uncached(self) -> AbstractContextManager[None]:
