@@ -38,6 +38,7 @@ from flowrl.rewards.core.reward import Reward, RewardBug, forgetful, load
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.wrap import load_inner
 from flowrl.rewards.networks import detector
+from flowrl.runtime import files
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 
@@ -297,13 +298,12 @@ class Checklist(Reward):
 
     def _write(self, samples: Iterable[tuple[str, Sequence[Question], list[float], float]]) -> None:
         """A line for each sample: prompt, questions, answers, score."""
-        path = Path(self.settings.log).expanduser()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            for prompt, questions, answers, score in samples:
-                said = self._said(questions, answers)
-                line = {"prompt": prompt, "score": _number(score), "answers": said}
-                file.write(json.dumps(line) + "\n")
+        lines = []
+        for prompt, questions, answers, score in samples:
+            said = self._said(questions, answers)
+            lines.append({"prompt": prompt, "score": _number(score), "answers": said})
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        files.append(Path(self.settings.log).expanduser(), text)
 
 
 def _digest(shown: Tensor, lists: list[Sequence[Question]]) -> str:

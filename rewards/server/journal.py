@@ -3,15 +3,13 @@
 One JSON line a score, {"key": sha256 of what was scored, "score": number}, appended in one write
 per batch: what a killed process had received is there, and several processes may share the file.
 Python writes a float so that it reads back as the same float. A line that was torn by a kill is
-skipped, and so is an empty one, which a process leaves that looked at the end of the file while
-another one wrote. Failed samples are not kept: they are tried again.
+skipped. Failed samples are not kept: they are tried again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from flowrl.rewards.server.wire import meta_text
+from flowrl.runtime import files
 
 
 class Journal:
@@ -48,15 +47,13 @@ class Journal:
         return self.scores.get(key)
 
     def add(self, scores: Mapping[str, float]) -> None:
-        """Keep some more: in the file when this returns, though not yet forced to the disk."""
+        """Keep some more: on the disk when this returns."""
         if not scores:
             return
         rows = [{"key": key, "score": score} for key, score in scores.items()]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         with self.lock:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab+", buffering=0) as file:
-                file.write((b"" if _ends_a_line(file) else b"\n") + text.encode())
+            files.append(self.path, text)
             self.scores |= scores
             while len(self.scores) > self.keep:
                 del self.scores[next(iter(self.scores))]
@@ -109,10 +106,3 @@ def _entry(line: bytes) -> tuple[str, float] | None:
         return str(record["key"]), float(record["score"])
     except (ValueError, TypeError, KeyError):  # torn, or two torn ones together
         return None
-
-
-def _ends_a_line(file: Any) -> bool:
-    if file.seek(0, os.SEEK_END) == 0:
-        return True
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"

@@ -33,7 +33,7 @@ def test_a_torn_last_line_is_skipped_and_what_follows_it_is_kept(tmp_path):
     assert (torn.get("a"), torn.get("b")) == (0.25, None)
     torn.add({"b": 0.5, "c": 1.0})
     assert Journal(path).scores == {"a": 0.25, "b": 0.5, "c": 1.0}
-    assert len(path.read_text().splitlines()) == 4
+    assert len(path.read_text().splitlines()) == 3
 
 
 def test_several_journals_of_one_file_lose_nothing(tmp_path):
