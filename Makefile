@@ -2,14 +2,22 @@
 # make test         install, run the whole test suite
 # make check        lint, types, spelling, budgets
 # make docs         build the documentation into site/
+# make lock         write requirements.lock anew: the newest versions that pyproject.toml allows, with hashes
+# make lowest       test with the lowest versions that pyproject.toml allows
+# make release      wheel, sdist, check for known vulnerabilities and list of parts, in dist/; needs the internet
 PYTHON ?= python3
+# What is installed, to the byte; LOCK= installs the newest versions that pyproject.toml allows.
+LOCK ?= requirements.lock
 BIN := .venv/bin
 STAMP := .venv/.installed
+TOOLS := .venv-tools/bin
+LOWEST := .venv-lowest
+COMPILE := $(TOOLS)/uv pip compile --quiet --no-header --no-annotate --extra dev pyproject.toml
 TREE := .mypy_cache/tree/flowrl
 # Other packages count as Any (reading torch's types takes a minute from cold), and optional record fields may be used without an assert.
 MYPY := --follow-imports=skip --no-strict-optional --disable-error-code=var-annotated
 
-.PHONY: quickstart test check docs
+.PHONY: quickstart test check docs lock lowest release
 
 quickstart: $(STAMP)
 	$(BIN)/flowrl train experiment=quickstart
@@ -30,9 +38,36 @@ docs: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	$(BIN)/mkdocs build --strict
 
-$(STAMP): pyproject.toml
+lock: $(TOOLS)/uv
+	$(COMPILE) --universal --upgrade --python-version 3.11 --generate-hashes --output-file requirements.lock
+
+lowest: $(TOOLS)/uv
+	@mkdir -p $(LOWEST)
+	$(COMPILE) --resolution lowest-direct --output-file $(LOWEST)/requirements.txt
+	$(TOOLS)/uv venv --quiet --allow-existing --python $(PYTHON) $(LOWEST)
+	$(TOOLS)/uv pip sync --quiet --python $(LOWEST) $(LOWEST)/requirements.txt
+	$(TOOLS)/uv pip install --quiet --python $(LOWEST) --no-deps --editable .
+	HF_HUB_OFFLINE=1 $(LOWEST)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+release: test check $(TOOLS)/uv
+	$(BIN)/python -m pip check
+	$(TOOLS)/pip-audit --strict --require-hashes --disable-pip --requirement requirements.lock
+	$(TOOLS)/python -m build
+	$(TOOLS)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --output-file dist/flowrl.cdx.json
+
+$(TOOLS)/uv: pyproject.toml
+	@test -x $(TOOLS)/python || $(PYTHON) -m venv .venv-tools
+	$(TOOLS)/python -m pip install --quiet "build>=1.2" "cyclonedx-bom>=6" "pip-audit>=2.8" "uv>=0.5"
+	@touch $@
+
+$(STAMP): pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "flowrl needs Python 3.11 or newer, and $(PYTHON) is `$(PYTHON) --version 2>&1`; name another: make PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+ifeq ($(LOCK),)
+	$(BIN)/python -m pip install --quiet --upgrade --editable ".[dev]"
+else
+	$(BIN)/python -m pip install --quiet --require-hashes --requirement $(LOCK)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+endif
 	@touch $@
