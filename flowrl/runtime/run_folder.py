@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flowrl.runtime import files, side_files
-from flowrl.runtime.side_files import Evaluation, read_lines
+from flowrl.runtime.side_files import Evaluation, read_line, read_lines
 
 EVALUATION = "evaluation.json"
 PACKAGES = (
@@ -99,7 +99,7 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return value if abs(value) <= side_files.LARGEST else None
     return value
 
 
@@ -126,7 +126,7 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
     """Forget what a run recorded after `iteration`, so that a resumed run records each iteration
     once.
 
-    Later lines of metrics.jsonl and a half-written last one go, and so do later pictures of
+    Later lines of metrics.jsonl and those that cannot be read go, and so do later pictures of
     samples/, told by their names, iteration-000012.png.
     Tracker logs are append-only: write later events with `purge_step=iteration + 1` (TensorBoard
     drops the old ones).
@@ -134,18 +134,19 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
     run = Path(run)
     metrics = run / "metrics.jsonl"
     if metrics.exists():
-        lines = metrics.read_bytes().split(b"\n")
-        kept = [line + b"\n" for line in lines if _iteration(line) <= iteration]
-        files.write(metrics, b"".join(kept))
+        kept = [line for number, line in recorded(run).items() if number <= iteration]
+        files.write(metrics, b"".join(line + b"\n" for line in kept))
     for sample in (run / "samples").glob("iteration-*"):
         number = re.fullmatch(r"iteration-(\d{6,})(\.\w+)?", sample.name)
         if number and int(number[1]) > iteration:
             files.remove(sample)
 
 
-def _iteration(line: bytes) -> float:
-    """Iteration of a line of metrics.jsonl; infinite when the line was cut off."""
-    try:
-        return float(json.loads(line)["iteration"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return float("inf")
+def recorded(run: Path) -> dict[int, bytes]:
+    """Iteration -> its line of metrics.jsonl, the last where there are several; lines that were cut
+    off, edited or damaged are left out."""
+    found: dict[int, bytes] = {}
+    for line in (run / "metrics.jsonl").read_bytes().split(b"\n"):
+        with suppress(ValueError):
+            found[read_line(line)["iteration"]] = line
+    return found

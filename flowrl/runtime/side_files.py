@@ -132,32 +132,32 @@ def read_lines(path: Path, notes: list[str] | None = None) -> list[dict[str, Any
     return rows
 
 
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+def read_line(line: bytes) -> dict[str, Any]:
+    """A row of metrics.jsonl; ValueError that says what keeps the line from being one."""
     try:
         row = json.loads(line)
-        what = _not_a_row(row)
     except RecursionError:
-        what = "is nested too deeply"
+        raise ValueError("is nested too deeply") from None
     except ValueError as error:
-        what = f"is not JSON ({error})"
-    if what:
-        raise ValueError(
-            f"{path}, line {number} {what}; the file {EDITED}: restore it, or delete the line"
-        )
+        raise ValueError(f"is not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"is {shortened(row)}, not an object")
+    iteration = row.get("iteration")
+    if type(iteration) is not int or not 0 <= iteration < 2**53:
+        has = shortened(iteration)
+        raise ValueError(f'needs an "iteration", a whole number from 0, and has {has}')
+    for key, value in row.items():
+        if isinstance(value, int | float) and not abs(value) <= LARGEST:
+            has = f"{shortened(value)} as {shortened(key)}"
+            raise ValueError(f"has {has}; null stands for what is no finite number")
     return row
 
 
-def _not_a_row(row: Any) -> str | None:
-    """What keeps a value from being a row of metrics; None: nothing."""
-    if not isinstance(row, dict):
-        return f"is a {type(row).__name__}, not an object"
-    iteration = row.get("iteration")
-    if type(iteration) is not int or not 0 <= iteration < 2**53:
-        return f'needs an "iteration", a number from 0, and has {shortened(iteration)}'
-    for key, value in row.items():
-        if isinstance(value, int | float) and not abs(value) <= LARGEST:
-            return (
-                f"has {shortened(value)} as {shortened(key)}, which is no finite number (null"
-                " stands for a missing one)"
-            )
-    return None
+def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        return read_line(line)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} {EDITED} (line {number} {error}); restore it, or resume the run, which drops"
+            " such lines"
+        ) from None
