@@ -247,7 +247,38 @@ class GuardConfig(Section):
     nonfinite: PositiveInt = Field(
         5,
         description=(
-            "Non-finite updates in a row (skipped, batch written out) before the run aborts."
+            "Non-finite updates in a row (skipped, batch written out), or iterations in a row whose"
+            " gradient is exactly 0, before the run stops."
+        ),
+    )
+    warn_after: PositiveInt = Field(
+        10,
+        description=(
+            "Iterations in a row without an optimizer step, or in which a reward is the same for"
+            " all samples, before it is said."
+        ),
+    )
+    stop_after: PositiveInt | None = Field(
+        100,
+        description=(
+            "Such iterations in a row, or those with huge rewards, before the run stops with exit"
+            " code 1; none: never."
+        ),
+    )
+    huge: PositiveFloat = Field(
+        1e6, description="A reward times its weight beyond this, either way, is huge."
+    )
+    reward_seconds: PositiveFloat | None = Field(
+        1800,
+        description=(
+            "Most seconds that a reward may take for a chunk of batch.decode samples before the run"
+            " stops; rewards then run in a thread of their own. none: no limit, no thread."
+        ),
+    )
+    rank_seconds: PositiveFloat = Field(
+        3600,
+        description=(
+            "Most seconds that a process waits for the others, of which one may still score."
         ),
     )
     invalid_fraction: float = Field(
