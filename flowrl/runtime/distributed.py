@@ -3,28 +3,44 @@
 Prompts are dealt to processes whole (a group never spreads over two), and gradients are summed
 after the last micro-batch, so ranks may differ in their number of micro-batches. Statistics are
 made from gathered rewards, so they do not depend on the number of processes.
+
+A process that died is noticed at once, by the connections that close; one that hangs after
+guard.rank_seconds, where all of them meet: when rewards are gathered, before gradients are summed,
+and wherever they agree. Whoever is left says which one it was and ends with an error.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import ProjectConfiguration, gather_object
+from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch import Tensor
+from torch import distributed as dist
 
+from flowrl.runtime.signals import Aborted
 from flowrl.types import Rewards
 
+ROLL_CALL = 10.0  # seconds to find out who is left, once a process is lost
 
-def start(precision: str, trackers: list[str], folder: Path) -> Accelerator:
+
+def start(
+    precision: str, trackers: list[str], folder: Path, seconds: float = 3600
+) -> Accelerator:
     """An Accelerator that writes nothing yet. An unknown or missing tracker, or fp16 without a GPU
-    -> ValueError."""
+    -> ValueError.
+
+    seconds: most that a process waits for the others.
+    """
     if precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("train.precision=fp16 needs a GPU, and there is none; use bf16 or no")
     # an earlier run of this process may have had another precision
@@ -32,7 +48,11 @@ def start(precision: str, trackers: list[str], folder: Path) -> Accelerator:
     project = ProjectConfiguration(str(folder), logging_dir=str(folder))
     try:
         accelerator = Accelerator(
-            mixed_precision=precision, log_with=trackers or None, project_config=project
+            mixed_precision=precision,
+            log_with=trackers or None,
+            project_config=project,
+            # longer than meetings wait, which know the name of who is missing
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2 * seconds))],
         )
     except (ValueError, ImportError) as error:
         raise ValueError(f"train.precision={precision}, trackers={trackers}: {error}") from error
@@ -46,13 +66,26 @@ def start(precision: str, trackers: list[str], folder: Path) -> Accelerator:
     return accelerator
 
 
-class World:
-    """The processes of a run. rank in [0, size); main is rank 0."""
+class Lost(RuntimeError):
+    """Another process of this run stopped, or did not come in time."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+
+class World:
+    """The processes of a run. rank in [0, size); main is rank 0.
+
+    seconds: most that one waits for the others. asked: the signal that asked this process to end
+    the run, as a sentence; hurry: and not to finish the iteration.
+    """
+
+    def __init__(self, accelerator: Accelerator, seconds: float = 3600) -> None:
+        self.accelerator, self.seconds = accelerator, seconds
         self.rank, self.size = accelerator.process_index, accelerator.num_processes
         self.main = accelerator.is_main_process
+        self.asked: str | None = None
+        self.hurry = False
+        self.control: dist.ProcessGroup | None = None  # of meetings, on the CPU
+        if self.size > 1 and dist.is_initialized():
+            self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * seconds))
 
     def share(self, count: int) -> slice:
         """This process's part of `count` prompts; count divides by the number of processes."""
@@ -72,7 +105,8 @@ class World:
         if not max(counts):
             return value
         padded = torch.cat([value, value.new_zeros(max(counts) - len(value), *value.shape[1:])])
-        pieces = self.accelerator.gather(padded.contiguous()).split(max(counts))
+        with self._together():
+            pieces = self.accelerator.gather(padded.contiguous()).split(max(counts))
         return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
 
     def _counts(self, rows: int) -> list[int]:
@@ -80,13 +114,28 @@ class World:
         if self.size == 1:
             return [rows]
         mine = torch.tensor([rows], device=self.accelerator.device)
-        return self.accelerator.gather(mine).tolist()
+        with self._together():
+            return self.accelerator.gather(mine).tolist()
 
     def gather_rewards(self, rewards: Rewards) -> Rewards:
-        """Rewards of all processes; errors stay local."""
-        raw = {name: self.gather(value) for name, value in rewards.raw.items()}
+        """Rewards of all processes, and the first error of each.
+
+        Aborted, on all of them, where one was asked to hurry.
+        """
+        if self.size == 1:
+            return rewards
+        self.meet()
+        hurry = self.asked if self.hurry else None
+        told = self._everyone((hurry, rewards.errors[:1], rewards.kinds))
+        if reason := next((reason for reason, *_ in told if reason), None):
+            raise Aborted(reason)
         return replace(
-            rewards, raw=raw, total=self.gather(rewards.total), valid=self.gather(rewards.valid)
+            rewards,
+            raw={name: self.gather(value) for name, value in rewards.raw.items()},
+            total=self.gather(rewards.total),
+            valid=self.gather(rewards.valid),
+            errors=[error for _, errors, _ in told for error in errors],
+            kinds=dict(sum((Counter(kinds) for *_, kinds in told), Counter[str]())),
         )
 
     def gather_groups(self, group: Tensor) -> Tensor:
@@ -95,14 +144,17 @@ class World:
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum of equal shapes over processes."""
-        return value if self.size == 1 else self.accelerator.reduce(value, "sum")
+        if self.size == 1:
+            return value
+        with self._together():
+            return self.accelerator.reduce(value, "sum")
 
     def sum_metrics(self, metrics: dict[str, Tensor]) -> dict[str, float]:
         """Sum by name over processes; one that trained no row has no names."""
         mine = {name: float(value) for name, value in metrics.items()}
         if self.size == 1:
             return mine
-        everyone = gather_object([mine])
+        everyone = self._everyone(mine)
         return {
             name: sum(m.get(name, 0.0) for m in everyone) for name in sorted(set().union(*everyone))
         }
@@ -111,7 +163,7 @@ class World:
         """Mean by name over the processes that have it."""
         if self.size == 1:
             return metrics
-        everyone = gather_object([metrics])
+        everyone = self._everyone(metrics)
         return {
             name: sum(v := [m[name] for m in everyone if name in m]) / len(v)
             for name in sorted(set().union(*everyone))
@@ -119,8 +171,8 @@ class World:
 
     def agree(self, reason: str | None) -> str | None:
         """The first process's reason to stop, if any has one: all leave the loop at the same
-        iteration."""
-        return reason if self.size == 1 else next((r for r in gather_object([reason]) if r), None)
+        iteration. A signal to one of them is such a reason."""
+        return self._first(self.asked or reason)
 
     @contextmanager
     def all_or_none(self, error: type[Exception]) -> Iterator[None]:
@@ -130,15 +182,70 @@ class World:
             yield
         except error as raised:
             said = str(raised)
-        if said := self.agree(said):
+        if said := self._first(said):
             raise error(said)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up gradients over processes, a missing one counting as zero."""
         if self.size == 1:
             return
+        self.meet()
         for p in parameters:
             p.grad = self.sum(torch.zeros_like(p) if p.grad is None else p.grad)
+
+    def meet(self) -> None:
+        """Wait for all processes. Lost if one stopped or does not come within `seconds`."""
+        if self.control is not None:
+            with self._together():
+                self._call_roll(self.seconds)
+
+    def _call_roll(self, seconds: float) -> None:
+        """RuntimeError unless everybody answers; on the main process it names who does not."""
+        dist.monitored_barrier(self.control, timedelta(seconds=seconds), wait_all_ranks=True)
+
+    def _first(self, value: str | None) -> str | None:
+        return next((v for v in self._everyone(value) if v), None)
+
+    def _everyone(self, value: Any) -> list[Any]:
+        """The values of all processes, in their order."""
+        if self.size == 1:
+            return [value]
+        out = [None] * self.size
+        self.meet()
+        with self._together():
+            dist.all_gather_object(out, value, group=self.control)
+        return out
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """What fails inside, because another process is not there, is Lost and names it."""
+        try:
+            yield
+        except torch.OutOfMemoryError:  # of this process
+            raise
+        except RuntimeError as error:
+            if not self.main and "monitoredBarrier" in str(error):
+                raise Lost(
+                    "the main process (rank 0) stopped or does not answer, or it misses another one"
+                    " and named it in its own message"
+                ) from error
+            raise Lost(self._missing(error)) from error
+
+    def _missing(self, error: RuntimeError) -> str:
+        """Who is not there, as a sentence."""
+        names = re.compile(r"Ranks ([\d, ]+) failed")
+        found = names.search(str(error))
+        if found is None:
+            try:
+                self._call_roll(ROLL_CALL)
+            except RuntimeError as missing:
+                found = names.search(str(missing))
+        who = f"rank {found[1]}" if found else f"one ({str(error).splitlines()[0]})"
+        return (
+            f"of the {self.size} processes, {who} stopped, or did not come within"
+            f" guard.rank_seconds={self.seconds:g} seconds; its own last message says why, and the"
+            " others cannot go on without it"
+        )
 
 
 def scaler_state(accelerator: Accelerator) -> dict[str, Any]:
