@@ -1,6 +1,8 @@
 """SIGTERM and Ctrl-C end a run with a checkpoint.
 
-The iteration is finished, or given up after 30 seconds if no weight was touched yet.
+The iteration is finished, or given up after 30 seconds if no weight was touched yet. Several
+processes end together, whichever of them the signal reached: after the iteration, or before its
+update where one of them does not wait.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ def by_signal(reason: str | None) -> bool:
 
 
 class Aborted(BaseException):
-    """The iteration was given up; weights are those of the last finished one. Not an Exception:
-    scoring takes those for a failed sample."""
+    """The iteration was given up; weights are those of the last finished one. Its text is the
+    reason. Not an Exception: scoring takes those for a failed sample."""
 
 
 class StopRequest:
-    """Inside `with`, a signal sets trainer.stopped, which the loop reads between iterations; a
-    second one does not wait."""
+    """Inside `with`, a signal is told to the trainer's World, which the loop asks between
+    iterations; a second one does not wait."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
+        self.trainer, self.world = trainer, trainer.parts.source.world
         self.installed: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -47,11 +49,14 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        again = self.trainer.stopped is not None
-        self.trainer.stopped = signal.Signals(number).name + RECEIVED
+        again = self.world.asked is not None
+        self.world.asked = signal.Signals(number).name + RECEIVED
         signal.setitimer(signal.ITIMER_REAL, 0.01 if again else GRACE)
 
     def _abort(self, number: int, frame: FrameType | None) -> None:
         # once weights were touched, the iteration ends soon, and only then they are whole
-        if not self.trainer.learner.touched:
-            raise Aborted
+        if self.trainer.learner.touched:
+            return
+        if self.world.size == 1:
+            raise Aborted(self.world.asked)
+        self.world.hurry = True  # the others must give it up too

@@ -33,8 +33,8 @@ def run_to_the_end(trainer: Iterating) -> Run:
                 bar.update(it.number, reward=reward, grad=norm)
             if not by_signal(trainer.stopped):
                 outputs.evaluate(trainer, "after")
-        except Aborted:
-            pass  # trainer.stopped says why
+        except Aborted as abort:
+            trainer.stopped = str(abort)
         except (TooManyInvalid, RewardUnavailable):  # weights are of the last whole iteration
             trainer.save()
             raise
