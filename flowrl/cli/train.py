@@ -19,6 +19,7 @@ def train(overrides: Overrides = None, resume: Resume = None) -> None:
     from flowrl.runtime import log
     from flowrl.runtime.checkpoint import steps
     from flowrl.training import loop
+    from flowrl.training.records import NothingTrained
 
     log.setup()
     with one_sentence_errors():
@@ -27,6 +28,10 @@ def train(overrides: Overrides = None, resume: Resume = None) -> None:
     show(trainer.describe(), wrap=True)
     try:
         run = trainer.run()
+    except NothingTrained as error:
+        if trainer.world.main:
+            _conclude(error.run)
+        stop(error, 1)
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
         hint = f"resume with: flowrl train --resume {trainer.path}"
         stop(error, 1, hint=hint if steps(trainer.path) else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from flowrl.training.checks import (
     warn_distilled,
 )
 from flowrl.training.ema import Ema
+from flowrl.training.guards import Guards
 from flowrl.training.records import Parts, Weights
 from flowrl.training.unused_options import unused_options
 
@@ -41,8 +43,8 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     rewards = load_rewards(cfg, path)
     dataset, prompts, held_out = load_data(cfg, rewards)
     algorithm = make_algorithm(cfg)
-    accelerator = start(cfg.train.precision, cfg.trackers, path)
-    world = World(accelerator)
+    accelerator = start(cfg.train.precision, cfg.trackers, path, cfg.guard.rank_seconds)
+    world = World(accelerator, cfg.guard.rank_seconds)
     policy = make_policy(cfg, device=accelerator.device)
 
     # Does the method fit its plan, its guidance, its rewards and its media?
@@ -73,6 +75,7 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     dearest = max((guidance, algorithm.reference_guidance), key=policy.branches)
     return Parts(
         cfg=cfg,
+        guards=Guards(cfg.guard, rewards),
         path=path,
         algorithm=algorithm,
         plan=plan,
@@ -100,7 +103,7 @@ def run_folder(cfg: Config, resume: Path | None) -> Path:
 
 def load_rewards(cfg: Config, path: Path) -> RewardSet:
     """The rewards, whose columns this run can give."""
-    rewards = load_set(cfg.reward)
+    rewards = replace(load_set(cfg.reward), seconds=cfg.guard.reward_seconds)
     for reward in rewards.rewards.values():
         reward.begin(path)
     check_needs(rewards, ("meta", "group"))

@@ -22,7 +22,8 @@ from flowrl.runtime.run_folder import (
     truncate_metrics,
 )
 from flowrl.samplers.plan import nfe
-from flowrl.training.records import Iteration, Parts, Run
+from flowrl.training.guards import nothing_trained
+from flowrl.training.records import Iteration, NothingTrained, Parts, Run
 from flowrl.training.reward_trial import NoiseWatch, try_rewards
 from flowrl.training.update import Learner, learning_rate
 
@@ -84,6 +85,7 @@ def record(trainer: Running, it: Iteration) -> None:
         if main:
             MetricsFile(parts.path).write(it.number, it.metrics)
         parts.weights.accelerator.log(it.metrics, step=it.number)
+    parts.guards(it.metrics)
 
 
 def evaluate(
@@ -128,23 +130,29 @@ def evaluate(
 
 
 def finish(trainer: Running) -> Run:
-    """Write the averaged LoRA, with the settings that load it, and the report."""
+    """Write the averaged LoRA, with the settings that load it, and the report.
+
+    NothingTrained, after the report, where there was no optimizer step; then no LoRA is written.
+    """
     from flowrl.report import run_page  # charts and templates, at the end of a run only
 
     parts, path, train = trainer.parts, trainer.parts.path, trainer.cfg.train
     if parts.source.world.main:
-        if train.mode == "lora":
+        if train.mode == "lora" and trainer.learner.step:
             with parts.weights.ema.swapped():
                 parts.source.policy.save_lora(path / "lora")
             files.write(path / "lora" / SETTINGS, json.dumps(train.lora.model_dump()))
         run_page.build(path)
     parts.weights.accelerator.end_training()
-    return Run(
+    run = Run(
         path=path,
         metrics=read_metrics(path),
         evaluation=read_evaluation(path),
         stopped=trainer.stopped,
     )
+    if not trainer.learner.step:
+        raise NothingTrained(nothing_trained(run.metrics, run.stopped), run)
+    return run
 
 
 def describe(trainer: Running) -> str:

@@ -15,6 +15,7 @@ from flowrl.config.schema import Config
 from flowrl.data.prompts import Prompts
 from flowrl.rollouts.records import Source
 from flowrl.training.ema import Ema
+from flowrl.training.guards import Guards
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
 
@@ -41,6 +42,7 @@ class Parts:
     source: Source
     held_out: Prompts
     weights: Weights
+    guards: Guards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +69,11 @@ class Run:
 
 class Failed(RuntimeError):
     """The run cannot go on; its last checkpoint stands."""
+
+
+class NothingTrained(RuntimeError):
+    """The run ended before any optimizer step, and its LoRA was not written. run: what there is."""
+
+    def __init__(self, sentence: str, run: Run) -> None:
+        super().__init__(sentence)
+        self.run = run

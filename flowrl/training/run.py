@@ -9,8 +9,10 @@ from typing import Protocol
 from flowrl.config.schema import StopConfig
 from flowrl.rewards import RewardUnavailable, TooManyInvalid
 from flowrl.runtime import log
+from flowrl.runtime.distributed import Lost
 from flowrl.runtime.signals import Aborted, StopRequest, by_signal
 from flowrl.training import outputs
+from flowrl.training.guards import Dead
 from flowrl.training.records import Iteration, Run
 
 
@@ -35,8 +37,9 @@ def run_to_the_end(trainer: Iterating) -> Run:
                 outputs.evaluate(trainer, "after")
         except Aborted as abort:
             trainer.stopped = str(abort)
-        except (TooManyInvalid, RewardUnavailable):  # weights are of the last whole iteration
-            trainer.save()
+        except (TooManyInvalid, RewardUnavailable, Dead, Lost):
+            if not trainer.learner.touched:  # the weights are those of a whole iteration
+                trainer.save()
             raise
         if trainer.stopped:
             trainer.save()

@@ -45,6 +45,7 @@ def save(trainer: Resumable) -> Path:
         "recompute": trainer.ratio_check.recompute,
         "noise": trainer.noise_watch.noise,
         "memory": parts.algorithm.memory,
+        "guards": parts.guards.state,
         "scaler": distributed.scaler_state(weights.accelerator),
     }
     keep = parts.cfg.checkpoint.keep
@@ -66,6 +67,7 @@ def load(trainer: Resumable, folder: Path) -> None:
     if meta["scaler"]:
         weights.accelerator.scaler.load_state_dict(meta["scaler"])
     parts.algorithm.memory = dict(meta["memory"])
+    parts.guards.state = meta["guards"]
     trainer.noise_watch.noise = dict(meta["noise"])
     trainer.ratio_check.restore(done=meta["ratio_checked"], recompute=meta["recompute"])
     trainer.learner.step, trainer.learner.nonfinite = meta["step"], meta["nonfinite"]

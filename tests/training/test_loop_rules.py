@@ -251,9 +251,8 @@ def test_a_checkpoint_that_was_given_up_halfway_is_written_again(tmp_path, monke
 
     def interrupted(*args, **options):
         if not given_up:
-            made.stopped = "SIGTERM received"
             given_up.append(args)
-            raise signals.Aborted
+            raise signals.Aborted("SIGTERM received")
         return save(*args, **options)
 
     monkeypatch.setattr(loop.checkpoint, "save", interrupted)
