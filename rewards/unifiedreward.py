@@ -267,7 +267,7 @@ class UnifiedReward(Sourced, JudgeReward):
         for row, prompt in enumerate(prompts):
             pictures = [part for media in before + shown for part in self._seen(media[row])]
             questions.append([user(*pictures, text(filled(self.template, prompt)))])
-        return self.judge.ask_all(questions, lambda reply: self._read(reply.text))
+        return self.judge.ask_all(questions, lambda reply: self._read(reply.finished))
 
     def _read(self, reply: str) -> Scores:
         return READERS[self.settings.variant](reply, self.settings)

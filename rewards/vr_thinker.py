@@ -243,7 +243,7 @@ class VrThinker(JudgeReward):
         show = cache(lambda number: self.pictures(frames[number - 1])[0])
         rounds: list[Round] = []
         for turn in range(turns):
-            reply = ask(self._messages(words, opening, rounds, show)).text
+            reply = ask(self._messages(words, opening, rounds, show)).finished
             in_use = len(opening) + sum(len(past.frames) for past in rounds)
             outcome = self._outcome(reply, len(frames), in_use)
             if isinstance(outcome, dict):
@@ -319,7 +319,7 @@ class _NotServed(Exception):
 
 def _preference(answer: str) -> Scores:
     """ "TA = 1, ..., OA = 2" -> P(first is better) for each; "score" is the overall one."""
-    found = labelled_scores(answer, LABELS, 0, 2)
+    found = labelled_scores(answer, LABELS, 0, math.inf)  # "1/2" is a choice, and no scale
     needed(found, ["OA"], answer)
     if odd := [label for label, value in found.items() if value not in (0, 1, 2)]:
         raise Unreadable(f"{odd[0]} = {found[odd[0]]:g} is neither 0, 1 nor 2")

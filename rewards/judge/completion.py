@@ -22,6 +22,11 @@ class Reply:
     first: dict[str, float] = field(default_factory=dict)
     cut: bool = False
 
+    @property
+    def finished(self) -> str:
+        """The text; of a reply that was cut, without its last line ("Final Score: 1" of 10)."""
+        return self.text.rpartition("\n")[0] if self.cut else self.text
+
 
 def read_reply(data: Any) -> Reply:
     """The first choice of a chat completion; KeyError, TypeError or the like: it is not one."""

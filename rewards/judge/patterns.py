@@ -1,7 +1,7 @@
 r"""The regular expressions with which replies are read, put together from parts with names.
 
 Words are in lower case: search with re.IGNORECASE, or in lower-case text. Groups that are counted:
-NUMBER has two, the number and the end of its scale as in "4/5"; BETTER has one, 1 or 2.
+NUMBER has two, the number and the end of its scale as in "4/5"; BETTER has two, one of them 1 or 2.
 """
 
 from __future__ import annotations
@@ -14,22 +14,42 @@ def either(*parts: str) -> str:
 
 # --- numbers
 
-DECIMAL = r"\d+(?:\.\d+)?"
 # Possessive, so that no shorter number is found inside one that does not fit ("4,5", "4.5.1",
 # "4-5", "80%", "4stars").
-WHOLE_DECIMAL = r"\d++(?:\.\d++)?+"
-SPELLED = either("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
-GAP = r"[^\S\n]*"  # spaces within a line
+DECIMAL = r"\d++(?:\.\d++)?+"
+SPELLED = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+SIZE = rf"(?:{DECIMAL}|{either(*SPELLED)}\b)"  # of a scale or a set, "5" or "five"
+GAP = r"[^\S\n]*+"  # spaces within a line; possessive, as every run of spaces before a choice
+
+UNIT = rf"(?:{GAP}分|\s{GAP}{either('points?', 'pts', 'stars?', 'marks?')}\b)"
+# Words that may follow a score in its line. Any other makes it the number of something: "Final
+# Score: 2 objects are missing" is none.
+FOLLOWS = either(
+    *("because", "as", "since", "for", "due", "given", "with", "without", "based", "considering"),
+    *("but", "and", "although", "though", "while", "despite", "which", "where", "after", "on"),
+    *("so", "thus", "therefore", "hence", "in total", "overall", "very", "quite", "it", "this"),
+    *("good", "great", "excellent", "perfect", "fair", "decent", "average", "poor", "bad", "weak"),
+    *("weil", "da", "denn", "parce", "car", "porque", "ya que", "pois", "perché", "omdat"),
+)
+OTHER_WORD = rf"(?-i:(?!{FOLLOWS}\b)[a-zà-ÿ])"
+
+MOST = either("the", "an?", "possible", "maximum", "total", "of")
+OF = rf"(?:/|(?:out\s+)?of\b(?:\s+{MOST}\b){{0,3}})"  # of, out of, of the, out of a maximum of
+# "2 of 3 objects", "two of the four are red": how many of a set, and not a score on a scale
+SHARE = rf"{SIZE}\s*+{OF}\s*+{SIZE}(?=\s+{OTHER_WORD})"
+SMALL_SHARE = rf"{SIZE}\s*+{OF}\s*+{either('[2-9]', *SPELLED[1:9])}(?![.,]?\d)\b"  # "only 2 of 3"
 
 OPERATION = either(
-    r"[-–—−&]\s*\d",  # 4 - 5
+    rf"(?!(?<=\s)[-–—]\s+{SHARE})[-–—−&]\s*\d",  # 4 - 5, but not: 4 - 3 of 4 objects are red
     r"-+>",  # 4 -> 5
     r"[<>]\s*=?\s*\d",  # 4 <= 5
-    r"[+×÷=^~≈±→%?/⁄]",
+    r"[+×÷=^~≈±→%/⁄]",
+    r"\(?\?",
     r"\d",  # 4 5
-    rf",?{GAP}\(?{either('or', 'plus', 'minus', 'times', 'maybe', 'perhaps')}\b",  # 4, maybe 5
+    # 4, maybe 5
+    rf",?{GAP}\(?{either('or', 'plus', 'minus', 'times', 'may(?:be)?', 'perhaps', 'could')}\b",
     # 3 to four, 3 and about 4
-    rf"{either('to', 'till', 'until', 'through', 'and')}\s+(?:\w+\s+)?(?:\d|{SPELLED}\b)",
+    rf"{either('to', 'till', 'until', 'through', 'and')}\s+(?:\w+\s+)?(?:\d|{either(*SPELLED)}\b)",
 )
 # what follows a number that is not the whole statement
 GOES_ON = "|".join(
@@ -38,32 +58,65 @@ GOES_ON = "|".join(
         r"\w",  # 4stars
         r"\.{2,}\s*\d",  # 4...5
         r"[:;|]\d",  # 4:5
+        rf"{GAP}[,;:|]{GAP}{DECIMAL}{GAP}(?:[.,;|)\]}}!?]|\n|\Z)",  # 4, 5
         rf"{GAP}[\])]?{GAP}{OPERATION}",
+        rf"{GAP}{OTHER_WORD}",
     )
 )
-SCALE_END = rf"[\])]?\s*(?:/|out of)\s*({WHOLE_DECIMAL})"  # 4/5, (4) out of 5
-NUMBER = rf"[\[(]?\s*([-+]?{WHOLE_DECIMAL})(?:{SCALE_END})?+(?!{GOES_ON})"
+# 4/5, (4) out of 5, 4 points (of 5)
+SCALE_END = rf"[\])]?{UNIT}?\s*+\(?\s*+{OF}\s*+({SIZE})\)?"
+NUMBER = rf"[\[(]?\s*+([-+]?{DECIMAL})(?:{SCALE_END})?+{UNIT}?+(?!{GOES_ON})"
 
 # --- scales
 
 SCALE_NOTE = r"(?:\([^)\n]*\))?"  # as "(1-5)" between a name and its colon
 SPAN = rf"{DECIMAL}\s*(?:[-–—]|to)\s*"
-# the top of a scale: "of 10", "/10", "of 1 to 10", "from 1 to 10"
-TOP = rf"(?:\bof\s+(?:the\s+|a\s+)?|/\s*)(?:{SPAN})?({DECIMAL})|\bfrom\s+{SPAN}({DECIMAL})"
-NOTED_TOP = rf"{SPAN}({DECIMAL})|{TOP}"  # in a note also "1-10"
+# The top of a scale, in the words around a score.
+TOP = "|".join(
+    (
+        # /10, out of 10, out of 1 to 10
+        rf"(?:/|\bout\s+of\b(?:\s+{MOST}\b){{0,3}})\s*+(?:{SPAN})?({SIZE})(?!\s+{OTHER_WORD})",
+        rf"\bfrom\s+{SPAN}({DECIMAL})",  # from 1 to 10
+        rf"\b(?:scale|range)\b[^.\n\d]{{0,12}}(?:{SPAN})?({SIZE})",  # on the scale 1-10
+        rf"(?:{SPAN})?({SIZE})[-\s]*(?:points?[-\s]+)?(?:scale|range|system)\b",  # a 10-point scale
+        rf"[(\[]\s*{SPAN}({DECIMAL})\s*[)\]]",  # (1-10)
+        rf"满分\s*({DECIMAL})",
+    )
+)
+NOTED_TOP = rf"{SPAN}({DECIMAL})|{OF}\s*+({SIZE})|{TOP}"  # in a note also "1-10" and "of 10"
+
+# --- what makes a score none, in the words after it
+
+CORRECTIONS = either(
+    *("no", "wait", "actually", "rather", "sorry", "correction", "i meant?", "make (?:it|that)"),
+)
+# "4, no, 3", "4. Actually 3/5"
+CORRECTED = (
+    rf"\b{CORRECTIONS}\b[^.;\n\d]{{0,20}}{DECIMAL}(?:\s*+{OF}\s*+{SIZE})?+\s*+(?:[.,;!?)\]]|\Z)"
+)
+SPLIT = rf"^\s*for\b[^.;\n]*?\b{DECIMAL}\s+for\b"  # 4 for colour and 3 for style
 
 
 def value_of(name: str) -> str:
-    """A number after "name:", "name (1-5):" or "name ="; name is a pattern."""
-    return rf"{name}\s*{SCALE_NOTE}\s*[:=]\s*{NUMBER}"
+    """A number after "name:", "name (1-5):" or "name ="; name is a pattern.
+
+    A numbered list that begins below is none.
+    """
+    return rf"{name}\s*+{SCALE_NOTE}\s*+[:=]{GAP}(?!\n\s*+\d++[.)]\s)\s*+{NUMBER}"
 
 
 # --- which of two
 
-MEDIUM = either("image", "video")
-BETTER = (
-    rf"\b{MEDIUM}\s*([12])\s+is\s+"
-    rf"(?:{either('slightly', 'clearly', 'much', 'significantly')}\s+)?better\b"
+MEDIUM = r"(?:edited\s+)?(?:image|video)"
+ADVERBS = either("slightly", "clearly", "much", "significantly", "overall", "the")
+# better aligned, better in colour: a verdict on one aspect, and not on the whole
+IN_PART = r"\s+(?:\w+ed|drawn|lit|at|with|on|in(?!\s+(?:every|all|general|my)))\b"
+BETTER = "|".join(
+    (
+        rf"\b{MEDIUM}\s*([12])\s+is\s+(?:{ADVERBS}\s+)*"
+        rf"(?:better\b(?!{IN_PART})|winner\b|superior\b|preferred\b)",
+        rf"\b{either('prefer', 'choose', 'pick', 'winner is')}\s+{MEDIUM}\s*([12])\b",
+    )
 )
 EQUALS = either(
     f"equally {either('good', 'bad', 'matched')}",
@@ -93,7 +146,7 @@ DOUBTS = either(
 )
 DOUBT = rf"\b{DOUBTS}\b"  # before the verdict, in its sentence
 
-NEGATIONS = ("not", "no", "never", "nor", "neither", "cannot", "hardly")
+NEGATIONS = ("not", "no", "never", "nor", "neither", "nobody", "none", "cannot", "hardly")
 REFUSALS = ("false", "wrong", "untrue", "incorrect", "disagree", "deny")
 GUESSES = ("might", "may", "maybe", "perhaps", "possibly", "could")
 # before the verdict, in its clause

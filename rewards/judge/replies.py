@@ -2,11 +2,13 @@
 
 One rule for all: a reply counts only if it says one thing. A number outside its scale, on another
 scale ("3/10", "3 points out of 10"), in a sum, a range or a choice ("2 + 2", "3 to 4", "4 or 5"),
-or two different ones where the format has one place, is a miss; so is a verdict that is doubted or
-denied ("I am not sure that Image 1 is better"). A miss is never a value.
+two different ones where the format has one place, or one that counts things ("2 objects are
+missing"), is a miss; so is a verdict that is doubted or denied ("I am not sure that Image 1 is
+better"). A miss is never a value.
 
-Forgiven: thoughts before the answer (<think>), Markdown emphasis and fences, full-width characters,
-"4/5" on a scale that ends at 5, trailing commas in JSON.
+Forgiven: thoughts before the answer (<think>), Markdown emphasis and fences, quotes and names as in
+JSON, boxes of LaTeX, full-width characters, "4/5" on a scale that ends at 5, trailing commas in
+JSON, and reasons behind a score ("4 because 2 of 3 objects are there").
 """
 
 from __future__ import annotations
@@ -20,11 +22,16 @@ from typing import Any, TypeVar
 
 from flowrl.rewards.judge.patterns import (
     BETTER,
+    CORRECTED,
     DENIAL,
     DOUBT,
     MEDIUM,
     NOTED_TOP,
     NUMBER,
+    SHARE,
+    SMALL_SHARE,
+    SPELLED,
+    SPLIT,
     TAKEN_BACK,
     TIE,
     TOP,
@@ -49,11 +56,14 @@ def answer_part(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Text in plain characters, without emphasis, code marks and zero-width characters.
+    """Text in plain characters, without emphasis, quotes, marks of code and LaTeX, and zero-width
+    characters.
 
     Compatibility characters (NFKC) become their plain forms; a product keeps its sign.
     """
-    text = re.sub(r"[`\u200b-\u200d\ufeff]", "", unicodedata.normalize("NFKC", text))
+    text = re.sub(r"[`$\"“”„«»\u200b-\u200d\ufeff]", "", unicodedata.normalize("NFKC", text))
+    text = re.sub(r"(?<!\w)'|'(?!\w)|</?(?:b|strong|em|i)>", "", text)
+    text = re.sub(r"\\boxed\{([^{}]*)\}", r"\1", text)
     return re.sub(r"(?<=[\d)])\*(?=[\d(])|(?<=[\d)] )\*(?= [\d(])", "×", text).replace("*", "")
 
 
@@ -87,18 +97,25 @@ def number(match: re.Match[str], group: int, low: float, high: float, what: str)
 def scaled(match: re.Match[str], group: int, high: float, what: str) -> float:
     """The same wherever it lies; a scale that its sentence names must end at high."""
     value, text = float(match[group]), match.string
-    rest = text[match.end(group) if match[group + 1] is None else match.end(group + 1) :]
-    rest = re.split(r"[.;!](?=\s|$)|\n|[:=]\s*[-+\[(]?\d", rest, maxsplit=1)[0]
+    after = text[match.end(group) if match[group + 1] is None else match.end(group + 1) :]
+    rest = re.split(r"[.;!](?=\s|$)|\n|[:=]\s*[-+\[(]?\d", after, maxsplit=1)[0]
+    if re.search(CORRECTED, after.partition("\n")[0], re.I) or re.search(SPLIT, rest, re.I):
+        raise Unreadable(f"{what} {value:g} is not the only one: {shown(after)}")
     tops = [
-        match[group + 1],
+        *([match[group + 1]] if match[group + 1] else []),
         *_tops(NOTED_TOP, text[match.start() : match.start(group)]),
-        *_tops(TOP, rest),
+        *_tops(TOP, re.sub(f"{SHARE}|{SMALL_SHARE}", "", rest, flags=re.I)),
     ]
-    if other := next((top for top in tops if top is not None and float(top) != high), None):
+    if other := next((top for top in tops if _size(top) != high), None):
         raise Unreadable(
             f"{what} {value:g}/{other} is on another scale than one that ends at {high:g}"
         )
     return value
+
+
+def _size(top: str) -> float:
+    """The end of a scale, in digits or as a word."""
+    return SPELLED.index(top.lower()) + 1 if top.lower() in SPELLED else float(top)
 
 
 def _tops(pattern: str, text: str) -> list[str]:
@@ -113,7 +130,7 @@ def final_score(text: str, low: float = 1, high: float = 5) -> float:
 
     The references allow 1 to 5 (Flow-GRPO), 0 to 5 (MixGRPO), 1 to 10 (videos).
     """
-    found = re.finditer(value_of(r"final\s+score"), plain(answer_part(text)), re.I)
+    found = re.finditer(value_of(r"final[\s_-]*score"), plain(answer_part(text)), re.I)
     values = [number(m, 1, low, high, "Final Score") for m in found]
     return agreed(values, 'number after "Final Score:"', text)
 
@@ -124,7 +141,7 @@ def named_scores(
     """Numbers after "<Name> Score (1-5):", of the names that are there; lower-case keys."""
     body, out = plain(answer_part(text)), {}
     for name in names:
-        found = re.finditer(value_of(rf"\b{name}\s+score"), body, re.I)
+        found = re.finditer(value_of(rf"\b{name}[\s_-]*score"), body, re.I)
         values = [number(m, 1, low, high, f"{name} Score") for m in found]
         if values:
             out[name.lower()] = agreed(values, f"{name} Score", text)
@@ -170,13 +187,13 @@ def _stated(text: str) -> float:
     """
     body = plain(text).replace("’", "'").strip()
     found = []
-    if bare := re.fullmatch(rf"(?:edited\s+)?{MEDIUM}\s*([12])\s*[.!]?", body, re.I):
+    if bare := re.fullmatch(rf"{MEDIUM}\s*([12])\s*[.!]?", body, re.I):
         found.append(1.0 if bare[1] == "1" else 0.0)
     for sentence in re.split(r"(?<=[.!?])\s+|\n", body):
         for verdict in re.finditer(f"{BETTER}|{TIE}", sentence, re.I):
             if _is_unsure(verdict):
                 raise Unreadable(f"a verdict that is doubted or denied in the reply {shown(text)}")
-            found.append({"1": 1.0, "2": 0.0}.get(verdict[1], 0.5))
+            found.append({"1": 1.0, "2": 0.0}.get(verdict[1] or verdict[2], 0.5))
     return agreed(found, "verdict", text)
 
 
@@ -328,14 +345,21 @@ def _stated_aspects(body: str) -> dict[str, list[float | None]]:
 
 
 def _aspect_score(block: str, title: str) -> float | None:
-    """The first number after "Score:", headings before other lines; None: N/A, NaN: neither."""
+    """The number after "Score:", in headings before other lines; None: N/A, NaN: neither."""
     for heading in (r"^[#\s]*Score\s*:\s*(.*)$", r"\bScore\s*:\s*(.*)$"):
-        for line in re.finditer(heading, block, re.I | re.M):
-            if re.match(r"N\s*/\s*A\b", line[1], re.I):
-                return None
-            if match := re.match(NUMBER, line[1]):
-                return min(max(scaled(match, 1, 4, title), 1.0), 4.0)
+        lines = re.findall(heading, block, re.I | re.M)
+        values = [_score_in(line, title) for line in lines]
+        if stated := [value for value in values if value is None or not math.isnan(value)]:
+            return agreed(stated, f"Score of {title}", block)
     return math.nan
+
+
+def _score_in(line: str, title: str) -> float | None:
+    """What a line says after "Score:"; None: N/A, NaN: nothing that is a score."""
+    if re.match(r"N\s*/\s*A\b", line, re.I):
+        return None
+    match = re.match(NUMBER, line, re.I)
+    return math.nan if match is None else min(max(scaled(match, 1, 4, title), 1.0), 4.0)
 
 
 def refined_request(text: str) -> str | None:

@@ -36,6 +36,15 @@ def test_point_v15_is_the_final_score_over_five_of_a_512_square(load):
     assert server.requests[0]["temperature"] == 0.0
 
 
+def test_a_score_in_the_line_where_a_reply_was_cut_is_none(load):
+    """ "Final Score: 3" may have become 3.5."""
+    with serving(Answer("Two dogs.\nFinal Score: 3", finish="length")) as server:
+        assert load("unifiedreward", server)(FLAT, PROMPTS).isnan().all()
+    with serving(Answer("Final Score: 3\nBecause two do", finish="length")) as server:
+        out = load("unifiedreward", server)(FLAT, PROMPTS)
+        assert out.tolist() == pytest.approx([0.6] * 3)
+
+
 @pytest.mark.parametrize(
     ("variant", "reply", "score", "parts"),
     [

@@ -3,6 +3,7 @@
 import pytest
 
 from flowrl.rewards.judge.client import text
+from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.reward import filled, interleaved, read_template, spaced
 
 
@@ -66,3 +67,9 @@ def test_a_template_that_belongs_to_a_model_is_compared_with_it(tmp_path):
         match=f"not the text that the model was trained with: sha256 .* expected {sums[1]}",
     ):
         read_template(str(file), sha256=sums, **read)
+
+
+@pytest.mark.parametrize(("cut", "finished"), [(False, "Good.\nFinal Score: 1"), (True, "Good.")])
+def test_the_last_line_of_a_reply_that_was_cut_is_not_read(cut, finished):
+    """ "Final Score: 1" may have become 10."""
+    assert Reply(text="Good.\nFinal Score: 1", tokens=None, cut=cut).finished == finished

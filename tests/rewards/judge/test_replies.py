@@ -1,5 +1,8 @@
 """Replies of judges: well-formed ones read as the references do, broken ones are never a number."""
 
+import contextlib
+import time
+
 import pytest
 
 from flowrl.rewards.judge import replies as r
@@ -34,6 +37,10 @@ MISS = pytest.raises(r.Unreadable)
         ("Final Score: 4 (out of 5)", 4.0),
         ("Final Score: 4 points on a scale from 1 to 5", 4.0),
         ("Final Score: (4)/5", 4.0),
+        ("Final Score: 4 because 2 of 3 objects are there", 4.0),
+        ("Final Score: 3, as only two of 4 dogs appear", 3.0),
+        ("Final Score: 4 - 3 of 4 requirements met", 4.0),
+        ('{"final_score": 4, "reason": "2 of 3 objects"}', 4.0),
         ("**Final Score:** 4 **(good)**</s>", 4.0),
         ("Très bien 猫🎉 Final Score: 5", 5.0),
     ],
@@ -64,6 +71,12 @@ def test_a_final_score_is_read_however_it_is_dressed(text, value):
         "Final Score: 4stars",
         "Final Score: 4 (out of 10)",
         "Final Score: 4 of 10",
+        "Final Score: 4 out of ten",
+        "Final Score: 3 of 5 objects are there",
+        "Final Score: 2 objects are missing",
+        "Final Score: 4, no, 3",
+        "Final Score: 1, 2, 3, 4 or 5",
+        "Final Score:\n1. Colours: 4\n2. Shapes: 5",
         "Final Score: 4/5/10",
         "Final Score: 3 points out of 10",
         "Final Score: 3 on a scale of 1 to 10",
@@ -92,6 +105,15 @@ def test_a_final_score_is_read_however_it_is_dressed(text, value):
 def test_a_broken_final_score_is_a_miss(text):
     with MISS:
         r.final_score(text)
+
+
+@pytest.mark.parametrize("filler", [" ", "1 of ", "a", "no ", "(", "for 3 ", "scale ", "\n", "$'"])
+def test_a_long_reply_is_read_in_time_that_grows_with_its_length(filler):
+    started = time.perf_counter()
+    for text in (f"Final Score: 4 {filler * 20_000}", f"Final Score:{filler * 20_000}4"):
+        with contextlib.suppress(r.Unreadable):
+            r.final_score(text)
+    assert time.perf_counter() - started < 2  # one run of spaces took minutes where it is squared
 
 
 def test_scales_differ_by_reference():
