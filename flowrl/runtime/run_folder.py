@@ -54,10 +54,13 @@ def read(path: Path) -> Run:
             " folder that flowrl train wrote"
         )
     notes: list[str] = []
+    lines = read_lines(metrics, notes) if metrics.exists() else []
+    if lines and lines[-1].get("optimizer/step") == 0:
+        notes.append("Nothing was trained: no optimizer step was taken.")
     return Run(
         path=path,
         config=_text(config) if config.exists() else "",
-        metrics=read_lines(metrics, notes) if metrics.exists() else [],
+        metrics=lines,
         evaluation=read_evaluation(path),
         notes=notes,
     )

@@ -55,7 +55,6 @@ class Trainer:
             self.iteration += 1
             self.hours = before + (time.perf_counter() - began) / 3600
             outputs.record(self, result)
-            self.learner.touched = False  # recorded: a signal may give the next one up
             yield result
             reason = self.stopped or stop_rule(self.cfg.stop, result.metrics, self.hours)
             self.stopped = self.world.agree(reason)

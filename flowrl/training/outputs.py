@@ -85,6 +85,7 @@ def record(trainer: Running, it: Iteration) -> None:
         if main:
             MetricsFile(parts.path).write(it.number, it.metrics)
         parts.weights.accelerator.log(it.metrics, step=it.number)
+        trainer.learner.touched = False  # recorded: a signal may give the next one up
     parts.guards(it.metrics)
 
 
