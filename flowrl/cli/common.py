@@ -110,16 +110,19 @@ def call_arguments(words: list[str] | None) -> dict[str, Any]:
     """--pipeline NAME=VALUE ..., the values as YAML reads them."""
     import yaml
 
+    from flowrl.policy.load import call_options
+    from flowrl.runtime import yaml_text
+
     out: dict[str, Any] = {}
     for word in words or []:
         name, equals, value = word.partition("=")
         if not equals or not name:
             raise ValueError(f"--pipeline {word} should be NAME=VALUE, such as height=512")
         try:
-            out[name] = yaml.safe_load(value)
+            out[name] = yaml_text.load(value)
         except yaml.YAMLError:
             out[name] = value
-    return out
+    return call_options(out)
 
 
 def show(printed: object, *, wrap: bool = False) -> None:

@@ -8,6 +8,7 @@ overwrite each other, in whatever order they come.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowrl.config.overrides import Override, parse_override
-from flowrl.runtime import registry
+from flowrl.runtime import registry, yaml_text
+from flowrl.runtime.text import printable
 
 Tree = dict[str, Any]
 Options = dict[str, str | None]  # group -> chosen file of configs/; None: none of them
@@ -26,6 +28,7 @@ LAYERS = ("model", "data", "reward", "algorithm")
 GROUPS = (*LAYERS, "experiment")
 # the key by which a section of a file makes its own choice; any key of reward does
 SELF = "_self_"  # in lists of defaults: the file itself, which comes last anyway
+TOO_DEEP = "the config nests too many lists and mappings, or a ${...} stands for itself"
 CHOOSES = {"model": "source", "data": "train", "reward": None, "algorithm": "name"}
 
 
@@ -71,8 +74,12 @@ def compose(defaults: Tree, file: File, overrides: Sequence[str], problems: list
         for override in line.values:
             apply_override(merged, override, problems)
         return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
+    except RecursionError:
+        raise ConfigError("\n".join([*problems, TOO_DEEP])) from None
+    except ConfigError as error:  # a file's, which names it
+        raise ConfigError("\n".join([*problems, str(error)])) from error
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError("\n".join([*problems, " ".join(str(error).split())])) from error
+        raise ConfigError("\n".join([*problems, printable(error)])) from error
 
 
 # ---------------------------------------------------------------------- the command line
@@ -177,9 +184,9 @@ def options(group: str) -> list[str]:
 def read_yaml(path: Path) -> Tree:
     """A YAML file that holds a mapping; anything else -> ConfigError that names it."""
     try:
-        tree: Any = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+        tree: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(yaml_text.read(path))))
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{path}: {printable(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{path}: a config is a mapping of keys to values, this is a {type(tree).__name__}"

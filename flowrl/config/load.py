@@ -13,7 +13,9 @@ from pydantic import BaseModel
 from flowrl.config.compose import ConfigError, File, compose, read_file, read_yaml
 from flowrl.config.schema import Config, algorithm_schema
 from flowrl.runtime import registry
+from flowrl.runtime.text import printable, visible
 
+LONGEST_VALUE = 120  # characters of a wrong value in a sentence
 # how pydantic names the part of a union in an error's place
 UNION_PARTS = ("literal[", "float", "constrained")
 
@@ -42,9 +44,11 @@ def read_config(path: str | Path) -> Config:
 
 
 def dump(cfg: Config) -> str:
-    """The resolved config as YAML, in the order of the schema; `read_config` gives an equal
-    Config."""
-    return yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The resolved config as YAML, in the order of the schema, control characters as escapes;
+    `read_config` gives an equal Config."""
+    tree = cfg.model_dump(mode="json")
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return text if text == visible(text) else yaml.safe_dump(tree, sort_keys=False)
 
 
 def diff(old: Config, new: Config) -> list[str]:
@@ -98,15 +102,20 @@ def _sentence(key: str, error: Any, algorithm: Any) -> str:
         case "missing":
             return _missing(key, error["input"])
         case "tuple_type":
-            return f"{key}={error['input']!r} should be values in brackets, as [1,2]"
+            return f"{key}={_given(error)} should be values in brackets, as [1,2]"
         case "too_long":
             most = error["ctx"]["max_length"]
-            return f"{key}={error['input']!r} should have at most {most} values"
+            return f"{key}={_given(error)} should have at most {most} values"
         case "value_error":
             text = str(error["ctx"]["error"])
             return text if key in ("reward", "algorithm") else f"{key}: {text}"
     allowed = error["msg"].removeprefix("Input should be ")
-    return f"{key}={error['input']!r} should be {allowed}{_nearest_value(error)}"
+    return f"{key}={_given(error)} should be {allowed}{_nearest_value(error)}"
+
+
+def _given(error: Any) -> str:
+    """The value as Python writes it, cut."""
+    return printable(repr(error["input"]), LONGEST_VALUE)
 
 
 def _missing(key: str, given: Any) -> str:

@@ -16,6 +16,8 @@ from omegaconf.errors import GrammarParseError
 from omegaconf.grammar_parser import parse
 from omegaconf.grammar_visitor import GrammarVisitor
 
+from flowrl.runtime.text import printable
+
 WORD = re.compile(
     r"(?P<sign>\+\+|\+|~|)(?P<key>[a-z_$][\w$/-]*(\.[\w$-]+)*)(=\s*(?P<value>.*))?",
     re.ASCII | re.DOTALL | re.IGNORECASE,
@@ -41,8 +43,8 @@ def parse_override(text: str) -> Override:
         raise ValueError(f'"{text}" is not key=value')
     try:
         values = parse_values(word["value"] or "")
-    except (GrammarParseError, UserWarning) as error:
-        reason = str(error).splitlines()[0]
+    except (GrammarParseError, UserWarning, RecursionError) as error:
+        reason = printable(str(error).partition("\n")[0])
         raise ValueError(
             f'"{text}" is not key=value ({reason}); quote a text with signs'
         ) from error

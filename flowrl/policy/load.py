@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from flowrl.policy.module import ModulePolicy
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.runtime.log import quiet
 from flowrl.runtime.registry import did_you_mean
+
+LOADED_WITH = ("source", "lora", "dtype", "device", "shape", "kind", "cond")
 
 
 def load_policy(
@@ -62,6 +64,18 @@ def load_policy(
         if dtype is not None:
             _cast(source, dtype)
         return PipelinePolicy(source, lora, pipeline_kwargs)
+
+
+def call_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the pipeline's call from a config or a command line; one that load_policy itself
+    has a name for -> ValueError."""
+    for name in given:
+        if name in LOADED_WITH:
+            raise ValueError(
+                f"model.pipeline.{name} is no argument of a pipeline's call; in a config the type"
+                " of the weights is model.dtype and the LoRA's settings are train.lora"
+            )
+    return dict(given)
 
 
 def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:

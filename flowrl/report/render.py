@@ -7,9 +7,18 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from flowrl.runtime.text import visible
+
+
+def _shown(value: Any) -> Any:
+    """Control characters of a text are visible; markup is as we made it."""
+    return visible(value) if type(value) is str else value
+
+
 TEMPLATES = Environment(
     loader=PackageLoader("flowrl.report"),
     autoescape=True,
+    finalize=_shown,
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,

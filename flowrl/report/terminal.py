@@ -7,7 +7,6 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
-from rich.text import Text
 
 from flowrl.data.scored_folder import Scored
 from flowrl.report import suite_page
@@ -19,6 +18,7 @@ from flowrl.report.numbers import (
     paired_sentence,
     row_head,
 )
+from flowrl.runtime.text import printable
 
 
 def evaluation_table(evaluation: dict[str, Any]) -> Table:
@@ -31,7 +31,8 @@ def evaluation_table(evaluation: dict[str, Any]) -> Table:
     for row in rows:
         name, guidance, *_, calls = row_head(row)
         cells = [interval_text(row.get("metrics", {}).get(metric), "\n") for metric in metrics]
-        out.add_row(name, guidance, calls, *cells, style="bold" if row is rows[-1] else "")
+        style = "bold" if row is rows[-1] else ""
+        out.add_row(printable(name), guidance, calls, *cells, style=style)
     paired = evaluation.get("paired", {})
     found = [paired_sentence(metric, paired[metric]) for metric in metrics if metric in paired]
     out.caption = "\n".join(found) or None
@@ -77,7 +78,7 @@ def score_table(scored: Sequence[Scored], weights: Mapping[str, float]) -> Table
     out.add_column("total", justify="right")
     for item in scored:
         scores = [f"{item.scores[label]:.4g}" for label in weights]
-        out.add_row(Text(str(item.sample.path)), *scores, f"{item.total:.4g}")
+        out.add_row(str(item.sample.path), *scores, f"{item.total:.4g}")
     return out
 
 
@@ -87,7 +88,8 @@ def _text_table(title: str, heads: Sequence[str], lines: suite_page.Lines) -> Ta
     for i, name in enumerate(heads):
         out.add_column(name, justify="right" if i else "left", overflow="fold")
     for line in lines:
-        out.add_row(*(text.replace(" [", "\n[") for text in line))
+        name, *cells = map(printable, line)
+        out.add_row(name, *(text.replace(" [", "\n[") for text in cells))
     return out
 
 

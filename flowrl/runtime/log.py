@@ -24,12 +24,16 @@ def _one_line(record: logging.LogRecord) -> bool:
 logger.addFilter(_one_line)
 
 
-def setup(level: str = "INFO") -> None:
+def setup(level: str = "INFO", *, libraries: bool = False) -> None:
     """Send flowrl's messages to stderr through rich; diffusers and transformers report errors
-    only, without progress bars."""
+    only, without progress bars.
+
+    libraries: leave those as they are.
+    """
     from rich.logging import RichHandler
 
-    _hush()
+    if not libraries:
+        _hush()
     if not logger.handlers:
         logger.addHandler(
             RichHandler(console=_console(), show_path=False, show_time=False, markup=False)

@@ -216,5 +216,5 @@ def table(findings: Iterable[Finding]) -> Table:
     out.add_column("", overflow="fold")
     for f in findings:
         value = "" if f.value is None else f"{f.value:.4g}"
-        out.add_row(Text(f.name), Text(f.verdict, style=styles[f.verdict]), value, Text(f.says))
+        out.add_row(f.name, Text(f.verdict, style=styles[f.verdict]), value, f.says)
     return out

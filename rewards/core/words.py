@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from flowrl.runtime import yaml_text
+
 
 def parse_words(words: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Words of the command line as `load_set` takes them: NAME, NAME=WEIGHT and NAME.SETTING=VALUE.
@@ -82,7 +84,7 @@ def _entered(word: Word, entry: dict[str, Any]) -> bool:
     """Put what a word gives into its reward's entry; False: it is not of a known form."""
     try:
         if word.setting and word.value is not None:
-            _put(entry, word.setting.split("."), yaml.safe_load(word.value))
+            _put(entry, word.setting.split("."), yaml_text.load(word.value))
         elif word.value is not None:
             entry["weight"] = float(word.value)
     except (ValueError, yaml.YAMLError):

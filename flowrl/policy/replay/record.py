@@ -19,12 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.runtime.memory import ran_out
+from flowrl.runtime.text import printable
+
+OURS = frozenset(  # arguments of the pipeline's call that flowrl gives
+    {"self", "prompt", "num_inference_steps", "output_type", "return_dict", "latents"}
+)
 _LOCK = threading.RLock()  # patches live on shared objects: one recording at a time
 
 
 class UnreplayableError(ValueError):
     """The pipeline's loop is not a function of (x, sigma, prompt rows) that can be inferred; the
     sentence names the inference that failed."""
+
+
+class PipelineCallError(ValueError):
+    """The pipeline's own call fails with the arguments that the user chose for it."""
 
 
 class Halt(BaseException):
@@ -107,15 +117,17 @@ class Runner:
     def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Refuse arguments that the pipeline does not take; switch true CFG on where the pipeline's
         default scale asks for it."""
-        unknown = sorted(set(kwargs) - set(self.parameters))
+        unknown = sorted(set(kwargs) - (set(self.parameters) - OURS))
         if unknown:
-            ours = ("self", "prompt", "num_inference_steps", "output_type", "return_dict")
             raise ValueError(
-                f"{type(self.pipe).__name__} takes no argument {unknown[0]!r}; it takes "
-                + ", ".join(name for name in self.parameters if name not in ours)
+                f"{type(self.pipe).__name__} takes no argument {printable(repr(unknown[0]))}"
+                f"{', which flowrl gives' * (unknown[0] in OURS)}; it takes "
+                + ", ".join(name for name in self.parameters if name not in OURS)
             )
         scale = self.parameters.get("true_cfg_scale")
         wanted = kwargs.get("true_cfg_scale", scale.default if scale else 1.0)
+        if scale is not None and not isinstance(wanted, int | float):
+            raise ValueError(f"true_cfg_scale={printable(repr(wanted))} should be a number")
         if scale is not None and wanted > 1 and kwargs.get("negative_prompt") is None:
             kwargs = {**kwargs, "negative_prompt": " "}
         return kwargs
@@ -169,6 +181,20 @@ class Runner:
                 return self.undecorated(self.pipe, **given)[0]
             except Halt:
                 return None
+            except Exception as error:
+                self._blame_arguments(error)
+                raise
+
+    def _blame_arguments(self, error: Exception) -> None:
+        """PipelineCallError if the arguments that the user chose explain an error."""
+        ours = isinstance(error, UnreplayableError | AssertionError)
+        if self.kwargs and not ours and not ran_out(error):
+            given = printable(", ".join(f"{k}={v!r}" for k, v in self.kwargs.items()))
+            raise PipelineCallError(
+                f"{type(self.pipe).__name__} fails with the arguments {given}:"
+                f" {type(error).__name__}: {printable(error)}; correct or leave out what"
+                " model.pipeline gives it"
+            ) from error
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
