@@ -204,6 +204,8 @@ def _turned(image: Image.Image) -> bool:
 
 def _read(path: Path, read: Callable[[Image.Image], T]) -> T:
     """read(image) of a file that holds one picture."""
+    if path.suffix.lower() in PYAV_SUFFIXES:
+        raise Unreadable(f"{path} is a video, and one picture is needed; save a frame as .png")
 
     def still(image: Image.Image) -> T:
         frames = _frames_of(image)[1]
@@ -283,7 +285,7 @@ def _save_mp4(media: Tensor, path: Path, fps: int) -> None:
         raise ValueError(
             f"mp4 (yuv420p) needs even sides; the frames are {width}x{height}; save as .gif"
         )
-    with files.replacing(path) as temporary, av.open(str(temporary), "w") as container:
+    with files.replacing(path) as temporary, av.open(str(temporary), "w", "mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.options = {"crf": "18"}

@@ -1,10 +1,10 @@
-"""What evaluation suites found, as lines of text, and as a section of report.html. Reads the
-records that flowrl/evaluation/suites/runs.py writes; terminal.py prints the same lines."""
+"""What evaluation suites found, as lines of text, and as a section of report.html. terminal.py
+prints the same lines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,12 @@ from markupsafe import Markup
 from flowrl.report import answers
 from flowrl.report.charts import best_of_chart
 from flowrl.report.render import render
-from flowrl.runtime import side_files
+from flowrl.report.suite_file import records
 
 Record = Mapping[str, Any]  # of one suite on one run
 Lines = list[list[str]]  # the first column holds names
 
 SHOWN = (1, 2, 4, 8, 16, 32, 64)  # sizes of best-of-N in tables
-
-
-def records(run: Path) -> Iterator[dict[str, Any]]:
-    """The records of run/suites, by name."""
-    again = "evaluate again: flowrl evaluate --suite"
-    found = sorted((run / "suites").glob("*.json"))
-    return (side_files.read(path, again=again) for path in found)
 
 
 def section(run: Path) -> Markup:
@@ -96,7 +89,7 @@ def lines(record: Record, level: str, reading: str | None = None) -> Lines:
 def _role(record: Record, reading: str) -> str:
     """Whether training saw the reward behind a reading."""
     label, suite = reading.partition("/")[0], record["suite"]
-    entry = {**suite["rewards"], **suite["held_out"]}[label]
+    entry = {**suite["rewards"], **suite["held_out"]}.get(label)
     name = entry.get("name", label) if isinstance(entry, dict) else label
     if name in record["trained"]:
         return " (trained on)"

@@ -48,9 +48,9 @@ def write(path: str | Path, content: bytes | str) -> Path:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A name for a writer that needs one, ending as `path` does; its file then takes that place."""
+    """A name for a writer that opens its file itself, which then takes the place of `path`."""
     target = Path(os.path.realpath(path))  # a link stays one
-    temporary = target.with_name(_temporary_name(target.suffix))
+    temporary = target.with_name(_temporary_name())
     with _told(path):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -65,7 +65,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
     """An empty folder to be filled, which then appears at `path` at once; what was there goes."""
-    temporary = path.with_name(_temporary_name(""))
+    temporary = path.with_name(_temporary_name())
     with _told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
@@ -109,7 +109,7 @@ def append(path: Path, lines: str) -> None:
 def remove(path: Path) -> None:
     """Remove a file or folder; a folder is renamed first, so that no half of it is ever found."""
     if path.is_dir() and not path.is_symlink():
-        doomed = path.with_name(_temporary_name(""))
+        doomed = path.with_name(_temporary_name())
         os.rename(path, doomed)
         shutil.rmtree(doomed)
     else:
@@ -138,13 +138,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def _temporary_name(suffix: str) -> str:
-    """Unique among threads, processes and machines; says who writes."""
-    return f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}{suffix}"
+def _temporary_name() -> str:
+    """Unique among threads, processes and machines; says who writes. No suffix: whoever looks for
+    pictures or records passes it over."""
+    return f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _writer_is_gone(name: str) -> bool:
-    match = WRITER.match(name)
+    match = WRITER.fullmatch(name)
     if match is None or match["host"] != socket.gethostname():
         return False
     try:

@@ -237,7 +237,7 @@ def test_a_line_cut_short_at_the_end_is_noted_and_elsewhere_an_error(run):
     path.write_text(path.read_text() + '{"iteration": 41, "rewa')
     assert "last line of metrics.jsonl (line 41) is cut short" in page_of(run)[1].text
     path.write_text("{oops\n" + path.read_text())
-    with pytest.raises(ValueError, match=r"metrics.jsonl, line 1 is not JSON"):
+    with pytest.raises(ValueError, match=r"was edited or damaged \(line 1 is not JSON"):
         run_page.build(run)
 
 
@@ -255,7 +255,7 @@ def test_a_folder_that_is_no_run_is_refused_and_left_as_it_is(run, tmp_path):
     [
         ("evaluation.json", "{", "Invalid JSON"),
         ("evaluation.json", "[]", "is not an object"),
-        ("config.yaml", "a: [", "not YAML"),
+        ("config.yaml", "a: [", "edited or damaged .while parsing a flow"),
     ],
 )
 def test_a_damaged_file_is_named(run, file, text, said):
