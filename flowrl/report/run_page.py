@@ -30,8 +30,9 @@ from flowrl.report.numbers import (
     row_head,
 )
 from flowrl.report.render import render
-from flowrl.runtime import files, side_files
+from flowrl.runtime import files, side_files, yaml_text
 from flowrl.runtime.run_folder import Run, environment, read
+from flowrl.runtime.side_files import EDITED, shortened
 
 Metrics = Sequence[dict[str, Any]]  # lines of metrics.jsonl
 Rows = Sequence[dict[str, Any]]  # of evaluation.json
@@ -41,6 +42,7 @@ CURVES = {  # heading -> prefixes of metrics.jsonl
     "Held-out evaluation": ("eval/",),
     "Policy": ("policy/", "loss"),
 }
+PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"  # how a whole file begins and ends
 NOT_PHASES = ("/iteration", "/total", "_work", "_fraction")  # endings of sums, work and shares
 
 
@@ -66,31 +68,39 @@ def build(run_path: str | Path) -> Path:
 
 
 def _settings(run: Run) -> dict[str, Any]:
+    path = run.path / "config.yaml"
+    if not path.exists():
+        return {}
     try:
-        value = yaml.safe_load(run.config) if run.config else {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"{run.path / 'config.yaml'} is not YAML ({error})") from error
-    return value if isinstance(value, dict) else {}
+        value = yaml_text.load(run.config)
+        what = "" if isinstance(value, dict) else f"it holds {shortened(value)}, not settings"
+    except (ValueError, yaml.YAMLError) as error:
+        what = " ".join(str(error).split())
+    if what:
+        again = f"delete it and write it again with flowrl train --resume {run.path}"
+        raise ValueError(f"{path} {EDITED} ({what}); restore it, or {again}")
+    return value
 
 
 def _chips(run: Run, settings: dict[str, Any]) -> dict[str, str]:
     """The facts below the title."""
     keys = ("model", "algorithm", "reward", "seed")
     named = {key: _name_of(key, settings.get(key)) for key in keys}
-    chips = {key: str(name) for key, name in named.items() if name is not None}
+    chips = {key: name for key, name in named.items() if name is not None}
     if run.metrics:
         chips["iterations"] = str(len(run.metrics))
-        seconds = sum(row.get("time/iteration") or 0.0 for row in run.metrics)
+        seconds = _sums(run.metrics).get("time/iteration")
         chips |= {"training time": _duration(seconds)} if seconds else {}
     return chips
 
 
-def _name_of(key: str, value: Any) -> Any:
+def _name_of(key: str, value: Any) -> str | None:
     """What a group of settings is called; rewards are called by their labels."""
-    if not isinstance(value, dict):
-        return value
-    labels = ", ".join(map(str, value)) if key == "reward" else None
-    return value.get("name") or value.get("source") or labels
+    labels = None
+    if isinstance(value, dict):
+        labels = ", ".join(map(str, value)) if key == "reward" else None
+        value = value.get("name") or value.get("source")
+    return str(value) if isinstance(value, str | int | float) else labels
 
 
 def _duration(seconds: float) -> str:
@@ -150,7 +160,9 @@ def _headline(paired: dict[str, Any], metric: str, rows: Rows) -> dict[str, Any]
 def _intervals(metric: str, rows: Rows) -> Markup:
     entries = [(str(row.get("name", "")), row.get("metrics", {}).get(metric)) for row in rows]
     drawn = [
-        (name, e["mean"], *e["ci"]) for name, e in entries if isinstance(e, dict) and e.get("ci")
+        (name, e["mean"], *e["ci"])
+        for name, e in entries
+        if isinstance(e, dict) and e["mean"] is not None and e.get("ci")
     ]
     return interval_chart(drawn) if drawn else Markup()
 
@@ -167,10 +179,16 @@ def _task_lines(columns: Sequence[dict[str, Any]]) -> list[list[str]]:
 def _pictures(samples: Path) -> dict[str, str]:
     """Name -> PNG in base64: pairs of before and after, or what there is of the two alone."""
     for names in (["before_after"], ["before", "after"]):
-        there = [samples / f"{name}.png" for name in names if (samples / f"{name}.png").exists()]
-        if there:
+        found = {name: png for name in names if (png := _png(samples / f"{name}.png"))}
+        if found:
             break
-    return {path.stem: base64.b64encode(path.read_bytes()).decode() for path in there}
+    return {name: base64.b64encode(png).decode() for name, png in found.items()}
+
+
+def _png(path: Path) -> bytes:
+    """A file that can be shown as a picture; b"" of another one."""
+    data = path.read_bytes() if path.is_file() else b""
+    return data if data.startswith(PNG) and data.endswith(PNG_END) else b""
 
 
 # ---------------------------------------------------------------------------
@@ -206,8 +224,9 @@ def _decisive_steps(metrics: Metrics) -> list[Markup]:
     by_step: dict[int, list[float]] = {}
     for row in metrics:
         for key, value in row.items():
-            if key.startswith("tree/variance/"):
-                by_step.setdefault(int(key.rpartition("/")[2]), []).append(value)
+            step = key.removeprefix("tree/variance/")
+            if step.isdecimal() and isinstance(value, int | float):
+                by_step.setdefault(int(step), []).append(value)
     points = [(float(step), sum(values) / len(values)) for step, values in sorted(by_step.items())]
     return [line_chart("tree/variance", points, xlabel="step")]
 
@@ -270,7 +289,7 @@ def _environment(run: Run) -> dict[str, Any]:
 
 def _command_again(run: Run, settings: dict[str, Any]) -> str:
     """Trains the same again, into another folder, from where this run was started."""
-    folder = Path(settings.get("output") or f"runs/{run.path.name}")
+    folder = Path(str(settings.get("output") or f"runs/{run.path.name}"))
     if run.path.parts[-len(folder.parts) :] != folder.parts:  # the run was moved
         folder = run.path
     return shlex.join(["flowrl", "train", str(folder / "config.yaml"), f"output={folder}-again"])
