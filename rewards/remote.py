@@ -46,18 +46,26 @@ from flowrl.rewards.server.http_client import (
 )
 from flowrl.rewards.server.journal import Journal, keys
 from flowrl.runtime.registry import did_you_mean
+from flowrl.runtime.text import printable
 from flowrl.types import MediaContext
 
 logger = logging.getLogger("flowrl")
 R = TypeVar("R", bound=pydantic.BaseModel)
 PAUSES = 0.1, 10.0  # seconds between tries: the first and the longest
 MOST_REPLY = 2**24  # bytes: 16 kB for each of the most samples of a request
+MOST_REFUSAL = 2**16  # bytes of an answer that holds a sentence
+MOST_SCALE = 2000  # characters
 # how a server's sentence about a reward that broke its contract begins, as _detail gives it
 BUG = ": RewardBug: "
 
 
 class Settings(core_reward.Settings):
-    url: str = pydantic.Field(description="Address of the server, as http://127.0.0.1:8321.")
+    url: str = pydantic.Field(
+        description=(
+            "Address of the server, as http://127.0.0.1:8321; env:NAME takes it from an"
+            " environment variable, where it may hold a password."
+        )
+    )
     reward: str | None = pydantic.Field(
         None, description="Which of the rewards served; null: their weighted total."
     )
@@ -133,7 +141,7 @@ class Remote(core_reward.Reward):
             self.about = self._read(wire.About, answer)
             self._adopt(self._chosen())
         except Refused as error:
-            raise ValueError(f"reward.remote.url={self.settings.url}: {error}") from None
+            raise ValueError(f"reward.remote.url={self.http.url}: {error}") from None
 
     def _client(self) -> Client:
         s = self.settings
@@ -142,7 +150,8 @@ class Remote(core_reward.Reward):
 
     def _adopt(self, served: wire.Served) -> None:
         """Take over what the server states of its reward."""
-        self.scale, self.reads_prompt, self.video = served.scale, served.reads_prompt, served.video
+        self.scale = printable(served.scale, MOST_SCALE)
+        self.reads_prompt, self.video = served.reads_prompt, served.video
         self.needs, self.reads = frozenset(served.needs), frozenset(served.reads)
         self.rounds = served.rounds or self.settings.pixels == "bytes"
 
@@ -178,7 +187,7 @@ class Remote(core_reward.Reward):
         for row, score in found.items():
             call.scores[row] = score
         said = zip(rows, answer.errors, strict=True)
-        call.errors.update({row: error for row, error in said if error})
+        call.errors.update({row: printable(error) for row, error in said if error})
         if self.journal is not None:
             self.journal.add({call.keys[row]: score for row, score in found.items()})
 
@@ -223,7 +232,7 @@ class Remote(core_reward.Reward):
         except Refused as error:
             call.over.set()
             raise RewardUnavailable(
-                f"the reward server {self.settings.url} cannot be used: {error}; {self._resume()}"
+                f"the reward server {self.http.url} cannot be used: {error}; {self._resume()}"
             ) from None
         return answer
 
@@ -270,7 +279,7 @@ class Remote(core_reward.Reward):
                 raise Ended from None
             over.set()
             raise RewardUnavailable(
-                f"the reward server {self.settings.url} does not answer ({failure}; tried for"
+                f"the reward server {self.http.url} does not answer ({failure}; tried for"
                 f" {self.settings.wait:g} s): {self._resume()}"
             ) from None
         self._back()
@@ -281,17 +290,15 @@ class Remote(core_reward.Reward):
     ) -> httpx.Response:
         try:
             response = self.http.fetch(method, path, body, over)
-        except TooLong:
-            raise Refused(
-                f"its reply has more than {MOST_REPLY / 2**20:g} MiB, which no flowrl server sends"
-            ) from None
+        except TooLong as failure:
+            raise Refused(f"{failure}, which no flowrl server sends") from None
         if not busy(response.status_code):
             return response
         said = _detail(response)
         if response.status_code == 500 and said.startswith(BUG):
             over.set()
             raise RewardBug(
-                f"the reward that {self.settings.url} serves has a fault: {said.removeprefix(BUG)}"
+                f"the reward that {self.http.url} serves has a fault: {said.removeprefix(BUG)}"
             )
         raise Again(f"it answered {response.status_code}{said}", retry_after(response))
 
@@ -333,14 +340,14 @@ class Remote(core_reward.Reward):
         if not self.away:
             self.away = True
             logger.warning(
-                f"the reward server {self.settings.url} does not answer ({failure}); trying again"
+                f"the reward server {self.http.url} does not answer ({failure}); trying again"
                 f" for {self.settings.wait:g} s"
             )
 
     def _back(self) -> None:
         if self.away:
             self.away = False
-            logger.warning(f"the reward server {self.settings.url} answers again")
+            logger.warning(f"the reward server {self.http.url} answers again")
 
     def _resume(self) -> str:
         if not hasattr(self, "about"):
@@ -396,9 +403,11 @@ def _take(column: Any, rows: list[int]) -> Any:
 
 def _detail(response: httpx.Response) -> str:
     """ ": the server's own sentence", if there is one."""
+    if len(response.content) > MOST_REFUSAL:
+        return ""
     try:
-        return f": {response.json()['detail']}"
-    except (ValueError, KeyError, TypeError):
+        return f": {printable(response.json()['detail'])}"
+    except (ValueError, KeyError, TypeError, RecursionError):
         return ""
 
 

@@ -16,10 +16,13 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="0: any.")]
 TokenEnv = Annotated[
     str | None, typer.Option(help="Environment variable with the token that clients send.")
 ]
-MaxMb = Annotated[float, typer.Option(min=1, help="Of one request, in megabytes.")]
+MaxMb = Annotated[
+    float, typer.Option(min=1, help="Of one request, in megabytes; all have twice as much.")
+]
 MaxBatch = Annotated[
     int, typer.Option(min=1, help="Most samples of several requests scored together.")
 ]
+MaxConnections = Annotated[int, typer.Option(min=1, help="Most that are open at once.")]
 Device = Annotated[str | None, typer.Option(help="Default: a GPU if there is one.")]
 
 
@@ -30,6 +33,7 @@ def serve(
     token_env: TokenEnv = None,
     max_mb: MaxMb = 512,
     max_batch: MaxBatch = 64,
+    max_connections: MaxConnections = 1000,
     device: Device = None,
 ) -> None:
     """Serve rewards to other processes; reward=remote asks them."""
@@ -45,6 +49,7 @@ def serve(
             device=device,
             max_mb=max_mb,
             max_batch=max_batch,
+            max_connections=max_connections,
         )
     echo(server.describe())
     server.run()

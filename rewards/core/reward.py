@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from flowrl.runtime.registry import did_you_mean, find
 from flowrl.types import MediaContext
 
+SECRET = re.compile(r"(?<=//)[^/\s]*(?=@)|(?<=\?).+(?=['\"])")  # of an address: password, query
 COLUMNS = tuple(field.name for field in dataclasses.fields(MediaContext))
 ORIGINS = {  # of the others: Python code, and clients of a reward server
     "meta": "every prompt of a data file brings it",
@@ -320,4 +322,5 @@ def _sentence(problem: Mapping[str, Any], schema: type[Settings], prefix: str) -
         field = schema.model_fields.get(key)
         about = f" ({field.description.rstrip('.')})" if field and field.description else ""
         return f'the setting "{key}" is missing; give {prefix}{key}=VALUE{about}'
-    return f"{key}={problem['input']!r}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+    value = SECRET.sub("***", repr(problem["input"]))
+    return f"{key}={value}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"

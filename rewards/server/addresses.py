@@ -4,19 +4,60 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
+from dataclasses import dataclass, field
 
 import httpx
 
+FROM_ENV = "env:"  # before the name of an environment variable that holds an address
+SHORTEST = 16  # characters of a token
+HOST_PORT = re.compile(r"(\[[^\]]*\]|[^:]*)(?::\d*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a server is. shown: its address without secrets."""
+
+    shown: str
+    login: tuple[str, str] | None  # user and password
+    query: str = field(repr=False)
+
 
 def address(value: str, example: str) -> str:
-    """An http(s) address without a slash at its end; anything else -> ValueError that shows one."""
+    """An http(s) address without a slash at its end, or env:NAME; anything else -> ValueError.
+
+    Settings are written to files, so one that holds a password or a query is refused: the
+    environment variable NAME may hold the whole address.
+    """
+    found = located(value, example)
+    if (found.login or found.query) and not value.startswith(FROM_ENV):
+        raise ValueError(
+            "an address in a config may hold no password and no ?query; put all of it in an"
+            " environment variable, and its name here, as env:SERVER_URL"
+        )
+    return value.rstrip("/")
+
+
+def located(value: str, example: str) -> Location:
+    """Where an address leads, or the one that an environment variable holds."""
+    variable = value.removeprefix(FROM_ENV)
+    if variable != value:
+        value = os.environ.get(variable, "").strip()
+        if not value:
+            raise ValueError(
+                f"the environment variable {variable} is empty or not set; put the server's"
+                f" address there, as {example}"
+            )
     try:
         url = httpx.URL(value)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"{error}; write {example}") from None
+        url.port  # noqa: B018  # checked when it is read
+    except (httpx.InvalidURL, ValueError):
+        raise ValueError(f"this is no address; write {example}") from None
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError(f"write {example}")
-    return value.rstrip("/")
+    login = (url.username, url.password) if url.userinfo else None
+    shown = url.copy_with(userinfo=b"", query=None, fragment=None)
+    return Location(shown=str(shown).rstrip("/"), login=login, query=url.query.decode())
 
 
 def is_loopback(host: str) -> bool:
@@ -24,7 +65,13 @@ def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return host == "localhost"
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def is_local(header: str) -> bool:
+    """Whether a Host header names this machine, whatever the port."""
+    match = HOST_PORT.fullmatch(header.strip().lower())
+    return match is not None and is_loopback(match[1])
 
 
 def fits_a_header(secret: str) -> bool:
@@ -32,11 +79,19 @@ def fits_a_header(secret: str) -> bool:
 
 
 def token_of(variable: str) -> str:
-    """The token in an environment variable; none, or one that no header can hold -> ValueError."""
+    """The token in an environment variable; none, a short one, or one that no header can hold ->
+    ValueError."""
     token = os.environ.get(variable, "")
-    if not token or not fits_a_header(token):
-        what = "holds spaces or characters outside ASCII" if token else "is empty or not set"
+    what = None
+    if not token:
+        what = "is empty or not set"
+    elif not fits_a_header(token):
+        what = "holds spaces or characters outside ASCII"
+    elif len(token) < SHORTEST:
+        what = f"holds {len(token)} characters, and a token has at least {SHORTEST}"
+    if what is not None:
         raise ValueError(
             f"token_env={variable}: this environment variable {what}; put the server's token there"
+            " (`openssl rand -hex 32` makes one)"
         )
     return token

@@ -26,21 +26,31 @@ class Server:
         token_env: str | None = None,
         max_mb: float = 512.0,
         max_batch: int = 64,
+        max_connections: int = 1000,
         device: str | None = None,
     ):
         """rewards: what load_set takes. port: 0 for any free one. device: None: a GPU if any.
 
         max_mb: of a request, as JSON or unpacked. max_batch: most samples scored at once.
+        max_connections: most that are open at once.
         """
-        uvicorn, create_app = _server_packages()
+        uvicorn, create_app, protocol = _server_packages()
         token = _token(host, token_env)
         self.socket = _bind(host, port)
         self.service = Service(load_set(rewards), max_mb=max_mb, max_batch=max_batch, device=device)
         self.socket.listen(1024)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.socket.getsockname()[1]}"
-        app = create_app(self.service, token=token)
+        app = create_app(self.service, token=token, local=is_loopback(host))
         self.uvicorn = uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=75)
+            uvicorn.Config(
+                app,
+                http=protocol(max_connections),
+                ws="none",
+                loop="asyncio",  # of which connections.py knows how much it reads at once
+                log_level="error",  # anyone could fill a log of warnings
+                access_log=False,
+                timeout_keep_alive=75,
+            )
         )
 
     def describe(self) -> str:
@@ -72,17 +82,18 @@ class Server:
         self.thread.join()
 
 
-def _server_packages() -> tuple[Any, Any]:
-    """uvicorn and create_app, which need the extra "server"."""
+def _server_packages() -> tuple[Any, Any, Any]:
+    """uvicorn, create_app and protocol, which need the extra "server"."""
     try:
         import uvicorn
 
+        from flowrl.rewards.server.connections import protocol
         from flowrl.rewards.server.routes import create_app
     except ImportError as error:
         raise ValueError(
             f"serving needs the extra \"server\": pip install 'flowrl[server]' ({error})"
         ) from None
-    return uvicorn, create_app
+    return uvicorn, create_app, protocol
 
 
 def _token(host: str, variable: str | None) -> str | None:

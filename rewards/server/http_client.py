@@ -8,10 +8,12 @@ busy or away it is asked again, with tenacity's count of tries and pauses.
 from __future__ import annotations
 
 import email.utils
+import logging
 import math
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
@@ -20,7 +22,9 @@ from typing import TypeVar
 import httpx
 import tenacity
 
-from flowrl.rewards.server.addresses import is_loopback
+from flowrl.rewards.server.addresses import is_loopback, located
+from flowrl.rewards.server.json_weight import values_of
+from flowrl.runtime.text import printable
 
 T = TypeVar("T")
 GLANCE = 0.1  # seconds: how often a request under way looks whether the call has ended
@@ -28,6 +32,7 @@ HEADERS = {
     "Content-Type": "application/json",
     "Accept-Encoding": "identity",  # a compressed answer could unpack to any size
 }
+BYTES_A_VALUE = 16  # of the largest answer: fewer would take many times its size when parsed
 KEPT_HEADERS = ("Content-Type", "Retry-After")  # of an answer
 
 
@@ -60,15 +65,26 @@ class Client:
         connect: float = math.inf,
     ):
         """largest: most bytes of an answer. connect: most seconds until there is a connection."""
-        self.url, self.timeout, self.largest = url, timeout, largest
-        self.http = httpx.Client(
+        where = located(url, "http://HOST:PORT")
+        if where.login and token is not None:
+            raise ValueError(
+                "the address holds a user and a password, and a token is set too; only one of them"
+                " can be sent"
+            )
+        if where.query:  # httpx names addresses with their queries in its log
+            logging.getLogger("httpx").setLevel(logging.WARNING)
+        self.url, self.query = where.shown, where.query
+        self.timeout, self.largest = timeout, largest
+        self.session = partial(
+            httpx.Client,
+            auth=where.login,
             headers=HEADERS if token is None else {**HEADERS, "Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(timeout, connect=min(timeout, connect)),
-            # no limit: a request that was given up may hold its connection a little longer
-            limits=httpx.Limits(max_connections=None),
             # no proxy of the environment leads to this machine's own ports
-            trust_env=not is_loopback(httpx.URL(url).host),
+            trust_env=not is_loopback(httpx.URL(self.url).host),
+            verify=httpx.create_ssl_context(),
         )
+        self.idle: deque[httpx.Client] = deque()  # one of them is one connection
 
     def fetch(
         self, method: str, path: str, body: str | None = None, over: threading.Event | None = None
@@ -78,16 +94,25 @@ class Client:
         over: when it is set, the request is left alone, and Ended is raised.
         """
         deadline = time.monotonic() + self.timeout
+        try:
+            session = self.idle.pop()
+        except IndexError:
+            session = self.session()
         reply: Future[httpx.Response] = Future()
-        read = partial(self._read, method, path, body, deadline)
+        read = partial(self._read, session, method, path, body, deadline)
         # a thread of its own: neither a silent server nor the end of the program waits for it
         threading.Thread(target=_settle, args=(reply, read), name="request", daemon=True).start()
         try:
-            return self._awaited(reply, deadline, over)
-        except httpx.LocalProtocolError:  # its words may hold a header
-            raise Again("LocalProtocolError") from None
-        except httpx.RequestError as error:
-            raise Again(f"{type(error).__name__}: {error}") from error
+            answer = self._awaited(reply, deadline, over)
+        except BaseException as error:
+            session.close()  # which ends the thread, whatever the server still sends
+            if isinstance(error, httpx.LocalProtocolError):  # its words may hold a header
+                raise Again("LocalProtocolError") from None
+            if isinstance(error, httpx.RequestError):
+                raise Again(printable(f"{type(error).__name__}: {error}")) from error
+            raise
+        self.idle.append(session)
+        return answer
 
     def _awaited(
         self, reply: Future[httpx.Response], deadline: float, over: threading.Event | None
@@ -100,15 +125,21 @@ class Client:
                 raise self._late()
         raise Ended
 
-    def _read(self, method: str, path: str, body: str | None, deadline: float) -> httpx.Response:
+    def _read(
+        self, session: httpx.Client, method: str, path: str, body: str | None, deadline: float
+    ) -> httpx.Response:
         content = bytearray()
-        with self.http.stream(method, self.url + path, content=body) as answer:
+        url = f"{self.url}{path}?{self.query}" if self.query else self.url + path
+        with session.stream(method, url, content=body) as answer:
             for piece in answer.iter_raw():
                 content += piece
                 if len(content) > self.largest:
                     raise TooLong(f"its answer is longer than {self.largest:,} bytes")
                 if time.monotonic() > deadline:
                     raise self._late()
+        session.cookies.clear()
+        if values_of(content, 0, len(content)) > self.largest / BYTES_A_VALUE:
+            raise TooLong(f"its answer of {len(content):,} bytes holds too many values")
         headers = {name: answer.headers[name] for name in KEPT_HEADERS if name in answer.headers}
         return httpx.Response(answer.status_code, headers=headers, content=bytes(content))
 
@@ -157,12 +188,13 @@ def retry_after(response: httpx.Response) -> float:
     """Seconds of a Retry-After header, given as such or as a date; 0: there is none."""
     value = response.headers.get("Retry-After", "")
     try:
-        return max(0.0, float(value))
+        seconds = float(value)
+        return max(0.0, seconds) if math.isfinite(seconds) else 0.0
     except ValueError:
         pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError, OSError):
         return 0.0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import importlib.metadata
-from contextlib import AsyncExitStack
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
@@ -13,10 +13,12 @@ from fastapi.responses import JSONResponse
 from starlette.requests import ClientDisconnect
 
 from flowrl.rewards import RewardUnavailable
-from flowrl.rewards.server import wire
+from flowrl.rewards.server import room, wire
+from flowrl.rewards.server.addresses import is_local
+from flowrl.rewards.server.room import Full, Guest, Late
 from flowrl.rewards.server.service import Job, Service
+from flowrl.runtime.text import printable
 
-ARRIVAL = 120.0  # seconds in which a body must have come: meanwhile it takes room from others
 STATUS = {
     ValueError: 422,
     wire.TooLarge: 413,
@@ -26,17 +28,20 @@ STATUS = {
 }
 
 
-def create_app(service: Service, *, token: str | None = None) -> FastAPI:
-    """The FastAPI app. token: what /version and /score want as a bearer token."""
+def create_app(service: Service, *, token: str | None = None, local: bool = False) -> FastAPI:
+    """The FastAPI app. token: what /version and /score want as a bearer token. local: only requests
+    to an address of this machine are answered."""
     version = importlib.metadata.version("flowrl")
     app = FastAPI(
         title="flowrl rewards", version=version, docs_url=None, redoc_url=None, openapi_url=None
     )
-    app.state.service, app.state.token = service, token
+    app.state.service, app.state.token, app.state.local = service, token, local
     app.include_router(open_to_all)
     app.include_router(for_clients)
     for kind in STATUS:
         app.add_exception_handler(kind, refusal)
+    app.add_exception_handler(Late, late)
+    app.add_exception_handler(Full, full)
     return app
 
 
@@ -54,8 +59,18 @@ def authorize(request: Request) -> None:
         )
 
 
-open_to_all = APIRouter()
-for_clients = APIRouter(dependencies=[Depends(authorize)])
+def addressed(request: Request) -> None:
+    """A web page can lead a name of its own to this machine (DNS rebinding), and ask in its
+    visitor's place; the browser then sends that name."""
+    host = request.headers.get("host", "")
+    if request.app.state.local and not is_local(host):
+        raise HTTPException(
+            421, f"this server answers to localhost and 127.0.0.1, not to {printable(host, 60)!r}"
+        )
+
+
+open_to_all = APIRouter(dependencies=[Depends(addressed)])
+for_clients = APIRouter(dependencies=[Depends(addressed), Depends(authorize)])
 Served = Annotated[Service, Depends(service_of)]
 
 
@@ -71,8 +86,10 @@ async def version(service: Served) -> wire.About:
 
 @for_clients.post("/score")
 async def score(request: Request, service: Served) -> wire.Answer:
-    async with AsyncExitStack() as stack:
-        job = await arrived(request, service, stack)
+    length = length_of(request)
+    service.check_size(length, "of JSON")
+    async with service.room.guest() as guest:
+        job = await arrived(request, length, service, guest)
         future = asyncio.wrap_future(service.submit(job))
         # after the body, all that can still come is that the client has gone
         gone = asyncio.ensure_future(request.receive())
@@ -84,14 +101,19 @@ async def score(request: Request, service: Served) -> wire.Answer:
         return await future
 
 
-async def arrived(request: Request, service: Service, stack: AsyncExitStack) -> Job:
-    """The job that a request asks for; its bytes leave the gate of the unpacked with `stack`."""
-    length = length_of(request)
-    service.check_size(length, "as JSON")
-    async with service.arriving.hold(length):
-        question = await asyncio.to_thread(service.read, await body_of(request, length))
-        await stack.enter_async_context(service.unpacked.hold(question.nbytes))
-        return await asyncio.to_thread(service.job, question)
+async def arrived(request: Request, length: int, service: Service, guest: Guest) -> Job:
+    """The job that a request asks for. What it takes in memory is awaited before it is used."""
+    run = partial(asyncio.get_running_loop().run_in_executor, service.readers)
+    body = await body_of(request, length, guest)
+    weight = await run(service.weigh, body)
+    await guest.add(weight.total)
+    question = await run(service.read, body, weight)
+    del body
+    guest.hold(weight.total)
+    await guest.add(question.nbytes + question.scratch)
+    job = await run(service.job, question)
+    guest.hold(weight.rest + question.nbytes)
+    return job
 
 
 def length_of(request: Request) -> int:
@@ -105,23 +127,17 @@ def length_of(request: Request) -> int:
     return int(request.headers["content-length"])  # the HTTP layer refuses what is not a number
 
 
-async def body_of(request: Request, length: int) -> bytes:
+async def body_of(request: Request, length: int, guest: Guest) -> bytearray:
     body = bytearray()
-    try:
-        async with asyncio.timeout(ARRIVAL):
-            async for part in request.stream():
-                body += part
-                if len(body) > length:
-                    raise ValueError(
-                        f"the body is longer than the {length} bytes of its Content-Length"
-                    )
-    except TimeoutError:
-        late = (
-            f"the body did not come within {ARRIVAL:g} seconds ({len(body)} of {length} bytes"
-            " did); send fewer samples at once"
-        )
-        raise HTTPException(408, late, {"Connection": "close"}) from None
-    return bytes(body)
+    guest.listen()
+    async for part in request.stream():
+        await guest.take(part)
+        body += part
+        if len(body) > length:
+            raise ValueError(f"the body is longer than the {length} bytes of its Content-Length")
+        guest.listen()
+    guest.arrived()
+    return body
 
 
 async def refusal(request: Request, error: Exception) -> JSONResponse:
@@ -129,3 +145,16 @@ async def refusal(request: Request, error: Exception) -> JSONResponse:
     status = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
     sentence = f"{type(error).__name__}: {error}" if status == 500 else str(error)
     return JSONResponse({"detail": sentence}, status)
+
+
+async def late(request: Request, error: Late) -> JSONResponse:
+    said = (
+        f"the body came too slowly: {room.PACE:,} bytes, or the rest, should come within"
+        f" {room.IDLE:g} seconds; send fewer samples at once"
+    )
+    return JSONResponse({"detail": said}, 408, {"Connection": "close"})
+
+
+async def full(request: Request, error: Full) -> JSONResponse:
+    said = "the server has no room for this request among the others; send it again"
+    return JSONResponse({"detail": said}, 503, {"Connection": "close", "Retry-After": "1"})

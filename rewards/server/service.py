@@ -11,14 +11,11 @@ them, or none, can serve.
 
 from __future__ import annotations
 
-import asyncio
 import importlib.metadata
 import itertools
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,33 +26,10 @@ from torch import Tensor
 from flowrl.rewards import RewardSet, RewardUnavailable, score
 from flowrl.rewards.core.score import check_columns, check_kind, check_media
 from flowrl.rewards.server import wire
+from flowrl.rewards.server.json_weight import Weight, weigh
+from flowrl.rewards.server.room import Room
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext, Rewards
-
-
-class Gate:
-    """Lets bytes in while those inside stay within a limit, or when nothing is inside.
-
-    Others wait in the order they came.
-    """
-
-    def __init__(self, limit: float):
-        self.limit, self.inside = limit, 0
-        self.turn, self.changed = asyncio.Lock(), asyncio.Condition()
-
-    @asynccontextmanager
-    async def hold(self, amount: int) -> AsyncIterator[None]:
-        async with self.turn, self.changed:
-            await self.changed.wait_for(
-                lambda: self.inside == 0 or self.inside + amount <= self.limit
-            )
-            self.inside += amount
-        try:
-            yield
-        finally:
-            async with self.changed:
-                self.inside -= amount
-                self.changed.notify_all()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,11 +53,19 @@ class Job:
         absent = self.context.meta is None, self.context.group is None
         return self.reward, self.media.shape[1:], *absent, *shapes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        columns = [getattr(self.context, name) for name in wire.TENSORS]
+        return sum(tensor.nbytes for tensor in (self.media, *columns) if tensor is not None)
+
 
 class Service:
     """What the routes call: limits, and one thread that scores.
 
-    max_mb: of a request, as JSON and unpacked. max_batch: most samples scored at once.
+    max_mb: of a request, as JSON and unpacked. All requests together keep at most twice as much: an
+    eighth of max_mb for a batch that is joined from several, the rest for themselves (`room`).
+    max_batch: most samples scored at once.
     """
 
     def __init__(
@@ -98,7 +80,11 @@ class Service:
             flowrl=importlib.metadata.version("flowrl"),
             max_mb=max_mb,
         )
-        self.arriving, self.unpacked = Gate(2e6 * max_mb), Gate(2e6 * max_mb)
+        self.limit = max_mb * 1e6
+        self.joined = self.limit / 8  # most bytes of a batch of several requests
+        self.room = Room(2 * self.limit - self.joined)
+        # few threads: each may need scratch memory, and the interpreter runs one at a time
+        self.readers = ThreadPoolExecutor(2, thread_name_prefix="reading")
         self.scored = 0
         self.jobs: deque[Job] = deque()
         self.changed, self.closed = threading.Condition(), False
@@ -110,15 +96,22 @@ class Service:
             self.closed = True
             self.changed.notify_all()
         self.thread.join()
+        self.readers.shutdown(wait=False, cancel_futures=True)
 
-    def check_size(self, size: int, what: str) -> None:
-        if size > self.max_mb * 1e6:
+    def check_size(self, size: float, what: str) -> None:
+        if size > self.limit:
             raise wire.TooLarge(
                 f"a request may have {self.max_mb:g} MB, and this one has {size / 1e6:.1f} MB"
                 f" {what}; send fewer samples at once, or serve with a larger --max-mb"
             )
 
-    def read(self, body: bytes) -> wire.Question:
+    def weigh(self, body: bytearray) -> Weight:
+        """Memory that a body takes when it is read; too much -> TooLarge."""
+        weight = weigh(body)
+        self.check_size(weight.total, "of JSON in memory")
+        return weight
+
+    def read(self, body: bytearray, weight: Weight) -> wire.Question:
         """The request in a body, sizes checked, nothing unpacked yet."""
         try:
             question = wire.Question.model_validate_json(body)
@@ -130,6 +123,7 @@ class Service:
                 f" {len(question.prompts)}; send several"
             )
         self.check_size(question.nbytes, "unpacked")
+        self.check_size((weight.total + question.nbytes + question.scratch) / 2, "unpacked")
         return question
 
     def job(self, question: wire.Question) -> Job:
@@ -180,11 +174,13 @@ class Service:
             batch, size = [first], len(first.prompts)
             if first.context.group is not None:
                 return batch
+            nbytes = first.nbytes
             for job in [job for job in self.jobs if job.kind == first.kind]:
-                if size + len(job.prompts) <= self.max_batch:
+                more = len(job.prompts), job.nbytes
+                if size + more[0] <= self.max_batch and nbytes + more[1] <= self.joined:
                     self.jobs.remove(job)
                     batch.append(job)
-                    size += len(job.prompts)
+                    size, nbytes = size + more[0], nbytes + more[1]
             return batch
 
     def _answer(self, jobs: list[Job]) -> None:

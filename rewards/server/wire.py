@@ -20,9 +20,9 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import pydantic
@@ -30,7 +30,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowrl.data.media import to_pil, to_uint8
+from flowrl.data.media import open_image, to_pil, to_uint8
 from flowrl.rewards.core.reward import Reward
 from flowrl.types import MediaContext
 
@@ -46,7 +46,10 @@ STORED = {
     "uint8": "|u1",
     "unorm8": "|u1",
 }
-PNG_HEAD = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"
+LONGEST = 2**32  # of a dimension
+PIECE = 2**20  # bytes: how much of a tensor is unpacked at once
+PNG_START = b"\x89PNG\r\n\x1a\n"
+PNG_HEAD = PNG_START + b"\x00\x00\x00\rIHDR"
 RGB_OF_BYTES = b"\x08\x02"  # bit depth 8, colour type 2
 
 
@@ -66,8 +69,9 @@ class Numbers(Record):
     """One tensor."""
 
     dtype: Literal["float32", "float64", "int64", "int32", "uint8", "unorm8"]
-    shape: list[pydantic.PositiveInt] = pydantic.Field(max_length=8)
+    shape: list[Annotated[int, pydantic.Field(gt=0, le=LONGEST)]] = pydantic.Field(max_length=8)
     data: str
+    scratch: ClassVar[int] = 0  # bytes beside the tensor while it is unpacked, but for pieces
 
     @property
     def nbytes(self) -> int:
@@ -84,8 +88,16 @@ class Pngs(Record):
     @property
     def nbytes(self) -> int:
         """Bytes as fp32, from the heads of the files."""
-        sizes = [_png_size(text, number) for number, text in enumerate(self.png)]
-        return sum(12 * width * height for width, height in sizes)
+        return sum(12 * width * height for width, height in self._sizes())
+
+    @property
+    def scratch(self) -> int:
+        """Bytes beside the tensor, while it is unpacked: one picture and its file."""
+        pixels = max(width * height for width, height in self._sizes())
+        return 7 * pixels + 2 * max(map(len, self.png))
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        return [_png_size(text, number) for number, text in enumerate(self.png)]
 
 
 class Question(Record):
@@ -108,8 +120,16 @@ class Question(Record):
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors when unpacked."""
+        return sum(record.nbytes for record in self._records())
+
+    @property
+    def scratch(self) -> int:
+        """Bytes beside the tensors, while they are unpacked one after the other."""
+        return max(record.scratch for record in self._records())
+
+    def _records(self) -> list[Pngs | Numbers]:
         columns = [getattr(self, name) for name in TENSORS]
-        return self.media.nbytes + sum(column.nbytes for column in columns if column is not None)
+        return [self.media, *(column for column in columns if column is not None)]
 
 
 class Answer(pydantic.BaseModel):
@@ -133,6 +153,8 @@ class Served(pydantic.BaseModel):
     rounds: it reads no more of a picture than an 8-bit PNG holds.
     """
 
+    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
+
     scale: str
     needs: list[str]
     reads: list[str]
@@ -148,13 +170,15 @@ class About(pydantic.BaseModel):
     version: a hash of the rewards, their settings and their code. total: their weighted sum.
     """
 
+    model_config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
+
     protocol: int
     flowrl: str
     version: str
     rewards: dict[str, Served]
     total: Served
-    max_mb: float
-    max_samples: int
+    max_mb: float = pydantic.Field(gt=0, le=1e6)
+    max_samples: int = pydantic.Field(ge=1, le=1_000_000)
 
 
 def about(
@@ -252,30 +276,54 @@ def unpack(record: Numbers | Pngs) -> Tensor:
     """The tensor that was packed, bit for bit; data of another dtype or shape -> ValueError."""
     if isinstance(record, Pngs):
         return _pictures(record.png)
-    dtype = np.dtype(STORED[record.dtype])
-    planes = np.frombuffer(_inflated(record, dtype), np.uint8).reshape(dtype.itemsize, -1)
-    numbers = np.array(planes.T, order="C").reshape(-1).view(dtype.newbyteorder("="))
-    tensor = torch.from_numpy(numbers.reshape(record.shape))
-    return tensor.float() / 255 if record.dtype == "unorm8" else tensor
+    bytes_in_01 = record.dtype == "unorm8"
+    dtype = np.dtype(np.float32 if bytes_in_01 else STORED[record.dtype])
+    numbers = np.empty(math.prod(record.shape), dtype)
+    planes = numbers[:, None] if bytes_in_01 else numbers.view(np.uint8).reshape(-1, dtype.itemsize)
+    _fill(planes.T, record)
+    tensor = torch.from_numpy(numbers.view(dtype.newbyteorder("=")).reshape(record.shape))
+    return tensor.div_(255) if bytes_in_01 else tensor
 
 
-def _inflated(record: Numbers, dtype: np.dtype) -> bytes:
-    """The bytes in a record's data, never more than its shape asks for."""
-    expected = math.prod(record.shape) * dtype.itemsize
-    inflate = zlib.decompressobj()
+def _fill(planes: np.ndarray, record: Numbers) -> None:
+    """Write the bytes in a record's data, which are exactly as many as `planes` has places."""
+    filled, size = 0, planes.shape[1]
+    for piece in _inflated(record):
+        if filled + len(piece) > planes.size:
+            raise _misfit(record, planes.size, f"more than {planes.size}")
+        fresh = np.frombuffer(piece, np.uint8)
+        while len(fresh):
+            plane, place = divmod(filled, size)
+            part, fresh = fresh[: size - place], fresh[size - place :]
+            planes[plane, place : place + len(part)] = part
+            filled += len(part)
+    if filled < planes.size:
+        raise _misfit(record, planes.size, str(filled))
+
+
+def _inflated(record: Numbers) -> Iterator[bytes]:
+    """The bytes in a record's data, a piece at a time."""
+    inflate, step = zlib.decompressobj(), 4 * PIECE // 3 // 4 * 4
     try:
-        raw = inflate.decompress(base64.b64decode(record.data, validate=True), expected + 1)
-    except (binascii.Error, ValueError, zlib.error) as error:
+        for start in range(0, len(record.data), step):
+            text = record.data[start : start + step]
+            piece = inflate.decompress(binascii.a2b_base64(text, strict_mode=True), PIECE)
+            while piece:
+                yield piece
+                piece = inflate.decompress(inflate.unconsumed_tail, PIECE)
+    except (ValueError, zlib.error) as error:
         raise ValueError(
             f"the data of a {record.dtype} tensor is not base64 of zlib: {error}"
         ) from None
-    if len(raw) != expected or not inflate.eof:
-        got = f"more than {expected}" if len(raw) > expected else f"{len(raw)}"
-        raise ValueError(
-            f"a {record.dtype} tensor of shape {tuple(record.shape)} has {expected} bytes; its data"
-            f" holds {got}"
-        )
-    return raw
+    if not inflate.eof:
+        raise ValueError(f"the data of a {record.dtype} tensor ends too early")
+
+
+def _misfit(record: Numbers, expected: int, got: str) -> ValueError:
+    return ValueError(
+        f"a {record.dtype} tensor of shape {tuple(record.shape)} has {expected} bytes; its data"
+        f" holds {got}"
+    )
 
 
 def columns_of(context: MediaContext | None, needs: frozenset[str]) -> dict[str, Any]:
@@ -326,20 +374,35 @@ def _pictures(texts: list[str]) -> Tensor:
         raise ValueError(
             f"the pictures of one request have one size; these have {sorted(set(sizes))}"
         )
-    frames = [_pixels(text, number, sizes[0]) for number, text in enumerate(texts)]
-    return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2).contiguous().float() / 255
+    (width, height), count = sizes[0], len(texts)
+    media = torch.empty(count, 3, height, width)
+    for number, text in enumerate(texts):
+        pixels = torch.from_numpy(_pixels(text, number, (width, height)))
+        media[number] = pixels.permute(2, 0, 1)
+    return media.div_(255)
 
 
 def _pixels(text: str, number: int, size: tuple[int, int]) -> np.ndarray:
     """(H, W, 3) bytes of a PNG, which must have the size that its first head says."""
     try:
-        file = io.BytesIO(base64.b64decode(text, validate=True))
-        with Image.open(file, formats=["PNG"]) as image:
+        file = _bare(binascii.a2b_base64(text, strict_mode=True))
+        with open_image(file, formats=["PNG"]) as image:
             if (image.size, image.mode) != (size, "RGB"):  # by a second head
                 raise ValueError(
                     f"its head says {size} RGB, its pixels are {image.size} {image.mode}"
                 )
-            return np.asarray(image)
+            return np.array(image)
     # Pillow raises OSError, SyntaxError, struct.error, zlib.error ... for broken files
     except Exception as error:
         raise ValueError(f"png {number} cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _bare(file: bytes) -> bytes:
+    """A PNG without what no pixel needs, as compressed texts, which could inflate to any size."""
+    kept, at = [PNG_START], len(PNG_START)
+    while at < len(file):
+        end = at + 12 + int.from_bytes(file[at : at + 4])
+        if not file[at + 4 : at + 5].islower():  # of chunks that may be ignored
+            kept.append(file[at:end])
+        at = end
+    return b"".join(kept)

@@ -250,8 +250,8 @@ def test_failed_samples_are_not_journalled(media, tmp_path):
 
 
 def test_the_right_token_opens_and_a_wrong_one_is_a_sentence(media, monkeypatch):
-    monkeypatch.setenv("SERVER_TOKEN", "s3cret")
-    monkeypatch.setenv("WRONG_TOKEN", "secret")
+    monkeypatch.setenv("SERVER_TOKEN", "a-secret-of-20-chars")
+    monkeypatch.setenv("WRONG_TOKEN", "another-of-20-characters")
     monkeypatch.delenv("NO_TOKEN", raising=False)
     with serving({"light": brightness}, token_env="SERVER_TOKEN") as server:
         assert torch.equal(

@@ -440,7 +440,8 @@ def test_a_reply_without_end_is_not_collected(media, monkeypatch):
     with scripted(lambda path, body: (200, "x" * 2**21 if path == "/score" else about())) as url:
         reward = rewards.load("remote", url=url, wait=5)
         with pytest.raises(
-            RewardUnavailable, match="its reply has more than 1 MiB, which no flowrl server sends"
+            RewardUnavailable,
+            match="its answer is longer than 1,048,576 bytes, which no flowrl server sends",
         ):
             reward(media, PROMPTS)
 

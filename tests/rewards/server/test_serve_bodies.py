@@ -1,9 +1,7 @@
-"""Bodies that come slowly or in another length than was said.
-
-They neither pass the limits nor keep others out.
-"""
+"""Bodies: what they may take of memory and time, and that they keep no others out."""
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -16,7 +14,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 from flowrl.rewards import load_set
-from flowrl.rewards.server import routes, wire
+from flowrl.rewards.server import json_weight, room, wire
 from flowrl.rewards.server.app import Server
 from flowrl.rewards.server.routes import create_app
 from flowrl.rewards.server.service import Service
@@ -40,9 +38,17 @@ def begun(server, *headers, start=b""):
     return sock
 
 
-def answer(sock):
+def answer(sock, most=600):
     with sock, sock.makefile("rb") as file:
-        return file.read(600).decode()
+        return file.read(most).decode()
+
+
+def soon(condition):
+    """Wait until something holds, for some seconds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_transfer_encoding_is_refused_also_beside_a_content_length():
@@ -55,12 +61,12 @@ def test_a_transfer_encoding_is_refused_also_beside_a_content_length():
             "Connection: close",
             start=b"3\r\n   \r\n0\r\n\r\n",
         )
-        assert answer(sock).startswith("HTTP/1.1 411") and server.service.arriving.inside == 0
+        assert answer(sock).startswith("HTTP/1.1 411") and server.service.room.held == 0
 
 
 def test_a_body_that_is_longer_than_was_said_is_refused_while_it_comes():
     service = Service(load_set({"jpeg": 1.0}), max_mb=1.0, max_batch=1, device="cpu")
-    read, service.read = [], lambda body: read.append(body)
+    read, service.read = [], lambda *body: read.append(body)
 
     async def ask():
         async with httpx.AsyncClient(
@@ -77,23 +83,114 @@ def test_a_body_that_is_longer_than_was_said_is_refused_while_it_comes():
     assert not read
 
 
-def test_clients_that_never_send_their_bodies_keep_others_out_for_a_while_only(monkeypatch):
-    """Two announce 0.9 MB each and send a byte.
-
-    With the third, of 0.3 MB, more than the 2 MB of the gate would be arriving.
-    """
-    monkeypatch.setattr(routes, "ARRIVAL", 0.3)
+def test_what_is_announced_takes_no_room_from_others():
+    """Six announce 0.9 MB each and send a byte; there is room for 1.9 MB."""
     with Server({"jpeg": 1.0}, port=0, max_mb=1.0, device="cpu") as server:
-        slow = [begun(server, "Content-Length: 900000", start=b"{") for _ in range(2)]
-        deadline = time.monotonic() + 10
-        while server.service.arriving.inside < 1_800_000 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert (
-            httpx.post(
-                f"{server.url}/score", content=BODY + " " * 300_000, headers=JSON
-            ).status_code
-            == 200
-        )
-        for said in map(answer, slow):
-            assert said.startswith("HTTP/1.1 408")
-            assert "did not come within 0.3 seconds (1 of 900000 bytes did)" in said
+        slow = [begun(server, "Content-Length: 900000", start=b"{") for _ in range(6)]
+        soon(lambda: server.service.room.held == 6)
+        sent = httpx.post(f"{server.url}/score", content=BODY + " " * 100_000, headers=JSON)
+        assert sent.status_code == 200
+        soon(lambda: server.service.room.held == 6)
+        for sock in slow:
+            sock.close()
+        soon(lambda: server.service.room.held == 0)
+
+
+@pytest.mark.parametrize("drips", [False, True])
+def test_a_body_that_pauses_or_drips_is_given_up(monkeypatch, drips):
+    monkeypatch.setattr(room, "IDLE", 0.3)
+    with Server({"jpeg": 1.0}, port=0, max_mb=1.0, device="cpu") as server:
+        sock = begun(server, "Content-Length: 900000", start=b"{")
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            while drips and time.monotonic() < began + 2 and server.service.room.guests:
+                sock.sendall(b" ")
+                time.sleep(0.05)
+        said = answer(sock)
+    assert said.startswith("HTTP/1.1 408") and "the body came too slowly" in said
+    assert time.monotonic() - began < 2
+
+
+def test_a_silent_body_gives_way_to_one_that_needs_its_room(monkeypatch):
+    monkeypatch.setattr(room, "SILENT", 0.2)
+    monkeypatch.setattr(room, "GLANCE", 0.05)
+    with Server({"jpeg": 1.0}, port=0, max_mb=1.0, device="cpu") as server:
+        half = b" " * 450_000
+        silent = [begun(server, "Content-Length: 900000", start=half) for _ in range(2)]
+        soon(lambda: server.service.room.held == 900_000)
+        sent = httpx.post(f"{server.url}/score", content=BODY + " " * 100_000, headers=JSON)
+        assert sent.status_code == 200
+        assert answer(silent[0]).startswith("HTTP/1.1 503")
+        silent[1].close()
+
+
+def test_a_token_is_asked_for_before_a_body_is_read(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "a-secret-of-20-chars")
+    with Server({"jpeg": 1.0}, port=0, token_env="MY_TOKEN", device="cpu") as server:
+        sock = begun(server, "Content-Length: 400000000", "Expect: 100-continue")
+        assert answer(sock, 12) == "HTTP/1.1 401"
+        assert not server.service.room.guests
+
+
+# --- memory that requests share
+
+
+def test_bodies_fill_half_the_room_and_the_first_or_a_whole_one_the_rest():
+    async def fill():
+        shared = room.Room(100)
+        async with shared.guest() as first, shared.guest() as second, shared.guest() as third:
+            await first.take(b" " * 30)
+            await second.take(b" " * 20)
+            assert not shared.fits(third, 1) and not shared.fits(second, 1)
+            assert shared.fits(first, 50) and not shared.fits(first, 51)
+            second.arrived()
+            assert shared.fits(second, 50) and not shared.fits(second, 51)
+        assert shared.held == 0
+
+    asyncio.run(fill())
+
+
+def test_the_first_guest_sends_the_last_one_away_where_there_is_no_room():
+    async def crowd():
+        shared, outcomes = room.Room(100), {}
+
+        async def guest(name, amounts):
+            try:
+                async with shared.guest() as guest:
+                    for amount in amounts:
+                        await guest.take(b" " * amount)
+                        await asyncio.sleep(0.01)
+                    outcomes[name] = shared.held <= 100
+            except room.Full:
+                outcomes[name] = "full"
+
+        await asyncio.gather(*(guest(name, [25, 70]) for name in "ab"))
+        return outcomes, shared.held
+
+    assert asyncio.run(crowd()) == ({"a": True, "b": "full"}, 0)
+
+
+def test_a_guest_that_is_alone_may_take_more_than_there_is():
+    async def alone():
+        shared = room.Room(10)
+        async with shared.guest() as guest:
+            await guest.take(b" " * 25)
+            return shared.held
+
+    assert asyncio.run(alone()) == 25
+
+
+@pytest.mark.parametrize(
+    ("body", "long", "rest"),
+    [
+        (b"{},{}", 0, 5 * 5 + 3 * 640),
+        (b'"' + b"A" * 4096 + b'"', 4098, 0),
+        (b'["' + b"A" * 4096 + b'=="]', 4100, 2 * 5 + 640),
+        (b'"' + b"A" * 4095 + b'"', 0, 4097 * 5),
+        (b'"' + b"A" * 4096 + b"\\ud83d" + b'"', 0, 4104 * 5),
+        (b'"\xf0\x9f\x98\x80\\"' + b"A" * 4096 + b'"', 0, 4104 * 5),  # one text, one emoji
+    ],
+)
+def test_json_weighs_what_it_may_become(body, long, rest):
+    found = json_weight.weigh(bytearray(body))
+    assert (found.long, found.rest) == (long, rest)
