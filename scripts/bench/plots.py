@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection
 from pathlib import Path
 
 import matplotlib
@@ -13,21 +12,27 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 matplotlib.rcParams["svg.hashsalt"] = "flowrl"
-GAIN = "Gain of every method, with 95% intervals; hollow: one seed"
+GAIN = "Gain of every method, its seeds and their 95% interval; hollow: one seed, no interval"
 Points = list[tuple[float, float]]  # cost, strict accuracy
 
 
-def forest(gains: dict[str, tuple[float, float, float]], hollow: Collection[str]) -> Figure:
-    """Gains (mean, low, high) of methods, the largest on top."""
-    ranked = sorted(gains.items(), key=lambda item: item[1][0])
+def forest(gains: dict[str, list[float]], spans: dict[str, tuple[float, float]]) -> Figure:
+    """Gains of each method's seeds and their mean, the largest on top; spans: intervals over seeds.
+
+    A method with one seed has no interval and a hollow mark.
+    """
+    ranked = sorted(gains.items(), key=lambda item: statistics.mean(item[1]))
     figure, axes = plt.subplots(figsize=(8, 0.26 * len(ranked) + 1))
-    for y, (method, (mean, low, high)) in enumerate(ranked):
-        axes.plot([low, high], [y, y], color="C0", linewidth=1.5)
-        face = "white" if method in hollow else "C0"
-        axes.plot(mean, y, "o", color="C0", markerfacecolor=face)
+    for y, (method, seeds) in enumerate(ranked):
+        if method in spans:
+            axes.plot(spans[method], [y, y], color="C0", linewidth=1.5)
+        face = "C0" if method in spans else "white"
+        axes.plot(statistics.mean(seeds), y, "o", color="C0", markerfacecolor=face)
+        if len(seeds) > 1:
+            axes.plot(seeds, [y] * len(seeds), "|", color="black", markersize=7)
     axes.axvline(0, color="grey", linewidth=0.8)
     axes.set_yticks(range(len(ranked)), [method for method, _ in ranked])
-    axes.set(xlabel="gain in strict accuracy, held out (95% interval)")
+    axes.set(xlabel="gain in strict accuracy, held out (95% interval over seeds)")
     return figure
 
 

@@ -9,6 +9,7 @@ own page, docs/algorithms/METHOD.md, is written too.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from flowrl.runtime.statistics import Paired, paired_bootstrap
 PAGE = cells.FOLDER.parent / "results.md"
 TEMPLATE = Path(__file__).with_name("results.md.jinja")
 IMAGES = 348  # of an evaluation: eval.images of cells.COMMON
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # t that 2.5% exceed, by seeds
+ENOUGH = 3  # seeds, for a sentence about a method
 BEGIN = "<!-- results: written by scripts/bench/results_page.py -->"
 END = "<!-- end of results -->"
 Runs = dict[str, list[Cell]]  # finished cells of each method or claim
@@ -95,8 +98,46 @@ def results(planned: list[Cell]) -> list[Cell]:
     return [r for c in planned if (r := cells.result(c))]
 
 
+def seed_gain(runs: list[Cell]) -> Gain | None:
+    """Mean over seeds of after - before, and Student's interval over seeds; None: one seed.
+
+    It speaks about a method, that is about a run with another seed, on these held-out texts.
+    """
+    return student(gains_of(runs)) if len(runs) > 1 else None
+
+
+def gains_of(runs: list[Cell]) -> list[float]:
+    """after - before of each run."""
+    share = [[statistics.mean(marks(c[key])) for key in ("images_before", "images")] for c in runs]
+    return [after - before for before, after in share]
+
+
+def student(values: list[float]) -> Gain:
+    """Mean of at least two values, one a seed, and Student's 95% interval."""
+    mean, n = statistics.mean(values), len(values)
+    half = STUDENT[n] * statistics.stdev(values) / math.sqrt(n)
+    return Gain(mean, mean - half, mean + half)
+
+
+def learns(runs: list[Cell]) -> str:
+    """Whether a method learns: yes or no with enough seeds whose interval leaves out 0."""
+    over = seed_gain(runs)
+    if over is None or len(runs) < ENOUGH or over.low <= 0 <= over.high:
+        return "open"
+    return "yes" if over.low > 0 else "no"
+
+
+def over_seeds(runs: list[Cell]) -> str:
+    """The interval over seeds as a table shows it; too few seeds are marked."""
+    over = seed_gain(runs)
+    if over is None:
+        return "one seed"
+    few = f", {len(runs)} seeds" if len(runs) < ENOUGH else ""
+    return f"[{over.low:+.3f}, {over.high:+.3f}]{few}"
+
+
 def gain(runs: list[Cell]) -> Gain:
-    """Mean over seeds of after - before, and its interval over texts."""
+    """Mean over seeds of after - before, and its interval over texts: it speaks of these runs."""
     before, after = (_mean_marks(runs, key) for key in ("images_before", "images"))
     return _gain(paired_bootstrap(before, after, groups=texts_of("shapes:eval", len(before))))
 
@@ -190,8 +231,8 @@ def setting(c: Cell) -> str:
 
 
 def main_table(done: Runs) -> str:
-    head = ["method", "gain [95%]", "after, by seed", "rate, clip", "iterations", "network rows"]
-    head += ["rows trained", "seconds", "winner gain"]
+    head = ["method", "gain", "over seeds [95%]", "learns", "over texts [95%]", "after, by seed"]
+    head += ["rate, clip", "iterations", "network rows", "rows trained", "seconds", "winner gain"]
     before = before_of(next(iter(done.values()))[0])
     rows = [_main_row(method, runs) for method, runs in ranked(done)]
     return f"Before training: {before:.3f}.\n\n" + table(head, rows)
@@ -200,12 +241,16 @@ def main_table(done: Runs) -> str:
 def _main_row(method: str, runs: list[Cell]) -> list[str]:
     last = [c["curve"][-1] for c in runs]
     spent = {key: statistics.mean(p[key] for p in last) for key in ("iteration", "calls", "rows")}
-    pace, gains = seconds(method), winner_gains(runs)
+    pace, gains, over = seconds(method), winner_gains(runs), gain(runs)
+    edge = ", edge" if at_edge(method) else ""
     return [
         f"[{method}](algorithms/{method}.md)",
-        str(gain(runs)),
+        f"{over.mean:+.3f}",
+        over_seeds(runs),
+        learns(runs),
+        f"[{over.low:+.3f}, {over.high:+.3f}]",
         scores_of(runs),
-        setting(runs[0]),
+        setting(runs[0]) + edge,
         *(f"{value:,.0f}" for value in spent.values()),
         f"{pace * spent['calls']:.0f}" if pace else "",
         f"{statistics.mean(gains):+.2g}" if gains else "",
@@ -236,14 +281,35 @@ def tuning_table() -> str:
 
 
 def _tuning_row(method: str, tried: list[Cell]) -> list[str]:
-    """Scores with their settings, the best in bold."""
+    """Scores with their settings, the best in bold and marked where its rate is the last tried."""
     best = max(tried, key=cells.score)
     said = [f"**{cells.score(r):.3f}**" if r is best else f"{cells.score(r):.3f}" for r in tried]
-    return [method, *(f"{score} ({setting(r)})" for score, r in zip(said, tried, strict=True))]
+    named = [setting(r) + (", edge" if r is best and at_edge(method) else "") for r in tried]
+    return [method, *(f"{score} ({name})" for score, name in zip(said, named, strict=True))]
+
+
+def at_edge(method: str) -> bool:
+    """Whether the best rate is the lowest or the highest tried: a better one may lie beyond."""
+    tried = results(cells.tuning(method))
+    if not tried:
+        return False
+    rates = sorted(map(rate_of, tried))
+    return rate_of(max(tried, key=cells.score)) in (rates[0], rates[-1])
+
+
+def rate_of(c: Cell) -> float:
+    return float(dict(word.split("=", 1) for word in c["words"])["optimizer.lr"])
+
+
+def by_hand(name: str) -> bool:
+    """Whether a claim's run sets what tuning chooses: its rate, or its clip."""
+    chosen = ("optimizer.lr=", "algorithm.clip=")
+    return any(word.startswith(chosen) for word in cells.CLAIMS[name].words)
 
 
 def claims_table(claims: Runs) -> str:
-    head = ["run", "method", "settings", "budget", "gain [95%]", "before", "after, by seed"]
+    head = ["run", "method", "settings", "rate", "budget", "gain", "over seeds [95%]"]
+    head += ["over texts [95%]", "before", "after, by seed"]
     head += ["iterations", "rows an iteration", "seconds an iteration"]
     return table(head, [_claim_row(name, runs) for name, runs in claims.items()])
 
@@ -252,12 +318,17 @@ def _claim_row(name: str, runs: list[Cell]) -> list[str]:
     ends = [c["curve"][-1] for c in runs]
     iterations = statistics.mean(p["iteration"] for p in ends)
     rows, pace = statistics.mean(p["calls"] for p in ends) / iterations, seconds(name)
+    method = cells.CLAIMS[name].method
+    over = few_gain(runs[0]) if name.endswith("_few") else gain(runs)
     return [
         name,
-        cells.CLAIMS[name].method,
+        method,
         named(runs[0]["words"]),
+        "by hand" if by_hand(name) else "tuned, edge" if at_edge(method) else "tuned",
         f"{runs[0]['budget']:,}",
-        str(few_gain(runs[0]) if name.endswith("_few") else gain(runs)),
+        f"{over.mean:+.3f}",
+        over_seeds(runs),
+        f"[{over.low:+.3f}, {over.high:+.3f}]",
         f"{before_of(runs[0]):.3f}",
         scores_of(runs),
         f"{iterations:.0f}",
@@ -289,11 +360,13 @@ def proxy_difference(runs: list[Cell]) -> str:
         return ""
     means = [_mean_marks([way[s] for s in seeds], "images") for way in (points, wins)]
     change = _gain(paired_bootstrap(*means, groups=texts_of("shapes:eval", len(means[0]))))
-    each = ", ".join(f"{cells.score(wins[s]) - cells.score(points[s]):+.3f}" for s in seeds)
-    return (
-        f"Verifier after win rates minus after points: {change} over texts; by seed {each},\n"
-        "a spread that the interval does not hold."
-    )
+    each = [cells.score(wins[s]) - cells.score(points[s]) for s in seeds]
+    listed = ", ".join(f"{value:+.3f}" for value in each)
+    said = f"Verifier after win rates minus after points: {change} over texts; by seed {listed}"
+    if len(each) < 2:
+        return f"{said}."
+    over = student(each)
+    return f"{said},\nwhich gives [{over.low:+.3f}, {over.high:+.3f}] over seeds."
 
 
 # ---------------------------------------------------------------------------
@@ -307,10 +380,17 @@ def run_said(method: str, runs: list[Cell]) -> str:
     return (
         "Strict accuracy on held-out prompts of `shapes-sd3`, at the budget and settings that all"
         f" methods share, with {own}:\n"
-        f"{before_of(runs[0]):.3f} before, {after} after; gain {gain(runs)}."
+        f"{before_of(runs[0]):.3f} before, {after} after; gain {said_gain(runs)}."
         " [Results](../results.md) compares the methods.\n\n"
         f"    python scripts/bench/algorithms.py run {method}"
     )
+
+
+def said_gain(runs: list[Cell]) -> str:
+    """A gain in words, with both intervals."""
+    over = gain(runs)
+    texts = f"{over.mean:+.3f}, [{over.low:+.3f}, {over.high:+.3f}] over texts"
+    return f"{texts}, {over_seeds(runs)}{' over seeds' if len(runs) > 1 else ''}"
 
 
 def few_said(method: str, c: Cell) -> str:
@@ -346,10 +426,10 @@ def curve_of(c: Cell, key: str, scale: float) -> list[tuple[float, float]]:
 
 
 def show_plots(done: Runs) -> str:
-    """The gain of every method with its interval, and curves of the first tier -> their lines."""
-    gains = {method: gain(runs) for method, runs in done.items()}
-    single = {method for method, runs in done.items() if len(runs) == 1}
-    forest = plots.forest({m: (g.mean, g.low, g.high) for m, g in gains.items()}, single)
+    """The gains of every method's seeds, and curves of the first tier -> their lines."""
+    seeds = {method: gains_of(runs) for method, runs in done.items()}
+    spans = {m: (g.low, g.high) for m, runs in done.items() if (g := seed_gain(runs))}
+    forest = plots.forest(seeds, spans)
     lines = [plots.saved(forest, cells.FOLDER / "gain.svg", plots.GAIN)]
     costs = {"calls": "network rows", "seconds": "seconds of training", "rows": "rows trained"}
     for key, label in costs.items():

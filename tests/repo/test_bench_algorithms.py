@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from flowrl.config import build
 from flowrl.config.load import load_config
@@ -169,16 +170,82 @@ def test_the_page_holds_what_the_cells_hold(bench):
     results_page.write()
     page = results_page.PAGE.read_text()
     row = next(line for line in page.splitlines() if "[nft](algorithms/nft.md)" in line)
-    assert f"{gain:+.3f} [" in row and "0.500, 0.500, 0.500" in row
+    assert f"| {gain:+.3f} |" in row and "0.500, 0.500, 0.500" in row
     assert "| 8 |" in row  # 4 x 100 rows of 0.02 s
-    low, high = (float(x) for x in row.split("[+")[1].split("]")[0].split(", +"))
+    assert f"| [{gain:+.3f}, {gain:+.3f}] | yes |" in row  # seeds that are equal
+    low, high = (float(x) for x in row.split("[+")[2].split("]")[0].split(", +"))
     assert low < gain < high and gain == pytest.approx(29 / 348)
-    assert "| nft | **0.300** (1e-3) | 0.300 (3e-3) | 0.300 (1e-2) |" in page
+    assert "| nft | **0.300** (1e-3, edge) | 0.300 (3e-3) | 0.300 (1e-2) |" in page
     assert (bench.FOLDER / "strict-by-seconds.svg").exists()
     assert (bench.FOLDER / "gain.svg").exists()
     said = (results_page.PAGE.parent / "algorithms" / "nft.md").read_text()
-    assert f"gain {gain:+.3f} [+{low:.3f}, +{high:.3f}]" in said
+    assert f"gain {gain:+.3f}, [+{low:.3f}, +{high:.3f}] over texts" in said
     assert said.count(results_page.BEGIN) == said.count(results_page.END) == 1
+
+
+def seeds_of(*gains):
+    """Runs with these gains, one a seed."""
+    right = [f"{'1' * (200 + round(1000 * g)):0<1000}" for g in gains]
+    return [{"images_before": f"{'1' * 200:0<1000}", "images": images} for images in right]
+
+
+@pytest.mark.parametrize(
+    ("gains", "learns"),
+    [
+        ((0.098, 0.0, 0.078), "open"),  # two seeds of three
+        ((0.206, 0.221, 0.198), "yes"),
+        ((-0.03, -0.04, -0.035), "no"),
+        ((0.206, 0.221), "open"),  # too few seeds, whatever they say
+        ((0.206,), "open"),
+    ],
+)
+def test_a_method_learns_where_three_seeds_or_more_agree(bench, gains, learns):
+    import results_page
+
+    assert results_page.learns(seeds_of(*gains)) == learns
+
+
+def test_intervals_over_seeds_are_students(bench):
+    """.098, 0, .078: mean .0587, deviation .0518, t 4.303: .0587 +- 4.303 .0518 / sqrt 3."""
+    import results_page
+
+    over = results_page.seed_gain(seeds_of(0.098, 0.0, 0.078))
+    assert str(over) == "+0.059 [-0.070, +0.187]"
+    for n, t in results_page.STUDENT.items():
+        grid = torch.linspace(-t, t, 20001, dtype=torch.float64)
+        density = torch.distributions.StudentT(torch.tensor(n - 1.0, dtype=torch.float64))
+        inside = torch.trapezoid(density.log_prob(grid).exp(), grid)
+        assert float(inside) == pytest.approx(0.95, abs=1e-4)
+    assert results_page.seed_gain(seeds_of(0.1)) is None
+    assert results_page.over_seeds(seeds_of(0.1)) == "one seed"
+    assert results_page.over_seeds(seeds_of(0.1, 0.1)) == "[+0.100, +0.100], 2 seeds"
+    assert results_page.over_seeds(seeds_of(0.1, 0.1, 0.1)) == "[+0.100, +0.100]"
+
+
+def test_a_best_rate_at_an_edge_of_what_was_tried_is_marked(bench, monkeypatch):
+    import results_page
+
+    monkeypatch.setattr(bench, "METHODS", {"nft": bench.METHODS["nft"]})
+    assert not results_page.at_edge("nft")  # nothing was tried
+    for best, edge in ((0, True), (1, False), (2, True)):
+        for i, cell in enumerate(bench.tuning("nft")):
+            finish(bench, cell, 0.4 if i == best else 0.3)
+        assert results_page.at_edge("nft") == edge
+        assert ("edge" in results_page.tuning_table()) == edge
+
+
+def test_runs_that_set_what_tuning_chooses_are_marked_as_set_by_hand(bench):
+    import results_page
+
+    hand = {name for name in bench.CLAIMS if results_page.by_hand(name)}
+    assert hand == {name for name in bench.CLAIMS if name.endswith(("_few", "_many"))}
+    for cell in bench.tuning("nft"):
+        finish(bench, cell, 0.3)
+    finish(bench, bench.claims("nft_1_steps")[0], 0.4)
+    table = results_page.claims_table(
+        {"nft_1_steps": [bench.result(bench.claims("nft_1_steps")[0])]}
+    )
+    assert "| tuned, edge | 25,000 |" in table and "| one seed |" in table
 
 
 def test_intervals_resample_the_texts_that_evaluation_drew(bench):
@@ -246,7 +313,7 @@ def test_ways_to_train_on_a_proxy_are_compared_seed_by_seed(bench):
         )
     ]
     said = results_page.proxy_difference(cells)
-    assert "points: +0.250 [" in said and "by seed +0.250,\n" in said
+    assert "points: +0.250 [" in said and said.endswith("by seed +0.250.")
     assert results_page.proxy_difference(cells[:2]) == ""
 
 
