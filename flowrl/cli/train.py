@@ -10,21 +10,35 @@ import typer
 from flowrl.cli.common import Overrides, one_sentence_errors, parse_config, show, stop
 
 Resume = Annotated[
-    Path | None, typer.Option(help="Continue this run folder from its newest checkpoint.")
+    Path | None,
+    typer.Option(
+        help="Continue this run folder from its newest checkpoint; without one, from its start."
+    ),
+]
+Accept = Annotated[
+    bool,
+    typer.Option(
+        "--accept-changes",
+        help="With --resume: go on although settings, files or code are others than before.",
+    ),
 ]
 
 
-def train(overrides: Overrides = None, resume: Resume = None) -> None:
+def train(
+    overrides: Overrides = None, resume: Resume = None, accept_changes: Accept = False
+) -> None:
     """Train. Prints what an iteration will cost before it starts."""
     from flowrl.runtime import log
-    from flowrl.runtime.checkpoint import steps
     from flowrl.training import loop
     from flowrl.training.records import NothingTrained
+    from flowrl.training.resume import config_of
 
     log.setup()
     with one_sentence_errors():
-        cfg = _config_of(resume, overrides) if resume else parse_config(overrides)
-        trainer = loop.Trainer(cfg, resume=resume)
+        if accept_changes and resume is None:
+            raise ValueError("--accept-changes is about a run that goes on; add --resume RUN")
+        cfg = config_of(resume, overrides) if resume else parse_config(overrides)
+        trainer = loop.Trainer(cfg, resume=resume, accept_changes=accept_changes)
     show(trainer.describe(), wrap=True)
     try:
         run = trainer.run()
@@ -34,18 +48,9 @@ def train(overrides: Overrides = None, resume: Resume = None) -> None:
         stop(error, 1)
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
         hint = f"resume with: flowrl train --resume {trainer.path}"
-        stop(error, 1, hint=hint if steps(trainer.path) else "")
+        stop(error, 1, hint=hint if (trainer.path / "config.yaml").exists() else "")
     if trainer.world.main:
         _conclude(run)
-
-
-def _config_of(run: Path, overrides: list[str] | None) -> Any:
-    """The Config of a run that goes on, changed by overrides."""
-    from flowrl.config.load import load_config
-
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"{run} is not a run folder: it has no config.yaml")
-    return load_config(run / "config.yaml", overrides or [])
 
 
 def _conclude(run: Any) -> None:

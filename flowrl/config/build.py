@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,10 +16,14 @@ from flowrl.config import load
 from flowrl.config.schema import Config
 from flowrl.data import prompts as data_prompts
 from flowrl.policy import Policy, load_policy
+from flowrl.policy.load import call_options
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
+from flowrl.policy.lora import read_settings
 from flowrl.rewards import RewardSet, load_set
 from flowrl.rewards.core import score
 from flowrl.runtime import checkpoint, registry
+from flowrl.runtime.checkpoint import Checkpoint
+from flowrl.runtime.log import logger
 from flowrl.samplers import flow_sde, sigmas
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,7 +60,7 @@ def make_policy(cfg: Config, *, device: torch.device | str | None = None) -> Pol
             lora=lora,
             dtype=DTYPES[cfg.model.dtype],
             device=device,
-            **cfg.model.pipeline,
+            **call_options(cfg.model.pipeline),
         )
     if cfg.model.self_check:
         policy.self_check()
@@ -92,21 +95,29 @@ def load_run(run: Path) -> tuple[Config, Policy, RewardSet, data_prompts.Prompts
             f"{run} was trained without held-out prompts (data.eval); there is nothing to"
             " evaluate on"
         )
-    policy = load_tuned(cfg, checkpoint.latest(run))
+    policy = load_tuned(cfg, newest_of(run))
     rewards, prompts = load_set(cfg.reward), data_prompts.load_prompts(cfg.data.eval)
     score.check_meta(rewards, {"data.eval": prompts})
     return cfg, policy, rewards.to(policy.device), prompts
 
 
-def load_tuned(cfg: Config, folder: Path) -> Policy:
-    """The policy of a run with the averaged weights of a checkpoint of it; the view "reference" is
-    the base model."""
-    tensors, _ = checkpoint.load(folder)
+def newest_of(run: Path) -> Checkpoint:
+    """The newest whole checkpoint of a run; a damaged one that is passed over is named."""
+    found = checkpoint.load_newest(run)
+    for what in found.damaged.values():
+        logger.warning(f"{what}; {found.folder.name} is taken instead")
+    return found
+
+
+def load_tuned(cfg: Config, saved: Checkpoint) -> Policy:
+    """The policy of a run with the averaged weights of a checkpoint of it, which before the first
+    iteration are the untrained ones; the view "reference" is the base model."""
     policy = make_policy(cfg)
     if cfg.train.mode == "full":
         policy.add_view("reference")  # with LoRA it is the adapters switched off
-    averages = {name: value for name, value in tensors["ema"].items() if name != "step"}
-    policy.load_state("default", tensors["policy"] | averages)
+    if saved.meta["iteration"]:
+        averages = {name: value for name, value in saved.group("ema").items() if name != "step"}
+        policy.load_state("default", saved.group("policy") | averages)
     return policy
 
 
@@ -119,7 +130,7 @@ def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
             f"{folder} holds no exported LoRA: {settings.name} is missing; give a finished run's"
             " folder"
         )
-    return weights, json.loads(settings.read_text())
+    return weights, read_settings(settings)
 
 
 def pipeline_of(folder: Path) -> dict[str, Any]:

@@ -224,8 +224,12 @@ class CheckpointConfig(Section):
     every: PositiveInt = Field(
         50,
         description=(
-            "Iterations between checkpoints; one is always written at the end and when stopped."
+            "Iterations between checkpoints; one is always written before the first, at the end and"
+            " when stopped."
         ),
+    )
+    minutes: PositiveFloat | None = Field(
+        15, description="Most minutes between checkpoints, whatever every says; none: no limit."
     )
     keep: PositiveInt = Field(2, description="Newest checkpoints kept.")
 

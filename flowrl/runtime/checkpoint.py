@@ -2,8 +2,8 @@
 
 A checkpoint is written to a temporary folder, flushed to disk, and renamed to
 checkpoints/step-000100: a run killed at any moment leaves the previous one. `load` verifies the
-size and hash of every file before it returns a number. What a run puts into it is said in
-flowrl/training/state.py.
+size and hash of every file before it returns a number, and `load_newest` passes over a damaged
+checkpoint. What a run puts into it is said in flowrl/training/state.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,32 @@ from torch import Tensor
 from flowrl.runtime import files
 
 META, MANIFEST = "meta.json", "manifest.json"
+ASIDE = "damaged-"  # begins the names of checkpoints that could not be read
 _STEP = re.compile(r"step-(\d{6,})")
+Tensors = dict[str, dict[str, Tensor]]  # by file, then by name
 
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, incomplete or altered; the message names the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What a checkpoint holds, verified. damaged: what is wrong with newer ones, by folder."""
+
+    folder: Path
+    tensors: Tensors
+    meta: dict[str, Any]
+    damaged: dict[Path, str]
+
+    def group(self, stem: str) -> dict[str, Tensor]:
+        """The tensors of a file. Not saved -> CheckpointError."""
+        if stem not in self.tensors:
+            raise CheckpointError(
+                f"{self.folder} holds no {stem}.safetensors, which this run needs; restore it, or"
+                " remove that folder to resume from the checkpoint before it"
+            )
+        return self.tensors[stem]
 
 
 def folder_of(run: str | Path, iteration: int) -> Path:
@@ -43,9 +65,9 @@ def save(
 ) -> Path:
     """Write checkpoints/step-<iteration> of a run atomically and remove all but the newest `keep`.
 
-    iteration: the last one finished, counted from 1. tensors: file stem -> name -> tensor on any
-    device; meta: anything json can hold. A checkpoint of the same iteration is replaced. One
-    process writes at a time. -> its folder.
+    iteration: the last one finished, counted from 1; 0 before the first. tensors: file stem -> name
+    -> tensor on any device; meta: anything json can hold. A checkpoint of the same iteration is
+    replaced. One process writes at a time. -> its folder.
     """
     final = folder_of(run, iteration)
     with files.replacing_folder(final) as temporary:
@@ -88,12 +110,40 @@ def latest(run: str | Path) -> Path:
     found = steps(run)
     if not found:
         raise CheckpointError(
-            f"{Path(run) / 'checkpoints'} holds no checkpoint; start the run anew, without --resume"
+            f"{Path(run) / 'checkpoints'} holds no checkpoint; flowrl train --resume {run} starts"
+            " the run from its config.yaml"
         )
     return found[-1]
 
 
-def load(folder: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def load_newest(run: str | Path) -> Checkpoint:
+    """The newest checkpoint that is whole. None there, or all damaged -> CheckpointError."""
+    damaged: dict[Path, str] = {}
+    latest(run)
+    while left := [folder for folder in steps(run) if folder not in damaged]:
+        folder = left[-1]  # listed anew: the run may go on and have replaced what is there
+        try:
+            tensors, meta = load(folder)
+        except CheckpointError as error:
+            damaged[folder] = str(error)
+            continue
+        return Checkpoint(folder=folder, tensors=tensors, meta=meta, damaged=damaged)
+    first = next(iter(damaged.values()))
+    raise CheckpointError(
+        f"{first}, and no other checkpoint of {run} is whole; restore it, or remove the folder"
+        " checkpoints to start the run from iteration 0"
+    )
+
+
+def set_aside(folder: Path) -> Path:
+    """Keep a damaged checkpoint under a name that is not taken for one -> its new path."""
+    aside = folder.with_name(ASIDE + folder.name)
+    if aside.exists():
+        files.remove(aside)
+    return folder.rename(aside)
+
+
+def load(folder: str | Path) -> tuple[Tensors, dict[str, Any]]:
     """(tensors, meta) as given to `save`, after every file's size and hash were verified; meta also
     holds "iteration"."""
     folder = Path(folder)
@@ -103,7 +153,7 @@ def load(folder: str | Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, An
         or META not in manifest
         or not all(isinstance(entry, dict) for entry in manifest.values())
     ):
-        raise CheckpointError(f"{folder / MANIFEST} is not a manifest of files; {_advice(folder)}")
+        raise CheckpointError(f"{folder / MANIFEST} is not a manifest of files")
     for name, entry in manifest.items():
         _verify(folder / name, entry)
     paths = [folder / name for name in manifest if name.endswith(".safetensors")]
@@ -158,35 +208,24 @@ def unpack_optimizer(
 
 def _verify(path: Path, entry: Mapping[str, Any]) -> None:
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; {_advice(path.parent)}")
+        raise CheckpointError(f"{path} is missing")
     size = path.stat().st_size
     if size != entry.get("bytes"):
         raise CheckpointError(
-            f"{path} has {size} bytes instead of {entry['bytes']}, so it is truncated or altered;"
-            f" {_advice(path.parent)}"
+            f"{path} has {size} bytes instead of {entry.get('bytes')}, so it is truncated or"
+            " altered"
         )
     if _sha256(path) != entry.get("sha256"):
-        raise CheckpointError(
-            f"{path} does not match its sha256, so it was altered; {_advice(path.parent)}"
-        )
-
-
-def _advice(folder: Path) -> str:
-    others = [p for p in steps(folder.parent.parent) if p != folder]
-    if not others:
-        return "there is no other checkpoint to resume from"
-    return f"remove {folder} to resume from {others[-1].name}"
+        raise CheckpointError(f"{path} does not match its sha256, so it was altered")
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; {_advice(path.parent)}") from error
+        raise CheckpointError(f"{path} is missing") from error
     except ValueError as error:  # also non-UTF-8 bytes
-        raise CheckpointError(
-            f"{path} is not json, so it is truncated or altered; {_advice(path.parent)}"
-        ) from error
+        raise CheckpointError(f"{path} is not json, so it is truncated or altered") from error
 
 
 def _sha256(path: Path) -> str:

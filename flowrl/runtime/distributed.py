@@ -33,9 +33,7 @@ from flowrl.types import Rewards
 ROLL_CALL = 10.0  # seconds to find out who is left, once a process is lost
 
 
-def start(
-    precision: str, trackers: list[str], folder: Path, seconds: float = 3600
-) -> Accelerator:
+def start(precision: str, trackers: list[str], folder: Path, seconds: float = 3600) -> Accelerator:
     """An Accelerator that writes nothing yet. An unknown or missing tracker, or fp16 without a GPU
     -> ValueError.
 
@@ -64,6 +62,12 @@ def start(
             " out"
         )
     return accelerator
+
+
+def place(accelerator: Accelerator, folder: Path) -> None:
+    """Where trackers write."""
+    project = accelerator.project_configuration
+    project.project_dir = project.logging_dir = str(folder)
 
 
 class Lost(RuntimeError):
@@ -174,16 +178,20 @@ class World:
         iteration. A signal to one of them is such a reason."""
         return self._first(self.asked or reason)
 
+    def told(self, value: Any) -> Any:
+        """The main process's value, on every process."""
+        return self._everyone(value)[0]
+
     @contextmanager
     def all_or_none(self, error: type[Exception]) -> Iterator[None]:
         """Where `error` is raised inside on one process, it is raised after it on all of them."""
-        said = None
+        own = None
         try:
             yield
         except error as raised:
-            said = str(raised)
-        if said := self._first(said):
-            raise error(said)
+            own = raised
+        if said := self._first(None if own is None else str(own)):
+            raise own or error(said)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up gradients over processes, a missing one counting as zero."""

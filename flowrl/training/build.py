@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,30 +20,42 @@ from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.rewards.core.score import check_meta
 from flowrl.rollouts.records import Source
 from flowrl.rollouts.roll_out import rows_of
-from flowrl.runtime.distributed import World, start
+from flowrl.runtime.distributed import World, place, start
 from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.lock import Lock
 from flowrl.runtime.log import logger
-from flowrl.training.checks import (
-    check_batch,
-    check_files,
-    check_resume,
-    check_signal,
-    warn_distilled,
-)
+from flowrl.training import identity
+from flowrl.training.checks import check_batch, check_files, check_signal, warn_distilled
+from flowrl.training.claim import claimed
 from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
 from flowrl.training.records import Parts, Weights
+from flowrl.training.resume import check_resume
 from flowrl.training.unused_options import unused_options
 
 
-def build(cfg: Config, resume: Path | None = None) -> Parts:
-    """Load and check all parts; a mistake of the user -> ValueError, and nothing was written."""
-    path = run_folder(cfg, resume)
+def build(cfg: Config, resume: str | Path | None = None, *, accept: bool = False) -> Parts:
+    """Load and check all parts, and lock the run's folder; a mistake of the user -> ValueError, and
+    nothing was written. accept: a resumed run may have changed."""
+    folder = None if resume is None else Path(resume)
+    if folder:
+        check_resume(cfg, folder, accept=accept)
+    accelerator = start(
+        cfg.train.precision,
+        cfg.trackers,
+        folder or Path(cfg.output or "runs"),
+        cfg.guard.rank_seconds,
+    )
+    with claimed(cfg, folder, World(accelerator)) as (path, lock):
+        place(accelerator, path)
+        return assemble(cfg, accelerator, path, lock)
+
+
+def assemble(cfg: Config, accelerator: Accelerator, path: Path, lock: Lock | None) -> Parts:
+    """All parts of a run whose folder is ours."""
     rewards = load_rewards(cfg, path)
     dataset, prompts, held_out = load_data(cfg, rewards)
-    algorithm = make_algorithm(cfg)
-    accelerator = start(cfg.train.precision, cfg.trackers, path, cfg.guard.rank_seconds)
-    world = World(accelerator, cfg.guard.rank_seconds)
+    algorithm, world = make_algorithm(cfg), World(accelerator, cfg.guard.rank_seconds)
     policy = make_policy(cfg, device=accelerator.device)
 
     # Does the method fit its plan, its guidance, its rewards and its media?
@@ -59,13 +70,16 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
     for sentence in unused_options(cfg, algorithm, plan, spare=spare):
         logger.warning(sentence)
 
+    own = weights(cfg, algorithm, policy, accelerator)
+    media = dataset.paths if dataset else references(prompts)
+    known = identity.of_parts(cfg, rewards, policy, media)
     source = Source(
         cfg=cfg,
         world=world,
         ledger=Ledger(policy.device),
         prompts=prompts,
         dataset=dataset,
-        references=not dataset and bool(references(prompts)),
+        references=not dataset and bool(media),
         policy=policy,
         view=algorithm.rollout_view,
         guidance=guidance,
@@ -82,23 +96,10 @@ def build(cfg: Config, resume: Path | None = None) -> Parts:
         micro=rows_of(cfg.batch.micro, policy, dearest),
         source=source,
         held_out=held_out,
-        weights=weights(cfg, algorithm, policy, accelerator),
+        weights=own,
+        identity=known,
+        lock=lock,
     )
-
-
-def run_folder(cfg: Config, resume: Path | None) -> Path:
-    """The folder of a resumed run, or a new one that holds no run yet."""
-    if resume:
-        check_resume(cfg, resume)
-        return resume
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.algorithm['name']}"
-    path = Path(cfg.output or f"runs/{name}")
-    if (path / "metrics.jsonl").exists():
-        raise ValueError(
-            f"{path} already holds a run; resume it with `flowrl train --resume {path}`, or choose"
-            " another output="
-        )
-    return path
 
 
 def load_rewards(cfg: Config, path: Path) -> RewardSet:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.transition_config import FORKING, OWN_STATISTICS
 from flowrl.algorithms.raft import RAFTConfig
-from flowrl.config import load
 from flowrl.config.compose import ConfigError
 from flowrl.config.schema import Config
 from flowrl.data import prompts as data
@@ -15,7 +12,6 @@ from flowrl.data import scored_dataset
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet
 from flowrl.rollouts import from_files
-from flowrl.runtime import checkpoint
 from flowrl.runtime.log import logger
 from flowrl.types import Plan
 
@@ -47,15 +43,6 @@ def _nearest(value: int, unit: int) -> str:
     """Multiples of unit on both sides of value."""
     below = value // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
-
-
-RESUMABLE = (
-    "iterations",
-    "stop.",
-    "checkpoint.",
-    "guard.",
-    "trackers",
-)  # may differ in a resumed run: they change no number
 
 
 def check_signal(cfg: Config, algorithm: Algorithm, plan: Plan, needs: frozenset[str]) -> None:
@@ -202,22 +189,3 @@ def warn_distilled(algorithm: Algorithm, policy: Policy, source: str) -> None:
             " forward process tend to blur it or make it collapse; use its base model, or a method"
             " on denoising steps"
         )
-
-
-def check_resume(cfg: Config, run: Path) -> None:
-    """A run resumes with the config it was started with, apart from keys that change no number;
-    else ValueError naming the keys."""
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"{run} is not a run folder: it has no config.yaml")
-    old = load.read_config(run / "config.yaml")
-    changed = [key for key in load.diff(old, cfg) if not key.startswith(RESUMABLE)]
-    if "output" in changed and Path(cfg.output or "") == run:  # the folder was moved
-        changed.remove("output")
-    if cfg.optimizer.schedule != "constant" and old.iterations != cfg.iterations:
-        changed.append("iterations (the learning rate's schedule depends on it)")
-    if changed:
-        raise ValueError(
-            f"{run} was started with another config: {', '.join(changed)}; resume without"
-            " overrides, or start a new run"
-        )
-    checkpoint.latest(run)

@@ -17,11 +17,11 @@ from flowrl.rewards import check_valid, reward_metrics
 from flowrl.rollouts.draw import draw
 from flowrl.rollouts.join import take
 from flowrl.rollouts.redraw import chosen
-from flowrl.runtime import checkpoint
 from flowrl.training import outputs, state
 from flowrl.training.build import build
 from flowrl.training.ratio_check import RatioCheck
 from flowrl.training.records import Iteration, Run
+from flowrl.training.resume import resume as go_on
 from flowrl.training.reward_trial import NoiseWatch
 from flowrl.training.run import run_to_the_end, stop_rule
 from flowrl.training.update import Learner
@@ -31,8 +31,10 @@ from flowrl.training.winner_gain import winner_gain
 class Trainer:
     """Iterating trains. Leaving the `for` early is safe: call `save` to keep the state."""
 
-    def __init__(self, cfg: Config, *, resume: Path | None = None) -> None:
-        self.cfg, self.parts = cfg, build(cfg, resume)
+    def __init__(
+        self, cfg: Config, *, resume: str | Path | None = None, accept_changes: bool = False
+    ) -> None:
+        self.cfg, self.parts = cfg, build(cfg, resume, accept=accept_changes)
         self.path, self.algorithm = self.parts.path, self.parts.algorithm
         self.source = source = self.parts.source
         self.world, self.policy, self.ledger = source.world, source.policy, source.ledger
@@ -44,8 +46,10 @@ class Trainer:
         self.hours = 0.0
         self.stopped: str | None = None
         self.saved_at: int | None = None  # iteration of the newest checkpoint
-        if resume:
-            state.load(self, checkpoint.latest(resume))
+        self.saved_time = time.monotonic()
+        self.started = False  # what comes before the first iteration is done
+        if resume is not None:
+            go_on(self, accept=accept_changes)
 
     def __iter__(self) -> Iterator[Iteration]:
         outputs.start(self)
@@ -58,8 +62,7 @@ class Trainer:
             yield result
             reason = self.stopped or stop_rule(self.cfg.stop, result.metrics, self.hours)
             self.stopped = self.world.agree(reason)
-            last = self.iteration == self.cfg.iterations
-            if self.iteration % self.cfg.checkpoint.every == 0 or last or self.stopped:
+            if state.due(self):
                 self.save()
 
     def iterate(self, i: int) -> Iteration:
@@ -137,6 +140,6 @@ class Trainer:
         return state.save(self) if self.world.main else None
 
 
-def train(cfg: Config, *, resume: str | Path | None = None) -> Run:
+def train(cfg: Config, *, resume: str | Path | None = None, accept_changes: bool = False) -> Run:
     """Train to the end, a stop rule or a signal, which checkpoint; `Run.stopped` says so."""
-    return Trainer(cfg, resume=None if resume is None else Path(resume)).run()
+    return Trainer(cfg, resume=resume, accept_changes=accept_changes).run()

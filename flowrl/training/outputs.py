@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Protocol
 
-from flowrl.config.load import dump, flatten
+from flowrl.config.load import flatten
 from flowrl.config.schema import Config
 from flowrl.data.media import encoded
 from flowrl.evaluation import held_out
 from flowrl.evaluation import record as evaluation_record
 from flowrl.policy.lora import SETTINGS
 from flowrl.report import grids
-from flowrl.runtime import files
+from flowrl.runtime import files, history
 from flowrl.runtime.log import logger
 from flowrl.runtime.run_folder import (
     MetricsFile,
@@ -24,6 +25,7 @@ from flowrl.runtime.run_folder import (
 from flowrl.samplers.plan import nfe
 from flowrl.training.guards import nothing_trained
 from flowrl.training.records import Iteration, NothingTrained, Parts, Run
+from flowrl.training.resume import write_config
 from flowrl.training.reward_trial import NoiseWatch, try_rewards
 from flowrl.training.update import Learner, learning_rate
 
@@ -36,26 +38,37 @@ class Running(Protocol):
     learner: Learner
     noise_watch: NoiseWatch
     iteration: int
+    started: bool
     stopped: str | None
+
+    def save(self) -> Path | None: ...
 
 
 def start(trainer: Running) -> None:
-    """Write what the run is, open the trackers, try the rewards, evaluate the untrained policy."""
+    """Write what the run is, open the trackers, try the rewards, evaluate the untrained policy, and
+    save a checkpoint of iteration 0."""
     cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
+    if parts.lock:
+        parts.lock.take()
     if main:
         files.clean(parts.path, owned=True)
-        files.write(parts.path / "config.yaml", dump(cfg))
+        write_config(parts.path, cfg)
         files.write(parts.path / "environment.json", json.dumps(environment()))
         truncate_metrics(parts.path, trainer.iteration)
     start_trackers(parts, trainer.iteration)
-    if trainer.iteration:
+    if trainer.started:
         return
+    if main:
+        processes = parts.source.world.size
+        history.add(parts.path, "started", iteration=0, processes=processes)
     if cfg.guard.check_rewards and main and parts.source.dataset is None:
         trainer.noise_watch.noise = try_rewards(parts)
     if cfg.eval.at_start:
         evaluate(trainer, "before")
         if cfg.eval.baseline_guidance:
             evaluate(trainer, "before, guided", guidance=cfg.eval.baseline_guidance)
+    trainer.started = True
+    trainer.save()
 
 
 def start_trackers(parts: Parts, iteration: int) -> None:
@@ -143,6 +156,8 @@ def finish(trainer: Running) -> Run:
             with parts.weights.ema.swapped():
                 parts.source.policy.save_lora(path / "lora")
             files.write(path / "lora" / SETTINGS, json.dumps(train.lora.model_dump()))
+        done = "all iterations are done" if trainer.iteration == trainer.cfg.iterations else "left"
+        history.add(path, "ended", iteration=trainer.iteration, what=trainer.stopped or done)
         run_page.build(path)
     parts.weights.accelerator.end_training()
     run = Run(

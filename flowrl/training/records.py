@@ -14,6 +14,7 @@ from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.schema import Config
 from flowrl.data.prompts import Prompts
 from flowrl.rollouts.records import Source
+from flowrl.runtime.lock import Lock
 from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout
@@ -43,6 +44,8 @@ class Parts:
     held_out: Prompts
     weights: Weights
     guards: Guards
+    identity: dict[str, dict[str, Any]]  # what it was made of; see training/identity.py
+    lock: Lock | None  # on `path`, of the main process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Protocol
 
 from flowrl.config.schema import StopConfig
@@ -21,11 +21,17 @@ class Iterating(outputs.Running, Protocol):
 
     def __iter__(self) -> Iterator[Iteration]: ...
 
-    def save(self) -> Path | None: ...
-
 
 def run_to_the_end(trainer: Iterating) -> Run:
-    """Iterate with a progress bar, evaluate, and write the LoRA and the report."""
+    """Iterate with a progress bar, evaluate, write the LoRA and the report, and let go of the
+    run's folder."""
+    with trainer.parts.lock or nullcontext():
+        iterate(trainer)
+        return outputs.finish(trainer)
+
+
+def iterate(trainer: Iterating) -> None:
+    """All iterations that are left, and the evaluation after them."""
     cfg, main = trainer.cfg, trainer.parts.source.world.main
     bar = log.Progress(cfg.iterations, done=trainer.iteration, show=main)
     with StopRequest(trainer), bar:
@@ -43,7 +49,6 @@ def run_to_the_end(trainer: Iterating) -> Run:
             raise
         if trainer.stopped:
             trainer.save()
-    return outputs.finish(trainer)
 
 
 def stop_rule(stop: StopConfig, metrics: dict[str, float], hours: float) -> str | None:

@@ -1,15 +1,19 @@
 """What a checkpoint holds: all that a resumed run needs to go on bit for bit.
 
 Taken between iterations, when nothing is in flight. No random state: every random number is a
-function of the seed, the iteration and names.
+function of the seed, the iteration and names. Before the first iteration there are no tensors
+either: the weights are what the config makes them, so that this checkpoint costs a large model
+nothing.
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
 from flowrl.runtime import checkpoint, distributed
+from flowrl.runtime.checkpoint import Checkpoint, CheckpointError, Tensors
 from flowrl.training.ratio_check import RatioCheck
 from flowrl.training.records import Parts
 from flowrl.training.reward_trial import NoiseWatch
@@ -25,18 +29,32 @@ class Resumable(Protocol):
     noise_watch: NoiseWatch
     iteration: int
     hours: float
+    stopped: str | None
+    started: bool
     saved_at: int | None
+    saved_time: float
 
 
-def save(trainer: Resumable) -> Path:
-    """Write a checkpoint of the present iteration, if there is none -> its folder."""
+def due(trainer: Resumable) -> bool:
+    """Whether a checkpoint is to be written now: by checkpoint.every, by checkpoint.minutes, or at
+    the end."""
+    cfg, done = trainer.parts.cfg, trainer.iteration
+    if done % cfg.checkpoint.every == 0 or done == cfg.iterations or trainer.stopped:
+        return True
+    minutes = cfg.checkpoint.minutes
+    return minutes is not None and time.monotonic() - trainer.saved_time >= 60 * minutes
+
+
+def save(trainer: Resumable) -> Path | None:
+    """Write a checkpoint of the present iteration, if there is none -> its folder.
+
+    Nothing (None) before the run was started: its config says all there is.
+    """
     parts, path = trainer.parts, trainer.parts.path
+    if not trainer.started:
+        return None
     if trainer.saved_at == trainer.iteration:
         return checkpoint.folder_of(path, trainer.iteration)
-    policy, weights = parts.source.policy, parts.weights
-    tensors = {"policy": policy.state("default"), "ema": weights.ema.state_dict()}
-    tensors |= {view: policy.state(view) for view in parts.algorithm.views}
-    tensors["optimizer"] = checkpoint.pack_optimizer(weights.adamw, weights.parameters)
     meta: dict[str, Any] = {
         "hours": trainer.hours,
         "step": trainer.learner.step,
@@ -46,26 +64,51 @@ def save(trainer: Resumable) -> Path:
         "noise": trainer.noise_watch.noise,
         "memory": parts.algorithm.memory,
         "guards": parts.guards.state,
-        "scaler": distributed.scaler_state(weights.accelerator),
+        "scaler": distributed.scaler_state(parts.weights.accelerator),
+        "identity": parts.identity,
     }
     keep = parts.cfg.checkpoint.keep
-    folder = checkpoint.save(path, trainer.iteration, tensors, meta, keep=keep)
+    folder = checkpoint.save(path, trainer.iteration, _tensors(trainer), meta, keep=keep)
     trainer.saved_at = trainer.iteration  # only now: a signal may interrupt the writing
+    trainer.saved_time = time.monotonic()
     return folder
 
 
-def load(trainer: Resumable, folder: Path) -> None:
-    """Inverse of `save`."""
-    tensors, meta = checkpoint.load(folder)
+def _tensors(trainer: Resumable) -> Tensors:
+    if not trainer.iteration:
+        return {}
+    policy, weights = trainer.parts.source.policy, trainer.parts.weights
+    tensors = {"policy": policy.state("default"), "ema": weights.ema.state_dict()}
+    tensors |= {view: policy.state(view) for view in trainer.parts.algorithm.views}
+    tensors["optimizer"] = checkpoint.pack_optimizer(weights.adamw, weights.parameters)
+    return tensors
+
+
+def load(trainer: Resumable, saved: Checkpoint) -> None:
+    """Inverse of `save`. What does not fit, or is not there -> CheckpointError."""
+    try:
+        if saved.meta["iteration"]:
+            _load_tensors(trainer, saved)
+        _load_meta(trainer, saved.meta)
+    except KeyError as error:
+        raise CheckpointError(
+            f"{saved.folder / checkpoint.META} has no {error}, so it was altered"
+        ) from error
+
+
+def _load_tensors(trainer: Resumable, saved: Checkpoint) -> None:
     parts, weights = trainer.parts, trainer.parts.weights
-    parts.source.policy.load_state("default", tensors["policy"])
+    parts.source.policy.load_state("default", saved.group("policy"))
     for view in parts.algorithm.views:
-        parts.source.policy.load_state(view, tensors[view])
-    weights.ema.load_state_dict(tensors["ema"])
-    packed = tensors.get("optimizer", {})
-    checkpoint.unpack_optimizer(weights.adamw, weights.parameters, packed)
+        parts.source.policy.load_state(view, saved.group(view))
+    weights.ema.load_state_dict(saved.group("ema"))
+    checkpoint.unpack_optimizer(weights.adamw, weights.parameters, saved.group("optimizer"))
+
+
+def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
+    parts = trainer.parts
     if meta["scaler"]:
-        weights.accelerator.scaler.load_state_dict(meta["scaler"])
+        parts.weights.accelerator.scaler.load_state_dict(meta["scaler"])
     parts.algorithm.memory = dict(meta["memory"])
     parts.guards.state = meta["guards"]
     trainer.noise_watch.noise = dict(meta["noise"])
@@ -73,3 +116,4 @@ def load(trainer: Resumable, folder: Path) -> None:
     trainer.learner.step, trainer.learner.nonfinite = meta["step"], meta["nonfinite"]
     trainer.hours = meta["hours"]
     trainer.iteration = trainer.saved_at = meta["iteration"]
+    trainer.started = True

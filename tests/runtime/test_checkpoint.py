@@ -49,7 +49,7 @@ def test_only_the_newest_are_kept_and_one_iteration_can_be_saved_twice(tmp_path)
 
 @pytest.mark.parametrize("name", ["lora.safetensors", "meta.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["truncate", "flip a byte", "remove"])
-def test_a_damaged_file_is_named_and_another_checkpoint_offered(tmp_path, name, damage):
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(tmp_path, name, damage):
     checkpoint.save(tmp_path, 1, TENSORS, {})
     path = checkpoint.save(tmp_path, 2, TENSORS, {}) / name
     data = bytearray(path.read_bytes())
@@ -60,7 +60,11 @@ def test_a_damaged_file_is_named_and_another_checkpoint_offered(tmp_path, name, 
         path.write_bytes(data if damage == "flip a byte" else bytes(data[1:]))
     with pytest.raises(CheckpointError, match=name) as error:
         checkpoint.load(path.parent)
-    assert "step-000001" in str(error.value) and "\n" not in str(error.value)
+    found = checkpoint.load_newest(tmp_path)
+    assert found.folder.name == "step-000001" and found.meta["iteration"] == 1
+    assert found.damaged == {path.parent: str(error.value)} and "\n" not in str(error.value)
+    aside = checkpoint.set_aside(path.parent)
+    assert aside.name == "damaged-step-000002" and len(checkpoint.steps(tmp_path)) == 1
 
 
 def test_a_single_flipped_bit_in_the_weights_is_found(tmp_path):

@@ -12,8 +12,9 @@ import torch
 from flowrl.config import build
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
 from flowrl.rollouts import draw
-from flowrl.runtime import distributed, signals
-from flowrl.training import checks, loop
+from flowrl.runtime import checkpoint, distributed, signals
+from flowrl.training import loop
+from flowrl.training.resume import check_resume
 
 
 def quiet(tmp_path, algorithm="nft", **changes):
@@ -213,7 +214,7 @@ def test_too_many_invalid_samples_leave_a_checkpoint_of_the_last_finished_iterat
     made = rewarded(quiet(tmp_path, iterations="4", checkpoint__every="50"), reward)
     with pytest.raises(TooManyInvalid):
         made.run()
-    assert [p.name for p in loop.checkpoint.steps(made.path)] == ["step-000002"]
+    assert [p.name for p in checkpoint.steps(made.path)] == ["step-000000", "step-000002"]
     plain = rewarded(
         small.trainer(tmp_path / "plain", data__eval="null", iterations="2"),
         lambda media, *_: spread(media),
@@ -226,39 +227,39 @@ def test_too_many_invalid_samples_leave_a_checkpoint_of_the_last_finished_iterat
 def test_a_bug_in_a_reward_saves_nothing(tmp_path):
     with pytest.raises(RewardBug):
         rewarded(quiet(tmp_path), lambda media, *_: spread(media)[:, None]).run()
-    assert not loop.checkpoint.steps(tmp_path / "run")
+    assert not checkpoint.steps(tmp_path / "run")
 
 
 def test_an_iteration_is_saved_once(tmp_path):
     made = quiet(tmp_path, iterations="2")
     list(made)
-    written = loop.checkpoint.latest(made.path).stat().st_mtime_ns
+    written = checkpoint.latest(made.path).stat().st_mtime_ns
     assert (
-        made.save() == loop.checkpoint.latest(made.path)
-        and loop.checkpoint.latest(made.path).stat().st_mtime_ns == written
+        made.save() == checkpoint.latest(made.path)
+        and checkpoint.latest(made.path).stat().st_mtime_ns == written
     )
     again = loop.Trainer(made.cfg, resume=made.path)
     assert (
-        again.save() == loop.checkpoint.latest(made.path)
-        and loop.checkpoint.latest(made.path).stat().st_mtime_ns == written
+        again.save() == checkpoint.latest(made.path)
+        and checkpoint.latest(made.path).stat().st_mtime_ns == written
     )
 
 
 def test_a_checkpoint_that_was_given_up_halfway_is_written_again(tmp_path, monkeypatch):
     """A second signal while a checkpoint is written: the one that the stop itself takes must be
     there."""
-    made, save, given_up = quiet(tmp_path, iterations="3"), loop.checkpoint.save, []
+    made, save, given_up = quiet(tmp_path, iterations="3"), checkpoint.save, []
 
     def interrupted(*args, **options):
-        if not given_up:
+        if made.iteration and not given_up:
             given_up.append(args)
             raise signals.Aborted("SIGTERM received")
         return save(*args, **options)
 
-    monkeypatch.setattr(loop.checkpoint, "save", interrupted)
+    monkeypatch.setattr(checkpoint, "save", interrupted)
     run = made.run()
     assert given_up and run.stopped == "SIGTERM received"
-    assert [p.name for p in loop.checkpoint.steps(made.path)] == ["step-000001"]
+    assert [p.name for p in checkpoint.steps(made.path)] == ["step-000000", "step-000001"]
 
 
 def test_a_signal_that_comes_while_a_reward_scores_gives_the_iteration_up(tmp_path, monkeypatch):
@@ -281,7 +282,7 @@ def test_a_signal_that_comes_while_a_reward_scores_gives_the_iteration_up(tmp_pa
     began = time.monotonic()
     run = made.run()
     assert run.stopped == "SIGTERM received" and len(calls) == 1 and time.monotonic() - began < 5
-    assert [p.name for p in loop.checkpoint.steps(made.path)] == ["step-000001"]
+    assert [p.name for p in checkpoint.steps(made.path)] == ["step-000000", "step-000001"]
 
 
 def test_all_weights_resume_bit_for_bit(tmp_path):
@@ -357,13 +358,11 @@ def test_a_tracker_without_its_package_is_refused(tmp_path, monkeypatch):
 def test_a_resumed_run_stays_in_its_folder(tmp_path):
     made = quiet(tmp_path, iterations="1")
     made.run()
-    with pytest.raises(ValueError, match="another config: output"):
-        checks.check_resume(
-            small.config(tmp_path / "other", data__eval="null", iterations="1"), made.path
-        )
+    with pytest.raises(ValueError, match="until now: output "):
+        check_resume(small.config(tmp_path / "other", data__eval="null", iterations="1"), made.path)
     moved = shutil.move(made.path, tmp_path / "moved")
-    checks.check_resume(small.config(moved, data__eval="null", iterations="1"), moved)
-    checks.check_resume(small.config(made.path, data__eval="null", iterations="1"), moved)
+    check_resume(small.config(moved, data__eval="null", iterations="1"), moved)
+    check_resume(small.config(made.path, data__eval="null", iterations="1"), moved)
 
 
 def test_decoding_and_rewards_run_outside_autocast_in_evaluation_as_in_training(tmp_path):

@@ -10,10 +10,11 @@ import pytest
 import small
 import torch
 
+from flowrl.config.load import read_config
 from flowrl.rollouts import draw
-from flowrl.runtime import checkpoint
+from flowrl.runtime import checkpoint, history
 from flowrl.training import loop, outputs
-from flowrl.training.checks import check_resume
+from flowrl.training.resume import check_resume
 
 ITERATIONS = "5"
 
@@ -175,7 +176,7 @@ def test_resuming_with_another_config_names_the_keys(uninterrupted):
         "train", "--resume", run, "optimizer.lr=1e-5", "algorithm.beta=0.5", "iterations=9"
     )
     assert result.exit_code == 2
-    assert "another config: algorithm.beta, optimizer.lr;" in result.output
+    assert "algorithm.beta 1.0 -> 0.5, optimizer.lr 0.0003 -> 1e-05;" in result.output
     assert sorted(p.name for p in run.rglob("*")) == before
 
 
@@ -190,27 +191,48 @@ def test_the_number_of_iterations_may_change_only_while_the_learning_rate_does_n
         text.replace("schedule: constant", "schedule: cosine")
     )
     result = small.invoke("train", "--resume", tmp_path / "run", "iterations=9")
-    assert result.exit_code == 2 and "the learning rate's schedule depends on it" in result.output
+    assert result.exit_code == 2
+    assert "iterations 5 -> 9, optimizer.schedule 'constant' -> 'cosine';" in result.output
 
 
-@pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
-def test_a_damaged_checkpoint_is_named(uninterrupted, tmp_path, damage):
-    run = shutil.copytree(uninterrupted("nft"), tmp_path / "run")
-    name = {
-        "truncated": "optimizer.safetensors",
-        "altered": "policy.safetensors",
-        "missing": "ema.safetensors",
-    }[damage]
-    file = checkpoint.latest(run) / name
+DAMAGED = {
+    "truncated": "optimizer.safetensors",
+    "altered": "policy.safetensors",
+    "missing": "ema.safetensors",
+}
+
+
+def damage(file, how):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    file.write_bytes(data[:-7] if damage == "truncated" else data)
-    if damage == "missing":
+    file.write_bytes(data[:-7] if how == "truncated" else data)
+    if how == "missing":
         file.unlink()
+
+
+@pytest.mark.parametrize("how", DAMAGED)
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
+    uninterrupted, tmp_path, caplog, how
+):
+    run = shutil.copytree(uninterrupted("nft"), tmp_path / "run")
+    file = checkpoint.latest(run) / DAMAGED[how]
+    damage(file, how)
+    loop.train(read_config(run / "config.yaml"), resume=run)
+    said = next(text for text in caplog.messages if str(file) in text)
+    assert how in said and "kept as damaged-step-000005" in said and "from step-000004" in said
+    assert_equal(run, uninterrupted("nft"))
+    events = [line["event"] for line in history.read(run) if line["event"] != "edited"]
+    assert events == ["started", "ended", "resumed", "damaged", "ended"]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_says_what_to_do(uninterrupted, tmp_path):
+    run = shutil.copytree(uninterrupted("nft"), tmp_path / "run")
+    for folder in checkpoint.steps(run):
+        damage(folder / "optimizer.safetensors", "missing")
     result = small.invoke("train", "--resume", run)
     assert result.exit_code == 2
-    assert str(file) in result.output.replace("\n", "") and damage in result.output
-    assert f"remove {file.parent} to resume from step-000004" in result.output.replace("\n", "")
+    assert "optimizer.safetensors is missing, and no other checkpoint" in result.output
+    assert "remove the folder checkpoints to start the run from iteration 0" in result.output
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

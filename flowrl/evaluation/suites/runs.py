@@ -102,7 +102,7 @@ def _evaluate(
     run: Path, cfg: Config, task: Task, seed: int, most: int, known: dict[str, Rows]
 ) -> dict[str, Any]:
     """known: rows of base models that were measured for other runs, by what they depend on."""
-    weights = checkpoint.latest(run)  # the run may go on and write another one
+    weights = build.newest_of(run)  # the run may go on and write another one
     policy = build.load_tuned(cfg, weights)
     sampling = sampling_of(task.suite, cfg, seed=seed, device=policy.device)
     baseline = cfg.eval.baseline_guidance if task.suite.guidance is None else None
@@ -111,11 +111,11 @@ def _evaluate(
     key = _key(task, cfg, sampling, baseline)
     journal = Journal(
         run / FOLDER / f"{task.name}.part.jsonl",
-        key=f"{key} {_digest((weights / checkpoint.MANIFEST).read_bytes())}",
+        key=f"{key} {_digest((weights.folder / checkpoint.MANIFEST).read_bytes())}",
     )
     base = known.setdefault(key, {})
     measured = run_suite(policy, task, sampling, baseline=baseline, journal=journal, known=base)
-    out = {"checkpoint": weights.name, **summary(task, measured, most)}
+    out = {"checkpoint": weights.folder.name, **summary(task, measured, most)}
     for row in out["rows"]:
         row["guidance"] = baseline if row["name"] == "base, guided" else sampling.guidance
     record = _record(run, cfg, task, sampling, out)

@@ -1,0 +1,79 @@
+"""The folder of a run: named, locked by the main process, and known to all of them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flowrl.config.schema import Config
+from flowrl.runtime import lock
+from flowrl.runtime.distributed import World
+from flowrl.runtime.lock import Lock
+
+DOING = "flowrl train"
+RUN_FILES = ("config.yaml", "checkpoints", "metrics.jsonl")  # with one of the first two it goes on
+
+
+@contextmanager
+def claimed(cfg: Config, resume: Path | None, world: World) -> Iterator[tuple[Path, Lock | None]]:
+    """The run's folder, and the main process's lock on it.
+
+    An error inside gives both back: a folder that was made for it is removed again.
+    """
+    held, made = None, False
+    with world.all_or_none(ValueError):
+        if world.main:
+            try:
+                held, made = (Lock(resume, DOING), False) if resume else _new(cfg)
+            except OSError as error:
+                raise ValueError(str(error)) from error
+    path = Path(world.told(str(held.folder) if held else None))
+    try:
+        yield path, held
+    except BaseException:
+        if held:
+            _give_back(held, made)
+        raise
+
+
+def _new(cfg: Config) -> tuple[Lock, bool]:
+    """A folder that holds no run -> its lock, and whether it was made here."""
+    path, made = _folder(cfg)
+    held = Lock(path, DOING)
+    if holds := next((name for name in RUN_FILES if (path / name).exists()), None):
+        held.release()
+        what = f"resume it with `flowrl train --resume {path}`, or choose another output="
+        if holds == RUN_FILES[-1]:
+            what = "its config.yaml is missing, so restore that, or choose another output="
+        raise ValueError(f"{path} already holds a run; {what}")
+    return held, made
+
+
+def _folder(cfg: Config) -> tuple[Path, bool]:
+    """An own folder under runs/, or the one that `output` names -> it, and whether it is new."""
+    if cfg.output:
+        path = Path(cfg.output)
+        new = not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        return path, new
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.algorithm['name']}"
+    for number in itertools.count(1):
+        path = Path("runs", name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:  # of a run that started in the same second
+            continue
+        return path, True
+    raise AssertionError
+
+
+def _give_back(held: Lock, made: bool) -> None:
+    """Let go of a folder; one that was made for nothing goes."""
+    inside = list(held.folder.iterdir())
+    if made and [path.name for path in inside] == [lock.FILE]:
+        inside[0].unlink()  # while it is locked, so that nobody else holds it
+        held.folder.rmdir()
+    held.release()

@@ -1,0 +1,170 @@
+"""What a run is made of, as a checkpoint remembers it: settings, files, networks and code.
+
+Kept in every checkpoint and compared when the run is resumed, so that a run does not change halfway
+without anybody knowing. Settings are kept as they are, files, networks and code as hashes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.config.load import flatten
+from flowrl.config.schema import Config
+from flowrl.data.media import MEDIA_SUFFIXES
+from flowrl.data.scored_folder import list_of
+from flowrl.policy import Policy
+from flowrl.rewards import Reward, RewardSet
+from flowrl.runtime.side_files import shortened
+
+WHOLE = 2**26  # bytes: larger files are hashed by their size, their first and their last MiB
+ENDS = 2**20
+SAMPLED = 64  # values of each tensor of a network
+WRITTEN = ("journal", "log")  # settings of rewards that name files which a run writes
+UNCOUNTED = ("cli", "report")  # folders of flowrl that change no number
+RESUMABLE = ("iterations", "stop.", "checkpoint.", "guard.", "trackers")  # change no number either
+
+Identity = dict[str, dict[str, Any]]  # config, files, networks, code, sources: name -> value
+
+
+def of_config(cfg: Config) -> Identity:
+    """What is known before anything is loaded."""
+    return {
+        "config": cfg.model_dump(mode="json"),
+        "files": {name: digest(Path(name)) for name in sorted(_named(cfg))},
+        "code": {"flowrl": importlib.metadata.version("flowrl")},
+    }
+
+
+def of_parts(cfg: Config, rewards: RewardSet, policy: Policy, media: Iterable[Path]) -> Identity:
+    """All of it. media: images that prompts or data.offline name, known by their sizes."""
+    networks = {f"weights of {cfg.model.source}": _sampled(_frozen(policy))}
+    for label, reward in rewards.rewards.items():
+        if tensors := dict(_tensors(reward, "")):
+            networks[f"weights of reward.{label}"] = _sampled(tensors)
+    known = of_config(cfg)
+    if sizes := [f"{path} {path.stat().st_size}" for path in media]:
+        known["files"]["images of the data"] = _hex("\n".join(sizes).encode())
+    return {**known, "networks": networks, "sources": {"flowrl": _sources()}}
+
+
+def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
+    """What differs of what both know and may not, as "optimizer.lr 0.0003 -> 1e-05".
+
+    Other sources of the same version may: a comment is one too.
+    """
+    found = []
+    for section in (old.keys() & new.keys()) - {"sources"}:
+        before, now = flatten(old[section]), flatten(new[section])
+        for key in sorted(before.keys() | now.keys()):
+            a, b = before.get(key), now.get(key)
+            if a == b and (key in before) == (key in now):
+                continue
+            if section != "config":
+                found.append(f"{key} ({_short(a)} -> {_short(b)})")
+            elif not _may_differ(key, now, run):
+                found.append(f"{key} {_said(key, before)} -> {_said(key, now)}")
+    return sorted(found)
+
+
+def _may_differ(key: str, now: Mapping[str, Any], run: Path) -> bool:
+    if key == "iterations":
+        return now.get("optimizer.schedule") == "constant"  # else the rate depends on it
+    moved = key == "output" and Path(now[key] or "") == run
+    return moved or key.startswith(RESUMABLE)
+
+
+def _said(key: str, values: Mapping[str, Any]) -> str:
+    return shortened(values[key]) if key in values else "unset"
+
+
+def _short(value: str | None) -> str:
+    return "absent" if value is None else value[:8]
+
+
+def _named(cfg: Config) -> Iterator[str]:
+    """Files and folders that settings name and a run reads."""
+    data = cfg.data
+    offline = str(list_of(Path(data.offline))) if data.offline else None
+    settings = [data.train, data.eval, offline, cfg.train.init_lora, cfg.model.source]
+    for key, value in flatten(cfg.reward).items():
+        if key.rpartition(".")[2] not in WRITTEN and isinstance(value, str):
+            settings += [value, value.rpartition(":")[0]]  # own.py:function
+    for text in filter(None, settings):
+        if len(text) < 4096 and "\0" not in text and "\n" not in text and Path(text).exists():
+            yield text
+
+
+def digest(path: Path) -> str:
+    """Hash of a file, or of the names and files of a folder; of images and videos, of the size."""
+    if path.is_dir():
+        inside = sorted(place for place in path.rglob("*") if place.is_file())
+        lines = (f"{place.relative_to(path)} {digest(place)}" for place in inside)
+        return _hex("\n".join(lines).encode())
+    size = path.stat().st_size
+    if path.suffix.lower() in MEDIA_SUFFIXES:
+        return _hex(str(size).encode())
+    with path.open("rb") as file:
+        if size <= WHOLE:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        first = file.read(ENDS)
+        file.seek(size - ENDS)
+        return _hex(str(size).encode() + first + file.read(ENDS))
+
+
+def _sources() -> str:
+    """Hash of flowrl's Python files."""
+    places = [Path(__file__).parents[1]]
+    for name in ("flowrl.samplers", "flowrl.rewards"):  # beside flowrl/ in a checkout
+        places += map(Path, importlib.import_module(name).__path__)
+    lines = []
+    for place in places:
+        for path in sorted(place.rglob("*.py")):
+            inside = path.relative_to(place)
+            if inside.parts[0] not in UNCOUNTED:
+                lines.append(f"{place.name} {inside.as_posix()} {_hex(path.read_bytes())}")
+    return _hex("\n".join(lines).encode())
+
+
+def _frozen(policy: Policy) -> dict[str, Tensor]:
+    return {
+        f"{part}.{name}": tensor
+        for part, module in policy.modules.items()
+        for name, tensor in module.state_dict().items()
+        if "lora_" not in name
+    }
+
+
+def _tensors(holder: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of the networks among a reward's attributes, and of rewards that it wraps."""
+    for name, value in vars(holder).items():
+        if isinstance(value, nn.Module):
+            for key, tensor in value.state_dict().items():
+                yield f"{prefix}{name}.{key}", tensor
+        elif isinstance(value, Reward):
+            yield from _tensors(value, f"{prefix}{name}.")
+
+
+def _sampled(tensors: Mapping[str, Tensor]) -> str:
+    """Hash of the shapes, and of a few values of each tensor: no pass over gigabytes."""
+    hashed = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.numel() and not tensor.is_meta:
+            flat = tensor.detach().reshape(-1)
+            if flat.element_size() == 1:  # of 8 bits, whose arithmetic not every device has
+                flat = flat.view(torch.uint8)
+            places = torch.linspace(0, flat.numel() - 1, min(SAMPLED, flat.numel())).long()
+            hashed.update(str(flat[places.to(flat.device)].double().tolist()).encode())
+    return hashed.hexdigest()
+
+
+def _hex(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

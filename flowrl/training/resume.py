@@ -1,0 +1,169 @@
+"""Going on with a run: is it still the same run, and from which checkpoint does it go on?"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flowrl.config import load as config
+from flowrl.config.compose import ConfigError
+from flowrl.config.schema import Config
+from flowrl.runtime import checkpoint, files, history
+from flowrl.runtime.checkpoint import Checkpoint, CheckpointError
+from flowrl.runtime.log import logger
+from flowrl.training import identity, state
+from flowrl.training.identity import Identity
+
+NAMED = 8  # most changes or numbers in a sentence
+
+
+def config_of(run: Path, overrides: list[str] | None = None) -> Config:
+    """The Config of a run, changed by overrides. One whose config.yaml was lost has it from its
+    checkpoint."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        kept = (_peek(run).get("identity") or {}).get("config")
+        if not kept:
+            raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+        files.write(path, config.dump(Config.model_validate(kept)))
+        logger.warning(f"{path} was missing; it was written again from the newest checkpoint")
+    return config.load_config(path, overrides or [])
+
+
+def write_config(run: Path, cfg: Config) -> None:
+    """Write config.yaml, unless what is there says the same."""
+    path = run / "config.yaml"
+    try:
+        same = path.exists() and config.read_config(path) == cfg
+    except (ConfigError, OSError):
+        same = False
+    if not same:
+        files.write(path, config.dump(cfg))
+
+
+def check_resume(cfg: Config, run: Path, *, accept: bool = False) -> None:
+    """A run goes on with the settings, files and code of its newest checkpoint, apart from settings
+    that change no number; else ValueError that names what differs. Nothing is loaded for it."""
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+    if checkpoint.steps(run) and not accept:
+        _refuse(_changes(run, _peek(run), identity.of_config(cfg)), run)
+
+
+def resume(trainer: state.Resumable, *, accept: bool = False) -> None:
+    """Load the newest whole checkpoint; a run that has none yet starts from iteration 0.
+
+    What was damaged, lost or changed is said and kept in history.jsonl. All processes go on from
+    the same checkpoint.
+    """
+    run, world = trainer.parts.path, trainer.parts.source.world
+    found, changes = None, []
+    with world.all_or_none(ValueError):
+        if world.main and checkpoint.steps(run):
+            found = checkpoint.load_newest(run)
+            changes = _changes(run, found.meta, trainer.parts.identity)
+            if not accept:
+                _refuse(changes, run)
+    folder = world.told(str(found.folder) if found else None)
+    if folder is None:
+        if world.main:
+            logger.warning(f"{run} has no checkpoint yet: it starts from iteration 0")
+        return
+    with world.all_or_none(ValueError):
+        found = found or _load(Path(folder))
+        state.load(trainer, found)
+    if world.main:
+        _tell(run, found, changes, trainer.parts.identity["sources"])
+
+
+def _load(folder: Path) -> Checkpoint:
+    tensors, meta = checkpoint.load(folder)
+    return Checkpoint(folder=folder, tensors=tensors, meta=meta, damaged={})
+
+
+def _peek(run: Path) -> dict[str, Any]:
+    """meta.json of the newest checkpoint, unverified; {} where there is none to read."""
+    try:
+        meta = json.loads((checkpoint.latest(run) / checkpoint.META).read_bytes())
+    except (CheckpointError, OSError, ValueError):
+        return {}
+    return meta if isinstance(meta, dict) else {}
+
+
+def _changes(run: Path, meta: dict[str, Any], now: Identity) -> list[str]:
+    """What differs from a checkpoint, but for what was accepted since it was written."""
+    kept = meta.get("identity")
+    if not kept:  # of a version that kept none
+        kept = {"config": config.read_config(run / "config.yaml").model_dump(mode="json")}
+    accepted = [line for line in history.read(run) if line.get("event") == "changed"][-1:]
+    if accepted and accepted[0].get("iteration") == meta.get("iteration"):
+        known = set(accepted[0].get("changes", ()))
+    else:
+        known = set()
+    found = identity.differences(kept, now, run)
+    return [] if known.issuperset(found) else found
+
+
+def _refuse(changes: list[str], run: Path) -> None:
+    if changes:
+        raise ValueError(
+            f"{run} was trained with something else until now: {_listed(changes)}; undo that, start"
+            " a new run, or add --accept-changes to go on with it"
+        )
+
+
+def _tell(run: Path, found: Checkpoint, changes: list[str], sources: dict[str, str]) -> None:
+    """Say and record what a resumed run should know of itself."""
+    iteration = int(found.meta["iteration"])
+    history.add(run, "resumed", iteration=iteration)
+    for folder, what in found.damaged.items():
+        aside = checkpoint.set_aside(folder)
+        _note(
+            run,
+            "damaged",
+            iteration,
+            f"{what}; it is kept as {aside.name}, and the run goes on from {found.folder.name}",
+        )
+    kept = found.meta.get("identity")
+    if not kept:
+        logger.warning(
+            f"{found.folder} does not say what it was trained with (an earlier version wrote it),"
+            " so only config.yaml was compared"
+        )
+    elif kept["sources"] != sources:
+        what = "flowrl's source code was edited since then, so that numbers may differ"
+        _note(run, "edited", iteration, what)
+    if changes:
+        what = f"accepted: {_listed(changes)}"
+        _note(run, "changed", iteration, what, changes=changes)
+    if lost := _lost(run, iteration):
+        numbers = _listed([str(number) for number in lost])
+        _note(
+            run,
+            "lost",
+            iteration,
+            f"metrics.jsonl lacks {len(lost)} of the {iteration}"
+            f" iterations up to {found.folder.name} ({numbers}); its curves have that gap",
+        )
+
+
+def _note(run: Path, event: str, iteration: int, what: str, **facts: Any) -> None:
+    logger.warning(what)
+    history.add(run, event, iteration=iteration, what=what, **facts)
+
+
+def _lost(run: Path, iteration: int) -> list[int]:
+    """Iterations up to a checkpoint that metrics.jsonl does not hold: lines lost or damaged."""
+    path, found = run / "metrics.jsonl", set()
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        try:
+            found.add(json.loads(line)["iteration"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return [i for i in range(1, iteration + 1) if i not in found]
+
+
+def _listed(items: list[str]) -> str:
+    more = f" and {len(items) - NAMED} more" if len(items) > NAMED else ""
+    return ", ".join(items[:NAMED]) + more
