@@ -5,6 +5,8 @@ Exit codes: 0 done, 1 a failure while running, 2 the user's input was wrong and 
 
 from __future__ import annotations
 
+import os
+
 import typer
 
 from flowrl.cli import check, evaluate, generate, report, score, serve, show, train
@@ -36,4 +38,13 @@ for _name, _command in COMMANDS.items():
 
 def main() -> None:
     """Entry point of the `flowrl` command."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        from flowrl.runtime.timed import caller, leave
+
+        # a reward that hangs, and processes that wait for one that is gone, would keep us here
+        lost = end.code and int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if caller.busy or lost:
+            leave(end.code if isinstance(end.code, int) else 0)
+        raise

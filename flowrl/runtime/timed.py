@@ -8,7 +8,6 @@ exit code 1 and says where every thread was.
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import os
 import queue
@@ -59,6 +58,8 @@ class Caller:
 
     def _serve(self, jobs: queue.SimpleQueue[Job]) -> None:
         """Call what is asked for, until a call is left behind."""
+        import asyncio
+
         asyncio.set_event_loop(asyncio.new_event_loop())  # as in the main thread, there is one
         while self.jobs is jobs:
             future, function = jobs.get()

@@ -276,7 +276,7 @@ def user_file(path: Path, *, what: str) -> dict[str, Any]:
         module = sys.modules[unique] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-        except Exception as error:  # whatever a user's file does when it is imported
+        except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
             del sys.modules[unique]
             raise ValueError(
                 f"{what}: {path} cannot be imported: {type(error).__name__}: {error}"
@@ -297,6 +297,8 @@ def load(name: str, **settings: Any) -> Reward:
         raise ValueError(
             f'reward "{name}" needs a package that cannot be imported: {error}'
         ) from error
+    except SystemExit as error:
+        raise ValueError(f'reward "{name}" called sys.exit({error}) while it was loaded') from error
 
 
 def parse(
