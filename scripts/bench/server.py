@@ -43,10 +43,10 @@ def picture(client: int, number: int, side: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def serving(port: int) -> Iterator[subprocess.Popen]:
+def serving(port: int, max_mb: float = 512.0) -> Iterator[subprocess.Popen]:
     code = (
         "import torch; torch.set_num_threads(1); from flowrl.rewards.server.app import Server;"
-        f" Server({SERVED!r}, port={port}, device='cpu').run()"
+        f" Server({SERVED!r}, port={port}, device='cpu', max_mb={max_mb}).run()"
     )
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
