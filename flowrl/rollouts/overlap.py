@@ -48,7 +48,7 @@ class OverlappedScorer(Scorer):
         self.parts.append(rewards)
 
     def close(self) -> None:
-        self.thread.shutdown(wait=True, cancel_futures=True)
+        self.thread.shutdown(wait=False, cancel_futures=True)  # where all went well, it is idle
 
 
 def _timed(
