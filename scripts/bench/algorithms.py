@@ -1,15 +1,14 @@
 """What each algorithm buys: the runs of docs/results.md, in a queue that can stop and go on.
 
     python scripts/bench/algorithms.py tune   [METHOD ...]   rate, then clip: a third of the budget
-    python scripts/bench/algorithms.py run    [METHOD ...]   the best setting, one or three seeds
+    python scripts/bench/algorithms.py run    [METHOD ...]   the best setting, three seeds
     python scripts/bench/algorithms.py claims [CLAIM ...]    runs that the papers' claims need
     python scripts/bench/algorithms.py time   [NAME ...]     seconds a row, alone on the machine
     python scripts/bench/results_page.py                     the page, from the cells that are there
 
-All share model, prompts, reward, LoRA and budget. `run` takes three seeds for the methods of the
-first tier, one for the others; `time` knows methods and claims. A cell is one run, in
-docs/results/cells/NAME.json; a cell that is there is not run again. The budget counts network rows:
-forward of the rollout and of references 1, forward and backward of a trained row 3. --workers 2
+All share model, prompts, reward, LoRA and budget. `time` knows methods and claims. A cell is one
+run, in docs/results/cells/NAME.json; a cell that is there is not run again. The budget counts
+network rows: forward of the rollout and of references 1, forward and backward of a trained row 3. --workers 2
 runs two cells side by side, one thread each. The seconds of the page are rows times the seconds a
 row that `time` measured, which takes no --workers: keep the machine free for it.
 """

@@ -246,7 +246,7 @@ def score(r: Cell) -> float:
 
 
 def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2), kind: str = "run") -> list[Cell]:
-    """The best setting of a finished tuning, for each seed; the second tier has seed 0 alone.
+    """The best setting of a finished tuning, for each seed.
 
     A third of the rate, for three times as many steps: Adam moves about rate x steps, and at the
     full rate the best of them fell again after the rows that the rate was tuned on (cells
@@ -258,11 +258,7 @@ def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2), kind: str = "run") -
         return []
     rate, *clip = [word for word in max(results, key=score)["words"] if word not in TUNING]
     words = [f"optimizer.lr={float(rate.partition('=')[2]) / 3:.3g}", *clip]
-    return [
-        cell(method, words, seed=seed, budget=BUDGET, kind=kind)
-        for seed in seeds
-        if method in FIRST or seed == 0
-    ]
+    return [cell(method, words, seed=seed, budget=BUDGET, kind=kind) for seed in seeds]
 
 
 def claims(name: str, kind: str = "claim") -> list[Cell]:
