@@ -8,9 +8,9 @@
 
 All share model, prompts, reward, LoRA and budget. `time` knows methods and claims. A cell is one
 run, in docs/results/cells/NAME.json; a cell that is there is not run again. The budget counts
-network rows: forward of the rollout and of references 1, forward and backward of a trained row 3. --workers 2
-runs two cells side by side, one thread each. The seconds of the page are rows times the seconds a
-row that `time` measured, which takes no --workers: keep the machine free for it.
+network rows: forward of the rollout and of references 1, forward and backward of a trained row 3.
+--workers 2 runs two cells side by side, one thread each. The seconds of the page are rows times the
+seconds a row that `time` measured, which takes no --workers: keep the machine free for it.
 """
 
 from __future__ import annotations
