@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,26 +13,35 @@ import typer
 
 from flowrl.cli.common import complain, one_sentence_errors, show
 
-Media = Annotated[list[Path], typer.Argument(help="Image files, or folders of them.")]
+Media = Annotated[list[Path], typer.Argument(help="Files of images or videos, or folders of them.")]
 Rewards = Annotated[
     list[str], typer.Option(help="NAME, NAME=WEIGHT or NAME.SETTING=VALUE; once for each.")
 ]
 Prompt = Annotated[str | None, typer.Option(help="The prompt of all images.")]
 Prompts = Annotated[
     Path | None,
-    typer.Option(help="A .jsonl list of file and prompt a line; default: the folder's own."),
+    typer.Option(
+        help="A .jsonl, .csv or .parquet list of files and prompts; default: the folder's own."
+    ),
 ]
 KeepTop = Annotated[
     str | None,
     typer.Option(help="Of each prompt, keep the best by total: a share such as 20%, or a count."),
 ]
 Chunk = Annotated[int, typer.Option(min=1, help="Most images scored at once.")]
+Frames = Annotated[
+    int, typer.Option(min=1, help="Most frames of a video or animated picture, evenly spaced.")
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Show what libraries say while they load models.")
+]
 Output = Annotated[
     Path | None,
     typer.Option(
         "-o",
         "--output",
-        help="A folder for scores.jsonl and copies of the images, or a .jsonl file.",
+        help="A folder for scores.jsonl and copies of the images, or a .jsonl, .csv or .parquet"
+        " list.",
     ),
 ]
 
@@ -41,26 +53,31 @@ def score(
     prompts: Prompts = None,
     keep_top: KeepTop = None,
     chunk: Chunk = 16,
+    frames: Frames = 16,
+    verbose: Verbose = False,
     output: Output = None,
 ) -> None:
     """Score images, and make the folder that `flowrl train` learns from offline."""
     from flowrl.data import scored_folder
+    from flowrl.data.media import MEDIA_SUFFIXES
     from flowrl.data.samples import collect
     from flowrl.report import terminal
     from flowrl.rewards import load_set, parse_words
     from flowrl.rewards.core import files
     from flowrl.runtime import log
 
-    log.setup()
-    with one_sentence_errors():
+    log.setup(libraries=verbose)
+    with one_sentence_errors(), _calm(verbose):
         # everything the user gave is checked before anything is scored
         top = scored_folder.parse_keep(keep_top) if keep_top is not None else None
         rewards = load_set(parse_words(reward))
-        found = collect(media, prompt=prompt, prompts=prompts)
+        found = collect(media, prompt=prompt, prompts=prompts, suffixes=MEDIA_SUFFIXES)
         samples = files.with_meta(found, rewards)
         if output is not None:
             scored_folder.check_target(output, samples)
-        scored, problems = files.score_files(samples, rewards, chunk=chunk)
+        scored, problems = files.score_files(
+            samples, rewards, chunk=chunk, frames=frames, progress=True
+        )
         kept = scored if top is None else scored_folder.keep_top(scored, top)
         # written before the table is printed, whose reader may leave
         place = _write(output, kept, rewards.weights, problems) if output and kept else None
@@ -71,6 +88,23 @@ def score(
         complain(problem)
     if problems:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _calm(verbose: bool) -> Iterator[None]:
+    """Inside, libraries neither warn nor log below errors, unless they should."""
+    if verbose:
+        yield
+        return
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            root.setLevel(level)
 
 
 def _write(

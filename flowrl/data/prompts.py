@@ -40,11 +40,7 @@ def load_prompts(source: str) -> Prompts:
         raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
     if path.suffix not in (".jsonl", ".json"):
         return [{"prompt": line} for _, line in lines]
-    entries = [_entry(line, f"prompt file {path}, line {number}") for number, line in lines]
-    for entry in entries:
-        if isinstance(entry.get("reference"), str):
-            entry["reference"] = str(path.parent / entry["reference"])
-    return entries
+    return [_entry(line, f"prompt file {path}, line {n}", path.parent) for n, line in lines]
 
 
 def _text(path: Path) -> str:
@@ -95,16 +91,23 @@ def meta_rows(prompts: Prompts, ids: list[int]) -> tuple[list[str], MediaContext
     return batch.text, MediaContext(meta=batch.meta, group=batch.ids)
 
 
-def _entry(line: str, where: str) -> dict[str, Any]:
+def _entry(line: str, where: str, folder: Path) -> dict[str, Any]:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+    return check_entry(entry, where, folder)
+
+
+def check_entry(entry: Any, where: str, folder: Path) -> dict[str, Any]:
+    """An entry with a prompt, its "reference" as a path from the folder; else ValueError."""
     text = entry.get("prompt") if isinstance(entry, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
             f'{where} needs a "prompt" that is a non-empty text, as in {{"prompt": "a red circle"}}'
         )
+    if isinstance(entry.get("reference"), str):
+        entry["reference"] = str(folder / entry["reference"])
     return entry
 
 

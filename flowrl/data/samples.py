@@ -1,7 +1,6 @@
 """Image files and the prompts that they are judged by.
 
-A list of files is a .jsonl with {"file", "prompt", **meta} a line; a scored folder's scores.jsonl
-is one too.
+A list of files says {"file", "prompt", **meta} of each; a scored folder's scores.jsonl is one too.
 """
 
 from __future__ import annotations
@@ -13,11 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowrl.data import tables
 from flowrl.data.media import IMAGE_SUFFIXES
-from flowrl.data.prompts import load_prompts
 
 LIST = "scores.jsonl"
-OWN_LISTS = (LIST, "metadata.jsonl")  # of a folder, the first that is there
+OWN_LISTS = (
+    LIST,
+    "metadata.jsonl",
+    "metadata.csv",
+    "metadata.parquet",
+)  # of a folder, the first that is there
 # keys of a line that are not meta
 RESERVED = ("file", "file_name", "prompt", "scores", "weights", "total")
 
@@ -32,32 +36,35 @@ class Sample:
 
 
 def collect(
-    media: Sequence[Path], *, prompt: str | None = None, prompts: Path | None = None
+    media: Sequence[Path],
+    *,
+    prompt: str | None = None,
+    prompts: Path | None = None,
+    suffixes: Sequence[str] = IMAGE_SUFFIXES,
 ) -> list[Sample]:
     """Images with their prompts; a folder stands for every image below it, sorted by path.
 
-    prompt: of all. prompts: a list; "file" is a path from its folder, or a bare name; an image may
-    have several lines. Neither: each folder's own scores.jsonl or metadata.jsonl ("file_name" is
-    read as "file"), whose lines are the samples. An image without a prompt, given twice for one, or
+    suffixes: of what counts as an image; MEDIA_SUFFIXES: videos too. prompt: of all. prompts: a
+    list (see tables.py); "file" is a path from its folder, or a bare name; an image may have
+    several lines. Neither: each folder's own list, the first of OWN_LISTS ("file_name" is read as
+    "file"), whose lines are the samples. An image without a prompt, given twice for one, or
     sharing a line with another -> ValueError.
     """
     if prompt is not None and prompts is not None:
         raise ValueError("give --prompt, for all images, or --prompts, a list; not both")
-    if prompt is not None:
-        samples = _of_one_prompt(media, prompt)
-    elif prompts is not None:
-        samples = _listed([path for place in media for path in images(place)], prompts)
+    if prompt is not None and not prompt.strip():
+        raise ValueError("--prompt is empty; give the text that the images are judged by")
+    if prompt is None and prompts is None:
+        samples = [sample for place in media for sample in _own(place, suffixes)]
     else:
-        samples = [sample for place in media for sample in _own(place)]
+        paths = [path for place in media for path in images(place, suffixes)]
+        samples = (
+            [Sample(path=path, prompt=prompt, meta={}) for path in paths]
+            if prompt is not None
+            else _listed(paths, prompts)
+        )
     _check_distinct(samples)
     return samples
-
-
-def _of_one_prompt(media: Sequence[Path], prompt: str) -> list[Sample]:
-    if not prompt.strip():
-        raise ValueError("--prompt is empty; give the text that the images are judged by")
-    paths = [path for place in media for path in images(place)]
-    return [Sample(path=path, prompt=prompt, meta={}) for path in paths]
 
 
 def _check_distinct(samples: Sequence[Sample]) -> None:
@@ -72,54 +79,46 @@ def _check_distinct(samples: Sequence[Sample]) -> None:
         seen.add(name)
 
 
-def images(place: Path) -> list[Path]:
+def images(place: Path, suffixes: Sequence[str] = IMAGE_SUFFIXES) -> list[Path]:
     """The file itself, or every image below a folder but hidden ones.
 
     None there, or a file of another kind -> ValueError.
     """
-    known = ", ".join(IMAGE_SUFFIXES)
+    known = ", ".join(suffixes)
     if place.is_dir():
-        files = (path for path in place.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+        files = (path for path in place.rglob("*") if path.suffix.lower() in suffixes)
         found = sorted(path for path in files if path.name[0] != ".")
         if not found:
             raise ValueError(f"{place} holds no image ({known})")
         return found
     if not place.is_file():
         raise ValueError(f"{place} does not exist; give image files, or a folder of them")
-    if place.suffix.lower() not in IMAGE_SUFFIXES:
+    if place.suffix.lower() not in suffixes:
         raise ValueError(f"{place} is not an image file; what is scored ends in {known}")
     return [place]
 
 
 def read_list(path: Path, *, contained: bool = False) -> list[tuple[str, dict[str, Any]]]:
-    """(where, entry) of each line of a .jsonl list, every entry with a "file" and a "prompt".
+    """(where, entry) of each line of a list, every entry with a "file" and a "prompt".
 
     contained: no "file" may leave the list's folder, also not by a link; a list that comes with a
     folder was often written by somebody else. Else ValueError that names file and line.
     """
-    if path.suffix != ".jsonl":
-        raise ValueError(
-            f'{path} is not a .jsonl list; each line of one is like {{"file": "a.png", "prompt": "a'
-            ' red circle"}'
-        )
-    entries = load_prompts(str(path))  # judges the file, its JSON and the prompts
-    lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
     out = []
-    for number, entry in zip(numbers, entries, strict=True):
+    for where, entry in tables.read(path):
         file = entry.get("file", entry.get("file_name"))
         if not isinstance(file, str) or not file:
             raise ValueError(
-                f'{path}, line {number} needs a "file", the path of an image, as in {{"file":'
+                f'{where} needs a "file", the path of an image, as in {{"file":'
                 ' "a.png", "prompt": "..."}'
             )
         if contained and not _inside(path.parent, file):
             raise ValueError(
-                f"{path}, line {number} names {file!r}, which leaves the folder {path.parent} or is"
+                f"{where} names {file!r}, which leaves the folder {path.parent} or is"
                 " not written with /; if you trust the list, give it by its own path (--prompts,"
                 " data.offline), which may name files anywhere"
             )
-        out.append((f"{path}, line {number}", {**entry, "file": file}))
+        out.append((where, {**entry, "file": file}))
     return out
 
 
@@ -170,18 +169,18 @@ def _by_file(source: Path) -> dict[str | Path, list[tuple[str, dict[str, Any]]]]
     return out
 
 
-def _own(place: Path) -> list[Sample]:
+def _own(place: Path, suffixes: Sequence[str]) -> list[Sample]:
     """Samples of a folder's own list, which must name every image below the folder."""
     source = next((place / name for name in OWN_LISTS if (place / name).is_file()), None)
     if source is None:
-        known = f" or a {' or '.join(OWN_LISTS)} in it" if place.is_dir() else ""
+        known = f" or a {' or '.join(OWN_LISTS[:2])} in it" if place.is_dir() else ""
         raise ValueError(
             f"{place} has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl{known}"
         )
     lines = read_list(source, contained=True)
     samples = [_sample(place / entry["file"], entry) for _, entry in lines]
     named = {sample.path.resolve() for sample in samples}
-    for path in images(place):
+    for path in images(place, suffixes):
         if path.resolve() not in named:
             raise ValueError(
                 f"{path} has no line in {source}; add one, or give --prompts with another list"

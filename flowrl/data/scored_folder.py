@@ -12,7 +12,6 @@ such folders for training.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import defaultdict
@@ -20,7 +19,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+from flowrl.data import tables
 from flowrl.data.samples import LIST, Sample
 from flowrl.runtime import files as disk
 
@@ -80,9 +81,11 @@ def check_target(target: Path, samples: Sequence[Sample]) -> None:
         raise ValueError(f"{path} exists; choose another place for -o, or remove it")
     if path.parent.exists() and not path.parent.is_dir():
         raise ValueError(
-            f"{path.parent} is a file; give a folder for -o, or a name that ends in .jsonl"
+            f"{path.parent} is a file; give a folder for -o, or a name that ends in .jsonl, .csv or"
+            " .parquet"
         )
     if target == path:
+        tables.check_suffix(path)
         return
     for sample in samples:
         if target.resolve() in sample.path.resolve().parents:
@@ -93,37 +96,37 @@ def check_target(target: Path, samples: Sequence[Sample]) -> None:
 
 
 def list_of(target: Path) -> Path:
-    """The list of a scored folder, or `target` itself when it is a .jsonl file."""
-    return target if target.suffix == ".jsonl" else target / LIST
+    """The list of a scored folder, or `target` itself when its ending is a list's."""
+    return target if target.suffix in tables.SUFFIXES else target / LIST
 
 
 def write(target: Path, scored: Sequence[Scored], weights: Mapping[str, float]) -> Path:
     """Write a folder with copies of the media, which can be moved -> its list.
 
-    X.jsonl: only a list, which names them where they are.
+    X.jsonl, X.csv, X.parquet: only a list, which names them where they are.
     """
     path = list_of(target)
     disk.clean(path.parent)
     files = [item.sample.path for item in scored]
     if target != path:
         files = _copy(files, target / "media")
-    lines = [
-        _line(item, os.path.relpath(file.resolve(), path.parent.resolve()), weights)
+    entries = [
+        _entry(item, os.path.relpath(file.resolve(), path.parent.resolve()), weights)
         for item, file in zip(scored, files, strict=True)
     ]
-    return disk.write(path, "".join(lines))
+    return tables.write(path, entries)
 
 
-def _line(item: Scored, file: str, weights: Mapping[str, float]) -> str:
+def _entry(item: Scored, file: str, weights: Mapping[str, float]) -> dict[str, Any]:
     known = {label: v if math.isfinite(v) else None for label, v in item.scores.items()}
-    line = {
+    entry = {
         "file": Path(file).as_posix(),
         "prompt": item.sample.prompt,
         "scores": known,
         "weights": dict(weights),
         "total": item.total,
     }
-    return json.dumps(line | item.sample.meta, ensure_ascii=False) + "\n"
+    return entry | item.sample.meta
 
 
 def _copy(paths: Sequence[Path], folder: Path) -> list[Path]:

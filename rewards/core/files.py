@@ -9,33 +9,44 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowrl.data.media import read_image
+from flowrl.data.media import read_media
 from flowrl.data.samples import Sample
 from flowrl.data.scored_folder import Scored
 from flowrl.rewards import RewardBug, RewardSet, RewardUnavailable, check_needs, score
-from flowrl.rewards.core.score import check_meta
+from flowrl.rewards.core.score import check_kind, check_meta
+from flowrl.runtime.log import Progress
 from flowrl.types import MediaContext
 
 WAITING = 4  # chunks of images, of all sizes, that are held until one size fills a chunk
+HELD = 2**28  # values of fp32 that are held however few images they are: 1 GB
 
 
 def score_files(
-    samples: Sequence[Sample], rewards: RewardSet, *, chunk: int = 16
+    samples: Sequence[Sample],
+    rewards: RewardSet,
+    *,
+    chunk: int = 16,
+    frames: int = 16,
+    progress: bool = False,
 ) -> tuple[list[Scored], list[str]]:
     """Scores in the order of `samples`, and a sentence for each file that is left out or lacks the
     score of a reward of weight 0.
 
     Images of equal size are scored `chunk` at a time; at most WAITING x chunk are in memory,
-    whatever the number of files. When a reward breaks down after the first scores, its sentence
-    goes to each of the files that are left: the scores before may have been paid for.
+    whatever the number of files. Of a video or an animated picture, at most `frames` frames are
+    read. progress: show a bar. When a reward breaks down after the first scores, its sentence goes
+    to each of the files that are left: the scores before may have been paid for.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scored: dict[int, Scored] = {}
     problems: dict[int, str] = {}
+    bar = Progress(len(samples), title="score", show=progress)
     try:
-        for rows, media in _chunks(samples, chunk, problems):
-            some = {i: samples[i] for i in rows}
-            _score_chunk(some, media.to(device), rewards, scored, problems)
+        with bar:
+            for rows, media in _chunks(samples, rewards, chunk, frames, problems):
+                some = {i: samples[i] for i in rows}
+                _score_chunk(some, media.to(device), rewards, scored, problems)
+                bar.update(len(scored.keys() | problems.keys()))
     except (RewardBug, RewardUnavailable) as error:
         if not scored:
             raise
@@ -68,22 +79,33 @@ def _score_chunk(
 
 
 def _chunks(
-    samples: Sequence[Sample], most: int, problems: dict[int, str]
+    samples: Sequence[Sample],
+    rewards: RewardSet,
+    most: int,
+    frames: int,
+    problems: dict[int, str],
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """(rows of samples, their images (n, 3, H, W)), n <= most, of one size.
+    """(rows of samples, their media (n, 3, H, W) or (n, F, 3, H, W)), n <= most, of one size.
 
-    A file that cannot be read enters `problems` instead.
+    A file that cannot be read, or is of a kind that a reward does not take, enters `problems`
+    instead.
     """
     waiting: dict[torch.Size, dict[int, Tensor]] = {}
     for i, sample in enumerate(samples):
         try:
-            picture = read_image(sample.path)
+            picture = read_media(sample.path, frames=frames)
         except ValueError as error:
             problems[i] = f"left out: {error}"
             continue
+        try:
+            check_kind(rewards.rewards, picture[None], [sample.prompt])
+        except ValueError as error:
+            problems[i] = f"left out: {sample.path}: {error}"
+            continue
         waiting.setdefault(picture.shape, {})[i] = picture
         full = len(waiting[picture.shape]) == most
-        if full or sum(map(len, waiting.values())) == WAITING * most:
+        held = sum(size.numel() * len(pictures) for size, pictures in waiting.items())
+        if full or held >= HELD or sum(map(len, waiting.values())) == WAITING * most:
             longest = max(waiting, key=lambda size: len(waiting[size]))
             yield _batch(waiting.pop(longest))
     yield from map(_batch, waiting.values())

@@ -19,7 +19,7 @@ from PIL import Image
 
 from flowrl.cli.main import app  # noqa: F401  imported before a test changes folders
 from flowrl.data import scored_folder
-from flowrl.data.media import ORIENTATION, image_size, read_image, save
+from flowrl.data.media import ORIENTATION, image_size, read_image, read_media, save
 from flowrl.data.samples import Sample
 from flowrl.data.scored_folder import Scored
 from flowrl.report import terminal
@@ -99,13 +99,13 @@ def test_few_images_are_in_memory_at_once():
     samples = [
         Sample(path=noise(f"{i}.png", height=8 + i % 5), prompt="x", meta={}) for i in range(40)
     ]
-    waiting, most, sizes, read = 0, 0, [], read_image
+    waiting, most, sizes, read = 0, 0, [], read_media
 
-    def counted(path):
+    def counted(path, **options):
         nonlocal waiting, most
         waiting += 1
         most = max(most, waiting)
-        return read(path)
+        return read(path, **options)
 
     def reward(media, prompts, context):
         nonlocal waiting
@@ -114,7 +114,7 @@ def test_few_images_are_in_memory_at_once():
         return media.flatten(1).mean(1)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "read_image", counted)
+        patch.setattr(files, "read_media", counted)
         scored, _ = files.score_files(samples, load_set({"mean": reward}), chunk=3)
     assert len(scored) == 40
     assert most <= files.WAITING * 3
@@ -257,7 +257,8 @@ def test_a_list_that_cannot_be_written_costs_no_score_and_the_exit_code_is_1(mon
     result = small.invoke("score", "a.png", "--prompt", "x", "--reward", "jpeg", "-o", "out")
     assert result.exit_code == 1 and "a.png" in result.stdout
     assert (
-        result.stderr.strip() == "flowrl: out/media/a.png could not be written (No space left on"
+        result.stderr.splitlines()[-1]
+        == "flowrl: out/media/a.png could not be written (No space left on"
         " device), so what was there is unchanged; free some space on this disk and try again"
     )
     assert not list(Path("out").rglob("*.*"))
@@ -336,7 +337,7 @@ def test_a_list_without_copies_names_the_files_where_they_are():
             ["nowhere", "--prompt", "x"],
             "nowhere does not exist; give image files, or a folder of them",
         ),
-        (["empty", "--prompt", "x"], "empty holds no image (.png, .jpg, .jpeg, .webp)"),
+        (["empty", "--prompt", "x"], "empty holds no image (.png, .jpg, .jpeg, .webp, .gif, .mp4"),
         (["imgs/notes.txt", "--prompt", "x"], "imgs/notes.txt is not an image file"),
         (
             ["imgs"],
@@ -352,7 +353,7 @@ def test_a_list_without_copies_names_the_files_where_they_are():
         (["imgs", "--prompt", " "], "--prompt is empty"),
         (["imgs", "--prompt", "x", "--prompts", "some.jsonl"], "not both"),
         (["imgs", "--prompts", "nowhere.jsonl"], "prompt file nowhere.jsonl does not exist"),
-        (["imgs", "--prompts", "imgs/notes.txt"], "imgs/notes.txt is not a .jsonl list"),
+        (["imgs", "--prompts", "imgs/notes.txt"], "imgs/notes.txt is not a .jsonl, .csv or"),
         (["imgs", "--prompts", "broken.jsonl"], "broken.jsonl, line 3 is not JSON"),
         (["imgs", "--prompts", "nofile.jsonl"], 'nofile.jsonl, line 2 needs a "file"'),
         (["imgs", "--prompts", "some.jsonl"], "imgs/b.png has no line in some.jsonl"),
