@@ -46,7 +46,8 @@ class Door:
 
     def sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close what is overdue, and come back while any connection is open."""
-        for connection in [one for one in self.open if one.due < loop.time()]:
+        now = loop.time()
+        for connection in [one for one in self.open if min(one.due, one.stuck) < now]:
             connection.close()
         self.sweeping = bool(self.open)
         if self.sweeping:
@@ -54,12 +55,13 @@ class Door:
 
 
 class Connection(H11Protocol):
-    """due: loop time at which it is closed. heard: when its last byte came."""
+    """Loop times. due: of its end, if nothing happens. stuck: the same, while its client reads no
+    answer. heard: of its last byte."""
 
     def __init__(self, *args: Any, door: Door, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.door, self.rests = door, False
-        self.heard = self.due = math.inf
+        self.heard = self.due = self.stuck = math.inf
 
     @property
     def busy(self) -> bool:
@@ -104,12 +106,11 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.due = self.loop.time() + HEAD
+        self.stuck = self.loop.time() + HEAD
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self.busy:
-            self.due = math.inf
+        self.stuck = math.inf
 
 
 def protocol(most: int) -> Callable[..., Connection]:
