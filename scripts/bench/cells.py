@@ -79,7 +79,8 @@ SECOND = {
     "rwr": FORWARD,
 }
 # what a method's file in configs/algorithm said when its committed cells were run, and does not say
-# now: without these words those cells would be other runs; delete a line, and the method runs anew
+# now: without these words those cells would be other runs; delete a line, and the method runs anew.
+# Without guidance, as here, detach_uncond changes no digit.
 FORMER = {
     **dict.fromkeys(("flow_grpo", "grpo_guard"), ["algorithm.detach_uncond=true"]),
     **dict.fromkeys(("branch_grpo", "branch_grpo_mix"), ["algorithm.fusion=path"]),
