@@ -11,15 +11,27 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import PositiveFloat, PositiveInt
 from torch import Tensor
 
 from flowrl.runtime import files as disk
+from flowrl.runtime import side_files
+from flowrl.runtime.side_files import Stored, shortened
 
 FILE = "pytorch_lora_weights.safetensors"
 SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
 METADATA = "lora_adapter_metadata"  # where a file's header keeps the adapter's config
+
+
+class Settings(Stored, extra="forbid"):
+    """flowrl.json, written from train.lora."""
+
+    rank: PositiveInt
+    alpha: PositiveFloat
+    targets: list[str] | None = None
+    init: Literal["gaussian", "kaiming"] = "gaussian"
 
 
 def file_of(name: str, known: Mapping[str, Any]) -> str:
@@ -87,12 +99,14 @@ def check(file: Path, options: dict[str, Any]) -> bool:
     told: dict[str, set[float]] = {"rank": set(), "alpha": set()}
     for key, value in _header(file).items():
         name = {"r": "rank", "lora_alpha": "alpha"}.get(key.rsplit(".", 1)[-1])
+        if name and not isinstance(value, int | float):
+            raise ValueError(f"{file} has {key}={shortened(value)} in its header, not a number")
         if name:
             told[name].add(value)
     beside = file.parent / SETTINGS
-    for name, value in json.loads(beside.read_text()).items() if beside.is_file() else ():
-        if name in told:
-            told[name].add(value)
+    if beside.is_file():
+        settings = read_settings(beside)
+        told = {name: values | {settings[name]} for name, values in told.items()}
     for name, values in told.items():
         for value in values - {options[name]}:
             raise ValueError(
@@ -102,14 +116,22 @@ def check(file: Path, options: dict[str, Any]) -> bool:
     return bool(told["alpha"])
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """Settings of the adapters of exported weights, as `load_policy(lora=...)` takes them."""
+    return side_files.read(path, Settings, again="export the LoRA again: resume its run")
+
+
 def _header(file: Path) -> dict[str, Any]:
     """The adapter's config in the header of a file; {} without one."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(str(file), "pt") as opened:
-            return json.loads((opened.metadata() or {}).get(METADATA, "{}"))
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+            config = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
+        if not isinstance(config, dict):
+            raise ValueError(f"the config in its header is {shortened(config)}")
+        return config
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} cannot be read as safetensors ({error}); was it cut off or changed? copy or"
             " export it again"

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import Tensor
 
 from flowrl.data.prompts import Prompts
@@ -29,6 +30,7 @@ from flowrl.rewards.networks.clip import TwoTowers
 from flowrl.runtime import files
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import Progress
+from flowrl.runtime.side_files import Stored
 from flowrl.samplers import keys
 from flowrl.types import MediaContext
 
@@ -77,7 +79,7 @@ def measure(
     with Progress(len(prompts), title=setting or "evaluate") as bar:
         for which in _chunks(len(prompts), images):
             part = journal.get(setting, which.start)
-            if part is None:
+            if part is None or not _fits(part, len(which), images):
                 part = _chunk(asked, which, images, features)
                 journal.put(setting, which.start, part)
             parts.append((which, part))
@@ -94,6 +96,14 @@ def _chunks(prompts: int, images: int) -> list[range]:
     """Places of the prompts whose images are sampled together."""
     each = max(1, CHUNK // images)
     return [range(start, min(start + each, prompts)) for start in range(0, prompts, each)]
+
+
+def _fits(part: dict[str, Any], prompts: int, images: int) -> bool:
+    """Whether what a journal kept is of so many prompts and images."""
+    tables, columns = part["values"].values(), part["diversity"].values()
+    rows = [row for table in tables for row in table]
+    whole = all(len(own) == prompts for own in (*tables, *columns))
+    return whole and all(len(row) == images for row in rows)
 
 
 def _joined(
@@ -228,12 +238,29 @@ def by_dimension(rewards: RewardSet) -> RewardSet:
 # journal
 
 
+class Part(Stored):
+    """What a chunk gave; NaN where a value is missing."""
+
+    values: dict[str, list[list[float]]]
+    diversity: dict[str, list[float]]
+    calls: int
+    answers: dict[str, list[dict[str, Any]]]
+
+
+class Line(Stored):
+    """A line of a journal, after its key."""
+
+    setting: str
+    start: int
+    part: Part
+
+
 @dataclass
 class Journal:
     """What an evaluation has measured so far: a file with a line a chunk.
 
     Without a path nothing is kept. key: what is measured and how; a file with another key is begun
-    anew. A last line cut short is dropped.
+    anew. A line cut short or damaged is dropped, with what follows it.
     """
 
     path: Path | None = None
@@ -243,11 +270,18 @@ class Journal:
     def __post_init__(self) -> None:
         if self.path is None:
             return
-        lines = list(_lines(self.path))
-        if not lines or lines[0] != {"key": self.key}:
-            lines = [{"key": self.key}]
-        self.known = {(line["setting"], line["start"]): line["part"] for line in lines[1:]}
-        files.write(self.path, "".join(json.dumps(line) + "\n" for line in lines))
+        first, *parts = _lines(self.path) or [b""]
+        if first != json.dumps({"key": self.key}).encode():
+            first, parts = json.dumps({"key": self.key}).encode(), []
+        kept = [first]
+        for line in parts:
+            try:
+                read = Line.model_validate_json(line)
+            except ValidationError:  # what follows was edited or damaged, and is measured again
+                break
+            self.known[read.setting, read.start] = read.part.model_dump()
+            kept.append(line)
+        files.write(self.path, b"".join(line + b"\n" for line in kept))
 
     def get(self, setting: str, start: int) -> dict[str, Any] | None:
         return self.known.get((setting, start))
@@ -263,10 +297,5 @@ class Journal:
             self.path.unlink(missing_ok=True)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines() if path.is_file() else []
