@@ -155,4 +155,5 @@ def use_rewards(made, rewards):
     """Score this trainer's samples with other rewards -> the trainer."""
     made.source = dataclasses.replace(made.source, rewards=rewards)
     made.parts = dataclasses.replace(made.parts, source=made.source)
+    made.parts.guards.rewards = rewards
     return made

@@ -1,0 +1,56 @@
+"""A call that outlives its limit is left behind; its thread, its errors and its lock are its own."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from flowrl.runtime.timed import Caller, Overdue
+
+FROZEN = """
+import re, time
+from flowrl.runtime import timed
+timed.GRACE = 0.2
+timed.caller.within(0.2, lambda: re.match(r"(a+)+$", "a" * 40 + "b"))
+"""
+
+
+def test_calls_share_a_thread_of_their_own():
+    caller = Caller()
+    threads = {caller.within(9, threading.get_ident) for _ in range(3)}
+    assert len(threads) == 1 and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), TimeoutError("its own"), SystemExit(0)])
+def test_what_the_function_raises_is_raised(error):
+    def fails():
+        raise error
+
+    caller = Caller()
+    with pytest.raises(type(error)) as caught:
+        caller.within(9, fails)
+    assert caught.value is error and not caller.busy and caller.within(9, lambda: 1) == 1
+
+
+def test_a_call_beyond_its_limit_is_left_behind_and_known_until_it_returns():
+    caller, over = Caller(), threading.Event()
+    began = time.monotonic()
+    with pytest.raises(Overdue):
+        caller.within(0.05, over.wait)
+    assert time.monotonic() - began < 5 and len(caller.busy) == 1
+    assert caller.within(9, lambda: "the next one has another thread")
+    over.set()
+    deadline = time.monotonic() + 5
+    while caller.busy and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not caller.busy
+
+
+def test_a_call_that_holds_pythons_lock_ends_the_process_with_its_place():
+    """Catastrophic backtracking: no other thread runs, so no sentence and no exception could."""
+    result = subprocess.run(
+        [sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 1 and "in match" in result.stderr
