@@ -12,6 +12,7 @@ and wherever they agree. Whoever is left says which one it was and ends with an 
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from torch import distributed as dist
 from flowrl.runtime.signals import Aborted
 from flowrl.types import Rewards
 
-ROLL_CALL = 10.0  # seconds to find out who is left, once a process is lost
+NOTICED = 0.5  # seconds: by then every connection of a process that stopped is known to be closed
 
 
 def start(precision: str, trackers: list[str], folder: Path, seconds: float = 3600) -> Accelerator:
@@ -204,12 +205,9 @@ class World:
     def meet(self) -> None:
         """Wait for all processes. Lost if one stopped or does not come within `seconds`."""
         if self.control is not None:
+            limit = timedelta(seconds=self.seconds)
             with self._together():
-                self._call_roll(self.seconds)
-
-    def _call_roll(self, seconds: float) -> None:
-        """RuntimeError unless everybody answers; on the main process it names who does not."""
-        dist.monitored_barrier(self.control, timedelta(seconds=seconds), wait_all_ranks=True)
+                dist.monitored_barrier(self.control, limit, wait_all_ranks=True)
 
     def _first(self, value: str | None) -> str | None:
         return next((v for v in self._everyone(value) if v), None)
@@ -232,28 +230,28 @@ class World:
         except torch.OutOfMemoryError:  # of this process
             raise
         except RuntimeError as error:
-            if not self.main and "monitoredBarrier" in str(error):
-                raise Lost(
-                    "the main process (rank 0) stopped or does not answer, or it misses another one"
-                    " and named it in its own message"
-                ) from error
-            raise Lost(self._missing(error)) from error
+            raise Lost(
+                f"of the {self.size} processes, {self._missing(error)} stopped, or did not come"
+                f" within guard.rank_seconds={self.seconds:g} seconds; its own last message says"
+                " why, and the others cannot go on without it"
+            ) from error
 
     def _missing(self, error: RuntimeError) -> str:
-        """Who is not there, as a sentence."""
-        names = re.compile(r"Ranks ([\d, ]+) failed")
-        found = names.search(str(error))
-        if found is None:
-            try:
-                self._call_roll(ROLL_CALL)
-            except RuntimeError as missing:
-                found = names.search(str(missing))
-        who = f"rank {found[1]}" if found else f"one ({str(error).splitlines()[0]})"
-        return (
-            f"of the {self.size} processes, {who} stopped, or did not come within"
-            f" guard.rank_seconds={self.seconds:g} seconds; its own last message says why, and the"
-            " others cannot go on without it"
-        )
+        """Who is not there, after a collective failed."""
+        if found := re.search(r"Ranks ([\d, ]+) failed", str(error)):
+            return f"rank {found[1]}"
+        time.sleep(NOTICED)
+        if gone := [rank for rank in range(self.size) if rank != self.rank and self._gone(rank)]:
+            return f"rank {', '.join(map(str, gone))}"
+        return "one" if self.main else "rank 0, or one that rank 0 misses and names,"
+
+    def _gone(self, rank: int) -> bool:
+        """Whether the connection to a process is closed."""
+        try:
+            dist.irecv(torch.zeros(1), src=rank, group=self.control)
+        except RuntimeError:
+            return True
+        return False
 
 
 def scaler_state(accelerator: Accelerator) -> dict[str, Any]:

@@ -130,16 +130,16 @@ def _no_gradient(rows: float) -> str:
 def _constant(label: str, value: float) -> str:
     return (
         f'reward "{label}" is {value:g} for every sample and so teaches nothing; likely it is too'
-        " hard, or solved, or does not look at the pictures: try it with flowrl check --reward, give"
-        " it partial credit, or leave it out"
+        " hard, or solved, or does not look at the pictures: try flowrl check --reward, give it"
+        " partial credit, or leave it out"
     )
 
 
 def _huge(label: str, mean: float, std: float, limit: float) -> str:
     return (
         f'reward "{label}" times its weight is beyond guard.huge={limit:g} (mean {mean:.4g},'
-        f" deviation {std:.4g}); likely a value that stands for a failure, which should be NaN, or a"
-        " score in the wrong unit: return NaN for failed samples, lower the weight, or raise"
+        f" deviation {std:.4g}); likely a value that stands for a failure, which should be NaN, or"
+        " a score in the wrong unit: return NaN for failed samples, lower the weight, or raise"
         " guard.huge"
     )
 
