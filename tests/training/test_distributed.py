@@ -13,20 +13,32 @@ import torch
 
 from flowrl.config import load
 from flowrl.rewards import load_set
+from flowrl.runtime import checkpoint
 from flowrl.training import build, loop
 
 SCRIPT = """
-import json, sys, torch
+import json, os, signal, sys, torch
 torch.set_num_threads(1)
 from flowrl.cli.main import main
 from flowrl.config import load_config
 from flowrl.rewards import load_set
+from flowrl.runtime import signals
 from flowrl.training import build, loop
+signals.GRACE = 900
 load = build.load_set
-for smooth, words in json.loads(sys.argv.pop()):
-    own = lambda _: load_set({"spread": lambda media, *_: media.flatten(1).std(1)})
-    build.load_set = own if smooth else load
-    list(loop.Trainer(load_config(None, words)))
+def spread(media, *_):
+    return media.flatten(1).std(1)
+def signalled(media, *_):
+    if os.environ["RANK"] == "1":
+        signal.raise_signal(signal.SIGTERM)
+    return spread(media)
+for reward, words in json.loads(sys.argv.pop()):
+    build.load_set = (lambda _: load_set({"spread": globals()[reward]})) if reward else load
+    trainer = loop.Trainer(load_config(None, words))
+    with signals.StopRequest(trainer):
+        list(trainer)
+    print("ended:", os.environ["RANK"], reward, trainer.stopped)
+build.load_set = load
 main()
 """
 RUN = {
@@ -47,6 +59,7 @@ RUNS = {
         "draw__spread": "100",
     },
 }
+SIGNALLED = {**RUNS["flow_grpo"], "iterations": "5", "checkpoint__every": "50"}
 small.ALGORITHMS.setdefault("dgpo", {})
 
 
@@ -80,7 +93,7 @@ def lonely(folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Four runs on two CPU processes that talk by gloo -> their folder; the last one through the
+    """Five runs on two CPU processes that talk by gloo -> their folder; the last one through the
     command line."""
     folder = tmp_path_factory.mktemp("two")
     (folder / "train.py").write_text(SCRIPT)
@@ -94,8 +107,10 @@ def two(tmp_path_factory):
         "ACCELERATE_USE_CPU": "true",
     }
     before = [
-        (False, lonely(folder)),
-        *((True, small.words(folder / name, name, **RUNS[name])) for name in ("flow_grpo", "dgpo")),
+        ("", lonely(folder)),
+        ("spread", small.words(folder / "flow_grpo", "flow_grpo", **RUNS["flow_grpo"])),
+        ("spread", small.words(folder / "dgpo", "dgpo", **RUNS["dgpo"])),
+        ("signalled", small.words(folder / "signalled", "flow_grpo", **SIGNALLED)),
     ]
     last = small.words(folder / "nft", **RUNS["nft"])
     command = [
@@ -115,6 +130,7 @@ def two(tmp_path_factory):
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert "on 2 process(es)" in result.stdout and result.stdout.count("Run folder:") == 1
+    (folder / "stdout.txt").write_text(result.stdout)
     return folder
 
 
@@ -155,6 +171,13 @@ def test_a_process_without_a_row_to_train_does_not_stall_the_others(two):
     )  # of the two groups of 8 x 2, only the circle's
 
 
+def test_a_signal_to_one_process_ends_both_after_its_iteration_with_a_checkpoint(two):
+    said = (two / "stdout.txt").read_text()
+    assert [f"ended: {rank} signalled SIGTERM received" in said for rank in (0, 1)] == [True] * 2
+    assert len(small.lines(two / "signalled")) == 1
+    assert checkpoint.steps(two / "signalled")[-1].name == "step-000001"
+
+
 def test_the_first_reason_to_stop_is_every_process_s(monkeypatch):
     from types import SimpleNamespace
 
@@ -167,9 +190,9 @@ def test_the_first_reason_to_stop_is_every_process_s(monkeypatch):
         ([None, "SIGTERM received", None], "SIGTERM received"),
         ([None, None, None], None),
     ):
-        monkeypatch.setattr(distributed, "gather_object", lambda _, heard=heard: heard)
+        monkeypatch.setattr(world, "_everyone", lambda _, heard=heard: heard)
         assert world.agree(None) == agreed
-    monkeypatch.setattr(distributed, "gather_object", lambda mine: [{}, *mine, {"policy/kl": 2.0}])
+    monkeypatch.setattr(world, "_everyone", lambda mine: [{}, mine, {"policy/kl": 2.0}])
     assert world.sum_metrics({"policy/kl": torch.tensor(0.5)}) == {"policy/kl": 2.5}
 
 
