@@ -19,7 +19,7 @@ class Location:
     """Where a server is. shown: its address without secrets."""
 
     shown: str
-    login: tuple[str, str] | None  # user and password
+    login: tuple[str, str] | None = field(repr=False)  # user and password
     query: str = field(repr=False)
 
 
@@ -50,10 +50,9 @@ def located(value: str, example: str) -> Location:
             )
     try:
         url = httpx.URL(value)
-        url.port  # noqa: B018  # checked when it is read
-    except (httpx.InvalidURL, ValueError):
+    except httpx.InvalidURL:
         raise ValueError(f"this is no address; write {example}") from None
-    if url.scheme not in ("http", "https") or not url.host:
+    if url.scheme not in ("http", "https") or not url.host or (url.port or 1) > 65535:
         raise ValueError(f"write {example}")
     login = (url.username, url.password) if url.userinfo else None
     shown = url.copy_with(userinfo=b"", query=None, fragment=None)
