@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from omegaconf.errors import GrammarParseError
@@ -17,6 +18,7 @@ from omegaconf.grammar_parser import parse
 from omegaconf.grammar_visitor import GrammarVisitor
 
 from flowrl.runtime.text import printable
+from flowrl.runtime.yaml_text import DEEPEST
 
 WORD = re.compile(
     r"(?P<sign>\+\+|\+|~|)(?P<key>[a-z_$][\w$/-]*(\.[\w$-]+)*)(=\s*(?P<value>.*))?",
@@ -40,17 +42,17 @@ def parse_override(text: str) -> Override:
     """
     word = WORD.fullmatch(text)
     if word is None or (word["value"] is None and word["sign"] != "~"):
-        raise ValueError(f'"{text}" is not key=value')
+        raise ValueError(f'"{printable(text)}" is not key=value')
     try:
         values = parse_values(word["value"] or "")
-    except (GrammarParseError, UserWarning, RecursionError) as error:
+    except (GrammarParseError, UserWarning, ValueError) as error:
         reason = printable(str(error).partition("\n")[0])
         raise ValueError(
-            f'"{text}" is not key=value ({reason}); quote a text with signs'
+            f'"{printable(text)}" is not key=value ({reason}); quote a text with signs'
         ) from error
     if len(values) > 1:
         raise ValueError(
-            f'"{text}" gives several values; a run takes one, and a list is written'
+            f'"{printable(text)}" gives several values; a run takes one, and a list is written'
             f" {word['key']}=[...]"
         )
     empty = None if word["value"] is None else ""
@@ -60,6 +62,9 @@ def parse_override(text: str) -> Override:
 
 def parse_values(text: str) -> list[Any]:
     """The values between commas; ${...} stays as it is, until the config is whole."""
+    levels = accumulate((sign in "[{(") - (sign in "]})") for sign in text)
+    if max(levels, default=0) > DEEPEST:
+        raise ValueError(f"a value nests at most {DEEPEST} brackets, and this one more")
     as_written = GrammarVisitor(
         node_interpolation_callback=_node_as_written,
         resolver_interpolation_callback=lambda name, args, args_str: (
