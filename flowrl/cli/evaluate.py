@@ -9,6 +9,7 @@ import typer
 
 from flowrl.cli.common import LARGEST_SEED, one_sentence_errors, parse_guidance, show
 
+DOING = "flowrl evaluate"
 Runs = Annotated[list[Path], typer.Argument(help="A run folder; with --suite, one or more.")]
 Suite = Annotated[
     str | None,
@@ -47,6 +48,14 @@ HeldOut = Annotated[
     list[str] | None,
     typer.Option(help="With --suite: read NAME too, or NAME.SETTING=VALUE; once for each."),
 ]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        help="Folder for the results, in place of the run; also while the run is going.",
+    ),
+]
 
 
 def evaluate(
@@ -61,9 +70,11 @@ def evaluate(
     prompts: Prompts = None,
     reward: Rewards = None,
     held_out: HeldOut = None,
+    output: Output = None,
 ) -> None:
     """Evaluate the averaged weights of a run's newest checkpoint on held-out prompts or on a suite;
-    results join its report."""
+    results join its report, unless they go elsewhere."""
+    from flowrl.evaluation.places import places
     from flowrl.runtime import log
 
     log.setup()
@@ -73,17 +84,19 @@ def evaluate(
         of_suites: dict[str, Any] = {"best_of": best_of, "count": count, "prompts": prompts}
         words = {"rewards": reward or (), "held_out": held_out or ()}
         if suite is not None:
-            _evaluate_suite(runs, suite, seed=seed or 0, **how, **of_suites, **words)
+            _evaluate_suite(runs, suite, output, seed=seed or 0, **how, **of_suites, **words)
         elif len(runs) > 1 or any((*of_suites.values(), reward, held_out)):
             options = "--best-of, --count, --prompts, --reward and --held-out"
             needs = f"several runs, {options} need a suite"
             raise ValueError(f"{needs}; add --suite shapes, for example")
         else:
-            _evaluate_run(runs[0], seed=seed, **how)
+            with places(runs, output, DOING) as into:
+                _evaluate_run(runs[0], into[runs[0]], seed=seed, **how)
 
 
-def _evaluate_run(run: Path, *, images: int | None, **chosen: Any) -> None:
-    """Add a row to a run's evaluation.json. chosen: steps, guidance, seed; None: as the run did."""
+def _evaluate_run(run: Path, into: Path, *, images: int | None, **chosen: Any) -> None:
+    """Add a row to the evaluation.json of a run, or of the folder `into`. chosen: steps, guidance,
+    seed; None: as the run did."""
     from flowrl.config.build import autocast, load_run
     from flowrl.evaluation import held_out, record
     from flowrl.report import run_page, terminal
@@ -105,9 +118,10 @@ def _evaluate_run(run: Path, *, images: int | None, **chosen: Any) -> None:
             autocast=autocast(cfg.train.precision, policy.device),
             **setting,
         )
-        evaluation = record.add_row(run, _row_name(setting), result, prompts, **setting)
+        evaluation = record.add_row(into, _row_name(setting), result, prompts, **setting)
         show(terminal.evaluation_table(evaluation))
-        run_page.build(run)
+        if into == run:
+            run_page.build(run)
 
 
 def _row_name(setting: dict[str, Any]) -> str:
@@ -115,17 +129,20 @@ def _row_name(setting: dict[str, Any]) -> str:
     return f"evaluate, {steps} steps, guidance {guidance}, seed {seed}"
 
 
-def _evaluate_suite(runs: list[Path], suite: str, **chosen: Any) -> None:
+def _evaluate_suite(runs: list[Path], suite: str, output: Path | None, **chosen: Any) -> None:
     """Base and tuned model of every run on a suite."""
+    from flowrl.evaluation.places import places
     from flowrl.evaluation.suites import runs as suite_runs
     from flowrl.report import run_page, terminal
 
-    with one_sentence_errors(disk=1):
-        records = suite_runs.evaluate_runs(runs, suite, suite_runs.Options(**chosen))
+    with one_sentence_errors(disk=1), places(runs, output, DOING) as into:
+        options = suite_runs.Options(**chosen)
+        records = suite_runs.evaluate_runs(runs, suite, options, into=into)
         for record in records:
             for part in terminal.suite_tables(record):
                 show(part)
         if len(records) > 1:
             show(terminal.matrix_table(records[0]["matrix"]))
-        for run in runs:
-            show(f"Report: {run_page.build(run)}", wrap=True)
+        for run, place in into.items():
+            said = f"Results: {place}" if output else f"Report: {run_page.build(run)}"
+            show(said, wrap=True)

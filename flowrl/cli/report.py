@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -9,10 +10,26 @@ import typer
 
 from flowrl.cli.common import one_sentence_errors, show
 
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        help="File for the page, in place of the run's report.html; also while the run is going.",
+    ),
+]
 
-def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
+
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder.")], output: Output = None
+) -> None:
     """Write report.html of a run: one file that holds everything it shows."""
+    from flowrl.evaluation.places import own
     from flowrl.report import run_page
+    from flowrl.runtime import run_folder
 
     with one_sentence_errors():
-        show(f"{run_page.build(run)}", wrap=True)
+        if output is None:
+            run_folder.read(run)  # it is a run
+        with nullcontext() if output else own(run, "flowrl report"):
+            show(f"{run_page.build(run, output)}", wrap=True)

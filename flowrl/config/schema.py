@@ -229,7 +229,7 @@ class CheckpointConfig(Section):
         ),
     )
     minutes: PositiveFloat | None = Field(
-        15, description="Most minutes between checkpoints, whatever every says; none: no limit."
+        15.0, description="Most minutes between checkpoints, whatever every says; none: no limit."
     )
     keep: PositiveInt = Field(2, description="Newest checkpoints kept.")
 

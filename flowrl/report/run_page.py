@@ -1,8 +1,8 @@
 """report.html: one file that shows what a run did, readable without a network and without flowrl.
 
-Reads a run folder (config.yaml, metrics.jsonl, evaluation.json, environment.json, samples/,
-suites/). A missing piece leaves a sentence in its place; only a folder without a run is an error.
-This file prepares the values; the markup is in templates/run.html.
+Reads a run folder (config.yaml, metrics.jsonl, evaluation.json, environment.json, history.jsonl,
+samples/, suites/). A missing piece leaves a sentence in its place; only a folder without a run is
+an error. This file prepares the values; the markup is in templates/run.html.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flowrl.report.numbers import (
     row_head,
 )
 from flowrl.report.render import render
-from flowrl.runtime import files, side_files, yaml_text
+from flowrl.runtime import files, history, side_files, yaml_text
 from flowrl.runtime.run_folder import Run, environment, read
 from flowrl.runtime.side_files import EDITED, shortened
 
@@ -46,8 +46,9 @@ PNG, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"  # how a whole file begin
 NOT_PHASES = ("/iteration", "/total", "_work", "_fraction")  # endings of sums, work and shares
 
 
-def build(run_path: str | Path) -> Path:
-    """Write <run_path>/report.html and return its path; ValueError if the folder is not a run."""
+def build(run_path: str | Path, output: Path | None = None) -> Path:
+    """Write <run_path>/report.html, or `output`, and return its path; ValueError if the folder is
+    not a run."""
     run = read(Path(run_path))
     settings = _settings(run)
     page = render(
@@ -61,10 +62,19 @@ def build(run_path: str | Path) -> Path:
         answers=answers.folded(evaluation_rows(run.evaluation)),
         curves=_curves(run.metrics),
         bars=_bars(run.metrics),
+        history=[_event(line) for line in history.read(run.path)],
         command=_command_again(run, settings),
         **_environment(run),
     )
-    return files.write(run.path / "report.html", page)
+    return files.write(output or run.path / "report.html", page)
+
+
+def _event(line: dict[str, Any]) -> str:
+    """A line of history.jsonl as a sentence."""
+    what = f": {line['what']}" if line.get("what") else ""
+    when, event, iteration = (line.get(key, "?") for key in ("time", "event", "iteration"))
+    who = f"process {line.get('pid', '?')} on {line.get('host', '?')}"
+    return f"{when} {event} at iteration {iteration}{what} ({who})"
 
 
 def _settings(run: Run) -> dict[str, Any]:

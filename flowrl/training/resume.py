@@ -108,7 +108,7 @@ def _changes(run: Path, meta: dict[str, Any], now: Identity) -> list[str]:
 def _refuse(changes: list[str], run: Path) -> None:
     if changes:
         raise ValueError(
-            f"{run} was trained with something else until now: {_listed(changes)}; undo that, start"
+            f"{run} has changed since its newest checkpoint: {_listed(changes)}; undo that, start"
             " a new run, or add --accept-changes to go on with it"
         )
 

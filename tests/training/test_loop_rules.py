@@ -358,7 +358,7 @@ def test_a_tracker_without_its_package_is_refused(tmp_path, monkeypatch):
 def test_a_resumed_run_stays_in_its_folder(tmp_path):
     made = quiet(tmp_path, iterations="1")
     made.run()
-    with pytest.raises(ValueError, match="until now: output "):
+    with pytest.raises(ValueError, match="since its newest checkpoint: output "):
         check_resume(small.config(tmp_path / "other", data__eval="null", iterations="1"), made.path)
     moved = shutil.move(made.path, tmp_path / "moved")
     check_resume(small.config(moved, data__eval="null", iterations="1"), moved)

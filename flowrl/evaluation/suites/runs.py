@@ -57,26 +57,30 @@ class Options:
     held_out: Sequence[str] = ()
 
 
-def evaluate_runs(runs: Sequence[Path], name: str, chosen: Options) -> list[dict[str, Any]]:
-    """Evaluate finished runs on a suite and write run/suites/<name>.json of each -> the records.
+def evaluate_runs(
+    runs: Sequence[Path], name: str, chosen: Options, *, into: Mapping[Path, Path] | None = None
+) -> list[dict[str, Any]]:
+    """Evaluate runs on a suite and write suites/<name>.json of each -> the records.
 
-    What is wrong with suite, prompts, rewards or runs -> ValueError before anything is sampled.
-    Runs of one base model share its rows.
+    into: run -> the folder for it, where that is not the run. What is wrong with suite, prompts,
+    rewards or runs -> ValueError before anything is sampled. Runs of one base model share its rows.
     """
     suite = _suite(name, chosen)
     most = _longest_curve(chosen, suite)
     configs = [_config_of(run) for run in runs]
     task = prepare(Path(name).stem, suite)
+    into = into or {run: run for run in runs}
     known: dict[str, Rows] = {}
     records: list[dict[str, Any]] = []
     for run, cfg in zip(runs, configs, strict=True):
-        records.append(_evaluate(run, cfg, task, chosen.seed, most, known))
-        write(run, task.name, records[-1])
+        place = into[run]
+        records.append(_evaluate(run, place, cfg, task, chosen.seed, most, known))
+        write(place, task.name, records[-1])
     if len(records) > 1:
         table = matrix(records)
         for run, own in zip(runs, records, strict=True):
             own["matrix"] = table
-            write(run, task.name, own)
+            write(into[run], task.name, own)
     return records
 
 
@@ -99,9 +103,10 @@ def _longest_curve(chosen: Options, suite: Suite) -> int:
 
 
 def _evaluate(
-    run: Path, cfg: Config, task: Task, seed: int, most: int, known: dict[str, Rows]
+    run: Path, place: Path, cfg: Config, task: Task, seed: int, most: int, known: dict[str, Rows]
 ) -> dict[str, Any]:
-    """known: rows of base models that were measured for other runs, by what they depend on."""
+    """place: of its journal. known: rows of base models that were measured for other runs, by what
+    they depend on."""
     weights = build.newest_of(run)  # the run may go on and write another one
     policy = build.load_tuned(cfg, weights)
     sampling = sampling_of(task.suite, cfg, seed=seed, device=policy.device)
@@ -110,7 +115,7 @@ def _evaluate(
         policy.branches(guidance)  # one that the model does not know is refused here
     key = _key(task, cfg, sampling, baseline)
     journal = Journal(
-        run / FOLDER / f"{task.name}.part.jsonl",
+        place / FOLDER / f"{task.name}.part.jsonl",
         key=f"{key} {_digest((weights.folder / checkpoint.MANIFEST).read_bytes())}",
     )
     base = known.setdefault(key, {})

@@ -1,0 +1,47 @@
+"""Where evaluations of runs are written: into the run, whose only writer they then are, or into a
+folder of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from flowrl.runtime.lock import Busy, Lock
+
+
+def own(folder: Path, doing: str) -> Lock:
+    """Lock a folder for its results; Busy that names the other way where somebody else holds it."""
+    try:
+        return Lock(folder, doing)
+    except Busy as error:
+        raise Busy(f"{error}, or write the results elsewhere with --output") from None
+
+
+@contextmanager
+def places(runs: Sequence[Path], output: Path | None, doing: str) -> Iterator[dict[Path, Path]]:
+    """Run -> the folder of its results, locked inside: the run itself; `output`; or, of several
+    runs, a folder in it with the run's name."""
+    for run in runs:
+        if not (run / "config.yaml").is_file():
+            raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+    chosen = {run: _place(run, runs, output) for run in runs}
+    if len(set(chosen.values())) < len(chosen):
+        raise ValueError("two runs have the same name, so --output cannot hold both; rename one")
+    with ExitStack() as stack:
+        for place in chosen.values():
+            if output:
+                place.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(own(place, doing))
+        yield chosen
+
+
+def _place(run: Path, runs: Sequence[Path], output: Path | None) -> Path:
+    if output is None:
+        return run
+    place = output / run.resolve().name if len(runs) > 1 else output
+    if (place / "config.yaml").exists():
+        raise ValueError(
+            f"--output {place} is a run, whose own results would be lost; choose another folder"
+        )
+    return place
