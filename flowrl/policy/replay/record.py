@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
 
+LONGEST_TEXT = 65536  # tokens of a prompt
 OURS = frozenset(  # arguments of the pipeline's call that flowrl gives
     {"self", "prompt", "num_inference_steps", "output_type", "return_dict", "latents"}
 )
@@ -31,10 +32,6 @@ _LOCK = threading.RLock()  # patches live on shared objects: one recording at a 
 class UnreplayableError(ValueError):
     """The pipeline's loop is not a function of (x, sigma, prompt rows) that can be inferred; the
     sentence names the inference that failed."""
-
-
-class PipelineCallError(ValueError):
-    """The pipeline's own call fails with the arguments that the user chose for it."""
 
 
 class Halt(BaseException):
@@ -128,6 +125,12 @@ class Runner:
         wanted = kwargs.get("true_cfg_scale", scale.default if scale else 1.0)
         if scale is not None and not isinstance(wanted, int | float):
             raise ValueError(f"true_cfg_scale={printable(repr(wanted))} should be a number")
+        length = kwargs.get("max_sequence_length", 1)
+        if type(length) is not int or not 0 < length <= LONGEST_TEXT:
+            raise ValueError(
+                f"max_sequence_length={printable(repr(length))} should be a whole number from 1 to"
+                f" {LONGEST_TEXT}"
+            )
         if scale is not None and wanted > 1 and kwargs.get("negative_prompt") is None:
             kwargs = {**kwargs, "negative_prompt": " "}
         return kwargs
@@ -177,24 +180,11 @@ class Runner:
             scheduler = self.pipe.scheduler
             stack.enter_context(_patched_scheduler(scheduler, on_step, on_times, skip_step))
             stack.enter_context(torch.set_grad_enabled(grad))
+            stack.enter_context(blaming(self.pipe, self.kwargs, but=UnreplayableError))
             try:
                 return self.undecorated(self.pipe, **given)[0]
             except Halt:
                 return None
-            except Exception as error:
-                self._blame_arguments(error)
-                raise
-
-    def _blame_arguments(self, error: Exception) -> None:
-        """PipelineCallError if the arguments that the user chose explain an error."""
-        ours = isinstance(error, UnreplayableError | AssertionError)
-        if self.kwargs and not ours and not ran_out(error):
-            given = printable(", ".join(f"{k}={v!r}" for k, v in self.kwargs.items()))
-            raise PipelineCallError(
-                f"{type(self.pipe).__name__} fails with the arguments {given}:"
-                f" {type(error).__name__}: {printable(error)}; correct or leave out what"
-                " model.pipeline gives it"
-            ) from error
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -217,6 +207,22 @@ class Runner:
             logging.set_verbosity(level)
             for k, v in extras.items():
                 setattr(pipe, k, v)
+
+
+@contextlib.contextmanager
+def blaming(pipe: Any, kwargs: Mapping[str, Any], *, but: type[ValueError]) -> Iterator[None]:
+    """An error inside, other than `but`, becomes a ValueError that names the arguments of the call,
+    if the user chose any."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, but) or ran_out(error) or not kwargs:
+            raise
+        given = printable(", ".join(f"{k}={v!r}" for k, v in kwargs.items()))
+        raise ValueError(
+            f"{type(pipe).__name__} fails with the arguments {given}: {type(error).__name__}:"
+            f" {printable(error)}; correct or leave out what model.pipeline gives it"
+        ) from error
 
 
 @contextlib.contextmanager
