@@ -152,8 +152,8 @@ async def deaf(enemy: Enemy) -> None:
     """Asks again and again, and reads no answer."""
     enemy.reader._transport.pause_reading()  # type: ignore[attr-defined]
     while True:
-        await enemy.send(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
-        await asyncio.sleep(0.5)
+        await enemy.send(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
+        await asyncio.sleep(5)
 
 
 ATTACKS: list[Callable[[Enemy], Awaitable[None]]] = [
