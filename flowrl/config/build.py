@@ -22,8 +22,7 @@ from flowrl.policy.lora import read_settings
 from flowrl.rewards import RewardSet, load_set
 from flowrl.rewards.core import score
 from flowrl.runtime import checkpoint, registry
-from flowrl.runtime.checkpoint import Checkpoint
-from flowrl.runtime.log import logger
+from flowrl.runtime.checkpoint import Checkpoint, CheckpointError
 from flowrl.samplers import flow_sde, sigmas
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -102,10 +101,11 @@ def load_run(run: Path) -> tuple[Config, Policy, RewardSet, data_prompts.Prompts
 
 
 def newest_of(run: Path) -> Checkpoint:
-    """The newest whole checkpoint of a run; a damaged one that is passed over is named."""
+    """The newest checkpoint of a run. Damaged -> CheckpointError: another holds other weights."""
     found = checkpoint.load_newest(run)
-    for what in found.damaged.values():
-        logger.warning(f"{what}; {found.folder.name} is taken instead")
+    for folder, what in found.damaged.items():
+        if folder.exists():  # else the run goes on and has removed it
+            raise CheckpointError(f"{what}; remove {folder} to take {found.folder.name} instead")
     return found
 
 

@@ -53,6 +53,12 @@ class Lock:
     def release(self) -> None:
         self._handle = None
 
+    def withdraw(self) -> None:
+        """Release it, and leave no file that was not there before."""
+        if self._handle is not None and self._handle.new:
+            (self.folder / FILE).unlink(missing_ok=True)  # while nobody else can hold it
+        self.release()
+
     def __enter__(self) -> Lock:
         return self
 
@@ -64,7 +70,7 @@ class _Handle:
     """An open file that is locked; closing it drops the lock."""
 
     def __init__(self, path: Path, folder: Path, doing: str) -> None:
-        self.number = -1
+        self.number, self.new = -1, not path.exists()
         until = time.monotonic() + PATIENCE
         while not self._take(path, folder):
             if time.monotonic() > until:

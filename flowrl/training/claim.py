@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flowrl.config.schema import Config
-from flowrl.runtime import lock
 from flowrl.runtime.distributed import World
 from flowrl.runtime.lock import Lock
 
@@ -23,11 +22,11 @@ def claimed(cfg: Config, resume: Path | None, world: World) -> Iterator[tuple[Pa
 
     An error inside gives both back: a folder that was made for it is removed again.
     """
-    held, made = None, False
+    held, made = None, []
     with world.all_or_none(ValueError):
         if world.main:
             try:
-                held, made = (Lock(resume, DOING), False) if resume else _new(cfg)
+                held, made = (Lock(resume, DOING), []) if resume else _new(cfg)
             except OSError as error:
                 raise ValueError(str(error)) from error
     path = Path(world.told(str(held.folder) if held else None))
@@ -39,12 +38,12 @@ def claimed(cfg: Config, resume: Path | None, world: World) -> Iterator[tuple[Pa
         raise
 
 
-def _new(cfg: Config) -> tuple[Lock, bool]:
-    """A folder that holds no run -> its lock, and whether it was made here."""
+def _new(cfg: Config) -> tuple[Lock, list[Path]]:
+    """A folder that holds no run -> its lock, and the folders that were made for it."""
     path, made = _folder(cfg)
     held = Lock(path, DOING)
     if holds := next((name for name in RUN_FILES if (path / name).exists()), None):
-        held.release()
+        held.withdraw()
         what = f"resume it with `flowrl train --resume {path}`, or choose another output="
         if holds == RUN_FILES[-1]:
             what = "its config.yaml is missing, so restore that, or choose another output="
@@ -52,28 +51,33 @@ def _new(cfg: Config) -> tuple[Lock, bool]:
     return held, made
 
 
-def _folder(cfg: Config) -> tuple[Path, bool]:
-    """An own folder under runs/, or the one that `output` names -> it, and whether it is new."""
+def _folder(cfg: Config) -> tuple[Path, list[Path]]:
+    """The folder that `output` names, or an own one under runs/ -> it, and what was made of it."""
     if cfg.output:
         path = Path(cfg.output)
-        new = not path.exists()
+        made = _missing(path)
         path.mkdir(parents=True, exist_ok=True)
-        return path, new
+        return path, made
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.algorithm['name']}"
     for number in itertools.count(1):
         path = Path("runs", name if number == 1 else f"{name}-{number}")
+        made = _missing(path)
         try:
             path.mkdir(parents=True)
         except FileExistsError:  # of a run that started in the same second
             continue
-        return path, True
+        return path, made
     raise AssertionError
 
 
-def _give_back(held: Lock, made: bool) -> None:
-    """Let go of a folder; one that was made for nothing goes."""
-    inside = list(held.folder.iterdir())
-    if made and [path.name for path in inside] == [lock.FILE]:
-        inside[0].unlink()  # while it is locked, so that nobody else holds it
-        held.folder.rmdir()
-    held.release()
+def _missing(path: Path) -> list[Path]:
+    """What is to be made of a path, from its end."""
+    return [place for place in (path, *path.parents) if not place.exists()]
+
+
+def _give_back(held: Lock, made: list[Path]) -> None:
+    """Let go of a folder, and remove what was made for it, unless something else is in it now."""
+    held.withdraw()
+    with suppress(OSError):
+        for place in made:
+            place.rmdir()

@@ -13,7 +13,7 @@ import torch
 from flowrl import load_policy, rewards
 from flowrl.cli.main import app  # noqa: F401  imported before a test changes folders
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
-from flowrl.training import loop
+from flowrl.runtime import checkpoint
 
 UNCHECKED = "model.self_check=false"  # the replay is sound here, and proving it takes two seconds
 
@@ -163,7 +163,7 @@ def test_settings_that_do_not_go_together_are_named(tmp_path, monkeypatch, wrong
     (tmp_path / "clause.jsonl").write_text('{"prompt": "x", "include": [{}]}')
     (tmp_path / "broken.jsonl").write_text('{"prompt": \n')
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "metrics.jsonl").write_text("")
+    (tmp_path / "old" / "config.yaml").write_text("")
     assert sentence in refused(tmp_path, "train", *wrong, UNCHECKED)
 
 
@@ -305,6 +305,12 @@ def test_check_judges_the_file_of_a_reward(
     )
 
 
+def contents(run):
+    """Every file of a run but the one that says who writes it."""
+    files = (path for path in run.rglob("*") if path.is_file() and path.name != "run.lock")
+    return {path: path.read_bytes() for path in files}
+
+
 def test_evaluate_names_a_damaged_checkpoint_and_changes_nothing(tmp_path):
     run = tmp_path / "run"
     small.trainer(run, iterations="1").run()
@@ -312,9 +318,10 @@ def test_evaluate_names_a_damaged_checkpoint_and_changes_nothing(tmp_path):
     whole = damaged.read_bytes()
     for content in (whole[:-100], whole[:-1] + bytes([whole[-1] ^ 1])):
         damaged.write_bytes(content)
-        before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-        assert "policy.safetensors" in refused(tmp_path, "evaluate", run)
-        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+        before = contents(run)
+        said = refused(tmp_path, "evaluate", run)
+        assert "policy.safetensors" in said and "step-000001 to take step-000000 instead" in said
+        assert contents(run) == before
     damaged.write_bytes(whole)
     (run / "evaluation.json").write_text('{"rows": [')
     assert "evaluation.json was edited or damaged" in refused(tmp_path, "evaluate", run)
@@ -480,7 +487,8 @@ def test_a_reward_of_the_wrong_shape_ends_the_command_with_one_sentence(tmp_path
     words = small.words(tmp_path / "run", data__eval="null", iterations="1")
     result = small.invoke("train", *words)
     sentences = [line for line in result.output.splitlines() if line.startswith("flowrl: ")]
-    assert result.exit_code == 1 and len(sentences) == 1 and "Traceback" not in result.output
+    assert result.exit_code == 1 and len(sentences) == 2 and "Traceback" not in result.output
+    assert "resume with: flowrl train --resume" in sentences[1]
     assert (
         'reward "custom" returned a float32 tensor of shape (4, 1) on cpu; expected a float32'
         " tensor of shape (4,)" in sentences[0]
@@ -494,4 +502,4 @@ def test_settings_of_an_old_run_folder_are_checked_again(tmp_path):
     assert 'unknown key "iteratoins"; did you mean "iterations"' in refused(
         tmp_path, "train", "--resume", tmp_path / "run"
     )
-    assert loop.checkpoint.steps(tmp_path / "run") == []
+    assert checkpoint.steps(tmp_path / "run") == []
