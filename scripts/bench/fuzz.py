@@ -1,6 +1,6 @@
 """Whether wrong configs and damaged run folders end in one sentence.
 
-    python scripts/bench/fuzz.py [--configs 1000] [--folders 300] [--seed 0] [--only "words 17"]
+    python scripts/bench/fuzz.py [--configs 1000] [--folders 300] [--seed 0] [--start 0] [--only "words 17"]
 
 Each case is a command line in a copy of this warmed process, in an empty folder, with at most
 --seconds and --gigabytes. It passes with exit code 0, or with 1 or 2 and sentences that begin with
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import os
+import re
 import resource
 import shutil
 import signal
@@ -41,6 +42,7 @@ from flowrl.runtime import registry
 from flowrl.runtime.text import visible
 from flowrl.training import loop
 
+OURS = r'File ".*/(flowrl|rewards|samplers)/.*", line'  # of a traceback
 CONTROLS = frozenset(map(chr, [*range(9), *range(11, 32), *range(127, 160), 0x202E]))
 
 
@@ -147,14 +149,14 @@ def _wait(child: int, seconds: float) -> int:
 
 def cases(args: argparse.Namespace, place: Path) -> Iterator[tuple[Case, bool]]:
     """Every case, and whether its run is trained."""
-    for number in range(args.configs):
+    for number in range(args.start, args.start + args.configs):
         yield fuzz_cases.config_case(args.seed, number), False
     if args.folders:
         run = place / "run"
         made = Case(name="the run", words=["train", *fuzz_cases.TINY, f"output={run}"])
         outcome = tried(made, place / "making", seconds=600, gigabytes=args.gigabytes, train=True)
         assert outcome.code == 0, outcome.output
-        for number in range(args.folders):
+        for number in range(args.start, args.start + args.folders):
             yield fuzz_cases.folder_case(args.seed, number, run), True
 
 
@@ -163,6 +165,7 @@ def main() -> None:
     parser.add_argument("--configs", type=int, default=1000)
     parser.add_argument("--folders", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="number of the first case")
     parser.add_argument("--seconds", type=float, default=120, help="most of a case")
     parser.add_argument("--gigabytes", type=float, default=4, help="most of a case, beside its own")
     parser.add_argument("--only", help="run these alone, and print what they say")
@@ -188,6 +191,8 @@ def main() -> None:
 
 def _report(case: Case, outcome: Outcome, problem: str) -> None:
     last = (outcome.output.strip().splitlines() or [""])[-1]
+    places = [line for line in outcome.output.splitlines() if re.search(OURS, line)]
+    last += f" ({places[-1].strip()})" * bool(places)
     words = " ".join(word for word in case.words if word not in fuzz_cases.TINY)
     print(f"{case.name}: {problem}: {visible(last)[:300]}  |  {visible(words)[:200]}", flush=True)
 

@@ -211,7 +211,7 @@ def value_of(rng: random.Random, depth: int = 0) -> Any:
             str(rng.choice(SCALARS))[:9]: value_of(rng, depth + 1) for _ in range(rng.randrange(3))
         }
     deep: Any = 1
-    for _ in range(rng.choice((20, 70, 400))):
+    for _ in range(rng.choice((20, 60, 120))):
         deep = [deep]
     return deep
 
