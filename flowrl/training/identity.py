@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.metadata
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,16 +91,16 @@ def _short(value: str | None) -> str:
 
 
 def _named(cfg: Config) -> Iterator[str]:
-    """Files and folders that settings name and a run reads."""
+    """Files that settings name and a run reads; of folders a model and a LoRA to start from."""
     data = cfg.data
     offline = str(list_of(Path(data.offline))) if data.offline else None
-    settings = [data.train, data.eval, offline, cfg.train.init_lora, cfg.model.source]
+    texts = [data.train, data.eval, offline]
     for key, value in flatten(cfg.reward).items():
         if key.rpartition(".")[2] not in WRITTEN and isinstance(value, str):
-            settings += [value, value.rpartition(":")[0]]  # own.py:function
-    for text in filter(None, settings):
-        if len(text) < 4096 and "\0" not in text and "\n" not in text and Path(text).exists():
-            yield text
+            texts += [value, value.rpartition(":")[0]]  # own.py:function
+    yield from (text for text in texts if text and os.path.isfile(text))
+    folders = (cfg.train.init_lora, cfg.model.source)
+    yield from (text for text in folders if text and os.path.exists(text))
 
 
 def digest(path: Path) -> str:

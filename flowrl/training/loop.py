@@ -141,5 +141,5 @@ class Trainer:
 
 
 def train(cfg: Config, *, resume: str | Path | None = None, accept_changes: bool = False) -> Run:
-    """Train to the end, a stop rule or a signal, which checkpoint; `Run.stopped` says so."""
+    """Train, or go on in a run's folder, to the end, a stop rule or a signal (`Run.stopped`)."""
     return Trainer(cfg, resume=resume, accept_changes=accept_changes).run()

@@ -156,10 +156,13 @@ def finish(trainer: Running) -> Run:
             with parts.weights.ema.swapped():
                 parts.source.policy.save_lora(path / "lora")
             files.write(path / "lora" / SETTINGS, json.dumps(train.lora.model_dump()))
-        done = "all iterations are done" if trainer.iteration == trainer.cfg.iterations else "left"
-        history.add(path, "ended", iteration=trainer.iteration, what=trainer.stopped or done)
+        left = trainer.cfg.iterations - trainer.iteration
+        why = f"{left} iterations were left out" if left > 0 else "all iterations are done"
+        history.add(path, "ended", iteration=trainer.iteration, what=trainer.stopped or why)
         run_page.build(path)
     parts.weights.accelerator.end_training()
+    if parts.lock:
+        parts.lock.release()
     run = Run(
         path=path,
         metrics=read_metrics(path),

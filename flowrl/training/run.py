@@ -23,8 +23,8 @@ class Iterating(outputs.Running, Protocol):
 
 
 def run_to_the_end(trainer: Iterating) -> Run:
-    """Iterate with a progress bar, evaluate, write the LoRA and the report, and let go of the
-    run's folder."""
+    """Iterate with a progress bar, evaluate, and write the LoRA and the report; let go of the run's
+    folder, however it ends."""
     with trainer.parts.lock or nullcontext():
         iterate(trainer)
         return outputs.finish(trainer)

@@ -62,12 +62,13 @@ def test_other_processes_are_told_the_folder_and_lock_nothing(tmp_path):
         assert path == tmp_path / "own" and held is None and not path.exists()
 
 
-def test_a_mistake_gives_a_new_folder_back_and_leaves_one_that_was_there(tmp_path):
-    for path, stays in ((tmp_path / "new", False), (tmp_path, True)):
+def test_a_mistake_gives_new_folders_back_and_leaves_what_was_there(tmp_path):
+    (tmp_path / "old").mkdir()
+    for path in (tmp_path / "runs" / "new", tmp_path / "old"):
         with pytest.raises(KeyError), claimed(small.config(path), None, ALONE):
-            assert path.is_dir()
+            assert [inside.name for inside in path.iterdir()] == ["run.lock"]
             raise KeyError
-        assert path.exists() == stays
+        assert [place.name for place in tmp_path.rglob("*")] == ["old"]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,21 @@ def test_settings_files_and_versions_that_changed_are_named_and_others_may(tmp_p
     assert "iterations 100 -> 9" in identity.differences(
         identity.of_config(cosine), longer, tmp_path
     )
+
+
+def test_rewards_are_known_by_files_they_name_but_not_by_folders_or_what_they_write(tmp_path):
+    for name in ("mine.py", "template.txt", "scores.jsonl"):
+        (tmp_path / name).touch()
+    own = {
+        "weight": 1.0,
+        "prefix": "/",
+        "question": "x" * 300,
+        "template": f"{tmp_path}/template.txt",
+    }
+    own |= {"name": f"{tmp_path}/mine.py:own", "journal": f"{tmp_path}/scores.jsonl"}
+    cfg = small.config("x").model_copy(update={"reward": {"own": own}})
+    named = identity.of_config(cfg)["files"]
+    assert sorted(Path(name).name for name in named) == ["mine.py", "template.txt"]
 
 
 def test_a_network_of_a_reward_is_known_by_its_weights(monkeypatch):
