@@ -13,7 +13,6 @@ from flowrl.types import Columns, Rollout
 def write_out(run: Path, name: str, rollout: Rollout, part: Columns) -> None:
     """Write the rows of an update and the states they read, and say so."""
     folder = run / "nonfinite"
-    folder.mkdir(exist_ok=True)
     used = {f"columns.{column}": value.cpu() for column, value in part.data.items()}
     used |= {"states": rollout.states.cpu(), "prompt": rollout.prompt.cpu()}
     checkpoint.write_tensors(folder / f"{name}.safetensors", used)
