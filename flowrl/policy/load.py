@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from flowrl.policy.base import Policy
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.pipeline import PipelinePolicy
+from flowrl.policy.replay.record import blaming
+from flowrl.runtime import hub
 from flowrl.runtime.log import quiet
 from flowrl.runtime.registry import did_you_mean
 
@@ -63,7 +65,8 @@ def load_policy(
             source.to(device)
         if dtype is not None:
             _cast(source, dtype)
-        return PipelinePolicy(source, lora, pipeline_kwargs)
+        with blaming(source, pipeline_kwargs, but=ValueError):
+            return PipelinePolicy(source, lora, pipeline_kwargs)
 
 
 def call_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,13 +115,19 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
         # diffusers' own argument, and a name without an alternative in its 0.40
         warnings.filterwarnings("ignore", "The `local_dir_use_symlinks`", UserWarning)
         warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)
+        name, revision = source, {}
+        if not Path(source).exists():
+            name, revision = hub.split(source)[0], hub.options(source)
         try:
-            index = DiffusionPipeline.load_config(source)
+            index = DiffusionPipeline.load_config(name, **revision)
         except OSError as error:
             raise ValueError(_unavailable(source, error)) from error
         listed = [(name, e) for name, e in index.items() if isinstance(e, list | tuple)]
         absent = {name: None for name, entry in listed if entry[0] is None}
-        return DiffusionPipeline.from_pretrained(source, torch_dtype=dtype, **absent)
+        pipe = DiffusionPipeline.from_pretrained(name, torch_dtype=dtype, **revision, **absent)
+    if not Path(source).exists():
+        hub.note(source)
+    return pipe
 
 
 def _unavailable(source: str, error: OSError) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowrl.runtime import files, side_files
+from flowrl.runtime import files, hub, side_files
 from flowrl.runtime.side_files import Evaluation, read_line, read_lines
 
 EVALUATION = "evaluation.json"
@@ -82,7 +82,8 @@ def _text(path: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Versions and machine, for a run's environment.json and its report."""
+    """Versions, machine and commits of what came from the hub, for a run's environment.json and
+    its report."""
     found = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -93,7 +94,7 @@ def environment() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"
-    return found
+    return found | {f"huggingface.co/{name}": commit for name, commit in hub.used().items()}
 
 
 def plain(value: Any) -> Any:

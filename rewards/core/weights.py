@@ -16,8 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from flowrl.runtime import hub
+
 T = TypeVar("T")
 
+# one of which every folder with a tokenizer holds
+VOCABULARIES = {"tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model"}
 FILES = (".pt", ".pth", ".safetensors", ".bin", ".txt")  # endings that no repository of the hub has
 
 
@@ -30,7 +34,8 @@ def path_of(
     only: list[str] | None = None,
     beside: str | None = None,
 ) -> Path:
-    """A file or folder on this machine: `source` if it exists, else "owner/repo" of the hub.
+    """A file or folder on this machine: `source` if it exists, else "owner/repo" of the hub, or
+    "owner/repo@revision".
 
     file: that file in a folder or repository; None: all of it. only: patterns of files to fetch of
     a whole repository, which often holds its weights in several forms. beside: another file that
@@ -53,9 +58,13 @@ def _fetched(source: str, file: str | None, only: list[str] | None) -> Path:
     """A file or a whole repository of the hub, on this machine."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
+    name, revision = hub.split(source)
     if file:
-        return Path(hf_hub_download(source, file))
-    return Path(snapshot_download(source, allow_patterns=only))
+        found = hf_hub_download(name, file, revision=revision)
+    else:
+        found = snapshot_download(name, revision=revision, allow_patterns=only)
+    hub.note(source)
+    return Path(found)
 
 
 def network(
@@ -75,9 +84,9 @@ def network(
     """
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
 
-    def load(place: str) -> Any:
+    def load(place: str, **revision: str) -> Any:
         with _quiet():
-            return cls.from_pretrained(place, **options)
+            return cls.from_pretrained(place, **revision, **options)
 
     module, info = from_folder_or_hub(load, source, reward=reward, setting=setting)
     surplus = [key for key in info["unexpected_keys"] if not key.startswith(ignore)]
@@ -91,30 +100,47 @@ def network(
 
 
 def tokenizer(cls: Any, source: str, *, reward: str, setting: str = "weights") -> Any:
-    """A tokenizer of transformers from a folder or a hub's name; without a vocabulary: ValueError.
+    """A tokenizer of transformers from a folder or a hub's name; without a vocabulary: ValueError
+    that names the files to add.
 
     Where transformers 5 finds no files, it makes a tokenizer of special tokens alone (of T5's also
     the blank), and says nothing.
     """
+    local = _local(source, None, reward, setting)
+    lacking = ValueError(
+        f"reward.{reward}.{setting}={source} holds no vocabulary of a tokenizer; add"
+        f" {_vocabulary_of(cls)} of the model to that folder"
+    )
+    files = {path.name for path in local.iterdir()} if local and local.is_dir() else VOCABULARIES
+    if not files & VOCABULARIES:
+        raise lacking
     found = from_folder_or_hub(cls.from_pretrained, source, reward=reward, setting=setting)
     if found.get_vocab().keys() - {*found.all_special_tokens, "▁"}:
         return found
-    if _local(source, None, reward, setting) is None:
+    if local is None:
         raise unfetched(source, None, reward, setting, FileNotFoundError())
-    raise ValueError(
-        f"reward.{reward}.{setting}={source} holds no vocabulary; put the tokenizer's files there"
-        " (vocab.json, merges.txt ...)"
-    )
+    raise lacking
+
+
+def _vocabulary_of(cls: Any) -> str:
+    """The files that a class of tokenizers reads, as a reader would name them."""
+    names = dict(getattr(cls, "vocab_files_names", None) or {"vocab_file": "tokenizer.model"})
+    one = names.pop("tokenizer_file", "tokenizer.json")
+    return " or ".join([one, *([" and ".join(names.values())] if names else [])])
 
 
 def from_folder_or_hub(
-    load: Callable[[str], T], source: str, *, reward: str, setting: str = "weights"
+    load: Callable[..., T], source: str, *, reward: str, setting: str = "weights"
 ) -> T:
-    """load(folder) or load("owner/repo") by a library that fetches what it needs itself; what it
-    complains of becomes one ValueError."""
+    """load(folder) or load("owner/repo", revision=...) by a library that fetches what it needs
+    itself; what it complains of becomes one ValueError."""
     local = _local(source, None, reward, setting)
     try:
-        return load(source if local is None else str(local))
+        if local is not None:
+            return load(str(local))
+        found = load(hub.split(source)[0], **hub.options(source))
+        hub.note(source)
+        return found
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         if local is None:
             raise unfetched(source, None, reward, setting, error) from error
@@ -131,8 +157,9 @@ def _local(source: str, file: str | None, reward: str, setting: str) -> Path | N
         local = local / file
     if local.exists():
         return local
-    of_hub = source.count("/") == 1 and not source.startswith((".", "/", "~"))
-    if of_hub and Path(source).suffix not in FILES and not Path(source).is_dir():
+    name = hub.split(source)[0]
+    of_hub = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if of_hub and Path(name).suffix not in FILES and not Path(source).is_dir():
         return None
     where = f" ({local})" if str(local) != source else ""
     raise ValueError(f"reward.{reward}.{setting}={source}: there is no such file or folder{where}")
@@ -151,11 +178,11 @@ def unfetched(
 
     put: the setting's value for what was downloaded.
     """
-    what = f"{file} of {source}" if file else source
+    what, name = f"{file} of {source}" if file else source, hub.split(source)[0]
     put = put or f"/path/to/{file or 'the folder'}"
     return ValueError(
         f"reward {reward} needs {what}, which is not on this machine and could not be fetched"
-        f" ({type(error).__name__}); download it from https://huggingface.co/{source} and set"
+        f" ({type(error).__name__}); download it from https://huggingface.co/{name} and set"
         f" reward.{reward}.{setting}={put}"
     )
 
@@ -174,6 +201,8 @@ def fetch_open_clip(model: str, tag: str, *, reward: str, setting: str) -> None:
         repository, _, file = config["hf_hub"].rpartition("/")
         file = file or "open_clip_pytorch_model.bin"
         raise unfetched(repository, file, reward, setting, error) from error
+    if config.get("hf_hub"):
+        hub.note(f"{config['hf_hub'].rpartition('/')[0]}@main")
 
 
 @contextlib.contextmanager

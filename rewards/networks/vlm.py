@@ -34,6 +34,7 @@ from flowrl.data.media import to_uint8
 from flowrl.rewards.core.pictures import by_pil, normalized
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import fill, tensors
+from flowrl.runtime import hub
 
 PIXELS = 256 * 28 * 28  # 200,704, the area of a 448 x 448 picture
 TOKEN = "<|Reward|>"  # where HPSv3 and EditReward read the score
@@ -322,11 +323,18 @@ def pretrained(
 ) -> Any:
     """auto.from_pretrained(source, ...), from a folder or the hub; ValueError that says what to
     fetch and where to put it."""
+    if Path(source).is_dir():
+        name, revision = source, {}
+    else:
+        name, revision = hub.split(source)[0], hub.options(source)
     try:
-        return auto.from_pretrained(source, **options)
+        found = auto.from_pretrained(name, **revision, **options)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"reward.{reward}.{setting}={source}: {auto.__name__} finds no such model there"
-            f" ({str(error).splitlines()[0]}); download it from https://huggingface.co/{source} and"
+            f" ({str(error).splitlines()[0]}); download it from https://huggingface.co/{name} and"
             f" set reward.{reward}.{setting}=/path/to/the folder"
         ) from error
+    if not Path(source).is_dir():
+        hub.note(source)
+    return found

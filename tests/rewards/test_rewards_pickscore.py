@@ -132,8 +132,8 @@ def test_a_missing_model_or_tokenizer_says_where_to_put_it(folder):
 
 
 def test_another_tokenizer_is_refused(folder, tmp_path):
-    said = f"reward.pickscore.tokenizer={tmp_path} holds no vocabulary; put the tokenizer's files"
-    with pytest.raises(ValueError, match=f"{said} there"):
+    said = f"reward.pickscore.tokenizer={tmp_path} holds no vocabulary of a tokenizer; add"
+    with pytest.raises(ValueError, match=f"{said} tokenizer.json or vocab.json and merges.txt of"):
         rewards.load("pickscore", weights=folder, tokenizer=str(tmp_path))
     vocabulary = {"a</w>": 0, "<|startoftext|>": 1, "<|endoftext|>": 2}
     (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowrl.data.prompts import WORLDS, Prompts, load_prompts
+from flowrl.runtime import hub
 from flowrl.runtime.log import logger
 from flowrl.runtime.registry import did_you_mean
 
@@ -84,11 +85,17 @@ def _from_hub(source: str, suite: str, origin: str) -> Path:
     owner, _, rest = source.removeprefix(HUB).partition("/")
     repo, _, file = rest.partition("/")
     if not file:
-        raise ValueError(f"prompts={source} should be hf:owner/repo/file, or the path of a file")
+        raise ValueError(
+            f"prompts={source} should be hf:owner/repo/file, hf:owner/repo@revision/file, or the"
+            " path of a file"
+        )
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(f"{owner}/{repo}", file, repo_type="dataset"))
+        name, revision = hub.split(f"{owner}/{repo}")
+        found = hf_hub_download(name, file, repo_type="dataset", revision=revision)
+        hub.note(f"{owner}/{repo}", dataset=True)
+        return Path(found)
     # the hub's client raises a dozen kinds: no network, no such repository, a gate, a full disk
     except Exception as error:
         raise ValueError(

@@ -83,7 +83,7 @@ def test_of_a_file_that_is_not_read_alone_the_other_one_is_named_too(monkeypatch
 def test_a_file_of_the_hub_is_fetched_alone_and_a_repository_whole(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(
-        "huggingface_hub.hf_hub_download", lambda *a: asked.append(a) or str(tmp_path / "x")
+        "huggingface_hub.hf_hub_download", lambda *a, **_: asked.append(a) or str(tmp_path / "x")
     )
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda *a, **_: asked.append(a) or str(tmp_path)
