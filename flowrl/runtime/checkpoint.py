@@ -147,7 +147,8 @@ def load(folder: str | Path) -> tuple[Tensors, dict[str, Any]]:
     """(tensors, meta) as given to `save`, after every file's size and hash were verified; meta also
     holds "iteration"."""
     folder = Path(folder)
-    manifest = _json(folder / MANIFEST).get("files")
+    whole = _json(folder / MANIFEST)
+    manifest = whole.get("files") if isinstance(whole, dict) else None
     if (
         not isinstance(manifest, dict)
         or META not in manifest

@@ -1,6 +1,6 @@
 """Whether wrong configs and damaged run folders end in one sentence.
 
-    python scripts/bench/fuzz.py [--configs 1000] [--folders 300] [--seed 0] [--start 0] [--only "words 17"]
+    python scripts/bench/fuzz.py [--configs 1000] [--folders 300] [--seed 0] [--only "words 17"]
 
 Each case is a command line in a copy of this warmed process, in an empty folder, with at most
 --seconds and --gigabytes. It passes with exit code 0, or with 1 or 2 and sentences that begin with
