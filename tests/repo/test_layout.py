@@ -152,6 +152,7 @@ def test_the_wheel_carries_every_module_config_template_and_weight(tmp_path):
     }
     assert expected >= {
         "flowrl/configs/model/shapes-sd3.yaml",
+        "flowrl/shapes/weights/LICENSE",
         "flowrl/report/templates/style.css",
     }
     assert not expected - wheel
