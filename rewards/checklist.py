@@ -34,7 +34,7 @@ from torch import Tensor
 from flowrl.data import checklists
 from flowrl.rewards.core.pictures import frames_of
 from flowrl.rewards.core.questions import InCode, Question, check_of, complaint, parents
-from flowrl.rewards.core.reward import Reward, RewardBug, forgetful, load
+from flowrl.rewards.core.reward import SHOWN, Reward, RewardBug, forgetful, load
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.wrap import load_inner
 from flowrl.rewards.networks import detector
@@ -99,6 +99,7 @@ class Checklist(Reward):
         s = self.settings
         self.reads = frozenset({"checklist"} if s.questions == "given" else {"include"})
         self.answerer = _load_answerer(s.answerer, s.answerer_settings)
+        self.verifies = frozenset(() if self.answerer else SHOWN)
         self.geneval: Any = None  # the reward whose detector answers in code
         if s.questions == "geneval" and self.answerer is None:
             self.geneval = load("geneval", **s.geneval_settings)

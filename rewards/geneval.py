@@ -29,7 +29,7 @@ from torchvision.transforms import functional as TF
 from flowrl.data.geneval import CLASSES, COLORS
 from flowrl.data.media import from_pil, to_pil
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames, normalized, rounded
-from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import SHOWN, Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import fetch_open_clip, path_of
 from flowrl.rewards.networks import detector
@@ -116,6 +116,7 @@ class Geneval(Reward):
     )
     needs = frozenset({"meta"})
     reads = frozenset({"include", "tag"})
+    verifies = frozenset(SHOWN)
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
@@ -126,6 +127,8 @@ class Geneval(Reward):
                 "strict": "1 if every clause of the prompt is exactly right, else 0",
                 "official": "1 if the picture passes GenEval's own check, else 0",
             }[s.reading]
+        if s.reading == "official":  # more objects than asked for are right
+            self.verifies = frozenset(SHOWN) - {"count"}
         self.range = (-math.inf if s.reading == "partial" else 0.0, 1.0)
         self.detector = _load_detector(s.weights)
         self.clip, self.preprocess, self.tokenizer = _load_clip(s.clip, s.clip_weights)

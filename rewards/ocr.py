@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flowrl.data.media import to_uint8
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames
-from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import WRITTEN, Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.types import MediaContext
 
@@ -73,6 +73,7 @@ class Ocr(Reward):
         " at least 0"
     )
     range = (0.0, 1.0)
+    verifies = frozenset(WRITTEN)
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)

@@ -12,7 +12,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import SHOWN, Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
@@ -43,6 +43,7 @@ class Shapes(Reward):
     range = (0.0, 1.0)
     needs = frozenset({"meta"})
     reads = frozenset({"include"})
+    verifies = frozenset(SHOWN)
     video = "no"
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:

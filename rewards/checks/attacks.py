@@ -27,11 +27,12 @@ def attacked(subject: Subject) -> list[Finding]:
 def _attack(subject: Subject, name: str, media: list[Tensor], honest: float) -> Finding:
     """One attack, made of every picture, against the median of the honest ones."""
     pairs = zip(subject.examples, media, strict=True)
-    value = middle(subject.scores([replace(s, media=changed) for s, changed in pairs]))
+    scores = subject.scores([replace(s, media=changed) for s, changed in pairs])
+    value = middle(scores)
+    if failed := subject.unscored(scores):
+        return Finding(name=f"attack: {name}", verdict="fail", value=value, says=failed)
     won = value > honest + subject.rounding
-    if not math.isfinite(value):
-        says = "it is not scored"
-    elif won:
+    if won:
         says = f"median {value:.3g}, above the {honest:.3g} of the honest pictures"
     else:
         says = f"median {value:.3g}, and {honest:.3g} of the honest pictures"
@@ -76,7 +77,7 @@ def _mirrored_alone(subject: Subject, flipped: list[Example], own: Tensor) -> Fi
         f"{seen} of {len(flipped)} pictures lose score when they are mirrored and their prompt,"
         " which says left or right, is not"
     )
-    verdict: Verdict = "ok" if share >= GOOD else "warn"
+    verdict: Verdict = "ok" if share >= GOOD else subject.blind("relation")
     return Finding(name="left and right", verdict=verdict, value=share, says=says)
 
 

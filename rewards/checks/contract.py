@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -99,18 +100,30 @@ def _gaps_in_other_batches(subject: Subject) -> dict[str, float]:
     """Largest change of a score, by how samples were scored: all in another order, and three alone
     (one group, of a reward that compares the members of a group)."""
     if subject.together:
-        some, how = subject.examples, "without other groups"
+        some, how, scores = subject.examples, "without other groups", subject.honest
         groups = [int(s.columns["group"]) for s in some]
         batches = [[row for row, group in enumerate(groups) if group == groups[0]]]
     else:
-        some, how = subject.examples[:FEW], "alone"
+        first, how = subject.examples[:FEW], "alone"
+        some = _unlike(first)
+        same = all(a is b for a, b in zip(some, first, strict=True))
+        scores = subject.honest[:FEW] if same else subject.scores(some)
         batches = [[row] for row in range(min(3, len(some)))]
     alone = torch.cat([subject.scores([some[row] for row in batch]) for batch in batches])
     reordered = subject.scores(some[::-1]).flip(0)
     return {
-        "in another order": gap(subject.honest[: len(some)], reordered),
-        how: gap(subject.honest[[row for batch in batches for row in batch]], alone),
+        "in another order": gap(scores, reordered),
+        how: gap(scores[[row for batch in batches for row in batch]], alone),
     }
+
+
+def _unlike(examples: list[Example]) -> list[Example]:
+    """Every second one with the picture of its first near miss, if any: a verifier gives honest
+    pictures all the same score, and a batch mate would change nothing."""
+    return [
+        replace(s, media=s.near_misses[0].media) if i % 2 and s.near_misses else s
+        for i, s in enumerate(examples)
+    ]
 
 
 def own_noise(subject: Subject) -> list[Finding]:

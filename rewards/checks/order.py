@@ -2,8 +2,8 @@
 pictures under a prompt, members of a group.
 
 All pairs differ in one attribute, so a number says which attribute a reward is blind to. A share of
-pairs in the right order fails where a sign test excludes chance from the wrong side, and is warned
-of below 0.75.
+pairs in the right order fails where a sign test excludes chance from the wrong side. Below 0.75 it
+fails if the reward declares that it verifies the attribute, and is warned of otherwise.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flowrl.rewards import Reward
 from flowrl.rewards.checks.examples import Example, NearMiss
 from flowrl.rewards.checks.pictures import attacks
 from flowrl.rewards.checks.subject import Finding, Subject, Verdict, gap
@@ -40,7 +41,8 @@ def right_prompt(subject: Subject) -> list[Finding]:
     for attribute in dict.fromkeys(miss.attribute for _, miss in pairs):
         rows = [i for i, (_, miss) in enumerate(pairs) if miss.attribute == attribute]
         name = f"right prompt, {attribute}"
-        out.append(in_order(name, right[rows], wrong[rows], subject.rounding, what))
+        verdict = subject.blind(attribute)
+        out.append(in_order(name, right[rows], wrong[rows], subject.rounding, what, verdict))
     return out + rates(subject.honest, wrong)
 
 
@@ -51,7 +53,7 @@ def _pairs(subject: Subject) -> list[tuple[int, NearMiss]]:
 
 def _unread(subject: Subject, count: int) -> Finding:
     """The prompt changes no score: a fault of a reward that says it reads the prompt."""
-    if not (subject.reward.reads_prompt or subject.reward.reads):
+    if not _reads(subject.reward):
         says = "the score does not depend on the prompt"
         return Finding(name="right prompt", verdict="note", says=says)
     says = (
@@ -60,20 +62,27 @@ def _unread(subject: Subject, count: int) -> Finding:
     return Finding(name="right prompt", verdict="fail", value=0.5, says=says)
 
 
-def in_order(name: str, right: Tensor, wrong: Tensor, rounding: float, what: str) -> Finding:
+def _reads(reward: Reward) -> bool:
+    """Whether it declares in any way that prompts matter to it."""
+    return bool(reward.reads_prompt or reward.reads or reward.verifies)
+
+
+def in_order(
+    name: str, right: Tensor, wrong: Tensor, rounding: float, what: str, below: Verdict = "warn"
+) -> Finding:
     """Share of pairs (n,) and (n,) in which right is above wrong, a tie for half.
 
-    The sign test is on the pairs that are not ties.
+    The sign test is on the pairs that are not ties. below: the verdict of a share under 0.75.
     """
     difference = (right - wrong)[(right - wrong).isfinite()]
     count = len(difference)
     won, lost = int((difference > rounding).sum()), int((difference < -rounding).sum())
     if not count:
-        return Finding(name=name, verdict="warn", says="none of the pairs could be scored")
+        return Finding(name=name, verdict=below, says="none of the pairs could be scored")
     ties = count - won - lost
     share = (won + ties / 2) / count
     by_chance = sum(math.comb(won + lost, k) for k in range(won + 1)) / 2 ** (won + lost)
-    verdict: Verdict = "warn" if share < GOOD else "ok"
+    verdict: Verdict = below if share < GOOD else "ok"
     if won < lost and by_chance < CHANCE:
         verdict = "fail"
     says = f"{what} in {won} of {count}{f' ({ties} ties)' if ties else ''}"
@@ -112,8 +121,12 @@ def right_picture(subject: Subject) -> list[Finding]:
         [replace(subject.examples[row], media=miss.media) for row, miss in pairs]
     )
     right = subject.honest[[row for row, _ in pairs]]
+    if gap(right, wrong) <= subject.rounding:
+        says = f"all {len(pairs)} pictures of wrong prompts score as those of the right ones"
+        return [Finding(name="right picture", verdict="fail", value=0.5, says=says)]
     what = "a picture of the prompt above one of a wrong prompt"
-    return [in_order("right picture", right, wrong, subject.rounding, what)]
+    verdict = subject.blind(*(miss.attribute for _, miss in pairs))
+    return [in_order("right picture", right, wrong, subject.rounding, what, verdict)]
 
 
 def swap_matrix(subject: Subject) -> list[Finding]:
@@ -178,14 +191,16 @@ def in_groups(subject: Subject) -> list[Finding]:
         own, rival = right[groups[rows]], subject.honest[rows]
         if kind.startswith("attack: "):
             out.append(_attack_in_groups(subject, kind, own, rival))
-        elif kind != "right" and (subject.reward.reads_prompt or subject.reward.reads):
+        elif kind != "right" and _reads(subject.reward):
             name = f"right picture, {kind}"
-            out.append(in_order(name, own, rival, subject.rounding, what))
+            out.append(in_order(name, own, rival, subject.rounding, what, subject.blind(kind)))
     return out
 
 
 def _attack_in_groups(subject: Subject, kind: str, own: Tensor, rival: Tensor) -> Finding:
     """In how many groups an attack (n,) scores above the right picture (n,)."""
+    if failed := subject.unscored(rival):
+        return Finding(name=kind, verdict="fail", value=math.nan, says=failed)
     beaten = float((rival > own + subject.rounding).double().mean())
     verdict = subject.blame(kind.removeprefix("attack: ")) if beaten > 0.5 else "ok"
     says = f"wins against the right picture in {beaten:.0%} of the groups"

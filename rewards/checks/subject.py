@@ -15,6 +15,7 @@ from torch import Tensor
 from flowrl.rewards import Reward, load_set, score
 from flowrl.rewards.checks.examples import Example, context_of
 from flowrl.rewards.checks.pictures import NOTHING, RECODINGS, recoded
+from flowrl.rewards.core.reward import verifiable
 from flowrl.types import MediaContext
 
 CHUNK = 16  # examples scored at once
@@ -50,6 +51,7 @@ class Subject:
         self.label = getattr(reward, "name", "") or getattr(reward, "__name__", "reward")
         self.rewards = load_set({self.label: reward})
         self.reward = self.rewards.rewards[self.label]
+        verifiable(self.reward.verifies)
         self.examples, self.device = list(examples), device
         self.together = "group" in self.reward.needs
         self.kinds: list[str] = []
@@ -97,6 +99,18 @@ class Subject:
     def blame(self, attack: str) -> Verdict:
         """The verdict if an attack of this name wins."""
         return "fail" if self.reward.quality and attack in NOTHING else "warn"
+
+    def unscored(self, scores: Tensor) -> str | None:
+        """What is wrong where scores (n,) of changed pictures fail more often than honest ones."""
+        lost, usual = (~scores.isfinite()).float().mean(), (~self.honest.isfinite()).float().mean()
+        if lost <= usual:
+            return None
+        said = f": {self.errors[-1]}" if self.errors else ""
+        return f"{int((~scores.isfinite()).sum())} of {len(scores)} are not scored{said}"
+
+    def blind(self, *attributes: str) -> Verdict:
+        """The verdict if right is not told from wrong in these attributes of prompts."""
+        return "fail" if self.reward.verifies.issuperset(attributes) else "warn"
 
     @cached_property
     def noise(self) -> float:

@@ -28,6 +28,8 @@ from flowrl.types import MediaContext
 
 SECRET = re.compile(r"(?<=//)[^/\s]*(?=@)|(?<=\?).+(?=['\"])")  # of an address: password, query
 COLUMNS = tuple(field.name for field in dataclasses.fields(MediaContext))
+SHOWN = ("colour", "shape", "count", "relation", "swap")  # what prompts of objects state
+WRITTEN = ("word", "letter")  # what a prompt of a text states
 ORIGINS = {  # of the others: Python code, and clients of a reward server
     "meta": "every prompt of a data file brings it",
     "group": "a training run brings it, for its samples of one prompt",
@@ -65,6 +67,8 @@ class Reward:
     differentiable: whether a gradient reaches the media (as loaded: settings may decide).
     range: the lowest and the highest possible score, inf for an open end; None: not known.
     quality: it is meant to put honest pictures above noise and blank ones.
+    verifies: what it must tell right from wrong in a prompt (of SHOWN and WRITTEN); a check fails
+    where it does not.
     problem: why samples of the last call failed.
     answers: whether `told` has answers about pictures, which evaluation keeps.
     """
@@ -80,6 +84,7 @@ class Reward:
     differentiable: bool = False
     range: tuple[float, float] | None = None
     quality: bool = False
+    verifies: frozenset[str] = frozenset()
     problem: str | None = None
     answers: bool = False
 
@@ -172,6 +177,7 @@ def reward(
     differentiable: bool = False,
     range: tuple[float, float] | None = None,
     quality: bool = False,
+    verifies: Iterable[str] = (),
 ) -> Any:
     """Decorator: makes a function (media, prompts, context=None, *, setting=default, ...) -> (B,) a
     reward; it can still be called.
@@ -181,12 +187,23 @@ def reward(
     """
     inputs = {"needs": frozenset(needs), "reads": frozenset(reads), "reads_prompt": reads_prompt}
     scores = {"scale": scale, "range": range, "quality": quality, "differentiable": differentiable}
+    inputs["verifies"] = verifiable(verifies)
 
     def register(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
         f.REWARD = _class_of(f, inputs | scores)  # type: ignore[attr-defined]
         return f
 
     return register if function is None else register(function)
+
+
+def verifiable(kinds: Iterable[str]) -> frozenset[str]:
+    """Names that `verifies` may hold, as a set; another -> ValueError with the nearest."""
+    names = [*SHOWN, *WRITTEN]
+    if unknown := sorted(set(kinds) - set(names)):
+        raise ValueError(
+            f'verifies="{unknown[0]}" is not known to the checks{did_you_mean(unknown[0], names)}'
+        )
+    return frozenset(kinds)
 
 
 def _class_of(f: Callable[..., Tensor], declared: Mapping[str, Any]) -> type[Reward]:

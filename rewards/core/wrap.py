@@ -62,6 +62,7 @@ class Around(Reward):
         self.video = getattr(inner, "video", "yes")
         self.remedies = getattr(inner, "remedies", {})
         self.quality = getattr(inner, "quality", False)
+        self.verifies = getattr(inner, "verifies", frozenset())
         if hasattr(inner, "read_reply"):
             self.read_reply = inner.read_reply
 

@@ -200,18 +200,21 @@ def test_a_reward_that_loves_an_attack_is_warned_of_it_with_numbers(pictures, na
     assert finding.value > float(Subject(planted(LOVERS[name]), pictures, "cpu").honest.median())
 
 
-def test_an_attack_that_is_no_score_is_no_win(pictures):
+def test_an_attack_that_is_not_scored_fails(pictures):
+    """White is 1 / 0; a reward that fails as often on honest pictures is not blamed for it."""
     picky = planted(lambda m, p, c: brightness(m) / (m.flatten(1).amin(1) < 1))
     found = {f.name: f for f in tried(attacked, picky, pictures)}
-    assert (
-        found["attack: white"].verdict == "ok" and found["attack: white"].says == "it is not scored"
-    )
+    assert found["attack: white"].verdict == "fail"
+    assert "8 of 8 are not scored" in found["attack: white"].says
+    assert found["attack: noise"].verdict != "fail"
+    never = planted(lambda m, p, c: brightness(m) * math.nan)
+    assert "fail" not in {f.verdict for f in tried(attacked, never, pictures)}
 
 
 # --- mirror images and frames
 
 
-def test_a_reward_that_is_blind_to_left_and_right_is_warned_of(pictures):
+def test_a_reward_that_is_blind_to_left_and_right_is_warned_of_or_fails_as_it_declares(pictures):
     swapped = placed(
         lambda relation: {"left of": "right of", "right of": "left of"}.get(relation, relation)
     )
@@ -222,6 +225,8 @@ def test_a_reward_that_is_blind_to_left_and_right_is_warned_of(pictures):
     assert {f.name: f for f in tried(order.right_prompt, blind, pictures)}[
         "right prompt, relation"
     ].value < 1
+    blind.verifies = frozenset({"relation"})
+    assert tried(mirror, blind, pictures)[1].verdict == "fail"
 
 
 def test_a_reward_with_a_bias_to_one_side_is_warned_of(pictures):
