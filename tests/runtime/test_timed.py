@@ -1,4 +1,4 @@
-"""A call that outlives its limit is left behind; its thread, its errors and its lock are its own."""
+"""A call that outlives its limit is left behind; its thread and its errors are its own."""
 
 import subprocess
 import sys
