@@ -1,7 +1,6 @@
 """Wrong input ends in one sentence and exit code 2 before anything is written; a failing reward is
 counted, or stops the run."""
 
-import json
 import math
 import sys
 
@@ -13,7 +12,6 @@ import torch
 from flowrl import load_policy, rewards
 from flowrl.cli.main import app  # noqa: F401  imported before a test changes folders
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
-from flowrl.runtime import checkpoint
 
 UNCHECKED = "model.self_check=false"  # the replay is sound here, and proving it takes two seconds
 
@@ -494,12 +492,3 @@ def test_a_reward_of_the_wrong_shape_ends_the_command_with_one_sentence(tmp_path
         " tensor of shape (4,)" in sentences[0]
     )
     assert not small.lines(tmp_path / "run")
-
-
-def test_settings_of_an_old_run_folder_are_checked_again(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(json.dumps({"iteratoins": 3}))
-    assert 'unknown key "iteratoins"; did you mean "iterations"' in refused(
-        tmp_path, "train", "--resume", tmp_path / "run"
-    )
-    assert checkpoint.steps(tmp_path / "run") == []

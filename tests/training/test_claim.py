@@ -272,3 +272,10 @@ def test_only_the_owner_writes_results_into_a_run(run, tmp_path, monkeypatch):
     assert (run / "report.html").read_bytes() == before and json.loads(
         (run / "metrics.jsonl").read_text().splitlines()[0]
     )
+
+
+def test_settings_of_an_old_run_folder_are_checked_again(tmp_path):
+    (tmp_path / "config.yaml").write_text(json.dumps({"iteratoins": 3}))
+    result = small.invoke("train", "--resume", tmp_path)
+    said = 'unknown key "iteratoins"; did you mean "iterations"'
+    assert result.exit_code == 2 and said in result.output and not checkpoint.steps(tmp_path)
