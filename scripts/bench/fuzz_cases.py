@@ -154,8 +154,11 @@ def folder_case(seed: int, number: int, run: Path) -> Case:
         copy = folder / "run[seed3]"
         shutil.copytree(run, copy)
         files = sorted(path for path in copy.rglob("*") if path.is_file())
-        for path in rng.sample(files, k=rng.choice((1, 1, 2, 3))):
-            hurt(rng, path)
+        by_hand = [path for path in files if path.suffix in (".json", ".jsonl", ".yaml")]
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            path = rng.choice(rng.choice((files, by_hand, by_hand)))
+            if path.is_file():
+                hurt(rng, path)
 
     return Case(name=f"{command[0]} {number}", words=list(command), prepare=prepare)
 
