@@ -367,7 +367,8 @@ def check_kind(rewards: Mapping[str, Reward], media: Tensor, prompts: list[str])
 
 def _visible(media: Tensor) -> Tensor:
     """Rows, on the CPU, of samples without NaN or inf pixels."""
-    return torch.nonzero(media.flatten(1).isfinite().all(1).cpu()).flatten()
+    ends = torch.stack(media.flatten(1).aminmax(dim=1))  # without a copy; NaN is both
+    return torch.nonzero(ends.isfinite().all(0).cpu()).flatten()
 
 
 def _unscored(samples: Samples) -> Tensor:

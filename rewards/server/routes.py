@@ -107,7 +107,7 @@ async def arrived(request: Request, length: int, service: Service, guest: Guest)
     run = partial(asyncio.get_running_loop().run_in_executor, service.readers)
     body = await body_of(request, length, guest)
     weight = service.weigh(body) if length < QUICK else await run(service.weigh, body)
-    await guest.add(weight.total)
+    await guest.add(weight.total - length)
     question = await run(service.read, body, weight)
     del body
     guest.hold(weight.total)
@@ -128,17 +128,20 @@ def length_of(request: Request) -> int:
     return int(request.headers["content-length"])  # the HTTP layer refuses what is not a number
 
 
-async def body_of(request: Request, length: int, guest: Guest) -> bytearray:
-    body = bytearray()
+async def body_of(request: Request, length: int, guest: Guest) -> bytes:
+    """At its end the guest holds it twice: the parts, and the room of what it becomes."""
+    parts, came = [], 0
     guest.listen()
     async for part in request.stream():
         await guest.take(part)
-        body += part
-        if len(body) > length:
+        parts.append(part)
+        came += len(part)
+        if came > length:
             raise ValueError(f"the body is longer than the {length} bytes of its Content-Length")
         guest.listen()
     guest.arrived()
-    return body
+    await guest.add(came)
+    return b"".join(parts)
 
 
 async def refusal(request: Request, error: Exception) -> JSONResponse:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pydantic
+import pydantic_core
 import torch
 from torch import Tensor
 
@@ -30,6 +31,10 @@ from flowrl.rewards.server.json_weight import Weight, weigh
 from flowrl.rewards.server.room import Room
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext, Rewards
+
+MOST_KEYS = (
+    64  # of a request, or of one of its tensors; each that is unknown is an error of its own
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,18 +110,15 @@ class Service:
                 f" {what}; send fewer samples at once, or serve with a larger --max-mb"
             )
 
-    def weigh(self, body: bytearray) -> Weight:
+    def weigh(self, body: bytes) -> Weight:
         """Memory that a body takes when it is read; too much -> TooLarge."""
         weight = weigh(body)
         self.check_size(weight.total, "of JSON in memory")
         return weight
 
-    def read(self, body: bytearray, weight: Weight) -> wire.Question:
+    def read(self, body: bytes, weight: Weight) -> wire.Question:
         """The request in a body, sizes checked, nothing unpacked yet."""
-        try:
-            question = wire.Question.model_validate_json(body)
-        except pydantic.ValidationError as error:
-            raise ValueError(_sentence(error)) from None
+        question = _question(body)
         if len(question.prompts) > wire.MAX_SAMPLES:
             raise wire.TooLarge(
                 f"a request may have {wire.MAX_SAMPLES} samples, and this one has"
@@ -290,13 +292,30 @@ def _plain(column: Tensor) -> list[float | None]:
     return [value if value == value else None for value in column.tolist()]
 
 
+def _question(body: bytes) -> wire.Question:
+    """The record in a body. The JSON is parsed first: a text is then held once, not for each record
+    that it may belong to."""
+    try:
+        found = pydantic_core.from_json(body)
+    except ValueError as error:
+        raise ValueError(f"the body is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError("the body: input should be an object")
+    records = [found, *(found.get(name) for name in ("media", *wire.TENSORS))]
+    if any(isinstance(record, dict) and len(record) > MOST_KEYS for record in records):
+        raise ValueError("the body has more keys than a request may have")
+    try:
+        return wire.Question.model_validate(found)
+    except pydantic.ValidationError as error:
+        said = _sentence(error)
+    raise ValueError(said)  # without the error, which holds all of the request
+
+
 def _sentence(error: pydantic.ValidationError) -> str:
     """The first problem of a request."""
     problem = error.errors(include_url=False)[0]
     place = ".".join(str(part) for part in problem["loc"])
     said = problem["msg"][:1].lower() + problem["msg"][1:]
-    if problem["type"] == "json_invalid":
-        return f"the body is not JSON: {said}"
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         return f'unknown key "{place}"{did_you_mean(place, wire.Question.model_fields)}'
     if problem["loc"] and problem["loc"][0] in ("media", *wire.TENSORS):

@@ -53,6 +53,9 @@ PNG_HEAD = PNG_START + b"\x00\x00\x00\rIHDR"
 RGB_OF_BYTES = b"\x08\x02"  # bit depth 8, colour type 2
 
 
+Int64 = Annotated[int, pydantic.Field(ge=-(2**63), lt=2**63)]
+
+
 class TooLarge(ValueError):
     """More than a server takes in one request."""
 
@@ -69,7 +72,9 @@ class Numbers(Record):
     """One tensor."""
 
     dtype: Literal["float32", "float64", "int64", "int32", "uint8", "unorm8"]
-    shape: list[Annotated[int, pydantic.Field(gt=0, le=LONGEST)]] = pydantic.Field(max_length=8)
+    shape: list[Annotated[int, pydantic.Field(gt=0, le=LONGEST)]] = pydantic.Field(
+        max_length=8, fail_fast=True
+    )
     data: str
     scratch: ClassVar[int] = 0  # bytes beside the tensor while it is unpacked, but for pieces
 
@@ -83,7 +88,7 @@ class Numbers(Record):
 class Pngs(Record):
     """(B, 3, H, W) pictures."""
 
-    png: list[str] = pydantic.Field(min_length=1)
+    png: list[str] = pydantic.Field(min_length=1, fail_fast=True)
 
     @property
     def nbytes(self) -> int:
@@ -108,11 +113,11 @@ class Question(Record):
     """
 
     id: str = pydantic.Field("", max_length=100)
-    prompts: list[str] = pydantic.Field(min_length=1)
+    prompts: list[str] = pydantic.Field(min_length=1, fail_fast=True)
     media: Pngs | Numbers
     reward: str | None = None
-    meta: list[dict[str, Any]] | None = None
-    group: list[Annotated[int, pydantic.Field(ge=-(2**63), lt=2**63)]] | None = None
+    meta: Annotated[list[dict[str, Any]], pydantic.Field(fail_fast=True)] | None = None
+    group: Annotated[list[Int64], pydantic.Field(fail_fast=True)] | None = None
     source: Pngs | Numbers | None = None
     actions: Numbers | None = None
     reference: Pngs | Numbers | None = None

@@ -183,12 +183,12 @@ def test_a_guest_that_is_alone_may_take_more_than_there_is():
 @pytest.mark.parametrize(
     ("body", "long", "rest"),
     [
-        (b"{},{}", 0, 5 * 5 + 3 * 640),
+        (b"{},{}", 0, 5 * 6 + 3 * 200),
         (b'"' + b"A" * 4096 + b'"', 4098, 0),
-        (b'["' + b"A" * 4096 + b'=="]', 4100, 2 * 5 + 640),
-        (b'"' + b"A" * 4095 + b'"', 0, 4097 * 5),
-        (b'"' + b"A" * 4096 + b"\\ud83d" + b'"', 0, 4104 * 5),
-        (b'"\xf0\x9f\x98\x80\\"' + b"A" * 4096 + b'"', 0, 4104 * 5),  # one text, one emoji
+        (b'["' + b"A" * 4096 + b'=="]', 4100, 2 * 6 + 200),
+        (b'"' + b"A" * 4095 + b'"', 0, 4097 * 6),
+        (b'"' + b"A" * 4096 + b"\\ud83d" + b'"', 0, 4104 * 6),
+        (b'"\xf0\x9f\x98\x80\\"' + b"A" * 4096 + b'"', 0, 4104 * 6),  # one text, one emoji
     ],
 )
 def test_json_weighs_what_it_may_become(body, long, rest):
