@@ -44,12 +44,12 @@ GROWS = ("files", "threads", "children")  # counts that must not be higher at th
 
 
 def reading() -> dict[str, float]:
-    """Of this process: resident KiB, open files, threads, children."""
+    """Of this process: KiB in memory or swapped out, open files, threads, children."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     children = [task.joinpath("children").read_text() for task in Path("/proc/self/task").iterdir()]
     return {
-        "memory": float(status["VmRSS"].split()[0]),
+        "memory": float(sum(int(status[name].split()[0]) for name in ("VmRSS", "VmSwap"))),
         "files": float(len(os.listdir("/proc/self/fd"))),
         "threads": float(status["Threads"]),
         "children": float(sum(len(text.split()) for text in children)),

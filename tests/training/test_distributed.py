@@ -38,7 +38,7 @@ for reward, words in json.loads(sys.argv.pop()):
     with signals.StopRequest(trainer):
         list(trainer)
     print("ended:", os.environ["RANK"], reward, trainer.stopped)
-build.load_set = load
+build.load_set = lambda _: load_set({"spread": spread})
 main()
 """
 RUN = {
@@ -126,7 +126,7 @@ def two(tmp_path_factory):
         env=env,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert result.returncode == 0, result.stderr[-4000:]
     assert "on 2 process(es)" in result.stdout and result.stdout.count("Run folder:") == 1
