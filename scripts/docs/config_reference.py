@@ -47,9 +47,11 @@ flowrl show model=sd3.5-medium algorithm=flow_grpo reward=clip data=file data.tr
 
 An unknown key, option or value stops with a sentence that names the nearest valid ones (exit code
 2), and nothing is written. A YAML file holds at most 1 MB, 50 levels, each key once, and a million
-characters with its aliases written out. The defaults below are those of the schema; the files of `configs/model`
-and `configs/algorithm` change some of them. "Read with" says under which other settings a key has
-an effect; a run that sets it under others says so when it starts.
+characters with its aliases written out.
+
+The defaults below are those of the schema; the files of `configs/model` and `configs/algorithm`
+change some of them. "Read with" says under which other settings a key has an effect; a run that
+sets it under others says so when it starts.
 
 Two rules tie numbers together: `batch.prompts` divides by processes x `batch.updates`, and
 `batch.group` is a multiple of the leaves of one copy of the sampling plan (1, unless
