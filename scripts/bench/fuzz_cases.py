@@ -47,7 +47,7 @@ PIPELINE = (
     *("max_sequence_length", "mu", "generator", "latents", "prompt", "prompt_2", "prompt_embeds"),
     *("joint_attention_kwargs", "callback_on_step_end", "clip_skip", "skip_guidance_layers"),
     *("callback_on_step_end_tensor_inputs", "num_inference_steps", "output_type", "self", "dtype"),
-    *("lora", "device", "shape", "kind", "cond", "source", "return_dict", "heigth", "é", "[b]"),
+    *("lora", "device", "shape", "kind", "cond", "source", "return_dict", "heights", "é", "[b]"),
 )
 BOMB = "a0: &a0 [1]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
