@@ -44,6 +44,7 @@ from flowrl.rewards.judge.replies import Unreadable
 from flowrl.rewards.server import wire
 from flowrl.rewards.server.addresses import address, fits_a_header
 from flowrl.rewards.server.http_client import Again, Client, Ended, busy, persist, retry_after
+from flowrl.runtime import files
 
 logger = logging.getLogger("flowrl")
 T = TypeVar("T")
@@ -396,8 +397,8 @@ class Judge:
         ]
         rows[-1] |= {"error": str(outcome)} if isinstance(outcome, Failed) else {"value": outcome}
         lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
-        with self.lock, self.log.open("a", encoding="utf-8") as file:
-            file.write(lines)
+        with self.lock:
+            files.append(self.log, lines)
 
 
 # --- messages

@@ -58,7 +58,7 @@ SETTINGS = {
     "sampler.steps": 3,
     "sampler.guidance": "none",
     "ema.every": 1,
-    "eval.every": 2,
+    "eval.every": 3,  # not the last iteration of a run that is half done
     "eval.images": 2,
     "eval.steps": 2,
     "eval.baseline_guidance": "null",
@@ -219,16 +219,17 @@ class Bench:
         self.ops: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
 
-    def prepare(self) -> None:
-        """Warm up, and make each method's uninterrupted run and one that is half done."""
+    def prepare(self, *, halves: bool = True) -> None:
+        """Load the model, and make each method's uninterrupted run and one that is half done."""
         policy = build.make_policy(load_config(None, words(self.home, "nft")[1:]))
         build.make_policy = training_build.make_policy = lambda *_, **__: policy
         for method in METHODS:
             room = self.home / method
             room.mkdir(parents=True, exist_ok=True)
-            self._must(words(room / "half", method, iterations=ITERATIONS // 2), room)
-            again = ["evaluate", str(room / "half"), "--suite", "shapes", "--count", "2"]
-            self._must([*again, "--images", "2", "--steps", "1"], room)
+            if halves:
+                self._must(words(room / "half", method, iterations=ITERATIONS // 2), room)
+                again = ["evaluate", str(room / "half"), "--suite", "shapes", "--count", "2"]
+                self._must([*again, "--images", "2", "--steps", "1"], room)
             began = time.monotonic()
             end = self._must(words(room / "run", method), room, Disk(room / "run"))
             self.seconds[method], self.ops[method] = time.monotonic() - began, end.ops
@@ -239,7 +240,7 @@ class Bench:
         if arguments[0] == "train":
             shutil.rmtree(run, ignore_errors=True)
         end = Command(arguments, room, disk).wait(self.hang)
-        if end.code:
+        if end.code != 0:
             raise SystemExit(f"{' '.join(arguments)}: exit code {end.code}\n{end.text}")
         return end
 
@@ -252,7 +253,7 @@ class Bench:
     def _finish(self, run: Path, method: str, *, but: Sequence[str] = ()) -> Problems:
         """Resume; where the run had not begun, start it as before. It must end as it should."""
         end = Command(resume(run), run.parent).wait(self.hang)
-        if end.code:
+        if end.code != 0:
             if wrong := said(end):
                 return wrong
             if (run / "config.yaml").exists():
@@ -296,8 +297,9 @@ class Bench:
         at = rng.randint(1, most)
         end = Command(arguments, room, Disk(run, how, at)).wait(self.hang)
         done, wrong = f"{method} {command}, {how} at write {at}", []
-        if end.code:
-            wrong += said(end, run.name) + [f"exit code {end.code}"] * (end.code != 1)
+        if end.code != 0:
+            started = (run / "config.yaml").exists()
+            wrong += said(end, run.name) + [f"exit code {end.code}"] * (started and end.code != 1)
             gone = [path.name for path in before if not path.exists()]
             wrong += [f"{name} is gone" for name in gone]
         return done, wrong or self._finish(run, method)
@@ -317,10 +319,10 @@ class Bench:
         )
         end = Command(arguments, room).wait(self.hang)
         done = f"{method} {name} {how}, {' '.join(arguments[:2])}"
-        wrong = said(end) if end.code else ["traceback"] * ("Traceback (most" in end.text)
+        wrong = said(end) if end.code != 0 else ["traceback"] * ("Traceback (most" in end.text)
         if wrong:
             return done, wrong
-        if end.code or arguments != resume(run):
+        if end.code != 0 or arguments != resume(run):
             fault_damage.restore(path, source / name)
             return done, self._finish(run, method, but=["pictures"])
         but = ["pictures", "config"]
@@ -343,9 +345,9 @@ class Bench:
         time.sleep(delay)
         commands.append(Command(second, room))
         ends = [command.wait(self.hang) for command in commands]
-        wrong = [problem for end in ends if end.code for problem in said(end, run.name)]
+        wrong = [problem for end in ends if end.code != 0 for problem in said(end, run.name)]
         wrong += ["traceback"] * any("Traceback (most" in end.text for end in ends)
-        if all(end.code for end in ends):
+        if all(end.code != 0 for end in ends):
             wrong.append("neither went on")
         done = f"{method} {first[0]} and {kind} after {delay:.2f} s"
         return done, wrong or self._finish(run, method)
