@@ -31,7 +31,7 @@ SETTINGS = {  # rewards under other settings than their own, that then load anyw
     "clip": [{"preset": "shapes"}],
     "checklist": [{"questions": "shapes"}],
     "sharpness": [{"reading": "laplacian"}],
-    "saturation": [{"reading": "colourfulness"}],
+    "saturation": [{"reading": "clipped"}],
     "rank": [{"reward": "shapes"}, {"reward": "preference"}],
     "video": [
         {"reward": "preference"},
