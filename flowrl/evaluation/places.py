@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from flowrl.runtime import files
 from flowrl.runtime.lock import Busy, Lock
 
 
@@ -33,6 +34,7 @@ def places(runs: Sequence[Path], output: Path | None, doing: str) -> Iterator[di
             if output:
                 place.mkdir(parents=True, exist_ok=True)
             stack.enter_context(own(place, doing))
+            files.clean(place, owned=place in runs)
         yield chosen
 
 
