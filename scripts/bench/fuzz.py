@@ -192,7 +192,7 @@ def main() -> None:
 def _report(case: Case, outcome: Outcome, problem: str) -> None:
     last = (outcome.output.strip().splitlines() or [""])[-1]
     places = [line for line in outcome.output.splitlines() if re.search(OURS, line)]
-    last += f" ({places[-1].strip()})" * bool(places)
+    last += "".join(f" ({place.strip()})" for place in places[-1:])
     words = " ".join(word for word in case.words if word not in fuzz_cases.TINY)
     print(f"{case.name}: {problem}: {visible(last)[:300]}  |  {visible(words)[:200]}", flush=True)
 
