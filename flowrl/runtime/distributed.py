@@ -88,7 +88,7 @@ class World:
         self.main = accelerator.is_main_process
         self.asked: str | None = None
         self.hurry = False
-        self.control: dist.ProcessGroup | None = None  # of meetings, on the CPU
+        self.control: Any = None  # the group of meetings, on the CPU
         if self.size > 1 and dist.is_initialized():
             self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * seconds))
 

@@ -44,7 +44,7 @@ class Caller:
             future.add_done_callback(self.busy.discard)
             self.jobs.put((future, function))
             del function  # the caller's: nothing here outlives the call
-            faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=2)
             try:
                 return future.result(seconds)
             except TimeoutError:

@@ -72,10 +72,13 @@ def signs(
     metrics: Metrics, before: Metrics, settings: GuardConfig, rewards: RewardSet
 ) -> dict[str, Sign]:
     """What is wrong with an iteration, by name. before: the metrics of the one before, or {}."""
-    late = {"said_after": settings.warn_after, "stops_after": settings.stop_after}
     out: dict[str, Sign] = {}
     if metrics["optimizer/step"] == before.get("optimizer/step", 0):
-        out["no step"] = Sign(**late, sentence=_no_step(metrics))
+        out["no step"] = Sign(
+            said_after=settings.warn_after,
+            stops_after=settings.stop_after,
+            sentence=_no_step(metrics),
+        )
     elif metrics["policy/rows"] and metrics["policy/grad_norm"] == 0:
         sentence = _no_gradient(metrics["policy/rows"])
         out["no gradient"] = Sign(said_after=1, stops_after=settings.nonfinite, sentence=sentence)
