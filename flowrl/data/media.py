@@ -137,7 +137,8 @@ def read_frames(path: Path, *, most: int | None = None) -> Tensor:
 def _seek(image: Image.Image, path: Path, most: int | None) -> Iterator[Image.Image]:
     """Frames of an animated picture."""
     first, count = _frames_of(image)
-    _check_video(path, *image.size, count)
+    width, height = image.size
+    _check_video(path, width, height, count)
     for place in spaced(count, most):
         image.seek(first + place)
         yield image.convert("RGB")

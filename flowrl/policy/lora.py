@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from flowrl.runtime import files as disk
@@ -25,8 +25,10 @@ SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) 
 METADATA = "lora_adapter_metadata"  # where a file's header keeps the adapter's config
 
 
-class Settings(Stored, extra="forbid"):
+class Settings(Stored):
     """flowrl.json, written from train.lora."""
+
+    model_config = ConfigDict(extra="forbid")
 
     rank: PositiveInt
     alpha: PositiveFloat
