@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pydantic
-import pydantic_core
 import torch
 from torch import Tensor
 
@@ -32,9 +31,9 @@ from flowrl.rewards.server.room import Room
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext, Rewards
 
-MOST_KEYS = (
-    64  # of a request, or of one of its tensors; each that is unknown is an error of its own
-)
+JSON: pydantic.TypeAdapter[object] = pydantic.TypeAdapter(object)
+# of a request, or of one of its tensors; each that is unknown is an error of its own
+MOST_KEYS = 64
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -296,9 +295,9 @@ def _question(body: bytes) -> wire.Question:
     """The record in a body. The JSON is parsed first: a text is then held once, not for each record
     that it may belong to."""
     try:
-        found = pydantic_core.from_json(body)
-    except ValueError as error:
-        raise ValueError(f"the body is not JSON: {error}") from None
+        found = JSON.validate_json(body)
+    except pydantic.ValidationError as error:
+        raise ValueError(f"the body is not JSON: {error.errors()[0]['msg']}") from None
     if not isinstance(found, dict):
         raise ValueError("the body: input should be an object")
     records = [found, *(found.get(name) for name in ("media", *wire.TENSORS))]

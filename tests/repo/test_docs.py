@@ -151,7 +151,8 @@ def check_start(where, cfg):
 
 
 @pytest.mark.parametrize(("where", "words"), FLOWRL, ids=[" ".join(words) for _, words in FLOWRL])
-def test_commands_exist_take_their_options_compose_and_fit_their_plans(where, words):
+def test_commands_exist_take_their_options_compose_and_fit_their_plans(where, words, monkeypatch):
+    monkeypatch.setenv("REWARD_SERVER", "http://127.0.0.1:8000")
     check_run(where, words)
 
 

@@ -170,7 +170,7 @@ def test_the_hubs_copy_of_the_head_is_found_by_its_own_name(load, tmp_path, medi
     asked = []
     monkeypatch.setattr(
         "huggingface_hub.hf_hub_download",
-        lambda *a: asked.append(a) or str(tmp_path / "aesthetic-model.pth"),
+        lambda *a, **_: asked.append(a) or str(tmp_path / "aesthetic-model.pth"),
     )
     for weights in ("trl-lib/ddpo-aesthetic-predictor", None):
         assert torch.equal(load("aesthetic", weights=weights)(media, [""] * 4), expected)

@@ -181,7 +181,7 @@ def test_a_limit_below_what_is_shown_at_first_is_refused():
         ),
         ('{"target_frames": ["first"]}', "frame 'first' is not a whole number"),
         ("<answer>Video 1 is better</answer>", "That could not be read: no OA score"),
-        ("<answer>OA = 3</answer>", "OA 3 is outside 0 to 2"),
+        ("<answer>OA = 3</answer>", "OA = 3 is neither 0, 1 nor 2"),
         ("<answer>OA = 1.5</answer>", "OA = 1.5 is neither 0, 1 nor 2"),
         ("<answer>OA = 1</answer><answer>OA = 2</answer>", "two different answers"),
     ],

@@ -242,11 +242,10 @@ def test_a_reward_that_no_run_can_train_on_is_refused_before_any_evaluation(tmp_
         match='reward "centred": a score changes by up to .*: it depends on the rest of the batch',
     ):
         made.run()
-    assert set(scored) == {
-        8,
-        1,
-    }  # two groups of four, and single ones; held-out images come in fours
-    assert {p.name for p in made.path.iterdir()} == {"samples", "config.yaml", "environment.json"}
+    # two groups of four, and single ones; held-out images come in fours
+    assert set(scored) == {8, 1}
+    files = {"config.yaml", "environment.json", "history.jsonl", "run.lock"}
+    assert {p.name for p in made.path.iterdir()} == files
 
 
 def test_trying_the_rewards_changes_no_number_of_a_run(tmp_path):
