@@ -29,6 +29,10 @@ class Caller:
     """Calls one function at a time in a thread of its own. busy: the calls that did not return."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew; a forked process has none of its parent's threads."""
         self.turn = threading.Lock()
         self.jobs: queue.SimpleQueue[Job] | None = None
         self.busy: set[Future[Any]] = set()
@@ -74,6 +78,7 @@ class Caller:
 
 
 caller = Caller()
+os.register_at_fork(after_in_child=caller.forget)
 
 
 def leave(code: int) -> NoReturn:

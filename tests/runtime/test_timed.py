@@ -1,5 +1,6 @@
 """A call that outlives its limit is left behind; its thread and its errors are its own."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -7,6 +8,7 @@ import time
 
 import pytest
 
+from flowrl.runtime import timed
 from flowrl.runtime.timed import Caller, Overdue
 
 FROZEN = """
@@ -54,3 +56,11 @@ def test_a_call_that_holds_pythons_lock_ends_the_process_with_its_place():
         [sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 1 and "in match" in result.stderr
+
+
+def test_a_forked_process_has_a_thread_of_its_own():
+    assert timed.caller.within(5, lambda: 1) == 1
+    pid = os.fork()
+    if pid == 0:
+        os._exit(timed.caller.within(5, lambda: 7))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
