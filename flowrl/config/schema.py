@@ -273,10 +273,11 @@ class GuardConfig(Section):
         1e6, description="A reward times its weight beyond this, either way, is huge."
     )
     reward_seconds: PositiveFloat | None = Field(
-        1800,
+        None,
         description=(
             "Most seconds that a reward may take for a chunk of batch.decode samples before the run"
-            " stops; rewards then run in a thread of their own. none: no limit, no thread."
+            " stops; rewards then run in a thread of their own, which slows a run on few cores."
+            " null: no limit, no thread."
         ),
     )
     rank_seconds: PositiveFloat = Field(
