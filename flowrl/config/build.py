@@ -23,6 +23,7 @@ from flowrl.rewards import RewardSet, load_set
 from flowrl.rewards.core import score
 from flowrl.runtime import checkpoint, registry
 from flowrl.runtime.checkpoint import Checkpoint, CheckpointError
+from flowrl.runtime.run_folder import config_file
 from flowrl.samplers import flow_sde, sigmas
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -86,9 +87,7 @@ def schedule(cfg: Config, policy: Policy) -> Tensor:
 def load_run(run: Path) -> tuple[Config, Policy, RewardSet, data_prompts.Prompts]:
     """Config, policy with the averaged weights of the newest checkpoint, rewards and held-out
     prompts of a run."""
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"{run} is not a run folder: it has no config.yaml")
-    cfg = load.read_config(run / "config.yaml")
+    cfg = load.read_config(config_file(run))
     if not cfg.data.eval:
         raise ValueError(
             f"{run} was trained without held-out prompts (data.eval); there is nothing to"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from flowrl.runtime import files
 from flowrl.runtime.lock import Busy, Lock
+from flowrl.runtime.run_folder import config_file
 
 
 def own(folder: Path, doing: str) -> Lock:
@@ -24,8 +25,7 @@ def places(runs: Sequence[Path], output: Path | None, doing: str) -> Iterator[di
     """Run -> the folder of its results, locked inside: the run itself; `output`; or, of several
     runs, a folder in it with the run's name."""
     for run in runs:
-        if not (run / "config.yaml").is_file():
-            raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+        config_file(run)
     chosen = {run: _place(run, runs, output) for run in runs}
     if len(set(chosen.values())) < len(chosen):
         raise ValueError("two runs have the same name, so --output cannot hold both; rename one")

@@ -40,6 +40,14 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
 
+def config_file(run: Path) -> Path:
+    """config.yaml of a run; ValueError where there is none."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+    return path
+
+
 def read(path: Path) -> Run:
     """Load a run folder; ValueError if it is not one or if a file in it cannot be read."""
     path = path.resolve()

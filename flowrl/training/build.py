@@ -46,17 +46,18 @@ def build(cfg: Config, resume: str | Path | None = None, *, accept: bool = False
         folder or Path(cfg.output or "runs"),
         cfg.guard.rank_seconds,
     )
-    with claimed(cfg, folder, World(accelerator)) as (path, lock):
+    world = World(accelerator, cfg.guard.rank_seconds)
+    with claimed(cfg, folder, world) as (path, lock):
         place(accelerator, path)
-        return assemble(cfg, accelerator, path, lock)
+        return assemble(cfg, world, path, lock)
 
 
-def assemble(cfg: Config, accelerator: Accelerator, path: Path, lock: Lock | None) -> Parts:
+def assemble(cfg: Config, world: World, path: Path, lock: Lock | None) -> Parts:
     """All parts of a run whose folder is ours."""
+    accelerator = world.accelerator
     rewards = load_rewards(cfg, path)
     dataset, prompts, held_out = load_data(cfg, rewards)
-    algorithm, world = make_algorithm(cfg), World(accelerator, cfg.guard.rank_seconds)
-    policy = make_policy(cfg, device=accelerator.device)
+    algorithm, policy = make_algorithm(cfg), make_policy(cfg, device=accelerator.device)
 
     # Does the method fit its plan, its guidance, its rewards and its media?
     plan = algorithm.plan(schedule(cfg, policy), sampler=cfg.sampler, iteration=0, seed=cfg.seed)

@@ -12,6 +12,7 @@ from flowrl.config.schema import Config
 from flowrl.runtime import checkpoint, files, history
 from flowrl.runtime.checkpoint import Checkpoint, CheckpointError
 from flowrl.runtime.log import logger
+from flowrl.runtime.run_folder import config_file, recorded
 from flowrl.training import identity, state
 from flowrl.training.identity import Identity
 
@@ -22,13 +23,11 @@ def config_of(run: Path, overrides: list[str] | None = None) -> Config:
     """The Config of a run, changed by overrides. One whose config.yaml was lost has it from its
     checkpoint."""
     path = run / "config.yaml"
-    if not path.is_file():
-        kept = (_peek(run).get("identity") or {}).get("config")
-        if not kept:
-            raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+    kept = None if path.is_file() else (_peek(run).get("identity") or {}).get("config")
+    if kept:
         files.write(path, config.dump(Config.model_validate(kept)))
         logger.warning(f"{path} was missing; it was written again from the newest checkpoint")
-    return config.load_config(path, overrides or [])
+    return config.load_config(config_file(run), overrides or [])
 
 
 def write_config(run: Path, cfg: Config) -> None:
@@ -45,8 +44,7 @@ def write_config(run: Path, cfg: Config) -> None:
 def check_resume(cfg: Config, run: Path, *, accept: bool = False) -> None:
     """A run goes on with the settings, files and code of its newest checkpoint, apart from settings
     that change no number; else ValueError that names what differs. Nothing is loaded for it."""
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+    config_file(run)
     if checkpoint.steps(run) and not accept:
         _refuse(_changes(run, _peek(run), identity.of_config(cfg)), run)
 
@@ -155,12 +153,7 @@ def _note(run: Path, event: str, iteration: int, what: str, **facts: Any) -> Non
 
 def _lost(run: Path, iteration: int) -> list[int]:
     """Iterations up to a checkpoint that metrics.jsonl does not hold: lines lost or damaged."""
-    path, found = run / "metrics.jsonl", set()
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
-            found.add(json.loads(line)["iteration"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
+    found = recorded(run) if (run / "metrics.jsonl").exists() else {}
     return [i for i in range(1, iteration + 1) if i not in found]
 
 

@@ -18,7 +18,6 @@ import base64
 import collections
 import contextlib
 import json
-import logging
 import random
 import socket
 import struct
@@ -348,12 +347,7 @@ def measure(args: argparse.Namespace) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--images", type=int, default=200, help="of each client")
-    parser.add_argument("--side", type=int, default=32, help="of a picture, in pixels")
+    parser = bench.parser(__doc__)
     parser.add_argument("--sockets", type=int, default=500, help="hostile ones")
     parser.add_argument("--fuzz", type=int, default=2000, help="wrong requests")
     parser.add_argument("--max-mb", type=float, default=64, help="of the server")
@@ -363,8 +357,7 @@ def main() -> None:
     if args.attack:
         asyncio.run(attack(*args.attack))
         return
-    torch.set_num_threads(1)
-    logging.getLogger("flowrl").setLevel("ERROR")
+    bench.quiet()
     if missed := measure(args):
         sys.exit("missed: " + "; ".join(missed))
     print("all goals are reached")

@@ -135,16 +135,26 @@ def local_totals(args: argparse.Namespace) -> Tensor:
     return torch.stack(totals)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options of a load."""
+    out = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--images", type=int, default=200, help="of each client")
-    parser.add_argument("--side", type=int, default=32, help="of a picture, in pixels")
-    args = parser.parse_args()
+    out.add_argument("--clients", type=int, default=64)
+    out.add_argument("--images", type=int, default=200, help="of each client")
+    out.add_argument("--side", type=int, default=32, help="of a picture, in pixels")
+    return out
+
+
+def quiet() -> None:
+    """One thread, and no line of each client that says that the server is away."""
     torch.set_num_threads(1)
-    logging.getLogger("flowrl").setLevel("ERROR")  # each client would say that the server is away
+    logging.getLogger("flowrl").setLevel("ERROR")
+
+
+def main() -> None:
+    args = parser(__doc__).parse_args()
+    quiet()
     expected = local_totals(args)
     print(f"{HEAD}{'max difference':>16}", flush=True)
     for kill in (False, True):

@@ -154,11 +154,10 @@ def _record(
 
 
 def _config_of(run: Path) -> Config:
-    if not (run / "config.yaml").is_file():
-        raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+    path = run_folder.config_file(run)
     run_folder.read(run)  # its other files are readable, before time is spent
     checkpoint.latest(run)
-    return read_config(run / "config.yaml")
+    return read_config(path)
 
 
 def sampling_of(suite: Suite, cfg: Config, *, seed: int, device: torch.device) -> Sampling:

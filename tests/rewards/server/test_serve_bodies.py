@@ -116,12 +116,14 @@ def test_a_silent_body_gives_way_to_one_that_needs_its_room(monkeypatch):
     monkeypatch.setattr(room, "GLANCE", 0.05)
     with Server({"jpeg": 1.0}, port=0, max_mb=1.0, device="cpu") as server:
         half = b" " * 450_000
-        silent = [begun(server, "Content-Length: 900000", start=half) for _ in range(2)]
+        first = begun(server, "Content-Length: 900000", start=half)
+        soon(lambda: server.service.room.held == 450_000)
+        second = begun(server, "Content-Length: 900000", start=half)
         soon(lambda: server.service.room.held == 900_000)
         sent = httpx.post(f"{server.url}/score", content=BODY + " " * 100_000, headers=JSON)
         assert sent.status_code == 200
-        assert answer(silent[0]).startswith("HTTP/1.1 503")
-        silent[1].close()
+        assert answer(first).startswith("HTTP/1.1 503")
+        second.close()
 
 
 def test_a_token_is_asked_for_before_a_body_is_read(monkeypatch):
