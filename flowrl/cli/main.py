@@ -45,6 +45,6 @@ def main() -> None:
 
         # a reward that hangs, and processes that wait for one that is gone, would keep us here
         lost = end.code and int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if caller.busy or lost:
+        if caller.late or lost:
             leave(end.code if isinstance(end.code, int) else 0)
         raise

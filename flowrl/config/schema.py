@@ -273,11 +273,10 @@ class GuardConfig(Section):
         1e6, description="A reward times its weight beyond this, either way, is huge."
     )
     reward_seconds: PositiveFloat | None = Field(
-        None,
+        1800,
         description=(
             "Most seconds that a reward may take for a chunk of batch.decode samples before the run"
-            " stops; rewards then run in a thread of their own, which slows a run on few cores."
-            " null: no limit, no thread."
+            " stops. null: no limit."
         ),
     )
     rank_seconds: PositiveFloat = Field(

@@ -1,9 +1,12 @@
 """Calls with a time limit.
 
-Nothing can stop a call from outside, so it runs in a thread of its own, always the same one, which
-is left behind when the limit passes. A call that holds Python's lock while it hangs leaves nobody
-who could notice; GRACE seconds after the limit the interpreter itself then ends the process with
-exit code 1 and says where every thread was.
+In the main thread, a signal ends the call where it is: no second thread computes, which on few
+cores would slow a run by half. A call from another thread has no signals, so it runs in a thread of
+its own, always the same one, which is left behind when the limit passes.
+
+A call that does not return to Python (a kernel that hangs, an expression that backtracks for ever)
+leaves nobody who could say so; GRACE seconds after the limit the interpreter itself then ends the
+process with exit code 1 and says where every thread was.
 """
 
 from __future__ import annotations
@@ -11,22 +14,72 @@ from __future__ import annotations
 import faulthandler
 import os
 import queue
+import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 GRACE = 60.0  # seconds
+AGAIN = 1.0  # seconds after which a call that caught its end is ended again
+SIGNAL = getattr(signal, "SIGVTALRM", None)  # one that nobody sends; None: there are no signals
 Job = tuple[Future[Any], Callable[[], Any]]
 
 
-class Overdue(Exception):
-    """The limit passed; the call goes on, and its thread is left behind."""
+class Overdue(BaseException):
+    """The limit passed. Not an Exception: the call itself might take it for one of its own."""
+
+
+def within(seconds: float, function: Callable[[], Any]) -> Any:
+    """What the function returns or raises; Overdue after `seconds`."""
+    faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=2)
+    try:
+        if SIGNAL is None or threading.current_thread() is not threading.main_thread():
+            return caller.within(seconds, function)
+        with _ended_after(seconds):
+            return function()
+    except Overdue:
+        caller.late = True
+        raise
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Overdue is raised inside, in the main thread, after `seconds` and every second from then.
+
+    A thread that only waits sends the signal, since the process's timer belongs to `signals`.
+    """
+    inside, done = True, threading.Event()
+
+    def end(*_: Any) -> None:
+        if inside:
+            raise Overdue
+
+    def watch() -> None:
+        pause = seconds
+        while not done.wait(pause):
+            signal.pthread_kill(main, SIGNAL)
+            pause = AGAIN
+
+    main, before = threading.get_ident(), signal.signal(SIGNAL, end)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        inside = False
+        done.set()
+        watcher.join()  # so that no signal is on its way once the handler is gone
+        signal.signal(SIGNAL, before)
 
 
 class Caller:
-    """Calls one function at a time in a thread of its own. busy: the calls that did not return."""
+    """Calls one function at a time in a thread of its own. late: whether any call was, here or in
+    the main thread; what it waits for may keep the process from its end."""
 
     def __init__(self) -> None:
         self.forget()
@@ -35,7 +88,7 @@ class Caller:
         """Begin anew; a forked process has none of its parent's threads."""
         self.turn = threading.Lock()
         self.jobs: queue.SimpleQueue[Job] | None = None
-        self.busy: set[Future[Any]] = set()
+        self.late = False
 
     def within(self, seconds: float, function: Callable[[], Any]) -> Any:
         """What the function returns or raises; Overdue after `seconds`."""
@@ -44,11 +97,8 @@ class Caller:
             if self.jobs is None:
                 self.jobs = queue.SimpleQueue()
                 threading.Thread(target=self._serve, args=(self.jobs,), daemon=True).start()
-            self.busy.add(future)
-            future.add_done_callback(self.busy.discard)
             self.jobs.put((future, function))
             del function  # the caller's: nothing here outlives the call
-            faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=2)
             try:
                 return future.result(seconds)
             except TimeoutError:
@@ -56,7 +106,6 @@ class Caller:
                     raise
                 raise Overdue from None
             finally:
-                faulthandler.cancel_dump_traceback_later()
                 if not future.done():  # also where a signal ends the wait
                     self.jobs = None
 

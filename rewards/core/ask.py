@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.rewards.core.reward import RewardUnavailable
 from flowrl.runtime.signals import Aborted
-from flowrl.runtime.timed import Overdue, caller
+from flowrl.runtime.timed import Overdue, within
 from flowrl.types import MediaContext
 
 
@@ -25,14 +25,14 @@ def ask(
 ) -> Any:
     """What a reward, or its `parts`, says of samples; RewardUnavailable after `seconds`.
 
-    seconds: None: any time, in the caller's thread; otherwise it is called in a thread of its own,
-    the same for all rewards.
+    seconds: None: any time. A limit ends a call in the main thread where it is; one from another
+    thread is left behind in a thread of its own, the same for all rewards.
     """
     call = partial(_without_exit, function, media, prompts, context)
     if seconds is None:
         return call()
     try:
-        return caller.within(seconds, call)
+        return within(seconds, call)
     except Overdue:
         raise RewardUnavailable(
             f'reward "{label}" did not return within {seconds:g} seconds'
@@ -46,7 +46,7 @@ def _without_exit(function: Callable[..., Any], media: Tensor, *others: Any) -> 
     try:
         with torch.no_grad(), torch.cuda.device_of(media):  # both are a thread's own
             return function(media, *others)
-    except (Exception, KeyboardInterrupt, Aborted):
+    except (Exception, KeyboardInterrupt, Aborted, Overdue):
         raise
     except BaseException as error:
         raise RuntimeError(f"{type(error).__name__}({error}) was raised") from error

@@ -44,7 +44,7 @@ class RewardSet:
     """Loaded rewards and their weights, by label.
 
     A reward of weight 0 is measured and logged, and its failures invalidate nothing. seconds: most
-    that one call of a reward may take, in a thread of its own; None: any time, in the caller's.
+    that one call of a reward may take; None: any time.
     """
 
     rewards: dict[str, Reward]

@@ -1,6 +1,8 @@
-"""A call that outlives its limit is left behind; its thread and its errors are its own."""
+"""A call that outlives its limit is ended, or left behind in its thread; its errors are its own."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,10 +14,10 @@ from flowrl.runtime import timed
 from flowrl.runtime.timed import Caller, Overdue
 
 FROZEN = """
-import re, time
+import re
 from flowrl.runtime import timed
 timed.GRACE = 0.2
-timed.caller.within(0.2, lambda: re.match(r"(a+)+$", "a" * 40 + "b"))
+timed.within(0.2, lambda: re.match(r"(a+)+$", "a" * 40 + "b"))
 """
 
 
@@ -33,21 +35,42 @@ def test_what_the_function_raises_is_raised(error):
     caller = Caller()
     with pytest.raises(type(error)) as caught:
         caller.within(9, fails)
-    assert caught.value is error and not caller.busy and caller.within(9, lambda: 1) == 1
+    assert caught.value is error and caller.within(9, lambda: 1) == 1
 
 
-def test_a_call_beyond_its_limit_is_left_behind_and_known_until_it_returns():
+def test_a_call_beyond_its_limit_is_left_behind():
     caller, over = Caller(), threading.Event()
     began = time.monotonic()
     with pytest.raises(Overdue):
         caller.within(0.05, over.wait)
-    assert time.monotonic() - began < 5 and len(caller.busy) == 1
+    assert time.monotonic() - began < 5
     assert caller.within(9, lambda: "the next one has another thread")
     over.set()
-    deadline = time.monotonic() + 5
-    while caller.busy and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not caller.busy
+
+
+def stubborn():
+    """Takes the first ends for errors of its own."""
+    for _ in range(3):
+        with contextlib.suppress(BaseException):
+            time.sleep(60)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("hangs", [threading.Event().wait, stubborn])
+def test_in_the_main_thread_a_call_is_ended_where_it_is(hangs, monkeypatch):
+    monkeypatch.setattr(timed, "AGAIN", 0.05)
+    before, threads = signal.getsignal(timed.SIGNAL), threading.active_count()
+    began = time.monotonic()
+    with pytest.raises(Overdue):
+        timed.within(0.1, hangs)
+    assert time.monotonic() - began < 5 and timed.caller.late
+    assert signal.getsignal(timed.SIGNAL) is before and threading.active_count() == threads
+
+
+def test_a_call_in_time_leaves_nothing_behind_in_the_main_thread():
+    count = threading.active_count()
+    assert timed.within(9, threading.get_ident) == threading.get_ident()
+    assert threading.active_count() == count
 
 
 def test_a_call_that_holds_pythons_lock_ends_the_process_with_its_place():

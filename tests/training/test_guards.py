@@ -203,7 +203,7 @@ def test_a_run_without_a_step_ends_with_an_error_and_no_lora(tmp_path):
 def test_a_reward_that_hangs_ends_the_run_after_a_checkpoint(tmp_path):
     def hangs(media, *_):
         if made.iteration == 1:
-            time.sleep(9)  # in a thread that nobody waits for
+            time.sleep(60)
         return media.flatten(1).std(1)
 
     made = run_with(tmp_path, hangs)
