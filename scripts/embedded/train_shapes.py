@@ -3,11 +3,17 @@
     python scripts/embedded/train_shapes.py vae    --work runs/shapes   # minutes on two cores
     python scripts/embedded/train_shapes.py flow   --work runs/shapes   # an hour: exact prompts
     python scripts/embedded/train_shapes.py faded  --work runs/shapes   # an hour: a third is pale
+    python scripts/embedded/train_shapes.py read   --work runs/shapes   # an hour: words and places
     python scripts/embedded/train_shapes.py export --work runs/shapes   # to flowrl/shapes/weights
 
-The last stage gives the model a habit that models trained on pictures from the web have: its
+From the faded stage on the model has a habit that models trained on pictures from the web have: its
 prompts say what is there, not how well it is drawn, so that without guidance it often draws pale.
 That, and what it gets wrong, is the headroom of RL in the quickstart.
+
+The read stage is for what the others do not learn: which word belongs to which, and relations. The
+text encoders' pooled embedding has to name every clause of the prompt (a linear head and a
+cross-entropy), most noise levels are high, where the layout is decided, and prompts of two coloured
+shapes are frequent.
 
 Every stage prints its loss, saves to --work every --save steps and goes on from there when it is
 started again: on one thread of a CPU, an interrupted stage ends with the weights of an
@@ -32,18 +38,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowrl.shapes import build, prompts
-from flowrl.shapes.scenes import render
+from flowrl.shapes.scenes import COLORS, RELATIONS, SHAPES, render
 
 # kept in the provenance
 SETTINGS = ("seed", "batch", "time_mean", "flow_scenes", "lr")
 SETTINGS += ("faded", "faded_scenes", "faded_lr", "faded_time_mean")
+SETTINGS += ("read_scenes", "read_lr", "read_time_mean", "read_high", "read_weight")
+
+BEFORE = {"faded": "flow", "read": "faded"}  # the stage whose average a stage starts from
+BINDING = {
+    "single_object": 0.04,
+    "two_object": 0.06,
+    "counting": 0.20,
+    "colors": 0.05,
+    "position": 0.35,
+    "color_attr": 0.30,
+}
 
 
-def scenes(count: int, seed: int, folder: Path, faded: float = 0.0) -> tuple[Tensor, list[str]]:
+def scenes(
+    count: int,
+    seed: int,
+    folder: Path,
+    faded: float = 0.0,
+    shares: dict[str, float] = prompts.SHARES,
+) -> tuple[Tensor, list[str]]:
     """`count` rendered scenes (count, 3, 64, 64) uint8 with their prompts; cached on disk.
 
-    Tasks in the shares of flowrl.shapes.prompts. A share of `faded` of them is pale: 20 to 45% of
-    the ink.
+    Tasks in `shares`. A share of `faded` of them is pale: 20 to 45% of the ink.
     """
     path = folder / f"scenes-{seed}-{count}-{faded:g}.pt"
     if path.exists():
@@ -51,7 +73,7 @@ def scenes(count: int, seed: int, folder: Path, faded: float = 0.0) -> tuple[Ten
         return cached["images"], cached["text"]
     g = torch.Generator().manual_seed(seed)
     by_task = {t: [p for p in prompts.all_prompts() if p["task"] == t] for t in prompts.TASKS}
-    weights = torch.tensor([prompts.SHARES[t] for t in prompts.TASKS])
+    weights = torch.tensor([shares[t] for t in prompts.TASKS])
     images, text = torch.empty(count, 3, 64, 64, dtype=torch.uint8), []
     drawn = torch.multinomial(weights, count, replacement=True, generator=g)
     for i, task in enumerate(drawn.tolist()):
@@ -118,6 +140,8 @@ def latents(args: argparse.Namespace, vae: torch.nn.Module, stage: str) -> tuple
     """
     if stage == "faded":
         images, text = scenes(args.faded_scenes, 3, args.work, args.faded)
+    elif stage == "read":
+        images, text = scenes(args.read_scenes, 4, args.work, args.faded, BINDING)
     else:
         images, text = scenes(args.flow_scenes, 2, args.work)
     path, norm = args.work / f"latents-{stage}.pt", args.work / "latents.json"
@@ -142,18 +166,55 @@ class Flow(torch.nn.Module):
         self.text_encoder, self.text_encoder_2 = build.text_encoder(tok), build.text_encoder(tok)
         self.transformer = build.transformer()
 
-    def forward(self, x: Tensor, sigma: Tensor, ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, sigma: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Velocity (B, 4, 16, 16) and the text's pooled embedding (B, 128)."""
         encoders = (self.text_encoder, self.text_encoder_2)
         outs = [encoder(ids, output_hidden_states=True) for encoder in encoders]
         tokens = torch.cat([o.hidden_states[-2] for o in outs], -1)
         tokens = torch.cat([tokens, torch.zeros_like(tokens)], 1)  # the place of SD3's absent T5
         pooled = torch.cat([o.text_embeds for o in outs], -1)
-        return self.transformer(
+        velocity = self.transformer(
             hidden_states=x,
             timestep=1000 * sigma,
             encoder_hidden_states=tokens,
             pooled_projections=pooled,
         ).sample
+        return velocity, pooled
+
+
+class Reading(torch.nn.Linear):
+    """What a pooled embedding says of a prompt: shape, colour and count of the clause that is named
+    first and of the other, and their relation; each may be absent."""
+
+    PARTS = (
+        (None, *SHAPES),
+        (None, *COLORS),
+        (1, *prompts.NUMBERS),
+        (None, *SHAPES),
+        (None, *COLORS),
+        (None, *RELATIONS),
+    )
+
+    def __init__(self) -> None:
+        super().__init__(build.WIDTH, sum(map(len, self.PARTS)))
+
+    def labels(self, text: list[str]) -> Tensor:
+        """(N, 6): the indices in PARTS of what prompts say."""
+        known = {t: self._label(prompts.find(t)) for t in set(text)}
+        return torch.tensor([known[t] for t in text])
+
+    def _label(self, prompt: prompts.Prompt) -> list[int]:
+        clauses = prompt["include"]
+        first, other = clauses[0], clauses[1] if len(clauses) > 1 else {}
+        said = [first["shape"], first["color"], first["count"]]
+        said += [other.get("shape"), other.get("color"), other.get("position", [None])[0]]
+        return [part.index(word) for part, word in zip(self.PARTS, said, strict=True)]
+
+    def loss(self, pooled: Tensor, labels: Tensor) -> Tensor:
+        """Sum of the parts' cross-entropies."""
+        logits = self(pooled).split([len(part) for part in self.PARTS], 1)
+        losses = (F.cross_entropy(one, labels[:, i]) for i, one in enumerate(logits))
+        return sum(losses, torch.zeros(()))
 
 
 def optimizers_of(model: torch.nn.Module, *, muon: bool) -> dict[str, torch.optim.Optimizer]:
@@ -180,47 +241,71 @@ class Batches:
         self.z, text = latents(args, vae, stage)
         pad = {"padding": "max_length", "max_length": build.TEXT_TOKENS, "return_tensors": "pt"}
         self.ids, self.empty = tok(text, **pad).input_ids, tok([""], **pad).input_ids
-        self.args, self.time_mean = args, args.time_mean
-        if stage == "faded":
-            self.time_mean = args.faded_time_mean
+        self.labels = Reading().labels(text)
+        self.args, self.stage = args, stage
+
+    def noise_levels(self, step: int, g: torch.Generator) -> Tensor:
+        """(B,): logit-normal; in the first two thirds of the read stage mostly high."""
+        levels = torch.randn(self.args.batch, generator=g) + setting(
+            self.args, self.stage, "time_mean"
+        )
+        sigma = torch.sigmoid(levels)
+        if self.stage == "read" and step < self.args.read_steps * 2 / 3:
+            high, level = torch.rand(2, self.args.batch, generator=g)
+            sigma = torch.where(high < self.args.read_high, 0.7 + 0.3 * level, sigma)
+        return sigma
 
     def __call__(self, step: int) -> list[Tensor]:
-        """(x0, eps, sigma, tokens), a tenth of them without their prompt."""
+        """(x0, eps, sigma, tokens, labels), a tenth of them without their prompt, which have the
+        label -100."""
         count, g = self.args.batch, torch.Generator().manual_seed(self.args.seed * 1_000_003 + step)
         rows = torch.randint(len(self.z), (count,), generator=g)
         x0, eps = self.z[rows].float(), torch.randn(count, 4, 16, 16, generator=g)
-        sigma = torch.sigmoid(torch.randn(count, generator=g) + self.time_mean)
+        sigma = self.noise_levels(step, g)
         dropped = torch.rand(count, 1, generator=g) < 0.1
         tokens = torch.where(dropped, self.empty, self.ids[rows])
-        return [t.to(self.args.device) for t in (x0, eps, sigma, tokens)]
+        labels = torch.where(dropped, -100, self.labels[rows])
+        return [t.to(self.args.device) for t in (x0, eps, sigma, tokens, labels)]
+
+
+def setting(args: argparse.Namespace, stage: str, name: str) -> float:
+    """A stage's own value, or the flow stage's."""
+    return getattr(args, f"{stage}_{name}", None) or getattr(args, name)
 
 
 def train_flow(args: argparse.Namespace, stage: str = "flow") -> None:
-    """The first stage, or the second, which starts from the first's average."""
-    steps, peak = args.flow_steps, args.lr
-    if stage == "faded":
-        steps, peak = args.faded_steps, args.faded_lr
+    """One of the stages flow, faded and read; each starts from the average of the one before."""
+    steps, peak = getattr(args, f"{stage}_steps"), setting(args, stage, "lr")
     tok = build.tokenizer()
     batches = Batches(args, stage, tok)
     torch.manual_seed(args.seed)
     model = Flow(tok).to(args.device)
-    if stage == "faded":
-        resume(args.work / "flow.pt", ema=model)
+    if stage in BEFORE:
+        resume(args.work / f"{BEFORE[stage]}.pt", ema=model)
     ema = copy.deepcopy(model).eval().requires_grad_(False)
-    optimizers = optimizers_of(model, muon=stage == "faded")
-    start = resume(args.work / f"{stage}.pt", model=model, ema=ema, **optimizers)
+    optimizers = optimizers_of(model, muon=stage in BEFORE)
+    parts = {"model": model, "ema": ema} | optimizers
+    reading = Reading().to(args.device)
+    trained = torch.nn.ModuleList([model, reading] if stage == "read" else [model])
+    if stage == "read":
+        parts["reading"] = reading
+        parts["reader"] = optimizers["reader"] = torch.optim.AdamW(reading.parameters())
+    start = resume(args.work / f"{stage}.pt", **parts)
     run = torch.compile(model) if args.compile else model
     progress = Progress(stage, start, decay=0.99)
     for step in range(start, steps):
-        x0, eps, sigma, tokens = batches(step)
+        x0, eps, sigma, tokens, labels = batches(step)
         s = sigma[:, None, None, None]
-        loss = F.mse_loss(run((1 - s) * x0 + s * eps, sigma, tokens), eps - x0)
-        descend(loss, model, optimizers.values(), learning_rate(step, steps, peak))
+        velocity, pooled = run((1 - s) * x0 + s * eps, sigma, tokens)
+        loss = F.mse_loss(velocity, eps - x0)
+        if stage == "read":
+            loss = loss + args.read_weight * reading.loss(pooled, labels)
+        descend(loss, trained, optimizers.values(), learning_rate(step, steps, peak))
         decay = min(0.999, (1 + step) / (10 + step))
         torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - decay)
         progress(step, loss)
         if (step + 1) % args.save == 0 or step + 1 == steps:
-            save(args.work / f"{stage}.pt", step + 1, model=model, ema=ema, **optimizers)
+            save(args.work / f"{stage}.pt", step + 1, **parts)
 
 
 class Progress:
@@ -247,6 +332,7 @@ def export(args: argparse.Namespace) -> None:
     vae_steps = resume(args.work / "vae.pt", model=vae)
     flow_steps = resume(args.work / "flow.pt", ema=flow)
     faded_steps = resume(args.work / "faded.pt", ema=flow)
+    read_steps = resume(args.work / "read.pt", ema=flow)
     norm = json.loads((args.work / "latents.json").read_text())
     vae.register_to_config(shift_factor=norm["shift"], scaling_factor=norm["scale"])
     parts = {
@@ -264,6 +350,7 @@ def export(args: argparse.Namespace) -> None:
         "vae_steps": vae_steps,
         "flow_steps": flow_steps,
         "faded_steps": faded_steps,
+        "read_steps": read_steps,
         "settings": {k: getattr(args, k) for k in SETTINGS},
         "parameters": {k: sum(p.numel() for p in v.parameters()) for k, v in parts.items()},
     }
@@ -299,7 +386,7 @@ def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = out.add_argument
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("stage", choices=["vae", "flow", "faded", "export", "all"])
+    add("stage", choices=["vae", "flow", "faded", "read", "export", "all"])
     add("--work", type=Path, default=Path("runs/shapes"), help="where data and checkpoints lie")
     add("--out", default="flowrl/shapes/weights", help="where export writes the pipeline")
     add("--device", default=device)
@@ -330,6 +417,12 @@ def add_flow(add: Callable[..., object]) -> None:
     add("--faded-lr", type=float, default=1.5e-3)
     add("--faded-time-mean", type=float, default=0.8)
     add("--faded", type=float, default=0.35, help="share of pale pictures")
+    add("--read-steps", type=int, default=6000)
+    add("--read-scenes", type=int, default=80000)
+    add("--read-lr", type=float, default=1.2e-3)
+    add("--read-time-mean", type=float, default=0.3)
+    add("--read-high", type=float, default=0.75, help="share of noise levels from 0.7 to 1")
+    add("--read-weight", type=float, default=0.1, help="of the loss of reading")
 
 
 def main(words: list[str] | None = None) -> None:
@@ -340,6 +433,7 @@ def main(words: list[str] | None = None) -> None:
         "vae": train_vae,
         "flow": train_flow,
         "faded": partial(train_flow, stage="faded"),
+        "read": partial(train_flow, stage="read"),
         "export": export,
     }
     for stage in stages if args.stage == "all" else [args.stage]:

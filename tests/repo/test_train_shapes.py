@@ -23,8 +23,10 @@ SIZES = {
     "flow-scenes": 16,
     "faded-steps": 4,
     "faded-scenes": 16,
+    "read-steps": 4,
+    "read-scenes": 16,
 }
-STAGES = ("vae", "flow", "faded")
+STAGES = ("vae", "flow", "faded", "read")
 
 
 class Killed(Exception):
@@ -76,10 +78,11 @@ def test_every_stage_goes_on_where_it_was_killed_and_ends_bit_for_bit_the_same(
                 if not torch.equal(value, parts[part][name])
             ]
             assert not different
-    first, last = (
-        torch.load(tmp_path / "whole" / f"{stage}.pt")["ema"] for stage in ("flow", "faded")
+    first, second, last = (
+        torch.load(tmp_path / "whole" / f"{stage}.pt")["ema"] for stage in STAGES[1:]
     )
-    assert any(not torch.equal(first[name], last[name]) for name in first)
+    for before, after in ((first, second), (second, last)):
+        assert any(not torch.equal(before[name], after[name]) for name in before)
 
     run("export", tmp_path / "whole")
     pipe = diffusers.DiffusionPipeline.from_pretrained(
@@ -92,5 +95,36 @@ def test_every_stage_goes_on_where_it_was_killed_and_ends_bit_for_bit_the_same(
         last[weight].half(),
     )
     provenance = json.loads((tmp_path / "whole" / "out" / "provenance.json").read_text())
-    assert provenance["vae_steps"] == provenance["flow_steps"] == provenance["faded_steps"] == 4
+    assert all(provenance[f"{stage}_steps"] == 4 for stage in STAGES)
     assert sum(f.stat().st_size for f in (tmp_path / "whole" / "out").rglob("*")) < 12e6
+
+
+def test_the_read_stage_asks_for_what_each_prompt_says():
+    reading = script.Reading()
+    texts = ["a circle", "two red squares", "a red circle left of a blue square"]
+    labels = reading.labels(texts)
+    said = [
+        [part[i] for part, i in zip(reading.PARTS, row, strict=True)] for row in labels.tolist()
+    ]
+    assert said == [
+        ["circle", None, 1, None, None, None],
+        ["square", "red", 2, None, None, None],
+        ["square", "blue", 1, "circle", "red", "left of"],
+    ]
+    dropped = torch.full((1, 6), -100)
+    pooled = torch.randn(4, script.build.WIDTH)
+    torch.testing.assert_close(
+        reading.loss(pooled, torch.cat([labels, dropped])), reading.loss(pooled[:3], labels)
+    )
+
+
+def test_the_read_stage_sees_high_noise_first(tmp_path):
+    sizes = [f"--{name}={value}" for name, value in SIZES.items()] + [f"--work={tmp_path}"]
+    args = script.parser().parse_args(["read", "--batch=4000", *sizes])
+    batches = object.__new__(script.Batches)
+    batches.args, batches.stage = args, "read"
+    early, late = (
+        (batches.noise_levels(step, torch.Generator().manual_seed(0)) > 0.7).float().mean()
+        for step in (0, 3)
+    )
+    assert 0.77 < early < 0.87 and 0.2 < late < 0.35
