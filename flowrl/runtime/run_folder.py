@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -152,6 +153,13 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
         number = re.fullmatch(r"iteration-(\d{6,})(\.\w+)?", sample.name)
         if number and int(number[1]) > iteration:
             files.remove(sample)
+
+
+def metrics_digest(run: Path, iteration: int) -> str:
+    """SHA-256 of what metrics.jsonl records of the iterations up to `iteration`."""
+    lines = recorded(run) if (run / "metrics.jsonl").exists() else {}
+    kept = b"\n".join(line for number, line in lines.items() if number <= iteration)
+    return hashlib.sha256(kept).hexdigest()
 
 
 def recorded(run: Path) -> dict[int, bytes]:

@@ -12,7 +12,7 @@ from flowrl.config.schema import Config
 from flowrl.runtime import checkpoint, files, history
 from flowrl.runtime.checkpoint import Checkpoint, CheckpointError
 from flowrl.runtime.log import logger
-from flowrl.runtime.run_folder import config_file, recorded
+from flowrl.runtime.run_folder import config_file, metrics_digest, recorded
 from flowrl.training import identity, state
 from flowrl.training.identity import Identity
 
@@ -143,6 +143,14 @@ def _tell(run: Path, found: Checkpoint, changes: list[str], sources: dict[str, s
             iteration,
             f"metrics.jsonl lacks {len(lost)} of the {iteration}"
             f" iterations up to {found.folder.name} ({numbers}); its curves have that gap",
+        )
+    elif found.meta.get("metrics") not in (None, metrics_digest(run, iteration)):
+        _note(
+            run,
+            "edited",
+            iteration,
+            f"metrics.jsonl was edited: up to iteration {iteration} it is not what"
+            f" {found.folder.name} was written with",
         )
 
 

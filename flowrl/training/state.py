@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from flowrl.runtime import checkpoint, distributed
 from flowrl.runtime.checkpoint import Checkpoint, CheckpointError, Tensors
+from flowrl.runtime.run_folder import metrics_digest
 from flowrl.training.ratio_check import RatioCheck
 from flowrl.training.records import Parts
 from flowrl.training.reward_trial import NoiseWatch
@@ -66,6 +67,7 @@ def save(trainer: Resumable) -> Path | None:
         "guards": parts.guards.state,
         "scaler": distributed.scaler_state(parts.weights.accelerator),
         "identity": parts.identity,
+        "metrics": metrics_digest(path, trainer.iteration),
     }
     keep = parts.cfg.checkpoint.keep
     folder = checkpoint.save(path, trainer.iteration, _tensors(trainer), meta, keep=keep)
@@ -110,7 +112,8 @@ def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
     if meta["scaler"]:
         parts.weights.accelerator.scaler.load_state_dict(meta["scaler"])
     parts.algorithm.memory = dict(meta["memory"])
-    parts.guards.state = meta["guards"]
+    if "identity" in meta:  # earlier versions kept neither
+        parts.guards.state = meta["guards"]
     trainer.noise_watch.noise = dict(meta["noise"])
     trainer.ratio_check.restore(done=meta["ratio_checked"], recompute=meta["recompute"])
     trainer.learner.step, trainer.learner.nonfinite = meta["step"], meta["nonfinite"]

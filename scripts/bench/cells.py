@@ -1,7 +1,11 @@
 """What the benchmark of algorithms runs: a cell is one run, named by all that it is.
 
 All cells share model, prompts, reward, LoRA and budget (COMMON). A cell's result lies in
-docs/results/cells/NAME.json: algorithms.py writes it, results_page.py reads it.
+docs/results/cells/NAME.json, where results_page.py reads it.
+
+Those cells were run with the embedded weights of commit 5ec7cac and with FORMER defaults.
+algorithms.py runs all of them anew, with what is there now, in docs/results/next. When next/ is
+complete it takes the place of cells/, and FORMER, FORMER_CLIP and RUNS go.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from flowrl.config.schema import algorithm_schema
 Cell = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "results"
+WEIGHTS = Path(__file__).resolve().parents[2] / "flowrl" / "shapes" / "weights"
+RUNS = "cells"  # or "next"
 BUDGET = 75_000  # network rows
 MARKS = (1 / 6, 1 / 3, 2 / 3)  # shares of it after which a run is evaluated on its way
 COMMON = [
@@ -78,8 +84,8 @@ SECOND = {
     "crd": FORWARD,
     "rwr": FORWARD,
 }
-# what a method's file in configs/algorithm said when its committed cells were run, and does not say
-# now: without these words those cells would be other runs; delete a line, and the method runs anew.
+METHODS = FIRST | SECOND
+# what a method's file in configs/algorithm said when its cells were run, and does not say now.
 # Without guidance, as here, detach_uncond changes no digit.
 FORMER = {
     **dict.fromkeys(("flow_grpo", "grpo_guard"), ["algorithm.detach_uncond=true"]),
@@ -91,7 +97,6 @@ FORMER = {
     **dict.fromkeys(("dpo", "raft", "rwr"), ["algorithm.shift=1"]),
     "dpok": ["optimizer.weight_decay=1e-4", "optimizer.max_grad_norm=1"],
 }
-METHODS = {m: [*words, *FORMER.get(m, [])] for m, words in (FIRST | SECOND).items()}
 TUNING = ["data.eval=shapes:train", "eval.seed=1"]  # what chooses a setting is no test of it
 RATES = ["1e-3", "3e-3", "1e-2"]
 # further rates where the best of RATES is at an edge: raft and rwr are ruined by the usual ones
@@ -106,8 +111,9 @@ CLIPS = {  # the paper's first; none: the method does not clip, or its clip cann
     "flow_grpo_fast": ("[1e-5,1e-5]", "[1e-4,1e-4]"),
     "grpo_guard": ("[2e-6,2e-6]", "[2e-5,2e-5]"),
     "prdp": ("1e-4", "1e-3"),
-    "dgpo": ("1e-3", "1e-2"),
+    "dgpo": ("1e-2", "1e-3"),
 }
+FORMER_CLIP = {"dgpo": "1e-2"}  # the second clip that cells/ tried
 
 
 TWENTY = ["sampler.steps=20"]
@@ -188,8 +194,8 @@ TIMED_CLAIMS = [name for name, claim in CLAIMS.items() if {*TWENTY, *LONG} & {*c
 
 def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) -> Cell:
     """A run to make: its name is a hash of what it is."""
-    settings = [f"algorithm={method}", *COMMON, *METHODS.get(method, []), *words, f"seed={seed}"]
-    digest = digest_of(tuple(settings), budget)
+    settings = [f"algorithm={method}", *COMMON, *words_of(method), *words, f"seed={seed}"]
+    digest = digest_of(tuple(settings), budget, RUNS)
     return {
         "name": f"{kind}-{method}-{seed}-{digest}",
         "kind": kind,
@@ -201,11 +207,16 @@ def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) ->
     }
 
 
-@functools.cache
-def digest_of(settings: tuple[str, ...], budget: int) -> str:
-    """Of what the resolved config sets apart from the schema.
+def words_of(method: str) -> list[str]:
+    """A method's own settings."""
+    return [*METHODS.get(method, []), *(FORMER.get(method, []) if RUNS == "cells" else [])]
 
-    Where a file of configs/ or a value changes, a cell is another one.
+
+@functools.cache
+def digest_of(settings: tuple[str, ...], budget: int, runs: str) -> str:
+    """Of what the resolved config sets apart from the schema, and of the model's weights.
+
+    Where a file of configs/, a value or a weight changes, a cell is another one.
     """
     cfg = load_config(None, settings)
     schema = algorithm_schema(cfg.algorithm["name"])
@@ -213,11 +224,20 @@ def digest_of(settings: tuple[str, ...], budget: int) -> str:
     options = stated.model_dump(mode="json", exclude_defaults=True)
     what = cfg.model_dump(mode="json", exclude_defaults=True)
     what |= {"algorithm": {"name": cfg.algorithm["name"], **options}}
-    return hashlib.sha256(json.dumps([what, budget], sort_keys=True).encode()).hexdigest()[:8]
+    named = [what, budget, *([weights()] if runs == "next" else [])]
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8]
+
+
+@functools.cache
+def weights() -> str:
+    """Digest of the embedded model."""
+    parts = ("transformer", "text_encoder", "text_encoder_2", "vae")
+    files = sorted(path for part in parts for path in (WEIGHTS / part).glob("*.safetensors"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def path_of(c: Cell) -> Path:
-    return FOLDER / "cells" / f"{c['name']}.json"
+    return FOLDER / RUNS / f"{c['name']}.json"
 
 
 def result(c: Cell) -> Cell | None:
@@ -234,7 +254,8 @@ def tuning(method: str) -> list[Cell]:
     results = [result(c) for c in cells]
     if method in CLIPS and all(results):
         best = max(results, key=score)
-        cells.append(tune([*best["words"], f"algorithm.clip={CLIPS[method][1]}"]))
+        clip = FORMER_CLIP.get(method) if RUNS == "cells" else None
+        cells.append(tune([*best["words"], f"algorithm.clip={clip or CLIPS[method][1]}"]))
     return cells
 
 

@@ -168,7 +168,7 @@ def outcome(run: Path) -> dict[str, Any]:
         "before": [row["values"] for row in rows if row["name"] == "before"],
         "after": [row["values"] for row in rows if row["name"] == "after"],
         "lora": {path.name: _hash(path) for path in (run / "lora").iterdir()},
-        "pictures": {path.name: _hash(path) for path in sorted((run / "samples").iterdir())},
+        "pictures": {path.name: _hash(path) for path in files_of(run / "samples")},
         "config": config | {"output": None},
         "report": (run / "report.html").read_text().rstrip().endswith("</html>"),
         "unfinished": sorted(str(path.relative_to(run)) for path in run.rglob(f"{TEMPORARY}*")),

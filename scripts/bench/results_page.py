@@ -269,7 +269,8 @@ def equal_table(done: Runs) -> str:
 
 
 def settings_table() -> str:
-    rows = [[method, named(words)] for method, words in cells.METHODS.items() if words]
+    stated = {method: cells.words_of(method) for method in cells.METHODS}
+    rows = [[method, named(words)] for method, words in stated.items() if words]
     return table(["method", "settings"], rows)
 
 
@@ -376,7 +377,7 @@ def proxy_difference(runs: list[Cell]) -> str:
 def run_said(method: str, runs: list[Cell]) -> str:
     """What a method's runs say, for its page."""
     after = ", ".join(f"{cells.score(c):.3f} (seed {c['seed']})" for c in runs)
-    own = named([*cells.METHODS[method], *runs[0]["words"]])
+    own = named([*cells.words_of(method), *runs[0]["words"]])
     return (
         "Strict accuracy on held-out prompts of `shapes-sd3`, at the budget and settings that all"
         f" methods share, with {own}:\n"
@@ -395,7 +396,7 @@ def said_gain(runs: list[Cell]) -> str:
 
 def few_said(method: str, c: Cell) -> str:
     """What its run on the prompts of few_prompts.jsonl says."""
-    own = named([*cells.METHODS[method], *c["words"]])
+    own = named([*cells.words_of(method), *c["words"]])
     return (
         "Trained on the eight prompts of `docs/results/few_prompts.jsonl` and read on them, for"
         f" {c['budget'] / cells.BUDGET:g} of that budget and with\n"

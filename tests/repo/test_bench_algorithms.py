@@ -357,7 +357,7 @@ def test_the_words_that_a_committed_cell_records_are_the_run_that_its_name_says(
     for method in committed.METHODS:
         path = min((committed.FOLDER / "cells").glob(f"run-{method}-0-*.json"))
         cell = json.loads(path.read_text())
-        digest = committed.digest_of(tuple(cell["settings"]), cell["budget"])
+        digest = committed.digest_of(tuple(cell["settings"]), cell["budget"], "cells")
         assert cell["name"] == path.stem == f"run-{method}-0-{digest}"
 
 

@@ -165,6 +165,20 @@ def test_an_edited_config_is_refused_and_accepted_once(run):
         check_resume(changed(cfg, optimizer={"lr": 0.1}), run)
 
 
+def test_an_edited_line_of_the_metrics_is_noticed(run, caplog):
+    """One that can still be read: nothing is dropped, and the run's history says so."""
+    cfg = config_of(run, ["iterations=3"])
+    loop.Trainer(cfg, resume=run)
+    assert events(run)[-1] == "resumed"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(lines[0])
+    del row["policy/rows"]
+    (run / "metrics.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
+    loop.Trainer(cfg, resume=run)
+    assert history.read(run)[-1]["event"] == "edited"
+    assert "metrics.jsonl was edited: up to iteration 2" in caplog.text
+
+
 def test_accepting_changes_needs_a_run(tmp_path):
     result = small.invoke("train", "--accept-changes", *small.words(tmp_path / "run"))
     assert result.exit_code == 2 and "add --resume RUN" in result.output
@@ -189,7 +203,7 @@ def test_a_config_that_says_the_same_is_not_written_again(run):
 def test_checkpoints_that_say_less_or_lack_tensors(run, caplog):
     """One of an earlier version is compared with config.yaml; one without optimizer is no use."""
     saved = checkpoint.load_newest(run)
-    del saved.meta["identity"]
+    del saved.meta["identity"], saved.meta["guards"], saved.meta["metrics"]
     checkpoint.save(run, 2, saved.tensors, saved.meta)
     cfg = read_config(run / "config.yaml")
     loop.Trainer(cfg, resume=run)
