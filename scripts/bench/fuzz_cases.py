@@ -250,7 +250,10 @@ def hurt(rng: random.Random, path: Path) -> None:
         path.unlink()
         path.mkdir()
     elif kind < 0.60 and path.suffix in (".json", ".jsonl", ".yaml"):
-        write(path, edited(rng, path, data))
+        try:
+            write(path, edited(rng, path, data))
+        except (ValueError, yaml.YAMLError):  # it was damaged before
+            write(path, damaged(rng, data))
     else:
         write(path, damaged(rng, data))
 

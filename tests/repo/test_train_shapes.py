@@ -1,6 +1,7 @@
 """Pretraining of the embedded model, a few steps of it: all stages, interrupted and not, and what
 export writes."""
 
+import importlib
 import importlib.util
 import json
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+
+from flowrl.shapes import prompts
 
 SPEC = importlib.util.spec_from_file_location(
     "train_shapes", Path(__file__).parents[2] / "scripts/embedded/train_shapes.py"
@@ -128,3 +131,15 @@ def test_the_read_stage_sees_high_noise_first(tmp_path):
         for step in (0, 3)
     )
     assert 0.77 < early < 0.87 and 0.2 < late < 0.35
+
+
+def test_wrong_words_are_prompts_of_the_world_that_say_something_else(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "embedded"))
+    reads_words = importlib.import_module("reads_words")
+    prompt = prompts.find("a red circle left of a blue square")
+    assert reads_words.opposite(prompt) == "a red circle right of a blue square"
+    assert reads_words.exchanged(prompt) == "a blue square left of a red circle"
+    for text in map(
+        reads_words.opposite, (p for p in prompts.all_prompts() if p["task"] == "position")
+    ):
+        assert prompts.find(text)
