@@ -78,3 +78,9 @@ def a_hub_where_one_is_needed(request):
 def one_thread_and_a_fixed_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_power_cuts(monkeypatch):
+    """Files need not reach the disk here: thousands of flushes are a good part of a minute."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)

@@ -20,9 +20,6 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 BASE = "1000" * 87  # a quarter of the images right
 
 
-MODULES = ("cells", "plots", "results_page")
-
-
 @pytest.fixture
 def bench(tmp_path, monkeypatch):
     """The cells' module, with an empty folder of cells."""
@@ -31,9 +28,7 @@ def bench(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "FOLDER", tmp_path / "results")
     monkeypatch.setattr(importlib.import_module("results_page"), "PAGE", tmp_path / "results.md")
     shutil.copytree(SCRIPTS.parents[1] / "docs" / "algorithms", tmp_path / "algorithms")
-    yield module
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    return module
 
 
 def finish(bench, cell, strict, *, images=BASE):
@@ -61,9 +56,7 @@ def finish(bench, cell, strict, *, images=BASE):
 def committed(monkeypatch):
     """The cells' module, with the cells of the repository."""
     monkeypatch.syspath_prepend(str(SCRIPTS))
-    yield importlib.import_module("cells")
-    for name in MODULES:
-        sys.modules.pop(name, None)
+    return importlib.import_module("cells")
 
 
 def planned(cell):
