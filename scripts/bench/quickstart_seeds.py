@@ -22,7 +22,7 @@ def run(seed: int, folder: Path, overrides: list[str]) -> float:
     """Train one seed in a process of its own -> seconds."""
     began = time.perf_counter()
     words = ["experiment=quickstart", f"seed={seed}", f"output={folder}", *overrides]
-    subprocess.run([sys.executable, "-m", "flowrl.cli.main", "train", *words], check=True)
+    subprocess.run([sys.executable, "-m", "flowrl", "train", *words], check=True)
     seconds = time.perf_counter() - began
     (folder / "seconds.json").write_text(json.dumps(seconds))
     return seconds

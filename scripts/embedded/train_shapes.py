@@ -43,7 +43,7 @@ from flowrl.shapes.scenes import COLORS, RELATIONS, SHAPES, render
 # kept in the provenance
 SETTINGS = ("seed", "batch", "time_mean", "flow_scenes", "lr")
 SETTINGS += ("faded", "faded_scenes", "faded_lr", "faded_time_mean")
-SETTINGS += ("read_scenes", "read_lr", "read_time_mean", "read_high", "read_weight")
+SETTINGS += ("read_scenes", "read_lr", "read_time_mean", "read_high", "read_weight", "shift")
 
 BEFORE = {"faded": "flow", "read": "faded"}  # the stage whose average a stage starts from
 BINDING = {
@@ -394,7 +394,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0)
     add("--save", type=int, default=250, help="steps between checkpoints")
     add("--compile", action="store_true")
-    add("--shift", type=float, default=1.0, help="timestep shift of the exported scheduler")
+    add("--shift", type=float, default=3.0, help="timestep shift of the exported scheduler")
     add_vae(add)
     add_flow(add)
     return out

@@ -340,13 +340,13 @@ def test_the_decoder_shows_what_the_renderer_drew(policy):
 
 
 def test_the_model_as_shipped_draws_some_prompts_right_and_more_with_guidance(policy):
-    """Strict accuracy of 80 held-out images at this seed: 0.18 without guidance, 0.30 with; other
-    seeds 0.15 to 0.24, and 0.30 to 0.31."""
+    """Strict accuracy of 80 held-out images at this seed: 0.30 without guidance, 0.56 with; two
+    other seeds 0.28 and 0.34, and 0.56 and 0.58."""
     held, strictly = prompts.eval_prompts(80), rewards.load_set({"shapes": {"reading": "strict"}})
     plain, guided = (
         held_out.evaluate(
-            policy, held, strictly, images=80, steps=8, guidance=g, solver="dpm2", seed=1, micro=128
+            policy, held, strictly, images=80, steps=8, guidance=g, solver="euler", seed=1, micro=128
         ).mean("shapes")
         for g in ("none", 3.0)
     )
-    assert 0.10 < plain < 0.40 and guided > plain
+    assert 0.20 < plain < 0.45 and guided > plain + 0.1
