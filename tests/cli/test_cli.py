@@ -16,6 +16,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli") / "run"
     changes = {
         "reward": "shapes",
+        "seed": "1",  # pictures that the verifier does not like all the same
         "eval__baseline_guidance": "2.0",
         "trackers": "[tensorboard]",
         "optimizer__lr": "1e-2",

@@ -380,8 +380,14 @@ def test_the_quickstarts_seeds_may_be_followed_by_overrides(tmp_path, monkeypatc
 def test_a_seed_of_the_quickstart_is_a_run_of_the_command_line(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     seeds = importlib.import_module("quickstart_seeds")
-    tiny = ["iterations=1", "batch.group=2", "batch.prompts=1", "algorithm.steps=1"]
-    tiny += ["sampler.steps=1", "eval.steps=1", "eval.images=4", "model.self_check=false"]
+    tiny = ["iterations=1", "batch.group=8", "batch.prompts=2", "algorithm.steps=1"]
+    tiny += [
+        "reward.shapes.reading=partial",
+        "sampler.steps=4",
+        "eval.steps=1",
+        "eval.images=4",
+        "model.self_check=false",
+    ]
     folder = tmp_path / "run"
     seeds.run(0, folder, [*tiny, "guard.check_rewards=false"])
     assert seeds.row(0, folder).startswith("| 0 | ")

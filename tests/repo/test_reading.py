@@ -87,8 +87,8 @@ def test_one_iteration_enters_every_file_of_the_spine_and_every_function_that_it
     settings = [
         *script.OPTIONS,
         "iterations=1",
-        "batch.group=2",
-        "sampler.steps=2",
+        "batch.group=4",
+        "sampler.steps=4",
         "model.self_check=false",
         f"output={tmp_path}/run",
     ]

@@ -59,7 +59,7 @@ def batch_of(dataset):
 def test_samples_saved_scored_and_loaded_are_the_samples(policy, made, plans):
     """encode(PNG of decode(x0)) is encode(decode(x0)) to a byte's rounding, and x0 to the VAE's
     error: 7 to 13% of its norm, where
-    other samples differ by 78% or more."""
+    other samples differ by 40% or more."""
     folder, x0, pixels = made
     dataset = scored_dataset.load(folder)
     assert (
@@ -94,7 +94,7 @@ def test_samples_saved_scored_and_loaded_are_the_samples(policy, made, plans):
     )
     for leaf, file in zip(rollout.leaves, files, strict=True):
         gaps = {name: float((leaf - truth).norm() / truth.norm()) for name, truth in x0.items()}
-        assert gaps[file] < 0.2 and min(gap for name, gap in gaps.items() if name != file) > 0.5
+        assert gaps[file] < 0.2 and min(gap for name, gap in gaps.items() if name != file) > 0.35
         with torch.no_grad():
             exact = policy.encode_media(pixels[file][None])[0]
         assert float((leaf - exact).norm() / exact.norm()) < 0.02

@@ -345,7 +345,15 @@ def test_the_model_as_shipped_draws_some_prompts_right_and_more_with_guidance(po
     held, strictly = prompts.eval_prompts(80), rewards.load_set({"shapes": {"reading": "strict"}})
     plain, guided = (
         held_out.evaluate(
-            policy, held, strictly, images=80, steps=8, guidance=g, solver="euler", seed=1, micro=128
+            policy,
+            held,
+            strictly,
+            images=80,
+            steps=8,
+            guidance=g,
+            solver="euler",
+            seed=1,
+            micro=128,
         ).mean("shapes")
         for g in ("none", 3.0)
     )

@@ -105,7 +105,7 @@ def test_iterating_shows_rollout_rewards_and_the_documented_metrics(tmp_path, al
 
 
 def test_updates_are_optimizer_steps_on_disjoint_prompts(tmp_path):
-    made = quiet(tmp_path, iterations="1", batch__prompts="4", batch__updates="2")
+    made = quiet(tmp_path, iterations="1", batch__prompts="4", batch__updates="2", seed="1")
     gradient, seen = made.learner.gradient, []
     made.learner.gradient = lambda rollout, part, weight: (
         seen.append(set(part.prompt.tolist())) or gradient(rollout, part, weight)

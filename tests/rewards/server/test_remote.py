@@ -145,7 +145,8 @@ def test_requests_keep_to_what_the_server_takes():
         return brightness(media, prompts)
 
     with serving({"sizes": sizes}, max_mb=1.0, max_batch=1) as server:
-        assert torch.equal(remote(server)(images, ["a"] * 8), brightness(images, 0))
+        reward = remote(server, wait=60.0)  # a busy machine may have to ask twice
+        assert torch.equal(reward(images, ["a"] * 8), brightness(images, 0))
     assert sum(seen) == 8 and max(seen) == 3
 
 
