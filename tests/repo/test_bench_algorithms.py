@@ -368,6 +368,7 @@ def test_the_quickstarts_seeds_may_be_followed_by_overrides(tmp_path, monkeypatc
         seeds, "run", lambda seed, folder, overrides: asked.append((seed, overrides))
     )
     monkeypatch.setattr(seeds, "row", lambda seed, folder: "")
+    monkeypatch.setattr(seeds, "tasks", lambda folders: [])
     for words in (
         ["--seeds", "0", "2", "algorithm=awm", "--output", str(tmp_path)],
         ["optimizer.lr=5e-4", "--seeds", "1"],
@@ -391,3 +392,10 @@ def test_a_seed_of_the_quickstart_is_a_run_of_the_command_line(tmp_path, monkeyp
     folder = tmp_path / "run"
     seeds.run(0, folder, [*tiny, "guard.check_rewards=false"])
     assert seeds.row(0, folder).startswith("| 0 | ")
+    evaluation = json.loads((folder / "evaluation.json").read_text())
+    by_row = {r["name"]: r["tasks"]["shapes/strict"] for r in evaluation["rows"]}
+    heads, _, *lines = seeds.tasks([folder, folder])
+    assert heads == f"| task | {' | '.join(by_row)} |"
+    task = next(iter(by_row["after"]))
+    means = " | ".join(f"{of_task[task]:.2f}" for of_task in by_row.values())
+    assert f"| {task} | {means} |" in lines
