@@ -18,6 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from flowrl.config.interpolation import check_size
 from flowrl.config.overrides import Override, parse_override
 from flowrl.runtime import registry, yaml_text
 from flowrl.runtime.text import printable
@@ -73,6 +74,7 @@ def compose(defaults: Tree, file: File, overrides: Sequence[str], problems: list
         )
         for override in line.values:
             apply_override(merged, override, problems)
+        check_size(OmegaConf.to_container(merged))
         return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
     except RecursionError:
         raise ConfigError("\n".join([*problems, TOO_DEEP])) from None

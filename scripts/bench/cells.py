@@ -99,8 +99,8 @@ FORMER = {
 }
 TUNING = ["data.eval=shapes:train", "eval.seed=1"]  # what chooses a setting is no test of it
 RATES = ["1e-3", "3e-3", "1e-2"]
-# further rates where the best of RATES is at an edge: raft and rwr are ruined by the usual ones
-MORE = {"raft": ["3e-4", "1e-4"], "rwr": ["3e-4", "1e-4"]}
+LADDER = ["1e-5", "3e-5", "1e-4", "3e-4", *RATES, "3e-2", "1e-1"]  # where the best is at an edge
+MORE = {"raft": ["3e-4", "1e-4"], "rwr": ["3e-4", "1e-4"]}  # what cells/ tried beside RATES
 CLIPS = {  # the paper's first; none: the method does not clip, or its clip cannot act
     **dict.fromkeys(
         ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "tree_grpo", "tempflow_grpo"),
@@ -249,18 +249,41 @@ def tuning(method: str) -> list[Cell]:
 
     The one with the other clip only once the best rate is known.
     """
-    tune = functools.partial(cell, method, seed=0, budget=BUDGET // 3, kind="tune")
-    cells = [tune([f"optimizer.lr={rate}", *TUNING]) for rate in rates(method)]
+    cells = [tune(method, [f"optimizer.lr={rate}"]) for rate in rates(method)]
     results = [result(c) for c in cells]
     if method in CLIPS and all(results):
         best = max(results, key=score)
         clip = FORMER_CLIP.get(method) if RUNS == "cells" else None
-        cells.append(tune([*best["words"], f"algorithm.clip={clip or CLIPS[method][1]}"]))
+        words = [*best["words"], f"algorithm.clip={clip or CLIPS[method][1]}"]
+        cells.append(cell(method, words, seed=0, budget=BUDGET // 3, kind="tune"))
     return cells
 
 
 def rates(method: str) -> list[str]:
-    return RATES + MORE.get(method, [])
+    """Learning rates that a method's tuning tries, as far as they are known by now.
+
+    Where the best of them is the lowest or the highest, the next one is tried too.
+    """
+    if RUNS == "cells":
+        return RATES + MORE.get(method, [])
+    first, last = LADDER.index(RATES[0]), LADDER.index(RATES[-1])
+    while True:
+        tried = LADDER[first : last + 1]
+        results = [result(tune(method, [f"optimizer.lr={rate}"])) for rate in tried]
+        if not all(results):
+            return tried
+        best = first + results.index(max(results, key=score))
+        if best == first > 0:
+            first -= 1
+        elif best == last < len(LADDER) - 1:
+            last += 1
+        else:
+            return tried
+
+
+def tune(method: str, words: list[str]) -> Cell:
+    """A run that chooses: a third of the budget, on training prompts."""
+    return cell(method, [*words, *TUNING], seed=0, budget=BUDGET // 3, kind="tune")
 
 
 def score(r: Cell) -> float:

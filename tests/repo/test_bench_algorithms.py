@@ -227,6 +227,32 @@ def test_a_best_rate_at_an_edge_of_what_was_tried_is_marked(bench, monkeypatch):
         assert ("edge" in results_page.tuning_table()) == edge
 
 
+def test_tuning_goes_on_until_the_best_rate_has_a_neighbour_on_both_sides(bench, monkeypatch):
+    monkeypatch.setattr(bench, "RUNS", "next")
+
+    def tried():
+        return [dict(w.split("=") for w in c["words"])["optimizer.lr"] for c in bench.tuning("nft")]
+
+    assert tried() == bench.RATES
+    for strict in (0.5, 0.3, 0.2):
+        unknown = [c for c in bench.tuning("nft") if not bench.result(c)]
+        finish(bench, unknown[0], strict)
+    assert tried() == ["3e-4", *bench.RATES] and not bench.finals("nft")
+    finish(bench, bench.tuning("nft")[0], 0.6)
+    assert tried() == ["1e-4", "3e-4", *bench.RATES]
+    finish(bench, bench.tuning("nft")[0], 0.4)
+    assert tried() == ["1e-4", "3e-4", *bench.RATES]
+    assert bench.finals("nft")[0]["words"] == ["optimizer.lr=0.0001"]  # a third of 3e-4
+
+
+def test_a_rate_at_the_end_of_the_ladder_is_the_last_one_tried(bench, monkeypatch):
+    monkeypatch.setattr(bench, "RUNS", "next")
+    for _ in bench.LADDER:
+        for c in bench.tuning("nft"):
+            finish(bench, c, bench.rates("nft").index(c["words"][0].partition("=")[2]))
+    assert bench.rates("nft") == bench.LADDER[bench.LADDER.index("1e-3") :]
+
+
 def test_runs_that_set_what_tuning_chooses_are_marked_as_set_by_hand(bench):
     import results_page
 
