@@ -111,16 +111,28 @@ def self_check(policy: Replayed) -> SelfCheck:
         wrong_rows=wrong_rows,
         tolerance=_tolerance(policy),
         steps=policy.steps,
-        notes=[] if "euler" in errors else [_noisy(real.scheduler)],
+        notes=_notes(real.scheduler, noisy="euler" not in errors),
     )
     return _judge(result)
 
 
-def _noisy(scheduler: Any) -> str:
-    return (
-        f"{type(scheduler).__name__} draws noise in its step: neither its loop nor its step was"
-        " compared"
-    )
+def _notes(scheduler: Any, *, noisy: bool) -> list[str]:
+    """What a reader of the comparisons should know."""
+    name = type(scheduler).__name__
+    out = []
+    if noisy:
+        out.append(f"{name} draws noise in its step: neither its loop nor its step was compared")
+    if clips := _clips(scheduler):
+        out.append(
+            f"{name} limits its estimate of the clean latents in each step ({', '.join(clips)});"
+            " flowrl's samplers do not, and one step was compared without"
+        )
+    return out
+
+
+def _clips(scheduler: Any) -> list[str]:
+    """Settings by which a scheduler's step limits its estimate of the clean latents."""
+    return [key for key in ("clip_sample", "thresholding") if scheduler.config.get(key)]
 
 
 def _tolerance(policy: Replayed) -> float:
@@ -240,12 +252,13 @@ def _referee(policy: Replayed, sigmas: Tensor, cond: Cond) -> tuple[float, float
 
 
 def _euler(policy: Replayed, real: RealRun) -> float | None:
-    """First step of the scheduler (first order even in multistep solvers) against x' + v (s1 - s0).
-    None when it draws noise."""
+    """First step of the scheduler (first order even in multistep solvers) against x' + v (s1 - s0),
+    without its limits. None when it draws noise."""
     first, steps = real.iterations[0], []
     for seed in (0, 1):
         torch.manual_seed(seed)
         own = _started(real.scheduler)
+        own.register_to_config(**dict.fromkeys(_clips(own), False))
         time = own.timesteps[0]
         if hasattr(own, "scale_model_input"):
             own.scale_model_input(first.sample, time)

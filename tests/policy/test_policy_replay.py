@@ -43,6 +43,22 @@ def test_self_check_passes_and_its_prompts_show(name):
     )
 
 
+def test_a_scheduler_that_limits_the_clean_latents_is_compared_without_and_named():
+    from diffusers import DPMSolverMultistepScheduler
+
+    limits = DPMSolverMultistepScheduler(
+        beta_start=0.00085,
+        beta_end=0.012,
+        beta_schedule="scaled_linear",
+        steps_offset=1,
+        thresholding=True,
+    )
+    check = tiny.policy("sd15", scheduler=limits).self_check()
+    assert check.errors["euler"] <= 1e-4 and "(thresholding)" in str(check)
+    assert limits.config["thresholding"], "the pipeline's own scheduler keeps its limits"
+    assert not load("sd15").self_check().notes
+
+
 @pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3", "flux", "qwenimage"])
 def test_euler_steps_in_flow_coordinates_end_at_the_pipelines_own_latents(name):
     """First-order schedulers (DDIM with eta 0, Euler, flow Euler): x' += v (s1 - s0) over the whole
