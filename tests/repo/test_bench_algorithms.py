@@ -356,7 +356,7 @@ def test_the_code_as_it_is_makes_the_committed_runs(committed, tmp_path, monkeyp
     """Their first iteration: the samples' mean reward, the gradient's size, and by winner_gain its
     direction."""
     monkeypatch.setattr(committed, "RUNS", "next")
-    cell = committed.result(committed.tuning(method)[0])
+    cell = committed.result(committed.tune(method, [f"optimizer.lr={committed.RATES[0]}"]))
     only = ["eval.at_start=false", "guard.check_rewards=false", f"output={tmp_path}/run"]
     trainer, then = Trainer(load_config(None, [*cell["settings"], *only])), cell["curve"][0]
     now = next(iter(trainer)).metrics
