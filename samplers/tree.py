@@ -33,13 +33,13 @@ def grow(
     prompt_keys: Tensor | None = None,
     copies: Tensor | None = None,
     shared_key: int = 0,
-    init: Noise | None = None,
+    init: Callable[..., Tensor] | None = None,
     micro: int | None = None,
 ) -> Rollout:
     """Sample R copies of `plan` -> Rollout, whose cond and guidance the caller fills in.
 
     velocity(x (n, *L) fp32, sigma (n,) fp64 on the CPU, rows (n,)) -> v; noise(keys (n,)) ->
-    (n, *L) fp32 of `shape`; init(noise) -> x_T, default the identity.
+    (n, *L) fp32 of `shape`; init(noise, rows=(n,)) -> x_T, default the identity.
     rows (R,): conditioning row of each copy.
     prompt_keys (R,): key of each copy's prompt, equal for copies of one prompt; default: from rows.
     copies (R,): number of the copy within its prompt; default: c-th occurrence of its row. Give it
@@ -81,12 +81,12 @@ class Forest:
     def __init__(self, plan: Plan, names: NodeKeys, kept: Kept, noise: Noise) -> None:
         self.plan, self.names, self.kept, self.noise = plan, names, kept, noise
 
-    def roots(self, rows: Tensor, init: Noise | None) -> tuple[Level, Tensor]:
+    def roots(self, rows: Tensor, init: Callable[..., Tensor] | None) -> tuple[Level, Tensor]:
         """The distinct x_T -> (level, row of it for each root (R, roots))."""
         plan, names = self.plan, self.names
         first, place = distinct(names.root.flatten())
         x = self.noise(names.noise_root.flatten()[first]).float()
-        x = x if init is None else init(x).float()
+        x = x if init is None else init(x, rows=rows[first // plan.roots]).float()
         top = plan.parent < 0
         at_root = torch.zeros(plan.roots, dtype=torch.float64)
         sigma = at_root.index_put((plan.root[top],), plan.sigma[top])[first % plan.roots]

@@ -60,6 +60,7 @@ def make_policy(cfg: Config, *, device: torch.device | str | None = None) -> Pol
             lora=lora,
             dtype=DTYPES[cfg.model.dtype],
             device=device,
+            example=data_prompts.example(cfg.data.train),
             **call_options(cfg.model.pipeline),
         )
     if cfg.model.self_check:

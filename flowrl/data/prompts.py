@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.data import conditions
 from flowrl.runtime.registry import did_you_mean
 from flowrl.samplers import keys
 from flowrl.types import MediaContext, PromptBatch
@@ -28,8 +29,9 @@ def load_prompts(source: str) -> Prompts:
 
     .txt: one a line; blank lines are skipped. .jsonl: {"prompt": ..., **meta} a line; its
     "reference" is the path of an image, from the file's folder, that joins the prompt's group as
-    one more scored member. A missing, empty, non-UTF-8 or malformed file -> ValueError that names
-    the file and the line or byte.
+    one more scored member; its conditions ("image", "mask" ..., see flowrl/data/conditions.py) are
+    arguments of the pipeline's call. A missing, empty, non-UTF-8 or malformed file -> ValueError
+    that names the file and the line or byte.
     """
     if source.partition(":")[0] in WORLDS:
         return _generated(source)
@@ -58,6 +60,12 @@ def _text(path: Path) -> str:
         ) from None
     except OSError as error:
         raise ValueError(f"prompt file {path} cannot be read: {error.strerror}") from None
+
+
+def example(source: str | None) -> conditions.Conditions | None:
+    """Conditions of the first prompt of a source, if it has some."""
+    found = conditions.of(load_prompts(source)[:1]) if source else None
+    return found[0] if found else None
 
 
 def batch(prompts: Prompts, *, iteration: int, size: int, seed: int) -> PromptBatch:
@@ -108,7 +116,7 @@ def check_entry(entry: Any, where: str, folder: Path) -> dict[str, Any]:
         )
     if isinstance(entry.get("reference"), str):
         entry["reference"] = str(folder / entry["reference"])
-    return entry
+    return conditions.check_entry(entry, where, folder)
 
 
 def _generated(source: str) -> Prompts:

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.data import conditions
 from flowrl.data.prompts import Prompts, meta_rows
 from flowrl.evaluation.answers import joined, told
-from flowrl.policy import Policy
+from flowrl.policy import Cond, Policy
 from flowrl.report.answers import Answers
 from flowrl.rewards import RewardSet, readings
 from flowrl.rollouts.generation import sample
@@ -111,8 +112,8 @@ class Evaluator:
 
         shown: place in `which` -> number of the image, of those whose answers are kept.
         """
-        x, sigma = self._sampled([self.prompts[i]["prompt"] for i in which], noise)
-        chunks = media_of(self.policy, x, sigma, decode=self.how.decode, ledger=self.ledger)
+        x, sigma, whose = self._sampled([self.prompts[i] for i in which], noise)
+        chunks = media_of(self.policy, x, sigma, whose, decode=self.how.decode, ledger=self.ledger)
         for rows, media in chunks:
             with self.ledger.phase("reward"), self.ledger.work("reward"):
                 texts, context = meta_rows(self.prompts, list(which[rows]))
@@ -122,13 +123,16 @@ class Evaluator:
             answers = told(self.rewards, media, self.prompts, which[rows], kept)
             yield Judged(rows=rows, media=media, values=values, answers=answers)
 
-    def _sampled(self, texts: list[str], noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Final states (n, *L) and their sigma (n,)."""
+    def _sampled(
+        self, prompts: Prompts, noise: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Cond, Tensor]]:
+        """Final states (n, *L), their sigma (n,), and whose they are."""
         with self.how.autocast():
             return sample(
                 self.policy,
-                texts,
+                [prompt["prompt"] for prompt in prompts],
                 noise,
+                conditions=conditions.of(prompts),
                 steps=self.how.steps,
                 guidance=self.how.guidance,
                 solver=self.how.solver,

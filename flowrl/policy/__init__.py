@@ -5,6 +5,6 @@ from flowrl.policy.check import SelfCheck
 from flowrl.policy.load import load_policy
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
-from flowrl.policy.replay.record import UnreplayableError
+from flowrl.policy.replay.errors import UnreplayableError
 
 __all__ = ["Cond", "Policy", "Schedule", "SelfCheck", "UnreplayableError", "load_policy"]

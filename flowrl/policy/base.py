@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from flowrl.policy import lora
 from flowrl.policy.parts import Parts
 from flowrl.policy.replay.arguments import Cond
-from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Schedule
+from flowrl.policy.replay.request import Request
 
 
 class Policy:
@@ -55,8 +55,18 @@ class Policy:
             )
         return 1
 
-    def encode(self, prompts: list[str]) -> Cond:
-        """P prompts -> Cond of P rows; encode once, gather any rows in velocity."""
+    def states(self, micro: int, guidance: float | str) -> int:
+        """How many states fit into a forward of at most `micro` network rows; at least 1."""
+        return max(1, micro // self.branches(guidance))
+
+    def encode(
+        self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
+    ) -> Cond:
+        """P prompts -> Cond of P rows; encode once, gather any rows in velocity.
+
+        conditions: for each prompt its own arguments of the pipeline's call (a picture to edit, a
+        mask, a negative prompt).
+        """
         raise NotImplementedError
 
     def schedule(self, steps: int) -> Schedule:
@@ -124,9 +134,16 @@ class Policy:
         """v (n, *L) fp32, and the network rows that it took."""
         raise NotImplementedError
 
-    def init(self, noise: Tensor, sigma: float) -> Tensor:
+    def init(
+        self,
+        noise: Tensor,
+        sigma: float,
+        cond: Cond | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """noise (n, *L) -> x at sigma, the first of a run, as the pipeline starts (Stable
-        Diffusion: below sigma 1, with less noise)."""
+        Diffusion: below sigma 1, with less noise). cond, rows (n,): whose runs they are, for
+        pipelines that start from a noisy picture."""
         return noise
 
     def clean(self, x: Tensor, sigma: Tensor | float) -> Tensor:
@@ -134,9 +151,16 @@ class Policy:
         Diffusion ends above sigma 0)."""
         return x
 
-    def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:
+    def decode(
+        self,
+        x: Tensor,
+        sigma: float = 0.0,
+        cond: Cond | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """x (n, *L) flow coordinates at sigma -> media fp32 in [0, 1]: (n, 3, H, W) or (n, F, 3, H,
-        W). Differentiable."""
+        W). Differentiable. cond, rows (n,): whose latents they are, for pipelines that decode them
+        with the prompt's own conditions (a first frame)."""
         raise NotImplementedError
 
     def encode_media(self, media: Tensor) -> Tensor:

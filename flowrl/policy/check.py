@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from flowrl.policy.replay.arguments import Cond
-from flowrl.policy.replay.call import Replay, Request
-from flowrl.policy.replay.coords import Coords
-from flowrl.policy.replay.decode import tail
-from flowrl.policy.replay.probe import RECORD, Prober
-from flowrl.policy.replay.record import Iteration, UnreplayableError
+from flowrl.policy.replay.arguments import SCALE, Cond
+from flowrl.policy.replay.call import Replay
+from flowrl.policy.replay.coords import LIMITS, Coords, first_order, started, unmarked
+from flowrl.policy.replay.decode import TailDecoder, tail
+from flowrl.policy.replay.errors import UnreplayableError
+from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.probe import Prober, stubbed
+from flowrl.policy.replay.record import Iteration
+from flowrl.policy.replay.request import Request
 
 MEANING = {
-    "prediction": "predictions at the recorded latents and times",
-    "loop": "latents after the whole loop, stepped by the pipeline's own scheduler",
-    "rows": "rows [1, 0, 1] of two encoded prompts, against a run on these three prompts",
+    "prediction": "predictions for swapped prompts at the latents and times of a run on these",
+    "loop": "latents at every step, from the prediction before, by the pipeline's own scheduler",
     "reentry": "velocity at a sigma that no run visited, against the pipeline's own loop body",
-    "mixed": "rows at different sigmas in one call, against one call a row",
+    "mixed": "rows at different sigmas in one call, against one call a sigma",
     "euler": "one step of the pipeline's scheduler, against an Euler step in flow coordinates",
     "decode": "media, against the pipeline's own decoding",
 }
+ROUNDED = 30.0  # times what rounding its latents changes, a prediction may differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class Replayed(Protocol):
     prober: Prober
     coords: Coords
     steps: int
+    late: bool
     modules: dict[str, nn.Module]
     latent_shape: tuple[int, ...]
 
@@ -66,20 +70,30 @@ class Replayed(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def decoder(self) -> Callable[[Tensor], Tensor]: ...
+    def decoder(self) -> Callable[..., Tensor]: ...
 
-    def encode(self, prompts: list[str]) -> Cond: ...
+    def encode(
+        self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
+    ) -> Cond: ...
 
     def velocity(self, x: Tensor, sigma: Tensor | float, cond: Cond, rows: Tensor) -> Tensor: ...
 
-    def reentry(self, x: Tensor, sigma: float | Tensor, prompts: list[str]) -> Tensor: ...
+    def reentry(
+        self,
+        x: Tensor,
+        sigma: float | Tensor,
+        prompts: list[str],
+        conditions: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RealRun:
-    """A run of the pipeline with its own networks; sigmas as Coords.sigmas_of gives them."""
+    """A run of the pipeline on the swapped record, with its own networks in the iterations `own`
+    and stubs in the others; sigmas as Coords.sigmas_of gives them."""
 
-    iterations: list[Iteration]  # without their calls
+    iterations: list[Iteration]  # without their calls; (P, *L)
+    own: list[int]
     sigmas: Tensor
     final: Tensor  # latents after the loop
     scheduler: Any  # as it was before the loop
@@ -92,31 +106,62 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @torch.no_grad()
 def self_check(policy: Replayed) -> SelfCheck:
-    """Run the pipeline for real and compare. Costs about four short runs of the pipeline."""
-    cond, swapped = policy.encode(RECORD), [RECORD[1], RECORD[0], RECORD[1]]
-    real = _run(policy, RECORD)
+    """Run the pipeline for real and compare. Costs about as many network rows as two runs of four
+    steps."""
+    record = policy.prober.record
+    cond = policy.encode([i.prompt for i in record], [i.conditions for i in record])
+    real = _run(policy, record[::-1])
     policy.coords.time.add(real.sigmas[:-1], torch.stack([it.time for it in real.iterations]))
-    errors = {"prediction": _worst(policy, real, cond, [0, 1])}
-    again = _run(policy, swapped)
-    errors["rows"] = _worst(policy, again, cond, [1, 0, 1])
-    wrong_rows = _worst(policy, again, cond, [0, 1, 0])
-    errors["reentry"], errors["mixed"] = _referee(policy, real.sigmas, cond)
-    errors |= _steps(policy, real, cond)
+    ours = {j: _predict(policy, real, j, cond, [1, 0]) for j in real.own}
+    errors = {
+        "prediction": max(
+            relative(ours[j], real.iterations[j].prediction.float()) for j in real.own
+        )
+    }
+    middle = real.own[len(real.own) // 2]
+    wrong = _predict(policy, real, middle, cond, [0, 1])
+    wrong_rows = relative(wrong, real.iterations[middle].prediction.float())
+    errors["reentry"], errors["mixed"] = _referee(policy, real, cond)
+    euler = _euler(policy, real)
+    if euler is not None:
+        errors |= {"euler": euler, "loop": _loop(policy, real, ours, _read(policy, cond)[[1, 0]])}
     if "decode" not in policy.prober.runner.hints:
-        x = real.final[: len(RECORD)].float()
-        errors["decode"] = relative(policy.decoder(x), tail(policy.prober, policy.steps, x))
+        x = real.final.float()
+        rows = torch.tensor([1, 0])
+        decoded = tail(policy.prober, policy.steps, x, record[::-1])
+        errors["decode"] = _beside(policy.decoder(x, cond, rows), decoded)
     result = SelfCheck(
         pipeline=policy.replay.pipeline,
         errors=errors,
         wrong_rows=wrong_rows,
-        tolerance=_tolerance(policy),
+        tolerance=max(_tolerance(policy), ROUNDED * _sensitivity(policy, real, cond, ours)),
         steps=policy.steps,
-        notes=_notes(real.scheduler, noisy="euler" not in errors),
+        notes=_notes(policy, real.scheduler, noisy=euler is None),
     )
     return _judge(result)
 
 
-def _notes(scheduler: Any, *, noisy: bool) -> list[str]:
+def _beside(ours: Tensor, decoded: Tensor) -> float:
+    """Error of media; those that the pipeline rounds to 8 bits may be one of 255 levels off."""
+    levels = decoded * 255
+    if (levels - levels.round()).abs().max() > 1e-3:
+        return relative(ours, decoded)
+    off = (ours - decoded).abs().max().item() - 1 / 255
+    return max(0.0, off)
+
+
+def _sensitivity(policy: Replayed, real: RealRun, cond: Cond, ours: dict[int, Tensor]) -> float:
+    """How far predictions move when latents are rounded: by half a unit in the last place."""
+    j, eps = real.own[-1], torch.finfo(torch.float32).eps / 2
+    it = real.iterations[j]
+    generator = torch.Generator().manual_seed(4)
+    signs = torch.randint(0, 2, it.sample.shape, generator=generator).to(it.sample) * 2 - 1
+    rounded = replace(it, sample=it.sample.float() * (1 + eps * signs))
+    moved = replace(real, iterations=[*real.iterations[:j], rounded, *real.iterations[j + 1 :]])
+    return relative(_predict(policy, moved, j, cond, [1, 0]), ours[j])
+
+
+def _notes(policy: Replayed, scheduler: Any, *, noisy: bool) -> list[str]:
     """What a reader of the comparisons should know."""
     name = type(scheduler).__name__
     out = []
@@ -127,12 +172,16 @@ def _notes(scheduler: Any, *, noisy: bool) -> list[str]:
             f"{name} limits its estimate of the clean latents in each step ({', '.join(clips)});"
             " flowrl's samplers do not, and one step was compared without"
         )
+    if isinstance(policy.decoder, TailDecoder):
+        out.append("media are decoded by the pipeline's own tail, a row at a time")
+    if any(regime.guidance.rule == "pipeline" for regime in policy.replay.regimes):
+        out.append("outputs are combined by the pipeline's own loop body, in every call")
     return out
 
 
 def _clips(scheduler: Any) -> list[str]:
     """Settings by which a scheduler's step limits its estimate of the clean latents."""
-    return [key for key in ("clip_sample", "thresholding") if scheduler.config.get(key)]
+    return [key for key in LIMITS if scheduler.config.get(key)]
 
 
 def _tolerance(policy: Replayed) -> float:
@@ -154,7 +203,7 @@ def _judge(result: SelfCheck) -> SelfCheck:
                 f" {result.tolerance:.0e}); see policy.describe() and"
                 " flowrl.policy.replay.hints.register for what can be declared"
             )
-    if not result.wrong_rows > max(1e-3, 10 * result.errors["rows"]):
+    if not result.wrong_rows > max(1e-3, 10 * result.errors["prediction"]):
         raise UnreplayableError(
             f"{result.pipeline}: swapping the two prompts changes predictions by only"
             f" {result.wrong_rows:.1e}, so the check of prompt rows says nothing"
@@ -162,111 +211,164 @@ def _judge(result: SelfCheck) -> SelfCheck:
     return result
 
 
-def _run(policy: Replayed, prompts: list[str]) -> RealRun:
-    """The pipeline as it is, on these prompts."""
-    runner = policy.prober.runner
+def _run(policy: Replayed, items: Sequence[Item]) -> RealRun:
+    """The pipeline as it is, on these items, in as many runs as it takes."""
+    parts = [_run_together(policy, group) for group in policy.prober.apart(items)]
+    if len(parts) == 1:
+        return parts[0]
+    merged = [
+        Iteration(
+            [],
+            same[0].time,
+            torch.cat([it.sample for it in same]),
+            torch.cat([it.prediction for it in same]),
+        )
+        for same in zip(*(part.iterations for part in parts), strict=True)
+    ]
+    return replace(parts[0], iterations=merged, final=torch.cat([part.final for part in parts]))
+
+
+def _run_together(policy: Replayed, items: list[Item]) -> RealRun:
+    runner, rows = policy.prober.runner, len(items)
+    whole = policy.prober.run(items, policy.steps)
+    own = sorted({1, len(whole) // 2, len(whole) - 1})
     done: list[Iteration] = []
     fresh: list[Any] = []
+    final: list[Tensor] = []
+    counts: Counter[str] = Counter()
 
-    def on_times(scheduler) -> None:
-        clean = copy.copy(scheduler)
-        clean.__class__ = type(scheduler).__mro__[1]
-        fresh[:] = [copy.deepcopy(clean)]
+    def on_raw(given: dict[str, Any]) -> None:
+        if not fresh:  # as it is at its first step: some loops edit its sigmas
+            fresh.append(unmarked(given["self"]))
 
-    def on_step(prediction, time, sample) -> None:
+    def on_call(name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
+        key = (name, counts[name])
+        counts[name] += 1
+        if len(done) in own:
+            return real()
+        templates, count = policy.prober.templates, rows + len(runner.pad)
+        return stubbed(templates, key, count, real, None, runner.streams)
+
+    def on_step(prediction: Tensor, time: Any, sample: Tensor) -> None:
+        counts.clear()
         at = torch.as_tensor(time).detach().cpu().double().reshape(())
-        done.append(Iteration([], at, sample.clone(), prediction.clone()))
+        done.append(Iteration([], at, sample[:rows].clone(), prediction[:rows].clone()))
 
-    final = runner.run([*prompts, *runner.pad], policy.steps, on_step=on_step, on_times=on_times)
+    def on_done(result: Tensor) -> None:
+        final[:] = [result[:rows].clone()]
+
+    runner.run(
+        [*items, *runner.pad],
+        policy.steps,
+        on_call=on_call,
+        on_step=on_step,
+        on_done=on_done,
+        on_raw=on_raw,
+    )
     sigmas = policy.coords.sigmas_of(fresh[0], torch.stack([it.time for it in done]))
-    return RealRun(iterations=done, sigmas=sigmas, final=final, scheduler=fresh[0])
+    return RealRun(iterations=done, own=own, sigmas=sigmas, final=final[0], scheduler=fresh[0])
 
 
-def _predict(
-    policy: Replayed, sample: Tensor, sigma: Tensor, cond: Cond, rows: list[int]
-) -> Tensor:
-    """The replay's prediction at the pipeline's own latents."""
-    x = sample.float() / policy.coords.scale(sigma).item()
+def _predict(policy: Replayed, run: RealRun, j: int, cond: Cond, rows: list[int]) -> Tensor:
+    """The replay's prediction at the latents of a run's iteration j."""
+    it, sigma = run.iterations[j], run.sigmas[j]
+    x = it.sample.float() / policy.coords.scale(sigma).item()
     at = torch.tensor(rows, device=x.device)
     return policy.replay.predict(
         policy.modules, Request(x=x, sigma=sigma.cpu(), cond=cond, rows=at)
     )[0]
 
 
-def _worst(policy: Replayed, run: RealRun, cond: Cond, rows: list[int]) -> float:
-    """Largest error of predictions for `rows` of cond at the latents of a run."""
-    n = len(rows)  # what follows are the prompts that fix the text length
-    return max(
-        relative(_predict(policy, it.sample[:n], sigma, cond, rows), it.prediction[:n].float())
-        for it, sigma in zip(run.iterations, run.sigmas[:-1], strict=True)
-    )
+def _loop(policy: Replayed, real: RealRun, ours: dict[int, Tensor], read: Tensor) -> float:
+    """Largest error of the latents that the pipeline's own scheduler makes of each prediction,
+    beside themselves and beside the step, where networks read them: read (P, D)."""
+    pattern, begin = policy.prober.runner.pattern, policy.prober.begin
+    schedulers = [started(real.scheduler, begin) for _ in range(policy.prober.runner.streams)]
+    following = [it.sample for it in real.iterations[1:]] + [real.final]
+    worst = 0.0
+    for j, (it, later) in enumerate(zip(real.iterations, following, strict=True)):
+        time = schedulers[0].timesteps[begin + j]
+        prediction = ours.get(j, it.prediction).to(it.sample.dtype)
+        parts = zip(schedulers, pattern.split(prediction), pattern.split(it.sample), strict=True)
+        made = []
+        for own, part, sample in parts:
+            if hasattr(own, "scale_model_input"):
+                own.scale_model_input(sample, time)
+            made.append(own.step(part, time, sample, return_dict=False)[0])
+        x = pattern.join(made)
+        gap, moved = (x - later).flatten(1)[read].abs(), (later - it.sample).flatten(1)[read].abs()
+        size = torch.maximum(moved.max(), later.flatten(1)[read].abs().max()).clamp(min=1e-12)
+        worst = max(worst, (gap.max() / size).item())
+    return worst
 
 
-def _steps(policy: Replayed, real: RealRun, cond: Cond) -> dict[str, float]:
-    """Errors of the scheduler's step and of the loop of steps; {} when its step draws noise."""
-    euler = _euler(policy, real)
-    if euler is None:
-        return {}
-    kept = real.final[: len(RECORD)].float()
-    return {"euler": euler, "loop": relative(_loop(policy, real, cond), kept)}
+def _read(policy: Replayed, cond: Cond) -> Tensor:
+    """Entries of the latents that a network reads, (P, D) bool; a loop may write over others."""
+    numel = torch.Size(policy.latent_shape).numel()
+    out = torch.zeros(len(cond), numel, dtype=torch.bool)
+    for row, (group, place) in enumerate(cond.places):
+        for which, regime in enumerate(policy.replay.regimes):
+            for k, call in enumerate(regime.calls):
+                for slot in call.slots:
+                    index = torch.arange(numel) if slot.map.index is None else slot.map.index
+                    scale = slot.map.scale
+                    if slot.own:
+                        kept = cond.groups[group].kept[which][k]
+                        scale = kept[(SCALE, *slot.path)][0, place].cpu()
+                    out[row, index.cpu()[scale.expand(len(index)) != 0]] = True
+    return out
 
 
-def _loop(policy: Replayed, real: RealRun, cond: Cond) -> Tensor:
-    """Latents after replayed predictions are stepped by the pipeline's own scheduler."""
-    scheduler = _started(real.scheduler)
-    x = real.iterations[0].sample[: len(RECORD)]
-    for j, sigma in enumerate(real.sigmas[:-1]):
-        time = scheduler.timesteps[j]
-        if hasattr(scheduler, "scale_model_input"):
-            scheduler.scale_model_input(x, time)
-        prediction = _predict(policy, x, sigma, cond, [0, 1])
-        x = scheduler.step(prediction.to(x.dtype), time, x, return_dict=False)[0]
-    return x.float()
-
-
-def _started(scheduler: Any) -> Any:
-    """A copy of a scheduler, at its first step."""
-    own = copy.deepcopy(scheduler)
-    if hasattr(own, "set_begin_index"):
-        own.set_begin_index(0)
-    return own
-
-
-def _referee(policy: Replayed, sigmas: Tensor, cond: Cond) -> tuple[float, float]:
-    """Unvisited sigmas, one in each regime: against re-entry, and all of them in one call."""
-    picks = [
-        (0.45 * sigmas[j] + 0.55 * sigmas[j + 1]).item()
-        for j in range(1, policy.steps - 1, max(1, policy.steps // 4))
-    ]
+def _referee(policy: Replayed, real: RealRun, cond: Cond) -> tuple[float, float]:
+    """Unvisited sigmas, one in each regime: against re-entry; and two sigmas in one call."""
+    record, device = policy.prober.record, policy.device
+    prompts, conditions = [i.prompt for i in record], [i.conditions for i in record]
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(len(RECORD), *policy.latent_shape, generator=generator).to(policy.device)
-    rows = torch.arange(len(RECORD), device=x.device)
+    x = torch.randn(2, *policy.latent_shape, generator=generator).to(device)
+    rows = torch.arange(2, device=device)
+    picks = _unvisited(policy, real)
     alone = [policy.velocity(x, s, cond, rows) for s in picks]
     worst = max(
-        relative(v, policy.reentry(x, s, RECORD)) for v, s in zip(alone, picks, strict=True)
+        relative(v, policy.reentry(x, s, prompts, conditions))
+        for v, s in zip(alone, picks, strict=True)
     )
-    many = torch.tensor(picks, dtype=torch.float64).repeat_interleave(len(RECORD)).to(x.device)
-    repeated = x.repeat(len(picks), *[1] * (x.ndim - 1))
-    together = policy.velocity(repeated, many, cond, rows.repeat(len(picks)))
-    return worst, relative(together, torch.cat(alone))
+    together = policy.velocity(x, torch.tensor(picks[:2], dtype=torch.float64), cond, rows)
+    apart = torch.stack([alone[0][0], alone[1][1]])
+    return worst, relative(together, apart)
+
+
+def _unvisited(policy: Replayed, real: RealRun) -> list[float]:
+    """Sigmas that the run did not visit, two or more, in every regime."""
+    times, sigmas = torch.stack([it.time for it in real.iterations]), real.sigmas
+    lows = [*policy.replay.boundaries, float("-inf")]
+    regime = torch.stack([times >= low for low in lows]).float().argmax(0).tolist()
+    places = [j for j in range(1, len(times) - 1) if regime[j] == regime[j + 1]]
+    first = {regime[j]: j for j in reversed(places)}
+    picked = sorted({*first.values(), places[-1]})
+    if len(picked) == 1:
+        picked = [picked[0], picked[0]]
+    mixes = [0.45 + 0.1 * k for k in range(len(picked))]
+    out = [
+        ((1 - m) * sigmas[j] + m * sigmas[j + 1]).item() for j, m in zip(picked, mixes, strict=True)
+    ]
+    slots = [slot for r in policy.replay.regimes for c in r.calls for slot in c.slots]
+    if policy.coords.kind == "flow" or not (policy.late or any(slot.moving for slot in slots)):
+        return out
+    # pictures are noised by a table of whole times
+    return [policy.coords.time.whole(s) for s in out]
 
 
 def _euler(policy: Replayed, real: RealRun) -> float | None:
     """First step of the scheduler (first order even in multistep solvers) against x' + v (s1 - s0),
     without its limits. None when it draws noise."""
-    first, steps = real.iterations[0], []
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        own = _started(real.scheduler)
-        own.register_to_config(**dict.fromkeys(_clips(own), False))
-        time = own.timesteps[0]
-        if hasattr(own, "scale_model_input"):
-            own.scale_model_input(first.sample, time)
-        steps.append(own.step(first.prediction, time, first.sample, return_dict=False)[0])
-    if not torch.equal(*steps):
+    first, begin = real.iterations[0], policy.prober.begin
+    pattern = policy.prober.runner.pattern
+    parts = zip(pattern.split(first.prediction), pattern.split(first.sample), strict=True)
+    steps = [first_order(real.scheduler, begin, p, x, {}) for p, x in parts]
+    if any(step is None for step in steps):
         return None
     s0, s1 = real.sigmas[0], real.sigmas[1]
     x = first.sample.float() / policy.coords.scale(s0).item()
     v = policy.coords.velocity(first.prediction.float(), x, s0)
     stepped = (x + v * (s1 - s0).item()) * policy.coords.scale(s1).item()
-    return relative(stepped, steps[0].float())
+    return relative(stepped, pattern.join(steps).float())

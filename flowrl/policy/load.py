@@ -20,7 +20,7 @@ from flowrl.runtime import hub
 from flowrl.runtime.log import quiet
 from flowrl.runtime.registry import did_you_mean
 
-LOADED_WITH = ("source", "lora", "dtype", "device", "shape", "kind", "cond")
+LOADED_WITH = ("source", "lora", "dtype", "device", "shape", "kind", "cond", "example")
 
 
 def load_policy(
@@ -32,6 +32,7 @@ def load_policy(
     shape: tuple[int, ...] | None = None,
     kind: str | None = None,
     cond: Callable[[list[str]], Tensor] | None = None,
+    example: Mapping[str, Any] | None = None,
     **pipeline_kwargs: Any,
 ) -> Policy:
     """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in
@@ -41,8 +42,9 @@ def load_policy(
     whatever dtype is; None trains all weights. dtype: of the networks (default: fp32; of a live
     pipeline, as it is). shape, kind, cond: for an nn.Module, see ModulePolicy. pipeline_kwargs:
     arguments of the pipeline's own call (height, width, num_frames, guidance_scale,
-    negative_prompt, max_sequence_length ...); they hold for the policy's life. A pipeline whose
-    loop cannot be inferred raises UnreplayableError (a ValueError).
+    negative_prompt, max_sequence_length, image ...); they hold for the policy's life. example:
+    conditions that differ from prompt to prompt, of one prompt (Policy.encode takes those of
+    all). A pipeline whose loop cannot be inferred raises UnreplayableError (a ValueError).
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     if isinstance(source, nn.Module):
@@ -66,7 +68,7 @@ def load_policy(
         if dtype is not None:
             _cast(source, dtype)
         with blaming(source, pipeline_kwargs, but=ValueError):
-            return PipelinePolicy(source, lora, pipeline_kwargs)
+            return PipelinePolicy(source, lora, pipeline_kwargs, example)
 
 
 def call_options(given: Mapping[str, Any]) -> dict[str, Any]:

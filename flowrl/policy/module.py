@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from flowrl.policy.base import Policy
 from flowrl.policy.replay.arguments import Cond
-from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Coords, Schedule
+from flowrl.policy.replay.request import Request
 
 KINDS = {"flow": "flow", "eps": "epsilon", "epsilon": "epsilon", "x0": "sample", "sample": "sample"}
 
@@ -38,14 +38,16 @@ class ModulePolicy(Policy):
         self.coords = Coords.plain(KINDS[kind])
         self.cond = cond
 
-    def encode(self, prompts: list[str]) -> Cond:
+    def encode(
+        self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
+    ) -> Cond:
         value = None if self.cond is None else self.cond(list(prompts)).to(self.device)
         if value is not None and value.shape[0] != len(prompts):
             raise ValueError(
                 f"cond returned {tuple(value.shape)} for {len(prompts)} prompts; its first axis"
                 " must be the prompts"
             )
-        return Cond(tuple(prompts), [[{("cond",): value}]])
+        return Cond.of(prompts, {("cond",): value})
 
     def schedule(self, steps: int) -> Schedule:
         """Evenly spaced from 1 to 0; the model time is sigma."""
@@ -53,7 +55,7 @@ class ModulePolicy(Policy):
         return Schedule(sigmas=sigmas, times=sigmas[:-1])
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
-        x, sigma, cond = request.x, request.sigma, request.cond.kept[0][0][("cond",)]
+        x, sigma, cond = request.x, request.sigma, request.cond.groups[0].kept[0][0][("cond",)]
         if not isinstance(request.guidance, str):
             raise ValueError(
                 f"guidance={request.guidance}: a module policy has no unconditional branch; use"
@@ -63,7 +65,13 @@ class ModulePolicy(Policy):
         prediction = self.modules["module"](x, sigma.to(x).expand(x.shape[0]), cond)
         return self.coords.velocity(prediction.float(), x, sigma), x.shape[0]
 
-    def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:
+    def decode(
+        self,
+        x: Tensor,
+        sigma: float = 0.0,
+        cond: Cond | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         return x
 
     def encode_media(self, media: Tensor) -> Tensor:

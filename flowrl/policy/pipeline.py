@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,37 +15,52 @@ from flowrl.policy.base import Policy
 from flowrl.policy.check import SelfCheck, self_check
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.bind import bind
-from flowrl.policy.replay.call import Request
-from flowrl.policy.replay.coords import Coords, Schedule
-from flowrl.policy.replay.decode import Decoder, infer_decoder
+from flowrl.policy.replay.coords import Schedule
+from flowrl.policy.replay.decode import Decoder, TailDecoder, infer_decoder, tails
 from flowrl.policy.replay.describe import describe
 from flowrl.policy.replay.hints import hints_for
-from flowrl.policy.replay.infer import infer
+from flowrl.policy.replay.infer import find_coords, infer
+from flowrl.policy.replay.items import Item, items_of
 from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.record import Runner
 from flowrl.policy.replay.reentry import reenter
+from flowrl.policy.replay.request import Request
 from flowrl.types import expand
 
 
 class PipelinePolicy(Policy):
-    """See Policy. kwargs: arguments of the pipeline's own call, for recording and all after it."""
+    """See Policy. kwargs: arguments of the pipeline's own call, for recording and all after it.
+    example: conditions of one prompt, by which the loop is recorded."""
 
-    def __init__(self, pipe: Any, adapter: dict[str, Any] | None, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        adapter: dict[str, Any] | None,
+        kwargs: dict[str, Any],
+        example: Mapping[str, Any] | None = None,
+    ) -> None:
         self.pipe = pipe
         for part in pipe.components.values():
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)
+        self._schedules: dict[int, Schedule] = {}
         runner = Runner(pipe, kwargs, hints_for(pipe))
-        self.prober, self.coords = Prober(runner), Coords(pipe.scheduler)
+        with torch.random.fork_rng():  # what is drawn here moves no adapter's first values
+            self._infer(runner, example)
+        super().__init__(runner.denoisers, adapter, self.replay.shape)
+        # the loop starts from a noisy picture, below sigma 1
+        self.late = self._picture(self.prober.record[0]) is not None
+
+    def _infer(self, runner: Runner, example: Mapping[str, Any] | None) -> None:
+        self.prober = Prober(runner, example)
+        self.coords = find_coords(self.prober)
         self.replay, self.steps = infer(self.prober, self.coords)
         self.replay.combine = self._combine
-        self.decoder: Decoder | partial[Tensor]
+        self.decoder: Decoder | TailDecoder | partial[Tensor]
         if "decode" in runner.hints:
-            self.decoder = partial(runner.hints["decode"], pipe)
+            self.decoder = partial(runner.hints["decode"], runner.pipe)
         else:
             self.decoder = infer_decoder(self.prober, self.steps, self.replay.shape)
-        self._schedules: dict[int, Schedule] = {}
-        super().__init__(runner.denoisers, adapter, self.replay.shape)
 
     def branches(self, guidance: float | str) -> int:
         rules = [regime.guidance for regime in self.replay.regimes]
@@ -55,8 +71,26 @@ class PipelinePolicy(Policy):
                 rule.check(guidance)
         return max(len(rule.weights) for rule in rules)
 
-    def encode(self, prompts: list[str]) -> Cond:
-        return bind(self.prober, self.replay, self.steps, list(prompts))
+    def encode(
+        self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
+    ) -> Cond:
+        items = items_of(prompts, conditions)
+        for item in items:
+            self.prober.runner.check_names(item.conditions)
+        cond = bind(self.prober, self.replay, self.steps, items)
+        if self.late:
+            cond.starts = torch.stack([self._picture(item) for item in items]).to(self.device)
+        if isinstance(self.decoder, Decoder) and self.decoder.own:
+            cond.tails = tails(self.prober, self.steps, self.decoder, items)
+        return cond
+
+    def _picture(self, item: Item) -> Tensor | None:
+        """x0 (*L) of the picture that the loop starts from; None where it starts from noise."""
+        sigma = self.schedule(self.steps).sigmas[0]
+        mean = self.prober.start(item, self.steps).mean
+        if mean is None or not self.prober.runner.single or sigma > 1 - 1e-3:
+            return None
+        return mean / (self.coords.scale(sigma) * (1 - sigma)).item()
 
     def schedule(self, steps: int) -> Schedule:
         if steps not in self._schedules:
@@ -65,8 +99,21 @@ class PipelinePolicy(Policy):
             self._schedules[steps] = found
         return self._schedules[steps]
 
-    def init(self, noise: Tensor, sigma: float) -> Tensor:
-        return noise * self.coords.start(sigma, self.schedule(self.steps))
+    def init(
+        self,
+        noise: Tensor,
+        sigma: float,
+        cond: Cond | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        x = noise * self.coords.start(sigma, self.schedule(self.steps))
+        if not self.late:
+            return x
+        if cond is None or cond.starts is None or rows is None:
+            raise ValueError(
+                f"{self.replay.pipeline} starts from pictures: init needs cond and rows"
+            )
+        return x + (1 - sigma) * cond.starts[rows.to(cond.starts.device)].to(x)
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
         return self.replay.velocity(self.modules, request)
@@ -77,9 +124,9 @@ class PipelinePolicy(Policy):
         x, sigma, cond, rows = request.x, request.sigma, request.cond, request.rows
         levels = sigma.unique()
         if len(levels) == 1:
-            prompts = [cond.prompts[i] for i in rows.tolist()]
-            answers = self._answers(which, outs)
-            return reenter(self.prober, self.coords, self.steps, x, levels[0], prompts, answers)
+            items = [cond.items[i] for i in rows.tolist()]
+            steps, answers = self._steps_with(levels[0].item()), self._answers(which, outs)
+            return reenter(self.prober, self.coords, steps, x, levels[0].cpu(), items, answers)
         mixed = torch.zeros_like(x)
         for level in levels:
             at = (sigma == level).nonzero().flatten()
@@ -87,35 +134,56 @@ class PipelinePolicy(Policy):
             mixed = mixed.index_copy(0, at, part)
         return mixed
 
+    def _steps_with(self, sigma: float) -> int:
+        """The number of steps of the schedule that holds sigma: guidance may follow it."""
+        for steps, known in reversed(self._schedules.items()):
+            if (known.sigmas - sigma).abs().min() < 2e-7:
+                return max(steps, 3)
+        return self.steps
+
     def _answers(self, which: int, outs: list[Tensor]) -> dict[tuple[str, int], Tensor]:
-        """Outputs of a regime's branches as its networks give them: (component, n-th call) ->
-        blocks of the batch, with the rows that fix the text length."""
-        pad, left = len(self.prober.runner.pad), list(outs)
+        """Raw outputs of a regime's branches as its networks give them: (component, n-th call) ->
+        (blocks, n, repeats, ...)."""
+        left = list(outs)
         answers: dict[tuple[str, int], Tensor] = {}
         for plan in self.replay.regimes[which].calls:
             own, left = left[: plan.blocks], left[plan.blocks :]
-            blocks = [torch.cat([out, out[:1].expand(pad, *out.shape[1:])]) for out in own]
             nth = sum(name == plan.module for name, _ in answers)
-            answers[(plan.module, nth)] = torch.cat(blocks).to(self.dtype)
+            answers[(plan.module, nth)] = torch.stack(own).to(self.dtype)
         return answers
 
     def clean(self, x: Tensor, sigma: Tensor | float) -> Tensor:
         scale = self.coords.scale(torch.as_tensor(sigma, dtype=torch.float64))
         return x.float() * expand(scale.to(x.device, torch.float32), x)
 
-    def decode(self, x: Tensor, sigma: float = 0.0) -> Tensor:
-        return self.decoder(self.clean(x, sigma))
+    def decode(
+        self,
+        x: Tensor,
+        sigma: float = 0.0,
+        cond: Cond | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        if isinstance(self.decoder, partial):
+            return self.decoder(self.clean(x, sigma))
+        return self.decoder(self.clean(x, sigma), cond, rows)
 
     def encode_media(self, media: Tensor) -> Tensor:
         if not isinstance(self.decoder, Decoder):
             raise ValueError("encode_media: this pipeline is decoded by a hint, without inverse")
         return self.decoder.encode(media)
 
-    def reentry(self, x: Tensor, sigma: float | Tensor, prompts: list[str]) -> Tensor:
+    def reentry(
+        self,
+        x: Tensor,
+        sigma: float | Tensor,
+        prompts: list[str],
+        conditions: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Tensor:
         """Slow referee: velocity (P, *L) of the pipeline's own loop body, row i of x with
-        prompts[i], one sigma for all."""
-        s = torch.as_tensor(sigma, dtype=torch.float64).reshape(())
-        prediction = reenter(self.prober, self.coords, self.steps, x, s, list(prompts))
+        prompts[i] and its conditions, one sigma for all."""
+        s = torch.as_tensor(sigma, dtype=torch.float64).reshape(()).cpu()
+        items = items_of(prompts, conditions)
+        prediction = reenter(self.prober, self.coords, self.steps, x, s, items)
         return self.coords.velocity(prediction, x, s)
 
     def self_check(self) -> SelfCheck:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flowrl.data import conditions
 from flowrl.data.media import image_size, read_image
 from flowrl.data.prompts import reference_of, select
 from flowrl.data.scored_dataset import Item, gather
@@ -125,7 +126,7 @@ def rollout(
         tree=torch.arange(len(flat), device=device),
         plan=plan,
         nfe=0,
-        cond=policy.encode(batch.text),
+        cond=policy.encode(batch.text, conditions.of(batch.meta)),
         guidance="none",
     )
     raw = {

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.policy import Policy
+from flowrl.data.conditions import Conditions
+from flowrl.policy import Cond, Policy
 from flowrl.rewards import load_set, score
-from flowrl.rollouts.roll_out import noise_of, rows_of, velocity_of
+from flowrl.rollouts.roll_out import noise_of, velocity_of
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, plan, tree
@@ -27,20 +28,21 @@ def sample(
     *,
     steps: int,
     guidance: float | str,
+    conditions: Sequence[Conditions] | None = None,
     solver: Solver = "euler",
     rlg: float = 1.0,
     micro: int = 64,
     ledger: Ledger | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Deterministic ODE samples -> (x (n, *L), sigma (n,)) for `policy.decode`.
+) -> tuple[Tensor, Tensor, tuple[Cond, Tensor]]:
+    """Deterministic ODE samples -> (x (n, *L), sigma (n,), whose they are) for `media_of`.
 
-    noise_keys: (n,) int64, the initial noise of each prompt is a function of its key. rlg: weight w
+    noise_keys: (n,) int64, the initial noise of each prompt is a function of its key. conditions:
+    of each prompt, see Policy.encode; equal ones are the same objects. rlg: weight w
     of Reinforcement Learning Guidance (arXiv:2508.21016), v = v_ref + w (v - v_ref); 1 is the
     policy itself, 0 the reference, and any other value costs twice the calls.
     """
     ledger = ledger or Ledger(policy.device)
-    unique = list(dict.fromkeys(prompts))
-    cond, rows = policy.encode(unique), torch.tensor([unique.index(p) for p in prompts])
+    cond, rows = _encoded(policy, prompts, conditions)
     tuned = velocity_of(policy, cond, guidance=guidance, ledger=ledger)
 
     def guided(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
@@ -57,10 +59,26 @@ def sample(
         rows=rows,
         prompt_keys=noise_keys,
         copies=torch.zeros_like(rows),
-        init=partial(policy.init, sigma=path.sigma.max().item()),
-        micro=rows_of(micro, policy, guidance),
+        init=partial(policy.init, sigma=path.sigma.max().item(), cond=cond),
+        micro=policy.states(micro, guidance),
     )
-    return grown.leaves, grown.state_sigma[grown.leaf]
+    return grown.leaves, grown.state_sigma[grown.leaf], (cond, rows[grown.group.cpu()])
+
+
+def _encoded(
+    policy: Policy, prompts: Sequence[str], conditions: Sequence[Conditions] | None
+) -> tuple[Cond, Tensor]:
+    """Equal prompts under equal conditions encoded once -> (cond, its row for each prompt)."""
+    each = [{} for _ in prompts] if conditions is None else list(conditions)
+    names = [
+        (p, *sorted((k, v if isinstance(v, str) else id(v)) for k, v in own.items()))
+        for p, own in zip(prompts, each, strict=True)
+    ]
+    place = {name: row for row, name in enumerate(dict.fromkeys(names))}
+    first = [names.index(name) for name in place]
+    own = None if conditions is None else [each[i] for i in first]
+    cond = policy.encode([prompts[i] for i in first], own)
+    return cond, torch.tensor([place[name] for name in names])
 
 
 @torch.no_grad()
@@ -75,6 +93,7 @@ def generate(
     best_of: int = 1,
     reward: Any = None,
     meta: Sequence[dict[str, Any]] | None = None,
+    conditions: Sequence[Conditions] | None = None,
     solver: Solver = "euler",
     micro: int = 64,
     decode: int = 16,
@@ -82,7 +101,8 @@ def generate(
     """One image or video a prompt -> (P, 3, H, W) or (P, F, 3, H, W) fp32 in [0, 1].
 
     guidance: "pipeline" as the pipeline does it, "none", or a scale. seed: prompt p, candidate c
-    has the noise of (seed, p, c).
+    has the noise of (seed, p, c). conditions: of each prompt, its own arguments of the pipeline's
+    call (a picture to edit, a mask).
     best_of: candidates a prompt, of which the one with the highest reward (a name or a dict as in
     `flowrl.score`) is kept.
     """
@@ -97,21 +117,37 @@ def generate(
     number = torch.arange(len(prompts) * best_of)
     texts = [prompts[i // best_of] for i in number.tolist()]
     noise = keys.key(seed, "generate", number // best_of, number % best_of)
-    x, sigma = sample(
-        policy, texts, noise, steps=steps, guidance=guidance, solver=solver, rlg=rlg, micro=micro
+    each = None if conditions is None else [conditions[i // best_of] for i in number.tolist()]
+    x, sigma, whose = sample(
+        policy,
+        texts,
+        noise,
+        steps=steps,
+        guidance=guidance,
+        conditions=each,
+        solver=solver,
+        rlg=rlg,
+        micro=micro,
     )
     ledger = Ledger(policy.device)
-    media = torch.cat([m for _, m in media_of(policy, x, sigma, decode=decode, ledger=ledger)])
+    chunks = media_of(policy, x, sigma, whose, decode=decode, ledger=ledger)
+    media = torch.cat([m for _, m in chunks])
     if best_of == 1:
         return media
-    context = (
-        MediaContext(meta=[dict(meta[i // best_of]) for i in number.tolist()]) if meta else None
-    )
-    total = score(
-        media, texts, load_set({reward: 1.0} if isinstance(reward, str) else reward), context
-    ).total
-    best = (
-        total.nan_to_num(-torch.inf).reshape(-1, best_of).argmax(1)
-        + torch.arange(len(prompts), device=total.device) * best_of
-    )
-    return media[best]
+    each_meta = [meta[i // best_of] for i in number.tolist()] if meta else None
+    return media[_best(media, texts, reward, each_meta, best_of)]
+
+
+def _best(
+    media: Tensor,
+    texts: list[str],
+    reward: Any,
+    meta: list[dict[str, Any]] | None,
+    best_of: int,
+) -> Tensor:
+    """Places (P,) of the candidates with the highest reward, of best_of a prompt."""
+    context = MediaContext(meta=[dict(row) for row in meta]) if meta else None
+    rewards = load_set({reward: 1.0} if isinstance(reward, str) else reward)
+    total = score(media, texts, rewards, context).total.nan_to_num(-torch.inf)
+    best = total.reshape(-1, best_of).argmax(1)
+    return best + torch.arange(len(best), device=total.device) * best_of

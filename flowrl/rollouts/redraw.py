@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowrl.data import prompts
+from flowrl.data import conditions, prompts
 from flowrl.rewards import RewardUnavailable
 from flowrl.rewards import concat as concat_rewards
 from flowrl.rollouts.join import join
@@ -86,7 +86,7 @@ def beside(source: Source, drawn: list[Drawn]) -> Drawn:
         return drawn[0]
     batch = prompts.select(source.prompts, torch.cat([d.batch.ids for d in drawn]))
     with source.ledger.phase("rollout"), source.autocast():
-        cond = source.policy.encode(batch.text)
+        cond = source.policy.encode(batch.text, conditions.of(batch.meta))
     rows = list(torch.arange(len(batch)).split([len(d.batch) for d in drawn]))
     whole = within(drawn, rows)
     return replace(whole, batch=batch, rollout=replace(whole.rollout, cond=cond))
@@ -106,7 +106,7 @@ def joined(source: Source, made: list[tuple[PromptBatch, Rollout]], batch: Promp
     places = torch.arange(len(batch)).split([len(part) for part, _ in made])
     with source.ledger.phase("rollout"), source.autocast():
         whole = join([rollout for _, rollout in made], list(places))
-        return replace(whole, cond=source.policy.encode(batch.text))
+        return replace(whole, cond=source.policy.encode(batch.text, conditions.of(batch.meta)))
 
 
 def spread_out(drawn: Drawn, least: float) -> Tensor:

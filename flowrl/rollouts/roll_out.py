@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flowrl.data import conditions
 from flowrl.policy import Cond, Policy
 from flowrl.rollouts.join import with_clean_leaves
 from flowrl.runtime.ledger import CountedPolicy, Ledger
@@ -37,7 +38,7 @@ def roll_out(
     decode takes them, even where the schedule ends above it. round_: how often these prompts were
     rolled out in this iteration before; each round has copies of its own.
     """
-    cond, copies = policy.encode(batch.text), group // plan.leaves
+    cond, copies = policy.encode(batch.text, conditions.of(batch.meta)), group // plan.leaves
     rows = torch.arange(len(batch)).repeat_interleave(copies)
     numbers = round_ * copies + torch.arange(copies).repeat(len(batch))
     prompt_keys = keys.key(seed, "rollout", iteration, batch.ids)
@@ -50,8 +51,8 @@ def roll_out(
         prompt_keys=prompt_keys[rows],
         copies=numbers,
         shared_key=keys.key(seed, "shared", iteration),
-        init=partial(policy.init, sigma=plan.sigma.max().item()),
-        micro=rows_of(micro, policy, guidance),
+        init=partial(policy.init, sigma=plan.sigma.max().item(), cond=cond),
+        micro=policy.states(micro, guidance),
     )
     grown = replace(grown, cond=cond, guidance=guidance)
     ends_above_0 = bool(plan.sigma_next[plan.leaf_edges].any())
@@ -67,8 +68,3 @@ def velocity_of(policy: Policy, cond: Cond, *, guidance: float | str, ledger: Le
 def noise_of(policy: Policy) -> Callable[[Tensor], Tensor]:
     """Standard normal latents by key: (n,) int64 -> (n, *L) fp32."""
     return partial(keys.gaussian, shape=policy.latent_shape, device=policy.device)
-
-
-def rows_of(micro: int, policy: Policy, guidance: float | str) -> int:
-    """States that fit into a forward of at most `micro` network rows."""
-    return max(1, micro // policy.branches(guidance))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from flowrl.policy import Policy
+from flowrl.policy import Cond, Policy
 from flowrl.rewards import RewardSet, concat
 from flowrl.rewards.core.score import check_media, score_with
 from flowrl.runtime.ledger import Ledger
@@ -22,7 +22,8 @@ def decode_into(
     """Decode all leaves into the scorer -> media of the first chunks, SHOWN samples or more."""
     first: list[Tensor] = []
     sigma = rollout.state_sigma[rollout.leaf]
-    chunks = media_of(policy, rollout.leaves, sigma, decode=decode, ledger=scorer.ledger)
+    whose = (rollout.cond, rollout.group)
+    chunks = media_of(policy, rollout.leaves, sigma, whose, decode=decode, ledger=scorer.ledger)
     for rows, media in chunks:
         scorer.add(media, batch, rollout.group[rows])
         if sum(map(len, first)) < SHOWN:
@@ -33,14 +34,21 @@ def decode_into(
 
 @torch.no_grad()
 def media_of(
-    policy: Policy, x: Tensor, sigma: Tensor, *, decode: int, ledger: Ledger
+    policy: Policy,
+    x: Tensor,
+    sigma: Tensor,
+    whose: tuple[Cond, Tensor],
+    *,
+    decode: int,
+    ledger: Ledger,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Final states x (B, *L), all at one sigma (B,), decoded in chunks -> (rows, media)."""
+    """Final states x (B, *L), all at one sigma (B,), of rows (B,) of a cond: `whose`; decoded in
+    chunks -> (rows, media)."""
     assert bool((sigma == sigma[0]).all())
     for i in range(0, len(x), decode):
         rows = slice(i, min(i + decode, len(x)))
         with ledger.phase("decode"), ledger.work("vae"):
-            media = policy.decode(x[rows], float(sigma[0]))
+            media = policy.decode(x[rows], float(sigma[0]), whose[0], whose[1][rows])
         yield rows, media
 
 

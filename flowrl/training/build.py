@@ -19,7 +19,6 @@ from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.rewards.core.score import check_meta
 from flowrl.rollouts.records import Source
-from flowrl.rollouts.roll_out import rows_of
 from flowrl.runtime.distributed import World, place, start
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.lock import Lock
@@ -94,7 +93,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None) -> Parts:
         path=path,
         algorithm=algorithm,
         plan=plan,
-        micro=rows_of(cfg.batch.micro, policy, dearest),
+        micro=policy.states(cfg.batch.micro, dearest),
         source=source,
         held_out=held_out,
         weights=own,

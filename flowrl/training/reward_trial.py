@@ -73,5 +73,6 @@ def first_samples(parts: Parts, ledger: Ledger) -> tuple[PromptBatch, Rollout, T
         )
     leaf = rollout.leaf[:FEW]
     x, sigma = rollout.states[leaf], rollout.state_sigma[leaf]
-    chunks = media_of(source.policy, x, sigma, decode=cfg.batch.decode, ledger=ledger)
+    whose = (rollout.cond, rollout.group[: len(leaf)])
+    chunks = media_of(source.policy, x, sigma, whose, decode=cfg.batch.decode, ledger=ledger)
     return batch, rollout, torch.cat([media for _, media in chunks])

@@ -59,7 +59,7 @@ def pipeline():
         ({"prompt": "a"}, "takes no argument 'prompt', which flowrl gives; it takes .*height"),
         ({"self": 1}, "takes no argument 'self', which flowrl gives"),
         ({"é[b]": 1}, r"takes no argument 'é\[b\]'; it takes"),
-        ({"num_images_per_prompt": 2}, "the arguments num_images_per_prompt=2: "),
+        ({"num_images_per_prompt": 2}, "argument 'num_images_per_prompt', which flowrl gives"),
     ],
 )
 def test_wrong_arguments_of_the_pipelines_call_are_one_sentence(pipeline, call, said):

@@ -227,7 +227,7 @@ def test_beta_is_divided_by_w_as_the_noise_goes_to_zero(w, monkeypatch):
     policy = tuned(std=0.3)
     mean, precision = tiny.toy_cond(tiny.PROMPTS)[0], 4 + w * (1 / 0.09 - 4)
     x = mean + torch.randn(200, 2)
-    monkeypatch.setattr(policy, "init", lambda noise, sigma: x)
+    monkeypatch.setattr(policy, "init", lambda noise, sigma, cond, rows: x)
     for s in (0.01, 0.5):
         monkeypatch.setattr(
             policy,

@@ -114,7 +114,7 @@ def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
             "flip",
             "argument sample: rows are ordered [1, 0, 1, 0], which is not blocks x rows x repeats",
         ),
-        ("add", "argument sample mixes latents and time"),
+        ("add", "argument sample: it is not linear in the latents"),
         (
             "drift",
             (
@@ -129,14 +129,7 @@ def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
                 " could be fitted"
             ),
         ),
-        (
-            "twice",
-            (
-                "scheduler.step is called twice between two denoiser calls (parallel streams or a"
-                " conversion step), which cannot be replayed"
-            ),
-        ),
-        ("edit", "argument sample mixes latents and time"),
+        ("edit", "argument sample: it is not linear in the latents"),
         (
             "switch",
             (
@@ -152,13 +145,20 @@ def test_an_unreplayable_loop_is_refused_with_a_sentence_that_names_the_argument
     assert str(refused.value) == sentence and issubclass(UnreplayableError, ValueError)
 
 
+def test_a_step_that_only_converts_is_told_from_the_one_that_moves_the_latents():
+    policy, plain = load_policy(loop(), odd="twice"), load_policy(loop())
+    assert policy.prober.runner.pattern.updates == (False, True)
+    assert max(policy.self_check().errors.values()) <= 1e-4
+    assert policy.describe() == plain.describe()
+
+
 def test_latents_changed_beside_the_scheduler_look_like_an_input_scale_and_are_refused():
     """Inference reads x * 0.9 as the scale of an argument; the pipeline's own predictions show that
     the state itself was changed."""
     policy = load_policy(loop(), odd="shrink")
     with pytest.raises(
         UnreplayableError,
-        match="^Loop: the replay differs in predictions at the recorded latents and times by ",
+        match="^Loop: the replay differs in predictions for swapped prompts at the latents",
     ):
         policy.self_check()
 
@@ -176,10 +176,7 @@ def test_a_callback_that_changes_latents_is_refused_and_one_that_only_looks_is_n
         return
     with pytest.raises(
         UnreplayableError,
-        match=(
-            "^StableDiffusion3Pipeline: the replay differs in predictions at the recorded"
-            " latents and"
-        ),
+        match=("^StableDiffusion3Pipeline: the replay differs in predictions for swapped prompts"),
     ):
         policy.self_check()
 
@@ -241,7 +238,7 @@ def test_recording_leaves_the_pipeline_as_it_was():
         before[2]
     )
     with pytest.raises(UnreplayableError):  # a failing run restores too
-        load_policy(pipe, odd="twice")
+        load_policy(pipe, odd="flip")
     assert type(pipe.scheduler) is before[0] and "forward" not in pipe.transformer.__dict__
 
 
@@ -249,7 +246,7 @@ def test_self_check_notices_wrong_guidance_wrong_rows_and_prompts_that_say_nothi
     policy = load_policy(loop())
     good = copy.copy(policy.replay.regimes[0].guidance)
     policy.replay.regimes[0].guidance.weights = (3.01, -2.01)
-    with pytest.raises(UnreplayableError, match="differs in predictions at the recorded latents"):
+    with pytest.raises(UnreplayableError, match="differs in predictions for swapped prompts"):
         policy.self_check()
     policy.replay.regimes[0].guidance = good
     rows = policy.replay.regimes[0].calls[0].rows[0]
@@ -320,15 +317,14 @@ def test_a_folder_loads_like_the_live_pipeline_and_networks_can_be_wrapped(tmp_p
 
 
 @pytest.mark.parametrize("name", ["sd3", "qwenimage"])
-def test_prompts_encoded_in_chunks_are_the_same(name):
-    from flowrl.policy.replay.bind import bind
+def test_prompts_encoded_in_chunks_are_the_same(name, monkeypatch):
+    from flowrl.policy.replay import bind
 
     policy = tiny.policy(name)
     prompts = [*tiny.PROMPTS, "one green circle", "a purple square", "a red triangle"]
     x, rows = torch.randn(5, *policy.latent_shape), torch.arange(5)
     with torch.no_grad():
         whole = policy.velocity(x, 0.5, policy.encode(prompts), rows)
-        parts = policy.velocity(
-            x, 0.5, bind(policy.prober, policy.replay, policy.steps, prompts, chunk=2), rows
-        )
+        monkeypatch.setattr(bind, "CHUNK", 2)
+        parts = policy.velocity(x, 0.5, policy.encode(prompts), rows)
     assert torch.allclose(whole, parts, atol=1e-4)

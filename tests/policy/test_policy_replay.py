@@ -9,6 +9,7 @@ import tiny
 import torch
 
 from flowrl.policy import SelfCheck
+from flowrl.policy.replay.items import items_of
 
 
 @functools.cache
@@ -31,7 +32,6 @@ def test_self_check_passes_and_its_prompts_show(name):
     assert set(check.errors) == {
         "prediction",
         "loop",
-        "rows",
         "reentry",
         "mixed",
         "euler",
@@ -68,7 +68,7 @@ def test_euler_steps_in_flow_coordinates_end_at_the_pipelines_own_latents(name):
     start = noise(policy, 2)
     call = policy.prober.runner
     own = call.run(
-        [*tiny.PROMPTS, *call.pad],
+        [*items_of(tiny.PROMPTS), *call.pad],
         steps,
         latents=torch.cat([start, torch.zeros(len(call.pad), *start.shape[1:])]),
     )[:2]
@@ -139,7 +139,7 @@ def test_decode_at_the_end_of_a_schedule_is_the_pipelines_own_image(name):
     coordinates."""
     policy = tiny.policy(name, scheduler=tiny.pipeline("sd15").scheduler)
     schedule, start, call = policy.schedule(4), noise(policy, 2), policy.prober.runner
-    own = torch.as_tensor(call.run(tiny.PROMPTS, 4, latents=start, output_type="pt"))
+    own = torch.as_tensor(call.run(items_of(tiny.PROMPTS), 4, latents=start, output_type="pt"))
     x, cond, rows = (
         policy.init(start, schedule.sigmas[0].item()),
         policy.encode(tiny.PROMPTS),
@@ -165,7 +165,7 @@ def test_decode_equals_the_pipeline_and_is_differentiable(name):
     policy = load(name)
     call, x = policy.prober.runner, 0.8 * noise(policy, 2)
     full = torch.cat([x, x[:1].expand(len(call.pad), *x.shape[1:])])
-    policy.prober.run(tiny.PROMPTS, 4, latents=lambda j: full, output_type="pt")
+    policy.prober.run(items_of(tiny.PROMPTS), 4, latents=lambda j: full, output_type="pt")
     media = policy.decode(x)
     frames = (5, 3, 16, 16) if name.startswith("wan") else (3, 16, 16)
     assert media.shape == (2, *frames) and media.dtype == torch.float32
@@ -235,7 +235,7 @@ def test_the_printed_source_runs_and_gives_the_same_arguments_and_velocity(name)
         "constants": [{k[0]: v for k, v in plan.shared.items()}],
     }
     cond = [
-        {k[0]: v.squeeze(2) for k, v in kept.kept[0][0].items()}
+        {k[0]: v.squeeze(2) for k, v in kept.groups[0].kept[0][0].items()}
     ]  # (blocks, P, 1, ...) -> (blocks, P, ...)
     x, sigma, rows = (
         noise(policy, 3),

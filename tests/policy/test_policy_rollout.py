@@ -47,7 +47,7 @@ def iteration(policy, algorithm, guidance, other=9):
         micro=64,
         ledger=ledger,
     )
-    policy.decoder = lambda x: decoded.append(x) or decoder(x)
+    policy.decoder = lambda x, *whose: decoded.append(x) or decoder(x)
     try:
         with closing(Scorer(load_set({"jpeg": 1.0}), ledger)) as scorer:
             decode_into(scorer, policy, rollout, BATCH, decode=4)

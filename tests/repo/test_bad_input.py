@@ -234,7 +234,7 @@ def test_an_unreplayable_pipeline_is_named_by_every_command_that_loads_it(tmp_pa
     pipe = tiny.pipeline("sd15")
     pipe.scheduler.register_to_config(prediction_type="score")
     pipe.save_pretrained(tmp_path / "sd15")
-    said = "predicts 'score'; known are flow, epsilon, v_prediction, sample"
+    said = "prediction_type given as score must be one of"
     assert said in refused(tmp_path, "check", "./sd15")
     assert said in refused(tmp_path, "train", "model=./sd15", "reward=jpeg")
     assert said in refused(tmp_path, "generate", "./sd15", "a red circle")

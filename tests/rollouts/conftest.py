@@ -27,7 +27,7 @@ def made(policy, tmp_path_factory):
     x0 by file name, pixels by name)."""
     folder = tmp_path_factory.mktemp("offline")
     texts = [TEXTS[0]] * 4 + [TEXTS[1]] * 3
-    x, sigma = sample(
+    x, sigma, _ = sample(
         policy, texts, keys.key("offline test", torch.arange(7)), steps=16, guidance=3.0
     )
     with torch.no_grad():

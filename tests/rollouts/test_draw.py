@@ -217,6 +217,6 @@ def test_rounds_train_on_the_embeddings_that_sampled(tmp_path, monkeypatch):
         draw__rounds="2",
     )
     encoded, encode = [], run.policy.encode
-    run.policy.encode = lambda texts: encoded.append(encode(texts)) or encoded[-1]
+    run.policy.encode = lambda *given: encoded.append(encode(*given)) or encoded[-1]
     drawn = draw.draw(run.source, 0, run.parts.plan)
     assert drawn.rollout.cond is encoded[0] and len(encoded) > 1

@@ -249,7 +249,7 @@ def test_roots_with_equal_noise_and_equal_ode_edges_are_one_node(init, distinct)
 
 
 def test_init_maps_noise_to_the_first_state():
-    grown = grow(PLANS["full"]("sample"), [0, 1], init=lambda z: 0 * z + 2)
+    grown = grow(PLANS["full"]("sample"), [0, 1], init=lambda z, rows: 0 * z + 2)
     assert bool((grown.states[grown.src[grown.parent < 0]] == 2).all())
 
 

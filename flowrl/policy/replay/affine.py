@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowrl.policy.replay.arguments import Affine
-from flowrl.policy.replay.record import UnreplayableError
+from flowrl.policy.replay.errors import UnreplayableError
 
 BASE = 64
 
@@ -47,6 +47,8 @@ def solve(out: dict[str, Tensor], rows: int, shape: tuple[int, ...], what: str) 
     # what each element of out holds of the input: 0 where it does not depend on it
     slope, numel = out["one"] - out["zero"], torch.Size(shape).numel()
     on = slope.abs() > 1e-6 * slope.abs().max().clamp(min=1e-30)
+    if not on.any() or not slope.isfinite().all():
+        raise UnreplayableError(f"{what}: it does not follow the latents")
     safe = torch.where(on, slope, 1.0)
     read = {k: torch.where(on, (v - out["zero"]) / safe, 0.0) for k, v in out.items()}
     if (read["two"][on] - 2).abs().max() > 0.1:
@@ -93,7 +95,7 @@ def layout(row: Tensor, on: Tensor, rows: int, what: str) -> tuple[int, int]:
         raise UnreplayableError(
             f"{what}: its first axis of {lead} does not enumerate the {rows} rows of the batch"
         )
-    repeats = int((owner.roll(-1) != owner).nonzero()[0]) + 1 if rows > 1 else lead
+    repeats = int((owner.roll(-1) != owner).nonzero()[0]) + 1 if rows > 1 else 1
     blocks = lead // (rows * repeats)
     expected = torch.arange(rows).repeat_interleave(repeats).repeat(max(1, blocks))
     if expected.numel() != lead or not bool((owner == expected).all()):

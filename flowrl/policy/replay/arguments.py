@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.policy.replay.coords import radius
+from flowrl.policy.replay.items import Item
 from flowrl.types import expand
 
 Path = tuple[Any, ...]  # keys and positions that lead to an argument
+SCALE = object()  # before a path: which latents the argument there reads
 
 
 @dataclass
@@ -28,14 +29,20 @@ class Affine:
     const: Tensor | None  # (blocks, rows, D) of the recorded run; None: zero
 
     def __call__(
-        self, x: Tensor, const: Tensor | None = None, factor: Tensor | None = None
+        self,
+        x: Tensor,
+        const: Tensor | None = None,
+        factor: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> Tensor:
-        """One block: x (n, *L) -> (n * repeats, *shape). const (n, D) replaces the recorded one;
-        factor (n, 1) or () multiplies the scale."""
+        """One block: x (n, *L) -> (n * repeats, *shape). const and scale (n, D) replace the
+        recorded ones; factor (n, 1) or () multiplies the scale."""
         y = x.reshape(x.shape[0], -1)
         if self.index is not None:
             y = y.index_select(1, self.index.to(x.device))
-        if self.scale.ndim or self.scale.item() != 1.0:
+        if scale is not None:
+            y = y * scale.to(x)
+        elif self.scale.ndim or self.scale.item() != 1.0:
             y = y * self.scale.to(x)
         if factor is not None:
             y = y * factor
@@ -64,7 +71,8 @@ class Affine:
 @dataclass
 class CallPlan:
     """One denoiser call: component name, latents, times, per-prompt and shared arguments; `out`
-    maps one output row to one row of latents."""
+    maps one output row to one row of latents, or is None: only the pipeline knows. streams: how
+    many of its outputs are predictions."""
 
     module: str
     blocks: int
@@ -72,7 +80,8 @@ class CallPlan:
     times: list[Time]
     rows: list[Rows]
     shared: dict[Path, Any]
-    out: Affine
+    out: Affine | None
+    streams: int = 1
 
     def arguments(
         self, fixed: dict[Path, Any], x: Tensor, sigma: Tensor, time: Tensor, blocks: int
@@ -84,8 +93,10 @@ class CallPlan:
         flat = dict(fixed)
         for slot in self.slots:
             constants = flat.get(slot.path) or [None]  # None: one block serves all
-            parts = [slot(x, sigma, constant) for constant in constants]
-            flat[slot.path] = torch.cat(parts * (blocks // len(parts)))
+            scales = flat.pop((SCALE, *slot.path), None) or [None] * len(constants)
+            parts = [slot(x, sigma, c, k) for c, k in zip(constants, scales, strict=True)]
+            value = torch.cat(parts * (blocks // len(parts)))
+            flat[slot.path] = list(value) if slot.is_list else value
         for follower in self.times:
             value = follower(time, sigma, x)
             value = value.repeat_interleave(self.slots[0].map.repeats, 0)
@@ -94,26 +105,53 @@ class CallPlan:
 
     def pieces(self, output: Tensor, count: int, shape: tuple[int, ...]) -> list[Tensor]:
         """Split one output into `count` blocks of predictions, each of `shape` (n, *L), fp32."""
+        assert self.out is not None
         blocks = output.float().reshape(count, shape[0], -1)
         if self.out.index is not None:
             blocks = blocks.index_select(2, self.out.index.to(output.device))
         return list(blocks.reshape(count, *shape))
 
+    def raw(self, output: Tensor, count: int, rows: int) -> list[Tensor]:
+        """The same as the network gave it: each (rows, repeats, ...), fp32."""
+        return list(output.float().reshape(count, rows, -1, *output.shape[1:]))
+
 
 @dataclass
 class Slot:
     """An argument that holds latents: affine(x') * factor(sigma), factor "1" or "1/r" (a network
-    that reads variance-preserving input)."""
+    that reads input of constant variance; data: the standard deviation of its data).
+
+    moving: what is added to the latents follows sigma, c0 + c1 sigma (a picture that is noised
+    along, outside a mask). own: which latents are read belongs to the prompt (its mask). is_list: a
+    Python list of tensors, one a row.
+    """
 
     path: Path
     map: Affine
     rule: str
     dtype: torch.dtype
+    moving: bool = False
+    own: bool = False
+    is_list: bool = False
+    data: float = 1.0
 
-    def __call__(self, x: Tensor, sigma: Tensor, constant: Tensor | None) -> Tensor:
-        """x (n, *L), constant (n, D) -> one block of the argument, (n * repeats, ...)."""
-        factor = expand((1 / radius(sigma)).to(x), x.flatten(1)) if self.rule == "1/r" else None
-        return self.map(x, constant, factor).to(self.dtype)
+    def factor(self, sigma: Tensor) -> Tensor:
+        if self.rule == "1":
+            return torch.ones_like(sigma)
+        return 1 / torch.sqrt((self.data * (1 - sigma)) ** 2 + sigma**2)
+
+    def __call__(
+        self, x: Tensor, sigma: Tensor, constant: Tensor | None, scale: Tensor | None = None
+    ) -> Tensor:
+        """x (n, *L), constant (n, D), or (n, 2, D) where it is moving, scale (n, D) where it is its
+        own -> one block of the argument, (n * repeats, ...)."""
+        flat = x.flatten(1)
+        factor = expand(self.factor(sigma).to(x), flat) if self.rule == "1/r" else None
+        if self.moving and constant is not None:
+            level = expand(sigma.to(x), flat)
+            constant = constant[:, 0] + level * constant[:, 1]
+            constant = constant if factor is None else factor * constant
+        return self.map(x, constant, factor, scale).to(self.dtype)
 
 
 @dataclass
@@ -146,6 +184,7 @@ RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "1000 - t": lambda t, s: 1000 - t,
     "-t": lambda t, s: -t,
     "sigma": lambda t, s: s,
+    "log(sigma / (1 - sigma)) / 4": lambda t, s: (s / (1 - s)).log() / 4,
     "1 - sigma": lambda t, s: 1 - s,
 }
 
@@ -162,11 +201,15 @@ class Rows:
     is_list: bool = False
 
     def keep(self, value: Any, rows: int, drop: int) -> Any:
-        """Bring a recorded value into the kept form, without the last `drop` rows."""
+        """Bring a recorded value into the kept form, without the last `drop` rows: (blocks, P,
+        repeats, ...), of a list the entries of each row in each block."""
         if value is None:
             return None
         if self.is_list:
-            return list(value)[: rows - drop]
+            r = self.repeats
+            each = [list(value[k * r : (k + 1) * r]) for k in range(self.blocks * rows)]
+            blocks = [each[b * rows : (b + 1) * rows] for b in range(self.blocks)]
+            return [block[: rows - drop] for block in blocks]
         v = value.detach().movedim(self.axis, 0)
         return v.reshape(self.blocks, rows, self.repeats, *v.shape[1:])[:, : rows - drop]
 
@@ -174,31 +217,38 @@ class Rows:
         """The argument for `rows` of the prompts, in each of `blocks`."""
         if kept is None:
             return None
-        if self.is_list:
-            alike = all(entry is kept[0] or _equal(entry, kept[0]) for entry in kept[1:])
-            # equal entries spare a synchronisation with the device
-            picked = [kept[0]] * len(rows) if alike else [kept[i] for i in rows.tolist()]
-            return picked * len(blocks)
         chosen = blocks if self.blocks > 1 else [0]
+        if self.is_list:
+            return [entry for block in chosen for entry in _picked(kept[block], rows)]
         value = torch.cat([kept[block].index_select(0, rows) for block in chosen])
         return value.flatten(0, 1).movedim(0, self.axis)
 
 
-def _equal(a: Any, b: Any) -> bool:
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b
+def _picked(kept: list[list[Any]], rows: Tensor) -> list[Any]:
+    """Entries of these rows; equal ones spare a synchronisation with the device."""
+    if all(_equal(row, kept[0]) for row in kept[1:]):
+        return kept[0] * len(rows)
+    return [entry for i in rows.tolist() for entry in kept[i]]
+
+
+def _equal(a: list[Any], b: list[Any]) -> bool:
+    return all(
+        u is v or (not isinstance(u, Tensor) and not isinstance(v, Tensor) and u == v)
+        for u, v in zip(a, b, strict=True)
+    )
 
 
 @dataclass(eq=False)
-class Cond:
-    """P prompts, encoded once. kept[regime][call] holds the per-prompt arguments; rows of any
-    number are gathered from it."""
+class Group:
+    """Prompts whose arguments have the same shapes and share what is not theirs alone.
 
-    prompts: tuple[str, ...]
+    kept[regime][call] holds the per-prompt arguments, of which rows of any number are gathered;
+    shared[regime][call] the others.
+    """
+
     kept: list[list[dict[Path, Any]]]
+    shared: list[list[dict[Path, Any]]]
     cache: dict[Any, Any] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.prompts)
 
     def gather(
         self, at: tuple[int, int], plan: CallPlan, rows: Tensor, blocks: list[int]
@@ -215,14 +265,62 @@ class Cond:
         key = (*at, *blocks)
         if key not in seen:
             kept = self.kept[at[0]][at[1]]
-            seen[key] = plan.shared | {
+            seen[key] = self.shared[at[0]][at[1]] | {
                 r.path: r.gather(kept[r.path], rows, blocks) for r in plan.rows
             }
             for slot in plan.slots:
                 if slot.path in kept:  # constants that are added to the latents
                     each = [kept[slot.path][block].index_select(0, rows) for block in blocks]
                     seen[key][slot.path] = each
+                if slot.own:
+                    scales = kept[(SCALE, *slot.path)]
+                    seen[key][(SCALE, *slot.path)] = [
+                        scales[block].index_select(0, rows) for block in blocks
+                    ]
         return seen[key]
+
+
+@dataclass(eq=False)
+class Cond:
+    """P prompts, encoded once.
+
+    places: (group, row in it) of each prompt. starts: x0 of the pictures that late loops start
+    from, (P, *L). tails: what the pipeline adds to its latents before it decodes them, and which
+    of them it takes, (P, 2, D).
+    """
+
+    items: tuple[Item, ...]
+    groups: list[Group]
+    places: list[tuple[int, int]]
+    starts: Tensor | None = None
+    tails: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def prompts(self) -> tuple[str | None, ...]:
+        return tuple(item.prompt for item in self.items)
+
+    @classmethod
+    def of(cls, prompts: Sequence[str], values: dict[Path, Any]) -> Cond:
+        """One call with these per-prompt arguments, each (1, P, ...)."""
+        items = tuple(Item(prompt) for prompt in prompts)
+        group = Group([[values]], [[{}]])
+        return cls(items, [group], [(0, k) for k in range(len(items))])
+
+    def split(self, rows: Tensor) -> list[tuple[Group, Tensor | None, Tensor]]:
+        """rows (n,) by group: (the group, which of the rows are its own, None: all; their rows in
+        the group)."""
+        if len(self.groups) == 1:
+            return [(self.groups[0], None, rows)]
+        places = torch.tensor([self.places[row] for row in rows.tolist()], device=rows.device)
+        out = []
+        for which in places[:, 0].unique().tolist():
+            at = (places[:, 0] == which).nonzero().flatten()
+            every = len(at) == len(rows)
+            out.append((self.groups[which], None if every else at, places[at, 1]))
+        return out
 
 
 def get(args: Any, path: Path) -> Any:

@@ -1,31 +1,64 @@
-"""Bind prompts to a Replay: one stubbed run encodes them, and what belongs to a prompt is kept."""
+"""Bind prompts to a Replay: stubbed runs encode them, and what belongs to a prompt is kept."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.policy.replay.arguments import CallPlan, Cond, Path, get
+from flowrl.policy.replay.arguments import SCALE, CallPlan, Cond, Group, Path, Slot, get
 from flowrl.policy.replay.call import Replay
+from flowrl.policy.replay.classify import differs
+from flowrl.policy.replay.errors import UnreplayableError
+from flowrl.policy.replay.items import Item
 from flowrl.policy.replay.probe import Prober
-from flowrl.policy.replay.record import Call
+from flowrl.policy.replay.record import Call, Iteration
 
-Kept = list[list[dict[Path, Any]]]  # [regime][call][path], see Cond
-
-
-def bind(prober: Prober, replay: Replay, steps: int, prompts: list[str], chunk: int = 64) -> Cond:
-    """Encode prompts by a stubbed run with zero latents, `chunk` prompts at a time, keeping what
-    belongs to a prompt."""
-    parts = [
-        _bind(prober, replay, steps, prompts[k : k + chunk]) for k in range(0, len(prompts), chunk)
-    ]
-    return Cond(tuple(prompts), parts[0] if len(parts) == 1 else _joined(parts))
+Values = list[list[dict[Path, Any]]]  # [regime][call][path], see Group
+Recorded = list[tuple[Iteration, Tensor]]  # of a regime, with their sigmas
+CHUNK = 64  # prompts that are encoded in one run
 
 
-def _joined(parts: list[Kept]) -> Kept:
-    """Chunks of prompts as one."""
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """What one run recorded of its prompts."""
+
+    kept: Values
+    shared: Values
+    count: int
+
+    def fits(self, other: Bound) -> bool:
+        """Whether the prompts of both can be rows of one call."""
+        if differs(self.shared, other.shared):
+            return False
+        return _shapes(self.kept) == _shapes(other.kept)
+
+
+def bind(prober: Prober, replay: Replay, steps: int, items: Sequence[Item]) -> Cond:
+    """Encode items by stubbed runs with zero latents: CHUNK prompts at a time, or one by one where
+    the pipeline takes one."""
+    size = 1 if prober.runner.single else CHUNK
+    parts = [_bind(prober, replay, steps, items[k : k + size]) for k in range(0, len(items), size)]
+    groups: list[list[Bound]] = []
+    places: list[tuple[int, int]] = []
+    for part in parts:
+        which = next((g for g, own in enumerate(groups) if own[0].fits(part)), len(groups))
+        if which == len(groups):
+            groups.append([])
+        first = sum(own.count for own in groups[which])
+        groups[which].append(part)
+        places += [(which, first + k) for k in range(part.count)]
+    made = [Group(_joined([own.kept for own in g]), g[0].shared) for g in groups]
+    return Cond(tuple(items), made, places)
+
+
+def _joined(parts: list[Values]) -> Values:
+    """Runs on some prompts each as one."""
+    if len(parts) == 1:
+        return parts[0]
     return [
         [
             {path: _cat([call[path] for call in same_calls]) for path in same_calls[0]}
@@ -40,33 +73,110 @@ def _cat(values: list[Any]) -> Any:
         return None
     if isinstance(values[0], Tensor):
         return torch.cat(values, 1)
-    return [entry for part in values for entry in part]
+    return [[row for part in blocks for row in part] for blocks in zip(*values, strict=True)]
 
 
-def _bind(prober: Prober, replay: Replay, steps: int, prompts: list[str]) -> Kept:
-    pad = prober.runner.pad
-    zeros = torch.zeros(len(prompts) + len(pad), *replay.shape)
+def _shapes(kept: Values) -> list[Any]:
+    """Of one prompt's entries, in all that is kept."""
+    return [
+        [(path, *_shape(value)) for path, value in call.items()]
+        for regime in kept
+        for call in regime
+    ]
+
+
+def _shape(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return (value.shape[0], *value.shape[2:])
+    return (type(value),)
+
+
+def _bind(prober: Prober, replay: Replay, steps: int, items: Sequence[Item]) -> Bound:
+    rows = len(items) + len(prober.runner.pad)
+    zeros = torch.zeros(rows, *replay.shape)
+    slots = [slot for plans in replay.regimes for c in plans.calls for slot in c.slots]
+    moving = any(slot.moving for slot in slots)
     last = [float("inf"), *replay.boundaries][-1]  # times of the last regime lie below
     iterations = prober.run(
-        prompts, steps, latents=lambda j: zeros, stop=lambda j, it: j > 0 and bool(it.time < last)
+        items,
+        steps,
+        latents=lambda j: zeros,
+        stop=lambda j, it: not moving and j > 0 and bool(it.time < last),
+        remember=len(items) == 1,
     )
-    later = iterations[1:]  # the latents of the first one are the pipeline's own
+    if tuple(iterations[0].sample.shape[1:]) != replay.shape:
+        raise UnreplayableError(
+            f"latents of {tuple(iterations[0].sample.shape[1:])} for these conditions, and of"
+            f" {replay.shape} for those that the loop was recorded with; give the pipeline height"
+            " and width, and conditions of one size"
+        )
+    times = torch.stack([it.time for it in iterations])
+    sigmas = replay.coords.sigmas_of(prober.runner.pipe.scheduler, times)
+    # the latents of the first one are the pipeline's own
+    later = list(zip(iterations, sigmas[:-1], strict=True))[1:]
+    ones: list[Iteration] = []
+    if any(slot.own for slot in slots):
+        ones = prober.run(items, steps, latents=lambda j: zeros + 1)
     lows = [*replay.boundaries, float("-inf")]
-    out: Kept = []
+    kept: Values = []
+    shared: Values = []
     for regime, low in zip(replay.regimes, lows, strict=True):
-        calls = next(it.calls for it in later if it.time >= low)
-        later = [it for it in later if it.time < low]
-        pairs = zip(regime.calls, calls, strict=True)
-        out.append([_kept(plan, call, len(prompts), len(pad)) for plan, call in pairs])
-    return out
+        own = [(it, sigma) for it, sigma in later if it.time >= low]
+        later = [(it, sigma) for it, sigma in later if it.time < low]
+        sizes = (len(items), len(prober.runner.pad))
+        calls = [_call(replay, plan, k, own, sizes) for k, plan in enumerate(regime.calls)]
+        for k, plan in enumerate(regime.calls):
+            for slot in plan.slots:
+                if slot.own:
+                    one = next(it for it in ones[1:] if it.time == own[0][0].time)
+                    calls[k][0][(SCALE, *slot.path)] = _scale(replay, slot, k, own[0], one)
+        kept.append([c[0] for c in calls])
+        shared.append([c[1] for c in calls])
+    return Bound(kept, shared, len(items))
 
 
-def _kept(plan: CallPlan, call: Call, prompts: int, pad: int) -> dict[Path, Any]:
-    """What belongs to a prompt in a recorded call, and constants that are added to the latents."""
-    rows = prompts + pad
-    values = {r.path: r.keep(get(call.args, r.path), rows, pad) for r in plan.rows}
+def _call(
+    replay: Replay, plan: CallPlan, k: int, own: Recorded, sizes: tuple[int, int]
+) -> tuple[dict[Path, Any], dict[Path, Any]]:
+    """(what belongs to a prompt, what is shared) in call k of a regime's iterations."""
+    prompts, pad = sizes
+    call: Call = own[0][0].calls[k]
+    values = {r.path: r.keep(get(call.args, r.path), prompts + pad, pad) for r in plan.rows}
     for slot in plan.slots:
         if slot.map.const is not None:
-            constant = get(call.args, slot.path).detach().float()
-            values[slot.path] = constant.reshape(plan.blocks, rows, -1)[:, :prompts]
-    return values
+            values[slot.path] = _constant(replay, slot, k, own)[:, :prompts]
+    return values, {path: get(call.args, path) for path in plan.shared}
+
+
+def _scale(
+    replay: Replay, slot: Slot, k: int, zero: tuple[Iteration, Tensor], one: Iteration
+) -> Tensor:
+    """Which latents an argument reads, as Affine.scale, of each prompt: (blocks, rows, D)."""
+    blocks, repeats = slot.map.blocks, slot.map.repeats
+    at, sigma = zero
+    held, with_one = (stacked(get(it.calls[k].args, slot.path)).float() for it in (at, one))
+    slope = (with_one - held) * (replay.coords.scale(sigma) / slot.factor(sigma)).item()
+    return slope.reshape(blocks, len(slope) // (blocks * repeats), -1)
+
+
+def _constant(replay: Replay, slot: Slot, k: int, own: Recorded) -> Tensor:
+    """What is added to the latents: (blocks, rows, D), or (blocks, rows, 2, D) where it moves."""
+    blocks, repeats = slot.map.blocks, slot.map.repeats
+
+    def added(it: Iteration) -> Tensor:
+        value = stacked(get(it.calls[k].args, slot.path)).detach().float()
+        return value.reshape(blocks, len(value) // (blocks * repeats), -1)
+
+    if not slot.moving:
+        return added(own[0][0])
+    (first, s0), (last, s1) = (
+        (added(it).double() / slot.factor(sigma).item(), sigma.item())
+        for it, sigma in (own[0], own[-1])
+    )
+    slope = (last - first) / (s1 - s0)
+    return torch.stack([first - slope * s0, slope], 2).float()
+
+
+def stacked(value: Any) -> Tensor:
+    """A tensor, or a list of tensors (one a row) as one."""
+    return torch.stack(list(value)) if isinstance(value, list | tuple) else value

@@ -8,31 +8,16 @@ differentiable function of (x, sigma, rows): nothing is patched and no Python lo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from flowrl.policy.replay.arguments import CallPlan, Cond
+from flowrl.policy.replay.arguments import CallPlan
 from flowrl.policy.replay.coords import Coords
 from flowrl.policy.replay.guidance import Guidance
-from flowrl.policy.replay.record import first_tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """Where a velocity is asked for, and with which guidance (see Policy.velocity)."""
-
-    x: Tensor  # (n, *L) fp32, flow coordinates
-    sigma: Tensor  # (n,) fp64, or () on the CPU: the same for all rows
-    cond: Cond
-    rows: Tensor  # (n,) int64, rows of cond, on x's device
-    guidance: float | str = "pipeline"
-    detach_uncond: bool = False
-
-    def take(self, at: Tensor) -> Request:
-        """The rows `at` of a request whose rows have their own sigmas."""
-        return replace(self, x=self.x[at], sigma=self.sigma[at], rows=self.rows[at])
+from flowrl.policy.replay.record import prediction_of
+from flowrl.policy.replay.request import Request, together
 
 
 @dataclass(eq=False)
@@ -45,7 +30,8 @@ class Replay:
     coords: Coords
     shape: tuple[int, ...]  # of one row of latents
     pipeline: str  # name of its class
-    # (regime, outputs, request) -> prediction, where guidance has no closed form
+    alone: bool = False  # networks get one row at a time: the pipeline takes no more
+    # (regime, raw outputs, request) -> prediction, where guidance has no closed form
     combine: Callable[[int, list[Tensor], Request], Tensor] | None = None
 
     def velocity(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
@@ -55,11 +41,22 @@ class Replay:
 
     def predict(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
         """The pipeline's own combined prediction (n, *L) fp32, and the network rows it took."""
-        sigma = request.sigma
-        if sigma.ndim == 0:  # one time for all rows, found without work on the device
-            time = torch.tensor(self.coords.time.at(sigma.item()), dtype=torch.float64)
-        else:
-            time = self.coords.time(sigma)
+        if self.alone and len(request.x) > 1:
+            single = torch.arange(len(request.x), device=request.rows.device).split(1)
+            return together((at, self.predict(modules, request.take(at))) for at in single)
+        parts = request.cond.split(request.rows)
+        if len(parts) == 1:
+            return self._predict_alike(modules, request.within(*parts[0]))
+        return together(
+            (at, self._predict_alike(modules, request.within(group, at, local)))
+            for group, at, local in parts
+        )
+
+    def _predict_alike(
+        self, modules: Mapping[str, nn.Module], request: Request
+    ) -> tuple[Tensor, int]:
+        """`predict` where all rows belong to one group of prompts."""
+        time = self.coords.time(request.sigma)
         if not self.boundaries:
             return self._predict_in(0, modules, request, time)
         # rows of different regimes go to different networks
@@ -67,32 +64,41 @@ class Replay:
         used = regime.unique().tolist()
         if len(used) == 1:
             return self._predict_in(used[0], modules, request, time)
-        out, network_rows = torch.zeros_like(request.x), 0
-        for which in used:
-            at = (regime == which).nonzero().flatten()
-            part, count = self._predict_in(which, modules, request.take(at), time[at])
-            out, network_rows = out.index_copy(0, at, part), network_rows + count
-        return out, network_rows
+        places = [(regime == which).nonzero().flatten() for which in used]
+        return together(
+            (at, self._predict_in(which, modules, request.take(at), time[at]))
+            for which, at in zip(used, places, strict=True)
+        )
 
     def _predict_in(
         self, which: int, modules: Mapping[str, nn.Module], request: Request, time: Tensor
     ) -> tuple[Tensor, int]:
         """`predict` where all rows belong to regime `which`; time (n,) or () fp64."""
         regime, x = self.regimes[which], request.x
+        combined = regime.guidance.rule == "pipeline" and (
+            request.guidance == "pipeline" or any(plan.out is None for plan in regime.calls)
+        )
         outs: dict[int, Tensor] = {}
         for call, blocks, branches, grad in regime.passes(request):
             plan = regime.calls[call]
-            fixed = request.cond.gather((which, call), plan, request.rows, blocks)
+            assert request.group is not None and request.local is not None
+            fixed = request.group.gather((which, call), plan, request.local, blocks)
             args = plan.arguments(fixed, x, request.sigma, time, len(blocks))
             with torch.set_grad_enabled(grad):
-                output = first_tensor(modules[plan.module](**args))
-            outs.update(zip(branches, plan.pieces(output, len(blocks), x.shape), strict=True))
+                output = prediction_of(modules[plan.module](**args), plan.streams)
+            if combined:
+                parts = plan.raw(output, len(blocks), len(x))
+            else:
+                parts = plan.pieces(output, len(blocks), x.shape)
+            outs.update(zip(branches, parts, strict=True))
         ordered = [outs[branch] for branch in sorted(outs)]
         network_rows = len(x) * len(ordered)
-        if request.guidance == "pipeline" and regime.guidance.rule == "pipeline":
-            assert self.combine is not None
-            return self.combine(which, ordered, request), network_rows
-        return regime.guidance(ordered, request.guidance), network_rows
+        if not combined:
+            return regime.guidance(ordered, request.guidance), network_rows
+        assert self.combine is not None
+        if request.guidance == "none":  # equal outputs pass any guidance unchanged
+            ordered *= sum(plan.blocks for plan in regime.calls)
+        return self.combine(which, ordered, request), network_rows
 
 
 @dataclass

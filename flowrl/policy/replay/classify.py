@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.policy.replay.arguments import RULES, Path, Time
-from flowrl.policy.replay.record import UnreplayableError
+from flowrl.policy.replay.errors import UnreplayableError
 
 
 @dataclass
@@ -96,11 +96,14 @@ def _named_rule(path: Path, stack: Tensor, t: Tensor, s: Tensor, dtype: torch.dt
     flat = stack.double().reshape(len(stack), -1)
     if stack.ndim > 2 or not bool((flat == flat[:, :1]).all()):
         return None
+    off: dict[str, float] = {}
     for rule, fn in RULES.items():
         expected = fn(t.to(dtype), s.to(dtype)).double()
-        if ((flat[:, 0] - expected).abs() <= exact * expected.abs().clamp(min=1e-3)).all():
-            return Time(path, rule, dtype)
-    return None
+        gap = (flat[:, 0] - expected).abs() / expected.abs().clamp(min=1e-3)
+        if bool((gap <= exact).all()):
+            off[rule] = gap.max().item()
+    # networks turn a time's last digits into angles: of rules that agree, the exact one
+    return Time(path, min(off, key=off.__getitem__), dtype) if off else None
 
 
 def _affine_rule(path: Path, row: Tensor, t: Tensor, s: Tensor, dtype: torch.dtype) -> Time | None:

@@ -1,21 +1,23 @@
 """Every scheduler as a flow: x' = x / (a+b), s = b / (a+b), v = eps - x0.
 
-There x = a x0 + b eps are the pipeline's own latents. Three kinds cover diffusers: "flow" (a = 1-s,
-b = s), "vp" (a^2 + b^2 = 1: DDIM, PNDM, DPM++...), "ve" (a = 1: Euler, Heun, LMS...). In flow
-coordinates a variance-preserving network reads x' / r with r = sqrt((1-s)^2 + s^2), in all of them.
-Nothing is approximated at either end of a schedule.
+There x = a x0 + b eps are the pipeline's own latents. Four kinds cover diffusers: "flow" (a = 1-s,
+b = s), "rising" (the same, whose scheduler counts from noise 0 to data 1), "vp" (a^2 + b^2 = 1:
+DDIM, PNDM, DPM++...), "ve" (a = 1: Euler, Heun, LMS...). In flow coordinates a variance-preserving
+network reads x' / r with r = sqrt((1-s)^2 + s^2), in all of them. Nothing is approximated at either
+end of a schedule.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.policy.replay.record import UnreplayableError
+from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.types import expand
 
 
@@ -57,17 +59,22 @@ class TimeMap:
     def add(self, sigma: Tensor, time: Tensor) -> None:
         """Register members of a schedule; those that are known stay as they are."""
         new = torch.stack([sigma.double().cpu(), time.double().cpu()])
-        off = (self._between(new[0], self.sigma, self.time) - new[1]).abs().max().item()
-        # integer times are up to one of 1000 off
-        if off > 2e-3 * (self.time.max() - self.time.min()).item():
+        if not self.holds(*new):
             raise UnreplayableError(
-                f"time: the scheduler's model times lie up to {off:g} beside its noise curve;"
-                " others cannot be told"
+                f"time: the scheduler's model times lie up to {self._off(*new):g} beside its noise"
+                " curve; others cannot be told"
             )
         fresh = (new[0][:, None] != self.members[0]).all(1)
         merged = torch.cat([self.members, new[:, fresh]], 1)
         self.members, self._placed = merged[:, merged[0].argsort()], {}
         self._known.clear()
+
+    def holds(self, sigma: Tensor, time: Tensor) -> bool:
+        """Whether these times lie on the curve; integer times are up to one of 1000 off."""
+        return self._off(sigma, time) <= 2e-3 * (self.time.max() - self.time.min()).item()
+
+    def _off(self, sigma: Tensor, time: Tensor) -> float:
+        return (self._between(sigma.double(), self.sigma, self.time) - time).abs().max().item()
 
     @staticmethod
     def _between(sigma: Tensor, knots: Tensor, times: Tensor) -> Tensor:
@@ -79,11 +86,22 @@ class TimeMap:
     def at(self, sigma: float) -> float:
         """Model time of one number, without touching a device."""
         if sigma not in self._known:
-            self._known[sigma] = self(torch.tensor(sigma, dtype=torch.float64)).item()
+            self._known[sigma] = self(torch.tensor([sigma], dtype=torch.float64)).item()
         return self._known[sigma]
+
+    def whole(self, sigma: float) -> float:
+        """The sigma near this one whose model time is a whole number."""
+        time = round(self.at(sigma))
+        order = self.time.argsort()
+        right = int(torch.searchsorted(self.time[order], time).clamp(1, len(order) - 1))
+        t0, t1 = self.time[order[right - 1]], self.time[order[right]]
+        s0, s1 = self.sigma[order[right - 1]], self.sigma[order[right]]
+        return (s0 + (s1 - s0) * (time - t0) / (t1 - t0)).item()
 
     def __call__(self, sigma: Tensor) -> Tensor:
         """Model time fp64 of sigma, any shape, on sigma's device."""
+        if sigma.ndim == 0 and sigma.device.type == "cpu":
+            return torch.tensor(self.at(sigma.item()), dtype=torch.float64)
         if sigma.device not in self._placed:
             self._placed[sigma.device] = tuple(
                 v.contiguous().to(sigma.device) for v in (self.sigma, self.time, *self.members)
@@ -100,8 +118,29 @@ class TimeMap:
         return torch.where((members[near] - sigma).abs() < 2e-7, exact[near], between)
 
 
+FLOWS = ("flow", "rising")
+# (kind, prediction) that are tried, in this order, where a scheduler's config says otherwise than
+# its step does
+KNOWN = (
+    ("flow", "flow"),
+    ("rising", "backward"),
+    ("ve", "epsilon"),
+    ("ve", "sample"),
+    ("ve", "v_prediction"),
+    ("vp", "epsilon"),
+    ("vp", "sample"),
+    ("vp", "v_prediction"),
+    ("flow", "epsilon"),
+    ("flow", "sample"),
+)
+
+
 class Coords:
-    """Change of coordinates between a scheduler's latents and predictions and flow coordinates."""
+    """Change of coordinates between a scheduler's latents and predictions and flow coordinates.
+
+    kind: "flow", "rising", "vp" or "ve". prediction: "flow" eps - x0, "backward" x0 - eps,
+    "epsilon", "sample" x0, "v_prediction".
+    """
 
     def __init__(self, scheduler: Any) -> None:
         cfg = scheduler.config
@@ -115,18 +154,65 @@ class Coords:
                 " v_prediction, sample"
             )
         self.kind = "flow" if flow else self._diffusion_kind(scheduler)
-        if flow:
-            end = float(cfg.get("num_train_timesteps", 1000))
-            self.time = TimeMap(torch.tensor([0.0, 1.0]), torch.tensor([0.0, end]))
-        else:
-            s = self._from_alphas(scheduler.alphas_cumprod)
-            self.time = TimeMap(s, torch.arange(s.numel()))
+        self._end = float(cfg.get("num_train_timesteps", 1000))
+        self.time = self._curve(scheduler)
+
+    def _curve(self, scheduler: Any) -> TimeMap:
+        """Model time by noise level, as the scheduler's training levels say it."""
+        ends = torch.tensor([0.0, 1.0])
+        if self.kind == "flow":
+            return TimeMap(ends, ends * self._end)
+        if self.kind == "rising" or not hasattr(scheduler, "alphas_cumprod"):
+            return TimeMap(ends, (1 - ends) * self._end)
+        s = self._from_alphas(scheduler.alphas_cumprod)
+        return TimeMap(s, torch.arange(s.numel()))
+
+    def settle(self, scheduler: Any, extra: Mapping[str, Any]) -> None:
+        """Where the step of a scheduler whose timesteps are set is not the one that its config
+        says, take the first of KNOWN that it is. extra: further arguments of step."""
+        if self._fits(scheduler, extra) is not False:
+            return
+        told = self.kind, self.prediction
+        for self.kind, self.prediction in KNOWN:
+            if self._fits(scheduler, extra):
+                self.time = self._curve(scheduler)
+                return
+        self.kind, self.prediction = told
+
+    def _fits(self, scheduler: Any, extra: Mapping[str, Any]) -> bool | None:
+        """Whether its first-order steps are Euler steps in these coordinates; None where it draws
+        noise or cannot be asked."""
+        times = scheduler.timesteps
+        levels: Any = getattr(scheduler, "sigmas", None)
+        if self.kind == "vp" and not hasattr(scheduler, "alphas_cumprod"):
+            return False
+        if self.kind in FLOWS and isinstance(levels, Tensor):
+            falls = bool(levels[0] > levels[-1])
+            if levels.max() > 1 + 1e-6 or falls != (self.kind == "flow"):
+                return False
+        generator = torch.Generator().manual_seed(0)
+        sample, prediction = torch.randn(2, 1, 4, 4, 4, generator=generator)
+        try:
+            sigmas = self.sigmas_of(scheduler, times.double().cpu())
+            for j in {0, len(times) // 2}:
+                made = first_order(scheduler, j, prediction, sample, extra)
+                if made is None:
+                    return None
+                x = sample / self.scale(sigmas[j]).item()
+                v = self.velocity(prediction, x, sigmas[j])
+                ours = x + v * (sigmas[j + 1] - sigmas[j]).item()
+                gap = ours * self.scale(sigmas[j + 1]).item() - made
+                if not gap.abs().max() < 1e-3 * made.abs().max():
+                    return False
+        except (ValueError, IndexError, AttributeError, TypeError, RuntimeError):
+            return None
+        return True
 
     @classmethod
     def plain(cls, prediction: str) -> Coords:
         """Flow coordinates without a scheduler: the model time is sigma."""
         new = cls.__new__(cls)
-        new.kind, new.prediction = "flow", prediction
+        new.kind, new.prediction, new._end = "flow", prediction, 1.0
         new.time = TimeMap(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
         return new
 
@@ -134,8 +220,10 @@ class Coords:
     def _diffusion_kind(scheduler: Any) -> str:
         """ "ve" where the scheduler rescales the model's input, as Euler does; else "vp"."""
         if not hasattr(scheduler, "alphas_cumprod"):
+            if isinstance(getattr(scheduler, "sigmas", None), Tensor):
+                return "ve"
             raise UnreplayableError(
-                f"{type(scheduler).__name__} has neither flow sigmas nor alphas_cumprod: its noise"
+                f"{type(scheduler).__name__} has neither sigmas nor alphas_cumprod: its noise"
                 " levels are unknown"
             )
         probe = copy.deepcopy(scheduler)
@@ -153,9 +241,20 @@ class Coords:
 
     def scale(self, s: Tensor) -> Tensor:
         """a + b: the pipeline's latents are x' * scale(s)."""
-        if self.kind == "flow":
+        if self.kind in FLOWS:
             return torch.ones_like(s)
         return 1 / radius(s) if self.kind == "vp" else 1 / (1 - s)
+
+    def level(self, s: Tensor) -> Tensor:
+        """What the scheduler's own `sigmas` say at s, and _from_level back."""
+        if self.kind in FLOWS:
+            return s if self.kind == "flow" else 1 - s
+        return s / (1 - s)
+
+    def _from_level(self, level: Tensor) -> Tensor:
+        if self.kind in FLOWS:
+            return level if self.kind == "flow" else 1 - level
+        return level / (1 + level)
 
     def start(self, sigma: float, seen: Schedule) -> float:
         """Factor from standard normal noise to x at sigma, where a run starts. `seen`, any schedule
@@ -173,11 +272,10 @@ class Coords:
         level after the last step."""
         sigmas: Any = getattr(scheduler, "sigmas", None)
         told = isinstance(sigmas, Tensor) and sigmas.numel() == scheduler.timesteps.numel() + 1
-        if self.kind == "flow" or told:
+        if self.kind in FLOWS or told:
             # img2img runs start late
             first = int((scheduler.timesteps.double().cpu() - times[0]).abs().argmin())
-            level = sigmas.double().cpu()[first : first + times.numel() + 1]
-            return level if self.kind == "flow" else level / (1 + level)
+            return self._from_level(sigmas.double().cpu()[first : first + times.numel() + 1])
         last = torch.as_tensor(getattr(scheduler, "final_alpha_cumprod", 1.0)).reshape(1).cpu()
         train = self._from_alphas(scheduler.alphas_cumprod.cpu())
         return torch.cat([train[times.long()], self._from_alphas(last)])
@@ -191,7 +289,8 @@ class Coords:
             return -1 / s, 1 / s
         if self.prediction == "v_prediction":
             return 1 / r2.sqrt(), (2 * s - 1) / r2
-        return torch.ones_like(s), torch.zeros_like(s)
+        sign = -1 if self.prediction == "backward" else 1
+        return sign * torch.ones_like(s), torch.zeros_like(s)
 
     def velocity(self, prediction: Tensor, x: Tensor, s: Tensor) -> Tensor:
         """v = eps_hat - x0_hat of the model's prediction at x (n, *L) flow coordinates; s () or
@@ -200,3 +299,39 @@ class Coords:
             return prediction
         p, q = self.coefficients(s)
         return expand(p.to(x), x) * prediction + expand(q.to(x), x) * x
+
+
+LIMITS = ("clip_sample", "thresholding")  # of a step's estimate of the clean latents
+
+
+def unmarked(scheduler: Any) -> Any:
+    """A copy of a scheduler whose step is recorded, for use on its own."""
+    own = copy.deepcopy(scheduler)
+    own.__dict__.pop("_recorded_by", None)
+    return own
+
+
+def started(scheduler: Any, at: int = 0) -> Any:
+    """A copy of a scheduler, at one of its steps."""
+    own = copy.deepcopy(scheduler)
+    if hasattr(own, "set_begin_index"):
+        own.set_begin_index(at)
+    return own
+
+
+def first_order(
+    scheduler: Any, at: int, prediction: Tensor, sample: Tensor, extra: Mapping[str, Any]
+) -> Tensor | None:
+    """What a fresh scheduler makes of latents at its step `at`, without its limits; the first step
+    of a multistep solver is first order. None when it draws noise."""
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        own = started(scheduler, at)
+        own.register_to_config(**{k: False for k in LIMITS if own.config.get(k)})
+        time = own.timesteps[at]
+        if hasattr(own, "scale_model_input"):
+            own.scale_model_input(sample, time)
+        given = {k: prediction if isinstance(v, Tensor) else v for k, v in extra.items()}
+        made.append(own.step(prediction, time, sample, **given, return_dict=False)[0])
+    return made[0] if torch.equal(*made) else None

@@ -1,10 +1,12 @@
 """Latents to media and back: one VAE call between two affine maps.
 
-Both maps are read off the pipeline's own tail, so nothing is patched when media are decoded.
+Both maps are read off the pipeline's own tail, so nothing is patched when media are decoded. A tail
+that does otherwise is run itself, a row at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,15 +15,19 @@ import torch
 from torch import Tensor
 
 from flowrl.policy.replay.affine import patterns, solve
-from flowrl.policy.replay.arguments import Affine
-from flowrl.policy.replay.probe import RECORD, Prober
-from flowrl.policy.replay.record import UnreplayableError, replaced
+from flowrl.policy.replay.arguments import Affine, Cond
+from flowrl.policy.replay.errors import UnreplayableError
+from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.probe import Prober, always
+from flowrl.policy.replay.record import replaced
+from flowrl.runtime.memory import ran_out
 
 
 class Decoder:
     """media = after(vae.decode(before(latents))), clamped to [0, 1].
 
-    latent, image: shapes of one row of latents and of one row of the VAE's output.
+    latent, image: shapes of one row of latents and of one row of the VAE's output. own: what
+    `before` adds to the latents belongs to the prompt (a first frame).
     """
 
     def __init__(
@@ -31,17 +37,26 @@ class Decoder:
         after: Affine,
         latent: tuple[int, ...],
         image: tuple[int, ...],
+        own: bool = False,
     ) -> None:
         self.vae, self.before, self.after = vae, before, after
-        self.latent, self.image = latent, image
+        self.latent, self.image, self.own = latent, image, own
 
-    def __call__(self, x: Tensor, chunk: int = 16) -> Tensor:
+    def __call__(
+        self, x: Tensor, cond: Cond | None = None, rows: Tensor | None = None, chunk: int = 16
+    ) -> Tensor:
         """Pipeline latents (n, *L) fp32 -> media (n, ...) fp32 in [0, 1]; differentiable; `chunk`
-        rows at a time."""
+        rows at a time. cond, rows (n,): whose latents they are, for a decoder that is `own`."""
         media = []
-        for part in x.split(chunk):
-            z = self.before(part, _constant(self.before, part)).to(self.vae.dtype)
-            out = self.vae.decode(z, return_dict=False)[0].float()
+        for k in range(0, len(x), chunk):
+            part = x[k : k + chunk]
+            constant, scale = _constant(self.before, part), None
+            if self.own:
+                assert cond is not None and cond.tails is not None and rows is not None
+                own = cond.tails.to(x.device)[rows[k : k + chunk].to(x.device)]
+                constant, scale = own[:, 0], own[:, 1]
+            z = self.before(part, constant, scale=scale).to(self.vae.dtype)
+            out = decoded(self.vae, z).float()
             media.append(self.after(out, _constant(self.after, out)).clamp(0, 1))
         return torch.cat(media)
 
@@ -74,7 +89,27 @@ def _constant(part: Affine, like: Tensor) -> Tensor | None:
     return None if part.const is None else part.const[0, :1].to(like.device, torch.float32)
 
 
-def infer_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder:
+class TailDecoder:
+    """The pipeline's own tail, for one that is no VAE call between affine maps: a stubbed run a
+    row, differentiable where the tail is."""
+
+    def __init__(self, prober: Prober, steps: int) -> None:
+        self.prober, self.steps = prober, steps
+
+    def __call__(self, x: Tensor, cond: Cond | None = None, rows: Tensor | None = None) -> Tensor:
+        """Pipeline latents (n, *L) fp32 -> media (n, ...) fp32 in [0, 1]."""
+        items = [self.prober.record[0]] * len(x)
+        if cond is not None and rows is not None:
+            items = [cond.items[row] for row in rows.tolist()]
+        grad = torch.is_grad_enabled() and x.requires_grad
+        media = [
+            tail(self.prober, self.steps, x[k : k + 1], [item], grad=grad)
+            for k, item in enumerate(items)
+        ]
+        return torch.cat(media).clamp(0, 1)
+
+
+def infer_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder | TailDecoder:
     """Probe the tail of the pipeline: what vae.decode receives for chosen latents, and what becomes
     of chosen VAE outputs."""
     vae = getattr(prober.runner.pipe, "vae", None)
@@ -83,8 +118,15 @@ def infer_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder
             f"decode: {type(prober.runner.pipe).__name__} has no VAE with a decode method; give"
             " hints decode=fn(pipe, latents)"
         )
-    rows = len(RECORD) + len(prober.runner.pad)
-    probe = TailProbe(prober, steps, rows, shape)
+    try:
+        return _affine_decoder(prober, steps, shape)
+    except UnreplayableError:
+        return TailDecoder(prober, steps)
+
+
+def _affine_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder:
+    rows = prober.count + len(prober.runner.pad)
+    probe = TailProbe(prober, steps, prober.rows(prober.count), rows, shape)
     seen = {"zero": probe.run("zero")}
     image = probe.image
     for key in {**patterns(1, shape), **patterns(1, image)}:
@@ -97,17 +139,33 @@ def infer_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder
     after.scale = after.scale * 64  # its patterns were 1/64 of the others
     _check_constants(before, "input of the VAE")
     _check_constants(after, "output of the pipeline")
-    return Decoder(vae, before, after, shape, image)
+    decoder = Decoder(prober.runner.pipe.vae, before, after, shape, image)
+    if prober.runner.single and before.const is not None:
+        constant, scale = tails(prober, steps, decoder, [prober.record[1]])[0]
+        same = torch.allclose(constant, before.const[0, 0].to(constant))
+        decoder.own = not same
+        whole = before.scale.ndim == 0 or bool((before.scale != 0).all())
+        if decoder.own and not whole and len(scale) == torch.Size(shape).numel():
+            before.index = None  # a mask: latents stay where they are
+    return decoder
+
+
+def tails(prober: Prober, steps: int, decoder: Decoder, items: Sequence[Item]) -> Tensor:
+    """What the pipeline adds to its latents before it decodes them, and which of them it takes:
+    (P, 2, D) fp32."""
+    out = []
+    for item in items:
+        probe = TailProbe(prober, steps, [item], 1, decoder.latent)
+        zero, one = (probe.run(key)[0].float().reshape(-1) for key in ("zero", "one"))
+        out.append(torch.stack([zero, one - zero]))
+    return torch.stack(out)
 
 
 def _check_constants(part: Affine, what: str) -> None:
     """UnreplayableError where a map adds other constants to other rows."""
     const = part.const
     if const is not None and not torch.allclose(const, const[:1, :1].expand_as(const)):
-        raise UnreplayableError(
-            f"decode: {what} has constants that differ between rows; give hints decode=fn(pipe,"
-            " latents)"
-        )
+        raise UnreplayableError(f"decode: {what} has constants that differ between rows")
 
 
 @dataclass(eq=False)
@@ -116,7 +174,8 @@ class TailProbe:
 
     prober: Prober
     steps: int
-    rows: int
+    items: Sequence[Item]
+    rows: int  # with those that fix the text length
     latent: tuple[int, ...]
     image: tuple[int, ...] = ()  # shape of one row of the VAE's output, known after a run
     received: list[Tensor] = field(default_factory=list)
@@ -126,34 +185,54 @@ class TailProbe:
         latents and in the VAE's output."""
         self.received.clear()
         x = patterns(self.rows, self.latent)[_same(key, self.latent)]
-        with replaced(self.prober.runner.pipe.vae, "decode", partial(self._decode, key)):
-            self.prober.run(RECORD, self.steps, latents=lambda j: x, output_type="pt")
-        if len(self.received) != 1:
+        vae = self.prober.runner.pipe.vae
+        with replaced(vae, "decode", partial(self._decode, key)):
+            self.prober.run(self.items, self.steps, latents=always(x), output_type="pt")
+        if sum(map(len, self.received)) != self.rows:
             raise UnreplayableError(
-                f"decode: the pipeline called vae.decode {len(self.received)} times, and one call"
-                " can be replayed"
+                f"decode: the pipeline called vae.decode for {[len(z) for z in self.received]} rows"
+                f" of {self.rows}"
             )
-        return self.received[0], self.prober.result
+        return torch.cat(self.received), media_of(self.prober.result)
 
     def _decode(
         self, key: str, z: Tensor, *args: Any, return_dict: bool = True, **kwargs: Any
     ) -> Any:
-        """In place of vae.decode."""
+        """In place of vae.decode, for some of the rows."""
         vae = self.prober.runner.pipe.vae
+        first = sum(map(len, self.received))
+        more = [*args, *(v for k, v in kwargs.items() if k != "generator")]
+        if first + len(z) > self.rows or any(v is not None for v in more):
+            raise UnreplayableError(
+                f"decode: the VAE is given {first + len(z)} rows for {self.rows} media, or more"
+                " than latents"
+            )
         if not self.image:
-            real = type(vae).decode(vae, z.to(vae.dtype), *args, return_dict=False, **kwargs)[0]
-            if len(real) != self.rows:
-                raise UnreplayableError(
-                    f"decode: the VAE returned {len(real)} rows for {self.rows} prompts"
-                )
-            self.image = tuple(real.shape[1:])
+            one = type(vae).decode(vae, z[:1].to(vae.dtype), *args, return_dict=False, **kwargs)[0]
+            if len(one) != 1:
+                raise UnreplayableError(f"decode: the VAE returned {len(one)} rows for one")
+            self.image = tuple(one.shape[1:])
         self.received.append(z)
         image = patterns(self.rows, self.image, unit=1 / 64)[_same(key, self.image)].to(z)
-        if not return_dict:
-            return (image,)
-        from diffusers.models.autoencoders.vae import DecoderOutput
+        image = image[first : first + len(z)]
+        return _output(image) if return_dict else (image,)
 
-        return DecoderOutput(sample=image)
+
+def _output(sample: Tensor) -> Any:
+    from diffusers.models.autoencoders.vae import DecoderOutput
+
+    return DecoderOutput(sample=sample)
+
+
+def decoded(vae: Any, z: Tensor, *args: Any, decode: Any = None, **kwargs: Any) -> Tensor:
+    """vae.decode(z), row by row where the VAE takes no batch."""
+    decode = decode or vae.decode
+    try:
+        return decode(z, *args, return_dict=False, **kwargs)[0]
+    except RuntimeError as error:
+        if len(z) == 1 or ran_out(error):
+            raise
+    return torch.cat([decode(row, *args, return_dict=False, **kwargs)[0] for row in z.split(1)])
 
 
 def _same(key: str, shape: tuple[int, ...]) -> str:
@@ -161,15 +240,41 @@ def _same(key: str, shape: tuple[int, ...]) -> str:
     return key if key in patterns(1, shape) else "digit0"
 
 
-def tail(prober: Prober, steps: int, x: Tensor) -> Tensor:
-    """The pipeline's own decoding of its latents x (P, *L), for the self-check."""
-    vae = prober.runner.pipe.vae
-    rows = x.shape[0]
-    full = torch.cat([x, x[:1].expand(len(prober.runner.pad), *x.shape[1:])])
+def media_of(result: Any) -> Tensor:
+    """A pipeline's media as one tensor: some return a list of them."""
+    if isinstance(result, list | tuple):
+        return torch.stack([torch.as_tensor(media) for media in result])
+    return torch.as_tensor(result)
 
-    def cast(z: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return type(vae).decode(vae, z.to(vae.dtype), *args, **kwargs)
 
-    with replaced(vae, "decode", cast):
-        prober.run(RECORD[:rows], steps, latents=lambda j: full, output_type="pt")
-    return torch.as_tensor(prober.result).float()[:rows]
+def tail(
+    prober: Prober, steps: int, x: Tensor, items: Sequence[Item], *, grad: bool = False
+) -> Tensor:
+    """The pipeline's own decoding of its latents x (P, *L) -> media (P, ...)."""
+    made = []
+    for group, part in zip(prober.apart(items), _like(prober, x), strict=True):
+        vae = prober.runner.pipe.vae
+        full = torch.cat([part, part[:1].expand(len(prober.runner.pad), *x.shape[1:])])
+
+        def cast(
+            z: Tensor, *args: Any, return_dict: bool = True, vae: Any = vae, **kwargs: Any
+        ) -> Any:
+            own = partial(type(vae).decode, vae)
+            out = decoded(vae, z.to(vae.dtype), *args, decode=own, **kwargs)
+            return _output(out) if return_dict else (out,)
+
+        with replaced(vae, "decode", cast):
+            prober.run(
+                group,
+                steps,
+                latents=always(full),
+                output_type="pt",
+                grad=grad,
+            )
+        made.append(media_of(prober.result).float()[: len(group)])
+    return torch.cat(made)
+
+
+def _like(prober: Prober, x: Tensor) -> list[Tensor]:
+    """x in the runs that its rows take."""
+    return list(x.split(1)) if prober.runner.single else [x]

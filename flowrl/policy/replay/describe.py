@@ -60,7 +60,7 @@ def _call(call: CallPlan, k: int) -> list[str]:
     lines = [f"y = {call.module}("]
     for key, value in nest(_arguments(call, k)).items():
         lines += [f"    {line}" for line in f"{key}={_literal(value)},".split("\n")]
-    picked = "" if call.out.index is None else ".flatten(1)[:, picked]"
+    picked = "" if call.out is None or call.out.index is None else ".flatten(1)[:, picked]"
     added = f"out += y.chunk({call.blocks})" if call.blocks > 1 else "out += [y]"
     return [*lines, f")[0]{picked}", added]
 
@@ -109,6 +109,7 @@ def _literal(value: Any) -> str:
 def _velocity(prediction: str) -> str:
     return {
         "flow": "prediction",
+        "backward": "-prediction  # it is x0 - eps",
         "epsilon": "(prediction - x) / (1 - sigma)  # eps - x0",
         "sample": "(x - prediction) / sigma  # eps - x0",
         "v_prediction": "prediction / r + (2 * sigma - 1) * x / r**2  # eps - x0",

@@ -11,27 +11,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.policy.replay.record import UnreplayableError
+from flowrl.policy.replay.errors import UnreplayableError
 
 
 @dataclass
 class Guidance:
     """A rule that combines outputs.
 
-    rule: "linear": sum of weights * outputs; "norm": the same, rescaled to the conditional output's
-    norm over the last axis (true CFG of Qwen-Image); "pipeline": the pipeline combines (slow).
-    total: what equal outputs are multiplied by, +1 or -1. cond: index of the conditional branch.
+    rule: "linear": sum of weights * outputs; "entries": the same with a weight for each entry of
+    the latents (frames or channels that are guided otherwise); "norm": linear, rescaled to the
+    conditional output's norm over the last axis (true CFG of Qwen-Image); "pipeline": the pipeline
+    combines (slow). total: what equal outputs are multiplied by, +1 or -1. cond: index of the
+    conditional branch. entries: (K, *L) weights of rule "entries".
     """
 
     rule: str
     weights: tuple[float, ...]
     total: float
     cond: int
+    entries: Tensor | None = None
 
     def __call__(self, outs: list[Tensor], guidance: float | str) -> Tensor:
         """Predictions of the branches, each (n, *L) -> prediction (n, *L)."""
         if guidance == "none":
             return outs[0] if self.total == 1.0 else self.total * outs[0]
+        if self.entries is not None and guidance == "pipeline":
+            entries = self.entries.to(outs[0])
+            return sum((w * o for w, o in zip(entries, outs, strict=True)), outs[0].new_zeros(()))
         weights = self.weights if guidance == "pipeline" else self._reweighted(float(guidance))
         mixed = weights[0] * outs[0]
         if len(outs) > 1:
@@ -49,7 +55,7 @@ class Guidance:
                 " policy with guidance on (guidance_scale > 1, or true_cfg_scale > 1 and"
                 " negative_prompt), or use guidance='pipeline' or 'none'"
             )
-        if self.rule == "pipeline" or len(self.weights) > 2:
+        if self.rule in ("pipeline", "entries") or len(self.weights) > 2:
             raise ValueError(
                 f"guidance={g}: this pipeline's guidance is not u + g (c - u), so g cannot be"
                 " changed; use 'pipeline' or 'none'"
@@ -64,6 +70,8 @@ class Guidance:
         """The rule as Python source."""
         if self.rule == "pipeline":
             return "pipeline_combines(out)"
+        if self.rule == "entries":
+            return " + ".join(f"weights[{k}] * out[{k}]" for k in range(len(self.weights)))
         text = " + ".join(f"{w:g} * out[{k}]" for k, w in enumerate(self.weights))
         text = text.replace("+ -", "- ")
         return f"rescale_to_norm_of(out[{self.cond}], {text})" if self.rule == "norm" else text
@@ -89,11 +97,31 @@ def fit(samples: list[tuple[list[Tensor], Tensor]], forced: str | None) -> Guida
     rescaled = _fit_norm(outs, pred, total) if forced in (None, "norm") else None
     if rescaled is not None:
         return rescaled
+    by_entry = _fit_entries(outs, pred, total) if forced is None else None
+    if by_entry is not None:
+        return by_entry
     if forced in ("linear", "norm"):
         raise UnreplayableError(
             f"guidance: the hint says {forced!r}, but random outputs are not combined that way"
         )
     return Guidance("pipeline", tuple(weights.tolist()), total, cond)
+
+
+def _fit_entries(outs: list[Tensor], pred: Tensor, total: float) -> Guidance | None:
+    """Rule "entries": weights of each entry of the latents, from iterations and rows."""
+    count, shape = len(outs), pred.shape[2:]
+    rows = pred.shape[0] * pred.shape[1]
+    if count < 2 or rows < count + 2:
+        return None
+    matrix = torch.stack([o.reshape(rows, -1) for o in outs], 2).transpose(0, 1)  # (D, rows, K)
+    wanted = pred.reshape(rows, -1).T[..., None]
+    weights = torch.linalg.lstsq(matrix, wanted).solution  # (D, K, 1)
+    if ((matrix @ weights - wanted).norm() / wanted.norm()).item() > 1e-4:
+        return None
+    entries = weights[..., 0].T.reshape(count, *shape)
+    means = tuple(entry.mean().item() for entry in entries)
+    cond = max(range(count), key=lambda k: total * means[k])
+    return Guidance("entries", means, total, cond, entries.float())
 
 
 def _fit_norm(outs: list[Tensor], pred: Tensor, total: float) -> Guidance | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,27 +10,34 @@ from torch import Tensor
 
 from flowrl.policy.replay.affine import patterns, solve
 from flowrl.policy.replay.arguments import Affine, CallPlan, Rows, Slot, get
-from flowrl.policy.replay.call import Regime, Replay
+from flowrl.policy.replay.bind import stacked
+from flowrl.policy.replay.call import Replay
 from flowrl.policy.replay.classify import Leaf, differs, fit_time, leaves, name
-from flowrl.policy.replay.coords import Coords, radius
-from flowrl.policy.replay.guidance import fit
-from flowrl.policy.replay.probe import RECORD, Key, Prober
-from flowrl.policy.replay.record import Iteration, Runner, UnreplayableError
+from flowrl.policy.replay.coords import Coords, TimeMap, unmarked
+from flowrl.policy.replay.errors import UnreplayableError
+from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.outputs import infer_regime
+from flowrl.policy.replay.probe import Prober, always
+from flowrl.policy.replay.record import Iteration, Runner
 
-MORE = [*RECORD, RECORD[0]]  # one row more, no longer text
+CURVE = 100  # steps of the run that a curve of model times is read from
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
     """What the probing runs showed. runs[pattern]: iterations with these latents; more: zeros with
-    one row more; times, sigmas (J,)."""
+    one row more; times, sigmas (J,); other: runs of the record's second item, where prompts are
+    bound one at a time."""
 
     runs: dict[str, list[Iteration]]
+    other: dict[str, list[Iteration]]
     more: list[Iteration]
     times: Tensor
     sigmas: Tensor
     coords: Coords
     rows: int
+    alone: bool  # of one row, so that no batch axis shows
+    streams: int
     shape: tuple[int, ...]
 
 
@@ -39,37 +45,75 @@ def infer(prober: Prober, coords: Coords) -> tuple[Replay, int]:
     """The Replay of prober's pipeline, and the number of steps at which it was recorded (enough for
     every regime to be seen twice)."""
     runner = prober.runner
-    _fix_text_length(prober, 8)
+    if not runner.single:
+        _fix_text_length(prober, 8)
     zero, segments, steps = _first_runs(prober)
     times = torch.stack([i.time for i in zero])
-    shape, rows = tuple(zero[0].sample.shape[1:]), len(RECORD) + len(runner.pad)
-    if zero[0].sample.shape[0] != rows:
-        raise UnreplayableError(
-            f"the loop holds {zero[0].sample.shape[0]} latents for {rows} prompts; leave"
-            " num_images_per_prompt at 1"
-        )
+    all_times = runner.pipe.scheduler.timesteps.double().cpu()
+    prober.begin = int((all_times - times[0]).abs().argmin())
+    alone = runner.form == "alone"
+    shape, rows = prober.shape, prober.count + len(runner.pad)
     seen = Evidence(
-        runs={key: _run(prober, RECORD, steps, key) for key in patterns(1, shape)},
-        more=_run(prober, MORE, steps, "zero"),
+        runs={key: _run(prober, prober.count, steps, key) for key in patterns(1, shape)},
+        other=_other(prober, steps),
+        more=_run(prober, prober.count if alone else 3, steps, "zero"),
+        alone=alone,
         times=times,
         sigmas=coords.sigmas_of(runner.pipe.scheduler, times)[:-1],
         coords=coords,
         rows=rows,
+        streams=runner.streams,
         shape=shape,
     )
     regimes = []
     for seg in segments:
         plans = [_call(i, seg, seen) for i in range(len(zero[seg[0]].calls))]
-        regimes.append(_regime(prober, plans, seg, steps, (rows, *shape)))
+        regimes.append(infer_regime(prober, plans, seg, steps, (rows, *shape)))
     boundaries = _boundaries(runner, segments, times)
-    return Replay(regimes, boundaries, coords, shape, type(runner.pipe).__name__), steps
+    name = type(runner.pipe).__name__
+    return Replay(regimes, boundaries, coords, shape, name, alone=alone), steps
+
+
+def _other(prober: Prober, steps: int) -> dict[str, list[Iteration]]:
+    if not prober.runner.single:
+        return {}
+    latents = {key: patterns(1, prober.shape)[key] for key in ("zero", "one")}
+    return {
+        key: prober.run([prober.record[1]], steps, latents=always(x)) for key, x in latents.items()
+    }
+
+
+def find_coords(prober: Prober) -> Coords:
+    """Coordinates of the pipeline's scheduler, as its step and its times in a run show them."""
+    fresh: list[Any] = []
+    extra: dict[str, Any] = {}
+
+    def on_raw(given: dict[str, Any]) -> None:
+        if not fresh:  # as it is at its first step: some loops edit its sigmas
+            fresh.append(unmarked(given["self"]))
+        extra.clear()
+        own = ("self", "model_output", "timestep", "sample", "return_dict", "generator", "eta")
+        extra.update({k: v for k, v in given.items() if k not in own})
+
+    runner = prober.runner
+    coords = Coords(runner.pipe.scheduler)
+    iterations = prober.run(prober.rows(prober.count), 8, on_raw=on_raw)
+    coords.settle(fresh[0], extra)
+    times = torch.stack([it.time for it in iterations])
+    sigmas = coords.sigmas_of(fresh[0], times)[:-1]
+    if not coords.time.holds(sigmas, times):
+        iterations = prober.run(prober.rows(prober.count), CURVE)
+        times = torch.stack([it.time for it in iterations])
+        sigmas = coords.sigmas_of(runner.pipe.scheduler, times)[:-1]
+        coords.time = TimeMap(sigmas.flip(0), times.flip(0))
+    return coords
 
 
 def _first_runs(prober: Prober) -> tuple[list[Iteration], list[list[int]], int]:
     """A run on zeros with every set of networks at two steps or more: (it, its segments, steps)."""
     steps = 8
     while steps <= 64:
-        zero = _run(prober, RECORD, steps, "zero")
+        zero = _run(prober, prober.count, steps, "zero")
         segments = _segments(zero)
         if all(len(seg) >= 2 for seg in segments):
             return zero, segments, steps
@@ -80,20 +124,11 @@ def _first_runs(prober: Prober) -> tuple[list[Iteration], list[list[int]], int]:
     )
 
 
-def _run(prober: Prober, prompts: list[str], steps: int, key: str) -> list[Iteration]:
-    """A run whose latents are the named pattern after every step."""
-    rows = len(prompts) + len(prober.runner.pad)
-    made: dict[str, Tensor] = {}
-
-    def latents(j: int) -> Tensor:
-        return made["x"]
-
-    def first(j: int, it: Iteration) -> bool:
-        if not made:
-            made["x"] = patterns(rows, tuple(it.sample.shape[1:]))[key]
-        return False
-
-    return prober.run(prompts, steps, latents=latents, stop=first)
+def _run(prober: Prober, count: int, steps: int, key: str) -> list[Iteration]:
+    """A run of `count` items whose latents are the named pattern after every step."""
+    rows = count + len(prober.runner.pad)
+    x = patterns(rows, prober.shape)[key]
+    return prober.run(prober.rows(count), steps, latents=always(x))
 
 
 def _fix_text_length(prober: Prober, steps: int) -> None:
@@ -102,16 +137,17 @@ def _fix_text_length(prober: Prober, steps: int) -> None:
     runner = prober.runner
     default = runner.parameters.get("max_sequence_length")
     tokens = runner.kwargs.get("max_sequence_length") or (default.default if default else 512)
-    filler = " ".join(["word"] * (int(tokens) + 8))
+    filler = Item(" ".join(["word"] * (int(tokens) + 8)), prober.record[0].conditions)
     short, long = (
-        prober.run(p, steps, stop=lambda j, it: True)[0] for p in (RECORD, [RECORD[0], filler])
+        prober.run(p, steps, stop=lambda j, it: True)[0]
+        for p in (prober.rows(2), [prober.record[0], filler])
     )
     for a, b in zip(short.calls, long.calls, strict=True):
         shapes = [
             [tuple(v.shape) for v in c.args.values() if isinstance(v, Tensor)] for c in (a, b)
         ]
         if shapes[0] != shapes[1]:
-            runner.pad = (filler, "")
+            runner.pad = (filler, Item("", prober.record[0].conditions))
     prober.templates.clear()
 
 
@@ -142,13 +178,11 @@ def _call(i: int, seg: list[int], seen: Evidence) -> CallPlan:
     """Classify every argument of call i of a regime, whose iterations are seg."""
     zero, more = (run[seg[0]].calls[i] for run in (seen.runs["zero"], seen.more))
     slots, found, shared, times = [], [], {}, []
-    for leaf in leaves(zero.args, more.args, seen.rows, seen.rows + 1):
+    for leaf in leaves(zero.args, more.args, seen.rows, seen.rows + (not seen.alone)):
         over_time = [get(seen.runs["zero"][j].calls[i].args, leaf.path) for j in seg]
         ones = get(seen.runs["one"][seg[0]].calls[i].args, leaf.path)
         varying = any(differs(over_time[0], value) for value in over_time[1:])
         holds_x = differs(over_time[0], ones)
-        if varying and holds_x:
-            raise UnreplayableError(f"argument {name(leaf.path)} mixes latents and time")
         if holds_x:
             slots.append(_slot(leaf, i, seg, seen))
         elif varying:
@@ -160,8 +194,12 @@ def _call(i: int, seg: list[int], seen: Evidence) -> CallPlan:
             shared[leaf.path] = over_time[0]
     blocks, repeats = _layout(slots, zero.module)
     rows = [_rows(leaf, get(zero.args, leaf.path), seen.rows, blocks, repeats) for leaf in found]
+    if seen.alone and blocks > 1:  # one entry a branch
+        lead = {path: v for path, v in shared.items() if isinstance(v, Tensor) and v.ndim}
+        rows += [Rows(path, 0, blocks, 1) for path, v in lead.items() if len(v) == blocks]
+        shared = {path: v for path, v in shared.items() if path not in {r.path for r in rows}}
     identity = Affine(1, 1, seen.shape, None, torch.tensor(1.0, dtype=torch.float64), None)
-    return CallPlan(zero.module, blocks, slots, times, rows, shared, identity)
+    return CallPlan(zero.module, blocks, slots, times, rows, shared, identity, seen.streams)
 
 
 def _layout(slots: list[Slot], module: str) -> tuple[int, int]:
@@ -183,30 +221,83 @@ def _slot(leaf: Leaf, i: int, seg: list[int], seen: Evidence) -> Slot:
     """Layout of the latents in an argument, and how their scale follows sigma (in flow coordinates
     it is constant, or 1/r)."""
     what, sigmas = f"argument {name(leaf.path)}", seen.sigmas[seg]
-    if leaf.axis != 0 or leaf.is_list:
+    if leaf.axis != 0 and not seen.alone:
         raise UnreplayableError(
             f"{what} holds the latents, but not with the batch on its first axis"
         )
-    values = {key: get(run[seg[0]].calls[i].args, leaf.path) for key, run in seen.runs.items()}
+
+    def value(key: str, j: int) -> Tensor:
+        return stacked(get(seen.runs[key][j].calls[i].args, leaf.path))
+
+    values = {key: value(key, seg[0]) for key in seen.runs}
     found = solve(values, seen.rows, seen.shape, what)
-    zeros, ones = (
-        [get(seen.runs[key][j].calls[i].args, leaf.path).double() for j in seg]
-        for key in ("zero", "one")
-    )
+    zeros, ones = ([value(key, j).double() for j in seg] for key in ("zero", "one"))
     slope = torch.stack([(b - a).abs().max().cpu() for a, b in zip(zeros, ones, strict=True)])
     level = slope * seen.coords.scale(sigmas)
     close = 1e-4 if values["zero"].dtype == torch.float32 else 2e-2
-    for rule, factor in (("1", torch.ones_like(sigmas)), ("1/r", 1 / radius(sigmas))):
-        ratio = level / factor
+    for rule, data in (("1", 1.0), ("1/r", 1.0), ("1/r", _data_std(level, sigmas))):
+        dtype = values["zero"].dtype
+        slot = Slot(leaf.path, found, rule, dtype, is_list=leaf.is_list, data=data)
+        ratio = level / slot.factor(sigmas)
         if (ratio / ratio[0] - 1).abs().max() < close:
             scale = found.scale * (ratio[0] / slope[0])
             one = scale.ndim == 0 and abs(scale.item() - 1) < close
             found.scale = torch.tensor(1.0, dtype=torch.float64) if one else scale
-            return Slot(leaf.path, found, rule, values["zero"].dtype)
+            slot.moving = _moves(slot, zeros, sigmas, close)
+            slot.own = found.scale.ndim > 0 and _is_own(slot, slope[0], i, seg[0], seen)
+            return slot
     raise UnreplayableError(
         f"{what}: the scale of the latents follows sigma in an unknown way,"
         f" {[round(v, 5) for v in level.tolist()]}"
     )
+
+
+def _data_std(level: Tensor, sigmas: Tensor) -> float:
+    """d with level ~ 1 / sqrt(d^2 (1 - s)^2 + s^2), as EDM scales what its networks read."""
+    matrix = torch.stack([(1 - sigmas) ** 2, sigmas**2], 1)
+    both = torch.linalg.lstsq(matrix, (1 / level**2)[:, None]).solution[:, 0]
+    ratio = (both[0] / both[1]).item()
+    return round(ratio**0.5, 6) if 0 < ratio < 1e6 else 1.0
+
+
+def _is_own(slot: Slot, slope: Tensor, i: int, j: int, seen: Evidence) -> bool:
+    """Whether another item's argument reads other latents (its mask is another)."""
+    if not seen.other:
+        return False
+    zero, one = (
+        stacked(get(seen.other[key][j].calls[i].args, slot.path)).double()
+        for key in ("zero", "one")
+    )
+    read = (one - zero).reshape(slot.map.blocks, -1, slot.map.scale.numel())[0, 0]
+    if torch.equal(read != 0, slot.map.scale.to(read.device) != 0):
+        return False
+    index, on = slot.map.index, slot.map.scale != 0
+    numel = torch.Size(seen.shape).numel()
+    if slot.map.scale.numel() != numel or (
+        index is not None and not torch.equal(index[on], torch.arange(numel)[on])
+    ):
+        raise UnreplayableError(
+            f"argument {name(slot.path)} reads other latents for other prompts, and it is not known"
+            " where from"
+        )
+    slot.map.index = None
+    return True
+
+
+def _moves(slot: Slot, zeros: list[Tensor], sigmas: Tensor, close: float) -> bool:
+    """Whether what is added to the latents follows sigma; it must be c0 + c1 sigma then. zeros: the
+    argument at these sigmas where the latents are zero."""
+    if all(torch.equal(zeros[0], other) for other in zeros[1:]):
+        return False
+    over = [z / slot.factor(s).item() for z, s in zip(zeros, sigmas, strict=True)]
+    slope = (over[-1] - over[0]) / (sigmas[-1] - sigmas[0]).item()
+    for value, s in zip(over, sigmas, strict=True):
+        off = (over[0] + slope * (s - sigmas[0]).item() - value).abs().max()
+        if off > close * value.abs().max():
+            raise UnreplayableError(f"argument {name(slot.path)} mixes latents and time")
+    if slot.map.const is None:
+        raise UnreplayableError(f"argument {name(slot.path)} mixes latents and time")
+    return True
 
 
 def _rows(leaf: Leaf, value: Any, rows: int, blocks: int, repeats: int) -> Rows:
@@ -217,112 +308,6 @@ def _rows(leaf: Leaf, value: Any, rows: int, blocks: int, repeats: int) -> Rows:
     if count != blocks * repeats:
         blocks, repeats = (blocks, count // blocks) if count % blocks == 0 else (1, count)
     return Rows(leaf.path, axis, blocks, repeats, leaf.is_list)
-
-
-Stub = Callable[[Key, tuple[int, ...]], Tensor]  # answers a network, see Prober.run
-
-
-@dataclass(eq=False)
-class OutputProbe:
-    """Stubbed runs through a regime, whose iterations are seg, in which we choose the outputs."""
-
-    prober: Prober
-    seg: list[int]
-    steps: int
-    x: Tensor  # latents after every step, (rows, *L)
-
-    def run(self, outputs: Stub) -> tuple[list[list[Tensor]], list[Tensor]]:
-        """Outputs in the order of the calls, and predictions, of the regime's iterations."""
-        log: list[Tensor] = []
-        marks = [0]
-
-        def answer(key: Key, size: tuple[int, ...]) -> Tensor:
-            log.append(outputs(key, size))
-            return log[-1]
-
-        def stop(j: int, it: Iteration) -> bool:
-            marks.append(len(log))
-            return j == self.seg[-1]
-
-        seen = self.prober.run(
-            RECORD, self.steps, latents=lambda j: self.x, outputs=answer, stop=stop
-        )
-        outs = [log[marks[j] : marks[j + 1]] for j in self.seg]
-        return outs, [seen[j].prediction.float().cpu() for j in self.seg]
-
-    def equal(self, pattern: Callable[[tuple[int, ...]], Tensor]) -> list[Tensor]:
-        """Predictions from outputs that are equal in all blocks: pattern(shape of an output) ->
-        (rows, repeats, ...) of one block."""
-
-        def repeated(key: Key, size: tuple[int, ...]) -> Tensor:
-            block = pattern(size).flatten(0, 1)
-            return block.repeat(size[0] // len(block), *[1] * (len(size) - 1))
-
-        return self.run(repeated)[1]
-
-
-def _regime(
-    prober: Prober, plans: list[CallPlan], seg: list[int], steps: int, size: tuple[int, ...]
-) -> Regime:
-    """Output layout and guidance rule, from stubbed outputs: first equal in all branches, then
-    independent."""
-    generator = torch.Generator().manual_seed(1)
-    probe = OutputProbe(prober, seg, steps, torch.randn(size, generator=generator))
-    for plan in plans:
-        plan.out = _out_map(probe, plan)
-    raw, predictions = probe.run(lambda key, size: torch.randn(size, generator=generator))
-    samples = []
-    for outs, prediction in zip(raw, predictions, strict=True):
-        pieces: list[Tensor] = []
-        for plan, out in zip(plans, outs, strict=True):
-            pieces += plan.pieces(out, plan.blocks, size)
-        samples.append((pieces, prediction))
-    return Regime(plans, fit(samples, prober.runner.hints.get("guidance")))
-
-
-def _out_map(probe: OutputProbe, plan: CallPlan) -> Affine:
-    """Which entries of an output row make the prediction; equal outputs in all branches pass any
-    guidance up to a sign."""
-    rows, repeats = len(probe.x), plan.slots[0].map.repeats
-    noise: dict[tuple[int, ...], Tensor] = {}
-
-    def draw(size: tuple[int, ...]) -> Tensor:
-        if size[1:] not in noise:
-            generator = torch.Generator().manual_seed(2)
-            noise[size[1:]] = torch.randn(rows, repeats, *size[1:], generator=generator)
-        return noise[size[1:]]
-
-    prediction = probe.equal(draw)[0].reshape(rows, -1)
-    one = next(iter(noise.values())).reshape(rows, -1)
-    if _same_up_to_sign(prediction, one):
-        return plan.out
-    entry = (repeats, *next(iter(noise)))
-    named = {key: probe.equal(_pattern(rows, entry, key))[0] for key in patterns(1, entry)}
-    found = solve(named, rows, entry, f"output of {plan.module}")
-    if not _selects(found):
-        raise UnreplayableError(
-            f"output of {plan.module}: it is not a selection of entries, so it cannot be mapped to"
-            f" {probe.x[0].numel()} latents"
-        )
-    return found
-
-
-def _pattern(rows: int, entry: tuple[int, ...], key: str) -> Callable[[tuple[int, ...]], Tensor]:
-    """Outputs of one block that hold the named pattern."""
-    return lambda size: patterns(rows, entry)[key]
-
-
-def _same_up_to_sign(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    return bool(min((a - b).abs().max(), (a + b).abs().max()) < 1e-3 * b.abs().max())
-
-
-def _selects(part: Affine) -> bool:
-    """Whether a map picks entries of a row, and no more, up to a sign."""
-    if part.scale.ndim or part.const is not None or part.blocks * part.repeats != 1:
-        return False
-    return part.scale.abs().item() - 1 <= 1e-3 and len(part.shape) >= 1
 
 
 def _boundaries(runner: Runner, segments: list[list[int]], times: Tensor) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,17 +11,15 @@ from torch import Tensor
 
 from flowrl.policy.replay.arguments import map_tensors
 from flowrl.policy.replay.coords import Coords, Schedule
-from flowrl.policy.replay.record import (
-    Call,
-    Halt,
-    Iteration,
-    Runner,
-    UnreplayableError,
-    first_tensor,
-    like_output,
-)
+from flowrl.policy.replay.errors import Halt, UnreplayableError
+from flowrl.policy.replay.items import Item, altered, is_media
+from flowrl.policy.replay.noise import StartMap, start_map
+from flowrl.policy.replay.record import Call, Iteration, Runner, like_output, prediction_of
+from flowrl.policy.replay.steps import StepPattern, read_pattern
+from flowrl.runtime.memory import ran_out
 
 RECORD = ["a red circle", "two blue squares left of a green triangle"]
+SCANNED = 3  # iterations from which the pattern of scheduler steps is read
 Key = tuple[str, int]  # component, n-th call to it within an iteration
 
 
@@ -49,32 +47,25 @@ class StubbedRun:
 
     templates: dict[Key, tuple[Any, int]]
     rows: int
+    streams: int
     latents: Callable[[int], Tensor] | None
     outputs: Callable[[Key, tuple[int, ...]], Tensor] | None
     stop: Callable[[int, Iteration], bool] | None
     done: list[Iteration] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)  # of the iteration that is running
     copied: Copies = field(default_factory=Copies)
+    moved: int = 0  # iterations whose latents were asked for
 
     def on_call(self, name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
         key = (name, sum(call.module == name for call in self.calls))
-        if key not in self.templates:
-            self.templates[key] = (real(), self.rows)
-        template, rows = self.templates[key]
-        first = first_tensor(template)
-        shape = (first.shape[0] * self.rows // rows, *first.shape[1:])
-        if self.outputs is None:
-            value = torch.ones(shape, dtype=first.dtype)
-        else:
-            value = self.outputs(key, shape)
         self.calls.append(Call(name, map_tensors(self.copied, args)))
-        return like_output(template, value.to(first.device, copy=True))
+        return stubbed(self.templates, key, self.rows, real, self.outputs, self.streams)
 
-    def on_step(self, prediction: Tensor, time: Any, sample: Tensor) -> Tensor | None:
+    def on_step(self, prediction: Tensor, time: Any, sample: Tensor) -> None:
         if not self.calls:
             raise UnreplayableError(
-                "scheduler.step is called twice between two denoiser calls (parallel streams or a"
-                " conversion step), which cannot be replayed"
+                "scheduler.step is called without a denoiser call before it, which cannot be"
+                " replayed"
             )
         at = torch.as_tensor(time).detach().cpu().double().reshape(()).clone()
         seen = Iteration(list(self.calls), at, self.copied(sample), self.copied(prediction))
@@ -83,47 +74,182 @@ class StubbedRun:
         self.done.append(seen)
         if self.stop is not None and self.stop(j, seen):
             raise Halt
-        if self.latents is None:
-            return None
-        return self.latents(j).to(sample.device, sample.dtype, copy=True)
+
+    def next_latents(self) -> Tensor | None:
+        self.moved += 1
+        return None if self.latents is None else self.latents(self.moved - 1)
+
+
+def stubbed(
+    templates: dict[Key, tuple[Any, int]],
+    key: Key,
+    rows: int,
+    real: Callable[[], Any],
+    outputs: Callable[[Key, tuple[int, ...]], Tensor] | None,
+    streams: int,
+) -> Any:
+    """An answer in place of a network: noise, the same in each run, or outputs(key, shape), shaped
+    as its real output was for the rows of its template."""
+    if key not in templates:
+        templates[key] = (real(), rows)
+    template, its_rows = templates[key]
+    first = prediction_of(template, streams)
+    shape = (first.shape[0] * rows // its_rows, *first.shape[1:])
+    if outputs is None:  # not ones: some loops divide by what varies in an output
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(key[1]))
+    else:
+        value = outputs(key, shape)
+    value = value.to(first.dtype)
+    return like_output(template, value.to(first.device, copy=True), streams)
+
+
+def always(x: Tensor) -> Callable[[int], Tensor]:
+    """The same latents after each iteration."""
+    return lambda j: x
 
 
 class Prober:
     """templates[key] = (output of one real call, rows of the batch it came from): the only network
-    calls that probing makes."""
+    calls that probing makes.
 
-    def __init__(self, runner: Runner) -> None:
+    record: two items that differ in all that an item has. example: conditions of one prompt, by
+    which the loop is recorded.
+    """
+
+    def __init__(self, runner: Runner, example: Mapping[str, Any] | None = None) -> None:
         self.runner = runner
         self.templates: dict[Key, tuple[Any, int]] = {}
         self.result: Any = None
+        self.shape: tuple[int, ...] = ()  # of one row of the state
+        self.count = 2  # rows of a probing run
+        self.begin = 0  # where in the scheduler's timesteps the recorded loop starts
+        example = dict(example or {})
+        runner.check_names(example)
+        media = {k: v for k, v in {**runner.always, **example}.items() if is_media(v)}
+        other = {**example, **{k: altered(v) for k, v in media.items()}}
+        self.record = [Item(RECORD[0], example), Item(RECORD[1], other)]
+        self._settle(bool(media))
+
+    def rows(self, count: int) -> list[Item]:
+        """Items of a probing run: those of the record in turn, or copies of the first one."""
+        return [self.record[0 if self.runner.single else k % 2] for k in range(count)]
+
+    def apart(self, items: Sequence[Item]) -> list[list[Item]]:
+        """The same items, in the runs that they take."""
+        return [[item] for item in items] if self.runner.single else [list(items)]
+
+    # ---------------------------------------------------------------------------
+    # how this pipeline is asked for several rows
+
+    def _settle(self, media: bool) -> None:
+        """Find the runner's form and the steps of an iteration: the first form in which the loop
+        holds as many latents as rows were asked for."""
+        runner = self.runner
+        prompted = "prompt" in runner.parameters
+        forms = ["batch"] if not media and prompted else []
+        forms += ["copies"] if runner.count else []
+        forms += ["repeated", "lists"] if prompted else []
+        first: Exception | None = None
+        off = runner.off
+        for form in [*forms, "alone"]:
+            self.count = 1 if form == "alone" else 2
+            for runner.off in (off, ()):  # some pipelines insist on their safety checker
+                runner.form = form
+                try:
+                    if self._scanned():
+                        return
+                except Exception as error:
+                    if ran_out(error):
+                        raise
+                    first = first or error
+        if first is not None:
+            raise first
+        raise UnreplayableError(
+            f"{type(runner.pipe).__name__}: a call for two media does not hold two latents in its"
+            f" loop, {self.shape}"
+        )
+
+    def _scanned(self) -> bool:
+        """Whether runs of two and three rows (of one, if there is no other form) hold as many
+        latents; reads the step pattern."""
+        held = []
+        for rows in sorted({self.count, min(3, 2 * self.count - 1)}, reverse=True):
+            iterations = self._scan(self.rows(rows))
+            self.runner.pattern = read_pattern(iterations, rows)
+            shapes = [tuple(step["sample"].shape) for step in iterations[0]]
+            held.append(all(shape[0] == rows for shape in self._moved(shapes)))
+        if all(held):
+            pattern: StepPattern = self.runner.pattern
+            moved = self._moved(shapes)
+            sizes = [torch.Size(shape[1:]).numel() for shape in moved]
+            self.shape = moved[0][1:] if len(moved) == 1 else (sum(sizes),)
+            assert len(pattern.updates) >= len(moved)
+        return all(held)
+
+    def _moved(self, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        updates = self.runner.pattern.updates
+        return [shape for shape, moves in zip(shapes, updates, strict=True) if moves]
+
+    def _scan(self, items: list[Item]) -> list[list[dict[str, Any]]]:
+        """Arguments of scheduler.step in the first iterations of a run; an iteration ends where a
+        network is called after a step."""
+        found: list[list[dict[str, Any]]] = []
+        calls: list[str] = []
+        self.templates.clear()
+
+        def on_call(name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
+            if not calls:
+                if len(found) == SCANNED:
+                    raise Halt
+                found.append([])
+            calls.append(name)
+            key = (name, calls.count(name) - 1)
+            return stubbed(self.templates, key, len(items), real, None, 1)
+
+        def on_raw(given: dict[str, Any]) -> None:
+            calls.clear()
+            if found:
+                found[-1].append(map_tensors(lambda t: t.clone(), dict(given)))
+
+        self.runner.pattern = StepPattern()
+        self.runner.run(items, 8, on_call=on_call, on_raw=on_raw)
+        self.templates.clear()
+        whole = [steps for steps in found if steps]
+        if not whole:
+            raise UnreplayableError(
+                f"{type(self.runner.pipe).__name__} never called scheduler.step after a denoiser:"
+                " there is no loop to replay"
+            )
+        return whole
+
+    # ---------------------------------------------------------------------------
 
     def run(
         self,
-        prompts: list[str],
+        items: Sequence[Item],
         steps: int,
         *,
         latents: Callable[[int], Tensor] | None = None,
         outputs: Callable[[Key, tuple[int, ...]], Tensor] | None = None,
         stop: Callable[[int, Iteration], bool] | None = None,
-        start: Tensor | None = None,
         output_type: str = "latent",
+        **how: Any,
     ) -> list[Iteration]:
         """Iterations of one run; self.result is what the call returned.
 
         After iteration j the loop goes on with latents(j). outputs(key, shape) answers a network
-        (default: ones). stop(j, iteration) ends the run early. start: initial latents (P, *L), for
-        pipelines that take them.
+        (default: noise). stop(j, iteration) ends the run early. how: more of Runner.run's options.
         """
-        prompts = [*prompts, *self.runner.pad]
-        stub = StubbedRun(self.templates, len(prompts), latents, outputs, stop)
-        given: dict[str, Any] = {} if start is None else {"latents": start}
+        items = [*items, *self.runner.pad]
+        stub = StubbedRun(self.templates, len(items), self.runner.streams, latents, outputs, stop)
         self.result = self.runner.run(
-            prompts,
+            items,
             steps,
             on_call=stub.on_call,
             on_step=stub.on_step,
+            following=stub.next_latents,
             output_type=output_type,
-            **given,
+            **how,
         )
         if not stub.done:
             raise UnreplayableError(
@@ -135,25 +261,24 @@ class Prober:
     def schedule(self, steps: int, coords: Coords) -> Schedule:
         """Sigmas and exact times of a stubbed run at the real number of steps and resolution, so
         that dynamic shifts are included."""
-        iterations = self.run(RECORD, steps)
+        iterations = self.run(self.rows(self.count), steps)
         times = torch.stack([it.time for it in iterations])
         sigmas = coords.sigmas_of(self.runner.pipe.scheduler, times)
         # PNDM asks for its second time twice
         keep = torch.cat([sigmas[:-1] > sigmas[1:], torch.tensor([True])])
-        factor = self._start_factor(steps, iterations[0].sample)
+        factor = self.start(self.record[0], steps).factor
         return Schedule(
             sigmas=sigmas[keep],
             times=times[keep[:-1]],
             start=factor / coords.scale(sigmas[0]).item(),
         )
 
-    def _start_factor(self, steps: int, like: Tensor) -> float:
-        """What the pipeline multiplies initial noise by, as its scheduler says it, or as it shows
-        when ones are given; like: latents (P, *L)."""
+    def start(self, item: Item, steps: int) -> StartMap:
+        """How the loop's first latents follow its noise."""
         told = float(getattr(self.runner.pipe.scheduler, "init_noise_sigma", 1.0))
-        if "latents" not in self.runner.parameters or "latents" in self.runner.kwargs:
-            return told
-        first = self.run(RECORD, steps, start=torch.ones_like(like), stop=lambda j, it: True)[0]
-        seen = first.sample.double().mean().item()
-        # seen is rounded in low precision
-        return told if abs(seen - told) < 1e-2 * abs(told) else seen
+        items = [item] if self.runner.single else [item, item]
+
+        def first() -> Tensor:
+            return self.run(items, steps, stop=lambda j, it: True)[0].sample[:1]
+
+        return start_map(first, told)

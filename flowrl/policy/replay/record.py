@@ -1,8 +1,8 @@
 """Run a pipeline with its denoisers and its scheduler's step under our control.
 
 Nothing here infers anything. `Runner.run` calls the pipeline's own `__call__`; every denoiser call
-goes through `on_call` and every scheduler step through `on_step`, which may look, answer in place
-of the network, replace the latents, or leave the loop by raising `Halt`.
+goes through `on_call` and every iteration's scheduler steps through `on_step`, which may look,
+answer in place of the network, replace the latents, or leave the loop by raising `Halt`.
 """
 
 from __future__ import annotations
@@ -11,31 +11,26 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flowrl.policy.replay.encoders import Answers
+from flowrl.policy.replay.errors import Halt, UnreplayableError
+from flowrl.policy.replay.items import Item, is_media, is_text
+from flowrl.policy.replay.steps import StepPattern, Stepper, patched_scheduler
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
 
 LONGEST_TEXT = 65536  # tokens of a prompt
+COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
 OURS = frozenset(  # arguments of the pipeline's call that flowrl gives
-    {"self", "prompt", "num_inference_steps", "output_type", "return_dict", "latents"}
+    {"self", "prompt", "num_inference_steps", "output_type", "return_dict", "latents", *COUNTS}
 )
 _LOCK = threading.RLock()  # patches live on shared objects: one recording at a time
-
-
-class UnreplayableError(ValueError):
-    """The pipeline's loop is not a function of (x, sigma, prompt rows) that can be inferred; the
-    sentence names the inference that failed."""
-
-
-class Halt(BaseException):
-    """Raised by a callback to leave the loop. Not an Exception: pipelines must not catch it."""
 
 
 @dataclass
@@ -57,9 +52,15 @@ class Iteration:
     prediction: Tensor  # (P, *L)
 
 
-def first_tensor(output: Any) -> Tensor:
-    """The prediction in what a denoiser returns: a tensor, a tuple or a ModelOutput."""
+def prediction_of(output: Any, streams: int = 1) -> Tensor:
+    """The prediction in what a denoiser returns: a tensor, or the first of a tuple or ModelOutput;
+    a list of tensors, one a row, is stacked. streams: how many tensors are predictions, side by
+    side (n, D) where there are several."""
+    if _several(output, streams):
+        return torch.cat([output[k].flatten(1) for k in range(streams)], 1)
     out = output if isinstance(output, Tensor) else output[0]
+    if isinstance(out, list) and all(isinstance(row, Tensor) for row in out):
+        return torch.stack(out)
     if not isinstance(out, Tensor):
         raise UnreplayableError(
             f"a denoiser returned {type(out).__name__} where a tensor was expected; only tensor"
@@ -68,13 +69,30 @@ def first_tensor(output: Any) -> Tensor:
     return out
 
 
-def like_output(output: Any, tensor: Tensor) -> Any:
-    """`output` with its prediction replaced by `tensor`; other entries are dropped."""
+def _several(output: Any, streams: int) -> bool:
+    """Whether a network has an output for each of several latents."""
+    if streams < 2 or isinstance(output, Tensor) or len(output) < streams:
+        return False
+    return all(isinstance(output[k], Tensor) for k in range(streams))
+
+
+def like_output(output: Any, tensor: Tensor, streams: int = 1) -> Any:
+    """`output` with its prediction replaced by `tensor`, of any number of rows."""
     if isinstance(output, Tensor):
         return tensor
+    if _several(output, streams):
+        old = [output[k] for k in range(streams)]
+        sizes = [part[0].numel() for part in old]
+        made = [
+            part.reshape(-1, *like.shape[1:])
+            for part, like in zip(tensor.split(sizes, 1), old, strict=True)
+        ]
+    else:
+        made = [list(tensor) if isinstance(output[0], list) else tensor]
     if isinstance(output, tuple) and type(output) is tuple:
-        return (tensor,)
-    return type(output)(**{next(iter(output.keys())): tensor})
+        return (*made, *output[len(made) :])
+    names = list(output.keys())
+    return type(output)(**dict(zip(names, made, strict=False)))
 
 
 def by_name(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -87,17 +105,36 @@ def by_name(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str
 
 
 class Runner:
-    """A pipeline, its call arguments, and the names of its denoisers."""
+    """A pipeline, its call arguments, and the names of its denoisers.
+
+    form: how several rows are asked for: "batch" a list of prompts; "copies" one prompt and
+    num_images_per_prompt; "repeated" a prompt several times and its conditions once; "lists" both
+    several times; "alone" not at all. But for "batch", the rows of a run are copies of one item:
+    prompts are bound one at a time.
+    """
 
     def __init__(self, pipe: Any, kwargs: dict[str, Any], hints: dict[str, Any]) -> None:
         self.pipe, self.hints = pipe, hints
         call = type(pipe).__call__
         self.parameters = inspect.signature(call).parameters
-        self.kwargs = self._checked(kwargs)
+        kwargs = self._checked(kwargs)
+        # conditions of every item that has none of its own
+        self.always = {k: v for k, v in kwargs.items() if is_media(v)}
+        self.kwargs = {k: v for k, v in kwargs.items() if k not in self.always}
         self.undecorated = getattr(call, "__wrapped__", call)  # without torch.no_grad
         self.denoisers = self._denoisers()
+        self.answers = Answers()
+        self.form = "batch"
+        self.pattern = StepPattern()
+        # components that are switched off: not part of the policy, and not differentiable
+        self.off: tuple[str, ...] = ("safety_checker", "watermark")
         # extra prompts that fix the text length; their rows are dropped
-        self.pad: tuple[str, ...] = ()
+        self.pad: tuple[Item, ...] = ()
+
+    @property
+    def single(self) -> bool:
+        """Whether a run takes one item, or copies of it."""
+        return self.form != "batch"
 
     def _denoisers(self) -> dict[str, nn.Module]:
         """The networks of the loop by component name; a hint may name them."""
@@ -111,16 +148,20 @@ class Runner:
             )
         return {name: parts[name] for name in names}
 
-    def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Refuse arguments that the pipeline does not take; switch true CFG on where the pipeline's
-        default scale asks for it."""
-        unknown = sorted(set(kwargs) - (set(self.parameters) - OURS))
+    def check_names(self, names: Iterable[str]) -> None:
+        """ValueError where the pipeline's call takes no such argument, or flowrl gives it."""
+        unknown = sorted(set(names) - (set(self.parameters) - OURS))
         if unknown:
             raise ValueError(
                 f"{type(self.pipe).__name__} takes no argument {printable(repr(unknown[0]))}"
                 f"{', which flowrl gives' * (unknown[0] in OURS)}; it takes "
                 + ", ".join(name for name in self.parameters if name not in OURS)
             )
+
+    def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Refuse arguments that the pipeline does not take; switch true CFG on where the pipeline's
+        default scale asks for it."""
+        self.check_names(kwargs)
         scale = self.parameters.get("true_cfg_scale")
         wanted = kwargs.get("true_cfg_scale", scale.default if scale else 1.0)
         if scale is not None and not isinstance(wanted, int | float):
@@ -136,49 +177,80 @@ class Runner:
         return kwargs
 
     def arguments(
-        self, prompts: list[str], steps: int, output_type: str, **extra: Any
+        self, items: Sequence[Item], steps: int, output_type: str, **extra: Any
     ) -> dict[str, Any]:
         """Keyword arguments of one call; text arguments become one entry a prompt."""
         out: dict[str, Any] = {
-            "prompt": list(prompts),
             "num_inference_steps": steps,
             "output_type": output_type,
             "return_dict": False,
             **extra,
         }
+        prompts = [item.prompt for item in items]
+        alone = self.form in ("copies", "alone")
+        if "prompt" in self.parameters:
+            out["prompt"] = prompts[0] if alone else prompts
         for key, value in self.kwargs.items():
-            repeated = key.startswith("negative_prompt") and isinstance(value, str)
+            repeated = is_text(key) and isinstance(value, str) and not alone
             out[key] = [value] * len(prompts) if repeated else value
+        if count := self.count:
+            out[count] = len(items) if self.form == "copies" else 1
+        given = [{**self.always, **item.conditions} for item in items]
+        for key in given[0]:
+            each = [own[key] for own in given]
+            listed = self.form == "lists" or (is_text(key) and not alone)
+            out[key] = [copied(v) for v in each] if listed else copied(each[0])
         if "generator" in self.parameters:
             device = next(next(iter(self.denoisers.values())).parameters()).device
             out.setdefault("generator", torch.Generator(device).manual_seed(0))
         return out
 
+    @property
+    def streams(self) -> int:
+        """How many latents an iteration moves."""
+        return max(1, len(self.pattern.shapes))
+
+    @property
+    def count(self) -> str | None:
+        """The argument that asks for several media of one prompt."""
+        return next((name for name in COUNTS if name in self.parameters), None)
+
     def run(
         self,
-        prompts: list[str],
+        items: Sequence[Item],
         steps: int,
         *,
         on_call: Callable | None = None,
-        on_step: Callable | None = None,
+        on_step: Callable[[Tensor, Any, Tensor], None] | None = None,
+        following: Callable[[], Tensor | None] | None = None,
+        on_done: Callable[[Tensor], None] | None = None,
         on_times: Callable | None = None,
+        on_raw: Callable[[dict[str, Any]], None] | None = None,
         output_type: str = "latent",
         grad: bool = False,
         skip_step: bool = False,
+        remember: bool = True,
         **extra: Any,
     ) -> Any:
         """The pipeline's first output, or None after Halt.
 
-        on_call(name, args, real) -> output. on_step(prediction, time, sample) -> latents to go on
-        with, or None to keep the scheduler's. on_times(scheduler) runs after each set_timesteps.
-        grad: keep the autograd graph. skip_step: on_step replaces the scheduler's own step.
+        on_call(name, args, real) -> output. on_step(prediction, time, sample) sees each iteration's
+        step; following() -> the latents that the loop goes on with, or None to keep the
+        scheduler's, which on_done(result) sees. on_times(scheduler) runs after each set_timesteps;
+        on_raw sees the arguments of every call to step. grad: keep the autograd graph. skip_step:
+        following replaces the scheduler's own step. remember: encoders answer equal questions from
+        memory.
         """
-        given = self.arguments(prompts, steps, output_type, **extra)
+        given = self.arguments(items, steps, output_type, **extra)
+        networks = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
+        encoders = {k: v for k, v in networks.items() if k not in self.denoisers}
+        stepper = Stepper(self.pattern, on_step, following, on_done, on_raw, skip_step)
         with _LOCK, self._quiet(), contextlib.ExitStack() as stack:
             for name, module in self.denoisers.items():
                 stack.enter_context(_patched_forward(name, module, on_call))
-            scheduler = self.pipe.scheduler
-            stack.enter_context(_patched_scheduler(scheduler, on_step, on_times, skip_step))
+            if remember:
+                stack.enter_context(self.answers.of(encoders))
+            stack.enter_context(patched_scheduler(self.pipe.scheduler, stepper, on_times))
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(blaming(self.pipe, self.kwargs, but=UnreplayableError))
             try:
@@ -188,13 +260,12 @@ class Runner:
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
-        """No progress bar and no truncation warnings; no safety checker or watermark: they are not
-        part of the policy and not differentiable."""
+        """No progress bar, no truncation warnings, and without the parts in `off`."""
         from diffusers.utils import logging
 
         pipe, level = self.pipe, logging.get_verbosity()
         bar = dict(getattr(pipe, "_progress_bar_config", {}))
-        extras = {k: getattr(pipe, k, None) for k in ("safety_checker", "watermark")}
+        extras = {k: getattr(pipe, k, None) for k in self.off}
         extras = {k: v for k, v in extras.items() if v is not None}
         pipe.set_progress_bar_config(**{**bar, "disable": True})
         logging.set_verbosity_error()
@@ -207,6 +278,11 @@ class Runner:
             logging.set_verbosity(level)
             for k, v in extras.items():
                 setattr(pipe, k, v)
+
+
+def copied(value: Any) -> Any:
+    """A list of its own: some pipelines edit the caller's."""
+    return list(value) if isinstance(value, list) else value
 
 
 @contextlib.contextmanager
@@ -230,56 +306,19 @@ def _patched_forward(name: str, module: nn.Module, on_call: Callable | None) -> 
     """Route module.forward through on_call, on the instance: a hook cannot suppress the call."""
     had, real = module.__dict__.get("forward"), module.forward
     signature = inspect.signature(real)
+
+    @functools.wraps(real)  # pipelines read its signature
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return on_call(name, by_name(signature, args, kwargs), lambda: real(*args, **kwargs))
+
     if on_call is not None:
-        module.forward = lambda *args, **kwargs: on_call(
-            name, by_name(signature, args, kwargs), lambda: real(*args, **kwargs)
-        )
+        module.forward = forward
     try:
         yield
     finally:
         module.__dict__.pop("forward", None)
         if had is not None:
             module.forward = had
-
-
-@contextlib.contextmanager
-def _patched_scheduler(
-    scheduler: Any, on_step: Callable | None, on_times: Callable | None, skip_step: bool
-) -> Iterator[None]:
-    """Swap the scheduler's class for a throw-away subclass; copies of the scheduler stay patched,
-    its signatures stay readable."""
-    cls = type(scheduler)
-    signature = inspect.signature(cls.step)
-
-    @functools.wraps(cls.step)
-    def step(self, *args, **kwargs):
-        given = signature.bind(self, *args, **kwargs).arguments
-        new = None
-        if on_step is not None:
-            new = on_step(given["model_output"], given["timestep"], given["sample"])
-        if skip_step:
-            as_tuple = given.get("return_dict") is False
-            return (new,) if as_tuple else SimpleNamespace(prev_sample=new)
-        result = cls.step(self, *args, **kwargs)  # step counters and multistep buffers stay valid
-        if new is None:
-            return result
-        if isinstance(result, tuple) and type(result) is tuple:
-            return (new, *result[1:])
-        result.prev_sample = new
-        return result
-
-    @functools.wraps(cls.set_timesteps)
-    def set_timesteps(self, *args, **kwargs):
-        result = cls.set_timesteps(self, *args, **kwargs)
-        if on_times is not None:
-            on_times(self)
-        return result
-
-    scheduler.__class__ = type(cls.__name__, (cls,), {"step": step, "set_timesteps": set_timesteps})
-    try:
-        yield
-    finally:
-        scheduler.__class__ = cls
 
 
 @contextlib.contextmanager

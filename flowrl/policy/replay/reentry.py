@@ -7,7 +7,7 @@ closed form.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from flowrl.policy.replay.coords import Coords
+from flowrl.policy.replay.errors import Halt
+from flowrl.policy.replay.items import Item
 from flowrl.policy.replay.probe import Key, Prober
-from flowrl.policy.replay.record import Halt, first_tensor, like_output
+from flowrl.policy.replay.record import like_output, prediction_of
 
 
 def reenter(
@@ -25,30 +27,56 @@ def reenter(
     steps: int,
     x: Tensor,
     s: Tensor,
-    prompts: list[str],
+    items: Sequence[Item],
     outputs: dict[Key, Tensor] | None = None,
 ) -> Tensor:
     """The pipeline's combined prediction at flow coordinates x (P, *L), one sigma s () fp64 for all
-    rows, row i with prompts[i].
+    rows, row i with items[i].
 
-    outputs: answers of the networks, in place of the real ones (differentiable either way).
+    outputs: answers of the networks, in place of the real ones (differentiable either way), each
+    (blocks, P, repeats, ...).
     """
+    if not prober.runner.single:
+        return _reenter(prober, coords, steps, x, s, items, outputs)
+    made = []
+    for i, item in enumerate(items):  # one at a time, as the pipeline takes them
+        own = outputs and {key: value[:, i : i + 1] for key, value in outputs.items()}
+        made.append(_reenter(prober, coords, steps, x[i : i + 1], s, [item], own))
+    return torch.cat(made)
+
+
+def _reenter(
+    prober: Prober,
+    coords: Coords,
+    steps: int,
+    x: Tensor,
+    s: Tensor,
+    items: Sequence[Item],
+    outputs: dict[Key, Tensor] | None,
+) -> Tensor:
     pad = prober.runner.pad
     latents = (x * coords.scale(s).to(x)).to(x.dtype)
     latents = torch.cat([latents, latents[:1].expand(len(pad), *x.shape[1:])])
+    if outputs is not None:
+        # with the rows that fix the text length
+        outputs = {
+            key: torch.cat([v, v[:, :1].expand(-1, len(pad), *v.shape[2:])], 1).flatten(0, 2)
+            for key, v in outputs.items()
+        }
     body = LoopBody(prober, coords, s, coords.time(s.reshape(1)).item(), latents, outputs)
     prober.runner.run(
-        [*prompts, *pad],
+        [*items, *pad],
         steps,
         on_call=body.on_call,
         on_step=body.on_step,
+        following=lambda: latents,
         on_times=body.on_times,
         grad=torch.is_grad_enabled(),
         # its step looks integer times up in a table, and ours may be a float
         skip_step=coords.kind == "vp",
     )
     assert body.prediction is not None
-    return body.prediction[: len(prompts)].float()
+    return body.prediction[: len(items)].float()
 
 
 @dataclass(eq=False)
@@ -68,19 +96,20 @@ class LoopBody:
 
     def on_times(self, scheduler: Any) -> None:
         times, t = scheduler.timesteps, self.time
-        middle = times[0] + times[1]
+        i = self.prober.begin  # loops may start late
+        middle = times[i] + times[i + 1]
         middle = middle / 2 if times.is_floating_point() else middle // 2
         if t != int(t) and not times.is_floating_point():
             times = times.double()
         times = times.clone()
-        if abs(times[0].item() - t) < 1e-6:
-            times[0] = middle  # schedulers look their index up by time: the two must differ
-        times[1] = t
+        if abs(times[i].item() - t) < 1e-6:
+            times[i] = middle  # schedulers look their index up by time: the two must differ
+        times[i + 1] = t
         scheduler.timesteps = times
         sigmas, s = getattr(scheduler, "sigmas", None), self.sigma
         if isinstance(sigmas, Tensor) and sigmas.numel() == times.numel() + 1:
             sigmas = sigmas.clone()
-            sigmas[1] = (s if self.coords.kind == "flow" else s / (1 - s)).item()
+            sigmas[i + 1] = self.coords.level(s).item()
             scheduler.sigmas = sigmas
 
     def on_call(self, name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
@@ -90,15 +119,14 @@ class LoopBody:
             return real()
         template, rows = self.prober.templates[key]
         if self.ours and self.outputs is not None:
-            return like_output(template, self.outputs[key])
-        first = first_tensor(template)
+            return like_output(template, self.outputs[key], self.prober.runner.streams)
+        first = prediction_of(template, self.prober.runner.streams)
         shape = (first.shape[0] * len(self.latents) // rows, *first.shape[1:])
-        return like_output(template, first.new_ones(shape))
+        return like_output(template, first.new_ones(shape), self.prober.runner.streams)
 
-    def on_step(self, prediction: Tensor, time: Any, sample: Tensor) -> Tensor:
+    def on_step(self, prediction: Tensor, time: Any, sample: Tensor) -> None:
         if self.ours:
             self.prediction = prediction
             raise Halt
         self.ours = True
         self.calls.clear()
-        return self.latents.to(sample.dtype)

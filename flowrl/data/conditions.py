@@ -1,0 +1,106 @@
+"""Conditions: what a prompt brings beside its text, as arguments of the pipeline's call.
+
+In a prompt file they are columns: "image", "last_image", "video", "mask_image", "control_image" ...
+are paths from the file's folder (or lists of them), "negative_prompt" a text. "conditions" may hold
+any other argument of the call, {"conditions": {"strength": 0.6}}.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from flowrl.data import media
+
+Conditions = Mapping[str, Any]
+# in the name of an argument that takes pictures
+PICTURES = ("image", "images", "mask", "masks", "video", "videos")
+VIDEOS = (".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif")
+NOT = frozenset({"image_id", "image_size", "video_id", "num_images", "num_videos"})
+KEPT = 256  # pictures that stay loaded
+
+
+def is_picture(name: str) -> bool:
+    """Whether an argument of this name takes pictures, from paths in a file."""
+    parts = name.split("_")
+    return name not in NOT and any(part in PICTURES for part in parts) and "num" not in parts
+
+
+def is_condition(name: str) -> bool:
+    """Whether a column of prompts is an argument of the pipeline's call."""
+    return is_picture(name) or name.startswith("negative_prompt")
+
+
+def check_entry(entry: dict[str, Any], where: str, folder: Path) -> dict[str, Any]:
+    """An entry whose pictures are paths from the folder, each a file; else ValueError."""
+    more = entry.get("conditions", {})
+    if not isinstance(more, dict):
+        raise ValueError(f'{where}: "conditions" should be arguments by name, {{"strength": 0.6}}')
+    _place(entry, where, folder)
+    _place(more, where, folder)
+    return entry
+
+
+def _place(own: dict[str, Any], where: str, folder: Path) -> None:
+    for name, value in list(own.items()):
+        if is_picture(name):
+            own[name] = _placed(value, f'{where}: "{name}"', folder)
+
+
+def _placed(value: Any, what: str, folder: Path) -> Any:
+    if isinstance(value, list):
+        return [_placed(entry, what, folder) for entry in value]
+    if not isinstance(value, str) or not value:
+        return value  # a picture in memory, or None
+    path = folder / value
+    if not path.is_file():
+        raise ValueError(f"{what} names {path}, which is no file")
+    return str(path)
+
+
+def of(rows: Sequence[Mapping[str, Any]]) -> list[Conditions] | None:
+    """Conditions of each prompt, loaded; None where no prompt has any."""
+    found = [
+        {**{k: v for k, v in row.items() if is_condition(k)}, **row.get("conditions", {})}
+        for row in rows
+    ]
+    if not any(found):
+        return None
+    return [{name: load(name, value) for name, value in own.items()} for own in found]
+
+
+def load(name: str, value: Any) -> Any:
+    """An argument's value: pictures for paths, the frames of a video as a list of pictures; what is
+    no path stays as it is. An unreadable file -> ValueError."""
+    if not is_picture(name):
+        return value
+    if isinstance(value, list):
+        return [load(name, entry) for entry in value]
+    if not isinstance(value, str | Path):
+        return value
+    return _frames(str(value)) if Path(value).suffix.lower() in VIDEOS else _picture(str(value))
+
+
+@functools.lru_cache(KEPT)
+def _picture(path: str) -> Image.Image:
+    return media.to_pil(media.read_image(Path(path)))[0]
+
+
+@functools.lru_cache(16)
+def _frames(path: str) -> list[Image.Image]:
+    return media.to_pil(media.read_frames(Path(path)))
+
+
+def files(prompts: Sequence[Mapping[str, Any]]) -> list[Path]:
+    """Files that conditions of prompts name, each once."""
+    found: dict[Path, None] = {}
+    for row in prompts:
+        for name, value in {**row, **row.get("conditions", {})}.items():
+            for entry in value if isinstance(value, list) else [value]:
+                if is_picture(name) and isinstance(entry, str):
+                    found[Path(entry)] = None
+    return list(found)

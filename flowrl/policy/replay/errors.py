@@ -1,0 +1,12 @@
+"""What ends a recording."""
+
+from __future__ import annotations
+
+
+class UnreplayableError(ValueError):
+    """The pipeline's loop is not a function of (x, sigma, prompt rows) that can be inferred; the
+    sentence names the inference that failed."""
+
+
+class Halt(BaseException):
+    """Raised by a callback to leave the loop. Not an Exception: pipelines must not catch it."""

@@ -1,0 +1,61 @@
+"""What a pipeline is asked for: prompts, and the conditions that belong to them.
+
+A condition is an argument of the pipeline's call that may differ from prompt to prompt: a picture
+to edit, a first frame, a mask, a negative prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A prompt (None where the pipeline takes none) and its own arguments of the call."""
+
+    prompt: str | None
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+
+
+def is_media(value: Any) -> bool:
+    """A picture, an array, or a list of them (frames of a video, several references)."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(is_media(entry) for entry in value)
+    return isinstance(value, Image.Image | np.ndarray | Tensor)
+
+
+def is_text(name: str) -> bool:
+    """Whether an argument is a text that every pipeline takes as a list, one entry a prompt."""
+    return name.startswith(("negative_prompt", "prompt_")) and "embeds" not in name
+
+
+def altered(value: Any) -> Any:
+    """Another condition of the same kind and size: pictures turned around, colours inverted."""
+    if isinstance(value, list | tuple):
+        return type(value)(altered(entry) for entry in value)
+    if isinstance(value, Image.Image):
+        turned = ImageOps.mirror(value)
+        return ImageOps.invert(turned) if value.mode in ("L", "RGB") else turned
+    if isinstance(value, Tensor):
+        return value.flip(-1)
+    if isinstance(value, np.ndarray):
+        # (..., H, W, C)
+        return value[..., ::-1, :].copy() if value.ndim > 2 else value[..., ::-1].copy()
+    return value
+
+
+def items_of(
+    prompts: Sequence[str], conditions: Sequence[Mapping[str, Any]] | None = None
+) -> list[Item]:
+    """P prompts, with their conditions if they have some."""
+    if conditions is None:
+        return [Item(prompt) for prompt in prompts]
+    if len(conditions) != len(prompts):
+        raise ValueError(f"{len(conditions)} conditions for {len(prompts)} prompts")
+    return [Item(prompt, dict(own)) for prompt, own in zip(prompts, conditions, strict=True)]

@@ -1,0 +1,173 @@
+"""The scheduler's step, under our control.
+
+A loop may move several latents in an iteration (a video and its sound, the frames of diffusion
+forcing): they are one state, side by side. It may also call step only to convert a prediction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.policy.replay.errors import UnreplayableError
+
+
+@dataclass(frozen=True)
+class StepPattern:
+    """The calls to scheduler.step of an iteration. updates: whether each moves latents; shapes: of
+    a row of what each of these moves, where there are several."""
+
+    updates: tuple[bool, ...] = (True,)
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """Latents (P, *L) of an iteration's updates -> its state."""
+        return parts[0] if len(parts) == 1 else torch.cat([part.flatten(1) for part in parts], 1)
+
+    def split(self, state: Tensor) -> list[Tensor]:
+        """Inverse of join."""
+        if len(self.shapes) < 2:
+            return [state]
+        sizes = [torch.Size(shape).numel() for shape in self.shapes]
+        parts = state.split(sizes, 1)
+        return [part.reshape(-1, *s) for part, s in zip(parts, self.shapes, strict=True)]
+
+
+def read_pattern(iterations: list[list[dict[str, Any]]], rows: int) -> StepPattern:
+    """From the arguments of step in each of some iterations. A step whose latents another one of
+    the same iteration gets too only converts its prediction."""
+    found = {tuple(_updates(steps, rows)) for steps in iterations}
+    if len(found) != 1:
+        raise UnreplayableError(
+            f"scheduler.step is called {sorted(map(len, iterations))} times in an iteration; the"
+            " number must not change"
+        )
+    updates = found.pop()
+    moved = [step for step, is_update in zip(iterations[0], updates, strict=True) if is_update]
+    times = {float(torch.as_tensor(step["timestep"]).reshape(-1)[0]) for step in moved}
+    if len(times) > 1:
+        raise UnreplayableError(
+            f"scheduler.step is called at different times in one iteration, {sorted(times)}: its"
+            " latents are not at one noise level"
+        )
+    shapes = tuple(tuple(step["sample"].shape[1:]) for step in moved)
+    return StepPattern(updates, shapes if len(shapes) > 1 else ())
+
+
+def _updates(steps: list[dict[str, Any]], rows: int) -> Iterator[bool]:
+    for k, step in enumerate(steps):
+        first = step["sample"][:rows]
+        later = (other["sample"][:rows] for other in steps[k + 1 :])
+        yield not any(first.shape == o.shape and torch.equal(first, o) for o in later)
+
+
+@dataclass(eq=False)
+class Stepper:
+    """What happens at the calls to scheduler.step of a run, see Runner.run."""
+
+    pattern: StepPattern
+    on_step: Callable[[Tensor, Any, Tensor], None] | None
+    following: Callable[[], Tensor | None] | None
+    on_done: Callable[[Tensor], None] | None
+    on_raw: Callable[[dict[str, Any]], None] | None
+    skip: bool
+    at: int = 0  # of the iteration's steps
+    seen: list[dict[str, Any]] = field(default_factory=list)  # updates of the iteration
+    results: list[Tensor] = field(default_factory=list)
+    new: list[Tensor] | None = None  # what its latents become
+
+    def __call__(self, given: dict[str, Any], real: Callable[[], Any]) -> Any:
+        if self.on_raw is not None:
+            self.on_raw(given)
+        is_update = self.pattern.updates[self.at]
+        last = self.at == len(self.pattern.updates) - 1
+        self.at = 0 if last else self.at + 1
+        if not is_update:
+            return real()
+        place = len(self.seen)
+        self.seen.append(given)
+        if last and self.on_step is not None:
+            joined = [self.pattern.join([s[k] for s in self.seen]) for k in _TENSORS]
+            self.on_step(joined[0], given["timestep"], joined[1])
+        if place == 0:
+            state = self.following() if self.following is not None else None
+            self.new = None if state is None else self.pattern.split(state)
+        new = None if self.new is None else self.new[place].to(given["sample"], copy=True)
+        result = self._result(given, real, new)
+        if last:
+            self.seen.clear()
+            if self.on_done is not None:
+                self.on_done(self.pattern.join(self.results))
+            self.results.clear()
+        return result
+
+    def _result(self, given: dict[str, Any], real: Callable[[], Any], new: Tensor | None) -> Any:
+        """What step returns: its own result, with the latents replaced by new."""
+        if self.skip:
+            moved = given["sample"] if new is None else new
+            as_tuple = given.get("return_dict") is False
+            return (moved,) if as_tuple else SimpleNamespace(prev_sample=moved)
+        result = real()  # step counters and multistep buffers stay valid
+        as_tuple = isinstance(result, tuple) and type(result) is tuple
+        moved = result[0] if as_tuple else result.prev_sample
+        self.results.append(moved if new is None else new)
+        if new is None:
+            return result
+        if as_tuple:
+            return (new, *result[1:])
+        result.prev_sample = new
+        return result
+
+
+_TENSORS = ("model_output", "sample")
+
+
+@contextlib.contextmanager
+def patched_scheduler(
+    scheduler: Any, stepper: Stepper, on_times: Callable | None
+) -> Iterator[None]:
+    """Route step of this scheduler, and of copies of it, through stepper; on_times(scheduler) runs
+    after each set_timesteps.
+
+    The class itself is patched, not replaced: some pipelines ask for a scheduler's type. Others'
+    schedulers of that class are left alone.
+    """
+    cls, mark = type(scheduler), uuid.uuid4().hex
+    signature = inspect.signature(cls.step)
+    real_step, real_times = cls.step, cls.set_timesteps
+
+    @functools.wraps(real_step)
+    def step(self, *args, **kwargs):
+        if self.__dict__.get("_recorded_by") != mark:
+            return real_step(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        return stepper(given, lambda: real_step(self, *args, **kwargs))
+
+    @functools.wraps(real_times)
+    def set_timesteps(self, *args, **kwargs):
+        result = real_times(self, *args, **kwargs)
+        if on_times is not None and self.__dict__.get("_recorded_by") == mark:
+            on_times(self)
+        return result
+
+    had = {name: cls.__dict__.get(name) for name in ("step", "set_timesteps")}
+    scheduler.__dict__["_recorded_by"] = mark
+    cls.step, cls.set_timesteps = step, set_timesteps
+    try:
+        yield
+    finally:
+        scheduler.__dict__.pop("_recorded_by", None)
+        for name, own in had.items():
+            if own is None:
+                delattr(cls, name)
+            else:
+                setattr(cls, name, own)

@@ -1,0 +1,232 @@
+"""Which pipelines of diffusers are policies: tiny random ones of many classes, tried in every part.
+
+    python scripts/bench/pipelines.py [NAME ...] [--workers 2] [--output runs/pipelines.json]
+
+Each case of tests/helpers/zoo is loaded (its call is inferred), compared with the pipeline itself
+(self-check), trained through (every LoRA matrix gets a gradient, decoding has one), sampled from,
+and trained for one iteration of flow_grpo and one of nft. A line each, and the reason of the first
+part that fails. Exit code 1 if any fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.table import Table
+
+import flowrl
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
+
+from zoo import cases  # noqa: E402
+from zoo.case import PROMPTS, Case  # noqa: E402
+
+LORA = {"rank": 2, "alpha": 2.0, "targets": None, "init": "gaussian"}
+SMALL = [
+    f"reward={Path(__file__).resolve()}:redness",
+    "batch.prompts=2",
+    "batch.group=2",
+    "batch.updates=1",
+    "sampler.steps=4",
+    "sampler.guidance=none",
+    "data.eval=null",
+    "eval.baseline_guidance=null",
+    "trackers=[]",
+    "guard.check_rewards=false",
+    "iterations=1",
+]
+METHODS = {"grpo": ["algorithm=flow_grpo"], "nft": ["algorithm=nft", "algorithm.steps=2"]}
+
+
+@flowrl.reward(scale="mean red minus mean of green and blue, in [-1, 1]")
+def redness(media, prompts, context=None):
+    red, green, blue = media.mean((-2, -1)).unbind(-1)
+    score = red - (green + blue) / 2
+    return score if score.ndim == 1 else score.mean(1)
+
+
+# ---------------------------------------------------------------------------
+# the parts, in order; each raises where it fails
+
+
+def load(case: Case) -> Any:
+    example = case.conditions[0] if case.conditions else None
+    return flowrl.load_policy(case.make(), lora=LORA, example=example, **case.call)
+
+
+def gradient(policy: Any, case: Case) -> None:
+    """A gradient reaches every LoRA matrix that the pipeline's own loop body has one for."""
+    generator = torch.Generator().manual_seed(0)
+    own = list(case.conditions) or None
+    cond, rows = policy.encode(list(PROMPTS), own), torch.tensor([0, 1])
+    x = torch.randn(2, *policy.latent_shape, generator=generator)
+    parameters = {name: p for part in policy.parts.values() for name, p in part.items()}
+    kept = {name: p.detach().clone() for name, p in parameters.items()}
+    with torch.no_grad():  # where the second matrices are zero, the first ones have no gradient
+        for p in parameters.values():
+            p.copy_(0.02 * torch.randn(p.shape, generator=generator))
+    sigmas = policy.schedule(8).sigmas
+    reached: list[set[str]] = []
+    for velocity in (
+        lambda sigma: policy.velocity(x, sigma, cond, rows),
+        lambda sigma: policy.reentry(x, sigma, list(PROMPTS), own),
+    ):
+        for sigma in (sigmas[1].item(), sigmas[-3].item()):  # two networks may share the loop
+            velocity(sigma).square().sum().backward()
+        reached.append({n for n, p in parameters.items() if p.grad is not None and p.grad.any()})
+        for p in parameters.values():
+            p.grad = None
+    with torch.no_grad():
+        for name, p in parameters.items():
+            p.copy_(kept[name])
+    ours, own = reached
+    if not ours or own - ours:
+        missing = min(own - ours, default="all")
+        raise ValueError(f"no gradient reaches {len(own - ours)} of {len(own)}, such as {missing}")
+
+
+def decode(policy: Any, case: Case) -> None:
+    """Media in [0, 1] with a gradient."""
+    x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    cond = policy.encode(list(PROMPTS), list(case.conditions) or None)
+    media = policy.decode(x.requires_grad_(), 0.0, cond, torch.tensor([0, 1]))
+    if not (media.min() >= 0 and media.max() <= 1):
+        raise ValueError(f"media in [{media.min():.3f}, {media.max():.3f}]")
+    media.sum().backward()
+    if x.grad is None or not x.grad.abs().max() > 0:
+        raise ValueError("no gradient passes the decoder")
+
+
+def generate(policy: Any, case: Case) -> None:
+    own = list(case.conditions) or None
+    media = flowrl.generate(policy, list(PROMPTS), steps=4, seed=0, conditions=own)
+    if not bool(torch.isfinite(media).all()) or torch.equal(media[0], media[1]):
+        raise ValueError("media are not finite, or the same for both prompts")
+
+
+def train(policy: Any, case: Case, words: list[str], folder: Path) -> None:
+    """One iteration that moves the weights."""
+    from flowrl.config.load import load_config
+    from flowrl.training import build
+    from flowrl.training.loop import Trainer
+
+    output = f"output={folder / words[0].partition('=')[2]}"
+    prompts = written(case, folder)
+    cfg = load_config(None, [*words, *SMALL, "data=file", f"data.train={prompts}", output])
+    with mock.patch.object(build, "make_policy", lambda cfg, device: policy):
+        it = next(iter(Trainer(cfg)))
+    if not it.metrics["policy/grad_norm"] > 0:
+        raise ValueError(f"the gradient is {it.metrics['policy/grad_norm']}")
+
+
+def written(case: Case, folder: Path) -> Path:
+    """A prompt file with the case's conditions as columns."""
+    rows = []
+    for i, prompt in enumerate(PROMPTS):
+        row: dict[str, Any] = {"prompt": prompt}
+        for key, value in (case.conditions[i] if case.conditions else {}).items():
+            many = value if isinstance(value, list) else [value]
+            names = [f"{key}-{i}-{k}.png" for k in range(len(many))]
+            for name, picture in zip(names, many, strict=True):
+                picture.save(folder / name)
+            row[key] = names if isinstance(value, list) else names[0]
+        rows.append(json.dumps(row))
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(rows))
+    return path
+
+
+def attempt(name: str) -> dict[str, Any]:
+    """All parts of a case, up to the first that fails."""
+    torch.set_num_threads(1)
+    case, began = cases()[name], time.perf_counter()
+    out: dict[str, Any] = {"name": name, "failed": None, "why": None}
+    held: dict[str, Any] = {}
+
+    def loaded() -> None:
+        held["policy"] = load(case)
+        out["pipeline"] = held["policy"].replay.pipeline
+        out["call"] = held["policy"].describe()
+
+    def checked() -> None:
+        out["errors"] = held["policy"].self_check().errors
+
+    with tempfile.TemporaryDirectory() as folder:
+        parts: dict[str, Callable[[], None]] = {
+            "load": loaded,
+            "check": checked,
+            "gradient": lambda: gradient(held["policy"], case),
+            "decode": lambda: decode(held["policy"], case),
+            "generate": lambda: generate(held["policy"], case),
+            **{
+                key: lambda words=words: train(held["policy"], case, words, Path(folder))
+                for key, words in METHODS.items()
+            },
+        }
+        for part, run in parts.items():
+            start = time.perf_counter()
+            try:
+                run()
+            except Exception as error:
+                out["failed"], out["why"] = part, f"{type(error).__name__}: {error}"
+                break
+            out[f"seconds/{part}"] = round(time.perf_counter() - start, 2)
+    return out | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+# ---------------------------------------------------------------------------
+
+
+def table(results: list[dict[str, Any]]) -> Table:
+    out = Table("case", "pipeline", "seconds", "largest error", "result", box=None)
+    for r in results:
+        worst = f"{max(r['errors'].values()):.0e}" if "errors" in r else ""
+        said = "passes" if r["failed"] is None else f"{r['failed']}: {r['why'][:200]}"
+        out.add_row(r["name"], r.get("pipeline", ""), f"{r['seconds']}", worst, said)
+    return out
+
+
+def main() -> int:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--output", type=Path, default=Path("runs/pipelines.json"))
+    args = parser.parse_args()
+    known = list(cases())
+    if unknown := sorted(set(args.names) - set(known)):
+        parser.error(f"unknown {unknown[0]}; there are {', '.join(known)}")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    results = []
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.workers, mp_context=spawn) as pool:
+        for result in pool.map(attempt, args.names or known):
+            said = "passes" if result["failed"] is None else f"{result['failed']}: {result['why']}"
+            print(f"{result['name']}  {result['seconds']} s  {said[:300]}", flush=True)
+            results.append(result)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(results, indent=1))
+    from flowrl.cli.common import show
+
+    show(table(results))
+    passing = sum(r["failed"] is None for r in results)
+    classes = {r.get("pipeline") for r in results if r["failed"] is None}
+    print(f"{passing} of {len(results)} pass, {len(classes)} pipeline classes")
+    return int(passing < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
