@@ -17,9 +17,8 @@ from flowrl.policy.replay.errors import UnreplayableError
 BASE = 64
 
 
-def patterns(rows: int, shape: tuple[int, ...], unit: float = 1.0) -> dict[str, Tensor]:
-    """Inputs (rows, *shape) fp32 by name. unit scales all of them (1/64 keeps them below one, for
-    maps that clamp)."""
+def patterns(rows: int, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Inputs (rows, *shape) fp32 by name."""
     numel = torch.Size(shape).numel()
     index = torch.arange(numel).reshape(1, *shape).expand(rows, *shape)
     row = torch.arange(rows).reshape(-1, *[1] * len(shape)).expand(rows, *shape)
@@ -35,7 +34,7 @@ def patterns(rows: int, shape: tuple[int, ...], unit: float = 1.0) -> dict[str, 
     for k in range(digits):
         out[f"digit{k}"] = (index // BASE**k % BASE).float()
     out["noise"] = (BASE - 1) * torch.rand(rows, *shape, generator=torch.Generator().manual_seed(0))
-    return {k: unit * v for k, v in out.items()}
+    return out
 
 
 def solve(out: dict[str, Tensor], rows: int, shape: tuple[int, ...], what: str) -> Affine:

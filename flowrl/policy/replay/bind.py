@@ -102,7 +102,6 @@ def _bind(prober: Prober, replay: Replay, steps: int, items: Sequence[Item]) -> 
         steps,
         latents=lambda j: zeros,
         stop=lambda j, it: not moving and j > 0 and bool(it.time < last),
-        remember=len(items) == 1,
     )
     if tuple(iterations[0].sample.shape[1:]) != replay.shape:
         raise UnreplayableError(

@@ -1,4 +1,4 @@
-"""Latents to media and back: one VAE call between two affine maps.
+"""Latents to media and back: one VAE call between an affine map of latents and one of pixels.
 
 Both maps are read off the pipeline's own tail, so nothing is patched when media are decoded. A tail
 that does otherwise is run itself, a row at a time.
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from flowrl.policy.replay.affine import patterns, solve
 from flowrl.policy.replay.arguments import Affine, Cond
-from flowrl.policy.replay.errors import UnreplayableError
+from flowrl.policy.replay.errors import Halt, UnreplayableError
 from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.pixels import Pixels, fit_pixels
 from flowrl.policy.replay.probe import Prober, always
 from flowrl.policy.replay.record import replaced
 from flowrl.runtime.memory import ran_out
@@ -26,21 +27,20 @@ from flowrl.runtime.memory import ran_out
 class Decoder:
     """media = after(vae.decode(before(latents))), clamped to [0, 1].
 
-    latent, image: shapes of one row of latents and of one row of the VAE's output. own: what
-    `before` adds to the latents belongs to the prompt (a first frame).
+    latent: shape of one row of latents. own: what `before` adds to the latents belongs to the
+    prompt (a first frame).
     """
 
     def __init__(
         self,
         vae: Any,
         before: Affine,
-        after: Affine,
+        after: Pixels,
         latent: tuple[int, ...],
-        image: tuple[int, ...],
         own: bool = False,
     ) -> None:
         self.vae, self.before, self.after = vae, before, after
-        self.latent, self.image, self.own = latent, image, own
+        self.latent, self.own = latent, own
 
     def __call__(
         self, x: Tensor, cond: Cond | None = None, rows: Tensor | None = None, chunk: int = 16
@@ -56,27 +56,25 @@ class Decoder:
                 own = cond.tails.to(x.device)[rows[k : k + chunk].to(x.device)]
                 constant, scale = own[:, 0], own[:, 1]
             z = self.before(part, constant, scale=scale).to(self.vae.dtype)
-            out = decoded(self.vae, z).float()
-            media.append(self.after(out, _constant(self.after, out)).clamp(0, 1))
+            media.append(self.after(decoded(self.vae, z).float()).clamp(0, 1))
         return torch.cat(media)
 
     def encode(self, media: Tensor, chunk: int = 16) -> Tensor:
         """Both maps inverted around vae.encode: media (n, ...) fp32 in [0, 1] -> pipeline latents
         (n, *L) fp32 of the posterior's mode."""
-        for part, shape in ((self.before, self.latent), (self.after, self.image)):
-            if not part.invertible(torch.Size(shape).numel()):
-                raise ValueError(
-                    "encode_media: the pipeline's decoding drops entries, so it has no inverse"
-                )
-        if tuple(media.shape[1:]) != tuple(self.after.shape):
+        if not self.before.invertible(torch.Size(self.latent).numel()):
+            raise ValueError(
+                "encode_media: the pipeline's decoding drops entries, so it has no inverse"
+            )
+        if tuple(media.shape[1:]) != self.after.media:
             raise ValueError(
                 f"media of shape {tuple(media.shape[1:])} cannot be encoded; the pipeline makes"
-                f" {tuple(self.after.shape)}"
+                f" {self.after.media}"
             )
         return torch.cat([self._encode(part) for part in media.split(chunk)])
 
     def _encode(self, media: Tensor) -> Tensor:
-        pixels = self.after.inverse(media.float(), self.image, _constant(self.after, media))
+        pixels = self.after.inverse(media.float())
         posterior = self.vae.encode(pixels.to(self.vae.dtype))
         if hasattr(posterior, "latent_dist"):
             z = posterior.latent_dist.mode().float()
@@ -126,20 +124,16 @@ def infer_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder
 
 def _affine_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder:
     rows = prober.count + len(prober.runner.pad)
-    probe = TailProbe(prober, steps, prober.rows(prober.count), rows, shape)
-    seen = {"zero": probe.run("zero")}
-    image = probe.image
-    for key in {**patterns(1, shape), **patterns(1, image)}:
-        if key not in seen:
-            seen[key] = probe.run(key)
-    received = {key: seen[key][0] for key in patterns(1, shape)}
-    returned = {key: torch.as_tensor(seen[key][1]) for key in patterns(1, image)}
+    probe = TailProbe(prober, steps, prober.rows(prober.count), rows)
+    received = {key: probe.received_for(x) for key, x in patterns(rows, shape).items()}
     before = solve(received, rows, shape, "decode: input of the VAE")
-    after = solve(returned, rows, image, "decode: output of the pipeline")
-    after.scale = after.scale * 64  # its patterns were 1/64 of the others
-    _check_constants(before, "input of the VAE")
-    _check_constants(after, "output of the pipeline")
-    decoder = Decoder(prober.runner.pipe.vae, before, after, shape, image)
+    const = before.const
+    if const is not None and not torch.allclose(const, const[:1, :1].expand_as(const)):
+        raise UnreplayableError("decode: input of the VAE has constants that differ between rows")
+    after = fit_pixels(*probe.returned_for(torch.zeros(rows, *shape)))
+    if after is None:
+        raise UnreplayableError("decode: output of the pipeline is not that of its VAE in a line")
+    decoder = Decoder(prober.runner.pipe.vae, before, after, shape)
     if prober.runner.single and before.const is not None:
         constant, scale = tails(prober, steps, decoder, [prober.record[1]])[0]
         same = torch.allclose(constant, before.const[0, 0].to(constant))
@@ -155,51 +149,52 @@ def tails(prober: Prober, steps: int, decoder: Decoder, items: Sequence[Item]) -
     (P, 2, D) fp32."""
     out = []
     for item in items:
-        probe = TailProbe(prober, steps, [item], 1, decoder.latent)
-        zero, one = (probe.run(key)[0].float().reshape(-1) for key in ("zero", "one"))
+        probe = TailProbe(prober, steps, [item], 1)
+        latents = torch.zeros(1, *decoder.latent)
+        zero, one = (probe.received_for(latents + k).float().reshape(-1) for k in (0, 1))
         out.append(torch.stack([zero, one - zero]))
     return torch.stack(out)
 
 
-def _check_constants(part: Affine, what: str) -> None:
-    """UnreplayableError where a map adds other constants to other rows."""
-    const = part.const
-    if const is not None and not torch.allclose(const, const[:1, :1].expand_as(const)):
-        raise UnreplayableError(f"decode: {what} has constants that differ between rows")
-
-
 @dataclass(eq=False)
 class TailProbe:
-    """Stubbed runs of a pipeline to its media, with patterns in place of what the VAE decodes."""
+    """Stubbed runs of a pipeline to its VAE, or to its media with noise in place of the VAE's
+    output."""
 
     prober: Prober
     steps: int
     items: Sequence[Item]
     rows: int  # with those that fix the text length
-    latent: tuple[int, ...]
-    image: tuple[int, ...] = ()  # shape of one row of the VAE's output, known after a run
     received: list[Tensor] = field(default_factory=list)
+    image: tuple[int, ...] = ()  # shape of one row of the VAE's output, once it was made
+    noise: Tensor | None = None  # (rows, *image) in [0, 1), in a run to media
 
-    def run(self, key: str) -> tuple[Tensor, Any]:
-        """(what vae.decode received, what the pipeline returned) with the pattern `key` in the
-        latents and in the VAE's output."""
+    def received_for(self, x: Tensor) -> Tensor:
+        """What vae.decode receives for latents x (rows, *L)."""
+        self.noise = None
+        self._run(x)
+        return torch.cat(self.received)
+
+    def returned_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(noise (rows, *image), the media (rows, ...) that the pipeline makes of it)."""
+        image = self._image(self.received_for(x))
+        generator = torch.Generator().manual_seed(0)
+        self.noise = torch.rand(self.rows, *image, generator=generator)
+        self._run(x)
+        return self.noise, media_of(self.prober.result).float().cpu()
+
+    def _run(self, x: Tensor) -> None:
         self.received.clear()
-        x = patterns(self.rows, self.latent)[_same(key, self.latent)]
-        vae = self.prober.runner.pipe.vae
-        with replaced(vae, "decode", partial(self._decode, key)):
+        with replaced(self.prober.runner.pipe.vae, "decode", self._decode):
             self.prober.run(self.items, self.steps, latents=always(x), output_type="pt")
         if sum(map(len, self.received)) != self.rows:
             raise UnreplayableError(
                 f"decode: the pipeline called vae.decode for {[len(z) for z in self.received]} rows"
                 f" of {self.rows}"
             )
-        return torch.cat(self.received), media_of(self.prober.result)
 
-    def _decode(
-        self, key: str, z: Tensor, *args: Any, return_dict: bool = True, **kwargs: Any
-    ) -> Any:
+    def _decode(self, z: Tensor, *args: Any, return_dict: bool = True, **kwargs: Any) -> Any:
         """In place of vae.decode, for some of the rows."""
-        vae = self.prober.runner.pipe.vae
         first = sum(map(len, self.received))
         more = [*args, *(v for k, v in kwargs.items() if k != "generator")]
         if first + len(z) > self.rows or any(v is not None for v in more):
@@ -207,15 +202,24 @@ class TailProbe:
                 f"decode: the VAE is given {first + len(z)} rows for {self.rows} media, or more"
                 " than latents"
             )
+        self.received.append(z)
+        if self.noise is not None:
+            image = self.noise[first : first + len(z)].to(z)
+        elif first + len(z) == self.rows:
+            raise Halt
+        else:
+            image = z.new_zeros(len(z), *self._image(z))
+        return _output(image) if return_dict else (image,)
+
+    @torch.no_grad()
+    def _image(self, z: Tensor) -> tuple[int, ...]:
         if not self.image:
-            one = type(vae).decode(vae, z[:1].to(vae.dtype), *args, return_dict=False, **kwargs)[0]
+            vae = self.prober.runner.pipe.vae
+            one = type(vae).decode(vae, z[:1].to(vae.dtype), return_dict=False)[0]
             if len(one) != 1:
                 raise UnreplayableError(f"decode: the VAE returned {len(one)} rows for one")
             self.image = tuple(one.shape[1:])
-        self.received.append(z)
-        image = patterns(self.rows, self.image, unit=1 / 64)[_same(key, self.image)].to(z)
-        image = image[first : first + len(z)]
-        return _output(image) if return_dict else (image,)
+        return self.image
 
 
 def _output(sample: Tensor) -> Any:
@@ -233,11 +237,6 @@ def decoded(vae: Any, z: Tensor, *args: Any, decode: Any = None, **kwargs: Any) 
         if len(z) == 1 or ran_out(error):
             raise
     return torch.cat([decode(row, *args, return_dict=False, **kwargs)[0] for row in z.split(1)])
-
-
-def _same(key: str, shape: tuple[int, ...]) -> str:
-    """Smaller tensors have fewer digits: repeat their first."""
-    return key if key in patterns(1, shape) else "digit0"
 
 
 def media_of(result: Any) -> Tensor:

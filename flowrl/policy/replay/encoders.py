@@ -1,6 +1,7 @@
 """Text encoders and VAE encoders of a pipeline, asked the same thing once.
 
-Probing and re-entry run the pipeline from its beginning many times, with the same few prompts.
+Probing and re-entry run the pipeline from its beginning many times, with the same few prompts; a
+training run asks for the same prompts again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-LARGEST = 2**28  # bytes of answers that are kept
+LARGEST = 2**29  # bytes of answers that are kept
 
 
 class Answers:
-    """Outputs of frozen networks by the content of their arguments, the latest ones."""
+    """Outputs of frozen networks by the content of their arguments, the latest ones.
+
+    A text encoder of transformers treats the rows of its batch apart, so each row is asked for
+    once, whichever rows are beside it.
+    """
 
     def __init__(self) -> None:
         self.kept: OrderedDict[tuple[Any, ...], tuple[Any, int]] = OrderedDict()
@@ -34,14 +40,44 @@ class Answers:
             return real(*args, **kwargs)
         if key not in self.kept:
             answer = real(*args, **kwargs)
-            size = sum(t.numel() * t.element_size() for t in _tensors(answer))
-            if any(t.requires_grad for t in _tensors(answer)) or size > LARGEST:
+            if not self._keep(key, answer):
                 return answer
-            self.kept[key] = (copy.deepcopy(answer), size)
-            self.size += size
-            while self.size > LARGEST:
-                self.size -= self.kept.popitem(last=False)[1][1]
-            return answer
+        return self._kept(key)
+
+    def rowwise(self, name: str, real: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """The same, with an answer for each row of the tokens."""
+        rows = _rows_of_tokens((args, kwargs))
+        if rows is None:
+            return self(name, real, args, kwargs)
+        keys = []
+        for row in range(rows):
+            own = _at((args, kwargs), [row], rows)
+            keys.append((name, _content(own[0]), _content(sorted(own[1].items()))))
+        first = {key: row for row, key in reversed([*enumerate(keys)])}
+        new = [row for key, row in first.items() if key not in self.kept]
+        known = {key: self._kept(key) for key in first if key in self.kept}
+        if new:
+            some = _at((args, kwargs), new, rows)
+            answer = real(*some[0], **some[1])
+            try:
+                known |= {keys[row]: _at(answer, [k], len(new)) for k, row in enumerate(new)}
+            except TypeError:  # it holds something without rows
+                return self(name, real, args, kwargs)
+            for row in new:
+                self._keep(keys[row], known[keys[row]])
+        return _joined([known[key] for key in keys])
+
+    def _keep(self, key: tuple[Any, ...], answer: Any) -> bool:
+        size = sum(t.numel() * t.element_size() for t in _tensors(answer))
+        if any(t.requires_grad for t in _tensors(answer)) or size > LARGEST:
+            return False
+        self.kept[key] = (copy.deepcopy(answer), size)
+        self.size += size
+        while self.size > LARGEST:
+            self.size -= self.kept.popitem(last=False)[1][1]
+        return key in self.kept
+
+    def _kept(self, key: tuple[Any, ...]) -> Any:
         self.kept.move_to_end(key)
         return copy.deepcopy(self.kept[key][0])
 
@@ -64,10 +100,11 @@ class Answers:
     @contextlib.contextmanager
     def _patched(self, name: str, module: nn.Module, method: str) -> Iterator[None]:
         had, real = module.__dict__.get(method), getattr(module, method)
+        asked = self.rowwise if isinstance(module, PreTrainedModel) else self
 
         @functools.wraps(real)  # pipelines read its signature
         def answered(*args: Any, **kwargs: Any) -> Any:
-            return self(f"{name}.{method}", real, args, kwargs)
+            return asked(f"{name}.{method}", real, args, kwargs)
 
         module.__dict__[method] = answered
         try:
@@ -105,3 +142,38 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(entry)
     elif hasattr(value, "__dict__"):
         yield from _tensors(vars(value))
+
+
+def _rows_of_tokens(given: Any) -> int | None:
+    """Rows of a batch of token ids (n, L); None where another tensor has other rows, or none."""
+    found = list(_tensors(given))
+    tokens = any(t.ndim == 2 and not t.is_floating_point() for t in found)
+    rows = {len(t) if t.ndim else 0 for t in found}
+    return rows.pop() if tokens and len(rows) == 1 else None
+
+
+def _at(value: Any, rows: list[int], n: int) -> Any:
+    """The same structure with some rows of its tensors; TypeError where one has not n rows."""
+    if isinstance(value, Tensor):
+        if value.ndim == 0 or len(value) != n:
+            raise TypeError("a tensor without rows")
+        return value[rows]
+    if isinstance(value, dict):
+        return type(value)(**{key: _at(entry, rows, n) for key, entry in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)(_at(entry, rows, n) for entry in value)
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return value
+    raise TypeError(type(value).__name__)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Answers to single rows as one answer."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, dict):
+        return type(first)(**{key: _joined([part[key] for part in parts]) for key in first})
+    if isinstance(first, list | tuple):
+        return type(first)(_joined(list(entries)) for entries in zip(*parts, strict=True))
+    return first

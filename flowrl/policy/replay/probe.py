@@ -173,11 +173,14 @@ class Prober:
         """Whether runs of two and three rows (of one, if there is no other form) hold as many
         latents; reads the step pattern."""
         held = []
-        for rows in sorted({self.count, min(3, 2 * self.count - 1)}, reverse=True):
+        self.templates.clear()
+        for rows in sorted({self.count, min(3, 2 * self.count - 1)}):
             iterations = self._scan(self.rows(rows))
             self.runner.pattern = read_pattern(iterations, rows)
             shapes = [tuple(step["sample"].shape) for step in iterations[0]]
             held.append(all(shape[0] == rows for shape in self._moved(shapes)))
+            if not held[-1]:
+                break
         if all(held):
             pattern: StepPattern = self.runner.pattern
             moved = self._moved(shapes)
@@ -195,7 +198,6 @@ class Prober:
         network is called after a step."""
         found: list[list[dict[str, Any]]] = []
         calls: list[str] = []
-        self.templates.clear()
 
         def on_call(name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
             if not calls:
@@ -213,7 +215,6 @@ class Prober:
 
         self.runner.pattern = StepPattern()
         self.runner.run(items, 8, on_call=on_call, on_raw=on_raw)
-        self.templates.clear()
         whole = [steps for steps in found if steps]
         if not whole:
             raise UnreplayableError(

@@ -229,7 +229,6 @@ class Runner:
         output_type: str = "latent",
         grad: bool = False,
         skip_step: bool = False,
-        remember: bool = True,
         **extra: Any,
     ) -> Any:
         """The pipeline's first output, or None after Halt.
@@ -238,8 +237,7 @@ class Runner:
         step; following() -> the latents that the loop goes on with, or None to keep the
         scheduler's, which on_done(result) sees. on_times(scheduler) runs after each set_timesteps;
         on_raw sees the arguments of every call to step. grad: keep the autograd graph. skip_step:
-        following replaces the scheduler's own step. remember: encoders answer equal questions from
-        memory.
+        following replaces the scheduler's own step. Encoders answer equal questions from memory.
         """
         given = self.arguments(items, steps, output_type, **extra)
         networks = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
@@ -248,8 +246,7 @@ class Runner:
         with _LOCK, self._quiet(), contextlib.ExitStack() as stack:
             for name, module in self.denoisers.items():
                 stack.enter_context(_patched_forward(name, module, on_call))
-            if remember:
-                stack.enter_context(self.answers.of(encoders))
+            stack.enter_context(self.answers.of(encoders))
             stack.enter_context(patched_scheduler(self.pipe.scheduler, stepper, on_times))
             stack.enter_context(torch.set_grad_enabled(grad))
             stack.enter_context(blaming(self.pipe, self.kwargs, but=UnreplayableError))
