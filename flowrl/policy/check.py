@@ -24,7 +24,7 @@ MEANING = {
     "prediction": "predictions for swapped prompts at the latents and times of a run on these",
     "loop": "latents at every step, from the prediction before, by the pipeline's own scheduler",
     "reentry": "velocity at a sigma that no run visited, against the pipeline's own loop body",
-    "mixed": "rows at different sigmas in one call, against one call a sigma",
+    "mixed": "rows at different sigmas in one call, against one call a sigma and a row alone",
     "euler": "one step of the pipeline's scheduler, against an Euler step in flow coordinates",
     "decode": "media, against the pipeline's own decoding",
 }
@@ -233,6 +233,7 @@ def _run(policy: Replayed, items: Sequence[Item]) -> RealRun:
 
 def _run_together(policy: Replayed, items: list[Item]) -> RealRun:
     runner, rows = policy.prober.runner, len(items)
+    pad = runner.pad[:1]  # the overlong prompt fixes the text's length for these short ones
     whole = policy.prober.run(items, policy.steps)
     own = _own(policy, torch.stack([it.time for it in whole]))
     done: list[Iteration] = []
@@ -249,7 +250,7 @@ def _run_together(policy: Replayed, items: list[Item]) -> RealRun:
         counts[name] += 1
         if len(done) in own:
             return real()
-        templates, count = policy.prober.templates, rows + len(runner.pad)
+        templates, count = policy.prober.templates, rows + len(pad)
         return stubbed(templates, key, count, real, None, runner.streams)
 
     def on_step(prediction: Tensor, time: Any, sample: Tensor) -> None:
@@ -261,7 +262,7 @@ def _run_together(policy: Replayed, items: list[Item]) -> RealRun:
         final[:] = [result[:rows].clone()]
 
     runner.run(
-        [*items, *runner.pad],
+        [*items, *pad],
         policy.steps,
         on_call=on_call,
         on_step=on_step,
@@ -273,9 +274,10 @@ def _run_together(policy: Replayed, items: list[Item]) -> RealRun:
 
 
 def _own(policy: Replayed, times: Tensor) -> list[int]:
-    """Iterations in which the networks answer: an early one of each set of them, and the last."""
+    """Two iterations or more in which the networks answer: an early one of each set of them."""
     regime = _regimes(policy, times)
-    return sorted({*(regime.index(which, 1) for which in set(regime[1:])), len(times) - 1})
+    early = {regime.index(which, 1) for which in set(regime[1:])}
+    return sorted(early) if len(early) > 1 else [*early, len(times) - 1]
 
 
 def _regimes(policy: Replayed, times: Tensor) -> list[int]:

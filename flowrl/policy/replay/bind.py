@@ -42,10 +42,12 @@ def bind(prober: Prober, replay: Replay, steps: int, items: Sequence[Item]) -> C
     the pipeline takes one."""
     size = 1 if prober.runner.single else CHUNK
     parts = [_bind(prober, replay, steps, items[k : k + size]) for k in range(0, len(items), size)]
+    apart = prober.runner.hints.get("apart")
     groups: list[list[Bound]] = []
     places: list[tuple[int, int]] = []
     for part in parts:
-        which = next((g for g, own in enumerate(groups) if own[0].fits(part)), len(groups))
+        fitting = (g for g, own in enumerate(groups) if own[0].fits(part) and not apart)
+        which = next(fitting, len(groups))
         if which == len(groups):
             groups.append([])
         first = sum(own.count for own in groups[which])

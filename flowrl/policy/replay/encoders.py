@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 LARGEST = 2**29  # bytes of answers that are kept
 
@@ -46,19 +46,18 @@ class Answers:
 
     def rowwise(self, name: str, real: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """The same, with an answer for each row of the tokens."""
-        rows = _rows_of_tokens((args, kwargs))
-        if rows is None:
+        try:
+            rows = _rows_of_tokens((args, kwargs))
+            each = [_at((args, kwargs), [row], rows) for row in range(rows)]
+            keys = [(name, _content(a), _content(sorted(k.items()))) for a, k in each]
+        except TypeError:
             return self(name, real, args, kwargs)
-        keys = []
-        for row in range(rows):
-            own = _at((args, kwargs), [row], rows)
-            keys.append((name, _content(own[0]), _content(sorted(own[1].items()))))
         first = {key: row for row, key in reversed([*enumerate(keys)])}
         new = [row for key, row in first.items() if key not in self.kept]
         known = {key: self._kept(key) for key in first if key in self.kept}
         if new:
             some = _at((args, kwargs), new, rows)
-            answer = real(*some[0], **some[1])
+            answer = _without_caches(real(*some[0], **some[1]))
             try:
                 known |= {keys[row]: _at(answer, [k], len(new)) for k, row in enumerate(new)}
             except TypeError:  # it holds something without rows
@@ -125,9 +124,7 @@ def _content(value: Any) -> Any:
         return (type(value), *map(_content, value))
     if isinstance(value, dict):
         return (dict, *((key, _content(entry)) for key, entry in sorted(value.items())))
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
-        return value
-    raise TypeError(type(value).__name__)
+    return _plain(value)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -144,12 +141,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from _tensors(vars(value))
 
 
-def _rows_of_tokens(given: Any) -> int | None:
-    """Rows of a batch of token ids (n, L); None where another tensor has other rows, or none."""
+def _rows_of_tokens(given: Any) -> int:
+    """Rows of a batch of token ids (n, L); TypeError where there are none, or another tensor has
+    other rows."""
     found = list(_tensors(given))
-    tokens = any(t.ndim == 2 and not t.is_floating_point() for t in found)
     rows = {len(t) if t.ndim else 0 for t in found}
-    return rows.pop() if tokens and len(rows) == 1 else None
+    if len(rows) != 1 or not any(t.ndim == 2 and not t.is_floating_point() for t in found):
+        raise TypeError("no batch of tokens")
+    return rows.pop()
 
 
 def _at(value: Any, rows: list[int], n: int) -> Any:
@@ -162,6 +161,18 @@ def _at(value: Any, rows: list[int], n: int) -> Any:
         return type(value)(**{key: _at(entry, rows, n) for key, entry in value.items()})
     if isinstance(value, list | tuple):
         return type(value)(_at(entry, rows, n) for entry in value)
+    return _plain(value)
+
+
+def _without_caches(answer: Any) -> Any:
+    """An answer without keys and values for a next token, for which a pipeline has no use."""
+    if not isinstance(answer, dict):
+        return answer
+    return type(answer)(**{k: v for k, v in answer.items() if not isinstance(v, Cache)})
+
+
+def _plain(value: Any) -> Any:
+    """A value that has no rows; TypeError for one that cannot be compared."""
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return value
     raise TypeError(type(value).__name__)

@@ -18,14 +18,22 @@ def register(
     guidance: Literal["linear", "norm", "pipeline"] | None = None,
     boundary: float | None = None,
     decode: Callable[..., Any] | None = None,
+    apart: bool | None = None,
 ) -> None:
     """Declare hints for a pipeline class by name.
 
     denoisers: components that are networks (default: those named transformer* or unet*). guidance:
     the rule that combines outputs. boundary: model time at which the first set of networks gives
-    way to the second. decode: fn(pipe, latents) -> media in [0, 1], differentiable.
+    way to the second. decode: fn(pipe, latents) -> media in [0, 1], differentiable. apart: True
+    where a network mixes the rows of its batch, so that no two prompts may share a call.
     """
-    given = {"denoisers": denoisers, "guidance": guidance, "boundary": boundary, "decode": decode}
+    given = {
+        "denoisers": denoisers,
+        "guidance": guidance,
+        "boundary": boundary,
+        "decode": decode,
+        "apart": apart,
+    }
     if guidance not in (None, "linear", "norm", "pipeline"):
         raise ValueError(f"hint guidance={guidance!r}; allowed are 'linear', 'norm' and 'pipeline'")
     _HINTS[pipeline] = {k: v for k, v in given.items() if v is not None}
@@ -37,3 +45,7 @@ def hints_for(pipe: Any) -> dict[str, Any]:
         if cls.__name__ in _HINTS:
             return dict(_HINTS[cls.__name__])
     return {}
+
+
+# its rotary embedding takes the positions of the batch's first row for all rows
+register("OmniGenPipeline", apart=True)

@@ -148,7 +148,6 @@ def _fix_text_length(prober: Prober, steps: int) -> None:
         ]
         if shapes[0] != shapes[1]:
             runner.pad = (filler, Item("", prober.record[0].conditions))
-            prober.templates.clear()  # outputs may hold the text's length
 
 
 def _segments(run: list[Iteration]) -> list[list[int]]:

@@ -146,7 +146,8 @@ class Prober:
         holds as many latents as rows were asked for."""
         runner = self.runner
         prompted = "prompt" in runner.parameters
-        forms = ["batch"] if not media and prompted else []
+        together = prompted and not media and not runner.hints.get("apart")
+        forms = ["batch"] if together else []
         forms += ["copies"] if runner.count else []
         forms += ["repeated", "lists"] if prompted else []
         first: Exception | None = None
