@@ -28,6 +28,7 @@ MEANING = {
     "euler": "one step of the pipeline's scheduler, against an Euler step in flow coordinates",
     "decode": "media, against the pipeline's own decoding",
 }
+LOOSE = 8.0  # weight of a guidance that is not known
 ROUNDED = 30.0  # times what rounding its latents changes, a prediction may differ
 
 
@@ -177,6 +178,8 @@ def _notes(policy: Replayed, scheduler: Any, *, noisy: bool) -> list[str]:
         )
     if isinstance(policy.decoder, TailDecoder):
         out.append("media are decoded by the pipeline's own tail, a row at a time")
+    if not policy.replay.regimes:
+        out.append("the loop's own body is run in every call, one noise level at a time")
     if any(regime.guidance.rule == "pipeline" for regime in policy.replay.regimes):
         out.append("outputs are combined by the pipeline's own loop body, in every call")
     return out
@@ -189,11 +192,13 @@ def _clips(scheduler: Any) -> list[str]:
 
 def _tolerance(policy: Replayed) -> float:
     """1e-4 in fp32; in lower precision its rounding times the guidance that multiplies it."""
-    recorded = policy.replay.regimes[0].calls[0].slots[0].dtype  # of latents at the network
-    lowest = max(policy.dtype, recorded, key=lambda dtype: torch.finfo(dtype).eps)
+    slots = [slot for r in policy.replay.regimes for c in r.calls for slot in c.slots]
+    dtypes = {policy.dtype, *(slot.dtype for slot in slots)}  # of latents at the network
+    lowest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     if lowest == torch.float32:
         return 1e-4
-    weight = max(sum(map(abs, regime.guidance.weights)) for regime in policy.replay.regimes)
+    weights = [sum(map(abs, regime.guidance.weights)) for regime in policy.replay.regimes]
+    weight = max(weights, default=LOOSE)
     return torch.finfo(lowest).eps * max(4.0, weight)
 
 
@@ -322,6 +327,8 @@ def _loop(policy: Replayed, real: RealRun, ours: dict[int, Tensor], read: Tensor
 def _read(policy: Replayed, cond: Cond) -> Tensor:
     """Entries of the latents that a network reads, (P, D) bool; a loop may write over others."""
     numel = torch.Size(policy.latent_shape).numel()
+    if not policy.replay.regimes:
+        return torch.ones(len(cond), numel, dtype=torch.bool)
     out = torch.zeros(len(cond), numel, dtype=torch.bool)
     for row, (group, place) in enumerate(cond.places):
         for which, regime in enumerate(policy.replay.regimes):
@@ -344,7 +351,7 @@ def _referee(policy: Replayed, real: RealRun, cond: Cond) -> tuple[float, float]
     x = torch.randn(2, *policy.latent_shape, generator=generator).to(device)
     rows = torch.arange(2, device=device)
     picks = _unvisited(policy, real)
-    several = len(policy.replay.regimes)
+    several = max(1, len(policy.replay.regimes))
     alone = [policy.velocity(x, s, cond, rows) for s in picks[:several]]
     worst = max(
         relative(v, policy.reentry(x, s, prompts, conditions))

@@ -15,9 +15,11 @@ from flowrl.policy.base import Policy
 from flowrl.policy.check import SelfCheck, self_check
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.bind import bind
+from flowrl.policy.replay.body import BodyReplay, body_replay
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.decode import Decoder, TailDecoder, infer_decoder, tails
 from flowrl.policy.replay.describe import describe
+from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.infer import find_coords, infer
 from flowrl.policy.replay.items import Item, items_of
@@ -25,6 +27,7 @@ from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.record import Runner
 from flowrl.policy.replay.reentry import reenter
 from flowrl.policy.replay.request import Request
+from flowrl.runtime.memory import ran_out
 from flowrl.types import expand
 
 
@@ -50,11 +53,18 @@ class PipelinePolicy(Policy):
         super().__init__(runner.denoisers, adapter, self.replay.shape)
         # the loop starts from a noisy picture, below sigma 1
         self.late = self._picture(self.prober.record[0]) is not None
+        if isinstance(self.replay, BodyReplay):
+            self._check_body(self.replay.why)
 
     def _infer(self, runner: Runner, example: Mapping[str, Any] | None) -> None:
         self.prober = Prober(runner, example)
         self.coords = find_coords(self.prober)
-        self.replay, self.steps = infer(self.prober, self.coords)
+        try:
+            self.replay, self.steps = infer(self.prober, self.coords)
+        except UnreplayableError as error:
+            if {"guidance", "boundary"} & set(runner.hints):
+                raise
+            self.replay, self.steps = body_replay(self.prober, self.coords, str(error))
         self.replay.combine = self._combine
         self.decoder: Decoder | TailDecoder | partial[Tensor]
         if "decode" in runner.hints:
@@ -62,7 +72,19 @@ class PipelinePolicy(Policy):
         else:
             self.decoder = infer_decoder(self.prober, self.steps, self.replay.shape)
 
+    def _check_body(self, why: str) -> None:
+        """What could not be inferred is the reason, where the loop's own body does not hold
+        either."""
+        try:
+            self.self_check()
+        except UnreplayableError as error:
+            raise UnreplayableError(why) from error
+
     def branches(self, guidance: float | str) -> int:
+        if isinstance(self.replay, BodyReplay):
+            if guidance != "pipeline":
+                raise ValueError(self.replay.refusal(guidance))
+            return self.replay.branches
         rules = [regime.guidance for regime in self.replay.regimes]
         if guidance == "none" or guidance == 1:
             return 1
@@ -189,11 +211,22 @@ class PipelinePolicy(Policy):
     def self_check(self) -> SelfCheck:
         """Replay against the pipeline itself; the first comparison that fails is named in an
         UnreplayableError."""
-        return self_check(self)
+        try:
+            return self_check(self)
+        except UnreplayableError:
+            raise
+        except Exception as error:
+            if ran_out(error):
+                raise
+            raise UnreplayableError(
+                f"{self.replay.pipeline}: its replayed call fails with"
+                f" {type(error).__name__}: {error}"
+            ) from error
 
     def describe(self) -> str:
         """The inferred call as Python source."""
-        return describe(self.replay)
+        why = self.replay.why if isinstance(self.replay, BodyReplay) else None
+        return describe(self.replay, why)
 
     def save_lora(self, folder: str | Path) -> Path:
         if not hasattr(self.pipe, "save_lora_weights"):

@@ -19,9 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, SD3Transformer2DModel
 
 from flowrl.policy import Policy, load_policy
+from flowrl.policy.replay.items import items_of
 from flowrl.rollouts import generation
 
 PROMPTS = [
@@ -30,18 +31,21 @@ PROMPTS = [
     "a green triangle left of a red square",
     "three yellow circles",
 ]
+MOST = 1.03
 Call = Callable[..., None]
 Pair = dict[Call, float]  # seconds a network call
 
 
-def small_sd3() -> DiffusionPipeline:
-    """shapes-sd3 without its training: 2.3 M parameters, 64 image tokens."""
+def random_sd3(blocks: int) -> DiffusionPipeline:
+    """shapes-sd3 without its training, with this many blocks: 64 image tokens of width 128, and
+    2.3 M parameters for four blocks."""
     from flowrl.shapes import build
 
     tok = build.tokenizer()
+    config = {**build.transformer().config, "num_layers": blocks}
     parts = {
         "vae": build.vae(),
-        "transformer": build.transformer(),
+        "transformer": SD3Transformer2DModel.from_config(config),
         "text_encoder": build.text_encoder(tok),
         "text_encoder_2": build.text_encoder(tok),
     }
@@ -54,7 +58,7 @@ def ours(policy: Policy, steps: int, prompts: list[str]) -> None:
 
 
 def theirs(policy: Policy, steps: int, prompts: list[str]) -> None:
-    policy.pipe(**policy.prober.runner.arguments(prompts, steps, "latent"))
+    policy.pipe(**policy.prober.runner.arguments(items_of(prompts), steps, "latent"))
 
 
 def seconds(fn: Call, *args: Any) -> float:
@@ -86,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = out.add_argument
     add("--source", help="path, hub id or model name; default: a small SD3 with random weights")
+    add("--blocks", type=int, default=4, help="of that SD3")
     add("--dtype", choices=["float32", "bfloat16", "float16"])
     add("--height", type=int)
     add("--width", type=int)
@@ -103,7 +108,7 @@ def main() -> None:
     options = {k: v for k, v in (("height", args.height), ("width", args.width)) if v}
     if not args.source:
         options = {"max_sequence_length": 12, **options}
-    policy = load_policy(args.source or small_sd3(), dtype=args.dtype, **options)
+    policy = load_policy(args.source or random_sd3(args.blocks), dtype=args.dtype, **options)
     policy.pipe.set_progress_bar_config(disable=True)
     prompts = (PROMPTS * args.prompts)[: args.prompts]
     pairs = timed_pairs(policy, args.steps, prompts, args.pairs)
@@ -114,6 +119,8 @@ def main() -> None:
         "pipeline_ms": round(1e3 * statistics.median(c[theirs] for c in pairs), 3),
         "pairs": args.pairs,
         "steps": args.steps,
+        "prompts": args.prompts,
+        "blocks": args.blocks,
         "pipeline": type(policy.pipe).__name__,
         "device": str(policy.device),
         "threads": torch.get_num_threads(),
@@ -121,7 +128,7 @@ def main() -> None:
     }
     print(
         f"our sampler costs {ratio:.3f}x the pipeline's own loop per network call (median of"
-        f" {args.pairs} pairs; must be <= 1.05)"
+        f" {args.pairs} pairs; must be <= {MOST})"
     )
     print(json.dumps(result))
 

@@ -11,7 +11,8 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
 from flowrl.policy import UnreplayableError, load_policy
-from flowrl.policy.replay.hints import _HINTS, register
+from flowrl.policy.replay import hints
+from flowrl.policy.replay.hints import register
 
 
 class Net(torch.nn.Module):
@@ -109,7 +110,6 @@ def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
 @pytest.mark.parametrize(
     ("odd", "sentence"),
     [
-        ("square", "argument sample: it is not linear in the latents"),
         (
             "flip",
             "argument sample: rows are ordered [1, 0, 1, 0], which is not blocks x rows x repeats",
@@ -130,19 +130,36 @@ def test_a_pipeline_nobody_has_seen_replays_with_no_code_of_its_own():
             ),
         ),
         ("edit", "argument sample: it is not linear in the latents"),
-        (
-            "switch",
-            (
-                "regimes: the networks change between times 446.169 and 252.618, and the boundary"
-                " is None; name it with hints boundary=<time>"
-            ),
-        ),
     ],
 )
 def test_an_unreplayable_loop_is_refused_with_a_sentence_that_names_the_argument(odd, sentence):
     with pytest.raises(UnreplayableError) as refused:
         load_policy(loop(), odd=odd)
     assert str(refused.value) == sentence and issubclass(UnreplayableError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        ("square", "argument sample: it is not linear in the latents"),
+        ("switch", "regimes: the networks change between times 446.169 and 252.618"),
+    ],
+)
+def test_a_loop_that_no_call_stands_for_is_run_itself(odd, why):
+    policy = load_policy(loop(), odd=odd, lora={"rank": 2, "targets": ["mix"]})
+    assert max(policy.self_check().errors.values()) <= 1e-4
+    assert "the loop's own body" in policy.describe() and why in policy.describe()
+    cond, x, rows = policy.encode(tiny.PROMPTS), torch.randn(3, 4), torch.tensor([1, 0, 1])
+    sigma = torch.tensor([0.7, 0.2, 0.2], dtype=torch.float64)
+    together = policy.velocity(x, sigma, cond, rows)
+    for k in range(3):
+        own = policy.reentry(x[k : k + 1], sigma[k], [tiny.PROMPTS[rows[k]]])
+        assert torch.allclose(together[k], own[0], atol=1e-5)
+    together.square().sum().backward()
+    assert all(p.grad is not None for part in policy.parts.values() for p in part.values())
+    assert policy.branches("pipeline") == 2
+    with pytest.raises(ValueError, match="guidance=none: Loop is run by its own loop body"):
+        policy.velocity(x, sigma, cond, rows, guidance="none")
 
 
 def test_a_step_that_only_converts_is_told_from_the_one_that_moves_the_latents():
@@ -264,29 +281,27 @@ def test_self_check_notices_wrong_guidance_wrong_rows_and_prompts_that_say_nothi
         load_policy(deaf).self_check()
 
 
-def test_hints_override_one_inference_each():
-    try:
-        register("Loop", guidance="norm")
-        with pytest.raises(UnreplayableError, match="hint says 'norm'"):
-            load_policy(loop())
-        register(
-            "Loop",
-            guidance="pipeline",
-            denoisers=["transformer"],
-            decode=lambda pipe, x: pipe.vae.decode(x)[0],
-        )
-        policy = load_policy(loop())
-        assert policy.replay.regimes[0].guidance.rule == "pipeline"
-        assert max(policy.self_check().errors.values()) <= 1e-4
-        x = torch.randn(2, 4)
-        assert torch.equal(policy.decode(x), policy.pipe.vae.decode(x)[0])
-        register("Loop", boundary=500.0)
-        with pytest.raises(UnreplayableError, match="the boundary is 500"):
-            load_policy(loop(), odd="switch")
-        with pytest.raises(ValueError, match="'linear', 'norm' and 'pipeline'"):
-            register("Loop", guidance="std")
-    finally:
-        _HINTS.clear()
+def test_hints_override_one_inference_each(monkeypatch):
+    monkeypatch.setattr(hints, "_HINTS", dict(hints._HINTS))
+    register("Loop", guidance="norm")
+    with pytest.raises(UnreplayableError, match="hint says 'norm'"):
+        load_policy(loop())
+    register(
+        "Loop",
+        guidance="pipeline",
+        denoisers=["transformer"],
+        decode=lambda pipe, x: pipe.vae.decode(x)[0],
+    )
+    policy = load_policy(loop())
+    assert policy.replay.regimes[0].guidance.rule == "pipeline"
+    assert max(policy.self_check().errors.values()) <= 1e-4
+    x = torch.randn(2, 4)
+    assert torch.equal(policy.decode(x), policy.pipe.vae.decode(x)[0])
+    register("Loop", boundary=500.0)
+    with pytest.raises(UnreplayableError, match="the boundary is 500"):
+        load_policy(loop(), odd="switch")
+    with pytest.raises(ValueError, match="'linear', 'norm' and 'pipeline'"):
+        register("Loop", guidance="std")
 
 
 def test_a_folder_loads_like_the_live_pipeline_and_networks_can_be_wrapped(tmp_path):

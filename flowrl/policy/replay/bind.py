@@ -111,6 +111,8 @@ def _bind(prober: Prober, replay: Replay, steps: int, items: Sequence[Item]) -> 
             f" {replay.shape} for those that the loop was recorded with; give the pipeline height"
             " and width, and conditions of one size"
         )
+    if not replay.regimes:  # nothing was inferred: the pipeline's own body is run
+        return Bound([], [], len(items))
     times = torch.stack([it.time for it in iterations])
     sigmas = replay.coords.sigmas_of(prober.runner.pipe.scheduler, times)
     # the latents of the first one are the pipeline's own

@@ -11,9 +11,10 @@ from flowrl.policy.replay.call import Regime, Replay
 from flowrl.policy.replay.classify import name
 
 
-def describe(replay: Replay) -> str:
+def describe(replay: Replay, why: str | None = None) -> str:
     """Source of the inferred call: one branch a regime, one call a network call, then how outputs
-    combine and become a velocity."""
+    combine and become a velocity. why: what could not be inferred, where the loop's own body is
+    run."""
     coords = replay.coords
     lines = [
         (
@@ -26,6 +27,10 @@ def describe(replay: Replay) -> str:
             " scheduler's own curve elsewhere"
         ),
     ]
+    if why is not None:
+        lines[1:1] = [f"# the loop's own body, one noise level at a time: {why}"]
+        body = "prediction = pipeline_loop_body(x, t, prompts[rows])  # guidance included"
+        return "\n".join([*lines, f"    {body}", f"    return {_velocity(coords.prediction)}"])
     calls = [call for regime in replay.regimes for call in regime.calls]
     if any(slot.rule == "1/r" for call in calls for slot in call.slots):
         lines.append("    r = sqrt((1 - sigma)**2 + sigma**2)")

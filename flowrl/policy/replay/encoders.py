@@ -31,6 +31,7 @@ class Answers:
     def __init__(self) -> None:
         self.kept: OrderedDict[tuple[Any, ...], tuple[Any, int]] = OrderedDict()
         self.size = 0
+        self.paused = False  # in the loop, networks beside the denoiser see other latents each time
 
     def __call__(self, name: str, real: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """real(*args, **kwargs), or its answer to equal arguments; a copy, since callers edit."""
@@ -103,6 +104,8 @@ class Answers:
 
         @functools.wraps(real)  # pipelines read its signature
         def answered(*args: Any, **kwargs: Any) -> Any:
+            if self.paused:
+                return real(*args, **kwargs)
             return asked(f"{name}.{method}", real, args, kwargs)
 
         module.__dict__[method] = answered

@@ -240,12 +240,18 @@ class Runner:
         following replaces the scheduler's own step. Encoders answer equal questions from memory.
         """
         given = self.arguments(items, steps, output_type, **extra)
+
+        def called(*of: Any) -> Any:
+            self.answers.paused = True  # the loop has begun
+            return on_call(*of) if on_call else of[-1]()
+
         networks = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
         encoders = {k: v for k, v in networks.items() if k not in self.denoisers}
         stepper = Stepper(self.pattern, on_step, following, on_done, on_raw, skip_step)
         with _LOCK, self._quiet(), contextlib.ExitStack() as stack:
+            self.answers.paused = False
             for name, module in self.denoisers.items():
-                stack.enter_context(_patched_forward(name, module, on_call))
+                stack.enter_context(_patched_forward(name, module, called))
             stack.enter_context(self.answers.of(encoders))
             stack.enter_context(patched_scheduler(self.pipe.scheduler, stepper, on_times))
             stack.enter_context(torch.set_grad_enabled(grad))
@@ -299,7 +305,7 @@ def blaming(pipe: Any, kwargs: Mapping[str, Any], *, but: type[ValueError]) -> I
 
 
 @contextlib.contextmanager
-def _patched_forward(name: str, module: nn.Module, on_call: Callable | None) -> Iterator[None]:
+def _patched_forward(name: str, module: nn.Module, on_call: Callable) -> Iterator[None]:
     """Route module.forward through on_call, on the instance: a hook cannot suppress the call."""
     had, real = module.__dict__.get("forward"), module.forward
     signature = inspect.signature(real)
@@ -308,8 +314,7 @@ def _patched_forward(name: str, module: nn.Module, on_call: Callable | None) -> 
     def forward(*args: Any, **kwargs: Any) -> Any:
         return on_call(name, by_name(signature, args, kwargs), lambda: real(*args, **kwargs))
 
-    if on_call is not None:
-        module.forward = forward
+    module.forward = forward
     try:
         yield
     finally:

@@ -1,0 +1,77 @@
+"""The last resort: a pipeline's own loop body, entered anew in every call.
+
+For loops that call networks or do sums between scheduler and denoiser (ControlNet) in a way that no
+recorded call can stand for. It is slower, since the pipeline begins from its prompts each time, one
+noise level at a time; and guidance is the pipeline's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.policy.replay.call import Replay
+from flowrl.policy.replay.coords import Coords
+from flowrl.policy.replay.probe import Prober, always
+from flowrl.policy.replay.record import prediction_of
+from flowrl.policy.replay.reentry import reenter
+from flowrl.policy.replay.request import Request, together
+
+STEPS = 8
+
+
+@dataclass(eq=False)
+class BodyReplay(Replay):
+    """A Replay without regimes. why: what could not be inferred; branches: network rows that a
+    state costs."""
+
+    prober: Prober = field(kw_only=True)
+    why: str = field(kw_only=True)
+    branches: int = field(kw_only=True)
+
+    def predict(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
+        if request.guidance != "pipeline" or request.detach_uncond:
+            raise ValueError(self.refusal(request.guidance))
+        sigma = request.sigma.expand(len(request.x)).cpu()
+        levels = sigma.unique()
+        at = [(sigma == level).nonzero().flatten().to(request.x.device) for level in levels]
+        return together(
+            (own, self._at(request.take(own), level)) for own, level in zip(at, levels, strict=True)
+        )
+
+    def _at(self, request: Request, level: Tensor) -> tuple[Tensor, int]:
+        items = [request.cond.items[row] for row in request.rows.tolist()]
+        made = reenter(self.prober, self.coords, STEPS, request.x, level, items)
+        return made, len(items) * self.branches
+
+    def refusal(self, guidance: float | str) -> str:
+        """Why another guidance than the pipeline's own is not possible."""
+        return (
+            f"guidance={guidance}: {self.pipeline} is run by its own loop body, whose guidance is"
+            " fixed when it is loaded; use guidance='pipeline', and load it with the"
+            " guidance_scale that is to hold (1 for none)"
+        )
+
+
+def body_replay(prober: Prober, coords: Coords, why: str) -> tuple[Replay, int]:
+    """The loop of a pipeline as it is, and the number of steps at which it is entered."""
+    x = torch.zeros(prober.count + len(prober.runner.pad), *prober.shape)
+    iterations = prober.run(prober.rows(prober.count), STEPS, latents=always(x))
+    times = prober.runner.pipe.scheduler.timesteps.double().cpu()
+    prober.begin = int((times - iterations[0].time).abs().argmin())
+    outputs = prober.templates.values()
+    each = [len(prediction_of(out, prober.runner.streams)) / rows for out, rows in outputs]
+    replay = BodyReplay(
+        regimes=[],
+        boundaries=[],
+        coords=coords,
+        shape=prober.shape,
+        pipeline=type(prober.runner.pipe).__name__,
+        prober=prober,
+        why=why,
+        branches=max(1, round(sum(each))),
+    )
+    return replay, STEPS
