@@ -82,8 +82,7 @@ class PipelinePolicy(Policy):
 
     def branches(self, guidance: float | str) -> int:
         if isinstance(self.replay, BodyReplay):
-            if guidance != "pipeline":
-                raise ValueError(self.replay.refusal(guidance))
+            self.replay.check(guidance)
             return self.replay.branches
         rules = [regime.guidance for regime in self.replay.regimes]
         if guidance == "none" or guidance == 1:

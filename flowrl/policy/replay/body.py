@@ -33,8 +33,12 @@ class BodyReplay(Replay):
     branches: int = field(kw_only=True)
 
     def predict(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
-        if request.guidance != "pipeline" or request.detach_uncond:
-            raise ValueError(self.refusal(request.guidance))
+        self.check(request.guidance)
+        if request.detach_uncond and self.branches > 1:
+            raise ValueError(
+                f"{self.pipeline} is run by its own loop body: its unconditional branch cannot be"
+                " detached"
+            )
         sigma = request.sigma.expand(len(request.x)).cpu()
         levels = sigma.unique()
         at = [(sigma == level).nonzero().flatten().to(request.x.device) for level in levels]
@@ -47,9 +51,11 @@ class BodyReplay(Replay):
         made = reenter(self.prober, self.coords, STEPS, request.x, level, items)
         return made, len(items) * self.branches
 
-    def refusal(self, guidance: float | str) -> str:
-        """Why another guidance than the pipeline's own is not possible."""
-        return (
+    def check(self, guidance: float | str) -> None:
+        """ValueError for another guidance than the pipeline's own."""
+        if guidance == "pipeline" or (guidance in ("none", 1) and self.branches == 1):
+            return
+        raise ValueError(
             f"guidance={guidance}: {self.pipeline} is run by its own loop body, whose guidance is"
             " fixed when it is loaded; use guidance='pipeline', and load it with the"
             " guidance_scale that is to hold (1 for none)"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from flowrl.policy.replay.affine import patterns, solve
 from flowrl.policy.replay.arguments import Affine, Cond
@@ -259,19 +260,19 @@ def tail(
             z: Tensor, *args: Any, return_dict: bool = True, vae: Any = vae, **kwargs: Any
         ) -> Any:
             own = partial(type(vae).decode, vae)
-            out = decoded(vae, z.to(vae.dtype), *args, decode=own, **kwargs)
+            with saved_tensors_hooks(_same, _same):  # not for what the VAE saves
+                out = decoded(vae, z.to(vae.dtype), *args, decode=own, **kwargs)
             return _output(out) if return_dict else (out,)
 
-        with replaced(vae, "decode", cast):
-            prober.run(
-                group,
-                steps,
-                latents=always(full),
-                output_type="pt",
-                grad=grad,
-            )
+        # some tails edit their latents in place, after sums whose gradient needs them
+        with replaced(vae, "decode", cast), saved_tensors_hooks(Tensor.clone, _same):
+            prober.run(group, steps, latents=always(full), output_type="pt", grad=grad)
         made.append(media_of(prober.result).float()[: len(group)])
     return torch.cat(made)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _like(prober: Prober, x: Tensor) -> list[Tensor]:

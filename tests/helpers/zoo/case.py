@@ -18,12 +18,13 @@ class Case:
     """A pipeline and how it is called. make: a fresh pipeline with redrawn weights. call: arguments
     of its own call, the same for every prompt. conditions: those that belong to a prompt, one
     mapping for each of PROMPTS ({"image": a picture}); empty for text alone. prompts: False where
-    the pipeline takes none."""
+    the pipeline takes none. refused: why it cannot be replayed, where that is known."""
 
     make: Callable[[], Any]
     call: dict[str, Any] = field(default_factory=dict)
     conditions: tuple[dict[str, Any], ...] = ()
     prompts: bool = True
+    refused: str = ""
 
 
 def picture(seed: int, size: int = 16) -> Image.Image:

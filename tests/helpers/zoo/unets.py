@@ -421,7 +421,9 @@ CASES: dict[str, Case] = {
         call=SIZE,
         conditions=MASKED,
     ),
-    "sd15_controlnet": Case(make=sd15_controlnet, call=SIZE, conditions=PICTURES),
+    "sd15_controlnet": Case(
+        make=sd15_controlnet, call={**SIZE, "guidance_scale": 1.0}, conditions=PICTURES
+    ),
     "pix2pix": Case(make=pix2pix, conditions=PICTURES),
     "sdxl_img2img": Case(
         make=partial(stable, "sdxl", "StableDiffusionXLImg2ImgPipeline"),
@@ -454,7 +456,11 @@ CASES: dict[str, Case] = {
     "pixart_sigma": Case(make=pixart_sigma, call=CAPTION),
     "pixart_alpha": Case(make=pixart_alpha, call=CAPTION),
     "sana": Case(make=sana, call=SANA),
-    "sana_sprint": Case(make=sana_sprint, call={**SANA, "intermediate_timesteps": None}),
+    "sana_sprint": Case(
+        refused="a consistency model: its scheduler predicts in trigonometric flow",
+        make=sana_sprint,
+        call={**SANA, "intermediate_timesteps": None},
+    ),
     "sana_video": Case(make=sana_video, call={**SANA, "frames": 5}),
     "auraflow": Case(make=auraflow, call=TEXT),
     "lumina_next": Case(make=lumina_next, call={**MEDIUM, "clean_caption": False}),

@@ -334,6 +334,7 @@ CASES: dict[str, Case] = {
     "ltx_i2v": Case(make=partial(ltx, "LTXImageToVideoPipeline"), call=LTX, conditions=PICTURES),
     # one prompt at a time: every prompt of a call sees every picture
     "ltx_condition": Case(
+        refused="it draws fresh noise for the conditioning frames in each step",
         make=partial(ltx, "LTXConditionPipeline", shift=False, timestep_conditioning=True),
         call={**LTX, "decode_timestep": 0.05, "decode_noise_scale": 0.025},
         conditions=PICTURES,
@@ -378,7 +379,10 @@ CASES: dict[str, Case] = {
     ),
     "framepack": Case(make=framepack, call=FRAMEPACK, conditions=PICTURES),
     "framepack_windows": Case(
-        make=framepack, call={**FRAMEPACK, "num_frames": 9}, conditions=PICTURES
+        refused="it runs a loop for each window",
+        make=framepack,
+        call={**FRAMEPACK, "num_frames": 9},
+        conditions=PICTURES,
     ),
     # one prompt at a time, here and in the next two: the VAE decodes only one video
     "hyvideo15": Case(make=hyvideo15, call=HY15),

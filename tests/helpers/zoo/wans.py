@@ -242,10 +242,20 @@ CASES: dict[str, Case] = {
     "wan_vace_reference": Case(make=wan_vace, call=VACE, conditions=REFERENCES),
     "skyreels": Case(make=skyreels, call=TEXT),
     "skyreels_i2v": Case(make=skyreels_i2v, call=LOOKED, conditions=PICTURES),
-    "skyreels_df": Case(make=skyreels_df, call=TEXT),
+    "skyreels_df": Case(
+        refused="the frames of one call are at several noise levels", make=skyreels_df, call=TEXT
+    ),
     # one prompt at a time: the frame rates of the rows are added to the wrong axis
-    "skyreels_df_fps": Case(make=partial(skyreels_df, inject_sample_info=True), call=TEXT),
-    "skyreels_df_async": Case(make=skyreels_df, call={**TEXT, "num_frames": 9, "ar_step": 1}),
+    "skyreels_df_fps": Case(
+        refused="the frames of one call are at several noise levels",
+        make=partial(skyreels_df, inject_sample_info=True),
+        call=TEXT,
+    ),
+    "skyreels_df_async": Case(
+        refused="the frames of one call are at several noise levels",
+        make=skyreels_df,
+        call={**TEXT, "num_frames": 9, "ar_step": 1},
+    ),
     # one prompt at a time, both of Kandinsky: the padding after a shorter text is not masked
     "kandinsky5_t2v": Case(make=partial(kandinsky5, "Kandinsky5T2VPipeline"), call=K5),
     # 17 frames, for the fifth of the latents and later ones rescale the first four
@@ -254,8 +264,13 @@ CASES: dict[str, Case] = {
         call={**K5, "num_frames": 17},
         conditions=PICTURES,
     ),
-    "cosmos1": Case(make=cosmos1, call={**TEXT, **GUIDED}),
+    "cosmos1": Case(
+        refused="its step is no Euler step of the prediction that its network makes",
+        make=cosmos1,
+        call={**TEXT, **GUIDED},
+    ),
     "cosmos1_v2w": Case(
+        refused="its conditioning frames are noised by each step's own sigma",
         make=partial(cosmos1, "CosmosVideoToWorldPipeline", 5),
         call={**TEXT, **GUIDED},
         conditions=PICTURES,
@@ -266,6 +281,7 @@ CASES: dict[str, Case] = {
     "motif_video": Case(make=motif_video, call=MEDIUM),
     "chronoedit": Case(make=chronoedit, call=LOOKED, conditions=PICTURES),
     "chronoedit_reasoning": Case(
+        refused="a second loop on fewer frames follows the first",
         make=chronoedit,
         call={
             **LOOKED,
@@ -277,6 +293,7 @@ CASES: dict[str, Case] = {
     ),
     "wan_animate": Case(make=wan_animate, call=ANIMATE, conditions=FACES),
     "wan_animate_segments": Case(
+        refused="it runs a loop for each segment",
         make=wan_animate,
         call=ANIMATE,
         conditions=tuple(
