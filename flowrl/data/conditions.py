@@ -12,9 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
+from torch import Tensor
+from torchvision.transforms.functional import resize
 
-from flowrl.data import media
+from flowrl.data import media as pictures
+from flowrl.data.media import from_pil
+from flowrl.types import MediaContext
 
 Conditions = Mapping[str, Any]
 # in the name of an argument that takes pictures
@@ -54,6 +59,8 @@ def _place(own: dict[str, Any], where: str, folder: Path) -> None:
 def _placed(value: Any, what: str, folder: Path) -> Any:
     if isinstance(value, list):
         return [_placed(entry, what, folder) for entry in value]
+    if isinstance(value, dict):
+        raise ValueError(f"{what} holds a picture; save it as a file and give its path")
     if not isinstance(value, str) or not value:
         return value  # a picture in memory, or None
     path = folder / value
@@ -87,12 +94,44 @@ def load(name: str, value: Any) -> Any:
 
 @functools.lru_cache(KEPT)
 def _picture(path: str) -> Image.Image:
-    return media.to_pil(media.read_image(Path(path)))[0]
+    return pictures.to_pil(pictures.read_image(Path(path)))[0]
 
 
 @functools.lru_cache(16)
 def _frames(path: str) -> list[Image.Image]:
-    return media.to_pil(media.read_frames(Path(path)))
+    return pictures.to_pil(pictures.read_frames(Path(path)))
+
+
+def context_of(
+    rows: Sequence[Mapping[str, Any]], media: Tensor, group: Tensor | None = None
+) -> MediaContext:
+    """What rewards are told of media (B, ..., 3, H, W), by the meta of the prompt of each."""
+    return MediaContext(meta=list(rows), group=group, source=_sources(rows, media))
+
+
+def has_source(prompts: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each prompt has the picture that rewards see as context.source."""
+    return all(_source(row) is not None for row in prompts)
+
+
+def _source(row: Mapping[str, Any]) -> Any:
+    """The prompt's "image", the first of several."""
+    found = {**row, **row.get("conditions", {})}.get("image")
+    return (found or [None])[0] if isinstance(found, list) else found
+
+
+def _sources(rows: Sequence[Mapping[str, Any]], media: Tensor) -> Tensor | None:
+    """The picture "image" of each row, (B, 3, H, W) in [0, 1] at the size of the media; None where
+    a row has none."""
+    if not rows or not has_source(rows) or media.ndim < 4:
+        return None
+    own = [from_pil(load("image", _source(row)).convert("RGB"))[0] for row in rows]
+    size = tuple(media.shape[-2:])
+    fitted = [
+        p if p.shape[-2:] == size else resize(p, list(size), antialias=True).clamp(0, 1)
+        for p in own
+    ]
+    return torch.stack(fitted).to(media.device)
 
 
 def files(prompts: Sequence[Mapping[str, Any]]) -> list[Path]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.data import conditions
+from flowrl.data import conditions, entries, tables
 from flowrl.runtime.registry import did_you_mean
 from flowrl.samplers import keys
 from flowrl.types import MediaContext, PromptBatch
@@ -25,41 +24,27 @@ WORLDS = {
 
 
 def load_prompts(source: str) -> Prompts:
-    """Prompts of a .txt file, a .jsonl file, or generated ones (shapes:train|eval, geneval:, ocr:).
+    """Prompts of a .txt, .jsonl, .csv or .parquet file, or generated ones (shapes:train|eval,
+    geneval:, ocr:).
 
-    .txt: one a line; blank lines are skipped. .jsonl: {"prompt": ..., **meta} a line; its
-    "reference" is the path of an image, from the file's folder, that joins the prompt's group as
-    one more scored member; its conditions ("image", "mask" ..., see flowrl/data/conditions.py) are
-    arguments of the pipeline's call. A missing, empty, non-UTF-8 or malformed file -> ValueError
-    that names the file and the line or byte.
+    .txt: one a line; blank lines are skipped. .jsonl: {"prompt": ..., **meta} a line; .csv and
+    .parquet: a column "prompt" and others, see flowrl/data/tables.py. "reference" is the path of an
+    image, from the file's folder, that joins the prompt's group as one more scored member;
+    conditions ("image", "mask" ..., see flowrl/data/conditions.py) are arguments of the pipeline's
+    call. A missing, empty, non-UTF-8 or malformed file -> ValueError that names the file and the
+    line or byte.
     """
     if source.partition(":")[0] in WORLDS:
         return _generated(source)
     path = Path(source)
-    numbered = enumerate(_text(path).split("\n"), 1)
-    lines = [(number, line.strip()) for number, line in numbered if line.strip()]
+    if path.suffix in tables.SUFFIXES:
+        return [entry for _, entry in tables.read(path)]
+    lines = [line.strip() for line in entries.text(path).split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
-    if path.suffix not in (".jsonl", ".json"):
-        return [{"prompt": line} for _, line in lines]
-    return [_entry(line, f"prompt file {path}, line {n}", path.parent) for n, line in lines]
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise ValueError(
-            f"prompt file {path} does not exist; give a .txt file with one prompt a line, or a"
-            " .jsonl file"
-        ) from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(
-            f"prompt file {path} is not UTF-8: byte {error.start}, in line {line}; save it as UTF-8"
-        ) from None
-    except OSError as error:
-        raise ValueError(f"prompt file {path} cannot be read: {error.strerror}") from None
+    if path.suffix == ".json":
+        return [entry for _, entry in entries.lines(path)]
+    return [{"prompt": line} for line in lines]
 
 
 def example(source: str | None) -> conditions.Conditions | None:
@@ -93,30 +78,10 @@ def select(prompts: Prompts, ids: Tensor) -> PromptBatch:
     return PromptBatch(text=[row["prompt"] for row in rows], ids=ids, meta=meta)
 
 
-def meta_rows(prompts: Prompts, ids: list[int]) -> tuple[list[str], MediaContext]:
-    """Text and context of prompts[i] for i in ids; ids are the groups."""
+def meta_rows(prompts: Prompts, ids: list[int], media: Tensor) -> tuple[list[str], MediaContext]:
+    """Text and context of media (B, ...) of prompts[i] for i in ids (B); ids are the groups."""
     batch = select(prompts, torch.tensor(ids))
-    return batch.text, MediaContext(meta=batch.meta, group=batch.ids)
-
-
-def _entry(line: str, where: str, folder: Path) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
-    return check_entry(entry, where, folder)
-
-
-def check_entry(entry: Any, where: str, folder: Path) -> dict[str, Any]:
-    """An entry with a prompt, its "reference" as a path from the folder; else ValueError."""
-    text = entry.get("prompt") if isinstance(entry, dict) else None
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError(
-            f'{where} needs a "prompt" that is a non-empty text, as in {{"prompt": "a red circle"}}'
-        )
-    if isinstance(entry.get("reference"), str):
-        entry["reference"] = str(folder / entry["reference"])
-    return conditions.check_entry(entry, where, folder)
+    return batch.text, conditions.context_of(batch.meta, media, batch.ids)
 
 
 def _generated(source: str) -> Prompts:

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowrl.data.prompts import check_entry, load_prompts
+from flowrl.data import entries
+from flowrl.data.entries import check_entry
 from flowrl.runtime import files as disk
 
 Entry = dict[str, Any]
@@ -47,24 +48,24 @@ def read(path: Path) -> list[tuple[str, Entry]]:
     return out
 
 
-def write(path: Path, entries: Sequence[Mapping[str, Any]]) -> Path:
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     """Write a list by its ending -> its path. Numbers of scores are finite or None."""
     if path.suffix == ".jsonl":
-        lines = [json.dumps(entry, ensure_ascii=False) + "\n" for entry in entries]
+        lines = [json.dumps(entry, ensure_ascii=False) + "\n" for entry in rows]
         return disk.write(path, "".join(lines))
-    rows = [_row(entry) for entry in entries]
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [_row(entry) for entry in rows]
+    names = list(dict.fromkeys(name for row in cells for name in row))
     if path.suffix == ".csv":
         table = io.StringIO(newline="")
         writer = csv.DictWriter(table, names)
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(cells)
         return disk.write(path, table.getvalue())
     pa = _pyarrow(path)
     kinds = [pa.float64() if name.startswith(NUMBERS) else pa.string() for name in names]
     schema = pa.schema(list(zip(names, kinds, strict=True)))
     buffer = io.BytesIO()
-    pa.parquet.write_table(pa.Table.from_pylist(rows, schema=schema), buffer)
+    pa.parquet.write_table(pa.Table.from_pylist(cells, schema=schema), buffer)
     return disk.write(path, buffer.getvalue())
 
 
@@ -75,10 +76,7 @@ def check_suffix(path: Path) -> None:
 
 
 def _jsonl(path: Path) -> list[tuple[str, Entry]]:
-    entries = load_prompts(str(path))  # judges the file, its JSON and the prompts
-    lines = path.read_bytes().decode("utf-8-sig").split("\n")
-    numbers = [number for number, line in enumerate(lines, 1) if line.strip()]
-    return [(f"{path}, line {n}", entry) for n, entry in zip(numbers, entries, strict=True)]
+    return [(f"{path}, line {n}", entry) for n, entry in entries.lines(path)]
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Entry]]:

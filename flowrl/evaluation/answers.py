@@ -30,7 +30,7 @@ def told(
     # pictures that are not finite were shown to no reward
     rows = torch.nonzero(pictures.flatten(1).isfinite().all(1).cpu()).flatten()
     scored = pictures[rows.to(pictures.device)]
-    texts, context = meta_rows(prompts, [which[i] for i in rows.tolist()])
+    texts, context = meta_rows(prompts, [which[i] for i in rows.tolist()], scored)
     out: Answers = {}
     for label, reward in checklists.items():
         answers = reward.told(scored, context)

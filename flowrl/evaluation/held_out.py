@@ -116,7 +116,7 @@ class Evaluator:
         chunks = media_of(self.policy, x, sigma, whose, decode=self.how.decode, ledger=self.ledger)
         for rows, media in chunks:
             with self.ledger.phase("reward"), self.ledger.work("reward"):
-                texts, context = meta_rows(self.prompts, list(which[rows]))
+                texts, context = meta_rows(self.prompts, list(which[rows]), media)
                 scored = readings(media, texts, self.rewards, context)
             values = {name: value.float().cpu() for name, value in scored.items()}
             kept = {i: shown[row] for i, row in enumerate(range(len(which))[rows]) if row in shown}

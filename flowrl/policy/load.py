@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import constants
 from torch import Tensor, nn
 
+from flowrl.data.conditions import load
 from flowrl.policy.base import Policy
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.pipeline import PipelinePolicy
@@ -72,15 +73,16 @@ def load_policy(
 
 
 def call_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the pipeline's call from a config or a command line; one that load_policy itself
-    has a name for -> ValueError."""
+    """Arguments of the pipeline's call from a config or a command line, pictures and videos loaded
+    from their paths. A file that cannot be read, or a name that load_policy itself has ->
+    ValueError."""
     for name in given:
         if name in LOADED_WITH:
             raise ValueError(
                 f"model.pipeline.{name} is no argument of a pipeline's call; in a config the type"
                 " of the weights is model.dtype and the LoRA's settings are train.lora"
             )
-    return dict(given)
+    return {name: load(name, value) for name, value in given.items()}
 
 
 def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
@@ -134,6 +136,12 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
 
 def _unavailable(source: str, error: OSError) -> str:
     """Why a model cannot be loaded."""
+    if Path(source).is_file():
+        return (
+            f'model "{source}" is a single file, and a diffusers folder is needed; write one with'
+            f' diffusers: StableDiffusionPipeline.from_single_file("{source}").save_pretrained('
+            '"folder"), with the class of your model'
+        )
     if constants.HF_HUB_OFFLINE and not Path(source).exists():
         why = "HF_HUB_OFFLINE is set, and the cache does not hold it"
     else:

@@ -27,7 +27,7 @@ from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, concat, score
 from flowrl.rollouts.records import Drawn, Source
 from flowrl.samplers import keys
-from flowrl.types import MediaContext, Plan, PromptBatch, Rewards, Rollout
+from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
 
 def media_shape(policy: Policy) -> tuple[int, ...]:
@@ -170,7 +170,7 @@ def add_references(
     parts, states = [rewards], [rollout.states]
     for rows, media, x0 in _encoded(policy, [path for _, path in found], decode):
         members = [row for row, _ in found[rows]]
-        context = MediaContext(meta=[batch.meta[row] for row in members])
+        context = conditions.context_of([batch.meta[row] for row in members], media)
         parts.append(score(media, [batch.text[row] for row in members], reward_set, context))
         states.append(x0)
     like = rollout.group

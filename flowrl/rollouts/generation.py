@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.data.conditions import Conditions
+from flowrl.data.conditions import Conditions, context_of
 from flowrl.policy import Cond, Policy
 from flowrl.rewards import load_set, score
 from flowrl.rollouts.roll_out import noise_of, velocity_of
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, plan, tree
-from flowrl.types import MediaContext, Solver
+from flowrl.types import Solver
 
 
 @torch.no_grad()
@@ -146,7 +146,7 @@ def _best(
     best_of: int,
 ) -> Tensor:
     """Places (P,) of the candidates with the highest reward, of best_of a prompt."""
-    context = MediaContext(meta=[dict(row) for row in meta]) if meta else None
+    context = context_of(meta, media) if meta else None
     rewards = load_set({reward: 1.0} if isinstance(reward, str) else reward)
     total = score(media, texts, rewards, context).total.nan_to_num(-torch.inf)
     best = total.reshape(-1, best_of).argmax(1)

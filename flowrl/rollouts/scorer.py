@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from flowrl.data import conditions
 from flowrl.policy import Cond, Policy
 from flowrl.rewards import RewardSet, concat
 from flowrl.rewards.core.score import check_media, score_with
@@ -91,7 +92,7 @@ class Scorer:
     def start(self, media: Tensor, batch: PromptBatch, group: Tensor) -> None:
         """Score media of whole groups."""
         members = group.tolist()
-        context = MediaContext(meta=[batch.meta[g] for g in members], group=group)
+        context = conditions.context_of([batch.meta[g] for g in members], media, group)
         self.score(media, [batch.text[g] for g in members], context)
 
     def score(self, media: Tensor, texts: list[str], context: MediaContext) -> None:

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
 from flowrl.config.schema import Config
+from flowrl.data.conditions import files, has_source
 from flowrl.data.prompts import Prompts, load_prompts, references
 from flowrl.data.prompts import batch as first_batch
 from flowrl.data.scored_dataset import Dataset
@@ -72,6 +73,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None) -> Parts:
 
     own = weights(cfg, algorithm, policy, accelerator)
     media = dataset.paths if dataset else references(prompts)
+    media = [*media, *files([*prompts, *held_out])]
     known = identity.of_parts(cfg, rewards, policy, media)
     source = Source(
         cfg=cfg,
@@ -107,7 +109,7 @@ def load_rewards(cfg: Config, path: Path) -> RewardSet:
     rewards = replace(load_set(cfg.reward), seconds=cfg.guard.reward_seconds)
     for reward in rewards.rewards.values():
         reward.begin(path)
-    check_needs(rewards, ("meta", "group"))
+    check_needs(rewards, ("meta", "group", "source"))
     if cfg.data.eval and not rewards.pointwise().rewards:
         raise ValueError(
             "evaluation needs a reward that judges each sample by itself, and all of these compare"
@@ -122,6 +124,8 @@ def load_data(cfg: Config, rewards: RewardSet) -> tuple[Dataset | None, Prompts,
     dataset = load_dataset(cfg.data.offline) if cfg.data.offline else None
     prompts = dataset.prompts if dataset else load_prompts(cfg.data.train)
     held_out = load_prompts(cfg.data.eval) if cfg.data.eval else []
+    pictured = has_source([*prompts, *held_out])
+    check_needs(rewards, ("meta", "group", *["source"] * pictured))
     check_meta(rewards, {"data.train": [] if dataset else prompts, "data.eval": held_out})
     first_batch(prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)  # are there enough?
     return dataset, prompts, held_out

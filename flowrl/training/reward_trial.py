@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flowrl.data import prompts
+from flowrl.data import conditions, prompts
 from flowrl.rewards.checks.check import before_training, below_noise
 from flowrl.rewards.checks.contract import FEW
 from flowrl.rollouts.roll_out import roll_out
@@ -18,7 +18,7 @@ from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import logger
 from flowrl.training.records import Parts
-from flowrl.types import MediaContext, PromptBatch, Rewards, Rollout
+from flowrl.types import PromptBatch, Rewards, Rollout
 
 
 class NoiseWatch:
@@ -43,7 +43,7 @@ def try_rewards(parts: Parts) -> dict[str, float]:
     batch, rollout, media = first_samples(parts, Ledger(source.policy.device))
     members = rollout.group[: len(media)]
     rows = members.tolist()
-    context = MediaContext(meta=[batch.meta[g] for g in rows], group=members)
+    context = conditions.context_of([batch.meta[g] for g in rows], media, members)
     said, noise = before_training(source.rewards, media, [batch.text[g] for g in rows], context)
     for sentence in said:
         logger.warning(sentence)

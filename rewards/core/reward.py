@@ -33,6 +33,7 @@ WRITTEN = ("word", "letter")  # what a prompt of a text states
 ORIGINS = {  # of the others: Python code, and clients of a reward server
     "meta": "every prompt of a data file brings it",
     "group": "a training run brings it, for its samples of one prompt",
+    "source": 'every prompt of a data file that has a column "image" brings it',
 }
 
 

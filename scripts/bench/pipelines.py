@@ -137,7 +137,7 @@ def train(policy: Any, case: Case, words: list[str], folder: Path) -> None:
     output = f"output={folder / words[0].partition('=')[2]}"
     prompts = written(case, folder)
     cfg = load_config(None, [*words, *SMALL, "data=file", f"data.train={prompts}", output])
-    with mock.patch.object(build, "make_policy", lambda cfg, device: policy):
+    with mock.patch.object(build, "make_policy", lambda cfg, **_: policy):
         it = next(iter(Trainer(cfg)))
     if not it.metrics["policy/grad_norm"] > 0:
         raise ValueError(f"the gradient is {it.metrics['policy/grad_norm']}")

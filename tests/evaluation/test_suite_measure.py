@@ -95,7 +95,7 @@ def test_a_checklist_is_read_by_dimension_before_parents_zero_answers():
     )
     prompts[0]["checklist"] = [no | {"dimension": "a"}, yes | {"dimension": "b - c", "parent": 0}]
     prompts[1]["checklist"] = [yes | {"dimension": "a"}, yes | {"dimension": "a"}]
-    texts, context = meta_rows(prompts, [0, 1])
+    texts, context = meta_rows(prompts, [0, 1], torch.zeros(2, 3, 8, 8))
     rewards = suite_measure.by_dimension(load_set({"checklist": {"binary": True}}))
     got = {
         k: v.tolist()
