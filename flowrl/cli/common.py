@@ -110,6 +110,7 @@ def call_arguments(words: list[str] | None) -> dict[str, Any]:
     """--pipeline NAME=VALUE ..., the values as YAML reads them."""
     import yaml
 
+    from flowrl.data import conditions
     from flowrl.policy.load import call_options
     from flowrl.runtime import yaml_text
 
@@ -122,7 +123,7 @@ def call_arguments(words: list[str] | None) -> dict[str, Any]:
             out[name] = yaml_text.load(value)
         except yaml.YAMLError:
             out[name] = value
-    return call_options(out)
+    return conditions.loaded(call_options(out))
 
 
 def show(printed: object, *, wrap: bool = False) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config import load
 from flowrl.config.schema import Config
+from flowrl.data import conditions
 from flowrl.data import prompts as data_prompts
 from flowrl.policy import Policy, load_policy
 from flowrl.policy.load import call_options
@@ -61,7 +62,7 @@ def make_policy(cfg: Config, *, device: torch.device | str | None = None) -> Pol
             dtype=DTYPES[cfg.model.dtype],
             device=device,
             example=data_prompts.example(cfg.data.train),
-            **call_options(cfg.model.pipeline),
+            **conditions.loaded(call_options(cfg.model.pipeline)),
         )
     if cfg.model.self_check:
         policy.self_check()

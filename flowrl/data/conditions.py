@@ -77,7 +77,12 @@ def of(rows: Sequence[Mapping[str, Any]]) -> list[Conditions] | None:
     ]
     if not any(found):
         return None
-    return [{name: load(name, value) for name, value in own.items()} for own in found]
+    return [loaded(own) for own in found]
+
+
+def loaded(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the call by name, with pictures and videos for their paths."""
+    return {name: load(name, value) for name, value in given.items()}
 
 
 def load(name: str, value: Any) -> Any:
@@ -106,7 +111,7 @@ def context_of(
     rows: Sequence[Mapping[str, Any]], media: Tensor, group: Tensor | None = None
 ) -> MediaContext:
     """What rewards are told of media (B, ..., 3, H, W), by the meta of the prompt of each."""
-    return MediaContext(meta=list(rows), group=group, source=_sources(rows, media))
+    return MediaContext(meta=[dict(row) for row in rows], group=group, source=_sources(rows, media))
 
 
 def has_source(prompts: Sequence[Mapping[str, Any]]) -> bool:

@@ -12,7 +12,6 @@ import torch
 from huggingface_hub import constants
 from torch import Tensor, nn
 
-from flowrl.data.conditions import load
 from flowrl.policy.base import Policy
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.pipeline import PipelinePolicy
@@ -73,16 +72,15 @@ def load_policy(
 
 
 def call_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the pipeline's call from a config or a command line, pictures and videos loaded
-    from their paths. A file that cannot be read, or a name that load_policy itself has ->
-    ValueError."""
+    """Arguments of the pipeline's call from a config or a command line; one that load_policy itself
+    has a name for -> ValueError."""
     for name in given:
         if name in LOADED_WITH:
             raise ValueError(
                 f"model.pipeline.{name} is no argument of a pipeline's call; in a config the type"
                 " of the weights is model.dtype and the LoRA's settings are train.lora"
             )
-    return {name: load(name, value) for name, value in given.items()}
+    return dict(given)
 
 
 def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:

@@ -11,7 +11,6 @@ from zoo.case import PROMPTS, picture
 import flowrl
 from flowrl.data import conditions
 from flowrl.data.prompts import example, load_prompts
-from flowrl.policy.load import call_options
 
 
 def written(folder, name, rows):
@@ -63,12 +62,12 @@ def test_an_unreadable_picture_is_one_sentence(tmp_path):
     with pytest.raises(ValueError, match=r"bad.png cannot be read"):
         conditions.load("image", str(tmp_path / "bad.png"))
     with pytest.raises(ValueError, match=r"none.png cannot be read: it does not exist"):
-        call_options({"image": str(tmp_path / "none.png")})
+        conditions.loaded({"image": str(tmp_path / "none.png")})
 
 
 def test_arguments_of_the_call_that_take_pictures_are_loaded_from_paths(tmp_path):
     picture(1).save(tmp_path / "1.png")
-    given = call_options({"image": str(tmp_path / "1.png"), "height": 16})
+    given = conditions.loaded({"image": str(tmp_path / "1.png"), "height": 16})
     assert given["image"].tobytes() == picture(1).tobytes() and given["height"] == 16
 
 
