@@ -1,13 +1,15 @@
 """Which pipelines of diffusers are policies: tiny random ones of many classes, tried in every part.
 
-    python scripts/bench/pipelines.py [NAME ...] [--workers 2] [--output runs/pipelines.json]
-    python scripts/bench/pipelines.py --page runs/pipelines.json
+    python scripts/bench/pipelines.py [NAME ...] [--workers 2] [--output runs/pipelines.jsonl]
+    python scripts/bench/pipelines.py --resume
+    python scripts/bench/pipelines.py --page runs/pipelines.jsonl
 
 Each case of tests/helpers/zoo is loaded (its call is inferred), compared with the pipeline itself
-(self-check), trained through (every LoRA matrix gets a gradient, decoding has one), sampled from,
-and trained for one iteration of flow_grpo and one of nft. A line each, and the reason of the first
-part that fails. Exit code 1 if one fails that is not known to. --page runs nothing: it writes the
-table of docs/models.md from what a run left, and keeps that in docs/results/pipelines.json.
+(self-check), asked for rows of its prompts, trained through (every LoRA matrix gets a gradient,
+decoding has one), sampled from, and trained for one iteration of flow_grpo and one of nft. A line
+each in the output, with the reason of the first part that fails; --resume runs the cases that have
+no line yet. Exit code 1 if one fails that is not known to. --page runs nothing: it writes the table
+of docs/models.md from the output of a complete run, and keeps that in docs/results/pipelines.jsonl.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,9 +31,11 @@ import torch
 from rich.table import Table
 
 import flowrl
+from flowrl.policy.check import relative
 from flowrl.policy.replay.decode import Decoder
 
 ROOT = Path(__file__).resolve().parents[2]
+KEPT = ROOT / "docs/results/pipelines.jsonl"
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from zoo import cases  # noqa: E402
@@ -47,6 +51,7 @@ SMALL = [
     "sampler.guidance=none",
     "data.eval=null",
     "eval.baseline_guidance=null",
+    "ema.every=1",
     "trackers=[]",
     "guard.check_rewards=false",
     "iterations=1",
@@ -76,6 +81,21 @@ def redness(media, prompts, context=None):
 def load(case: Case, pipe: Any) -> Any:
     example = case.conditions[0] if case.conditions else None
     return flowrl.load_policy(pipe, lora=LORA, example=example, **case.call)
+
+
+def gather(policy: Any, case: Case) -> None:
+    """Rows [1, 0] of two prompts are rows [0, 1] the other way round."""
+    x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    cond, rows = policy.encode(list(PROMPTS), list(case.conditions) or None), torch.tensor([0, 1])
+    sigma = policy.schedule(8).sigmas[2].item()
+    with torch.no_grad():
+        v = policy.velocity(x, sigma, cond, rows)
+        swapped = policy.velocity(x.flip(0), sigma, cond, rows.flip(0)).flip(0)
+        crossed = policy.velocity(x, sigma, cond, rows.flip(0))
+    if not relative(swapped, v) <= 1e-4:
+        raise ValueError(f"rows in another order differ by {relative(swapped, v):.1e}")
+    if not relative(crossed, v) > 1e-3:
+        raise ValueError("both prompts give the same velocity")
 
 
 def gradient(policy: Any, case: Case) -> None:
@@ -195,6 +215,7 @@ def attempt(name: str) -> dict[str, Any]:
         parts: dict[str, Callable[[], None]] = {
             "load": loaded,
             "check": checked,
+            "gather": lambda: gather(held["policy"], case),
             "gradient": lambda: gradient(held["policy"], case),
             "decode": lambda: decode(held["policy"], case),
             "generate": lambda: generate(held["policy"], case),
@@ -221,14 +242,14 @@ def page(results: list[dict[str, Any]]) -> str:
     """The table of docs/models.md."""
     known = cases()
     lines = [
-        "| pipeline | case | result | rows of a run | scheduler | calls | guidance |",
-        "|---|---|---|---|---|---|---|",
+        "| pipeline | case | result | rows of a run | scheduler | calls | guidance | decoder |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in sorted(results, key=lambda r: (r["failed"] is not None, r.get("pipeline", "~"))):
         call = r.get("call") or {}
         said = "passes" if r["failed"] is None else known[r["name"]].refused or r["why"]
         cells = [r.get("pipeline", ""), r["name"], said]
-        cells += [call.get(k, "") for k in ("rows", "scheduler", "calls", "guidance")]
+        cells += [call.get(k, "") for k in ("rows", "scheduler", "calls", "guidance", "decoder")]
         lines.append("| " + " | ".join(" ".join(c.replace("|", "/").split()) for c in cells) + " |")
     passing = [r for r in results if r["failed"] is None]
     classes = {r["pipeline"] for r in passing}
@@ -239,9 +260,14 @@ def page(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def read(path: Path) -> list[dict[str, Any]]:
+    """Results that a run left, a line each."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def write_page(results: list[dict[str, Any]]) -> None:
     kept = [{k: v for k, v in r.items() if not k.startswith("seconds/")} for r in results]
-    (ROOT / "docs/results/pipelines.json").write_text(json.dumps(kept, indent=1) + "\n")
+    KEPT.write_text("".join(json.dumps(r) + "\n" for r in kept))
     path = ROOT / "docs/models.md"
     before, _, rest = path.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
@@ -257,30 +283,54 @@ def table(results: list[dict[str, Any]]) -> Table:
     return out
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--output", type=Path, default=Path("runs/pipelines.json"))
+    parser.add_argument("--output", type=Path, default=Path("runs/pipelines.jsonl"))
+    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
-    if args.page:
-        write_page(json.loads(args.page.read_text()))
-        return 0
     known = list(cases())
     if unknown := sorted(set(args.names) - set(known)):
         parser.error(f"unknown {unknown[0]}; there are {', '.join(known)}")
+    for path in [args.page] * (args.page is not None) + [args.output] * args.resume:
+        if not path.is_file():
+            parser.error(f"{path} is not a file that a run left")
+    if args.page and (missing := set(known) ^ {r["name"] for r in read(args.page)}):
+        parser.error(f"{args.page} is of other cases, see {min(missing)}; run all of them first")
+    args.names = args.names or known
+    return args
+
+
+def run(names: list[str], workers: int, output: Path) -> Iterator[dict[str, Any]]:
+    """Results in the order of names, each a line more in output."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    results = []
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(args.workers, mp_context=spawn) as pool:
-        for result in pool.map(attempt, args.names or known):
+    with (
+        output.open("a") as lines,
+        concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool,
+    ):
+        for result in pool.map(attempt, names):
             said = "passes" if result["failed"] is None else f"{result['failed']}: {result['why']}"
             print(f"{result['name']}  {result['seconds']} s  {said[:300]}", flush=True)
-            results.append(result)
+            lines.write(json.dumps(result) + "\n")
+            lines.flush()
+            yield result
+
+
+def main() -> int:
+    args = arguments()
+    if args.page:
+        write_page(read(args.page))
+        return 0
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(results, indent=1))
+    if not args.resume:
+        args.output.unlink(missing_ok=True)
+    results = read(args.output) if args.resume else []
+    done = {r["name"] for r in results}
+    results += run([name for name in args.names if name not in done], args.workers, args.output)
     from flowrl.cli.common import show
 
     show(table(results))

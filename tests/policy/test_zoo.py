@@ -3,6 +3,7 @@ runs all of them."""
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,48 @@ def test_what_cannot_be_replayed_is_refused_and_the_inference_named(name, said):
 
 
 def test_the_table_is_that_of_the_last_run_and_names_every_case():
-    results = json.loads((ROOT / "docs/results/pipelines.json").read_text())
+    results = pipelines.read(pipelines.KEPT)
     assert {r["name"] for r in results} == set(cases())
     assert pipelines.page(results) in (ROOT / "docs/models.md").read_text()
     passing = [r for r in results if r["failed"] is None]
     assert len(passing) >= 60 and len({r["pipeline"] for r in passing}) >= 50
     assert all(max(r["errors"].values()) <= 1e-4 for r in passing)
     assert all(cases()[r["name"]].refused for r in results if r["failed"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["sd3", "sd4"], "unknown sd4; there are "),
+        (["--page", "LEFT"], " is of other cases, see allegro; run all of them first"),
+        (["--page", "none.jsonl"], "none.jsonl is not a file that a run left"),
+        (["--resume", "--output", "none.jsonl"], "none.jsonl is not a file that a run left"),
+    ],
+)
+def test_words_that_the_script_cannot_follow_are_refused(
+    words, said, tmp_path, monkeypatch, capsys
+):
+    left = tmp_path / "left.jsonl"
+    left.write_text(json.dumps({"name": "sd3"}) + "\n")
+    words = [word.replace("LEFT", str(left)) for word in words]
+    monkeypatch.setattr(sys, "argv", ["pipelines.py", *words])
+    with pytest.raises(SystemExit) as end:
+        pipelines.main()
+    assert end.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_tries_the_cases_that_are_left_and_counts_all(tmp_path, monkeypatch):
+    left, asked = tmp_path / "left.jsonl", []
+    result = {"pipeline": "P", "failed": None, "why": None, "seconds": 1.0}
+    left.write_text(json.dumps({**result, "name": "sd3"}) + "\n")
+
+    def run(names, workers, output):
+        asked.extend(names)
+        yield from ({**result, "name": name, "failed": "load", "why": "no"} for name in names)
+
+    monkeypatch.setattr(pipelines, "run", run)
+    words = ["sd3", "sana_sprint", "--resume", "--output", str(left)]
+    monkeypatch.setattr(sys, "argv", ["pipelines.py", *words])
+    assert pipelines.main() == 0 and asked == ["sana_sprint"], "it is known not to pass"
+    monkeypatch.setattr(sys, "argv", ["pipelines.py", "flux", *words])
+    assert pipelines.main() == 1 and left.read_text().count("sd3") == 1
