@@ -21,9 +21,10 @@ _HOMES = {
     "Config": "flowrl.config",
     "Trainer": "flowrl.training.loop",
     "Run": "flowrl.training.records",
-    "train": "flowrl.training.loop",
+    "train": "flowrl.training.train",
     "generate": "flowrl.rollouts.generation",
     "evaluate": "flowrl.evaluation",
+    "evaluate_run": "flowrl.evaluation.of_run",
     "reward": "flowrl.rewards",
     "score": "flowrl.rewards",
 }
@@ -34,6 +35,7 @@ __all__ = [
     "Trainer",
     "__version__",
     "evaluate",
+    "evaluate_run",
     "generate",
     "load_config",
     "load_policy",
@@ -45,11 +47,13 @@ __all__ = [
 if TYPE_CHECKING:
     from flowrl.config import Config, load_config
     from flowrl.evaluation import evaluate
+    from flowrl.evaluation.of_run import evaluate_run
     from flowrl.policy import Policy, load_policy
     from flowrl.rewards import reward, score
     from flowrl.rollouts.generation import generate
-    from flowrl.training.loop import Trainer, train
+    from flowrl.training.loop import Trainer
     from flowrl.training.records import Run
+    from flowrl.training.train import train
 
 
 def __getattr__(name: str) -> Any:

@@ -192,9 +192,16 @@ class Rewards:
     weights: dict[str, float]
     total: Tensor  # (B,) fp32, NaN where invalid
     valid: Tensor  # (B,) bool
+    # name -> (B,) fp32 of rewards that depend on others: what weights multiply in place of raw
+    counted: dict[str, Tensor] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)  # first message of each failed chunk or sample
     # samples without a score by why, kinds of rewards/core/failures.py; rewards of weight 0 apart
     kinds: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def terms(self) -> dict[str, Tensor]:
+        """What weights multiply, name -> (B,) fp32."""
+        return self.raw | self.counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,13 +12,12 @@ from flowrl.rewards.core.reward import (
     reward,
     reward_class,
 )
+from flowrl.rewards.core.reward_set import RewardSet, load_set
 from flowrl.rewards.core.score import (
-    RewardSet,
     TooManyInvalid,
     check_needs,
     check_valid,
     concat,
-    load_set,
     readings,
     reward_metrics,
     score,

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.rewards.core.pictures import rounded
-from flowrl.rewards.core.reward import Reward, user_file
+from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import fill, path_of, tensors
-from flowrl.runtime.registry import did_you_mean
+from flowrl.runtime.registry import did_you_mean, user_file
 from flowrl.types import MediaContext
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flowrl.samplers import flow_sde
+from flowrl.samplers import sde as sdes
 from flowrl.samplers.common.checks import (
     check_counts,
     check_noise,
@@ -72,11 +73,10 @@ class PlanBuilder:
 
     @property
     def sigma_cap(self) -> float | None:
-        """Flow-SDE divides by 1 - sigma: what stands in for a first sigma of 1."""
+        """What stands in for a first sigma of 1, for steps that divide by 1 - sigma."""
         at_one = float(self.sigmas[0]) > flow_sde.AT_ONE
-        return (
-            float(self.sigmas[1]) if self.sde == "flow_sde" and self.steps > 1 and at_one else None
-        )
+        capped = sdes.find(self.sde).capped
+        return float(self.sigmas[1]) if capped and self.steps > 1 and at_one else None
 
     def build(self, **options: Any) -> Plan:
         """The plan; options: its further fields."""
@@ -104,11 +104,23 @@ def full(sigmas: Tensor, *, eta: float, sde: str = "flow_sde", init: Init = "sam
     return edges.build()
 
 
-def ode(sigmas: Tensor, *, solver: Solver = "dpm2", init: Init = "sample") -> Plan:
-    """Deterministic sampling (DiffusionNFT's rollout, evaluation): no edge is trained. NFE T."""
+def ode(
+    sigmas: Tensor,
+    *,
+    solver: Solver = "dpm2",
+    init: Init = "sample",
+    kept: int | None = None,
+) -> Plan:
+    """Deterministic sampling (DiffusionNFT's rollout, evaluation): no edge is noisy. NFE T.
+
+    kept: a step whose both ends are kept for the loss, as those of trained steps are.
+    """
     edges = PlanBuilder(sigmas, 0.0, "flow_sde", init)
     edges.chain(-1, range(edges.steps))
-    return edges.build(solver=solver)
+    plan = edges.build(solver=solver)
+    if kept is None:
+        return plan
+    return dataclasses.replace(plan, trained=torch.arange(edges.steps) == kept)
 
 
 def window(

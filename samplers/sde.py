@@ -1,9 +1,22 @@
-"""The stochastic step that a plan names, the same for rollout and loss."""
+"""The stochastic step that a plan names, the same for rollout and loss.
+
+A name is a module of this folder, an entry point in the group flowrl.samplers, or
+"path/to/file.py:NAME". What it stands for is `transition`, a function as in flow_sde.py: (v, x,
+sigma, sigma_next, *, eta) -> Transition, or a module that has it, and `log_prob` where the step's
+density is not the Gaussian's own. A transition with an argument `sigma_cap` is given the schedule's
+second sigma, for a first one of 1.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from flowrl.runtime import registry
@@ -16,24 +29,74 @@ SDES: dict[str, ModuleType] = {
     "cps": cps,
     "ddim": ddim,
 }
+GROUP = "flowrl.samplers"
 
 
-def module(name: str) -> ModuleType:
-    """The sampler module of an SDE name. Unknown -> ValueError naming the nearest valid names."""
-    if name not in SDES:
-        raise ValueError(f'unknown sde "{name}"{registry.did_you_mean(name, SDES)}')
-    return SDES[name]
+@dataclass(frozen=True, slots=True)
+class Sde:
+    """A stochastic step. log_prob: (step, y) -> (n,), where it has one of its own."""
+
+    transition: Callable[..., Transition]
+    log_prob: Callable[[Transition, Tensor], Tensor] | None
+    capped: bool  # takes sigma_cap
+
+
+def choices() -> list[str]:
+    """Names of the steps of this folder and of installed packages, sorted."""
+    return sorted({*SDES, *registry.installed(GROUP)})
+
+
+@functools.cache
+def find(name: str) -> Sde:
+    """The step of a name. Unknown, or what cannot serve -> ValueError."""
+    if name in SDES:
+        return _sde(SDES[name], SDES[name].transition)
+    what = f'sde "{name}"'
+    if not registry.is_outside(GROUP, name):
+        raise ValueError(f"unknown {what}{registry.did_you_mean(name, choices())}")
+    found = registry.outside(GROUP, name, what="sde")
+    own = _sde(found, getattr(found, "transition", found))
+    _try_out(own, what)
+    return own
+
+
+def _sde(found: Any, transition: Callable[..., Transition]) -> Sde:
+    try:
+        capped = "sigma_cap" in inspect.signature(transition).parameters
+    except (TypeError, ValueError):  # no function, which the trial says
+        capped = False
+    return Sde(transition, getattr(found, "log_prob", None), capped)
+
+
+def _try_out(own: Sde, what: str) -> None:
+    """ValueError unless two rows make a step of two rows."""
+    x, half = torch.ones(2, 3), torch.full((2,), 0.5)
+    extra = {"sigma_cap": None} if own.capped else {}
+    asked = f"{what} should be transition(v, x, sigma, sigma_next, *, eta) -> Transition(mean, std)"
+    try:
+        step = own.transition(x, x, half, half / 2, eta=half, **extra)
+        held = isinstance(step, Transition) and step.mean.shape == x.shape
+        held = held and step.mean.dtype == step.std.dtype == torch.float32
+        held = held and torch.broadcast_shapes(step.std.shape, x.shape) == x.shape
+    except Exception as error:  # whatever a user's function does
+        raise ValueError(f"{asked}; tried on two rows: {type(error).__name__}: {error}") from error
+    if not held:
+        got = type(step).__name__
+        if isinstance(step, Transition):
+            got = f"mean {step.mean.dtype} {tuple(step.mean.shape)}, std {tuple(step.std.shape)}"
+        raise ValueError(f"{asked} in fp32 of x's shape; tried on x of shape (2, 3): {got}")
 
 
 def transition(
     plan: Plan, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor
 ) -> Transition:
     """Transition of SDE edges of `plan`: v, x (n, *L); sigma, sigma_next, eta (n,)."""
-    extra = {"sigma_cap": plan.sigma_cap} if plan.sde == "flow_sde" else {}
-    return module(plan.sde).transition(v, x, sigma, sigma_next, eta=eta, **extra)
+    own = find(plan.sde)
+    extra = {"sigma_cap": plan.sigma_cap} if own.capped else {}
+    return own.transition(v, x, sigma, sigma_next, eta=eta, **extra)
 
 
 def log_prob(plan: Plan, step: Transition, y: Tensor) -> Tensor:
     """Log-density (mean over latent dims) of y (n, *L) -> (n,); Flow-CPS has its own surrogate."""
-    own = getattr(module(plan.sde), "log_prob", None)
+    own = find(plan.sde).log_prob
     return step.log_prob(y) if own is None else own(step, y)

@@ -26,13 +26,14 @@ def combine(
 
     "rewards": z-score of the weighted sum (Flow-GRPO). "advantages": weighted sum of one z-score
     per reward, which no reward's scale can dominate (DanceGRPO, MixGRPO). "gdpo": that sum divided
-    by its standard deviation over all samples given (arXiv:2601.05242).
+    by its standard deviation over all samples given (arXiv:2601.05242). Each reward enters as it is
+    counted, 0 behind a closed gate.
     """
     z_score = partial(group_relative, group=group, valid=rewards.valid, std=std, ddof=ddof, eps=eps)
     if how == "rewards":
         return z_score(rewards.total, clip=clip)
     weights = {name: weight for name, weight in rewards.weights.items() if weight != 0}
-    parts = [weight * z_score(rewards.raw[name], clip=None) for name, weight in weights.items()]
+    parts = [weight * z_score(rewards.terms[name], clip=None) for name, weight in weights.items()]
     total = torch.stack(parts).sum(0) if parts else torch.zeros_like(rewards.total)
     if how == "gdpo":
         # not centred again: that would give flat groups the rounding of the mean as a signal

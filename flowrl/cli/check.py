@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import Call, call_arguments, echo, one_sentence_errors, show
+from flowrl.cli.common import Call, Hints, call_arguments, echo, one_sentence_errors, show
 
 Model = Annotated[
     str | None, typer.Argument(help="A name of configs/model, a folder, or a hub id.")
@@ -19,7 +19,11 @@ Media = Annotated[
     list[Path] | None, typer.Option(help="Try the reward on these images, or folders of them.")
 ]
 Prompts = Annotated[
-    Path | None, typer.Option(help="Their prompts, as for score; default: the folder's own.")
+    str | None,
+    typer.Option(
+        help="Prompts of --media, as for score (default: the folder's own); of a module of your"
+        " own, two that it is tried with."
+    ),
 ]
 Count = Annotated[int | None, typer.Option(min=2, help="Pictures to try the reward on.")]
 Frames = Annotated[
@@ -36,30 +40,43 @@ def check(
     count: Count = None,
     frames: Frames = None,
     pipeline: Call = None,
+    hints: Hints = None,
 ) -> None:
     """Show what was inferred about a model and how exactly it replays, or try a reward on pictures
     whose truth is known."""
-    pictures = {"media": media, "prompts": prompts, "count": count, "frames": frames}
+    pictures = {"media": media, "count": count, "frames": frames}
     with one_sentence_errors():
         if (model is None) == (not reward):
             raise ValueError("give a model, or --reward NAME")
         if reward:
-            _check_rewards(reward, pictures)
+            _check_rewards(reward, {**pictures, "prompts": Path(prompts) if prompts else None})
         elif any(pictures.values()):
-            options = "--media, --prompts, --count and --frames"
+            options = "--media, --count and --frames"
             raise ValueError(f"{options} are for a reward; give --reward NAME too")
         elif model is not None:
-            _check_model(model, pipeline)
+            _check_model(model, prompts, pipeline, hints)
 
 
-def _check_model(model: str, pipeline: list[str] | None) -> None:
+def _check_model(
+    model: str, prompts: str | None, pipeline: list[str] | None, hints: str | None
+) -> None:
+    from flowrl.data.prompts import load_prompts
     from flowrl.policy import load_policy
+    from flowrl.policy.module import ModulePolicy
     from flowrl.runtime import log
 
     log.setup()
-    policy: Any = load_policy(model, **call_arguments(pipeline))  # of a name: a pipeline's
+    policy: Any = load_policy(model, hints=hints, **call_arguments(pipeline))
+    if not hasattr(policy, "describe"):
+        raise ValueError(f"{model} makes a {type(policy).__name__}; only pipelines are inferred")
+    own = {}
+    if prompts:
+        if not isinstance(policy, ModulePolicy):
+            raise ValueError("a pipeline is tried with two prompts of ours; leave --prompts out")
+        texts = dict.fromkeys(row["prompt"] for row in load_prompts(prompts))
+        own["prompts"] = list(texts)[:2]
     echo(policy.describe())
-    echo(policy.self_check())
+    echo(policy.self_check(**own))
 
 
 def _check_rewards(words: list[str], pictures: dict[str, Any]) -> None:

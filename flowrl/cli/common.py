@@ -23,6 +23,10 @@ Call = Annotated[
         help="NAME=VALUE of the pipeline's call, as height=512; with --lora RUN, its own."
     ),
 ]
+Hints = Annotated[
+    str | None,
+    typer.Option(help="For a pipeline of your own: path/to/file.py:NAME of hints.register's."),
+]
 
 LARGEST_SEED = 2**63 - 1
 MOST = 20  # lines of wrong settings that are printed

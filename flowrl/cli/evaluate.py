@@ -97,36 +97,11 @@ def evaluate(
 def _evaluate_run(run: Path, into: Path, *, images: int | None, **chosen: Any) -> None:
     """Add a row to the evaluation.json of a run, or of the folder `into`. chosen: steps, guidance,
     seed; None: as the run did."""
-    from flowrl.config.build import autocast, load_run
-    from flowrl.evaluation import held_out, record
-    from flowrl.report import run_page, terminal
-    from flowrl.runtime import run_folder
+    from flowrl.evaluation.of_run import evaluate_run
+    from flowrl.report import terminal
 
-    cfg, policy, rewards, prompts = load_run(run)
-    run_folder.read(run)  # its files are readable, before time is spent
-    own = {key: getattr(cfg.eval, key) for key in ("guidance", "steps", "solver", "seed")}
-    setting = own | {key: value for key, value in chosen.items() if value is not None}
-    policy.branches(setting["guidance"])
     with one_sentence_errors(disk=1):
-        result = held_out.evaluate(
-            policy,
-            prompts,
-            rewards,
-            images=images or cfg.eval.images,
-            micro=cfg.batch.micro,
-            decode=cfg.batch.decode,
-            autocast=autocast(cfg.train.precision, policy.device),
-            **setting,
-        )
-        evaluation = record.add_row(into, _row_name(setting), result, prompts, **setting)
-        show(terminal.evaluation_table(evaluation))
-        if into == run:
-            run_page.build(run)
-
-
-def _row_name(setting: dict[str, Any]) -> str:
-    steps, guidance, seed = (setting[key] for key in ("steps", "guidance", "seed"))
-    return f"evaluate, {steps} steps, guidance {guidance}, seed {seed}"
+        show(terminal.evaluation_table(evaluate_run(run, images=images, into=into, **chosen)))
 
 
 def _evaluate_suite(runs: list[Path], suite: str, output: Path | None, **chosen: Any) -> None:

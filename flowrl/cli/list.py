@@ -13,17 +13,23 @@ from flowrl.cli.common import one_sentence_errors
 
 def list_choices(
     what: Annotated[
-        str | None, typer.Argument(help="models, algorithms, rewards, data, experiments or suites.")
+        str | None,
+        typer.Argument(help="models, algorithms, rewards, samplers, data, experiments or suites."),
     ] = None,
 ) -> None:
     """List what a config can name."""
-    from flowrl.config.compose import GROUPS, options
+    from flowrl.config.compose import GROUPS, installed, options
     from flowrl.runtime.registry import choices, did_you_mean
+    from flowrl.samplers import sde
+
+    def names(group: str) -> list[str]:
+        return sorted({*options(group), *installed(group)})
 
     kinds: dict[str, Callable[[], list[str]]] = {
-        ("data" if group == "data" else f"{group}s"): partial(options, group) for group in GROUPS
+        ("data" if group == "data" else f"{group}s"): partial(names, group) for group in GROUPS
     }
     kinds["rewards"] = partial(choices, "flowrl.rewards")
+    kinds["samplers"] = sde.choices
     kinds["suites"] = partial(options, "suite")
     with one_sentence_errors():
         if what is not None and what not in kinds:

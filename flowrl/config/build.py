@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -12,18 +12,24 @@ import torch
 from torch import Tensor
 
 from flowrl.algorithms.common.base import Algorithm
+from flowrl.algorithms.common.find import algorithm_class
 from flowrl.config import load
+from flowrl.config.live import Live, check_given
 from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.data import prompts as data_prompts
+from flowrl.data.conditions import Conditions
+from flowrl.data.scored_folder import list_of
 from flowrl.policy import Policy, load_policy
 from flowrl.policy.load import call_options
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.policy.lora import read_settings
+from flowrl.policy.module import ModulePolicy
 from flowrl.rewards import RewardSet, load_set
 from flowrl.rewards.core import score
 from flowrl.runtime import checkpoint, registry
 from flowrl.runtime.checkpoint import Checkpoint, CheckpointError
+from flowrl.runtime.log import logger
 from flowrl.runtime.run_folder import config_file
 from flowrl.samplers import flow_sde, sigmas
 
@@ -47,30 +53,84 @@ def autocast(precision: str, device: torch.device) -> Callable[[], AbstractConte
 
 
 def make_algorithm(cfg: Config) -> Algorithm:
-    cls = registry.find("flowrl.algorithms", cfg.algorithm["name"], what="algorithm").ALGORITHM
+    cls = algorithm_class(cfg.algorithm["name"])
     return cls(cls.Config.model_validate({k: v for k, v in cfg.algorithm.items() if k != "name"}))
 
 
-def make_policy(cfg: Config, *, device: torch.device | str | None = None) -> Policy:
-    """The policy that a config trains, with fresh adapters or those of train.init_lora."""
+def make_policy(
+    cfg: Config, *, device: torch.device | str | None = None, live: Live | None = None
+) -> Policy:
+    """The policy that a config trains, with fresh adapters or those of train.init_lora.
+
+    live: a policy or prompts that a script handed over."""
+    live = live or Live()
+    check_init(cfg)
     lora = cfg.train.lora.model_dump() if cfg.train.mode == "lora" else None
     with torch.random.fork_rng():
         torch.manual_seed(cfg.seed)  # of the adapters' first values
         policy: Any = load_policy(
-            cfg.model.source,
+            cfg.model.source if live.policy is None else live.policy,
             lora=lora,
-            dtype=DTYPES[cfg.model.dtype],
+            dtype=DTYPES[cfg.model.dtype] if live.policy is None else None,
             device=device,
-            example=data_prompts.example(cfg.data.train),
+            example=_example(cfg, live),
+            hints=cfg.model.hints,
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
-    if cfg.model.self_check:
-        policy.self_check()
+    check_trained(cfg, policy)
+    if cfg.model.self_check and hasattr(policy, "self_check"):
+        own = [_texts(cfg, live)] if isinstance(policy, ModulePolicy) else []
+        for note in policy.self_check(*own).notes:
+            logger.info(f"model: {note}")
     if cfg.train.init_lora:
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
         policy.gradient_checkpointing(True)
     return policy
+
+
+def _example(cfg: Config, live: Live) -> Conditions | None:
+    """Conditions of the first prompt, if it has some."""
+    if live.prompts is None:
+        train = cfg.data.train
+        return None if registry.is_live(train) else data_prompts.example(train, cfg.data.columns)
+    found = conditions.of(live.prompts[:1])
+    return found[0] if found else None
+
+
+def _texts(cfg: Config, live: Live) -> list[str]:
+    """Two prompts of the run: a module's own function of texts may know no others."""
+    data = cfg.data
+    if live.prompts is not None:
+        found = live.prompts
+    elif data.offline:
+        found = data_prompts.load_prompts(str(list_of(Path(data.offline))))
+    else:
+        source = data.eval if registry.is_live(data.train) else data.train
+        found = data_prompts.load_prompts(str(source), data.columns)
+    return list(dict.fromkeys(prompt["prompt"] for prompt in found))[:2]
+
+
+def check_init(cfg: Config) -> None:
+    """ValueError where train.init_lora cannot be what is loaded, before a model is."""
+    start = cfg.train.init_lora
+    if start and cfg.train.mode == "full":
+        raise ValueError(
+            f"train.init_lora={start} loads adapters, and train.mode=full trains none; leave one of"
+            " the two out"
+        )
+    if start and not Path(start).exists():
+        raise ValueError(f"train.init_lora={start} does not exist")
+
+
+def check_trained(cfg: Config, policy: Policy) -> None:
+    """ValueError where a Policy that a factory made has other trained parts than cfg says."""
+    own = "full" if policy.trainable.lora is None else "lora"
+    if own != cfg.train.mode:
+        raise ValueError(
+            f"model.source={cfg.model.source} makes a Policy that trains with train.mode={own},"
+            f" and the config has train.mode={cfg.train.mode}; set it to {own}"
+        )
 
 
 def schedule(cfg: Config, policy: Policy) -> Tensor:
@@ -86,17 +146,22 @@ def schedule(cfg: Config, policy: Policy) -> Tensor:
     return sigmas.linear(cfg.sampler.steps)
 
 
-def load_run(run: Path) -> tuple[Config, Policy, RewardSet, data_prompts.Prompts]:
+def load_run(
+    run: Path, live: Live | None = None
+) -> tuple[Config, Policy, RewardSet, data_prompts.Prompts]:
     """Config, policy with the averaged weights of the newest checkpoint, rewards and held-out
-    prompts of a run."""
-    cfg = load.read_config(config_file(run))
-    if not cfg.data.eval:
+    prompts of a run. live: what a script hands over; of prompts, the held-out ones."""
+    cfg, live = load.read_config(config_file(run)), live or Live()
+    needed = ["policy", "rewards", *["prompts"] * registry.is_live(cfg.data.eval)]
+    check_given(cfg, live, call="flowrl.evaluate_run", needed=needed)
+    if not cfg.data.eval and live.prompts is None:
         raise ValueError(
             f"{run} was trained without held-out prompts (data.eval); there is nothing to"
             " evaluate on"
         )
-    policy = load_tuned(cfg, newest_of(run))
-    rewards, prompts = load_set(cfg.reward), data_prompts.load_prompts(cfg.data.eval)
+    policy = load_tuned(cfg, newest_of(run), live)
+    rewards = live.rewards or load_set(cfg.reward)
+    prompts = live.prompts or data_prompts.load_prompts(str(cfg.data.eval), cfg.data.columns)
     score.check_meta(rewards, {"data.eval": prompts})
     return cfg, policy, rewards.to(policy.device), prompts
 
@@ -110,11 +175,13 @@ def newest_of(run: Path) -> Checkpoint:
     return found
 
 
-def load_tuned(cfg: Config, saved: Checkpoint) -> Policy:
+def load_tuned(cfg: Config, saved: Checkpoint, live: Live | None = None) -> Policy:
     """The policy of a run with the averaged weights of a checkpoint of it, which before the first
     iteration are the untrained ones; the view "reference" is the base model."""
-    policy = make_policy(cfg)
-    if cfg.train.mode == "full":
+    live = live or Live()
+    check_given(cfg, live, call="flowrl.evaluate_run", needed=("policy",))
+    policy = make_policy(cfg, live=live)
+    if cfg.train.mode == "full" and not policy.trainable.has("reference"):
         policy.add_view("reference")  # with LoRA it is the adapters switched off
     if saved.meta["iteration"]:
         averages = {name: value for name, value in saved.group("ema").items() if name != "step"}
@@ -122,20 +189,37 @@ def load_tuned(cfg: Config, saved: Checkpoint) -> Policy:
     return policy
 
 
+def trained(run: Path, call: Mapping[str, Any], hints: str | None = None) -> Policy:
+    """The policy that a run trained, LoRA or all weights, averaged; its view "reference" is the
+    base model. call: arguments of the pipeline's call in place of the run's."""
+    cfg, saved = load.read_config(config_file(run)), newest_of(run)
+    check_given(cfg, Live(), call="flowrl.generate", needed=("policy",))
+    if not saved.meta["iteration"]:
+        raise ValueError(f"{run} has trained nothing yet: its checkpoint is of iteration 0")
+    own = {**cfg.model.pipeline, **call}
+    new = {"self_check": False, "pipeline": own, "hints": hints or cfg.model.hints}
+    return load_tuned(cfg.model_copy(update={"model": cfg.model.model_copy(update=new)}), saved)
+
+
 def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
     """LoRA weights and their settings: of a run folder, or of a folder that a run exported."""
     weights = folder / "lora" if (folder / "lora").is_dir() else folder
     settings = weights / LORA_SETTINGS
+    if not folder.exists():
+        raise ValueError(f"--lora: there is no {folder}; give a finished run's folder")
     if not settings.is_file():
         raise ValueError(
             f"{folder} holds no exported LoRA: {settings.name} is missing; give a finished run's"
-            " folder"
+            " folder (or, where a run trained all weights, the run as the model)"
         )
     return weights, read_settings(settings)
 
 
 def pipeline_of(folder: Path) -> dict[str, Any]:
-    """Arguments of the pipeline's own call (size, frames ...) that a run was trained with; {} of a
-    folder that is not a run."""
+    """Arguments of the pipeline's own call (size, frames ...) that a run was trained with, and its
+    hints; {} of a folder that is not a run."""
     path = folder / "config.yaml"
-    return dict(load.read_config(path).model.pipeline) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    model = load.read_config(path).model
+    return {**model.pipeline, **({"hints": model.hints} if model.hints else {})}

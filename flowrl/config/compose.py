@@ -1,5 +1,6 @@
 """How a config is put together from layers, later wins: the schema's defaults, the chosen files of
-configs/ (model, data, reward, algorithm), an experiment, a YAML file, the command line.
+configs/ (model, data, reward, algorithm), an experiment, a YAML file, values of a script, the
+command line.
 
 The result is a plain tree that flowrl/config/schema.py judges. `reward.jpeg=0.5` is short for
 `reward.jpeg.weight=0.5` in every layer, and so the weight and the settings of one reward never
@@ -9,7 +10,7 @@ overwrite each other, in whatever order they come.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ GROUPS = (*LAYERS, "experiment")
 SELF = "_self_"  # in lists of defaults: the file itself, which comes last anyway
 TOO_DEEP = "the config nests too many lists and mappings, or a ${...} stands for itself"
 CHOOSES = {"model": "source", "data": "train", "reward": None, "algorithm": "name"}
+# where plugins beside the files of configs/ come from
+INSTALLED = {"model": "flowrl.models", "algorithm": "flowrl.algorithms"}
 
 
 class ConfigError(ValueError):
@@ -39,10 +42,12 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """An experiment, or a user's YAML file."""
+    """An experiment, a user's YAML file, or a mapping of a script's."""
 
     tree: Tree = field(default_factory=dict)
     options: Options = field(default_factory=dict)
+    # GROUP -> what a mapping chooses beside its sections, as `GROUP=...` on the command line does
+    chosen: Tree = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +55,32 @@ class CommandLine:
     """What the words of a command line say."""
 
     options: Options = field(default_factory=dict)
-    own: Tree = field(default_factory=dict)  # model=owner/name and reward=NAME, which need no file
+    own: Tree = field(default_factory=dict)  # sections of choices that need no file of configs/
     values: list[Override] = field(default_factory=list)  # everything else, in its order
 
     def overrules(self, group: str) -> bool:
         """Whether it says what the group is, so that sections of files do not count."""
+        if group == "algorithm" and group in self.own:
+            return True
         return bool(self.options.get(group)) or group == "reward" and group in self.options
 
 
-def compose(defaults: Tree, file: File, overrides: Sequence[str], problems: list[str]) -> Tree:
+def compose(
+    defaults: Tree, given: Sequence[File], overrides: Sequence[str], problems: list[str]
+) -> Tree:
     """All layers in one tree; problems of the command line are added to those given."""
-    line = read_command_line(overrides, problems)
+    chosen_by = dict(pick for file in given for pick in file.chosen.items())
+    line = read_command_line(overrides, problems, chosen_by)
     try:
-        files = [read_experiment(line.options | file.options), file]
+        named = line.options | dict(pick for file in given for pick in file.options.items())
+        files = [read_experiment(named), *given]
         chosen = read_yaml(config_folder() / "config.yaml")
         for picks in (*(f.options for f in files), line.options):
             chosen |= picks
         merged = OmegaConf.merge(
-            with_weights(defaults),
+            in_full(defaults),
             *(option_layer(group, chosen[group]) for group in LAYERS if chosen[group]),
-            *(with_weights(without_overruled(layer.tree, line)) for layer in files),
+            *(in_full(without_overruled(layer, line)) for layer in files),
             line.own,
         )
         for override in line.values:
@@ -80,16 +91,23 @@ def compose(defaults: Tree, file: File, overrides: Sequence[str], problems: list
         raise ConfigError("\n".join([*problems, TOO_DEEP])) from None
     except ConfigError as error:  # a file's, which names it
         raise ConfigError("\n".join([*problems, str(error)])) from error
-    except (OmegaConfBaseException, ValueError) as error:
+    except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError("\n".join([*problems, printable(error)])) from error
 
 
 # ---------------------------------------------------------------------- the command line
 
 
-def read_command_line(overrides: Sequence[str], problems: list[str]) -> CommandLine:
-    """Words by what becomes of them."""
+def read_command_line(
+    overrides: Sequence[str], problems: list[str], chosen_by: Mapping[str, Any] = {}
+) -> CommandLine:
+    """Words by what becomes of them, after what a script chooses."""
     line, said, left_out = CommandLine(), {}, set()
+    for group, value in chosen_by.items():
+        if value is None:
+            line.options[group] = None
+        else:
+            choose(line, group, value, problems)
     for text in overrides:
         try:
             override = parse_override(text)
@@ -106,38 +124,44 @@ def read_command_line(overrides: Sequence[str], problems: list[str]) -> CommandL
     for group in sorted(left_out):
         if group in line.options:
             problems.append(
-                f'"~{group}" leaves out what {said[group]} chooses; give one of the two'
+                f'"~{group}" leaves out what {said.get(group, group)} chooses; give one of the two'
             )
         line.options[group] = None
     return line
 
 
 def choose(line: CommandLine, group: str, value: Any, problems: list[str]) -> None:
-    """`group=value`: a file of configs/, or a model or reward that needs none."""
+    """`group=value`: a file of configs/, or what needs none."""
     if value in options(group):
         line.options[group] = value
         line.own.pop(group, None)
-    elif group == "reward" and is_reward(value):
-        label = label_of(value)
-        named = {} if label == value else {"name": value}
-        line.options[group], line.own[group] = None, {label: {"weight": 1.0, **named}}
-    elif group == "model" and "/" in str(value):  # a hub id or a folder
-        line.options[group], line.own[group] = None, {"source": value}
+    elif own := section_of(group, str(value)):
+        line.options[group], line.own[group] = None, own
     else:
         rewards = registry.choices("flowrl.rewards") if group == "reward" else []
-        near = registry.did_you_mean(str(value), {*options(group), *rewards})
+        near = registry.did_you_mean(str(value), {*options(group), *rewards, *installed(group)})
         problems.append(f'unknown {group} "{value}"{near}')
 
 
-def is_reward(value: Any) -> bool:
-    """Whether `reward=value` names a reward itself: a file of rewards/, or a function in a user's
-    own file."""
-    return ".py:" in str(value) or value in registry.choices("flowrl.rewards")
+def section_of(group: str, value: str) -> Tree:
+    """The section of a choice without a file of configs/: a reward's name, a hub id or folder of a
+    model, an entry point, "path/to/file.py:NAME"; {} of anything else."""
+    here = registry.is_place(value)
+    if group == "reward" and (here or value in registry.choices("flowrl.rewards")):
+        label = registry.label_of(value)
+        return {label: {"weight": 1.0} | ({} if label == value else {"name": value})}
+    if group == "model":
+        placed = here or "/" in value or Path(value).exists()
+        return {"source": value} if placed or value in installed(group) else {}
+    if group == "algorithm" and (here or value in installed(group)):
+        return {"name": value}
+    named = here or value.startswith("hf:")  # a file's function, or a dataset
+    return {"train": value, "eval": None} if group == "data" and named else {}
 
 
-def label_of(name: str) -> str:
-    """What a reward is called in the log unless a label is given: "my/file.py:red" -> "red"."""
-    return name.rpartition(":")[2] if ".py:" in name else name
+def installed(group: str) -> list[str]:
+    """Names that installed packages bring for `group=`."""
+    return list(registry.installed(INSTALLED[group])) if group in INSTALLED else []
 
 
 def apply_override(tree: Any, override: Override, problems: list[str]) -> None:
@@ -152,7 +176,18 @@ def apply_override(tree: Any, override: Override, problems: list[str]) -> None:
         return
     if key.startswith("reward.") and key.count(".") == 1 and not isinstance(value, dict):
         value = {"weight": value}
-    OmegaConf.update(tree, key, value, force_add=True)
+    if key == "data.sampler" and isinstance(value, str):
+        value = {"mode": value}
+    OmegaConf.update(tree, key, value, merge=not is_course(key), force_add=True)
+
+
+def is_course(key: str) -> bool:
+    """Whether it may hold a mapping iteration -> number, which replaces the one before as a
+    whole."""
+    match key.split("."):
+        case ["reward", _, "weight"] | ["reward", _, "gate", _]:
+            return True
+    return False
 
 
 def leave_out(tree: Any, override: Override, problems: list[str]) -> None:
@@ -198,46 +233,51 @@ def read_yaml(path: Path) -> Tree:
 
 def read_file(path: Path) -> File:
     """An experiment or a user's file: what it states, and which options it chooses."""
-    tree = read_yaml(path)
+    return file_of(read_yaml(path), path)
+
+
+def file_of(tree: Tree, where: Path | str) -> File:
+    """A tree as a layer. where: what an error names."""
     for group in LAYERS:
-        check_section(path, group, tree.get(group))
-    chosen = dict(option_of(path, entry) for entry in listed_defaults(path, tree) if entry != SELF)
+        check_section(where, group, tree.get(group))
+    listed = [entry for entry in listed_defaults(where, tree) if entry != SELF]
+    chosen = dict(option_of(where, entry) for entry in listed)
     for group, key in CHOOSES.items():  # a section that chooses for itself builds on no option
         if group in tree and (key is None or key in (tree[group] or {})):
             chosen.setdefault(group, None)
     return File(tree, chosen)
 
 
-def check_section(path: Path, group: str, section: Any) -> None:
+def check_section(where: Path | str, group: str, section: Any) -> None:
     """ConfigError for `model: sd1.5`, which is how the command line chooses."""
     if not isinstance(section, dict | None):
         advice = f'write "defaults: [{{override /{group}: {section}}}]"'
         hint = f"; to choose a file of configs/{group}, {advice}" * isinstance(section, str)
         raise ConfigError(
-            f"{path}: {group}={section!r} should be a mapping of keys to values{hint}"
+            f"{where}: {group}={section!r} should be a mapping of keys to values{hint}"
         )
 
 
-def listed_defaults(path: Path, tree: Tree) -> list[Any]:
+def listed_defaults(where: Path | str, tree: Tree) -> list[Any]:
     """The list `defaults` of a file, taken out of its tree."""
     listed = tree.pop("defaults", [])
     if not isinstance(listed, list):
-        raise ConfigError(f"{path}: defaults must be a list")
+        raise ConfigError(f"{where}: defaults must be a list")
     return listed
 
 
-def option_of(path: Path, entry: Any) -> tuple[str, str | None]:
+def option_of(where: Path | str, entry: Any) -> tuple[str, str | None]:
     """An entry of a file's defaults: {"override /algorithm": "nft"} -> ("algorithm", "nft")."""
     word, option = next(iter(entry.items())) if isinstance(entry, dict) else (entry, None)
     group = str(word).removeprefix("override /")
     if group not in GROUPS or group == word:
         raise ConfigError(
-            f"{path}: defaults: {entry!r} should be {{override /GROUP: NAME}}, where GROUP is"
+            f"{where}: defaults: {entry!r} should be {{override /GROUP: NAME}}, where GROUP is"
             f" {', '.join(GROUPS)}"
         )
     if option is not None and option not in options(group):
         near = registry.did_you_mean(str(option), options(group))
-        raise ConfigError(f'{path}: unknown {group} "{option}"{near}')
+        raise ConfigError(f'{where}: unknown {group} "{option}"{near}')
     return group, option
 
 
@@ -255,20 +295,26 @@ def option_layer(group: str, name: str) -> Tree:
     tree = read_yaml(path)
     below = [option_layer(group, base) for base in listed_defaults(path, tree) if base != SELF]
     everywhere = path.read_text(encoding="utf-8").startswith("# @package _global_")
-    layers = [*below, with_weights(tree if everywhere else {group: tree})]
+    layers = [*below, in_full(tree if everywhere else {group: tree})]
     return OmegaConf.to_container(OmegaConf.merge(*layers))  # type: ignore[return-value]
 
 
-def without_overruled(tree: Tree, line: CommandLine) -> Tree:
-    """A file's tree without the sections for which the command line made its own choice."""
-    return {
-        key: value for key, value in tree.items() if not (key in LAYERS and line.overrules(key))
-    }
+def without_overruled(file: File, line: CommandLine) -> Tree:
+    """A file's tree without the sections for which the command line made its own choice, or
+    another mapping did."""
+
+    def overruled(key: str) -> bool:
+        return key in LAYERS and key not in file.chosen and line.overrules(key)
+
+    return {key: value for key, value in file.tree.items() if not overruled(key)}
 
 
-def with_weights(tree: Tree) -> Tree:
-    """A layer with every reward's weight under its key."""
-    return tree | {"reward": one_form(tree.get("reward") or {})}
+def in_full(tree: Tree) -> Tree:
+    """A layer with every reward's weight, and the mode of data.sampler, under its key."""
+    out = tree | {"reward": one_form(tree.get("reward") or {})}
+    if isinstance(data := tree.get("data"), dict) and isinstance(data.get("sampler"), str):
+        out["data"] = data | {"sampler": {"mode": data["sampler"]}}
+    return out
 
 
 def one_form(rewards: Tree) -> Tree:

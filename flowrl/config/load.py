@@ -2,45 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pydantic
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
-from flowrl.config.compose import ConfigError, File, compose, read_file, read_yaml
+from flowrl.config.compose import (
+    GROUPS,
+    ConfigError,
+    File,
+    compose,
+    file_of,
+    read_file,
+    read_yaml,
+)
 from flowrl.config.schema import Config, algorithm_schema
 from flowrl.runtime import registry
 from flowrl.runtime.text import printable, visible
 
+Given = str | Path | Mapping[str, Any] | None
 LONGEST_VALUE = 120  # characters of a wrong value in a sentence
 # how pydantic names the part of a union in an error's place
 UNION_PARTS = ("literal[", "float", "constrained")
 
 
-def load_config(name: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def load_config(name: Given = None, overrides: Sequence[str] = (), **values: Any) -> Config:
     """Compose and validate a config.
 
     name: an experiment of configs/experiment, a YAML file (a run's config.yaml, or one that states
-    what differs), or None.
-    overrides: `group=option` or `key.sub=value`, as on the command line. Every problem found -> one
-    ConfigError.
+    what differs), a mapping of such values, or None.
+    overrides: `group=option` or `key.sub=value`, as on the command line.
+    values: sections and keys as a mapping has them, laid over it: iterations=2,
+    batch={"prompts": 4}, model="sd1.5". A key of a mapping may be dotted, {"batch.prompts": 4}.
+    Every problem found -> one ConfigError.
     """
+    tree, problems = composed(name, overrides, **values)
+    return validated(tree, problems)
+
+
+def composed(
+    name: Given = None, overrides: Sequence[str] = (), **values: Any
+) -> tuple[dict[str, Any], list[str]]:
+    """The tree that `load_config` validates, and the problems found in making it."""
     problems: list[str] = []
-    file = File()
-    if name is not None and (str(name).endswith((".yaml", ".yml")) or Path(name).is_file()):
-        file = read_file(Path(name))
+    files = []
+    if isinstance(overrides, str):
+        raise ConfigError(f'overrides="{overrides}" should be a list of words: ["{overrides}"]')
+    if isinstance(name, Mapping):
+        values = {**name, **values}
+    elif name is not None and not isinstance(name, str | Path):
+        raise ConfigError(
+            f"a config is an experiment's name, a YAML file or a mapping, not a"
+            f" {type(name).__name__}"
+        )
+    elif name is not None and (str(name).endswith((".yaml", ".yml")) or Path(name).is_file()):
+        files.append(read_file(Path(name)))
     elif name is not None:
-        overrides = [f"experiment={name}", *overrides]
+        files.append(File(chosen={"experiment": str(name)}))
+    if values:
+        chosen, tree = _sorted_out(values)
+        files.append(replace(file_of(tree, "the config"), chosen=chosen))
     defaults = Config.model_construct().model_dump(mode="json")
-    return _validate(compose(defaults, file, overrides, problems), problems)
+    return compose(defaults, files, overrides, problems), problems
+
+
+def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Values of a script: (choices as `model="sd1.5"`, the tree of all others)."""
+    chosen = {k: v for k, v in values.items() if k in GROUPS and not isinstance(v, Mapping)}
+    tree = OmegaConf.create({})
+    try:
+        for key, value in values.items():
+            if key not in chosen:
+                OmegaConf.update(tree, str(key), _plain(value), merge=True, force_add=True)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(f"the config: {printable(error)}") from error
+    return chosen, OmegaConf.to_container(tree)  # type: ignore[return-value]
+
+
+def _plain(value: Any) -> Any:
+    """Mappings, tuples and paths as YAML would give them."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def read_config(path: str | Path) -> Config:
     """The resolved config.yaml of a run, with nothing composed below it."""
-    return _validate(read_yaml(Path(path)), [])
+    return validated(read_yaml(Path(path)), [])
 
 
 def dump(cfg: Config) -> str:
@@ -69,7 +125,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def _validate(values: dict[str, Any], problems: list[str]) -> Config:
+def validated(values: dict[str, Any], problems: list[str]) -> Config:
     """The Config of a composed tree; problems found before, and all of its own, -> ConfigError."""
     try:
         cfg = Config.model_validate(values)

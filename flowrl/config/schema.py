@@ -9,8 +9,6 @@ Config, and a reward's settings by the reward itself.
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -25,6 +23,7 @@ from pydantic import (
     PositiveInt,
 )
 
+from flowrl.algorithms.common.find import algorithm_class
 from flowrl.config.compose import one_form, options
 from flowrl.runtime import registry
 from flowrl.runtime.read_when import read_when
@@ -49,7 +48,10 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     source: str = Field(
-        "shapes-sd3", description="An embedded model, a folder in diffusers layout, or a hub id."
+        "shapes-sd3",
+        description=(
+            "An embedded model, a folder in diffusers layout, a hub id, or path/to/file.py:FACTORY."
+        ),
     )
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="Type of the frozen weights; trained weights are always fp32."
@@ -64,6 +66,15 @@ class ModelConfig(Section):
     pipeline: dict[str, Any] = Field(
         {}, description="Arguments of the pipeline's call, such as height, width, num_frames."
     )
+    hints: str | dict[str, Any] | None = Field(
+        None,
+        description=(
+            "For a pipeline whose inference is not unique: arguments of"
+            " flowrl.policy.replay.hints.register, or path/to/file.py:NAME of such a mapping."
+        ),
+    )
+
+    _places = pydantic.field_validator("source", "hints")(registry.absolute)
 
 
 class SamplerConfig(Section):
@@ -299,9 +310,42 @@ class GuardConfig(Section):
     )
 
 
+class ChoiceConfig(Section):
+    mode: Literal["uniform", "bayes", "bandit"] = Field(
+        "uniform",
+        description=(
+            "Which prompts an iteration sees: shuffled epochs; those whose success is nearest a"
+            " target, by a draw from what is believed of each; or of the tags that taught most."
+        ),
+    )
+    target: Annotated[float, Field(gt=0, lt=1), read_when("data.sampler.mode", "bayes")] = Field(
+        0.5, description="Success that is looked for."
+    )
+    success: Annotated[float | None, read_when("data.sampler.mode", "bayes")] = Field(
+        None,
+        description="Reward from which a sample is a success; none: rewards are shares, 0 to 1.",
+    )
+    forgetting: Annotated[float, Field(ge=0, le=1), read_when("data.sampler.mode", "bayes")] = (
+        Field(0.7, description="Share of a prompt's counts that is kept when it is seen again.")
+    )
+    tag: Annotated[str, Field(min_length=1), read_when("data.sampler.mode", "bandit")] = Field(
+        "tag", description="Column of the prompts whose values are the arms."
+    )
+    rate: Annotated[float, Field(gt=0, le=1), read_when("data.sampler.mode", "bandit")] = Field(
+        0.5, description="How far the value of an arm goes towards its newest gain."
+    )
+    temperature: Annotated[PositiveFloat, read_when("data.sampler.mode", "bandit")] = Field(
+        0.2, description="Arms are drawn by a softmax of their value over this."
+    )
+
+
 class DataConfig(Section):
     train: str = Field(
-        "shapes:train", description="Prompts: a .txt (one a line) or .jsonl file, or shapes:train."
+        "shapes:train",
+        description=(
+            "Prompts: a .txt (one a line), .jsonl, .csv or .parquet file, shapes:train,"
+            " hf:OWNER/NAME (a dataset), or path/to/file.py:NAME."
+        ),
     )
     eval: str | None = Field(
         "shapes:eval", description="Held-out prompts, as train; none: no evaluation."
@@ -313,6 +357,18 @@ class DataConfig(Section):
         ),
     )
 
+    columns: dict[str, str] = Field(
+        {},
+        description=(
+            "Of a table: {prompt: caption, image: before} takes these two columns alone, under"
+            " these names; empty: all columns as they are."
+        ),
+    )
+
+    sampler: ChoiceConfig = Field(ChoiceConfig(), description="Which prompts an iteration sees.")
+
+    _places = pydantic.field_validator("train", "eval")(registry.absolute)
+
     @pydantic.field_validator("train")
     @classmethod
     def check_train(cls, value: str) -> str:
@@ -322,6 +378,12 @@ class DataConfig(Section):
                 " data=shapes"
             )
         return value
+
+
+class LiveOptions(BaseModel):
+    """Options of an algorithm that a script handed over, as they were."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
 
 
 class Config(Section):
@@ -364,8 +426,8 @@ class Config(Section):
             raise ValueError(
                 f"no algorithm is named; choose algorithm={'|'.join(options('algorithm'))}"
             )
-        schema = algorithm_schema(value["name"])
-        return {"name": value["name"]} | schema.model_validate(
+        name = registry.absolute(value["name"])  # a run resumes from any folder
+        return {"name": name} | algorithm_schema(name).model_validate(
             {k: v for k, v in value.items() if k != "name"}
         ).model_dump()
 
@@ -377,36 +439,42 @@ class Config(Section):
                 "no reward is named; choose reward=NAME of"
                 f" {', '.join(registry.choices('flowrl.rewards'))}"
             )
-        out, problems = {}, []
+        from flowrl.rewards.core import rules
+
+        out, problems, found = {}, [], {}
         for label, entry in one_form(value).items():
             out[label] = entry = {"weight": 1.0} | entry
-            if ".py:" in str(entry.get("name")):  # a run resumes from any folder
-                place, _, member = entry["name"].rpartition(":")
-                entry["name"] = f"{Path(place).expanduser().resolve()}:{member}"
+            if registry.is_place(entry.get("name")):
+                entry["name"] = registry.absolute(entry["name"])
             try:
                 check_reward_entry(label, entry)
+                found[label] = rule = rules.parse_rule(label, entry)
+                out[label] = rule.stated | {k: v for k, v in entry.items() if k not in rules.KEYS}
             except ValueError as error:
                 problems.append(str(error))
         if problems:
             raise ValueError("\n".join(problems))
+        rules.check_rules(found)
         return out
 
 
 def check_reward_entry(label: str, entry: dict[str, Any]) -> None:
-    """Judge {weight, name (when the label is not the reward's name), **settings} without loading
-    the reward; wrong -> ValueError."""
+    """Judge {weight, gate, stratify, name (when the label is not the reward's name), **settings}
+    without loading the reward; wrong -> ValueError."""
     from flowrl.rewards.core import reward as core_reward
+    from flowrl.rewards.core.rules import KEYS
+    from flowrl.rewards.core.schedule import is_number
 
-    weight, settings = (
-        entry["weight"],
-        {k: v for k, v in entry.items() if k not in ("weight", "name")},
-    )
-    schema = core_reward.reward_class(str(entry.get("name", label))).Settings
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+    weight = entry["weight"]
+    settings = {k: v for k, v in entry.items() if k not in (*KEYS, "name")}
+    name = str(entry.get("name", label))
+    live = registry.is_live(name)
+    schema = core_reward.Settings if live else core_reward.reward_class(name).Settings
+    if not isinstance(weight, dict) and not is_number(weight):
         raise ValueError(f"reward.{label}={weight!r} should be its weight, a finite number")
     core_reward.parse(schema, settings, what=f"reward.{label}", prefix=f"reward.{label}.")
 
 
 def algorithm_schema(name: str) -> type[BaseModel]:
-    """The pydantic schema of an algorithm's options."""
-    return registry.find("flowrl.algorithms", name, what="algorithm").ALGORITHM.Config
+    """The pydantic schema of an algorithm's options; of a live one, which is not at hand, any."""
+    return LiveOptions if registry.is_live(name) else algorithm_class(name).Config

@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import resize
 
 from flowrl.data import media as pictures
-from flowrl.data.media import from_pil
+from flowrl.data.media import from_pil, media_kind
+from flowrl.data.stored import Stored
+from flowrl.runtime.text import printable
 from flowrl.types import MediaContext
 
 Conditions = Mapping[str, Any]
@@ -59,22 +62,69 @@ def _place(own: dict[str, Any], where: str, folder: Path) -> None:
 def _placed(value: Any, what: str, folder: Path) -> Any:
     if isinstance(value, list):
         return [_placed(entry, what, folder) for entry in value]
-    if isinstance(value, dict):
+    if isinstance(value, dict | bytes):
         raise ValueError(f"{what} holds a picture; save it as a file and give its path")
-    if not isinstance(value, str) or not value:
-        return value  # a picture in memory, or None
-    path = folder / value
+    if value is None or isinstance(value, Image.Image | Stored | Tensor | np.ndarray):
+        return value
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{what} is {value!r}; give the path of a file")
+    if "://" in value:
+        raise ValueError(f"{what} is a URL, which is not fetched; save the file and give its path")
+    path = folder / Path(value).expanduser()
     if not path.is_file():
         raise ValueError(f"{what} names {path}, which is no file")
+    try:
+        pictures.check_readable(path)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
     return str(path)
+
+
+def kinds(rows: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Places of the first row of each kind: the same arguments, with pictures of the same sizes."""
+    first: dict[Any, int] = {}
+    for place, row in enumerate(rows):
+        own = _named(row)
+        kind = tuple((name, _kind(name, own[name])) for name in sorted(own))
+        first.setdefault(kind, place)
+    return list(first.values())
+
+
+def _kind(name: str, value: Any) -> Any:
+    """What pipelines tell apart in an argument's value: the size of a picture."""
+    if isinstance(value, list):
+        return tuple(_kind(name, entry) for entry in value)
+    if isinstance(value, Image.Image):
+        return value.size
+    if is_picture(name) and isinstance(value, str) and Path(value).suffix.lower() not in VIDEOS:
+        return pictures.image_size(Path(value))
+    return type(value).__name__
+
+
+def _named(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row's conditions by argument; what is None is not given."""
+    own = {**{k: v for k, v in row.items() if is_condition(k)}, **row.get("conditions", {})}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def check_alike(rows: Sequence[Mapping[str, Any]]) -> None:
+    """ValueError where prompts have conditions of different names: the networks get those of all
+    prompts in one call."""
+    first = _named(rows[0]).keys() if rows else ()
+    for row in rows[1:]:
+        other = sorted(_named(row).keys() ^ first)
+        if other:
+            has, lacks = (rows[0], row) if other[0] in first else (row, rows[0])
+            with_it, without = (printable(str(r.get("prompt", "")), 60) for r in (has, lacks))
+            raise ValueError(
+                f'prompt "{with_it}" has {other[0]}, and prompt "{without}" has none; give it to'
+                " all prompts, those of evaluations too, or to none"
+            )
 
 
 def of(rows: Sequence[Mapping[str, Any]]) -> list[Conditions] | None:
     """Conditions of each prompt, loaded; None where no prompt has any."""
-    found = [
-        {**{k: v for k, v in row.items() if is_condition(k)}, **row.get("conditions", {})}
-        for row in rows
-    ]
+    found = [_named(row) for row in rows]
     if not any(found):
         return None
     return [loaded(own) for own in found]
@@ -92,6 +142,8 @@ def load(name: str, value: Any) -> Any:
         return value
     if isinstance(value, list):
         return [load(name, entry) for entry in value]
+    if isinstance(value, Stored):
+        return _stored(value)
     if not isinstance(value, str | Path):
         return value
     return _frames(str(value)) if Path(value).suffix.lower() in VIDEOS else _picture(str(value))
@@ -102,6 +154,11 @@ def _picture(path: str) -> Image.Image:
     return pictures.to_pil(pictures.read_image(Path(path)))[0]
 
 
+@functools.lru_cache(KEPT)
+def _stored(picture: Stored) -> Any:
+    return picture.picture()
+
+
 @functools.lru_cache(16)
 def _frames(path: str) -> list[Image.Image]:
     return pictures.to_pil(pictures.read_frames(Path(path)))
@@ -110,7 +167,7 @@ def _frames(path: str) -> list[Image.Image]:
 def context_of(
     rows: Sequence[Mapping[str, Any]], media: Tensor, group: Tensor | None = None
 ) -> MediaContext:
-    """What rewards are told of media (B, ..., 3, H, W), by the meta of the prompt of each."""
+    """What rewards are told of media (B, *D), by the meta of the prompt of each."""
     return MediaContext(meta=[dict(row) for row in rows], group=group, source=_sources(rows, media))
 
 
@@ -127,8 +184,8 @@ def _source(row: Mapping[str, Any]) -> Any:
 
 def _sources(rows: Sequence[Mapping[str, Any]], media: Tensor) -> Tensor | None:
     """The picture "image" of each row, (B, 3, H, W) in [0, 1] at the size of the media; None where
-    a row has none."""
-    if not rows or not has_source(rows) or media.ndim < 4:
+    a row has none, or the media are no pictures."""
+    if not rows or not has_source(rows) or media_kind(media.shape) == "arrays":
         return None
     own = [from_pil(load("image", _source(row)).convert("RGB"))[0] for row in rows]
     size = tuple(media.shape[-2:])

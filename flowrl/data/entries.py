@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flowrl.data import conditions
+from flowrl.runtime.registry import did_you_mean
+
+Columns = Mapping[str, str]  # name in the entry -> column that holds it; empty: all, as they are
 
 
-def lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
+def lines(path: Path, columns: Columns) -> list[tuple[int, dict[str, Any]]]:
     """(number of the line, entry) of a .jsonl file; blank lines are skipped. A missing, empty,
     non-UTF-8 or malformed file -> ValueError that names the file and the line or byte."""
     numbered = enumerate(text(path).split("\n"), 1)
     found = [(number, line.strip()) for number, line in numbered if line.strip()]
     if not found:
         raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
-    return [(n, _entry(line, f"prompt file {path}, line {n}", path.parent)) for n, line in found]
+    out = []
+    for number, line in found:
+        where = f"prompt file {path}, line {number}"
+        row = taken(_json(line, where), columns, where)
+        out.append((number, check_entry(row, where, path.parent)))
+    return out
 
 
 def text(path: Path) -> str:
@@ -36,12 +45,23 @@ def text(path: Path) -> str:
         raise ValueError(f"prompt file {path} cannot be read: {error.strerror}") from None
 
 
-def _entry(line: str, where: str, folder: Path) -> dict[str, Any]:
+def _json(line: str, where: str) -> Any:
     try:
-        entry = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
-    return check_entry(entry, where, folder)
+
+
+def taken(row: Any, columns: Columns, where: str) -> Any:
+    """The columns of a row that are asked for, under their names in an entry. One that is not there
+    -> ValueError."""
+    if not columns or not isinstance(row, dict):
+        return row
+    for column in columns.values():
+        if column not in row:
+            near = did_you_mean(column, map(str, row))
+            raise ValueError(f'{where} has no column "{column}" (data.columns){near}')
+    return {name: row[column] for name, column in columns.items()}
 
 
 def check_entry(entry: Any, where: str, folder: Path) -> dict[str, Any]:

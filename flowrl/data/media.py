@@ -11,8 +11,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from flowrl.runtime import files
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".gif")  # that are written
+ARRAY = ".npy"  # of media that are no pictures
 PYAV_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")  # that are read with the extra "video"
 MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", *PYAV_SUFFIXES)  # that are read
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # whatever the suffix says
@@ -31,11 +33,19 @@ MAX_VIDEO_PIXELS = 2**29  # of all frames together: 258 of 1920 x 1080
 ORIENTATION = 0x0112  # of EXIF
 TURNED = (5, 6, 7, 8)  # its values with which width and height change places
 
+Kind = Literal["images", "videos", "arrays"]
 T = TypeVar("T")
 
 
 class Unreadable(ValueError):
     """A file of media that is too large, or not what is needed; the message names it."""
+
+
+def media_kind(shape: Sequence[int]) -> Kind:
+    """What media of this shape are: images (n, 3, H, W), videos (n, F, 3, H, W), or arrays (n, *D):
+    all others, such as motions (n, T, D) and paths (n, T, 2)."""
+    pictures = len(shape) in (4, 5) and shape[-3] == 3
+    return ("images" if len(shape) == 4 else "videos") if pictures else "arrays"
 
 
 def to_uint8(media: Tensor) -> Tensor:
@@ -73,13 +83,14 @@ def open_image(
     *,
     max_pixels: int = MAX_PIXELS,
     formats: Sequence[str] = FORMATS,
+    called: str = "the picture",
 ) -> Image.Image:
     """A picture of which only the head was read: the caller closes it, or uses it in `with`.
 
-    source: a file, or its bytes. ValueError where the head declares more than max_pixels pixels;
-    what Pillow says of another format or a broken head passes through.
+    source: a file, or its bytes, which errors name as `called`. ValueError where the head declares
+    more than max_pixels pixels; what Pillow says of another format or a broken head passes through.
     """
-    name = "the picture" if isinstance(source, bytes) else str(source)
+    name = called if isinstance(source, bytes) else str(source)
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
         with warnings.catch_warnings():
@@ -107,9 +118,32 @@ def read_image(path: Path) -> Tensor:
     return _read(path, lambda image: from_pil(ImageOps.exif_transpose(image))[0])
 
 
+def decode_image(content: bytes, called: str) -> Tensor:
+    """As `read_image`, of the bytes of a file; errors name them as `called`."""
+    return _read(Path(called), lambda image: from_pil(ImageOps.exif_transpose(image))[0], content)
+
+
 def image_size(path: Path) -> tuple[int, int]:
     """(width, height) of `read_image`, from the file's head alone."""
     return _read(path, lambda image: image.size[::-1] if _turned(image) else image.size)
+
+
+def check_readable(path: Path) -> None:
+    """ValueError that names the file where its head, a checksum of a PNG or the end of a JPEG says
+    that it cannot be read; nothing is decoded. A video needs the extra "video"."""
+    if path.suffix.lower() in PYAV_SUFFIXES:
+        _pyav(f"reading {path.name}", "save it as .gif")
+    else:
+        _guarded(path, lambda image: image.verify())
+        if path.suffix.lower() in (".jpg", ".jpeg") and not _ends(path):
+            raise Unreadable(f"{path} cannot be read: it was cut off")
+
+
+def _ends(path: Path) -> bool:
+    """Whether the end of a JPEG file is that of a picture."""
+    with path.open("rb") as file:
+        file.seek(-min(path.stat().st_size, 4096), 2)
+        return b"\xff\xd9" in file.read()
 
 
 def read_media(path: Path, *, frames: int) -> Tensor:
@@ -203,8 +237,8 @@ def _turned(image: Image.Image) -> bool:
     return "exif" in image.info and image.getexif().get(ORIENTATION) in TURNED
 
 
-def _read(path: Path, read: Callable[[Image.Image], T]) -> T:
-    """read(image) of a file that holds one picture."""
+def _read(path: Path, read: Callable[[Image.Image], T], content: bytes | None = None) -> T:
+    """read(image) of a file that holds one picture, or of its bytes."""
     if path.suffix.lower() in PYAV_SUFFIXES:
         raise Unreadable(f"{path} is a video, and one picture is needed; save a frame as .png")
 
@@ -217,13 +251,14 @@ def _read(path: Path, read: Callable[[Image.Image], T]) -> T:
             )
         return read(image)
 
-    return _guarded(path, still)
+    return _guarded(path, still, content)
 
 
-def _guarded(path: Path, read: Callable[[Image.Image], T]) -> T:
+def _guarded(path: Path, read: Callable[[Image.Image], T], content: bytes | None = None) -> T:
     """read(image); ValueError that names the file where that fails in any way."""
     try:
-        with open_image(path) as image:
+        source = path if content is None else content
+        with open_image(source, called=str(path)) as image:
             if image.mode.startswith(("I", "F")):
                 raise Unreadable(  # Pillow would clip these to white
                     f"{path} cannot be read: its pixels are of mode {image.mode}; save it with 8"
@@ -234,24 +269,23 @@ def _guarded(path: Path, read: Callable[[Image.Image], T]) -> T:
         raise
     # Pillow raises OSError, SyntaxError, struct.error ... for broken files and broken EXIF
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}" if path.is_file() else "it does not exist"
+        here = content is not None or path.is_file()
+        reason = f"{type(error).__name__}: {error}" if here else "it does not exist"
         raise ValueError(f"{path} cannot be read: {reason}") from None
 
 
 def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:
-    """Write one image (3, H, W) or one video (F, 3, H, W), float in [0, 1].
+    """Write one image (3, H, W) or one video (F, 3, H, W), float in [0, 1], or one array of any
+    other shape, as it is.
 
     The suffix chooses the format; one that does not fit the media -> ValueError. .mp4 needs the
     extra "video"; .gif does without. Folders are made.
     """
     path = Path(path)
-    if media.ndim not in (3, 4) or media.shape[-3] != 3:
-        raise ValueError(
-            f"media has shape {tuple(media.shape)}; save takes one image (3, H, W) or one video (F,"
-            " 3, H, W)"
-        )
-    _check_suffix(path, video=media.ndim == 4)
-    if path.suffix.lower() == ".mp4":
+    _check_suffix(path, tuple(media.shape))
+    if path.suffix.lower() == ARRAY:
+        files.write(path, array_bytes(media))
+    elif path.suffix.lower() == ".mp4":
         _save_mp4(media, path, fps)
     elif media.ndim == 4:
         first, *others = to_pil(media)
@@ -262,6 +296,32 @@ def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:
     return path
 
 
+def check_output(path: Path) -> None:
+    """ValueError for a suffix that no media are saved with, or that needs what is not installed."""
+    known = dict.fromkeys([*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, ARRAY])
+    if path.suffix.lower() not in known:
+        raise ValueError(
+            f'"{path.name}": media are saved as {", ".join(known)}; the suffix is "{path.suffix}"'
+        )
+    if path.suffix.lower() == ".mp4":
+        _pyav(f"writing {path.name}", "save as .gif")
+
+
+def fitting(path: Path, media: Tensor) -> Path:
+    """The path, with another suffix where its own does not suit the media (one of them, as `save`
+    takes it)."""
+    kind = media_kind((1, *media.shape))
+    suffixes = {"images": IMAGE_SUFFIXES, "videos": VIDEO_SUFFIXES, "arrays": (ARRAY,)}[kind]
+    even = kind == "videos" and all(side % 2 == 0 for side in media.shape[-2:])
+    if path.suffix.lower() == ".mp4" and kind == "videos" and not even:
+        return path.with_suffix(".gif")
+    if path.suffix.lower() in suffixes:
+        return path
+    mp4 = even and find_spec("av") is not None
+    usual = {"images": ".png", "videos": ".mp4" if mp4 else ".gif", "arrays": ARRAY}
+    return path.with_suffix(usual[kind])
+
+
 def encoded(image: Image.Image, suffix: str = ".png", **options: Any) -> bytes:
     """The bytes of an image file. suffix: which format; options: of Pillow for that format."""
     buffer = io.BytesIO()
@@ -269,10 +329,20 @@ def encoded(image: Image.Image, suffix: str = ".png", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _check_suffix(path: Path, video: bool) -> None:
-    suffixes = VIDEO_SUFFIXES if video else IMAGE_SUFFIXES
+def array_bytes(media: Tensor) -> bytes:
+    """The bytes of a .npy file of fp32 numbers."""
+    buffer = io.BytesIO()
+    np.save(buffer, media.detach().float().cpu().numpy())
+    return buffer.getvalue()
+
+
+def _check_suffix(path: Path, shape: tuple[int, ...]) -> None:
+    what, suffixes = {
+        "images": ("an image", IMAGE_SUFFIXES),
+        "videos": ("a video", VIDEO_SUFFIXES),
+        "arrays": (f"an array of shape {shape}, which is no picture,", (ARRAY,)),
+    }[media_kind((1, *shape))]
     if path.suffix.lower() not in suffixes:
-        what = "a video" if video else "an image"
         raise ValueError(
             f'"{path.name}": {what} is saved as {", ".join(suffixes)}; the suffix is'
             f' "{path.suffix}"'

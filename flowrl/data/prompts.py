@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.data import conditions, entries, tables
-from flowrl.runtime.registry import did_you_mean
+from flowrl.data import conditions, entries, given, hf, tables
+from flowrl.data.entries import Columns
+from flowrl.runtime.registry import did_you_mean, is_place
 from flowrl.samplers import keys
 from flowrl.types import MediaContext, PromptBatch
 
@@ -23,33 +24,41 @@ WORLDS = {
 }
 
 
-def load_prompts(source: str) -> Prompts:
+def load_prompts(source: str, columns: Columns = tables.NOTHING) -> Prompts:
     """Prompts of a .txt, .jsonl, .csv or .parquet file, or generated ones (shapes:train|eval,
-    geneval:, ocr:).
+    geneval:, ocr:), or what a function of the user's gives (path/to/file.py:NAME), or those of a
+    dataset (hf:OWNER/NAME, see flowrl/data/hf.py).
 
     .txt: one a line; blank lines are skipped. .jsonl: {"prompt": ..., **meta} a line; .csv and
     .parquet: a column "prompt" and others, see flowrl/data/tables.py. "reference" is the path of an
     image, from the file's folder, that joins the prompt's group as one more scored member;
     conditions ("image", "mask" ..., see flowrl/data/conditions.py) are arguments of the pipeline's
-    call. A missing, empty, non-UTF-8 or malformed file -> ValueError that names the file and the
+    call. columns: of a table, those that are taken, by their names here; empty: all of them. A
+    missing, empty, non-UTF-8 or malformed file -> ValueError that names the file and the
     line or byte.
     """
     if source.partition(":")[0] in WORLDS:
         return _generated(source)
+    if is_place(source):
+        return given.of_place(source)
+    if hf.is_dataset(source):
+        return tables.of_dataset(source, columns)
     path = Path(source)
+    if path.suffix == ".py":
+        raise ValueError(f"prompts {source}: say what in the file gives them, {source}:NAME")
     if path.suffix in tables.SUFFIXES:
-        return [entry for _, entry in tables.read(path)]
+        return [entry for _, entry in tables.read(path, columns)]
     lines = [line.strip() for line in entries.text(path).split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
     if path.suffix == ".json":
-        return [entry for _, entry in entries.lines(path)]
+        return [entry for _, entry in entries.lines(path, columns)]
     return [{"prompt": line} for line in lines]
 
 
-def example(source: str | None) -> conditions.Conditions | None:
+def example(source: str | None, columns: Columns = tables.NOTHING) -> conditions.Conditions | None:
     """Conditions of the first prompt of a source, if it has some."""
-    found = conditions.of(load_prompts(source)[:1]) if source else None
+    found = conditions.of(load_prompts(source, columns)[:1]) if source else None
     return found[0] if found else None
 
 

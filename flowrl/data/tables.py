@@ -9,31 +9,43 @@ each of the three.
 from __future__ import annotations
 
 import csv
+import functools
+import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from flowrl.data import entries
-from flowrl.data.entries import check_entry
+from flowrl.data import entries, hf
+from flowrl.data.entries import Columns, check_entry, taken
+from flowrl.data.stored import Stored, is_struct
 from flowrl.runtime import files as disk
 
 Entry = dict[str, Any]
 
+NOTHING: Columns = MappingProxyType({})
 SUFFIXES = (".jsonl", ".csv", ".parquet")
 PLAIN = ("file", "file_name", "prompt")  # columns of text, which is never read as JSON
 NESTED = ("scores", "weights")
 NUMBERS = ("total", *(f"{name}." for name in NESTED))  # beginnings of columns of numbers
 
 
-def read(path: Path) -> list[tuple[str, Entry]]:
+def is_table(source: str) -> bool:
+    """Whether prompts of this source have columns."""
+    return hf.is_dataset(source) or Path(source).suffix in (*SUFFIXES, ".json")
+
+
+def read(path: Path, columns: Columns = NOTHING) -> list[tuple[str, Entry]]:
     """(where, entry) of each line or row, every entry with a "prompt" that is not empty.
 
     Else ValueError that names the file and the line or row. .parquet needs the extra "parquet".
+    columns: those that are taken, by their names in an entry; empty: all.
     """
     if path.suffix == ".jsonl":
-        return _jsonl(path)
+        return [(f"{path}, line {n}", entry) for n, entry in entries.lines(path, columns)]
     if path.suffix not in SUFFIXES:
         raise ValueError(
             f"{path} is not a .jsonl, .csv or .parquet list; each line of a .jsonl list is like"
@@ -42,7 +54,7 @@ def read(path: Path) -> list[tuple[str, Entry]]:
     if not path.is_file():
         raise ValueError(f"prompt file {path} does not exist; give a list of files and prompts")
     rows = _csv(path) if path.suffix == ".csv" else _parquet(path)
-    out = [(where, check_entry(_entry(row), where, path.parent)) for where, row in rows]
+    out = [(where, _checked(row, columns, where, path.parent)) for where, row in rows]
     if not out:
         raise ValueError(f"prompt file {path} is empty; it needs a row for each image")
     return out
@@ -75,8 +87,22 @@ def check_suffix(path: Path) -> None:
         _pyarrow(path)
 
 
-def _jsonl(path: Path) -> list[tuple[str, Entry]]:
-    return [(f"{path}, line {n}", entry) for n, entry in entries.lines(path)]
+def of_dataset(source: str, columns: Columns = NOTHING) -> list[Entry]:
+    """Entries of "hf:NAME", see flowrl/data/hf.py; columns and errors: as `read`."""
+    names, rows = hf.rows(source)
+    if "prompt" not in columns and "prompt" not in names:
+        raise ValueError(
+            f'data {source} has no column "prompt"; say which one holds it, as'
+            f" data.columns.prompt={names[0]}: it has {', '.join(names)}"
+        )
+    return [_checked(row, columns, where, hf.folder_of(source) or Path()) for where, row in rows]
+
+
+def _checked(row: Entry, columns: Columns, where: str, folder: Path) -> Entry:
+    """The entry of a row; a cell that is empty is none."""
+    cells = taken(row, columns, where)
+    filled = {name: cell for name, cell in cells.items() if cell is not None}
+    return check_entry(_entry(filled), where, folder)
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Entry]]:
@@ -91,7 +117,7 @@ def _csv(path: Path) -> Iterator[tuple[str, Entry]]:
                 where = f"{path}, line {reader.line_num}"
                 if None in row or None in row.values():
                     raise csv.Error(f"it does not have the {len(names)} cells of the first line")
-                yield where, {name: cell for name, cell in row.items() if cell != ""}
+                yield where, {name: cell or None for name, cell in row.items()}
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{where} cannot be read: {error}") from None
 
@@ -99,14 +125,40 @@ def _csv(path: Path) -> Iterator[tuple[str, Entry]]:
 def _parquet(path: Path) -> Iterator[tuple[str, Entry]]:
     pa = _pyarrow(path)
     try:
-        rows = pa.parquet.read_table(path).to_pylist()
+        file = pa.parquet.ParquetFile(path)
+        fields = list(file.schema_arrow)
+        pictures = {field.name for field in fields if _is_picture(field.type)}
+        # of pictures the paths alone: they tell which cells are empty
+        leaves = [f"{f.name}.path" if f.name in pictures else f.name for f in fields]
+        rows = file.read(columns=leaves).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path} cannot be read as parquet: {error}") from None
-    for number, row in enumerate(rows, 1):
-        yield (
-            f"{path}, row {number}",
-            {name: cell for name, cell in row.items() if cell is not None},
-        )
+    version = hashlib.sha256(str(file.metadata.to_dict()).encode()).hexdigest()
+    sizes = [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)]
+    places = [(group, inside) for group, size in enumerate(sizes) for inside in range(size)]
+    for number, (row, place) in enumerate(zip(rows, places, strict=True), 1):
+        where = f"{path}, row {number}"
+        for name in pictures:
+            if row[name] is not None:
+                cell = partial(_cell_of, path, version, name, *place)
+                row[name] = Stored(where, name, version, path.parent, cell)
+        yield where, row
+
+
+def _is_picture(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_struct(kind) and is_struct({kind.field(k).name for k in range(len(kind))})
+
+
+def _cell_of(path: Path, version: str, column: str, group: int, inside: int) -> Any:
+    return _group(path, version, column, group)[inside].as_py()
+
+
+@functools.lru_cache(2)
+def _group(path: Path, version: str, column: str, group: int) -> Any:
+    """A column of the rows that a parquet file holds together."""
+    return _pyarrow(path).parquet.ParquetFile(path).read_row_group(group, [column]).column(0)
 
 
 def _pyarrow(path: Path) -> Any:

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 
 from flowrl.data import conditions
+from flowrl.data.given import records
 from flowrl.data.prompts import Prompts, meta_rows
 from flowrl.evaluation.answers import joined, told
 from flowrl.policy import Cond, Policy
+from flowrl.policy.load import as_policy
 from flowrl.report.answers import Answers
-from flowrl.rewards import RewardSet, readings
+from flowrl.rewards import RewardSet, load_set, readings
+from flowrl.rewards.core.reward_set import Spec
 from flowrl.rollouts.generation import sample
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
@@ -167,9 +170,9 @@ class Evaluator:
 
 
 def evaluate(
-    policy: Policy,
-    prompts: Prompts,
-    rewards: RewardSet,
+    policy: Any,
+    prompts: Any,
+    rewards: Spec | RewardSet,
     *,
     images: int,
     steps: int,
@@ -183,8 +186,10 @@ def evaluate(
 ) -> Evaluation:
     """Sample and score `images` images, prompt i % P for image i.
 
-    Image i's noise is a function of (seed, i) only. See Sampling. Rewards that compare the members
-    of a group say nothing about a model's level and are left out.
+    policy: a Policy, or what load_policy takes. prompts: texts, or records {"prompt": text,
+    **meta}. rewards: see load_set, or one or more functions. Image i's noise is a function of
+    (seed, i) only. See Sampling. Rewards that compare the members of a group say nothing about a
+    model's level and are left out.
     """
     how = Sampling(
         steps=steps,
@@ -195,7 +200,9 @@ def evaluate(
         decode=decode,
         autocast=autocast,
     )
-    ledger, rewards = ledger or Ledger(policy.device), rewards.pointwise()
+    policy, prompts = as_policy(policy), records(prompts)
+    ledger, rewards = ledger or Ledger(policy.device), load_set(rewards).pointwise()
+    rewards = rewards.to(policy.device)
     evaluator = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=how, ledger=ledger)
     return evaluator.evaluation(images)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.data.media import encoded, to_uint8
+from flowrl.data.media import encoded, media_kind, to_uint8
 from flowrl.data.prompts import Prompts
 from flowrl.evaluation.held_out import Evaluation, spread_rows
 from flowrl.report import grids
@@ -123,27 +123,31 @@ def _paired(
 
 
 def save_images(run: Path, name: str, evaluation: Evaluation, prompts: Prompts) -> None:
-    """samples/<name>.png, and samples/before_after.png as soon as both are there."""
+    """samples/<name>.png, and samples/before_after.png as soon as both are there, of media that can
+    be drawn; samples/<name>.npz holds them all: "images" as bytes, or "media" fp32 as they are."""
     captions = shown_prompts(prompts, len(evaluation.prompt))
-    images = evaluation.images
-    if images.ndim != 4:  # of a video, its middle frame
-        images = images[:, images.shape[1] // 2]
+    media, kind = evaluation.images, media_kind(evaluation.images.shape)
+    if kind == "videos":  # their middle frame
+        media = media[:, media.shape[1] // 2]
     stem = run / "samples" / name.replace(", ", "_").replace(" ", "_")
-    files.write(stem.with_name(f"{stem.name}.png"), encoded(grids.grid(images, captions)))
+    if drawn := grids.drawable(media):
+        files.write(stem.with_name(f"{stem.name}.png"), encoded(grids.grid(media, captions)))
     verdicts = evaluation.verdicts(spread_rows(len(evaluation.prompt), len(prompts)))
     arrays: dict[str, Any] = {f"verdicts.{key}": _marks(own) for key, own in verdicts.items()}
+    key = "media" if kind == "arrays" else "images"
+    arrays[key] = (media.float() if kind == "arrays" else to_uint8(media)).numpy()
     buffer = io.BytesIO()
-    np.savez(buffer, images=to_uint8(images).numpy(), **arrays)
+    np.savez(buffer, **arrays)
     files.write(stem.with_name(f"{stem.name}.npz"), buffer.getvalue())
-    if name == "after" and (old := _pictures_before(run, images.shape)):
-        first = torch.from_numpy(old["images"]).float() / 255
+    if drawn and name == "after" and (old := _kept_before(run, key, arrays[key])):
+        first = torch.from_numpy(old[key]).float() / (255 if key == "images" else 1)
         both = _common_verdicts(old, verdicts)
-        grid = grids.before_after(first, images, captions, verdicts=both)
+        grid = grids.before_after(first, media, captions, verdicts=both)
         files.write(run / "samples" / "before_after.png", encoded(grid))
 
 
-def _pictures_before(run: Path, shape: torch.Size) -> dict[str, np.ndarray]:
-    """samples/before.npz, if it has pictures of this shape (n, 3, H, W) and verdicts on them; a
+def _kept_before(run: Path, key: str, now: np.ndarray) -> dict[str, np.ndarray]:
+    """samples/before.npz, if it has media like those of now under `key` and verdicts on them; a
     damaged one is said to be left out."""
     path = run / "samples" / "before.npz"
     if not path.exists():
@@ -151,8 +155,8 @@ def _pictures_before(run: Path, shape: torch.Size) -> dict[str, np.ndarray]:
     try:
         with np.load(path) as opened:
             arrays = dict(opened)
-        sound = arrays["images"].dtype == np.uint8 and arrays["images"].shape == shape
-        sound &= all(own.shape == shape[:1] for key, own in arrays.items() if key != "images")
+        sound = arrays[key].dtype == now.dtype and arrays[key].shape == now.shape
+        sound &= all(own.shape == now.shape[:1] for name, own in arrays.items() if name != key)
     except TORN:
         sound = False
     if not sound:

@@ -158,9 +158,9 @@ class Policy:
         cond: Cond | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """x (n, *L) flow coordinates at sigma -> media fp32 in [0, 1]: (n, 3, H, W) or (n, F, 3, H,
-        W). Differentiable. cond, rows (n,): whose latents they are, for pipelines that decode them
-        with the prompt's own conditions (a first frame)."""
+        """x (n, *L) flow coordinates at sigma -> media fp32, differentiable: (n, 3, H, W) or
+        (n, F, 3, H, W) in [0, 1], or of a module any (n, *D). cond, rows (n,): whose latents they
+        are, for pipelines that decode them with the prompt's own conditions (a first frame)."""
         raise NotImplementedError
 
     def encode_media(self, media: Tensor) -> Tensor:

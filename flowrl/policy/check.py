@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +29,19 @@ MEANING = {
     "euler": "one step of the pipeline's scheduler, against an Euler step in flow coordinates",
     "decode": "media, against the pipeline's own decoding",
 }
+BLOCK = 1 << 24  # values that are compared at once
 LOOSE = 8.0  # weight of a guidance that is not known
 ROUNDED = 30.0  # times what rounding its latents changes, a prediction may differ
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfCheck:
-    """The largest relative error of each comparison; wrong_rows: how much swapped prompts show."""
+    """The largest relative error of each comparison; wrong_rows: how much swapped prompts show, NaN
+    where there are no conditions."""
+
+    meaning: ClassVar[Mapping[str, str]] = MEANING
+    tried: ClassVar[str] = "replayed at {} steps"
+    swapped: ClassVar[str] = "must"
 
     pipeline: str
     errors: dict[str, float]
@@ -44,13 +51,15 @@ class SelfCheck:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [f"{self.pipeline}: replayed at {self.steps} steps, tolerance {self.tolerance:g}"]
-        lines += [f"  {key:<11}{value:9.1e}  {MEANING[key]}" for key, value in self.errors.items()]
-        lines += [
-            f"  wrong rows {self.wrong_rows:9.1e}  (swapped prompts must differ)",
-            *(f"  note: {n}" for n in self.notes),
-        ]
-        return "\n".join(lines)
+        tried = self.tried.format(self.steps)
+        lines = [f"{self.pipeline}: {tried}, tolerance {self.tolerance:g}"]
+        for key, value in self.errors.items():
+            lines += [f"  {key:<11}{value:9.1e}  {self.meaning[key]}"]
+        if not math.isnan(self.wrong_rows):
+            lines += [
+                f"  wrong rows {self.wrong_rows:9.1e}  (swapped prompts {self.swapped} differ)"
+            ]
+        return "\n".join([*lines, *(f"  note: {n}" for n in self.notes)])
 
 
 class Replayed(Protocol):
@@ -101,8 +110,18 @@ class RealRun:
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    """max |a - b| / max |b|."""
-    return ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-12)).item()
+    """max |a - b| / max |b|, a block of values at a time: media are large."""
+    off, size = [], []
+    for x, y in _blocks(a, b):
+        off.append((x.double() - y.double()).abs().max())
+        size.append(y.double().abs().max())
+    return (torch.stack(off).max() / torch.stack(size).max().clamp(min=1e-12)).item()
+
+
+def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Equal places of two tensors of one shape."""
+    assert a.shape == b.shape
+    yield from zip(a.reshape(-1).split(BLOCK), b.reshape(-1).split(BLOCK), strict=True)
 
 
 @torch.no_grad()
@@ -126,11 +145,13 @@ def self_check(policy: Replayed) -> SelfCheck:
     euler = _euler(policy, real)
     if euler is not None:
         errors |= {"euler": euler, "loop": _loop(policy, real, ours, _read(policy, cond)[[1, 0]])}
+    size: tuple[int, ...] = ()
     if "decode" not in policy.prober.runner.hints:
         x = real.final.float()
-        rows = torch.tensor([1, 0])
         decoded = tail(policy.prober, policy.steps, x, record[::-1])
-        errors["decode"] = _beside(policy.decoder(x, cond, rows), decoded)
+        parts = zip(x.split(1), torch.tensor([1, 0]).split(1), strict=True)
+        media = torch.cat([policy.decoder(latents, cond, row) for latents, row in parts])
+        errors["decode"], size = _beside(media, decoded), tuple(media.shape[-2:])
     tolerance = _tolerance(policy)
     if not max(errors.values()) <= tolerance:
         tolerance = max(tolerance, ROUNDED * _sensitivity(policy, real, cond, ours))
@@ -140,18 +161,20 @@ def self_check(policy: Replayed) -> SelfCheck:
         wrong_rows=wrong_rows,
         tolerance=tolerance,
         steps=policy.steps,
-        notes=_notes(policy, real.scheduler, noisy=euler is None),
+        notes=_notes(policy, real.scheduler, size, noisy=euler is None),
     )
     return _judge(result)
 
 
 def _beside(ours: Tensor, decoded: Tensor) -> float:
     """Error of media; those that the pipeline rounds to 8 bits may be one of 255 levels off."""
-    levels = decoded * 255
-    if (levels - levels.round()).abs().max() > 1e-3:
-        return relative(ours, decoded)
-    off = (ours - decoded).abs().max().item() - 1 / 255
-    return max(0.0, off)
+    off = []
+    for a, b in _blocks(ours, decoded):
+        levels = b * 255
+        if (levels - levels.round()).abs().max() > 1e-3:
+            return relative(ours, decoded)
+        off.append((a - b).abs().max() - 1 / 255)
+    return torch.stack(off).max().clamp(min=0).item()
 
 
 def _sensitivity(policy: Replayed, real: RealRun, cond: Cond, ours: dict[int, Tensor]) -> float:
@@ -165,10 +188,11 @@ def _sensitivity(policy: Replayed, real: RealRun, cond: Cond, ours: dict[int, Te
     return relative(_predict(policy, moved, j, cond, [1, 0]), ours[j])
 
 
-def _notes(policy: Replayed, scheduler: Any, *, noisy: bool) -> list[str]:
-    """What a reader of the comparisons should know."""
-    name = type(scheduler).__name__
-    out = []
+def _notes(policy: Replayed, scheduler: Any, size: tuple[int, ...], *, noisy: bool) -> list[str]:
+    """What a reader of the comparisons should know. size: (H, W) of media, if they were made."""
+    name, out = type(scheduler).__name__, []
+    if size and (unlike := policy.prober.runner.unlike_asked(size)):
+        out.append(unlike)
     if noisy:
         out.append(f"{name} draws noise in its step: neither its loop nor its step was compared")
     if clips := _clips(scheduler):

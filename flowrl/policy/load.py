@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants
 from torch import Tensor, nn
 
 from flowrl.policy.base import Policy
+from flowrl.policy.folder import check_files, check_index, variant_of, why_not
 from flowrl.policy.module import ModulePolicy
+from flowrl.policy.named import GROUP, declare, hints_of, made
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.policy.replay.record import blaming
-from flowrl.runtime import hub
+from flowrl.runtime import hub, registry
 from flowrl.runtime.log import quiet
+from flowrl.runtime.memory import ran_out
 from flowrl.runtime.registry import did_you_mean
 
-LOADED_WITH = ("source", "lora", "dtype", "device", "shape", "kind", "cond", "example")
+LOADED_WITH = (
+    "source",
+    "lora",
+    "dtype",
+    "device",
+    "shape",
+    "kind",
+    "cond",
+    "decode",
+    "example",
+    "hints",
+)
 
 
 def load_policy(
@@ -32,43 +45,122 @@ def load_policy(
     shape: tuple[int, ...] | None = None,
     kind: str | None = None,
     cond: Callable[[list[str]], Tensor] | None = None,
+    decode: Callable[[Tensor], Tensor] | None = None,
     example: Mapping[str, Any] | None = None,
+    hints: Mapping[str, Any] | str | None = None,
     **pipeline_kwargs: Any,
 ) -> Policy:
     """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in
-    configs/model, or an nn.Module f(x, t, cond).
+    configs/model, an nn.Module f(x, t, cond), a factory of one's own ("path/to/file.py:NAME") or of
+    an installed package. A Policy is returned as it is.
 
     lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on every denoiser, fp32
     whatever dtype is; None trains all weights. dtype: of the networks (default: fp32; of a live
-    pipeline, as it is). shape, kind, cond: for an nn.Module, see ModulePolicy. pipeline_kwargs:
-    arguments of the pipeline's own call (height, width, num_frames, guidance_scale,
-    negative_prompt, max_sequence_length, image ...); they hold for the policy's life. example:
-    conditions that differ from prompt to prompt, of one prompt (Policy.encode takes those of
-    all). A pipeline whose loop cannot be inferred raises UnreplayableError (a ValueError).
+    pipeline, as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy.
+    pipeline_kwargs: arguments of the pipeline's own call (height, width, num_frames,
+    guidance_scale, negative_prompt, max_sequence_length, image ...); they hold for the policy's
+    life. example: conditions that differ from prompt to prompt, of one prompt (Policy.encode takes
+    those of all). hints: of the pipeline's class, see `hints_of` in flowrl/policy/named.py. A
+    pipeline whose loop cannot be inferred raises UnreplayableError (a ValueError).
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    if isinstance(source, nn.Module):
-        if shape is None or pipeline_kwargs:
-            raise ValueError(
-                "an nn.Module policy needs shape=(*L) and takes no pipeline arguments (got"
-                f" {sorted(pipeline_kwargs)})"
-            )
-        module = source.to(device=device, dtype=dtype)
-        return ModulePolicy(module, tuple(shape), kind or "flow", cond, lora)
-    if shape is not None or kind is not None or cond is not None:
-        raise ValueError("shape, kind and cond describe an nn.Module; a pipeline brings its own")
+    named, own_hints = {}, hints_of(hints)
+    described = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
     if isinstance(source, str | Path):
-        source, named = resolve_source(source)
-        dtype = dtype or torch.float32
-        source, pipeline_kwargs = _pretrained(source, dtype), {**named, **pipeline_kwargs}
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        source, named = found(source)
+        dtype, device = dtype or torch.float32, device or _usual_device()
+    if isinstance(source, Policy):
+        return _unchanged(source, lora, {**described, "hints": hints, **pipeline_kwargs})
+    if isinstance(source, nn.Module):
+        own = _shape_of(shape, pipeline_kwargs)
+        module = source.to(device=device, dtype=dtype)
+        return ModulePolicy(module, own, kind or "flow", cond, lora, decode)
+    if any(given is not None for given in described.values()):
+        raise ValueError(
+            "shape, kind, cond and decode describe an nn.Module; a pipeline brings its own"
+        )
+    if isinstance(source, str):
+        source = _pretrained(source, dtype or torch.float32)
+        pipeline_kwargs = {**named, **pipeline_kwargs}
+    _check_fresh(source)
+    declare(source, own_hints)
     with quiet():  # loading and probing make the libraries warn of nothing real
         if device is not None:
-            source.to(device)
+            _move(source, device)
         if dtype is not None:
             _cast(source, dtype)
         with blaming(source, pipeline_kwargs, but=ValueError):
             return PipelinePolicy(source, lora, pipeline_kwargs, example)
+
+
+def _shape_of(shape: Any, pipeline_kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of a module's latents; ValueError where it is missing, or stands beside what modules do not
+    take."""
+    if shape is None or pipeline_kwargs:
+        got = f", not {', '.join(sorted(pipeline_kwargs))}" if pipeline_kwargs else ""
+        raise ValueError(
+            f"an nn.Module policy needs shape=(*L), of one sample's latents{got}; a part of a"
+            " pipeline is trained by giving the pipeline"
+        )
+    return tuple(shape) if isinstance(shape, Sequence) else shape
+
+
+def as_policy(given: Any) -> Policy:
+    """A Policy as it is; anything else that load_policy takes, loaded."""
+    return given if isinstance(given, Policy) else load_policy(given)
+
+
+def found(source: str | Path) -> tuple[Any, dict[str, Any]]:
+    """What a name stands for, (an object that a factory made, or a folder or hub id; its call
+    arguments)."""
+    thing = made(str(source))
+    if not isinstance(thing, str):
+        return thing, {}
+    if registry.is_live(thing):
+        raise ValueError(
+            f"the model {thing} was a live object; pass it in Python, flowrl.train(..., policy=...)"
+        )
+    return resolve_source(thing)
+
+
+def _usual_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _unchanged(policy: Policy, lora: dict[str, Any] | None, others: dict[str, Any]) -> Policy:
+    """The policy, if it has the adapters asked for, or none are, and nothing else is."""
+    own = policy.trainable
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ValueError(f"the model is a Policy already; give {', '.join(given)} where it is made")
+    if lora is not None and (own.lora is None or {**own.options, **lora} != own.options):
+        has, mode = "trains all its weights", "train.mode=full"
+        if own.lora is not None:
+            has, mode = f"has the LoRA {own.options}", "train.mode=lora and train.lora to that"
+        raise ValueError(
+            f"the model is a Policy already, which {has}: leave lora= out, or in a config set"
+            f" {mode}"
+        )
+    return policy
+
+
+def _check_fresh(pipe: Any) -> None:
+    """ValueError for what is no pipeline, or one with the adapters of another policy."""
+    if isinstance(pipe, type):
+        raise ValueError(
+            f"{pipe.__name__} is a class; give an object of it, such as what from_pretrained"
+            " returns"
+        )
+    if not hasattr(pipe, "components"):
+        raise ValueError(
+            f"a model should be a diffusers pipeline, its folder or hub id, an nn.Module or a"
+            f" Policy, not a {type(pipe).__name__}"
+        )
+    for name, part in pipe.components.items():
+        if "default" in getattr(part, "peft_config", {}):
+            raise ValueError(
+                f"this {type(pipe).__name__} is a policy already: its {name} has the adapter"
+                ' "default"; pass that policy, or load the pipeline anew'
+            )
 
 
 def call_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,6 +187,7 @@ def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
     if not listed.is_file():
         files = [entry.name for entry in folder.iterdir()]
         names = [name.removesuffix(".yaml") for name in files if name.endswith(".yaml")]
+        names += registry.installed(GROUP)
         raise ValueError(
             f'unknown model "{source}"{did_you_mean(str(source), names)} (a folder, or a hub id'
             ' "owner/name", works too)'
@@ -117,34 +210,54 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
         # diffusers' own argument, and a name without an alternative in its 0.40
         warnings.filterwarnings("ignore", "The `local_dir_use_symlinks`", UserWarning)
         warnings.filterwarnings("ignore", "`torch_dtype` is deprecated", FutureWarning)
-        name, revision = source, {}
+        name, how = source, {}
         if not Path(source).exists():
-            name, revision = hub.split(source)[0], hub.options(source)
+            name, how = hub.split(source)[0], hub.options(source)
         try:
-            index = DiffusionPipeline.load_config(name, **revision)
+            index = DiffusionPipeline.load_config(name, **how)
         except OSError as error:
-            raise ValueError(_unavailable(source, error)) from error
+            raise ValueError(why_not(source, error)) from error
+        check_index(source, index)
+        if Path(source).is_dir():
+            check_files(source, index)
+            how = {"variant": variant_of(source, index)}
         listed = [(name, e) for name, e in index.items() if isinstance(e, list | tuple)]
         absent = {name: None for name, entry in listed if entry[0] is None}
-        pipe = DiffusionPipeline.from_pretrained(name, torch_dtype=dtype, **revision, **absent)
+        try:
+            pipe = DiffusionPipeline.from_pretrained(name, torch_dtype=dtype, **how, **absent)
+        except Exception as error:  # of diffusers, transformers or tokenizers: each has its own
+            if ran_out(error):
+                raise
+            raise ValueError(why_not(source, error)) from error
+    _check_whole(source, pipe)
     if not Path(source).exists():
         hub.note(source)
     return pipe
 
 
-def _unavailable(source: str, error: OSError) -> str:
-    """Why a model cannot be loaded."""
-    if Path(source).is_file():
-        return (
-            f'model "{source}" is a single file, and a diffusers folder is needed; write one with'
-            f' diffusers: StableDiffusionPipeline.from_single_file("{source}").save_pretrained('
-            '"folder"), with the class of your model'
-        )
-    if constants.HF_HUB_OFFLINE and not Path(source).exists():
-        why = "HF_HUB_OFFLINE is set, and the cache does not hold it"
-    else:
-        why = " ".join(str(error).split())[:300]
-    return f'model "{source}" is not a diffusers folder, and cannot be fetched: {why}'
+def _check_whole(source: str, pipe: Any) -> None:
+    """ValueError for a network whose files lack weights that it has: diffusers leaves those on the
+    meta device."""
+    for part, module in pipe.components.items():
+        if isinstance(module, nn.Module):
+            lacking = [name for name, weight in module.named_parameters() if weight.is_meta]
+            if lacking:
+                raise ValueError(
+                    f'model "{source}": the files of its {part} lack {len(lacking)} weights,'
+                    f" {lacking[0]} first; was it saved with LoRA in its layers? Merge the LoRA"
+                    " (pipe.fuse_lora, pipe.unload_lora_weights) before saving"
+                )
+
+
+def _move(pipe: Any, device: torch.device | str) -> None:
+    """The pipeline to a device; its own `to` asks each part for a dtype, which a plain nn.Module
+    does not have."""
+    parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    if all(hasattr(part, "dtype") for part in parts):
+        pipe.to(device)
+        return
+    for part in parts:
+        part.to(device)
 
 
 def _cast(pipe: Any, dtype: torch.dtype) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from flowrl.runtime import files as disk
 from flowrl.runtime import side_files
 from flowrl.runtime.side_files import Stored, shortened
+from flowrl.runtime.text import printable
 
 FILE = "pytorch_lora_weights.safetensors"
 SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
@@ -169,9 +170,14 @@ def read(
 def _weights(pipe: Any, source: Path, options: dict[str, Any]) -> dict[str, Tensor]:
     """One file's weights, as the pipeline reads them, after their alpha was compared."""
     told = check(source, options)
-    weights = type(pipe).lora_state_dict(
-        str(source.parent), weight_name=source.name, local_files_only=True, use_safetensors=True
-    )
+    try:
+        weights = type(pipe).lora_state_dict(
+            str(source.parent), weight_name=source.name, local_files_only=True, use_safetensors=True
+        )
+    except Exception as error:  # each converter of diffusers has its own
+        raise ValueError(
+            f"{source} is no LoRA of a {type(pipe).__name__}: {printable(error, 200)}"
+        ) from error
     weights, alphas = weights if isinstance(weights, tuple) else (weights, None)
     # diffusers: no alpha means the rank
     taken = sorted({float(a) for a in (alphas or {}).values()} or {float(options["rank"])})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.base import Policy
+from flowrl.policy.check_module import ModuleCheck, self_check
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Coords, Schedule
 from flowrl.policy.replay.request import Request
@@ -17,11 +18,12 @@ KINDS = {"flow": "flow", "eps": "epsilon", "epsilon": "epsilon", "x0": "sample",
 
 
 class ModulePolicy(Policy):
-    """f(x (n, *L), t (n,) = sigma, cond (n, ...)) -> prediction (n, *L), in flow coordinates. Media
-    are the latents themselves.
+    """f(x (n, *L), t (n,) = sigma, cond (n, ...)) -> prediction (n, *L), in flow coordinates.
 
     kind: what f predicts: "flow" v = eps - x0, "eps" the noise, "x0" the data. cond: prompts -> (P,
-    ...) tensor; None passes None to f.
+    ...) tensor; None passes None to f. decode: latents (n, *L) -> media (n, *D) fp32, row by row,
+    differentiable for rewards that are; None: media are the latents themselves. Media (n, 3, H, W)
+    and (n, F, 3, H, W) are pictures and videos in [0, 1], all others arrays.
     """
 
     def __init__(
@@ -31,23 +33,60 @@ class ModulePolicy(Policy):
         kind: str = "flow",
         cond: Callable[[list[str]], Tensor] | None = None,
         lora: dict[str, Any] | None = None,
+        decode: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if kind not in KINDS:
             raise ValueError(f"kind={kind!r}; allowed are {', '.join(KINDS)}")
+        if not isinstance(shape, tuple) or not all(type(k) is int and k > 0 for k in shape):
+            raise ValueError(f"shape={shape!r} should be whole numbers above 0, such as (64, 2)")
+        if not any(True for _ in module.parameters()):
+            raise ValueError(
+                f"{type(module).__name__} has no parameters; there is nothing to train"
+            )
+        for name, given in (("cond", cond), ("decode", decode)):
+            if given is not None and not callable(given):
+                raise ValueError(f"{name} is a {type(given).__name__}; it should be a function")
         super().__init__({"module": module}, lora, shape)
         self.coords = Coords.plain(KINDS[kind])
-        self.cond = cond
+        self.cond, self.decoder = cond, decode
+
+    def self_check(self, prompts: Sequence[str] | None = None) -> ModuleCheck:
+        """What training relies on, tried; see flowrl/policy/check_module.py. prompts: two that cond
+        knows."""
+        return self_check(self, prompts)
+
+    def describe(self) -> str:
+        """What is called, in a line or two."""
+        name, shape = type(self.modules["module"]).__name__, ", ".join(map(str, self.latent_shape))
+        cond = "None" if self.cond is None else "cond(prompts)[rows]"
+        lines = [f"{self.coords.prediction} = {name}(x (n, {shape}), t (n,) = sigma, {cond})"]
+        return "\n".join([*lines, f"media = {'x' if self.decoder is None else 'decode(x)'}"])
 
     def encode(
         self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
     ) -> Cond:
-        value = None if self.cond is None else self.cond(list(prompts)).to(self.device)
-        if value is not None and value.shape[0] != len(prompts):
-            raise ValueError(
-                f"cond returned {tuple(value.shape)} for {len(prompts)} prompts; its first axis"
-                " must be the prompts"
-            )
+        value = None if self.cond is None else self._conditions(list(prompts))
         return Cond.of(prompts, {("cond",): value})
+
+    def _conditions(self, prompts: list[str]) -> Tensor:
+        """cond of the prompts (P, ...), checked."""
+        assert self.cond is not None
+        try:
+            value = self.cond(prompts)
+        except Exception as error:  # a function of the user's fails in its own way
+            shown = ", ".join(f'"{text}"' for text in prompts[:2])
+            raise ValueError(
+                f"cond failed on the prompts {shown} ({type(error).__name__}: {error}); it takes a"
+                " list of any texts that the policy is used with; policy.self_check([...]) and"
+                " flowrl check --prompts take two that it knows"
+            ) from error
+        if not isinstance(value, Tensor) or not value.ndim or value.shape[0] != len(prompts):
+            got = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise ValueError(
+                f"cond returned {got} for {len(prompts)} prompts; it should be a tensor whose first"
+                " axis is the prompts"
+            )
+        return value.to(self.device)
 
     def schedule(self, steps: int) -> Schedule:
         """Evenly spaced from 1 to 0; the model time is sigma."""
@@ -63,6 +102,13 @@ class ModulePolicy(Policy):
             )
         cond = None if cond is None else cond.index_select(0, request.rows)
         prediction = self.modules["module"](x, sigma.to(x).expand(x.shape[0]), cond)
+        if not isinstance(prediction, Tensor) or prediction.shape != x.shape:
+            is_tensor = isinstance(prediction, Tensor)
+            got = tuple(prediction.shape) if is_tensor else f"a {type(prediction).__name__}"
+            raise ValueError(
+                f"{type(self.modules['module']).__name__} made {got} of x {tuple(x.shape)}; its"
+                " prediction should have the shape of x"
+            )
         return self.coords.velocity(prediction.float(), x, sigma), x.shape[0]
 
     def decode(
@@ -72,7 +118,12 @@ class ModulePolicy(Policy):
         cond: Cond | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        return x
+        return x if self.decoder is None else self.decoder(x)
 
     def encode_media(self, media: Tensor) -> Tensor:
+        if self.decoder is not None:
+            raise ValueError(
+                "this policy has a decode of its own and no way back, so media from files cannot be"
+                " trained on"
+            )
         return media

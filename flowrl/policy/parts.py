@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flowrl.policy.merged import save_merged
 from flowrl.policy.replay.arguments import map_tensors
+from flowrl.runtime.registry import did_you_mean
 
 DEFAULTS = {"rank": 32, "alpha": 64, "targets": None, "init": "gaussian"}
 ATTENTION = (
@@ -32,17 +34,52 @@ def targets(module: nn.Module, wanted: list[str] | None) -> list[str]:
     """Full names of the Linear layers that get LoRA: those whose name ends in `wanted`; by default
     attention projections, else every Linear."""
     linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
-    picked = [n for n in linear if any(n == w or n.endswith("." + w) for w in wanted or ATTENTION)]
-    if not picked and wanted:
-        raise ValueError(
-            f"lora targets {wanted} match no Linear layer of {type(module).__name__}; its layers"
-            f" end in {_endings(linear)}"
-        )
+    for name in wanted or ():
+        if not any(_ends(layer, name) for layer in linear):
+            raise ValueError(
+                f'lora targets: no Linear layer of {type(module).__name__} ends in "{name}"'
+                f"{did_you_mean(name, _endings(linear))}"
+            )
+    picked = [layer for layer in linear if any(_ends(layer, w) for w in wanted or ATTENTION)]
     return picked or linear
 
 
-def _endings(names: list[str]) -> list[str]:
-    return sorted({".".join(p for p in n.split(".")[-2:] if not p.isdigit()) for n in names})[:20]
+def _ends(layer: str, name: str) -> bool:
+    return layer == name or layer.endswith("." + name)
+
+
+def _endings(layers: list[str]) -> list[str]:
+    """The last parts of layers' names, each once: "to_q", "to_out.0", "net.0.proj"."""
+    found = set()
+    for layer in layers:
+        parts = layer.split(".")
+        numbers = [k for k, part in enumerate(parts) if part.isdigit()]
+        first = max((k for k in numbers if k < len(parts) - 1), default=-1)
+        found |= {parts[-1], ".".join(parts[first + 1 :])}
+    return [name for name in found if not name.isdigit()]
+
+
+def _first(names: list[str]) -> str:
+    return f"{len(names)} weights, {names[0]} first" if names else "none"
+
+
+def _options(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """lora with its defaults filled in; ValueError where an option is unknown or of another
+    type."""
+    own = {**DEFAULTS, **lora}
+    unknown = sorted(set(own) - set(DEFAULTS))
+    if unknown:
+        raise ValueError(f"lora={{...}} takes rank, alpha, targets and init, not {unknown[0]!r}")
+    wanted = own["targets"]
+    for name in ("rank", "alpha"):
+        number = isinstance(own[name], int | float) and not isinstance(own[name], bool)
+        if not number or own[name] <= 0 or (name == "rank" and own[name] != int(own[name])):
+            raise ValueError(f"lora={{...}}: {name}={own[name]!r} should be a number above 0")
+    if wanted is not None and (isinstance(wanted, str) or not wanted):
+        raise ValueError(
+            f"lora={{...}}: targets={wanted!r} should be a list of names, such as ['to_q', 'to_v']"
+        )
+    return own
 
 
 class Parts:
@@ -51,17 +88,16 @@ class Parts:
 
     def __init__(self, modules: dict[str, Any], lora: dict[str, Any] | None) -> None:
         self.modules = modules  # networks as loaded, never wrapped
+        if not isinstance(lora, Mapping | None):
+            raise ValueError(
+                f"lora={lora!r} should be a mapping, such as {{'rank': 8, 'alpha': 16}}"
+            )
         self.lora = None if lora is None else dict(lora)
         self.copies: dict[str, dict[str, Tensor]] = {}  # full mode: other views' values
         self.targets: dict[str, list[str]] = {}  # names of the layers with LoRA, by component
         self.active = "default"
         self.wide = False  # full mode: weights were made fp32
-        self.options = {**DEFAULTS, **(lora or {})}
-        unknown = sorted(set(self.options) - set(DEFAULTS))
-        if unknown:
-            raise ValueError(
-                f"lora={{...}} takes rank, alpha, targets and init, not {unknown[0]!r}"
-            )
+        self.options = _options(lora or {})
         if lora is None:
             for m in modules.values():
                 m.requires_grad_(True)
@@ -72,6 +108,7 @@ class Parts:
         for part, module in self.modules.items():
             if name == "default":
                 module.requires_grad_(False)
+                save_merged(module)
                 self.targets[part] = targets(module, self.options["targets"])
             _inject(module, self._config(part), name)
             for layer in _layers(module):
@@ -116,6 +153,10 @@ class Parts:
             if any(p.dtype != torch.float32 for p in module.parameters()):
                 module.float()
                 module.register_forward_pre_hook(_widened, with_kwargs=True)
+
+    def has(self, view: str) -> bool:
+        """Whether a copy of the weights of this name was added."""
+        return view in self._views()
 
     def add_view(self, name: str) -> None:
         """A second set of the trainable weights, copied from the current ones."""
@@ -165,6 +206,11 @@ class Parts:
         """Strict: the names and shapes must be those of tensors(view)."""
         target = self.tensors(view)
         missing, extra = sorted(set(target) - set(state)), sorted(set(state) - set(target))
+        if missing and len(missing) == len(target):
+            raise ValueError(
+                "these weights belong to another model: none has a name that this one knows; they"
+                f" are {_first(extra)}, and the model trains {_first(missing)}"
+            )
         if missing or extra:
             raise ValueError(
                 f"state of view {view!r} does not fit: {len(missing)} names missing {missing[:3]},"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,13 @@ from flowrl.policy.replay.describe import describe
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.infer import find_coords, infer
-from flowrl.policy.replay.items import Item, items_of
+from flowrl.policy.replay.items import Item, is_own, items_of
 from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.record import Runner
 from flowrl.policy.replay.reentry import reenter
 from flowrl.policy.replay.request import Request
 from flowrl.runtime.memory import ran_out
+from flowrl.runtime.text import printable
 from flowrl.types import expand
 
 
@@ -97,13 +99,36 @@ class PipelinePolicy(Policy):
     ) -> Cond:
         items = items_of(prompts, conditions)
         for item in items:
-            self.prober.runner.check_names(item.conditions)
+            self._check_own(item.conditions)
+        self.prober.runner.conditions_of(items)  # also where each is bound alone
         cond = bind(self.prober, self.replay, self.steps, items)
         if self.late:
             cond.starts = torch.stack([self._picture(item) for item in items]).to(self.device)
         if isinstance(self.decoder, Decoder) and self.decoder.own:
             cond.tails = tails(self.prober, self.steps, self.decoder, items)
         return cond
+
+    def _check_own(self, conditions: Mapping[str, Any]) -> None:
+        """ValueError for what the pipeline's call does not take, or what is the sampler's."""
+        parameters = self.prober.runner.parameters
+        self.prober.runner.check_names(conditions)
+        mixed = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
+        if mixed in conditions and self.branches("pipeline") > 1:
+            raise ValueError(
+                f"{mixed} is one for all prompts: the sampler combines the branches; use"
+                " guidance= (sampler.guidance in a config)"
+            )
+
+    def check_columns(self, names: Iterable[str]) -> None:
+        """ValueError where a column of prompts that is no condition looks like a misspelt one."""
+        taken = [name for name in self.prober.runner.parameters if is_own(name)]
+        for name in names:
+            near = difflib.get_close_matches(name.strip().lower(), taken, 1, cutoff=0.8)
+            if near and name not in taken:
+                raise ValueError(
+                    f'the prompts have "{printable(name, 60)}", which is no argument of'
+                    f' {self.replay.pipeline}; "{near[0]}" is one: rename it, or leave it out'
+                )
 
     def _picture(self, item: Item) -> Tensor | None:
         """x0 (*L) of the picture that the loop starts from; None where it starts from noise."""
@@ -218,8 +243,8 @@ class PipelinePolicy(Policy):
             if ran_out(error):
                 raise
             raise UnreplayableError(
-                f"{self.replay.pipeline}: its replayed call fails with"
-                f" {type(error).__name__}: {error}"
+                f"{self.replay.pipeline}: its replayed call, whose networks are given a time for"
+                f" each row, (n,), fails with {type(error).__name__}: {error}"
             ) from error
 
     def describe(self) -> str:

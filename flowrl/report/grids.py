@@ -1,4 +1,4 @@
-"""Grids of pictures with captions, and pairs of before and after."""
+"""Grids of pictures, or of drawings of other media, with captions; pairs of before and after."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from PIL import Image, ImageDraw, ImageFont
 from PIL.ImageFont import FreeTypeFont
 from torch import Tensor
 
-from flowrl.data.media import to_pil
+from flowrl.data.media import media_kind, to_pil
+from flowrl.report import plots
 from flowrl.runtime.text import printable
 
 INK, FAINT, PAPER = (31, 35, 40), (110, 118, 129), (255, 255, 255)
@@ -44,6 +46,12 @@ class Layout:
         return Image.new("RGB", (width, self.corner[1] + rows * self.step[1] + below), PAPER)
 
 
+def drawable(media: Tensor) -> bool:
+    """Whether a grid can show media (B, *D): pictures, videos, paths and motions; see plots.py."""
+    known = media_kind(media.shape) != "arrays" or plots.drawable(media.shape)
+    return known and len(media) > 0
+
+
 def grid(
     media: Tensor,
     captions: Sequence[str] | None = None,
@@ -54,8 +62,8 @@ def grid(
 ) -> Image.Image:
     """B images as a contact sheet, a caption under each.
 
-    media: (B, 3, H, W), or (B, F, 3, H, W) of which the middle frame is shown. verdicts: True and
-    False draw a green or red edge.
+    media: (B, 3, H, W), or (B, F, 3, H, W) of which the middle frame is shown, or what else
+    is `drawable`. verdicts: True and False draw a green or red edge.
     cell: pixels a side of one picture; whole-number enlargements keep small pictures crisp.
     """
     pictures = _pictures(media, cell)
@@ -85,12 +93,13 @@ def before_after(
     cell: int = 128,
 ) -> Image.Image:
     """Pairs side by side (same prompt, same noise), labelled, with the prompt under each pair.
-    before, after: (B, 3, H, W)."""
-    sides = _pictures(before, cell), _pictures(after, cell)
-    count = len(sides[0])
+    before, after: (B, 3, H, W), or what else is `drawable`, on one scale."""
+    count = len(before)
     if not count:
         raise ValueError("a before/after grid needs at least one pair")
-    _check_lengths(count, after=sides[1], prompts=prompts)
+    _check_lengths(count, after=after, prompts=prompts)
+    both = _pictures(torch.cat([before, after]), cell)
+    sides = both[:count], both[count:]
     for marks in verdicts or ():
         _check_lengths(count, verdicts=marks)
     # a row of labels, then pairs with their prompt
@@ -117,14 +126,16 @@ def _label_sides(sheet: Image.Image, layout: Layout, labels: tuple[str, str], ce
             draw.text((middle, 6), label, fill=colour, font=font, anchor="ma")
 
 
-def _check_lengths(count: int, **columns: Sequence | None) -> None:
+def _check_lengths(count: int, **columns: Sequence | Tensor | None) -> None:
     for name, column in columns.items():
         if column is not None and len(column) != count:
             raise ValueError(f"{count} images but {len(column)} {name}; give one each")
 
 
 def _pictures(media: Tensor, cell: int) -> list[Image.Image]:
-    """Images, or the middle frame of videos, that fit into cell x cell."""
+    """Images, the middle frame of videos, or drawings, that fit into cell x cell."""
+    if plots.drawable(media.shape):
+        return plots.drawings(media, cell)
     stills = media[:, media.shape[1] // 2] if media.ndim == 5 else media
     return [_fit(picture, cell) for picture in to_pil(stills)]
 

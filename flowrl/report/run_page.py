@@ -59,6 +59,7 @@ def build(run_path: str | Path, output: Path | None = None) -> Path:
         result=_result(run.evaluation),
         suites=suite_page.section(run.path),
         pictures=_pictures(run.path / "samples"),
+        arrays=_arrays(run.path / "samples"),
         answers=answers.folded(evaluation_rows(run.evaluation)),
         curves=_curves(run.metrics),
         bars=_bars(run.metrics),
@@ -193,6 +194,12 @@ def _pictures(samples: Path) -> dict[str, str]:
         if found:
             break
     return {name: base64.b64encode(png).decode() for name, png in found.items()}
+
+
+def _arrays(samples: Path) -> list[str]:
+    """Files of media before and after that have no picture: of a shape that nothing here draws."""
+    stems = [stem for stem in ("before", "after") if (samples / f"{stem}.npz").is_file()]
+    return [f"samples/{stem}.npz" for stem in stems if not (samples / f"{stem}.png").is_file()]
 
 
 def _png(path: Path) -> bytes:

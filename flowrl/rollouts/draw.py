@@ -26,9 +26,7 @@ from flowrl.types import Plan, PromptBatch, Rollout
 def draw(source: Source, iteration: int, plan: Plan) -> Drawn:
     """The prompts of an iteration, their samples and rewards, on this process."""
     cfg, world = source.cfg, source.world
-    batch = prompts.batch(
-        source.prompts, iteration=iteration, size=cfg.batch.prompts, seed=cfg.seed
-    )
+    batch = source.chooser.choose(iteration, cfg.batch.prompts)
     mine = batch.ids[world.share(len(batch))]
     if source.dataset is not None:
         return from_files.read(source, iteration, plan, mine)

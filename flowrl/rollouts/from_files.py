@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flowrl.data import conditions
-from flowrl.data.media import image_size, read_image
+from flowrl.data.media import image_size, media_kind, read_image
 from flowrl.data.prompts import reference_of, select
 from flowrl.data.scored_dataset import Item, gather
 from flowrl.policy import Policy
@@ -31,7 +31,7 @@ from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
 
 def media_shape(policy: Policy) -> tuple[int, ...]:
-    """Shape of one sample that the policy decodes: (3, H, W), or (F, 3, H, W) for a video."""
+    """Shape of one sample that the policy decodes: (3, H, W), (F, 3, H, W) of a video, or (*D)."""
     with torch.no_grad():
         return tuple(
             policy.decode(torch.zeros(1, *policy.latent_shape, device=policy.device)).shape[1:]
@@ -48,11 +48,9 @@ def check(policy: Policy, paths: Iterable[Path]) -> None:
 
 
 def _check_shape(path: Path, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    if len(shape) != 3:
-        raise ValueError(
-            f"{path} is an image, but the model makes videos of shape {shape} (frames, channels,"
-            " height, width)"
-        )
+    if (kind := media_kind((1, *shape))) != "images":
+        axes = " (frames, channels, height, width)" if kind == "videos" else ""
+        raise ValueError(f"{path} is an image, but the model makes {kind} of shape {shape}{axes}")
     if found != shape:
         size, expected = (f"{width}x{height}" for _, height, width in (found, shape))
         raise ValueError(

@@ -3,19 +3,23 @@ share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.data.conditions import Conditions, context_of
+from flowrl.data.conditions import Conditions, context_of, loaded, of
+from flowrl.data.given import records
 from flowrl.policy import Cond, Policy
+from flowrl.policy.load import as_policy
+from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.rewards import load_set, score
 from flowrl.rollouts.roll_out import noise_of, velocity_of
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.log import logger
 from flowrl.samplers import keys, plan, tree
 from flowrl.types import Solver
 
@@ -81,10 +85,44 @@ def _encoded(
     return cond, torch.tensor([place[name] for name in names])
 
 
+def _own_conditions(
+    policy: Policy,
+    texts: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    given: Any,
+) -> list[Conditions] | None:
+    """Conditions of each prompt, loaded: those of records, or those given beside texts."""
+    if isinstance(policy, PipelinePolicy):
+        policy.check_columns(
+            sorted({key for row in rows for key in row} - {"prompt", "conditions"})
+        )
+    own = of(rows)
+    if given is None:
+        return own
+    if own is not None:
+        raise ValueError("the prompts bring conditions, and conditions= gives others; give one")
+    each = isinstance(given, Sequence) and all(isinstance(entry, Mapping) for entry in given)
+    if not each or len(given) != len(texts):
+        what = f"{len(given)} entries" if each else f"a {type(given).__name__}"
+        raise ValueError(
+            f"conditions is {what}; give one mapping of arguments for each of the {len(texts)}"
+            ' prompts, such as {"image": picture}'
+        )
+    return [loaded(entry) for entry in given]
+
+
+def _say_size(policy: Policy, media: Tensor) -> None:
+    """Warn where media are not of the size that was asked for."""
+    if isinstance(policy, PipelinePolicy):
+        unlike = policy.prober.runner.unlike_asked(media.shape[-2:])
+        if unlike:
+            logger.warning(unlike)
+
+
 @torch.no_grad()
 def generate(
-    policy: Policy,
-    prompts: str | Sequence[str],
+    policy: Any,
+    prompts: str | Sequence[str | Mapping[str, Any]],
     *,
     steps: int = 28,
     guidance: float | str = "pipeline",
@@ -98,29 +136,35 @@ def generate(
     micro: int = 64,
     decode: int = 16,
 ) -> Tensor:
-    """One image or video a prompt -> (P, 3, H, W) or (P, F, 3, H, W) fp32 in [0, 1].
+    """One image or video a prompt -> (P, 3, H, W) or (P, F, 3, H, W) fp32 in [0, 1]; of a module,
+    whatever its decode makes, (P, *D).
 
+    policy: a Policy, or what load_policy takes: a live pipeline, a folder, a name. prompts: texts,
+    or records {"prompt": text, **meta}, which bring meta and conditions of their own.
     guidance: "pipeline" as the pipeline does it, "none", or a scale. seed: prompt p, candidate c
     has the noise of (seed, p, c). conditions: of each prompt, its own arguments of the pipeline's
     call (a picture to edit, a mask).
-    best_of: candidates a prompt, of which the one with the highest reward (a name or a dict as in
-    `flowrl.score`) is kept.
+    best_of: candidates a prompt, of which the one with the highest reward (a name, a function or a
+    dict as in `flowrl.score`) is kept.
     """
-    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-    if not prompts or not all(isinstance(p, str) for p in prompts):
-        raise ValueError("prompts is empty or not text; give one text or a list of texts")
+    policy = as_policy(policy)
+    texts, rows = _texts(prompts)
+    if steps < 1 or micro < 1 or decode < 1:
+        raise ValueError(f"steps={steps}, micro={micro} and decode={decode} should be at least 1")
+    conditions = _own_conditions(policy, texts, rows, conditions)
+    meta = meta or rows or None
     if best_of < 1 or (best_of > 1 and reward is None):
         raise ValueError(
             f"best_of={best_of} needs best_of >= 1 and, above 1, a reward to choose by, such as"
             " reward='clip'"
         )
-    number = torch.arange(len(prompts) * best_of)
-    texts = [prompts[i // best_of] for i in number.tolist()]
+    number = torch.arange(len(texts) * best_of)
+    each_text = [texts[i // best_of] for i in number.tolist()]
     noise = keys.key(seed, "generate", number // best_of, number % best_of)
     each = None if conditions is None else [conditions[i // best_of] for i in number.tolist()]
     x, sigma, whose = sample(
         policy,
-        texts,
+        each_text,
         noise,
         steps=steps,
         guidance=guidance,
@@ -129,13 +173,25 @@ def generate(
         rlg=rlg,
         micro=micro,
     )
-    ledger = Ledger(policy.device)
-    chunks = media_of(policy, x, sigma, whose, decode=decode, ledger=ledger)
+    chunks = media_of(policy, x, sigma, whose, decode=decode, ledger=Ledger(policy.device))
     media = torch.cat([m for _, m in chunks])
+    _say_size(policy, media)
     if best_of == 1:
         return media
     each_meta = [meta[i // best_of] for i in number.tolist()] if meta else None
-    return media[_best(media, texts, reward, each_meta, best_of)]
+    return media[_best(media, each_text, reward, each_meta, best_of)]
+
+
+def _texts(
+    prompts: str | Sequence[str | Mapping[str, Any]],
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """The texts, and their records where prompts are given as records."""
+    given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    rows = records(given) if any(isinstance(prompt, Mapping) for prompt in given) else []
+    texts: list[str] = [row["prompt"] for row in rows] or given
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError("prompts is empty or not text; give one text or a list of texts")
+    return texts, rows
 
 
 def _best(
@@ -147,7 +203,7 @@ def _best(
 ) -> Tensor:
     """Places (P,) of the candidates with the highest reward, of best_of a prompt."""
     context = context_of(meta, media) if meta else None
-    rewards = load_set({reward: 1.0} if isinstance(reward, str) else reward)
+    rewards = load_set(reward)
     total = score(media, texts, rewards, context).total.nan_to_num(-torch.inf)
     best = total.reshape(-1, best_of).argmax(1)
     return best + torch.arange(len(best), device=total.device) * best_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -13,6 +13,8 @@ from flowrl.data.prompts import Prompts
 from flowrl.data.scored_dataset import Dataset
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet
+from flowrl.rollouts.choose import Chooser
+from flowrl.rollouts.judge import Judge
 from flowrl.runtime.distributed import World
 from flowrl.runtime.ledger import Ledger
 from flowrl.types import PromptBatch, Rewards, Rollout
@@ -26,6 +28,7 @@ class Source:
     world: World
     ledger: Ledger
     prompts: Prompts
+    chooser: Chooser  # which of them an iteration sees
     dataset: Dataset | None  # what is trained on in place of samples
     references: bool  # whether prompts name images that join their groups
     policy: Policy
@@ -33,6 +36,14 @@ class Source:
     guidance: float | str
     autocast: Callable[[], AbstractContextManager[object]]
     rewards: RewardSet
+
+    def at(self, iteration: int) -> Source:
+        """The same, with the weights and thresholds that rewards have in an iteration."""
+        return replace(self, rewards=self.rewards.at(iteration))
+
+    def judge(self, batch: PromptBatch) -> Judge:
+        """The rewards of samples of these prompts, as a function that can be climbed."""
+        return Judge(policy=self.policy, rewards=self.rewards, batch=batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

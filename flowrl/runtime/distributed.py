@@ -137,6 +137,7 @@ class World:
         return replace(
             rewards,
             raw={name: self.gather(value) for name, value in rewards.raw.items()},
+            counted={name: self.gather(value) for name, value in rewards.counted.items()},
             total=self.gather(rewards.total),
             valid=self.gather(rewards.valid),
             errors=[error for _, errors, _ in told for error in errors],

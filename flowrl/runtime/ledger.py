@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+# latents, rollout, samples, noise level of the latents -> rewards (n,)
+Judge = Callable[[Tensor, Any, Tensor, float], Tensor]
 # dense bf16 FLOP/s, from the vendors' sheets
 PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
@@ -184,9 +186,14 @@ class CountedPolicy:
         self.policy, self.ledger, self.phase = policy, ledger, phase
         self.autocast, self.add_gradient = autocast, backward
         self.rows = 0  # of the newest forward
+        self.backwards = False  # whether a gradient is being added up
+        self.judge: Judge | None = None  # of the iteration, for methods that climb a reward
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Any, rows: Tensor, **options: Any) -> Tensor:
         """See Policy.velocity."""
+        if self.backwards:  # computed again for its gradient, which is booked already
+            with self.autocast():
+                return self.policy.velocity(x, sigma, cond, rows, **options)
         before = self.policy.calls
         with self.ledger.work("network", rows=len(x)), self.autocast():
             v = self.policy.velocity(x, sigma, cond, rows, **options)
@@ -194,6 +201,13 @@ class CountedPolicy:
         self.ledger.nfe[phase] += self.policy.calls - before
         self.rows = len(x)
         return v
+
+    def reward(self, x: Tensor, rollout: Any, samples: Tensor, sigma: float = 0.0) -> Tensor:
+        """Reward (n,) of latents x (n, *L) at sigma in place of these samples' (n,), with a
+        gradient."""
+        assert self.judge is not None, "this method was not given rewards to climb"
+        with self.ledger.work("reward"), self.autocast():
+            return self.judge(x, rollout, samples, sigma)
 
     @contextmanager
     def view(self, name: str) -> Iterator[None]:
@@ -205,5 +219,9 @@ class CountedPolicy:
         return self.policy.same(a, b)
 
     def backward(self, loss: Tensor) -> None:
-        with self.ledger.work("network", rows=self.rows, call="backward"):
-            self.add_gradient(loss)
+        self.backwards = True
+        try:
+            with self.ledger.work("network", rows=self.rows, call="backward"):
+                self.add_gradient(loss)
+        finally:
+            self.backwards = False

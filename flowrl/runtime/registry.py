@@ -1,23 +1,48 @@
-"""The file is the registration: a plugin is a module in a package, found by its name.
+"""Finding a plugin by its name.
 
-`choices("flowrl.rewards")` lists a package's modules without importing them (its own packages are
-shared, not plugins); `find` imports one, and an unknown name is answered with the nearest valid
-ones.
+A name is one of three things. A module of a package of ours: the file is the registration, and
+`choices("flowrl.rewards")` lists them without importing them (packages inside are shared, not
+plugins). An entry point of an installed package, in a group of the same name as ours. Or
+"path/to/file.py:NAME", something that a file of the user's defines. An unknown name is answered
+with the nearest valid ones.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import hashlib
 import importlib
+import importlib.metadata
+import importlib.util
+import inspect
 import pkgutil
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+LIVE = "live:"  # what a config says of an object that a script handed over
+
+
+def shipped(package: str) -> list[str]:
+    """Names of a package's own plugins, sorted."""
+    path = importlib.import_module(package).__path__
+    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.ispkg)
+
+
+@functools.cache
+def installed(group: str) -> dict[str, importlib.metadata.EntryPoint]:
+    """Entry points that installed packages have in a group ("flowrl.algorithms"), by name. They are
+    looked for once in a process."""
+    found = importlib.metadata.entry_points(group=group)
+    return {entry.name: entry for entry in sorted(found, key=lambda e: e.name)}
 
 
 def choices(package: str) -> list[str]:
-    """Names of the plugins of a package, sorted."""
-    path = importlib.import_module(package).__path__
-    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.ispkg)
+    """Names of a package's plugins and of those installed beside them, sorted."""
+    return sorted({*shipped(package), *installed(package)})
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
@@ -30,16 +55,145 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 
 def find(package: str, name: str, *, what: str) -> ModuleType:
-    """Import plugin `name` of `package`.
+    """Import the module `name` of `package`.
 
     Unknown, or its import fails -> ValueError with the nearest valid names, or the reason.
     """
-    valid = choices(package)
-    if name not in valid:
-        raise ValueError(f'unknown {what} "{name}"{did_you_mean(name, valid)}')
+    if name not in shipped(package):
+        raise ValueError(f'unknown {what} "{name}"{did_you_mean(name, choices(package))}')
     try:
         return importlib.import_module(f"{package}.{name}")
     except Exception as error:  # whatever a file does when it is imported
         raise ValueError(
             f'{what} "{name}": its file cannot be imported: {type(error).__name__}: {error}'
         ) from error
+
+
+def plugin(
+    package: str, name: str, attribute: str, *, what: str, suits: Callable[[Any], bool] = callable
+) -> Any:
+    """What a name stands for: `attribute` of a module (None where it has none), or what an entry
+    point or a file of the user's gives. Ours come first. ValueError: see `find`, `entry`,
+    `member`."""
+    if is_outside(package, name) and name not in shipped(package):
+        found = outside(package, name, what=what, suits=suits)
+    else:
+        found = find(package, name, what=what)
+    holds = isinstance(found, ModuleType) and not is_place(name)
+    return getattr(found, attribute, None) if holds else found
+
+
+def is_outside(group: str, name: str) -> bool:
+    """Whether a file of the user's or an installed package is what the name stands for."""
+    return is_place(name) or name in installed(group)
+
+
+def outside(group: str, name: str, *, what: str, suits: Callable[[Any], bool] = callable) -> Any:
+    """What that file or package gives. ValueError: see `entry`, `member`."""
+    if is_place(name):
+        return member(name, what=f'{what} "{name}"', suits=suits)
+    return entry(group, name, what=what)
+
+
+def entry(group: str, name: str, *, what: str) -> Any:
+    """The object of an entry point. What cannot be imported -> ValueError with the reason."""
+    point = installed(group)[name]
+    try:
+        return point.load()
+    except (Exception, SystemExit) as error:  # whatever a package does when it is imported
+        owner = f" of the package {point.dist.name}" if point.dist else ""
+        raise ValueError(
+            f'{what} "{name}": the entry point {point.value}{owner} cannot be imported:'
+            f" {type(error).__name__}: {error}"
+        ) from error
+
+
+# ---------------------------------------------------------------------- files of the user's
+
+
+def is_place(name: object) -> bool:
+    """Whether a name is "path/to/file.py:NAME"."""
+    return isinstance(name, str) and ".py:" in name
+
+
+def absolute(name: Any) -> Any:
+    """A place with its whole path, so that a run resumes from any folder; other values as they
+    are."""
+    if not is_place(name):
+        return name
+    file, _, last = name.rpartition(":")
+    return f"{Path(file).expanduser().resolve()}:{last}"
+
+
+def label_of(name: str) -> str:
+    """What a plugin is called in logs: "my/file.py:red" and "live:red" -> "red"."""
+    return name.rpartition(":")[2] if is_place(name) or is_live(name) else name
+
+
+def member(place: str, *, what: str, suits: Callable[[Any], bool] = callable) -> Any:
+    """The object that "path/to/file.py:NAME" names.
+
+    what: how an error begins. suits: which of the file's own objects to propose in place of a name
+    that is not there -> ValueError; also for a file that is missing or cannot be imported.
+    """
+    file, _, name = place.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    found = user_file(path, what=what)
+    if name not in found:
+        own = [key for key, value in found.items() if _is_own(value, found) and suits(value)]
+        raise ValueError(f'{what}: {path.name} has no "{name}"{did_you_mean(name, own)}')
+    return found[name]
+
+
+def _is_own(value: Any, found: dict[str, Any]) -> bool:
+    return getattr(value, "__module__", "") == found["__name__"]
+
+
+def user_file(path: Path, *, what: str) -> dict[str, Any]:
+    """What a Python file of the user's defines, by name; it runs once in a process.
+
+    Missing or broken -> ValueError.
+    """
+    if not path.is_file():
+        raise ValueError(f"{what}: there is no file {path}")
+    unique = f"flowrl_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    if unique not in sys.modules:
+        spec = importlib.util.spec_from_file_location(unique, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[unique] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
+            del sys.modules[unique]
+            raise ValueError(
+                f"{what}: {path} cannot be imported: {type(error).__name__}: {error}"
+            ) from error
+    return vars(sys.modules[unique])
+
+
+def called(function: Callable[[], Any], *, what: str) -> Any:
+    """What a user's function without arguments returns. Whatever it raises -> ValueError."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ValueError(f"{what} is called without arguments: {error}") from error
+    except ValueError:  # a builtin without a signature
+        pass
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{what} failed: {type(error).__name__}: {error}") from error
+
+
+# ---------------------------------------------------------------------- live objects
+
+
+def live_name(given: object) -> str:
+    """What a config calls an object without a name of its own: "live:FluxPipeline", "live:red"."""
+    named = given if isinstance(given, type) else getattr(given, "__name__", None)
+    label = named.__name__ if isinstance(named, type) else named or type(given).__name__
+    return LIVE + str(label).strip("<>")
+
+
+def is_live(name: object) -> bool:
+    return isinstance(name, str) and name.startswith(LIVE)

@@ -41,6 +41,11 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
 
+def is_run(path: str | Path) -> bool:
+    """Whether a folder is a run's."""
+    return (Path(path) / "config.yaml").is_file()
+
+
 def config_file(run: Path) -> Path:
     """config.yaml of a run; ValueError where there is none."""
     path = run / "config.yaml"

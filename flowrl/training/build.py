@@ -10,22 +10,32 @@ from accelerate import Accelerator
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
+from flowrl.config.live import Live, check_given
 from flowrl.config.schema import Config
-from flowrl.data.conditions import files, has_source
+from flowrl.data.conditions import check_alike, files, has_source
 from flowrl.data.prompts import Prompts, load_prompts, references
-from flowrl.data.prompts import batch as first_batch
 from flowrl.data.scored_dataset import Dataset
 from flowrl.data.scored_dataset import load as load_dataset
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set
+from flowrl.rewards.core.climb import check_climbable
 from flowrl.rewards.core.score import check_meta
+from flowrl.rollouts.choose import chooser
 from flowrl.rollouts.records import Source
 from flowrl.runtime.distributed import World, place, start
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.lock import Lock
 from flowrl.runtime.log import logger
 from flowrl.training import identity
-from flowrl.training.checks import check_batch, check_files, check_signal, warn_distilled
+from flowrl.training.checks import (
+    check_batch,
+    check_choice,
+    check_combined,
+    check_conditions,
+    check_files,
+    check_signal,
+    warn_distilled,
+)
 from flowrl.training.claim import claimed
 from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
@@ -34,10 +44,17 @@ from flowrl.training.resume import check_resume
 from flowrl.training.unused_options import unused_options
 
 
-def build(cfg: Config, resume: str | Path | None = None, *, accept: bool = False) -> Parts:
+def build(
+    cfg: Config,
+    resume: str | Path | None = None,
+    *,
+    accept: bool = False,
+    live: Live | None = None,
+) -> Parts:
     """Load and check all parts, and lock the run's folder; a mistake of the user -> ValueError, and
-    nothing was written. accept: a resumed run may have changed."""
-    folder = None if resume is None else Path(resume)
+    nothing was written. accept: a resumed run may have changed. live: what a script handed over."""
+    folder, live = None if resume is None else Path(resume), live or Live()
+    check_given(cfg, live)
     if folder:
         check_resume(cfg, folder, accept=accept)
     accelerator = start(
@@ -49,15 +66,24 @@ def build(cfg: Config, resume: str | Path | None = None, *, accept: bool = False
     world = World(accelerator, cfg.guard.rank_seconds)
     with claimed(cfg, folder, world) as (path, lock):
         place(accelerator, path)
-        return assemble(cfg, world, path, lock)
+        return assemble(cfg, world, path, lock, live)
 
 
-def assemble(cfg: Config, world: World, path: Path, lock: Lock | None) -> Parts:
+def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> Parts:
     """All parts of a run whose folder is ours."""
     accelerator = world.accelerator
-    rewards = load_rewards(cfg, path)
-    dataset, prompts, held_out = load_data(cfg, rewards)
-    algorithm, policy = make_algorithm(cfg), make_policy(cfg, device=accelerator.device)
+    rewards = load_rewards(cfg, path, live)
+    dataset, prompts, held_out = load_data(cfg, rewards, live)
+    choice = chooser(prompts, cfg.data.sampler, size=cfg.batch.prompts, seed=cfg.seed)
+    check_alike([*prompts, *held_out])
+    algorithm = live.algorithm or make_algorithm(cfg)
+    check_choice(cfg, algorithm)
+    check_combined(rewards, algorithm)
+    if "reward" in algorithm.needs:
+        check_climbable(rewards)
+    policy = make_policy(cfg, device=accelerator.device, live=live)
+    read = frozenset[str]().union(*(reward.reads for reward in rewards.rewards.values()))
+    check_conditions(policy, [*prompts, *held_out], read | {"prompt", "conditions", "reference"})
 
     # Does the method fit its plan, its guidance, its rewards and its media?
     plan = algorithm.plan(schedule(cfg, policy), sampler=cfg.sampler, iteration=0, seed=cfg.seed)
@@ -74,12 +100,13 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None) -> Parts:
     own = weights(cfg, algorithm, policy, accelerator)
     media = dataset.paths if dataset else references(prompts)
     media = [*media, *files([*prompts, *held_out])]
-    known = identity.of_parts(cfg, rewards, policy, media)
+    known = identity.of_parts(cfg, rewards, policy, media, live)
     source = Source(
         cfg=cfg,
         world=world,
         ledger=Ledger(policy.device),
         prompts=prompts,
+        chooser=choice,
         dataset=dataset,
         references=not dataset and bool(media),
         policy=policy,
@@ -104,9 +131,9 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None) -> Parts:
     )
 
 
-def load_rewards(cfg: Config, path: Path) -> RewardSet:
+def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
     """The rewards, whose columns this run can give."""
-    rewards = replace(load_set(cfg.reward), seconds=cfg.guard.reward_seconds)
+    rewards = replace(live.rewards or load_set(cfg.reward), seconds=cfg.guard.reward_seconds)
     for reward in rewards.rewards.values():
         reward.begin(path)
     check_needs(rewards, ("meta", "group", "source"))
@@ -119,15 +146,17 @@ def load_rewards(cfg: Config, path: Path) -> RewardSet:
     return rewards
 
 
-def load_data(cfg: Config, rewards: RewardSet) -> tuple[Dataset | None, Prompts, Prompts]:
+def load_data(
+    cfg: Config, rewards: RewardSet, live: Live
+) -> tuple[Dataset | None, Prompts, Prompts]:
     """(dataset in place of samples, prompts to train on, held-out prompts)."""
     dataset = load_dataset(cfg.data.offline) if cfg.data.offline else None
-    prompts = dataset.prompts if dataset else load_prompts(cfg.data.train)
-    held_out = load_prompts(cfg.data.eval) if cfg.data.eval else []
+    data = cfg.data
+    prompts = dataset.prompts if dataset else live.prompts or load_prompts(data.train, data.columns)
+    held_out = live.held_out or (load_prompts(data.eval, data.columns) if data.eval else [])
     pictured = has_source([*prompts, *held_out])
     check_needs(rewards, ("meta", "group", *["source"] * pictured))
     check_meta(rewards, {"data.train": [] if dataset else prompts, "data.eval": held_out})
-    first_batch(prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)  # are there enough?
     return dataset, prompts, held_out
 
 
@@ -143,10 +172,14 @@ def check_guidance(cfg: Config, algorithm: Algorithm, policy: Policy) -> float |
 
 def weights(cfg: Config, algorithm: Algorithm, policy: Policy, accelerator: Accelerator) -> Weights:
     """Copies of the trained weights that the method needs, AdamW, and averages."""
-    for view in algorithm.views:
-        policy.add_view(view)
+    views = [*algorithm.views]
     if "reference" in algorithm.needs and cfg.train.mode == "full":
-        policy.add_view("reference")  # a frozen copy; with LoRA it is the adapters switched off
+        views.append("reference")  # a frozen copy; with LoRA it is the adapters switched off
+    for view in views:
+        if policy.trainable.has(view):  # of a run before, of the same live policy
+            policy.copy_view("default", view)
+        else:
+            policy.add_view(view)
     parameters = {name: p for part in policy.parts.values() for name, p in part.items()}
     o = cfg.optimizer
     adamw = torch.optim.AdamW(

@@ -7,13 +7,18 @@ from flowrl.algorithms.common.transition_config import FORKING, OWN_STATISTICS
 from flowrl.algorithms.raft import RAFTConfig
 from flowrl.config.compose import ConfigError
 from flowrl.config.schema import Config
+from flowrl.data import conditions, scored_dataset
 from flowrl.data import prompts as data
-from flowrl.data import scored_dataset
 from flowrl.policy import Policy
+from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.rewards import RewardSet
 from flowrl.rollouts import from_files
 from flowrl.runtime.log import logger
+from flowrl.runtime.memory import ran_out
+from flowrl.runtime.text import printable
 from flowrl.types import Plan
+
+MOST_KINDS = 8  # of conditions that are tried before a run
 
 
 def check_batch(cfg: Config, *, processes: int, leaves: int) -> None:
@@ -51,7 +56,12 @@ def check_signal(cfg: Config, algorithm: Algorithm, plan: Plan, needs: frozenset
 
     needs: columns that the rewards declare.
     """
-    if cfg.batch.group == 1:
+    if cfg.draw.mode != "once" and "reward" in algorithm.needs:
+        raise ValueError(
+            f"draw.mode={cfg.draw.mode} looks for groups whose rewards differ, and this method"
+            " climbs the reward of each sample by itself; leave it out"
+        )
+    if cfg.batch.group == 1 and "reward" not in algorithm.needs:
         raise ValueError(
             "batch.group=1: an advantage is a reward minus its group's mean, which is 0 for a"
             " single sample; use at least 2"
@@ -81,7 +91,8 @@ def check_samples(cfg: Config, algorithm: Algorithm, plan: Plan) -> None:
             f"every reward has weight 0 ({', '.join(cfg.reward)}), so nothing would be trained;"
             " give one another weight"
         )
-    if plan.init != "sample" and not bool(plan.kind.any()):
+    alone = cfg.batch.group == 1
+    if plan.init != "sample" and not bool(plan.kind.any()) and not alone:
         raise ValueError(
             f"sampler.init_noise={plan.init} starts all samples of a prompt from one noise, and"
             " this method's sampler adds none, so that they would be equal; use"
@@ -125,6 +136,32 @@ def check_balance(cfg: Config, needs: frozenset[str]) -> None:
         )
 
 
+def check_combined(rewards: RewardSet, algorithm: Algorithm) -> None:
+    """ValueError where statistics of each reward by itself would undo levels."""
+    how = getattr(algorithm.config, "combine", "rewards")
+    for label, primary in rewards.strata.items():
+        if how != "rewards":
+            raise ValueError(
+                f"algorithm.combine={how} takes z-scores of each reward by itself, which undo"
+                f" reward.{label}.stratify={primary}; use algorithm.combine=rewards, or"
+                f" reward.{label}.gate.{primary}=0.5 in place of stratify"
+            )
+
+
+def check_choice(cfg: Config, algorithm: Algorithm) -> None:
+    """ValueError where what chooses prompts is not told how they did."""
+    mode = cfg.data.sampler.mode
+    if mode != "uniform" and cfg.data.offline:
+        raise ValueError(
+            f"data.sampler.mode={mode} learns from new samples, and data.offline has none; leave it"
+            " out"
+        )
+    if mode == "bandit" and "reward" in algorithm.needs:
+        raise ValueError(
+            "data.sampler.mode=bandit learns from advantages, and this method has none; use bayes"
+        )
+
+
 def check_files(
     algorithm: Algorithm,
     policy: Policy,
@@ -144,7 +181,7 @@ def check_files(
         if dataset
         else 'a prompt with a "reference" adds an image from a file'
     )
-    if "log_prob" in algorithm.needs:
+    if algorithm.needs & {"log_prob", "reward"}:
         raise ValueError(
             f"{what}, which have no denoising steps to train; use a method on the forward process,"
             " as algorithm=nft or dpo"
@@ -174,6 +211,25 @@ def check_files(
             f"{dataset.singles} of {len(prompts)} prompts have a single image in data.offline: its"
             " advantage is always 0"
         )
+
+
+def check_conditions(policy: Policy, prompts: data.Prompts, read: frozenset[str]) -> None:
+    """ValueError where the policy does not take what prompts bring: a prompt of each kind is tried,
+    not to find it in the middle of a run."""
+    if isinstance(policy, PipelinePolicy):
+        policy.check_columns(sorted({key for row in prompts for key in row} - read))
+    places = conditions.kinds(prompts)
+    if len(places) > MOST_KINDS:
+        logger.info(f"{len(places)} kinds of conditions; {MOST_KINDS} are tried before the run")
+    for place in places[:MOST_KINDS]:
+        if own := conditions.of([prompts[place]]):
+            try:
+                policy.encode([prompts[place]["prompt"]], own)
+            except (ValueError, RuntimeError) as error:
+                if ran_out(error):
+                    raise
+                text = printable(prompts[place]["prompt"], 60)
+                raise ValueError(f'the conditions of prompt "{text}": {error}') from error
 
 
 def warn_distilled(algorithm: Algorithm, policy: Policy, source: str) -> None:

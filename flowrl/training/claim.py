@@ -11,6 +11,7 @@ from pathlib import Path
 from flowrl.config.schema import Config
 from flowrl.runtime.distributed import World
 from flowrl.runtime.lock import Lock
+from flowrl.runtime.registry import label_of
 
 DOING = "flowrl train"
 RUN_FILES = ("config.yaml", "checkpoints", "metrics.jsonl")  # with one of the first two it goes on
@@ -58,7 +59,7 @@ def _folder(cfg: Config) -> tuple[Path, list[Path]]:
         made = _missing(path)
         path.mkdir(parents=True, exist_ok=True)
         return path, made
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{cfg.algorithm['name']}"
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{label_of(cfg.algorithm['name'])}"
     for number in itertools.count(1):
         path = Path("runs", name if number == 1 else f"{name}-{number}")
         made = _missing(path)

@@ -40,9 +40,11 @@ class Guards:
         self.state: dict[str, dict[str, float]] = {"iterations": {}, "before": {}}
         self.said: set[str] = set()
 
-    def __call__(self, metrics: Metrics) -> None:
-        """After an iteration. Warns of what is due; Dead where it lasted too long."""
-        found = signs(metrics, self.state["before"], self.settings, self.rewards)
+    def __call__(self, metrics: Metrics, iteration: int = 0) -> None:
+        """After an iteration, counted from 0. Warns of what is due; Dead where it lasted too
+        long."""
+        rewards = self.rewards.at(iteration)
+        found = signs(metrics, self.state["before"], self.settings, rewards)
         counted = self.state["iterations"]
         self.state = {
             "iterations": {name: counted.get(name, 0) + 1 for name in found},

@@ -9,20 +9,27 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.metadata
+import inspect
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from flowrl.config.live import Live
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
+from flowrl.data import hf
 from flowrl.data.media import MEDIA_SUFFIXES
 from flowrl.data.scored_folder import list_of
 from flowrl.policy import Policy
 from flowrl.rewards import Reward, RewardSet
+from flowrl.runtime.registry import is_place
 from flowrl.runtime.side_files import shortened
 
 WHOLE = 2**26  # bytes: larger files are hashed by their size, their first and their last MiB
@@ -32,6 +39,8 @@ WRITTEN = ("journal", "log")  # settings of rewards that name files which a run 
 UNCOUNTED = ("cli", "report")  # folders of flowrl that change no number
 RESUMABLE = ("iterations", "stop.", "checkpoint.", "guard.", "trackers")  # change no number either
 
+NOTHING = Live()  # no live objects
+
 Identity = dict[str, dict[str, Any]]  # config, files, networks, code, sources: name -> value
 
 
@@ -39,12 +48,14 @@ def of_config(cfg: Config) -> Identity:
     """What is known before anything is loaded."""
     return {
         "config": cfg.model_dump(mode="json"),
-        "files": {name: digest(Path(name)) for name in sorted(_named(cfg))},
+        "files": {name: digest(Path(name)) for name in sorted(_named(cfg))} | _datasets(cfg),
         "code": {"flowrl": importlib.metadata.version("flowrl")},
     }
 
 
-def of_parts(cfg: Config, rewards: RewardSet, policy: Policy, media: Iterable[Path]) -> Identity:
+def of_parts(
+    cfg: Config, rewards: RewardSet, policy: Policy, media: Iterable[Path], live: Live = NOTHING
+) -> Identity:
     """All of it. media: images that prompts or data.offline name, known by their sizes."""
     networks = {f"weights of {cfg.model.source}": _sampled(_frozen(policy))}
     for label, reward in rewards.rewards.items():
@@ -53,7 +64,34 @@ def of_parts(cfg: Config, rewards: RewardSet, policy: Policy, media: Iterable[Pa
     known = of_config(cfg)
     if sizes := [f"{path} {path.stat().st_size}" for path in media]:
         known["files"]["images of the data"] = _hex("\n".join(sizes).encode())
+    known["live"] = of_live(live)
     return {**known, "networks": networks, "sources": {"flowrl": _sources()}}
+
+
+def of_live(live: Live) -> dict[str, str]:
+    """Hashes of the texts of live prompts, and of the code of live rewards and of an algorithm as
+    far as it can be read."""
+    found = {
+        name: _hex(json.dumps(prompts, default=_content, sort_keys=True).encode())
+        for name, prompts in (("prompts", live.prompts), ("held-out prompts", live.held_out))
+        if prompts is not None
+    }
+    coded: dict[str, Any] = {}
+    if live.rewards:
+        coded |= {f"reward.{label}": reward for label, reward in live.rewards.rewards.items()}
+    if live.algorithm:
+        coded["algorithm"] = live.algorithm
+    for name, thing in coded.items():
+        code = getattr(thing, "function", type(thing))
+        with suppress(OSError, TypeError):
+            found[f"code of {name}"] = _hex(inspect.getsource(code).encode())
+    return found
+
+
+def _content(value: Any) -> str:
+    """What stands for a value that is no text or number: the bytes of a picture, else its type."""
+    kind = type(value).__name__
+    return f"{kind} {_hex(value.tobytes())}" if hasattr(value, "tobytes") else kind
 
 
 def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
@@ -95,12 +133,26 @@ def _named(cfg: Config) -> Iterator[str]:
     data = cfg.data
     offline = str(list_of(Path(data.offline))) if data.offline else None
     texts = [data.train, data.eval, offline]
+    settings = (cfg.algorithm, cfg.model.model_dump(), data.model_dump())
+    for value in chain(*(flatten(section).values() for section in settings)):
+        texts += [value.rpartition(":")[0]] if is_place(value) else []
     for key, value in flatten(cfg.reward).items():
         if key.rpartition(".")[2] not in WRITTEN and isinstance(value, str):
             texts += [value, value.rpartition(":")[0]]  # own.py:function
     yield from (text for text in texts if text and os.path.isfile(text))
     folders = (cfg.train.init_lora, cfg.model.source)
     yield from (text for text in folders if text and os.path.exists(text))
+
+
+def _datasets(cfg: Config) -> dict[str, str]:
+    """Versions of the datasets that data names: of a folder its files, of one on the hub the
+    library's fingerprint, which depends on its commit."""
+    found = {}
+    for source in (cfg.data.train, cfg.data.eval):
+        if source is not None and hf.is_dataset(source):
+            folder = hf.folder_of(source)
+            found[source] = digest(folder) if folder else hf.fingerprint(source)
+    return found
 
 
 def digest(path: Path) -> str:
@@ -151,6 +203,10 @@ def _tensors(holder: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}{name}.{key}", tensor
         elif isinstance(value, Reward):
             yield from _tensors(value, f"{prefix}{name}.")
+        elif isinstance(value, dict):  # of several
+            for label, inner in value.items():
+                if isinstance(inner, Reward):
+                    yield from _tensors(inner, f"{prefix}{name}.{label}.")
 
 
 def _sampled(tensors: Mapping[str, Tensor]) -> str:

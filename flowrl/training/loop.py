@@ -1,4 +1,4 @@
-"""THE training loop: `for it in Trainer(cfg)`, or `train(cfg)` to the end.
+"""THE training loop: `for it in Trainer(cfg)`, or `flowrl.train(cfg)` to the end.
 
 One iteration: prompts -> samples -> rewards -> advantages -> updates -> old policy. What a run is
 made of is built and checked in training/build.py before anything is written; what it writes is in
@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from flowrl.config.build import schedule
-from flowrl.config.schema import Config
+from flowrl.config.live import settle
 from flowrl.rewards import check_valid, reward_metrics
 from flowrl.rollouts.draw import draw
 from flowrl.rollouts.join import take
@@ -21,6 +22,7 @@ from flowrl.training import outputs, state
 from flowrl.training.build import build
 from flowrl.training.ratio_check import RatioCheck
 from flowrl.training.records import Iteration, Run
+from flowrl.training.resume import config_of
 from flowrl.training.resume import resume as go_on
 from flowrl.training.reward_trial import NoiseWatch
 from flowrl.training.run import run_to_the_end, stop_rule
@@ -32,9 +34,11 @@ class Trainer:
     """Iterating trains. Leaving the `for` early is safe: call `save` to keep the state."""
 
     def __init__(
-        self, cfg: Config, *, resume: str | Path | None = None, accept_changes: bool = False
+        self, cfg: Any = None, *, resume: Any = None, accept_changes: bool = False, **live: Any
     ) -> None:
-        self.cfg, self.parts = cfg, build(cfg, resume, accept=accept_changes)
+        """See `flowrl.train`, which takes the same arguments."""
+        cfg, objects = settle(config_of(Path(resume)) if cfg is None and resume else cfg, **live)
+        self.cfg, self.parts = cfg, build(cfg, resume, accept=accept_changes, live=objects)
         self.path, self.algorithm = self.parts.path, self.parts.algorithm
         self.source = source = self.parts.source
         self.world, self.policy, self.ledger = source.world, source.policy, source.ledger
@@ -42,8 +46,7 @@ class Trainer:
         self.learner = Learner(self.parts)
         self.ratio_check = RatioCheck(self.learner)
         self.noise_watch = NoiseWatch()
-        self.iteration = 0  # iterations finished
-        self.hours = 0.0
+        self.iteration, self.hours = 0, 0.0  # finished, and how long they took
         self.stopped: str | None = None
         self.saved_at: int | None = None  # iteration of the newest checkpoint
         self.saved_time = time.monotonic()
@@ -68,13 +71,14 @@ class Trainer:
     def iterate(self, i: int) -> Iteration:
         """Iteration i, from 0: the algorithm of every paper here, with its parts plugged in."""
         cfg, algorithm, world, ledger = self.cfg, self.algorithm, self.world, self.ledger
+        source = self.source.at(i)
         ledger.reset()
 
         # Which denoising steps are walked, and which of them are trained.
         plan = algorithm.plan(self.sigmas, sampler=cfg.sampler, iteration=i, seed=cfg.seed)
 
         # Prompts -> samples -> rewards, on this process.
-        drawn = draw(self.source, i, plan)
+        drawn = draw(source, i, plan)
         rollout, batch = drawn.rollout, drawn.batch
 
         # Rewards of all processes: statistics do not depend on how many there are.
@@ -88,6 +92,7 @@ class Trainer:
         with ledger.phase("advantages"):
             everyone = algorithm.leaf_advantages(rewards, group)
             leaf = everyone[world.part(len(rollout.leaf))]
+            metrics |= source.chooser.told(drawn, leaf, world.gather)
             observed = algorithm.observe(rollout, drawn.rewards)
             observed = world.mean_metrics(observed) if observed else {}
             if drawn.threshold is not None:  # baselines use all draws; some are trained
@@ -102,6 +107,7 @@ class Trainer:
 
         # Gradient, clip, optimizer step, averaged weights: batch.updates times.
         with ledger.phase("update"):
+            self.learner.policy.judge = source.judge(batch)
             metrics |= self.learner.update(rollout, columns, batch)
 
         # Are good samples more likely than under the reference?
@@ -138,8 +144,3 @@ class Trainer:
     def save(self) -> Path | None:
         """Everything that a later `--resume` needs, once for each iteration."""
         return state.save(self) if self.world.main else None
-
-
-def train(cfg: Config, *, resume: str | Path | None = None, accept_changes: bool = False) -> Run:
-    """Train, or go on in a run's folder, to the end, a stop rule or a signal (`Run.stopped`)."""
-    return Trainer(cfg, resume=resume, accept_changes=accept_changes).run()

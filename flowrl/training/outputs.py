@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Protocol
 
+from flowrl.config.live import named
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
 from flowrl.data.media import encoded
@@ -53,7 +54,7 @@ def start(trainer: Running) -> None:
     if main:
         files.clean(parts.path, owned=True)
         write_config(parts.path, cfg)
-        files.write(parts.path / "environment.json", json.dumps(environment()))
+        files.write(parts.path / "environment.json", json.dumps(environment() | _live(cfg)))
         truncate_metrics(parts.path, trainer.iteration)
     start_trackers(parts, trainer.iteration)
     if trainer.started:
@@ -69,6 +70,11 @@ def start(trainer: Running) -> None:
             evaluate(trainer, "before, guided", guidance=cfg.eval.baseline_guidance)
     trainer.started = True
     trainer.save()
+
+
+def _live(cfg: Config) -> dict[str, str]:
+    """What of the run was a live object, for environment.json."""
+    return {f"live {argument}": label for argument, label in named(cfg).items()}
 
 
 def start_trackers(parts: Parts, iteration: int) -> None:
@@ -87,7 +93,8 @@ def record(trainer: Running, it: Iteration) -> None:
     cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
     it.metrics["optimizer/lr"] = learning_rate(cfg, max(0, trainer.learner.step - 1))
     it.metrics["optimizer/step"] = trainer.learner.step
-    if main and it.shown.ndim == 4 and (it.number == 1 or it.number % cfg.checkpoint.every == 0):
+    due = it.number == 1 or it.number % cfg.checkpoint.every == 0
+    if main and due and grids.drawable(it.shown):
         captions = [it.batch.text[g] for g in it.rollout.group[: len(it.shown)].tolist()]
         file = parts.path / "samples" / f"iteration-{it.number:06d}.png"
         files.write(file, encoded(grids.grid(it.shown, captions)))
@@ -99,7 +106,7 @@ def record(trainer: Running, it: Iteration) -> None:
             MetricsFile(parts.path).write(it.number, it.metrics)
         parts.weights.accelerator.log(it.metrics, step=it.number)
         trainer.learner.touched = False  # recorded: a signal may give the next one up
-    parts.guards(it.metrics)
+    parts.guards(it.metrics, it.number - 1)
 
 
 def evaluate(
@@ -199,7 +206,8 @@ def describe(trainer: Running) -> str:
 
 
 def _rewards(parts: Parts) -> str:
-    named = ", ".join(f"{w:g} x {name}" for name, w in parts.source.rewards.weights.items())
+    weights = parts.source.rewards.at(0).weights
+    named = ", ".join(f"{w:g} x {name}" for name, w in weights.items())
     if parts.source.dataset is None:
         return named
     folder = parts.cfg.data.offline

@@ -64,6 +64,7 @@ def save(trainer: Resumable) -> Path | None:
         "recompute": trainer.ratio_check.recompute,
         "noise": trainer.noise_watch.noise,
         "memory": parts.algorithm.memory,
+        "choice": parts.source.chooser.state,
         "guards": parts.guards.state,
         "scaler": distributed.scaler_state(parts.weights.accelerator),
         "identity": parts.identity,
@@ -114,6 +115,8 @@ def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
     parts.algorithm.memory = dict(meta["memory"])
     if "identity" in meta:  # earlier versions kept neither
         parts.guards.state = meta["guards"]
+    if "choice" in meta:
+        parts.source.chooser.restore(meta["choice"])
     trainer.noise_watch.noise = dict(meta["noise"])
     trainer.ratio_check.restore(done=meta["ratio_checked"], recompute=meta["recompute"])
     trainer.learner.step, trainer.learner.nonfinite = meta["step"], meta["nonfinite"]

@@ -18,6 +18,7 @@ from flowrl.algorithms.common.prune import depths
 from flowrl.algorithms.common.transition_config import TransitionConfig
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
+from flowrl.data.tables import is_table
 from flowrl.runtime.read_when import Condition, as_yaml, conditions
 from flowrl.types import Plan
 
@@ -141,7 +142,17 @@ def prunes_all_depths(start: Start) -> Iterator[Unread]:
         )
 
 
+def names_columns_of_no_table(start: Start) -> Iterator[Unread]:
+    data = start.cfg.data
+    if data.offline or not any(is_table(source) for source in (data.train, data.eval) if source):
+        yield (
+            tuple(f"data.columns.{name}" for name in data.columns),
+            "neither data.train nor data.eval is a .jsonl, .csv or .parquet file or hf:NAME",
+        )
+
+
 RULES = (
+    names_columns_of_no_table,
     too_few_prompts,
     no_noisy_steps,
     no_shared_steps,

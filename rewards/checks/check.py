@@ -175,7 +175,7 @@ def before_training(
     examples = examples_of(media[:FEW], prompts[:FEW], context)
     for label, reward in rewards.rewards.items():
         own = _in_company(examples) if "group" in reward.needs else examples
-        if not rewards.weights[label] or len(own) < 2:
+        if label not in rewards.weighted or len(own) < 2:
             continue
         found = {f.name: f for f in check(reward, own, cheap=True, device=media.device)}
         _refuse_bugs(label, found)

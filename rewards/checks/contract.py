@@ -37,7 +37,8 @@ def contract(subject: Subject) -> list[Finding]:
     try:
         bad, count = int((~subject.honest.isfinite()).sum()), len(subject.honest)
     except RewardBug as error:
-        return [Finding(name="contract", verdict="fail", says=str(error))]
+        says = str(error).removeprefix(f'reward "{subject.label}" ')  # whose it is stands beside
+        return [Finding(name="contract", verdict="fail", says=says)]
     if beyond := _beyond(subject, subject.honest):
         return [Finding(name="contract", verdict="fail", says=beyond)]
     if not bad:

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from flowrl.data.media import media_kind
 from flowrl.rewards import Reward, load_set, score
 from flowrl.rewards.checks.examples import Example, context_of
 from flowrl.rewards.checks.pictures import NOTHING, RECODINGS, recoded
@@ -117,7 +118,10 @@ class Subject:
         return self.noise_of(len(RECODINGS))
 
     def noise_of(self, rounds: int) -> float:
-        """See flowrl.rewards.checks.check.noise."""
+        """See flowrl.rewards.checks.check.noise; 0 for media that are no pictures, as nobody knows
+        how to re-encode them."""
+        if any(media_kind((1, *s.media.shape)) == "arrays" for s in self.examples):
+            return 0.0
         changes = [self._change_under_recoding(number) for number in range(rounds)]
         kept = [change for change in changes if len(change) > 1]
         freedom = sum(len(change) - 1 for change in kept)

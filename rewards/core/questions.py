@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import RewardBug, user_file
+from flowrl.rewards.core.reward import RewardBug
 from flowrl.rewards.networks.detector import Clauses, Detections, official, strict
-from flowrl.runtime.registry import did_you_mean
+from flowrl.runtime.registry import did_you_mean, user_file
 from flowrl.shapes import verify
 
 Question = Mapping[str, Any]

@@ -3,17 +3,15 @@
 A reward is a module rewards/<name>.py that exposes `REWARD`, a subclass of Reward with a pydantic
 `Settings` schema. The file is the registration: nothing else has to be edited. Shared parts are in
 the folders of rewards/. A function in a user's own file is one too: decorated with `reward`, it is
-named "path/to/file.py:function".
+named "path/to/file.py:function"; a package that is installed may bring one as an entry point
+(flowrl/runtime/registry.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib.util
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -23,7 +21,8 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.runtime.registry import did_you_mean, find
+from flowrl.runtime import registry
+from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
 SECRET = re.compile(r"(?<=//)[^/\s]*(?=@)|(?<=\?).+(?=['\"])")  # of an address: password, query
@@ -64,6 +63,7 @@ class Reward:
     needs: MediaContext columns that it reads. remedies: for such a column, the setting that does
     without it. reads: keys of each prompt's meta that it cannot do without; checked before a run.
     reads_prompt: whether the text matters, so that an empty one is refused.
+    takes: "pictures", images and videos, or "any" media: whatever a policy makes, (B, *D).
     video: whether it takes videos; it always takes images, unless this is "only".
     differentiable: whether a gradient reaches the media (as loaded: settings may decide).
     range: the lowest and the highest possible score, inf for an open end; None: not known.
@@ -81,6 +81,7 @@ class Reward:
     remedies: Mapping[str, str] = {}
     reads: frozenset[str] = frozenset()
     reads_prompt: bool = False
+    takes: Literal["pictures", "any"] = "pictures"
     video: Literal["yes", "no", "only"] = "yes"
     differentiable: bool = False
     range: tuple[float, float] | None = None
@@ -96,8 +97,8 @@ class Reward:
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        """media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1] -> (B,) fp32 on media's device; NaN
-        marks a sample that failed."""
+        """media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1]; where `takes` is "any", also other
+        (B, *D) -> (B,) fp32 on media's device; NaN marks a sample that failed."""
         raise NotImplementedError(f"{type(self).__name__} does not define __call__")
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
@@ -154,10 +155,13 @@ def forgetful(holder: Any) -> Iterator[None]:
 
 
 class FunctionReward(Reward):
-    """Any function (media, prompts, context) -> (B,) as a reward."""
+    """Any function (media, prompts, context) -> (B,) as a reward, of any media."""
+
+    takes = "any"
 
     def __init__(self, function: Callable[..., Tensor], name: str):
         super().__init__()
+        _check_callable(function, name)
         self.function, self.name = function, name
         self.needs = frozenset(getattr(function, "needs", ()))
         self.scale = getattr(function, "scale", "as the function gives it")
@@ -166,6 +170,24 @@ class FunctionReward(Reward):
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
         return self.function(media, prompts, context)
+
+
+def _check_callable(function: Any, name: str) -> None:
+    """ValueError unless it can be called with media, prompts and a context."""
+    if not callable(function):
+        raise ValueError(
+            f'reward "{name}" is a {type(function).__name__}; give a name, a Reward or a function'
+            " (media, prompts, context)"
+        )
+    try:
+        inspect.signature(function).bind(None, None, None)
+    except TypeError as error:
+        called = getattr(function, "__name__", type(function).__name__)
+        raise ValueError(
+            f'reward "{name}" is called as {called}(media, prompts, context): {error}'
+        ) from error
+    except ValueError:  # a builtin without a signature
+        return
 
 
 def reward(
@@ -186,9 +208,9 @@ def reward(
     Its keyword-only arguments are the reward's settings. The arguments of the decorator are
     attributes of flowrl.rewards.Reward.
     """
-    inputs = {"needs": frozenset(needs), "reads": frozenset(reads), "reads_prompt": reads_prompt}
+    inputs: dict[str, Any] = {"needs": frozenset(needs), "reads": frozenset(reads)}
+    inputs |= {"reads_prompt": reads_prompt, "verifies": verifiable(verifies), "takes": "any"}
     scores = {"scale": scale, "range": range, "quality": quality, "differentiable": differentiable}
-    inputs["verifies"] = verifiable(verifies)
 
     def register(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
         f.REWARD = _class_of(f, inputs | scores)  # type: ignore[attr-defined]
@@ -249,57 +271,23 @@ def _settings_of(f: Callable[..., Tensor]) -> dict[str, Any]:
 def reward_class(name: str) -> type[Reward]:
     """The class behind a reward's name or "file.py:function", unloaded. Unknown -> ValueError with
     the nearest names."""
-    if ".py:" in name:
-        return _from_file(name)
-    cls = getattr(find("flowrl.rewards", name, what="reward"), "REWARD", None)
-    if not (isinstance(cls, type) and issubclass(cls, Reward)):
-        said = "exposes no REWARD"
-        if cls is not None:
-            said = f"exposes REWARD = {cls!r}, which is not a subclass of flowrl.rewards.Reward"
-        raise ValueError(f'reward "{name}": its file {said}; end it with REWARD = YourClass')
-    return cls
-
-
-def _from_file(name: str) -> type[Reward]:
-    """The class of a decorated function, or a subclass of Reward, in a user's file."""
-    place, _, member = name.rpartition(":")
-    path = Path(place).expanduser().resolve()
-    found = user_file(path, what=f'reward "{name}"')
-    cls = getattr(found.get(member), "REWARD", found.get(member))
+    found = registry.plugin(
+        "flowrl.rewards",
+        name,
+        "REWARD",
+        what="reward",
+        suits=lambda value: hasattr(value, "REWARD"),
+    )
+    cls = getattr(found, "REWARD", found)
     if isinstance(cls, type) and issubclass(cls, Reward):
         return cls
-    rewards = [
-        key
-        for key, value in found.items()
-        if hasattr(value, "REWARD") and getattr(value, "__module__", "") == found["__name__"]
-    ]
-    if member in found:
+    if registry.is_place(name):
+        member = name.rpartition(":")[2]
         raise ValueError(f'reward "{name}": {member} is not a reward; put @flowrl.reward above it')
-    raise ValueError(
-        f'reward "{name}": {path.name} has no "{member}"{did_you_mean(member, rewards)}'
-    )
-
-
-def user_file(path: Path, *, what: str) -> dict[str, Any]:
-    """What a Python file of the user's defines, by name; it runs once in a process.
-
-    Missing or broken -> ValueError.
-    """
-    if not path.is_file():
-        raise ValueError(f"{what}: there is no file {path}")
-    unique = f"flowrl_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    if unique not in sys.modules:
-        spec = importlib.util.spec_from_file_location(unique, path)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[unique] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:  # whatever a user's file does when it is imported
-            del sys.modules[unique]
-            raise ValueError(
-                f"{what}: {path} cannot be imported: {type(error).__name__}: {error}"
-            ) from error
-    return vars(sys.modules[unique])
+    said = "exposes no REWARD"
+    if cls is not None:
+        said = f"exposes REWARD = {cls!r}, which is not a subclass of flowrl.rewards.Reward"
+    raise ValueError(f'reward "{name}": its file {said}; end it with REWARD = YourClass')
 
 
 def load(name: str, **settings: Any) -> Reward:

@@ -10,65 +10,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowrl.data.media import media_kind
 from flowrl.data.prompts import Prompts
 from flowrl.rewards.core.ask import ask
+from flowrl.rewards.core.counted import counted
 from flowrl.rewards.core.failures import explained, kind_of, kinds_of
 from flowrl.rewards.core.reward import (
     COLUMNS,
     ORIGINS,
-    FunctionReward,
     Reward,
     RewardBug,
     RewardUnavailable,
-    load,
 )
+from flowrl.rewards.core.reward_set import RewardSet, Spec, load_set
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext, Rewards
-
-Spec = Mapping[str, "float | Mapping[str, Any] | Reward | Callable[..., Tensor]"]
 
 
 class TooManyInvalid(RuntimeError):
     """So many samples could not be scored that training on the rest would mislead."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardSet:
-    """Loaded rewards and their weights, by label.
-
-    A reward of weight 0 is measured and logged, and its failures invalidate nothing. seconds: most
-    that one call of a reward may take; None: any time.
-    """
-
-    rewards: dict[str, Reward]
-    weights: dict[str, float]
-    seconds: float | None = None
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset().union(*(reward.needs for reward in self.rewards.values()))
-
-    def pointwise(self) -> RewardSet:
-        """Without rewards that compare the members of a group: those left can judge samples of
-        different models alike."""
-        labels = [label for label, reward in self.rewards.items() if "group" not in reward.needs]
-        return RewardSet(
-            rewards={label: self.rewards[label] for label in labels},
-            weights={label: self.weights[label] for label in labels},
-            seconds=self.seconds,
-        )
-
-    def to(self, device: torch.device | str) -> RewardSet:
-        for reward in self.rewards.values():
-            reward.to(device)
-        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,64 +69,10 @@ class Samples:
         )
 
 
-def load_set(spec: Spec | RewardSet) -> RewardSet:
-    """Load what a config states.
-
-    {"clip": 1.0} gives a weight; {"clip": {"weight": 0.5, "model": "ViT-B-16"}} gives settings too;
-    {"strict": {"name": "shapes", "weight": 0, ...}} gives the reward another label; a Reward or a
-    function counts with weight 1, or as {"reward": it, "weight": 0.5}.
-    """
-    if isinstance(spec, RewardSet):
-        return spec
-    if not isinstance(spec, Mapping) or not spec:
-        raise ValueError(
-            f'rewards={spec!r}: give at least one reward and its weight, for example {{"jpeg":'
-            " 1.0}"
-        )
-    rewards, weights = {}, {}
-    for label, entry in spec.items():
-        rewards[label], weights[label] = _load_entry(label, entry)
-    return RewardSet(rewards=rewards, weights=weights)
-
-
-def _load_entry(label: str, entry: Any) -> tuple[Reward, float]:
-    options = _options(entry)
-    weight = options.pop("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise ValueError(
-            f'reward "{label}": weight={weight!r} is not a finite number; write {label}=1.0 or'
-            f" {label}.weight=1.0"
-        )
-    # A text under "reward" is a setting, as of `rank`.
-    given = None if isinstance(options.get("reward"), str) else options.pop("reward", None)
-    if given is None:
-        return load(options.pop("name", label), **options), float(weight)
-    if options:
-        raise ValueError(
-            f'reward "{label}" is already loaded, so {sorted(options)} cannot be set; only'
-            ' "weight" can'
-        )
-    return _as_reward(label, given), float(weight)
-
-
-def _options(entry: Any) -> dict[str, Any]:
-    """A config's entry for a reward, as a mapping."""
-    if isinstance(entry, Mapping):
-        return dict(entry)
-    return {"reward": entry} if callable(entry) else {"weight": entry}
-
-
-def _as_reward(label: str, given: Any) -> Reward:
-    """A reward, a function under @flowrl.reward, or any other function, as a reward."""
-    if hasattr(given, "REWARD"):
-        given = given.REWARD()
-    return given if isinstance(given, Reward) else FunctionReward(given, label)
-
-
-def check_columns(rewards: Mapping[str, Reward], columns: Iterable[str]) -> None:
+def check_columns(chosen: RewardSet, columns: Iterable[str]) -> None:
     """Every column that a reward declares must be offered; see flowrl.rewards.check_needs."""
     offered = set(columns)
-    for label, reward in rewards.items():
+    for label, reward in chosen.rewards.items():
         for column in sorted(reward.needs):
             if column not in COLUMNS:
                 raise RewardBug(
@@ -175,12 +88,24 @@ def check_columns(rewards: Mapping[str, Reward], columns: Iterable[str]) -> None
                     f" (provided: {have}); {origin}: {remedy}score in Python with"
                     f" MediaContext({column}=...), or leave this reward out"
                 )
+    for label, primary in chosen.strata.items():
+        if "group" not in offered:
+            raise ValueError(
+                f'reward "{label}" is scaled among the samples of a prompt (stratify={primary}),'
+                f' and the context column "group" is not provided; {ORIGINS["group"]}: score in'
+                " Python with MediaContext(group=...), or leave stratify out"
+            )
+
+
+def given_columns(context: MediaContext) -> list[str]:
+    """Columns that a context has."""
+    return [field.name for field in fields(context) if getattr(context, field.name) is not None]
 
 
 def check_needs(rewards: Spec | RewardSet, columns: Iterable[str]) -> None:
     """At start-up: every context column that a reward declares is among columns, else ValueError
     with reward and column."""
-    check_columns(load_set(rewards).rewards, columns)
+    check_columns(load_set(rewards), columns)
 
 
 def score(
@@ -191,11 +116,11 @@ def score(
 ) -> Rewards:
     """Score B samples without gradient.
 
-    media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1]. rewards: see load_set; load once and pass
-    the set when scoring often.
-    Returns Rewards on media's device: raw parts, total = sum of weight * part, NaN where a weighted
-    part (or a pixel) is not finite. Samples with pixels that are not finite are shown to no reward;
-    one that compares the members of a group sees the others.
+    media: (B, 3, H, W) or (B, F, 3, H, W) fp32 in [0, 1], or any other (B, *D) fp32.
+    rewards: see load_set; load once and pass the set when scoring often.
+    Returns Rewards on media's device: raw parts, total = sum of weight * part (or what is counted
+    of it), NaN where a weighted part (or a pixel) is not finite. Samples with pixels that are not
+    finite are shown to no reward; one that compares the members of a group sees the others.
     """
     context = MediaContext() if context is None else context
     media = check_media(media, prompts)
@@ -207,8 +132,7 @@ def score_with(
 ) -> Rewards:
     """`score` of media that check_media passed, with rewards that are on their device."""
     # Refuse what no reward can score.
-    given = [field.name for field in fields(context) if getattr(context, field.name) is not None]
-    check_columns(chosen.rewards, given)
+    check_columns(chosen, given_columns(context))
     check_kind(chosen.rewards, media, prompts)
     # Each reward in turn, on samples whose pixels are finite.
     samples, rows = Samples(media=media, prompts=prompts, context=context), _visible(media)
@@ -220,20 +144,23 @@ def score_with(
         one = _evaluate(label, chosen, samples, rows)
         raw[label] = one.values.masked_fill(~one.values.isfinite(), math.nan)
         errors += [one.problem] if one.problem else []
-        if chosen.weights[label]:
+        if label in chosen.decisive:
             kinds += one.kinds
+    # Their sum, where some depend on others.
+    changed = counted(chosen, raw, context.group)
     total = _unscored(samples)
     total[rows.to(media.device)] = 0.0
     known = total == 0
-    for label in raw:
+    for label, value in (raw | changed).items():
         if weight := chosen.weights[label]:
-            total, known = total + weight * raw[label], known & raw[label].isfinite()
+            total, known = total + weight * value, known & value.isfinite()
     valid = total.isfinite()
     if beyond := int((known & ~valid).sum()):
         errors.append(f"total: weight times score is beyond fp32 for {beyond} samples")
         kinds["overflow"] = beyond
     return Rewards(
         raw=raw,
+        counted=changed,
         weights=dict(chosen.weights),
         total=total.masked_fill(~valid, math.nan),
         valid=valid,
@@ -257,7 +184,7 @@ def readings(
             for part, value in found.items():
                 name = f"{label}/{part}"
                 column = out.setdefault(name, _unscored(samples))
-                column[place] = _held(name, value, media[place])
+                column[place] = held(name, value, media[place])
     return out
 
 
@@ -299,6 +226,7 @@ def concat(parts: list[Rewards]) -> Rewards:
     """Chunks of samples, scored with the same rewards, as one record."""
     return Rewards(
         raw={label: torch.cat([part.raw[label] for part in parts]) for label in parts[0].raw},
+        counted={k: torch.cat([part.counted[k] for part in parts]) for k in parts[0].counted},
         weights=parts[0].weights,
         total=torch.cat([part.total for part in parts]),
         valid=torch.cat([part.valid for part in parts]),
@@ -325,17 +253,19 @@ def check_media(media: Tensor, prompts: list[str]) -> Tensor:
     if not isinstance(media, Tensor) or media.dtype != torch.float32:
         got = f"{media.dtype} tensor" if isinstance(media, Tensor) else type(media).__name__
         raise ValueError(
-            f"media is a {got}; rewards take an fp32 tensor in [0, 1]"
+            f"media is a {got}; rewards take an fp32 tensor, pictures in [0, 1]"
             " (flowrl.data.media.from_pil makes one)"
         )
-    if media.ndim not in (4, 5) or media.shape[-3] != 3:
+    if media.ndim < 2:
         raise ValueError(
-            f"media has shape {tuple(media.shape)}; rewards take (B, 3, H, W) images or (B, F, 3,"
-            " H, W) videos"
+            f"media has shape {tuple(media.shape)}; the first axis is the samples, and each needs"
+            " one more at least"
         )
     if len(prompts) != len(media):
         raise ValueError(f"{len(media)} media but {len(prompts)} prompts; give one prompt a sample")
     media = media.detach()
+    if media_kind(media.shape) == "arrays":
+        return media
     low, high = (float(end) for end in media.aminmax()) if media.numel() else (0.0, 1.0)
     if not (math.isfinite(low) and math.isfinite(high)):  # such pixels are refused one by one
         low, high = (float(end) for end in media.nan_to_num(0.0, 0.0, 0.0).aminmax())
@@ -351,8 +281,15 @@ def check_kind(rewards: Mapping[str, Reward], media: Tensor, prompts: list[str])
     """ValueError where a reward does not take media of this kind, or reads a prompt that is
     empty."""
     empty = [i for i, prompt in enumerate(prompts) if not prompt.strip()]
+    arrays = media_kind(media.shape) == "arrays"
     for label, reward in rewards.items():
-        if reward.video == ("no" if media.ndim == 5 else "only"):
+        if arrays and reward.takes == "pictures":
+            raise ValueError(
+                f'reward "{label}" takes images (B, 3, H, W) or videos (B, F, 3, H, W), and media'
+                f" has shape {tuple(media.shape)}; give a reward for such media: a function (media,"
+                ' prompts, context), or a Reward with takes = "any"'
+            )
+        if not arrays and reward.video == ("no" if media.ndim == 5 else "only"):
             takes, got = ("images", "videos") if media.ndim == 5 else ("videos", "images")
             raise ValueError(
                 f'reward "{label}" takes {takes}, and the media are {got} of shape'
@@ -433,10 +370,10 @@ def _retry_units(reward: Reward, context: MediaContext, rows: Tensor) -> list[Te
 def _checked(label: str, chosen: RewardSet, samples: Samples) -> Tensor:
     """The reward's values, checked against its contract."""
     values = ask(label, chosen.seconds, chosen.rewards[label], *samples.seen)
-    return _held(label, values, samples.media)
+    return held(label, values, samples.media)
 
 
-def _held(label: str, out: Any, media: Tensor) -> Tensor:
+def held(label: str, out: Any, media: Tensor) -> Tensor:
     """What a reward returned for media, if it is what its contract says."""
     expected = f"a float32 tensor of shape ({len(media)},) on {media.device}"
     if not isinstance(out, Tensor):

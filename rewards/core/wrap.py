@@ -59,6 +59,7 @@ class Around(Reward):
         self.needs = type(self).needs | frozenset(getattr(inner, "needs", ()))
         self.reads = frozenset(getattr(inner, "reads", ()))
         self.reads_prompt = getattr(inner, "reads_prompt", False)
+        self.takes = getattr(inner, "takes", "any")
         self.video = getattr(inner, "video", "yes")
         self.remedies = getattr(inner, "remedies", {})
         self.quality = getattr(inner, "quality", False)

@@ -129,7 +129,7 @@ class Service:
 
     def job(self, question: wire.Question) -> Job:
         """Unpacked, and held to what the rewards take."""
-        rewards, prompts = self._chosen(question.reward).rewards, question.prompts
+        rewards, prompts = self._chosen(question.reward), question.prompts
         columns = _columns(question)
         given = {name: column for name, column in columns.items() if column is not None}
         for name, column in given.items():
@@ -140,7 +140,7 @@ class Service:
                 )
         media = check_media(wire.unpack(question.media), prompts)
         check_columns(rewards, given)
-        check_kind(rewards, media, prompts)
+        check_kind(rewards.rewards, media, prompts)
         context = MediaContext(**columns)
         return Job(
             id=question.id, reward=question.reward, media=media, prompts=prompts, context=context

@@ -23,7 +23,7 @@ def check_noise(eta: float, sde_name: str) -> None:
     """ValueError unless eta is a noise level that the SDE step can have."""
     if not 0 <= eta < math.inf:
         raise ValueError(f"eta={eta} must be a finite number >= 0")
-    sde.module(sde_name)
+    sde.find(sde_name)
     if sde_name in ("cps", "ddim") and eta > 1:
         raise ValueError(
             f"eta={eta} is too much for {sde_name}: it is the share of noise that is fresh, in 0..1"

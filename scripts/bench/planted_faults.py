@@ -33,6 +33,7 @@ SETTINGS = {  # rewards under other settings than their own, that then load anyw
     "checklist": [{"questions": "shapes"}],
     "sharpness": [{"reading": "laplacian"}],
     "saturation": [{"reading": "clipped"}],
+    "ensemble": [{"members": {"shapes": 1.0, "preference": 1.0}}],
     "rank": [{"reward": "shapes"}, {"reward": "preference"}],
     "video": [
         {"reward": "preference"},

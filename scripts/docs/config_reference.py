@@ -57,10 +57,11 @@ Two rules tie numbers together: `batch.prompts` divides by processes x `batch.up
 `batch.group` is a multiple of the leaves of one copy of the sampling plan (1, unless
 [its trajectories fork](algorithms/index.md#cost)).
 """
-SHARED: dict[str, tuple[type[BaseModel], ...]] = {
-    "of every method": (Credit, Anchor),
-    "of methods that train denoising steps": (TransitionConfig,),
-    "of methods that train finished samples": (ForwardConfig,),
+SHARED: dict[str, type[BaseModel]] = {
+    "of every method": Anchor,
+    "of methods that compare samples": Credit,
+    "of methods that train denoising steps": TransitionConfig,
+    "of methods that train finished samples": ForwardConfig,
 }
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -100,23 +101,22 @@ def algorithms() -> Iterator[str]:
         "## algorithm\n\n`algorithm=NAME` chooses a file of `configs/algorithm`; its `name` says"
         " which set of options holds.\n"
     )
-    known: list[Row] = []
-    for title, schemas in SHARED.items():
-        shown = [row for schema in schemas for row in rows(schema, "algorithm.")]
-        yield f"### Options {title}\n\n{table(row for row in shown if row not in known)}\n"
-        known = known or shown
+    for title, schema in SHARED.items():
+        above = [other for other in SHARED.values() if other in schema.__mro__[1:]]
+        known = [row for other in above for row in rows(other, "algorithm.")]
+        shown = (row for row in rows(schema, "algorithm.") if row not in known)
+        yield f"### Options {title}\n\n{table(shown)}\n"
     for name in choices("flowrl.algorithms"):
         yield f"### algorithm.name = {name}\n\n{own_options(algorithm_schema(name))}"
 
 
 def own_options(schema: type[BaseModel]) -> str:
     """Links to the shared options that an algorithm has, and a table of its other ones."""
-    held = {title: schemas for title, schemas in SHARED.items() if issubclass(schema, schemas)}
-    shared = [
-        row for schemas in held.values() for other in schemas for row in rows(other, "algorithm.")
-    ]
+    held = {title: other for title, other in SHARED.items() if issubclass(schema, other)}
+    shared = [row for other in held.values() for row in rows(other, "algorithm.")]
     own = [row for row in rows(schema, "algorithm.") if row not in shared]
-    links = " and ".join(f"[{title}](#options-{title.replace(' ', '-')})" for title in held)
+    *first, last = [f"[{title}](#options-{title.replace(' ', '-')})" for title in held]
+    links = ", ".join(first) + " and " * bool(first) + last
     if not own:
         return f"Those {links}.\n"
     return f"Those {links}; beside them, or with another default:\n\n{table(own)}\n"

@@ -156,9 +156,18 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
         ["algorithm=dgpo", "algorithm.clip=null", "algorithm.old_slope=0.1"],
         ["algorithm.old_slope=0.1"],
     ),
+    (["algorithm=refl", "algorithm.last=3"], ["algorithm.last=3"]),
+    (["algorithm=draft", "algorithm.earliest=0.5"], ["algorithm.earliest=0.5"]),
+    (
+        ["algorithm=draft", "algorithm.mean=0.5", "algorithm.spread=0.2"],
+        ["algorithm.mean=0.5, algorithm.spread=0.2"],
+    ),
+    (["algorithm=draft", "algorithm.target=1"], ["algorithm.target=1.0"]),
     ([FORWARD, "draw.rounds=2", "draw.spread=0.1"], ["draw.rounds=2", "draw.spread=0.1"]),
     ([FORWARD, "draw.mode=balance", "draw.spread=0.1"], ["draw.spread=0.1"]),
     ([FORWARD, "draw.mode=refill", "draw.positive=0.1"], ["draw.positive=0.1"]),
+    ([FORWARD, "data.sampler.target=0.4"], ["data.sampler.target=0.4"]),
+    ([FORWARD, "data.sampler=bayes", "data.sampler.rate=0.1"], ["data.sampler.rate=0.1"]),
     ([FORWARD, "sampler.eta=0.3"], ["sampler.eta=0.3"]),
 ]
 
@@ -170,6 +179,8 @@ def test_an_option_without_effect_is_named(words, named):
 
 
 SCHEMAS = {name: algorithm_schema(name) for name in choices("flowrl.algorithms")}
+# a file of configs/algorithm for each: their options differ
+FILES = {load_config(None, [f"algorithm={f}"]).algorithm["name"]: f for f in options("algorithm")}
 
 
 def declared(schema):
@@ -182,12 +193,13 @@ def declared(schema):
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_conditions_name_settings_of_the_run_and_values_that_they_take(name):
     """A misspelled key or value in a declaration would be a KeyError, or a warning of every run."""
-    run = flatten(load_config(None, [f"algorithm.name={name}"]).model_dump(mode="json"))
+    chosen = f"algorithm={FILES[name]}"
+    run = flatten(load_config(None, [chosen]).model_dump(mode="json"))
     for key, condition in declared(SCHEMAS[name]):
         assert set(condition.keys) <= run.keys() - {key}
         for named, value in re.findall(r"([a-z_.]+)=([a-z_]+)", condition.words):
             try:
-                load_config(None, [f"algorithm.name={name}", f"{named}={value}"])
+                load_config(None, [chosen, f"{named}={value}"])
             except ConfigError as error:  # of two settings that do not fit
                 assert "should be" not in str(error)
 
@@ -266,6 +278,12 @@ def test_a_sentence_says_what_would_give_the_options_an_effect():
             "algorithm.old_decay=0.5",
             "draw.mode=refill",
             "draw.rounds=2",
+        ],
+        [
+            "algorithm=alignprop",
+            "algorithm.spread=0.2",
+            "algorithm.objective=distance",
+            "algorithm.target=10",
         ],
         [TRANSITIONS, "sampler.eta=0.3", "draw.mode=balance", "draw.positive=0.1", "draw.rounds=2"],
     ],

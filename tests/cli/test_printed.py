@@ -43,7 +43,7 @@ def print_evaluate():
 
 
 def print_generate():
-    generate._save([None], Path(NAME))
+    generate._save([torch.zeros(3, 4, 4)], Path(NAME))
 
 
 def print_report():

@@ -81,6 +81,10 @@ PAPERS = {
     ("dpo", "sd3.5-medium"): (40, 24, 1, 3e-4, None),
     ("raft", "sd3.5-medium"): (40, 24, 1, 3e-4, None),
     ("rwr", "sd3.5-medium"): (40, 24, 1, 3e-4, None),
+    ("draft", "sd1.5"): (None, 1, 1, None, None),
+    ("draft_lv", "sd1.5"): (None, 1, 1, None, None),
+    ("refl", "sd1.5"): (40, 1, 1, None, None),
+    ("alignprop", "sd1.5"): (50, 1, 1, None, None),
 }
 
 

@@ -23,7 +23,7 @@ def test_fuzzed_configs_end_in_sentences(fuzz, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kinds = set()
     for number in range(60):
-        case = fuzz.config_case(7, number)
+        case = fuzz.config_case(1, number)
         if case.words[0] != "show":
             continue
         case.prepare(tmp_path)
@@ -49,16 +49,16 @@ def pipeline():
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ({"height": "64"}, "fails with the arguments height='64': TypeError"),
-        ({"height": [64], "width": None}, "fails with the arguments height="),
+        ({"height": "64"}, "height='64' should be a whole number from 1"),
+        ({"height": [64], "width": None}, r"height=\[64\] should be a whole number from 1"),
         ({"height": 7}, "divisible by"),
         ({"guidance_scale": "a[/b]"}, "fails with the arguments guidance_scale='a"),
         ({"max_sequence_length": 10**30}, "should be a whole number from 1 to 65536"),
         ({"max_sequence_length": [2]}, r"max_sequence_length=\[2\] should be a whole number"),
         ({"negative_prompt": {"a": "x" * 5000}}, "fails with the arguments negative_prompt=.*"),
-        ({"prompt": "a"}, "takes no argument 'prompt', which flowrl gives; it takes .*height"),
+        ({"prompt": "a"}, "takes no argument 'prompt', which flowrl gives$"),
         ({"self": 1}, "takes no argument 'self', which flowrl gives"),
-        ({"é[b]": 1}, r"takes no argument 'é\[b\]'; it takes"),
+        ({"é[b]": 1}, r"takes no argument 'é\[b\]'; choose from .*height"),
         ({"num_images_per_prompt": 2}, "argument 'num_images_per_prompt', which flowrl gives"),
     ],
 )

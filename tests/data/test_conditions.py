@@ -1,6 +1,7 @@
 """Conditions travel with prompts: columns of files, through encoding, sampling and rewards."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from zoo.case import PROMPTS, picture
 import flowrl
 from flowrl.data import conditions
 from flowrl.data.prompts import example, load_prompts
+from flowrl.training.checks import check_conditions
 
 
 def written(folder, name, rows):
@@ -50,6 +52,9 @@ def test_columns_of_pictures_are_paths_from_the_file_and_are_loaded_once(tmp_pat
         ({"conditions": {"mask_image": "none.png"}}, '"mask_image" names'),
         ({"conditions": 3}, '"conditions" should be arguments by name'),
         ({"image": {"bytes": "x"}}, '"image" holds a picture; save it as a file'),
+        ({"image": "https://there/1.png"}, '"image" is a URL, which is not fetched'),
+        ({"image": ""}, "\"image\" is ''; give the path of a file"),
+        ({"image": 3}, '"image" is 3; give the path of a file'),
     ],
 )
 def test_a_condition_that_is_no_file_is_named_with_its_line(tmp_path, row, said):
@@ -63,6 +68,65 @@ def test_an_unreadable_picture_is_one_sentence(tmp_path):
         conditions.load("image", str(tmp_path / "bad.png"))
     with pytest.raises(ValueError, match=r"none.png cannot be read: it does not exist"):
         conditions.loaded({"image": str(tmp_path / "none.png")})
+
+
+def test_pictures_that_cannot_be_read_are_named_with_their_line_before_a_model_loads(
+    tmp_path, monkeypatch
+):
+    rows = [{"prompt": "a", "image": "1.png"}, {"prompt": "b", "image": "torn.png"}]
+    path = written(tmp_path, "prompts.jsonl", rows[:1])
+    (tmp_path / "torn.png").write_bytes((tmp_path / "1.png").read_bytes()[:60])
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    with pytest.raises(ValueError, match='line 2: "image": .*torn.png cannot be read'):
+        load_prompts(path)
+    monkeypatch.setitem(sys.modules, "av", None)  # not installed
+    (tmp_path / "moving.mp4").write_bytes(b"any")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "video": "moving.mp4"}))
+    with pytest.raises(
+        ValueError, match=r'line 1: "video": reading moving.mp4 needs .*flowrl.video'
+    ):
+        load_prompts(path)
+
+
+def test_a_jpeg_that_was_cut_off_is_found_by_its_end(tmp_path):
+    Image.effect_noise((64, 64), 90).convert("RGB").save(tmp_path / "whole.jpg")
+    content = (tmp_path / "whole.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(content[: len(content) // 2])
+    rows = [{"prompt": "a", "image": "whole.jpg"}]
+    assert load_prompts(written(tmp_path, "prompts.jsonl", rows))
+    with pytest.raises(ValueError, match='line 1: "image": .*cut.jpg cannot be read: it was cut'):
+        load_prompts(written(tmp_path, "prompts.jsonl", [{"prompt": "a", "image": "cut.jpg"}]))
+
+
+def test_all_prompts_have_conditions_of_the_same_names(tmp_path):
+    rows = [{"prompt": "a", "image": "1.png"}, {"prompt": "b", "image": None}]
+    found = load_prompts(written(tmp_path, "prompts.jsonl", rows))
+    conditions.check_alike(found[:1] * 2)
+    conditions.check_alike([{"prompt": "a"}, {"prompt": "b", "tag": 3}])
+    for order in (found, found[::-1]):
+        with pytest.raises(ValueError, match='prompt "a" has image, and prompt "b" has none; give'):
+            conditions.check_alike(order)
+
+
+def test_source_code_is_no_list_of_prompts(tmp_path):
+    (tmp_path / "mine.py").write_text("def texts(): ...")
+    with pytest.raises(ValueError, match="say what in the file gives them, .*mine.py:NAME"):
+        load_prompts(str(tmp_path / "mine.py"))
+
+
+def test_kinds_are_told_by_arguments_and_sizes(tmp_path):
+    wide = Image.new("RGB", (32, 16))
+    wide.save(tmp_path / "wide.png")
+    rows = [
+        {"prompt": "a", "image": "1.png"},
+        {"prompt": "b", "image": "2.png"},
+        {"prompt": "c", "image": "wide.png"},
+        {"prompt": "d", "image": "2.png", "negative_prompt": "blur"},
+        {"prompt": "e", "image": ["1.png", "wide.png"]},
+    ]
+    found = load_prompts(written(tmp_path, "prompts.jsonl", rows))
+    assert conditions.kinds(found) == [0, 2, 3, 4]
+    assert conditions.kinds([{"image": wide}, {"image": picture(1)}, {}, {}]) == [0, 1, 2]
 
 
 def test_arguments_of_the_call_that_take_pictures_are_loaded_from_paths(tmp_path):
@@ -100,6 +164,18 @@ def test_prompts_keep_their_own_pictures(editor):
     assert not torch.allclose(media[0], swapped[0], atol=1e-3)
 
 
+def test_a_picture_of_another_size_is_refused_before_a_run(editor):
+    policy, own = editor
+    rows = [{"prompt": p, **c} for p, c in zip(PROMPTS, own, strict=True)]
+    read = frozenset({"prompt"})
+    check_conditions(policy, rows, read)
+    with pytest.raises(ValueError, match='conditions of prompt "wide": .* of all prompts one size'):
+        wide = {"prompt": "wide", "image": Image.new("RGB", (32, 16))}
+        check_conditions(policy, [*rows, wide], read)
+    with pytest.raises(ValueError, match='prompt "no": .*takes no argument .mask_image'):
+        check_conditions(policy, [{"prompt": "no", "mask_image": picture(1), **own[0]}], read)
+
+
 def test_what_the_call_does_not_take_is_named(editor):
     policy, own = editor
     with pytest.raises(ValueError, match="FluxKontextPipeline takes no argument 'mask'"):
@@ -110,6 +186,56 @@ def test_what_the_call_does_not_take_is_named(editor):
     text = flowrl.load_policy(plain.make(), **plain.call)
     with pytest.raises(ValueError, match="FluxPipeline takes no argument 'image'"):
         text.encode(list(PROMPTS), [{"image": Image.new("RGB", (8, 8))}] * 2)
+
+
+def test_what_generate_is_given_is_checked(editor, tmp_path):
+    policy, own = editor
+    texts = list(PROMPTS)
+    for given, said in (
+        ([own[0]], "conditions is 1 entries; give one mapping of arguments for each of the 2"),
+        (own[0], "conditions is a dict"),
+        ([own[0], None], "conditions is a list"),
+        ([own[0], {"image": picture(2), "strength": 1}], "takes no argument 'strength'"),
+        ([own[0], {}], "some of these prompts have the condition image and others have not"),
+        ([{"image": str(tmp_path / "no.png")}] * 2, "no.png cannot be read: it does not exist"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            flowrl.generate(policy, texts, steps=1, conditions=given)
+    records = [{"prompt": t, **c} for t, c in zip(texts, own, strict=True)]
+    with pytest.raises(ValueError, match="the prompts bring conditions, and conditions= gives"):
+        flowrl.generate(policy, records, steps=1, conditions=list(own))
+    with pytest.raises(ValueError, match=r'the prompts have "imgae", .*; "image" is one: rename'):
+        flowrl.generate(policy, [{"prompt": "a", "imgae": picture(1)}], steps=1)
+    with pytest.raises(ValueError, match="steps=0, micro=64 and decode=16 should be at least 1"):
+        flowrl.generate(policy, "a", steps=0)
+    picture(1).save(tmp_path / "1.png")
+    by_path = flowrl.generate(policy, "a", steps=1, conditions=[{"image": tmp_path / "1.png"}])
+    in_memory = flowrl.generate(policy, "a", steps=1, conditions=[{"image": picture(1)}])
+    assert torch.equal(by_path, in_memory)
+
+
+def test_prompts_with_and_without_a_condition_are_refused_in_any_order():
+    case = cases()["sd15"]
+    policy = flowrl.load_policy(case.make(), **case.call)
+    for given in ([{}, {"negative_prompt": "blur"}], [{"negative_prompt": "blur"}, {}]):
+        with pytest.raises(
+            ValueError, match="prompts have the condition negative_prompt and other"
+        ):
+            flowrl.generate(policy, ["a", "b"], steps=1, conditions=given)
+    both = flowrl.generate(
+        policy, ["a", "b"], steps=2, conditions=[{"negative_prompt": t} for t in ("", "blur")]
+    )
+    alone = flowrl.generate(policy, "a", steps=2, conditions=[{"negative_prompt": ""}])
+    assert torch.allclose(both[0], alone[0], atol=1e-4)
+    with pytest.raises(ValueError, match="guidance_scale is one for all prompts: the sampler"):
+        flowrl.generate(policy, "a", conditions=[{"guidance_scale": 1.5}])
+
+
+def test_a_picture_that_the_pipeline_needs_is_asked_for():
+    case = cases()["wan_i2v"]
+    call = {k: v for k, v in case.call.items() if k != "image"}
+    with pytest.raises(ValueError, match="WanImageToVideoPipeline needs 'image': a column of the"):
+        flowrl.load_policy(case.make(), **call)
 
 
 EDITS = """

@@ -52,6 +52,9 @@ class ToyPolicy(nn.Module):
             return v
         return v + self.net_of(self.active)(torch.cat([x, s, torch.eye(3)[rows]], 1))
 
+    def reward(self, x, rollout, samples, sigma=0.0):
+        return nearness(x, rollout.group[samples])
+
     def net_of(self, view):
         return {"default": self.net, "old": self.old, "anchor": self.anchor}[view]
 
@@ -124,9 +127,14 @@ def rewards_of(total, raw=None, weights=None):
     )
 
 
+def nearness(x, group):
+    """Minus the squared distance of x (n, 2) to the prompts' centres moved by (1, 1)."""
+    return -(x - CENTRES[group] - 1).square().sum(1)
+
+
 def to_the_right(rollout):
-    """Reward: minus the squared distance to the prompt's centre moved by (1, 1)."""
-    return rewards_of(-(rollout.leaves - CENTRES[rollout.group] - 1).square().sum(1))
+    """Reward: `nearness`."""
+    return rewards_of(nearness(rollout.leaves, rollout.group))
 
 
 def gradient(module):

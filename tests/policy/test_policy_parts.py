@@ -321,7 +321,9 @@ def test_gradient_checkpointing_changes_no_gradient():
 def test_lora_options_are_checked():
     with pytest.raises(ValueError, match="rank, alpha, targets and init"):
         tiny.policy("sd3", lora={"r": 4})
-    with pytest.raises(ValueError, match="match no Linear layer.*to_q"):
+    with pytest.raises(ValueError, match='no Linear layer .* ends in "query"; .*to_q'):
         tiny.policy("sd3", lora={"rank": 2, "targets": ["query"]})
+    with pytest.raises(ValueError, match='ends in "to_w"'):  # though others are there
+        tiny.policy("sd3", lora={"rank": 2, "targets": ["to_q", "to_w"]})
     only = tiny.policy("sd3", lora={"rank": 2, "targets": ["to_q"]})
     assert all(".to_q." in k for k in only.parts["denoiser"])

@@ -242,7 +242,7 @@ def test_guidance_that_follows_time_is_combined_at_the_sigma_of_each_row():
 
 
 def test_arguments_the_pipeline_does_not_take_are_named():
-    with pytest.raises(ValueError, match="takes no argument 'heigth'; it takes .*odd"):
+    with pytest.raises(ValueError, match="takes no argument 'heigth'; choose from .*odd"):
         load_policy(loop(), heigth=8)
 
 

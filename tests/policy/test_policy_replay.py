@@ -7,8 +7,11 @@ import functools
 import pytest
 import tiny
 import torch
+from zoo import cases
 
+import flowrl
 from flowrl.policy import SelfCheck
+from flowrl.policy import check as checking
 from flowrl.policy.replay.items import items_of
 
 
@@ -287,3 +290,18 @@ def tiny_reference(x):
     policy = load("sd3")
     with torch.no_grad():
         return policy.velocity(x, 0.5, policy.encode(tiny.PROMPTS), torch.arange(2))
+
+
+def test_a_size_that_the_pipeline_rounds_is_noted():
+    case = cases()["flux"]
+    policy = flowrl.load_policy(case.make(), **{**case.call, "height": 20, "width": 33})
+    (note,) = policy.self_check().notes
+    assert note == "the pipeline makes 20 x 32 (height x width), and was asked for 20 x 33"
+
+
+def test_media_that_are_not_finite_do_not_pass():
+    whole = torch.full((2, 3, 4, 4), 0.5)
+    torn = whole.clone()
+    torn[1, 0, 0, 0] = torch.nan
+    assert checking._beside(whole, whole) == 0.0
+    assert not checking._beside(torn, whole) <= 1.0 and not checking._beside(whole, torn) <= 1.0

@@ -60,7 +60,10 @@ def refused(tmp_path, *arguments):
         ),
         ("trackers=[tensorbord]", "trackers=['tensorbord']"),
         ("train.precision=fp16", "train.precision=fp16 needs a GPU"),
-        ("train.lora.targets=[to_z]", "lora targets ['to_z'] match no Linear layer"),
+        (
+            "train.lora.targets=[to_z]",
+            'SD3Transformer2DModel ends in "to_z"; did you mean',
+        ),
         ("train.init_lora=nowhere", "nowhere"),
         ("model.pipeline.heigth=64", "heigth"),
         (
@@ -178,7 +181,7 @@ def test_settings_that_do_not_go_together_are_named(tmp_path, monkeypatch, wrong
         ),
         (
             ["generate", "shapes-sd3", "a red circle", "--lora", "nowhere"],
-            "nowhere holds no exported LoRA",
+            "there is no nowhere; give a finished run",
         ),
         (
             ["generate", "shapes-sd3", "a red circle", "--best-of", "2"],
@@ -186,7 +189,7 @@ def test_settings_that_do_not_go_together_are_named(tmp_path, monkeypatch, wrong
         ),
         (
             ["generate", "shapes-sd3", "a red circle", "--steps", "1", "-o", "out.mp3"],
-            '"out.mp3": an image is saved as .png',
+            '"out.mp3": media are saved as .png',
         ),
         (
             ["generate", "shapes-sd3", "a read circle", "--best-of", "2", "--reward", "shapes"],
@@ -390,8 +393,8 @@ def test_a_group_without_a_valid_sample_gives_no_gradient_rows(tmp_path):
         tmp_path, reward, batch__group="4", iterations="1", guard__invalid_fraction="0.5"
     )
     update, seen = made.learner.update, []
-    made.learner.update = lambda rollout, columns, batch: (
-        seen.append(columns) or update(rollout, columns, batch)
+    made.learner.update = lambda rollout, columns, *rest: (
+        seen.append(columns) or update(rollout, columns, *rest)
     )
     (it,) = list(made)
     assert (
@@ -488,7 +491,7 @@ def test_a_reward_of_the_wrong_shape_ends_the_command_with_one_sentence(tmp_path
     assert result.exit_code == 1 and len(sentences) == 2 and "Traceback" not in result.output
     assert "resume with: flowrl train --resume" in sentences[1]
     assert (
-        'reward "custom" returned a float32 tensor of shape (4, 1) on cpu; expected a float32'
+        'reward "custom": returned a float32 tensor of shape (4, 1) on cpu; expected a float32'
         " tensor of shape (4,)" in sentences[0]
     )
     assert not small.lines(tmp_path / "run")

@@ -60,8 +60,9 @@ def commands(page, text):
     return [(where, words[1:]) for where, words in shell(page, text) if words[0] == "flowrl"]
 
 
-# The files of docs/extending.md are the reader's: see test_extending.py.
-OURS = {page: text for page, text in PAGES.items() if page != "docs/extending.md"}
+# Files of these pages are the reader's: see test_extending.py, test_plugins.py, test_own_module.py.
+READERS = ("docs/extending.md", "docs/your_own_module.md")
+OURS = {page: text for page, text in PAGES.items() if page not in READERS}
 BLOCKS = [block for page, text in OURS.items() for block in blocks(page, text)]
 PYTHON = {where: code for where, language, code, _ in BLOCKS if language == "python"}
 RUN = {where: code for where, _, code, run in BLOCKS if run}
@@ -343,7 +344,7 @@ def test_shared_and_own_tables_together_are_an_algorithms_options(reference, nam
         page.split(f"### Options {title}\n")[1].split("\n### ")[0]
         for title in re.findall(r"\[(of [\w ]+)\]\(#", section)
     ]
-    assert len(shared) == 2
+    assert len(shared) == (1 if name == "reward_gradient" else 3)
     cells = re.compile(r"^\| `(algorithm\.[\w.]+)` \| `([^`]*)` \|", re.M)
     said = dict(row for table in [*shared, section] for row in cells.findall(table))
     options = reference.rows(schema.algorithm_schema(name), "algorithm.")
@@ -413,6 +414,11 @@ def example(name, copies=1, prompts=2):
     return cfg, algorithm, policy, rollout, rewards, rows
 
 
+def copies_of(algorithm, plan):
+    """n of the formulas: a sample's noise levels, or its noised copies."""
+    return algorithm.config.noised if "reward" in algorithm.needs else algorithm.draws(plan)
+
+
 def letters(c, steps):
     """What the formulas of methods on denoising steps name."""
     start = window_start(c, steps, iteration=0, seed=0, memory={}) if windowed(c) else 0
@@ -430,7 +436,7 @@ def test_the_formulas_of_cost_count_the_rollout_and_the_rows(name, copies):
     plan, steps = rollout.plan, cfg.sampler.steps
     known = {"T": steps, "G": cfg.batch.group * copies, "floor": math.floor, "ceil": math.ceil}
     on_steps = "log_prob" in algorithm.needs
-    known |= letters(algorithm.config, steps) if on_steps else {"n": algorithm.draws(plan)}
+    known |= letters(algorithm.config, steps) if on_steps else {"n": copies_of(algorithm, plan)}
     leaves, forwards, most = COST[name]
     assert eval(leaves, dict(known)) == plan.leaves
     known["C"] = known["G"] // plan.leaves

@@ -1,5 +1,5 @@
-"""The example of docs/extending.md: its blocks, as they stand on the page, are found, trained and
-tested like what ships."""
+"""The algorithm that docs/extending.md adds to the repository: its blocks, as they stand on the
+page, are found, trained and tested like what ships."""
 
 import importlib
 import importlib.util
@@ -20,7 +20,7 @@ from flowrl.config import load, schema
 from flowrl.config.compose import ConfigError
 from flowrl.runtime import registry
 
-PAGE = PAGES["docs/extending.md"]
+PAGE = PAGES["docs/extending.md"].partition("\n## A new algorithm in the repository\n")[2]
 FILES = {
     m[1]: m[3] for m in re.finditer(r"^`([\w/.]+)`:\n\n(`{3,})\w+\n(.*?)^\2$", PAGE, re.M | re.S)
 }

@@ -15,7 +15,6 @@ from flowrl.rollouts import draw
 from flowrl.rollouts.overlap import OverlappedScorer
 from flowrl.rollouts.scorer import Scorer
 from flowrl.runtime.ledger import Ledger
-from flowrl.training import loop
 from flowrl.types import PromptBatch
 
 BATCH = PromptBatch(text=["a", "b", "c"], ids=torch.arange(3), meta=[{"k": 1}, {"k": 2}, {"k": 3}])
@@ -118,7 +117,8 @@ def test_a_broken_reward_stops_the_caller(overlap):
 
 
 def test_a_run_with_overlap_is_the_run_without(tmp_path):
-    """But for rounding: prompts are encoded two by two instead of four at once."""
+    """But for rounding: prompts are encoded two by two instead of four at once, and a JPEG file may
+    be a byte longer for it."""
     runs = {}
     for overlap in ("0", "2"):
         changes = {
@@ -129,13 +129,13 @@ def test_a_run_with_overlap_is_the_run_without(tmp_path):
             "checkpoint__every": "9",
             "optimizer__eps": "1e-3",  # Adam blows rounding up
         }
-        run = loop.train(small.config(tmp_path / overlap, **changes, batch__overlap=overlap))
+        run = flowrl.train(small.config(tmp_path / overlap, **changes, batch__overlap=overlap))
         runs[overlap] = [
             {k: v for k, v in line.items() if not k.startswith(small.CHANGING)}
             for line in small.lines(run.path)
         ]
     for without, overlapped in zip(runs["0"], runs["2"], strict=True):
-        assert overlapped == pytest.approx(without, rel=1e-3, abs=1e-6)
+        assert overlapped == pytest.approx(without, rel=5e-3, abs=1e-6)
 
 
 def test_a_run_stops_resumable_when_a_reward_is_gone(tmp_path, monkeypatch):

@@ -62,6 +62,7 @@ def rewards(world):
     kinds, errors = ({"nan": 2}, ["rank 1 broke"]) if world.rank else ({}, [])
     return Rewards(
         raw={"a": value},
+        counted={"a": -value},
         weights={"a": 1.0},
         total=value,
         valid=value == 0,
@@ -73,10 +74,11 @@ def rewards(world):
 def test_rewards_errors_and_kinds_of_all_are_known_to_all(tmp_path, monkeypatch):
     def work(world):
         found = world.gather_rewards(rewards(world))
-        return found.total.tolist(), found.errors, found.kinds
+        return found.total.tolist(), found.terms["a"].tolist(), found.errors, found.kinds
 
     found = together(work, tmp_path, monkeypatch)
-    assert found[0][0] == found[1][0] == ([0, 0, 1, 1], ["rank 1 broke"], {"nan": 2})
+    expected = ([0, 0, 1, 1], [0, 0, -1, -1], ["rank 1 broke"], {"nan": 2})
+    assert found[0][0] == found[1][0] == expected
 
 
 @pytest.mark.parametrize("where", ["at a meeting", "within a sum"])

@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from flowrl.evaluation import record
 from flowrl.policy import lora
@@ -112,5 +111,5 @@ def test_damaged_pictures_before_training_are_left_out(tmp_path, damage):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 255 * (damage == "bits")
     path.write_bytes(data[: -40 if damage == "torn" else None])
-    found = record._pictures_before(tmp_path, torch.Size((2, 3, 4, 4)))
+    found = record._kept_before(tmp_path, "images", np.zeros((2, 3, 4, 4), np.uint8))
     assert bool(found) == (damage == "none")

@@ -270,7 +270,7 @@ def test_flow_sde_at_pure_noise_asks_for_a_cap():
 def test_every_sde_is_found_by_name_and_a_misspelt_one_is_answered():
     assert set(sde.SDES) <= set(registry.choices("flowrl.samplers"))
     with pytest.raises(ValueError, match='did you mean "flow_sde"'):
-        sde.module("flow_sda")
+        sde.find("flow_sda")
 
 
 def test_sd3_schedule_is_shifted_twice():

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import small
 
+import flowrl
 from flowrl.config.load import read_config
 from flowrl.runtime import checkpoint, history
 from flowrl.runtime.checkpoint import CheckpointError
@@ -234,7 +235,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(trained, tmp_path
         shutil.rmtree(made.path / "checkpoints")
     cfg = config_of(made.path)
     del made
-    loop.train(cfg, resume=tmp_path / "run")
+    flowrl.train(cfg, resume=tmp_path / "run")
     assert small.numbers(tmp_path / "run") == small.numbers(trained)
     assert ("it starts from iteration 0" in caplog.text) == (kept == "config.yaml alone")
 

@@ -11,10 +11,11 @@ import pytest
 import small
 import torch
 
+import flowrl
 from flowrl.config import load
 from flowrl.rewards import load_set
 from flowrl.runtime import checkpoint
-from flowrl.training import build, loop
+from flowrl.training import build
 
 SCRIPT = """
 import json, os, signal, sys, torch
@@ -145,7 +146,7 @@ def step_by_step(run):
 def test_two_processes_equal_one(two, tmp_path, monkeypatch, algorithm):
     monkeypatch.setattr(build, "load_set", lambda _: load_set({"spread": smooth}))
     words = small.words(tmp_path / "one", algorithm, **RUNS[algorithm])
-    one = loop.train(load.load_config(None, words))
+    one = flowrl.train(load.load_config(None, words))
     a, b = step_by_step(one.path), step_by_step(two / algorithm)
     assert [line["iteration"] for line in b] == [1, 2]
     for mine, theirs in zip(a, b, strict=True):

@@ -9,11 +9,12 @@ import pytest
 import small
 import torch
 
+import flowrl
 from flowrl.config import build
 from flowrl.policy.load import load_policy
 from flowrl.rewards import load_set
 from flowrl.runtime import checkpoint
-from flowrl.training import loop, outputs, records, update
+from flowrl.training import outputs, records, update
 
 TIMES = {
     f"time/{phase}"
@@ -375,7 +376,7 @@ def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path):
         if it.number == 3:
             break  # iteration 3 was logged, and is after the last checkpoint
     made.parts.weights.accelerator.end_training()
-    loop.train(made.cfg, resume=made.path)
+    flowrl.train(made.cfg, resume=made.path)
     folder = next((made.path / "tracker").rglob("events.*")).parent
     events = EventAccumulator(str(folder)).Reload()
     assert [e.step for e in events.Scalars("reward/total")] == [1, 2, 3, 4]

@@ -9,6 +9,7 @@ import pytest
 import small
 import torch
 
+import flowrl
 from flowrl.config import build
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
 from flowrl.rollouts import draw
@@ -299,7 +300,7 @@ def test_all_weights_resume_bit_for_bit(tmp_path):
         if it.number == 2:
             break
     part.save()
-    loop.train(part.cfg, resume=part.path)
+    flowrl.train(part.cfg, resume=part.path)
     assert small.numbers(part.path) == small.numbers(whole.path)
     a, b = small.weights(part.path), small.weights(whole.path)
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

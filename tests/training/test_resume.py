@@ -10,10 +10,11 @@ import pytest
 import small
 import torch
 
+import flowrl
 from flowrl.config.load import read_config
 from flowrl.rollouts import draw
 from flowrl.runtime import checkpoint, history
-from flowrl.training import loop, outputs
+from flowrl.training import outputs
 from flowrl.training.resume import check_resume
 
 ITERATIONS = "5"
@@ -165,7 +166,7 @@ def test_a_run_left_early_and_saved_by_hand_goes_on(uninterrupted, tmp_path):
         if it.number == 3:
             break
     trainer.save()
-    loop.train(trainer.cfg, resume=tmp_path / "run")
+    flowrl.train(trainer.cfg, resume=tmp_path / "run")
     assert_equal(tmp_path / "run", uninterrupted("mix_grpo"))
 
 
@@ -217,7 +218,7 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(
     run = shutil.copytree(uninterrupted("nft"), tmp_path / "run")
     file = checkpoint.latest(run) / DAMAGED[how]
     damage(file, how)
-    loop.train(read_config(run / "config.yaml"), resume=run)
+    flowrl.train(read_config(run / "config.yaml"), resume=run)
     said = next(text for text in caplog.messages if str(file) in text)
     assert how in said and "kept as damaged-step-000005" in said and "from step-000004" in said
     assert_equal(run, uninterrupted("nft"))

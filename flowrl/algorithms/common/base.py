@@ -110,6 +110,9 @@ class VelocityField(Protocol):
         guidance: float | str = "pipeline",
         detach_uncond: bool = False,
     ) -> Tensor: ...
+    def reward(
+        self, x: Tensor, rollout: Rollout, samples: Tensor, sigma: float = 0.0
+    ) -> Tensor: ...
     def view(self, name: str) -> AbstractContextManager[None]: ...
     def same(self, a: str, b: str) -> bool: ...
 
@@ -118,7 +121,8 @@ class Algorithm:
     """One instance a run; holds its config, and in `memory` what a later plan may depend on."""
 
     Config: ClassVar[type[Options]] = Options
-    needs: frozenset[str] = frozenset()  # of "log_prob" | "leaves" | "reference" | "old" | "anchor"
+    # of "log_prob" | "leaves" | "reference" | "old" | "anchor" | "reward"
+    needs: frozenset[str] = frozenset()
     # what one term of the loss joins; if not a row: rows of equal column "unit"
     couples: Literal["row", "sample", "group"] = "row"
     rollout_view: Literal["default", "old"] = "default"  # which weights sample
@@ -168,9 +172,10 @@ class Algorithm:
         """Win rates within groups, of each reward and of their sum, in place of the rewards."""
         raw = {
             label: credit.win_rate(value.masked_fill(~rewards.valid, float("nan")), group)
-            for label, value in rewards.raw.items()
+            for label, value in rewards.terms.items()
         }
-        return dataclasses.replace(rewards, raw=raw, total=credit.win_rate(rewards.total, group))
+        total = credit.win_rate(rewards.total, group)
+        return dataclasses.replace(rewards, raw=raw, counted={}, total=total)
 
     def advantages(self, rollout: Rollout, leaf: Tensor) -> Advantages:
         """Credit of this process's leaves and transitions from its leaf advantages (B,)."""

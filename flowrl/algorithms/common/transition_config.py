@@ -6,6 +6,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -15,10 +16,19 @@ from pydantic import (
 )
 
 from flowrl.algorithms.common import base
+from flowrl.runtime import registry
 from flowrl.runtime.read_when import read_above, read_when, read_with
+from flowrl.samplers import sde
 
 FORKING = ("branch", "tree", "fan", "granular")  # plans whose samples share steps
 OWN_STATISTICS = ("depth", "siblings", "granular")  # credit rules that z-score edges, not samples
+
+
+def known_sde(name: str) -> str:
+    """The name of a step that is there, with its whole path; else ValueError."""
+    sde.find(name := registry.absolute(name))
+    return name
+
 
 planned = partial(read_when, "algorithm.plan")
 scheduled = partial(read_when, "algorithm.window.schedule")
@@ -128,8 +138,12 @@ class TransitionConfig(base.Credit, base.Anchor):
         Window(), description="Where the window lies, and how it moves."
     )
     tree: Tree = Field(Tree(), description="The forks of plan=branch, tree, fan and granular.")
-    sde: Literal["flow_sde", "dance_sde", "cps", "ddim"] = Field(
-        "flow_sde", description="The SDE step; sampler.eta is its noise level."
+    sde: Annotated[str, AfterValidator(known_sde)] = Field(
+        "flow_sde",
+        description=(
+            "The SDE step: flow_sde, dance_sde, cps, ddim, or a transition of your own,"
+            " path/to/file.py:NAME; sampler.eta is its noise level."
+        ),
     )
     tail: Annotated[float | None, WINDOWED] = Field(
         None,

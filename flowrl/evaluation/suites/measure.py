@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +231,7 @@ def by_dimension(rewards: RewardSet) -> RewardSet:
     read: dict[str, Reward] = {
         k: ByDimension(r) if isinstance(r, Checklist) else r for k, r in rewards.rewards.items()
     }
-    return RewardSet(rewards=read, weights=rewards.weights)
+    return replace(rewards, rewards=read)
 
 
 # ---------------------------------------------------------------------------

@@ -211,9 +211,10 @@ def python_files(value: Any) -> list[Path]:
 
 
 def trained_on(cfg: Config) -> list[str]:
-    """Rewards whose weight is not 0, by their names."""
-    weighted = (label for label, entry in cfg.reward.items() if entry.get("weight", 1.0))
-    return sorted({_name(cfg, label) for label in weighted})
+    """Rewards whose weight is not 0, and their gates, by their names."""
+    weighted = {k: entry for k, entry in cfg.reward.items() if entry.get("weight", 1.0)}
+    gates = {label for entry in weighted.values() for label in entry.get("gate") or ()}
+    return sorted({_name(cfg, label) for label in weighted.keys() | gates})
 
 
 def _labels(cfg: Config, names: Collection[str]) -> set[str]:
@@ -287,7 +288,7 @@ def _contamination(cfg: Config, task: Task) -> tuple[dict[str, Any] | None, str 
 def _training_prompts(cfg: Config) -> Prompts:
     if cfg.data.offline:
         return scored_dataset.load(cfg.data.offline).prompts
-    return load_prompts(cfg.data.train)
+    return load_prompts(cfg.data.train, cfg.data.columns)
 
 
 def _warnings(task: Task, record: dict[str, Any]) -> list[str]:

@@ -148,7 +148,20 @@ def _call(
     for slot in plan.slots:
         if slot.map.const is not None:
             values[slot.path] = _constant(replay, slot, k, own)[:, :prompts]
+            _check_size(slot, values[slot.path].shape[-1])
     return values, {path: get(call.args, path) for path in plan.shared}
+
+
+def _check_size(slot: Slot, size: int) -> None:
+    """ValueError where conditions give the network more, or less, than those that were recorded."""
+    assert slot.map.const is not None
+    recorded = slot.map.const.shape[-1]
+    if size != recorded:
+        raise ValueError(
+            f"conditions that give the network {size} numbers beside the latents, where those that"
+            f" the loop was recorded with give {recorded}; make the pictures of all prompts one"
+            " size"
+        )
 
 
 def _scale(

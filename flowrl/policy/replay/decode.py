@@ -257,11 +257,18 @@ def tail(
         full = torch.cat([part, part[:1].expand(len(prober.runner.pad), *x.shape[1:])])
 
         def cast(
-            z: Tensor, *args: Any, return_dict: bool = True, vae: Any = vae, **kwargs: Any
+            z: Tensor,
+            *args: Any,
+            return_dict: bool = True,
+            vae: Any = vae,
+            rows: int = len(full),
+            **kwargs: Any,
         ) -> Any:
             own = partial(type(vae).decode, vae)
+            each = z.split(1) if len(z) == rows else [z]  # a media at a time, to save memory
             with saved_tensors_hooks(_same, _same):  # not for what the VAE saves
-                out = decoded(vae, z.to(vae.dtype), *args, decode=own, **kwargs)
+                out = [decoded(vae, v.to(vae.dtype), *args, decode=own, **kwargs) for v in each]
+            out = torch.cat(out)
             return _output(out) if return_dict else (out,)
 
         # some tails edit their latents in place, after sums whose gradient needs them

@@ -6,6 +6,7 @@ to edit, a first frame, a mask, a negative prompt.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
+
+OWN = re.compile(r"(^|_)(images?|masks?|videos?)(_|$)|^negative_prompt")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +36,11 @@ def is_media(value: Any) -> bool:
 def is_text(name: str) -> bool:
     """Whether an argument is a text that every pipeline takes as a list, one entry a prompt."""
     return name.startswith(("negative_prompt", "prompt_")) and "embeds" not in name
+
+
+def is_own(name: str) -> bool:
+    """Whether an argument's name is that of pictures or of a negative prompt."""
+    return bool(OWN.search(name)) and not name.startswith("num_")
 
 
 def altered(value: Any) -> Any:

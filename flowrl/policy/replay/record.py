@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,10 +24,17 @@ from flowrl.policy.replay.errors import Halt, UnreplayableError
 from flowrl.policy.replay.items import Item, is_media, is_text
 from flowrl.policy.replay.steps import StepPattern, Stepper, patched_scheduler
 from flowrl.runtime.memory import ran_out
+from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.text import printable
 
 LONGEST_TEXT = 65536  # tokens of a prompt
+SIZES = ("height", "width", "num_frames")
 COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
+MEANT = {
+    "num_frames": ": it makes images, or videos of a length of its own",
+    "image": ": it starts from the text alone",
+    "video": ": it takes no video",
+}
 OURS = frozenset(  # arguments of the pipeline's call that flowrl gives
     {"self", "prompt", "num_inference_steps", "output_type", "return_dict", "latents", *COUNTS}
 )
@@ -138,25 +146,46 @@ class Runner:
 
     def _denoisers(self) -> dict[str, nn.Module]:
         """The networks of the loop by component name; a hint may name them."""
+        own = type(self.pipe).__name__
+        if not hasattr(self.pipe, "scheduler"):
+            raise UnreplayableError(
+                f'{own} has no component named "scheduler", whose step ends each iteration'
+            )
         parts = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
         usual = [name for name in parts if name.startswith(("transformer", "unet"))]
         names = self.hints.get("denoisers") or usual
         if not names:
             raise UnreplayableError(
-                f"{type(self.pipe).__name__} has no component named transformer* or unet*; name"
-                " them with hints denoisers=[...]"
+                f"{own} has no component named transformer* or unet*; name its networks, among"
+                f" {', '.join(parts)}, with hints (model.hints) denoisers=[...]"
             )
+        for name in names:
+            if name not in parts:
+                near = did_you_mean(str(name), parts)
+                raise ValueError(f'hint denoisers: {own} has no network "{name}"{near}')
         return {name: parts[name] for name in names}
 
     def check_names(self, names: Iterable[str]) -> None:
         """ValueError where the pipeline's call takes no such argument, or flowrl gives it."""
         unknown = sorted(set(names) - (set(self.parameters) - OURS))
         if unknown:
+            name = unknown[0]
+            taken = [k for k in self.parameters if k not in OURS and not k.startswith("callback")]
+            more = MEANT.get(name) or did_you_mean(name, taken)
             raise ValueError(
-                f"{type(self.pipe).__name__} takes no argument {printable(repr(unknown[0]))}"
-                f"{', which flowrl gives' * (unknown[0] in OURS)}; it takes "
-                + ", ".join(name for name in self.parameters if name not in OURS)
+                f"{type(self.pipe).__name__} takes no argument {printable(repr(name))}"
+                f"{', which flowrl gives' if name in OURS else more}"
             )
+
+    def unlike_asked(self, size: Sequence[int]) -> str | None:
+        """What to say where media are (height, width) = size and other numbers were asked for;
+        pipelines round them, and some leave one out that is given without the other."""
+        made = tuple(size)
+        asked = tuple(self.kwargs.get(side) or own for side, own in zip(SIZES, made, strict=False))
+        if asked == made:
+            return None
+        wanted, given = (" x ".join(map(str, sides)) for sides in (asked, made))
+        return f"the pipeline makes {given} (height x width), and was asked for {wanted}"
 
     def _checked(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Refuse arguments that the pipeline does not take; switch true CFG on where the pipeline's
@@ -166,6 +195,10 @@ class Runner:
         wanted = kwargs.get("true_cfg_scale", scale.default if scale else 1.0)
         if scale is not None and not isinstance(wanted, int | float):
             raise ValueError(f"true_cfg_scale={printable(repr(wanted))} should be a number")
+        for name in SIZES:
+            size = kwargs.get(name)
+            if name in self.parameters and size is not None and (type(size) is not int or size < 1):
+                raise ValueError(f"{name}={printable(repr(size))} should be a whole number from 1")
         length = kwargs.get("max_sequence_length", 1)
         if type(length) is not int or not 0 < length <= LONGEST_TEXT:
             raise ValueError(
@@ -195,7 +228,7 @@ class Runner:
             out[key] = [value] * len(prompts) if repeated else value
         if count := self.count:
             out[count] = len(items) if self.form == "copies" else 1
-        given = [{**self.always, **item.conditions} for item in items]
+        given = self.conditions_of(items)
         for key in given[0]:
             each = [own[key] for own in given]
             listed = self.form == "lists" or (is_text(key) and not alone)
@@ -204,6 +237,18 @@ class Runner:
             device = next(next(iter(self.denoisers.values())).parameters()).device
             out.setdefault("generator", torch.Generator(device).manual_seed(0))
         return out
+
+    def conditions_of(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+        """The conditions of each item, with those that hold where it has none of its own;
+        ValueError where their names differ, as the networks get those of all in one call."""
+        given = [{**self.always, **item.conditions} for item in items]
+        for own in given[1:]:
+            if other := sorted(own.keys() ^ given[0].keys()):
+                raise ValueError(
+                    f"some of these prompts have the condition {other[0]} and others have not; give"
+                    " it to all or to none"
+                )
+        return given
 
     @property
     def streams(self) -> int:
@@ -255,7 +300,8 @@ class Runner:
             stack.enter_context(self.answers.of(encoders))
             stack.enter_context(patched_scheduler(self.pipe.scheduler, stepper, on_times))
             stack.enter_context(torch.set_grad_enabled(grad))
-            stack.enter_context(blaming(self.pipe, self.kwargs, but=UnreplayableError))
+            named = {**self.kwargs, **self.always, **items[0].conditions}
+            stack.enter_context(blaming(self.pipe, named, but=UnreplayableError))
             try:
                 return self.undecorated(self.pipe, **given)[0]
             except Halt:
@@ -290,18 +336,33 @@ def copied(value: Any) -> Any:
 
 @contextlib.contextmanager
 def blaming(pipe: Any, kwargs: Mapping[str, Any], *, but: type[ValueError]) -> Iterator[None]:
-    """An error inside, other than `but`, becomes a ValueError that names the arguments of the call,
-    if the user chose any."""
+    """An error inside, other than `but`, becomes a ValueError that names the arguments of the
+    call, which the user chose."""
     try:
         yield
     except Exception as error:
-        if isinstance(error, but) or ran_out(error) or not kwargs:
+        if isinstance(error, but) or ran_out(error):
             raise
-        given = printable(", ".join(f"{k}={v!r}" for k, v in kwargs.items()))
+        own = type(pipe).__name__
+        if missing := re.search(r"missing \d+ required [\w-]+ arguments?: (.*)", str(error)):
+            raise ValueError(
+                f"{own} needs {printable(missing[1])}: a column of the prompts (or conditions=), or"
+                " one value for all, model.pipeline.NAME (on the command line --pipeline NAME=FILE)"
+            ) from error
+        given = ", ".join(f"{name}={_brief(value)}" for name, value in kwargs.items())
+        said = f"{type(error).__name__}: {printable(error)}"
         raise ValueError(
-            f"{type(pipe).__name__} fails with the arguments {given}: {type(error).__name__}:"
-            f" {printable(error)}; correct or leave out what model.pipeline gives it"
+            f"{own} fails with the arguments {printable(given)}: {said}; correct or leave out what"
+            " model.pipeline or the prompts give it"
+            if given
+            else f"{own} fails: {said}; it may need a picture, a mask or another argument of its"
+            " call: a column of the prompts, or model.pipeline.NAME"
         ) from error
+
+
+def _brief(value: Any) -> str:
+    """A value for a sentence: a picture by its kind."""
+    return f"<{type(value).__name__}>" if is_media(value) else repr(value)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from flowrl.rewards import (
     score,
 )
 from flowrl.rewards.core.failures import KINDS, Problem, kind_of, kinds_of
-from flowrl.rewards.core.score import RewardSet
+from flowrl.rewards.core.reward_set import RewardSet
 
 MEDIA = torch.rand(4, 3, 8, 8)
 PROMPTS = ["a cat", "a dog", "a fish", "a bird"]

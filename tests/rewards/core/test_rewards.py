@@ -387,7 +387,11 @@ def test_a_needed_column_that_is_missing_is_named_at_start_up():
             "already loaded, so .'weigt'. cannot be set",
         ),
         ({}, "at least one reward"),
-        ("jpeg", "at least one reward"),
+        ([brightness, brightness], 'two rewards are called "brightness"'),
+        (
+            lambda media: media,
+            "is called as <lambda>.media, prompts, context.: too many positional",
+        ),
     ],
 )
 def test_bad_specifications_are_one_sentence(spec, said):
@@ -405,7 +409,7 @@ def test_all_problems_of_settings_are_reported_together():
     [
         (lambda m: m.double(), "torch.float64 tensor"),
         (lambda m: m.numpy(), "ndarray"),
-        (lambda m: m[:, :1], r"shape \(4, 1, 16, 16\)"),
+        (lambda m: m.mean((1, 2, 3)), r"shape \(4,\)"),
         (lambda m: m * 2 - 1, r"media spans \[-1"),
         (lambda m: m * 255, "media spans"),
         (lambda m: m[:3], "3 media but 4 prompts"),
@@ -414,6 +418,18 @@ def test_all_problems_of_settings_are_reported_together():
 def test_media_that_rewards_could_not_trust_are_refused(media, change, said):
     with pytest.raises(ValueError, match=said):
         rewards.score(change(media), PROMPTS, {"a": brightness})
+
+
+def test_a_reward_of_pictures_says_what_it_needs_and_a_function_takes_any_media(media):
+    motion = media.flatten(1)[:, :24].view(4, 12, 2) * 10
+    with pytest.raises(ValueError, match=r'"jpeg" takes images \(B, 3, H, W\).*\(4, 12, 2\)'):
+        rewards.score(motion, PROMPTS, {"jpeg": 1.0})
+    with pytest.raises(ValueError, match=r"\(4, 1, 16, 16\)"):
+        rewards.score(media[:, :1], PROMPTS, {"jpeg": 1.0})
+    found = rewards.score(motion, PROMPTS, lambda m, prompts, context: m.flatten(1).mean(1))
+    assert torch.equal(found.total, motion.flatten(1).mean(1))
+    with pytest.raises(rewards.RewardBug, match=r"shape \(4, 12\) on cpu; expected .* \(4,\)"):
+        rewards.score(motion, PROMPTS, lambda m, prompts, context: m.mean(2))
 
 
 def test_every_reward_in_the_folder_states_its_scale_and_schema():

@@ -1,0 +1,44 @@
+"""The class behind an algorithm's name: a module of flowrl/algorithms, "path/to/file.py:Class", or
+an entry point in the group flowrl.algorithms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flowrl.algorithms.common.base import Algorithm, Options
+from flowrl.runtime import registry
+
+OWN = ("plan", "columns", "score", "loss", "fit")  # what the base class leaves open
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """Unknown, broken or incomplete -> ValueError."""
+    found = registry.plugin(
+        "flowrl.algorithms", name, "ALGORITHM", what="algorithm", suits=is_algorithm
+    )
+    return checked(found, f'algorithm "{name}"')
+
+
+def is_algorithm(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Algorithm)
+
+
+def checked(found: Any, what: str) -> type[Algorithm]:
+    """The class, if it is a whole one; else ValueError that begins with `what`."""
+    if not is_algorithm(found):
+        said = getattr(found, "__name__", repr(found))
+        raise ValueError(
+            f"{what}: {said} is not a subclass of flowrl.algorithms.common.base.Algorithm"
+        )
+    cls: type[Algorithm] = found
+    if not (isinstance(cls.Config, type) and issubclass(cls.Config, Options)):
+        raise ValueError(
+            f"{what}: the Config of {cls.__name__} is not a subclass of"
+            " flowrl.algorithms.common.base.Options, a pydantic model"
+        )
+    if left := [method for method in OWN if getattr(cls, method) is getattr(Algorithm, method)]:
+        raise ValueError(
+            f"{what}: {cls.__name__} does not define {', '.join(left)}; a subclass of"
+            " TransitionMethod or ForwardMethod needs only loss"
+        )
+    return cls

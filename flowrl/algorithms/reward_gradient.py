@@ -1,0 +1,263 @@
+"""Direct reward gradients: the reward of a sample is differentiated through decoder and sampler.
+
+    begin   a step of the sampler; what comes before it has no gradient
+    x0      the sample, by the steps that are left, or by one estimate x - sigma v from there
+    L       mean of -R(decode(x0)), or of its distance from a target
+
+ReFL (arXiv:2304.05977): begin is drawn in the last quarter, one estimate, no guidance, relu(2 - R).
+DRaFT-K (arXiv:2309.17400): the last K steps; K = T is full backpropagation. DRaFT-LV: the finished
+sample is noised n times to the last noise level, with one step from each. AlignProp
+(arXiv:2310.03739): begin is drawn anew in each iteration around 84% of the schedule.
+
+The sampler is the ODE's first-order one: each step is x + (s' - s) v(x, s). On a flow the estimate
+moves by -sigma dv, which vanishes where the last sigma is small: `rescale` divides that gradient by
+sigma, and changes no value.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flowrl.algorithms.common import base, forward
+from flowrl.runtime.read_when import read_when
+from flowrl.samplers import keys
+from flowrl.samplers import plan as plans
+from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class RewardGradientConfig(base.Anchor):
+    begin: Literal["fixed", "uniform", "normal"] = Field(
+        "fixed",
+        description=(
+            "Step where the gradient begins: `last` before the end, or drawn in each iteration."
+        ),
+    )
+    last: Annotated[PositiveInt | None, read_when("algorithm.begin", "fixed")] = Field(
+        1, description="Steps at the end that have a gradient; none: all."
+    )
+    earliest: Annotated[Share, read_when("algorithm.begin", "uniform")] = Field(
+        0.75, description="Share of the schedule before which no gradient begins."
+    )
+    mean: Annotated[Share, read_when("algorithm.begin", "normal")] = Field(
+        0.84, description="Where it begins on average, as a share of the schedule; ..."
+    )
+    spread: Annotated[PositiveFloat, read_when("algorithm.begin", "normal")] = Field(
+        0.1, description="... and its deviation."
+    )
+    estimate: bool = Field(
+        False, description="One estimate of the data from where the gradient begins, no more steps."
+    )
+    noised: NonNegativeInt = Field(
+        0, description="Times a finished sample is noised again to the last noise level; 0: none."
+    )
+    objective: Literal["reward", "hinge", "distance"] = Field(
+        "reward", description="The loss: -R, max(0, target - R), or |target - R|."
+    )
+    target: Annotated[float, read_when("algorithm.objective", "hinge", "distance")] = Field(
+        2.0, description="Reward that is aimed at, in the units of the weighted sum."
+    )
+    scale: PositiveFloat = Field(1.0, description="The loss is multiplied by it.")
+    rescale: bool = Field(
+        False, description="Divide the gradient of an estimate by its sigma, which values keep."
+    )
+    checkpoint: bool = Field(
+        True, description="Compute each network call again for its gradient, to save memory."
+    )
+
+    @model_validator(mode="after")
+    def check_parts(self) -> RewardGradientConfig:
+        if self.noised and (self.begin != "fixed" or self.last != 1):
+            raise ValueError(
+                "algorithm.noised noises samples to the last noise level: it goes with begin=fixed"
+                " and last=1"
+            )
+        one = self.estimate or self.noised
+        if self.rescale and not (one or (self.begin == "fixed" and self.last == 1)):
+            raise ValueError(
+                "algorithm.rescale is of a single step: it goes with estimate=true, noised or"
+                " last=1"
+            )
+        return self
+
+
+class RewardGradient(base.Anchored):
+    Config = RewardGradientConfig
+    config: RewardGradientConfig
+
+    def __init__(self, config: RewardGradientConfig):
+        super().__init__(config)
+        self.needs = frozenset({"reward"} | self.anchor_needs())
+
+    # ------------------------------------------------------------------ which steps
+
+    def plan(self, sigmas: Tensor, *, sampler: base.Sampler, iteration: int, seed: int) -> Plan:
+        steps = len(sigmas) - 1
+        begin = None if self.config.noised else self.begin(steps, seed, iteration)
+        return plans.ode(sigmas, solver="euler", init=sampler.init_noise, kept=begin)
+
+    def begin(self, steps: int, seed: int, iteration: int) -> int:
+        """Step of `steps` where the gradient begins."""
+        c = self.config
+        if c.begin == "fixed":
+            return max(0, steps - (c.last or steps))
+        generator = torch.Generator().manual_seed(keys.key(seed, "begin", iteration) % 2**63)
+        low = min(steps - 1, math.ceil(c.earliest * steps))
+        if c.begin == "uniform":
+            return int(torch.randint(low, steps, (), generator=generator))
+        drawn = 0
+        while not 1 <= drawn < steps and steps > 1:  # AlignProp draws again, too
+            drawn = int((c.mean + c.spread * torch.randn((), generator=generator)) * steps)
+        return drawn
+
+    def check(self, plan: Plan) -> None:
+        self.check_anchor()
+        c = self.config
+        if c.begin == "fixed" and c.last is not None and c.last > plan.edges:
+            raise ValueError(
+                f"algorithm.last={c.last} of sampler.steps={plan.edges}; lower it, or leave all"
+                " steps to algorithm.last=null"
+            )
+        if plan.sigma_next[-1] > 0 and c.rescale and not (c.estimate or c.noised):
+            raise ValueError(
+                "algorithm.rescale is of an estimate of the data, and the schedule of this model"
+                " ends above noise level 0, where the last step gives none; add"
+                " algorithm.estimate=true"
+            )
+
+    def most_rows(self, plan: Plan, group: int) -> int:
+        return group * max(1, self.config.noised)
+
+    # ------------------------------------------------------------------ rows
+
+    def leaf_advantages(self, rewards: Rewards, group: Tensor) -> Tensor:
+        """The rewards themselves: nothing is compared with its group."""
+        return torch.where(rewards.valid, rewards.total, torch.nan)
+
+    def columns(
+        self, rollout: Rollout, advantages: Advantages, *, seed: int, iteration: int
+    ) -> Columns:
+        """A row a sample, or a noised copy of one."""
+        copies = max(1, self.config.noised)
+        sample = torch.nonzero(~advantages.leaf.isnan()).flatten().repeat_interleave(copies)
+        number = torch.arange(copies, device=sample.device).repeat(len(sample) // copies)
+        key = keys.key(seed, "noised", iteration, rollout.leaf_key[sample].cpu(), number.cpu())
+        return Columns(
+            {
+                "prompt": rollout.group[sample],
+                "sample": sample,
+                "adv": advantages.leaf[sample].float(),
+                "noise_key": key.to(sample.device),
+                "weight": torch.full((len(sample),), 1 / copies, device=sample.device),
+            }
+        )
+
+    # ------------------------------------------------------------------ the loss
+
+    def score(
+        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    ) -> dict[str, Tensor]:
+        """reward (n,) of the samples; kl (n,) when it has a weight."""
+        walk = Walk(policy, rollout, batch, self.config, self.anchor)
+        if self.config.noised:
+            x, sigma = self.renoised(walk, rollout, batch), 0.0
+        else:
+            x, sigma = self.finished(walk)
+        scores = {"reward": policy.reward(x, rollout, batch.sample, sigma)}
+        if self.config.kl_weight:
+            scores["kl"] = torch.stack(walk.distances).mean(0)
+        return scores
+
+    def finished(self, walk: Walk) -> tuple[Tensor, float]:
+        """(samples (n, *L), from the kept states on; their noise level)."""
+        x, step = walk.kept()
+        end, steps = float(walk.plan.sigma_next[-1]), range(step, walk.plan.edges)
+        if self.config.estimate or (len(steps) == 1 and not end):  # the same, as it ends at 0
+            return walk.estimate(x, step), 0.0
+        for i in steps:
+            x = walk.step(x, i)
+        return x, end
+
+    def renoised(self, walk: Walk, rollout: Rollout, batch: Columns) -> Tensor:
+        """Samples again, each from noise of its own at the last noise level."""
+        x0, last = rollout.leaves[batch.sample], walk.plan.edges - 1
+        noise = keys.gaussian(batch.noise_key, shape=x0.shape[1:], device=x0.device)
+        sigma = float(walk.plan.sigma[last])
+        return walk.estimate((1 - sigma) * x0 + sigma * noise, last)
+
+    def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
+        c, reward = self.config, scores["reward"]
+        term = {
+            "reward": -reward,
+            "hinge": (c.target - reward).clamp(min=0),
+            "distance": (c.target - reward).abs(),
+        }[c.objective]
+        metrics = {"policy/reward": reward}
+        return base.summed(base.held(c.scale * term, scores, metrics, c.kl_weight), metrics, batch)
+
+    def fit(self, policy: base.VelocityField, rollout: Rollout, batch: Columns) -> Tensor:
+        """The reward itself."""
+        return self.score(policy, rollout, batch)["reward"]
+
+
+class Walk:
+    """Steps of some samples, with a gradient."""
+
+    def __init__(
+        self,
+        policy: base.VelocityField,
+        rollout: Rollout,
+        batch: Columns,
+        config: RewardGradientConfig,
+        anchor: str,
+    ) -> None:
+        self.policy, self.rollout, self.batch = policy, rollout, batch
+        self.config, self.anchor, self.plan = config, anchor, rollout.plan
+        self.distances: list[Tensor] = []  # (n,) of each step, to the reference
+
+    def kept(self) -> tuple[Tensor, int]:
+        """States (n, *L) where the gradient begins, and the step."""
+        transition = self.rollout.leaf_edge[self.batch.sample]
+        step = int(torch.nonzero(self.plan.trained))
+        return self.rollout.states[self.rollout.src[transition]], step
+
+    def step(self, x: Tensor, i: int) -> Tensor:
+        """x at the end of step i."""
+        s, end = float(self.plan.sigma[i]), float(self.plan.sigma_next[i])
+        return x + (end - s) * self.velocity(x, s)
+
+    def estimate(self, x: Tensor, i: int) -> Tensor:
+        """Data, estimated from x at the start of step i."""
+        s = float(self.plan.sigma[i])
+        v = self.velocity(x, s)
+        if self.config.rescale:
+            v = v.detach() + (v - v.detach()) / s
+        return x - s * v
+
+    def velocity(self, x: Tensor, s: float) -> Tensor:
+        call = self._call
+        if self.config.checkpoint and torch.is_grad_enabled():
+            v = checkpoint(call, x, s, use_reentrant=False, preserve_rng_state=False)
+        else:
+            v = call(x, s)
+        if self.config.kl_weight:
+            with torch.no_grad(), self.policy.view(self.anchor):
+                reference = call(x.detach(), s)
+            self.distances.append(forward.distance(v, reference))
+        return v
+
+    def _call(self, x: Tensor, s: float) -> Any:
+        rollout, sigma = self.rollout, torch.full((len(x),), s, dtype=torch.float64)
+        return self.policy.velocity(
+            x, sigma, rollout.cond, self.batch.prompt, guidance=rollout.guidance
+        ).float()
+
+
+ALGORITHM = RewardGradient

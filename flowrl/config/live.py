@@ -1,0 +1,279 @@
+"""Live objects: a policy, rewards, an algorithm or prompts that a script hands to a run, in place
+of names in its config.
+
+What has no name is recorded as "live:FluxPipeline" in the config, where a name would stand, so that
+a run's folder says what it was made of, and its next start asks for it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from flowrl.algorithms.common.base import Algorithm
+from flowrl.algorithms.common.find import checked
+from flowrl.config.load import composed, validated
+from flowrl.config.schema import Config, ModelConfig
+from flowrl.data.given import records
+from flowrl.data.prompts import Prompts, load_prompts
+from flowrl.policy import Policy
+from flowrl.rewards import Reward, RewardSet, load_set
+from flowrl.rewards.core.reward_set import by_label
+from flowrl.runtime import registry
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+ARGUMENTS = ("policy", "rewards", "algorithm", "prompts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """What was handed over, ready for use; None: what the config names."""
+
+    policy: Any = None  # a Policy or a diffusers pipeline
+    rewards: RewardSet | None = None
+    algorithm: Algorithm | None = None
+    prompts: Prompts | None = None
+    held_out: Prompts | None = None
+
+
+def settle(
+    cfg: Any = None,
+    *,
+    policy: Any = None,
+    rewards: Any = None,
+    algorithm: Any = None,
+    prompts: Any = None,
+) -> tuple[Config, Live]:
+    """A config (or what load_config makes one of) in which objects have taken the place of names.
+
+    policy: a diffusers pipeline or a Policy. rewards: as load_set takes them. algorithm: a subclass
+    of Algorithm, or an instance. prompts: texts or records, or {"train": ..., "eval": ...}, where
+    either may be the name of a file. What does not fit -> ValueError.
+    """
+    whole = isinstance(cfg, Config)
+    if whole:
+        tree, problems = cfg.model_dump(mode="json"), []
+    else:  # without the file of the usual model, which has settings of its own
+        _check_alone(policy, cfg)
+        tree, problems = composed(cfg, ["~model"] if policy is not None else ())
+    live: dict[str, Any] = {}
+    if rewards is not None:
+        live["rewards"] = place_rewards(tree, rewards)
+    if algorithm is not None:
+        live["algorithm"] = place_algorithm(tree, algorithm)
+    if prompts is not None:
+        live |= place_prompts(tree, prompts)
+    if policy is not None:
+        live["policy"] = place_policy(tree, policy)
+    if whole and not live:
+        return cfg, Live()
+    return validated(tree, problems), Live(**live)
+
+
+def held_out_of(*, policy: Any = None, rewards: Any = None, prompts: Any = None) -> Live:
+    """What is handed over to evaluate a run: prompts are the held-out ones."""
+    if policy is not None:
+        _check_policy(policy)
+    own = prompts.get("eval") if isinstance(prompts, Mapping) else prompts
+    return Live(
+        policy=policy,
+        rewards=None if rewards is None else load_set(rewards),
+        prompts=None if own is None else prompts_of(own, "prompts"),
+    )
+
+
+def prompts_of(given: Any, what: str) -> Prompts:
+    """A list of texts or records, or the name of a source."""
+    return load_prompts(given) if isinstance(given, str) else records(given, what)
+
+
+def place_rewards(tree: dict[str, Any], given: Any) -> RewardSet:
+    """The section of rewards: those that are named keep their names and settings."""
+    if isinstance(given, RewardSet):
+        spec: Mapping[str, Any] = given.rewards
+    else:
+        spec = by_label(given)
+    chosen = load_set(given)
+    section: dict[str, dict[str, Any]] = {}
+    for label in chosen.rewards:
+        entry = spec[label]
+        thing = entry.get("reward") if isinstance(entry, Mapping) else entry
+        if callable(thing) or isinstance(thing, Reward):
+            section[label] = {"name": registry.live_name(thing)}
+        else:
+            section[label] = dict(entry) if isinstance(entry, Mapping) else {}
+        section[label] |= chosen.stated(label)
+    tree["reward"] = section
+    return chosen
+
+
+def place_algorithm(tree: dict[str, Any], given: Any) -> Algorithm:
+    """The section of the algorithm. A class has the options of the config where that names the same
+    class, as when a run goes on; else its defaults."""
+    if isinstance(given, Algorithm):
+        made, name = given, _name_of(type(given))
+        checked(type(given), "algorithm")
+    else:
+        cls, name = checked(given, "algorithm"), _name_of(given)
+        known = tree.get("algorithm") or {}
+        same = known.get("name") == name
+        own = {key: value for key, value in known.items() if same and key != "name"}
+        made = cls(cls.Config.model_validate(own))
+    tree["algorithm"] = {"name": name, **made.config.model_dump(mode="json")}
+    return made
+
+
+def _name_of(cls: type) -> str:
+    """A method of ours has a name."""
+    package, _, module = cls.__module__.rpartition(".")
+    shipped = package == "flowrl.algorithms" and module in registry.shipped(package)
+    return module if shipped else registry.live_name(cls)
+
+
+def place_prompts(tree: dict[str, Any], given: Any) -> dict[str, Prompts]:
+    """The section of the data: held-out prompts are those that are given with them, or none."""
+    data = tree.setdefault("data", {})
+    if data.get("offline"):
+        raise ValueError(
+            f"data.offline={data['offline']} brings its own prompts; leave prompts= out"
+        )
+    parts = given if isinstance(given, Mapping) else {"train": given}
+    if parts.keys() - {"train", "eval"} or "train" not in parts:
+        raise ValueError(
+            f"prompts has the keys {sorted(map(str, parts))}; give a list, or"
+            ' {"train": ..., "eval": ...}'
+        )
+    out = {}
+    data["eval"] = None
+    for part, target in (("train", "prompts"), ("eval", "held_out")):
+        if (value := parts.get(part)) is None:
+            continue
+        what = f"prompts[{part!r}]" if isinstance(given, Mapping) else "prompts"
+        out[target] = prompts_of(value, what)
+        number = len(out[target])
+        count = f"{registry.LIVE}{number} prompt{'s' * (number != 1)}"
+        data[part] = value if isinstance(value, str) else count
+    return out
+
+
+def place_policy(tree: dict[str, Any], given: Any) -> Any:
+    """The section of the model, and of what is trained where a Policy says it."""
+    name = _check_policy(given)
+    model, train = tree.setdefault("model", {}), tree.setdefault("train", {})
+    usual, before = composed()[0]["model"], model.get("source")
+    if before == usual["source"]:  # nobody chose it, nor its arguments
+        own = model.get("pipeline", {}).items()
+        model["pipeline"] = {k: v for k, v in own if usual["pipeline"].get(k) != v}
+    elif before != ModelConfig.model_fields["source"].default and not registry.is_live(before):
+        _refuse_both(before, given)
+    model["source"] = name
+    if isinstance(given, Policy):
+        if model.get("pipeline") or model.get("hints"):
+            raise ValueError(
+                "model.pipeline and model.hints are read when a pipeline is loaded, and the policy"
+                " is loaded already; give them to flowrl.load_policy"
+            )
+        own = given.trainable
+        train["mode"] = "full" if own.lora is None else "lora"
+        if own.lora is not None:
+            train["lora"] = dict(own.options)
+    if dtype := _dtype(given):
+        model["dtype"] = dtype
+    return given
+
+
+def _check_alone(given: Any, cfg: Any) -> None:
+    """ValueError where a mapping names a model too."""
+    stated = cfg.get("model") if isinstance(cfg, Mapping) else None
+    stated = stated.get("source") if isinstance(stated, Mapping) else stated
+    if given is not None and stated is not None:
+        _refuse_both(stated, given)
+
+
+def _refuse_both(stated: str, given: Any) -> NoReturn:
+    name = registry.label_of(_check_policy(given))
+    raise ValueError(
+        f"model={stated} and a live policy, {name}, are both given; leave one of them out"
+    )
+
+
+def _check_policy(given: Any) -> str:
+    """Its name in the config; ValueError where it cannot be a policy."""
+    if isinstance(given, Policy):
+        network = getattr(given, "pipe", None) or next(iter(given.trainable.modules.values()))
+        return registry.live_name(network)
+    if isinstance(given, str | Path):
+        raise ValueError(
+            f'policy="{given}" is a name: give it to the config, as model={given}; policy= takes a'
+            " pipeline or what flowrl.load_policy returns"
+        )
+    if isinstance(given, nn.Module):
+        raise ValueError(
+            f"policy is a plain {type(given).__name__}, whose latents have any shape: pass"
+            " flowrl.load_policy(module, shape=(...)) instead"
+        )
+    if isinstance(given, type):
+        raise ValueError(
+            f"policy is {given.__name__}, a class; give an object of it, such as what"
+            " from_pretrained returns"
+        )
+    if not hasattr(given, "components"):
+        raise ValueError(
+            f"policy is a {type(given).__name__}; give a diffusers pipeline, or what"
+            " flowrl.load_policy returns"
+        )
+    return registry.live_name(given)
+
+
+def _dtype(given: Any) -> str | None:
+    """Of the weights as they are, which nobody casts."""
+    if isinstance(given, Policy):
+        return DTYPES.get(given.dtype)
+    networks = [part for part in given.components.values() if isinstance(part, nn.Module)]
+    named = [given.components.get(name) for name in ("transformer", "unet")]
+    for network in (*named, *networks):
+        if isinstance(network, nn.Module):
+            return DTYPES.get(next(network.parameters()).dtype)
+    return None
+
+
+# ---------------------------------------------------------------------- asked for again
+
+
+def named(cfg: Config) -> dict[str, str]:
+    """Which arguments were live objects in a config, and what they were: {"policy": "FluxPipeline",
+    "rewards": "red, blue"}."""
+    rewards = [str(entry.get("name")) for entry in cfg.reward.values()]
+    names = {
+        "policy": [cfg.model.source],
+        "rewards": rewards,
+        "algorithm": [cfg.algorithm["name"]],
+        "prompts": [cfg.data.train, cfg.data.eval],
+    }
+    out = {}
+    for argument, found in names.items():
+        if live := [registry.label_of(name) for name in found if registry.is_live(name)]:
+            out[argument] = ", ".join(live)
+    return out
+
+
+def check_given(
+    cfg: Config, live: Live, *, call: str = "flowrl.train", needed: Sequence[str] = ARGUMENTS
+) -> None:
+    """ValueError that asks for live objects that a config says it had and that were not passed."""
+    found = named(cfg)
+    missing = [a for a in needed if a in found and getattr(live, a) is None]
+    if missing:
+        *first, last = (f"{argument} ({found[argument]})" for argument in missing)
+        had = f"{', '.join(first)} and {last}" if first else last
+        one = len(missing) == 1
+        was = "was a live object" if one else "were live objects"
+        again = ", ".join(f"{argument}=..." for argument in missing)
+        raise ValueError(
+            f"this run's {had} {was}; pass {'it' if one else 'them'}: {call}(..., {again})"
+        )

@@ -1,0 +1,63 @@
+"""The averaged weights of a finished or stopped run on held-out prompts, beside what it measured
+itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flowrl.config.build import autocast, load_run
+from flowrl.config.live import held_out_of
+from flowrl.evaluation import record
+from flowrl.evaluation.held_out import evaluate
+from flowrl.report import run_page
+from flowrl.runtime import run_folder
+
+
+def evaluate_run(
+    run: str | Path,
+    *,
+    images: int | None = None,
+    steps: int | None = None,
+    guidance: float | str | None = None,
+    seed: int | None = None,
+    policy: Any = None,
+    rewards: Any = None,
+    prompts: Any = None,
+    into: Path | None = None,
+) -> dict[str, Any]:
+    """Evaluate the newest checkpoint of a run -> evaluation.json with one row more.
+
+    images, steps, guidance, seed: as the run did, where None. policy, rewards, prompts: the live
+    objects of the run, as flowrl.train took them; of prompts the held-out ones, a list or under
+    "eval". A policy is loaded with the run's weights. into: the folder for the results, by default
+    the run, whose report is written again. What does not fit, or was live and is not passed ->
+    ValueError.
+    """
+    run, into = Path(run), Path(run) if into is None else into
+    live = held_out_of(policy=policy, rewards=rewards, prompts=prompts)
+    cfg, tuned, chosen, held_out = load_run(run, live)
+    run_folder.read(run)  # its files are readable, before time is spent
+    own = {key: getattr(cfg.eval, key) for key in ("guidance", "steps", "solver", "seed")}
+    given = {"guidance": guidance, "steps": steps, "seed": seed}
+    setting = own | {key: value for key, value in given.items() if value is not None}
+    tuned.branches(setting["guidance"])
+    result = evaluate(
+        tuned,
+        held_out,
+        chosen,
+        images=images or cfg.eval.images,
+        micro=cfg.batch.micro,
+        decode=cfg.batch.decode,
+        autocast=autocast(cfg.train.precision, tuned.device),
+        **setting,
+    )
+    evaluation = record.add_row(into, _row_name(setting), result, held_out, **setting)
+    if into == run:
+        run_page.build(run)
+    return evaluation
+
+
+def _row_name(setting: dict[str, Any]) -> str:
+    steps, guidance, seed = (setting[key] for key in ("steps", "guidance", "seed"))
+    return f"evaluate, {steps} steps, guidance {guidance}, seed {seed}"

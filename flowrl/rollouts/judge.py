@@ -1,0 +1,39 @@
+"""The reward of samples as a function of their latents, with a gradient."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowrl.data import conditions
+from flowrl.policy import Policy
+from flowrl.rewards import RewardSet
+from flowrl.rewards.core.climb import climb
+from flowrl.types import PromptBatch, Rollout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """Decodes and scores samples of an iteration."""
+
+    policy: Policy
+    rewards: RewardSet
+    batch: PromptBatch
+
+    def __call__(self, x: Tensor, rollout: Rollout, samples: Tensor, sigma: float = 0.0) -> Tensor:
+        """Latents at sigma (n, *L), in place of the rollout's `samples` (n,) -> weighted rewards
+        (n,) fp32.
+
+        ValueError where the decoder passes no gradient on.
+        """
+        group = rollout.group[samples]
+        media = self.policy.decode(x, sigma, rollout.cond, group)
+        if x.requires_grad and not media.requires_grad:
+            raise ValueError(
+                "the decoder of this policy passes no gradient on, which the method needs; a decode"
+                " of your own must be made of torch operations"
+            )
+        rows = group.tolist()
+        context = conditions.context_of([self.batch.meta[g] for g in rows], media.detach(), group)
+        return climb(media.float(), [self.batch.text[g] for g in rows], self.rewards, context)

@@ -1,0 +1,40 @@
+"""`flowrl.train`: a run from Python, by names or with live objects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flowrl.config.load import Given
+from flowrl.config.schema import Config
+from flowrl.training.loop import Trainer
+from flowrl.training.records import Run
+
+
+def train(
+    cfg: Config | Given = None,
+    *,
+    resume: str | Path | None = None,
+    accept_changes: bool = False,
+    policy: Any = None,
+    rewards: Any = None,
+    algorithm: Any = None,
+    prompts: Any = None,
+) -> Run:
+    """Train, or go on in a run's folder, to the end, a stop rule or a signal (`Run.stopped`).
+
+    cfg: a Config, or what load_config takes: an experiment's name, a YAML file, a mapping. None:
+    the defaults, or the config of the run that goes on.
+    resume: the folder of a run. accept_changes: go on although settings, files or code are others.
+    policy: a diffusers pipeline, or what load_policy returns, which is trained in place.
+    rewards: a function (media, prompts, context) -> (B,), a Reward, a name, a list of them, or
+    {label: one of them or {"reward": it, "weight": 0.5}}.
+    algorithm: a subclass of Algorithm, or an instance with its options.
+    prompts: texts or records {"prompt": text, **meta}, or {"train": ..., "eval": ...} of such lists
+    or names of files; a list alone is trained on, and nothing is evaluated.
+
+    Objects stand in the place of what the config names; see flowrl.config.live. They are not
+    stored: a run goes on when they are passed again.
+    """
+    live = {"policy": policy, "rewards": rewards, "algorithm": algorithm, "prompts": prompts}
+    return Trainer(cfg, resume=resume, accept_changes=accept_changes, **live).run()

@@ -1,0 +1,50 @@
+"""A reward as a function that can be climbed: scores with a gradient to the media."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flowrl.rewards.core.counted import behind, door
+from flowrl.rewards.core.reward_set import RewardSet
+from flowrl.rewards.core.score import check_columns, check_kind, given_columns, held
+from flowrl.types import MediaContext
+
+
+def check_climbable(rewards: RewardSet) -> None:
+    """ValueError that names the weighted rewards which give no gradient, as they are loaded."""
+    for label, primary in rewards.strata.items():
+        raise ValueError(
+            f"the method climbs the gradient of rewards, and reward.{label}.stratify={primary} has"
+            f" none; write reward.{label}.gate.{primary}=0.5 in its place"
+        )
+    flat = [
+        label
+        for label, reward in rewards.rewards.items()
+        if label in rewards.weighted and not reward.differentiable
+    ]
+    if flat:
+        raise ValueError(
+            f"the method climbs the gradient of rewards, and {', '.join(flat)} as loaded gives"
+            " none: leave it out, give it weight 0, or load a model-based one with rounding=false"
+        )
+
+
+def climb(media: Tensor, prompts: list[str], rewards: RewardSet, context: MediaContext) -> Tensor:
+    """Weighted sum of rewards (B,) fp32 of media (B, *D), differentiable in the media: a gate has
+    no gradient. Rewards of weight 0 that are no gate are not asked."""
+    asked = {label: r for label, r in rewards.rewards.items() if label in rewards.decisive}
+    check_columns(replace(rewards, rewards=asked), given_columns(context))
+    check_kind(asked, media, prompts)
+    values: dict[str, Tensor] = {}
+    for label, reward in asked.items():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and bool(rewards.weights[label])):
+            values[label] = held(label, reward(media, prompts, context), media)
+    total = torch.zeros(len(media), device=media.device)
+    for label, value in values.items():
+        if weight := rewards.weights[label]:
+            gates = rewards.gates(label)
+            total = total + weight * (behind(value, door(gates, values)) if gates else value)
+    return total

@@ -1,0 +1,91 @@
+"""What weights multiply, where rewards depend on each other.
+
+gate      c = r where every named reward is at least its threshold, else 0
+stratify  c = gap * u within each group; u in [0, 1] is the place of r between the lowest and the
+          highest of its level, 0.5 where these are equal; gap is the smallest distance between two
+          levels of weight * primary, or the weight where there is one level. With shares w of a sum
+          below 1, weight * primary + w * c keeps the order of levels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flowrl.rewards.core.reward_set import RewardSet
+
+APART = 1e-6  # values of the primary reward that are closer are one level
+
+
+def counted(
+    chosen: RewardSet, raw: Mapping[str, Tensor], group: Tensor | None
+) -> dict[str, Tensor]:
+    """Values (B,) fp32 of the weighted rewards that have a gate or are stratified, from raw ones
+    (B,), NaN where one failed. group (B,): needed where one is stratified.
+
+    NaN where a gate failed, or the reward itself did with its gates open. Samples that are invalid
+    by any reward take no part in levels.
+    """
+    weighted = [label for label in raw if chosen.weights[label]]
+    doors = {label: door(chosen.gates(label), raw) for label in weighted if chosen.gates(label)}
+    out = {label: behind(raw[label], opened) for label, opened in doors.items()}
+    strata = {label: chosen.strata[label] for label in weighted if label in chosen.strata}
+    if not strata:
+        return out
+    assert group is not None
+    terms = {label: out.get(label, raw[label]) for label in weighted}
+    known = torch.stack([term.isfinite() for term in terms.values()]).all(0)
+    for label, primary in strata.items():
+        opened = doors.get(label, torch.ones_like(raw[label]))
+        part = known & (opened == 1)
+        own = within_levels(raw[label], terms[primary], chosen.weights[primary], group, part)
+        out[label] = behind(own, opened)
+    return out
+
+
+def door(thresholds: Mapping[str, float], raw: Mapping[str, Tensor]) -> Tensor:
+    """(B,) fp32 without gradient: 1 where every named reward is at least its threshold, 0 where one
+    is not, NaN where one failed."""
+    values = torch.stack([raw[label].detach() for label in thresholds])  # (gates, B)
+    least = torch.tensor(list(thresholds.values()), device=values.device)
+    opened = (values >= least[:, None]).all(0).float()
+    return opened.masked_fill(~values.isfinite().all(0), math.nan)
+
+
+def behind(value: Tensor, opened: Tensor) -> Tensor:
+    """value (B,) where the door (B,) is open, and 0, whatever it is, where it is closed."""
+    return torch.where(opened == 0, 0.0, opened * value)
+
+
+def within_levels(
+    value: Tensor, primary: Tensor, weight: float, group: Tensor, part: Tensor
+) -> Tensor:
+    """gap * u (B,) fp32 of the samples that take part (B,) bool, NaN of the others."""
+    device, out = value.device, torch.full(value.shape, math.nan, dtype=torch.float64)
+    value, primary, group, part = (t.cpu() for t in (value, primary, group, part))
+    for g in group[part].unique():
+        rows = torch.nonzero((group == g) & part).flatten()
+        level, gap = levels(primary[rows], weight)
+        for one in level.unique():
+            members = rows[level == one]
+            out[members] = gap * place(value[members].double())
+    return out.float().to(device)
+
+
+def levels(primary: Tensor, weight: float) -> tuple[Tensor, float]:
+    """Of one group's values (n,): number of each one's level (n,) int64, and the gap."""
+    order = primary.argsort()
+    new = primary[order].double().diff() >= APART
+    level = torch.empty_like(order)
+    level[order] = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
+    distances = (weight * primary[order]).double().diff()[new]  # as fp32 adds them up
+    return level, float(distances.min()) if len(distances) else weight
+
+
+def place(values: Tensor) -> Tensor:
+    """Of one level's values (n,): 0 at the lowest to 1 at the highest; 0.5 if all are equal."""
+    low, high = values.aminmax()
+    return (values - low) / (high - low) if high > low else torch.full_like(values, 0.5)

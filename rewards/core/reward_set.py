@@ -1,0 +1,173 @@
+"""Several rewards and their weights, from what a config or a script states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.rewards.core.reward import FunctionReward, Reward, load
+from flowrl.rewards.core.rules import KEYS, Rule, parse_rules
+from flowrl.runtime.registry import label_of, live_name
+
+Labelled = Mapping[str, "float | Mapping[str, Any] | Reward | Callable[..., Tensor]"]
+Spec = Labelled | Sequence[Any] | Reward | Callable[..., Tensor]  # see load_set
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSet:
+    """Loaded rewards and their weights, by label.
+
+    A reward of weight 0 is measured and logged, and its failures invalidate nothing, unless it is
+    the gate of another. seconds: most that one call of a reward may take; None: any time. rules: of
+    rewards that depend on others, or whose weight changes. iteration: in which weights and
+    thresholds hold; None: at the end of their schedules.
+    """
+
+    rewards: dict[str, Reward]
+    weights: dict[str, float]
+    seconds: float | None = None
+    rules: dict[str, Rule] = field(default_factory=dict)
+    iteration: int | None = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        own = frozenset().union(*(reward.needs for reward in self.rewards.values()))
+        return own | {"group"} if self.strata else own
+
+    @property
+    def strata(self) -> dict[str, str]:
+        """Rewards that are scaled within the levels of another: label -> that of the other."""
+        return {k: rule.stratify for k, rule in self.rules.items() if rule.stratify is not None}
+
+    def gates(self, label: str) -> dict[str, float]:
+        """Least values of other rewards with which one counts, by their labels."""
+        gate = self.rules[label].gate if label in self.rules else {}
+        return {other: least.at(self.iteration) for other, least in gate.items()}
+
+    @property
+    def weighted(self) -> frozenset[str]:
+        """Labels of the rewards that count in some iteration."""
+        changing = {label for label, rule in self.rules.items() if any(rule.weight.values)}
+        return frozenset(changing | {label for label, weight in self.weights.items() if weight})
+
+    @property
+    def decisive(self) -> frozenset[str]:
+        """Labels of the rewards whose failure invalidates a sample: those that count in this
+        iteration, and their gates."""
+        counting = {label for label, weight in self.weights.items() if weight}
+        return frozenset(counting.union(*(self.gates(label) for label in counting)))
+
+    def at(self, iteration: int) -> RewardSet:
+        """With the weights and thresholds of an iteration, counted from 0."""
+        now = {label: rule.weight.at(iteration) for label, rule in self.rules.items()}
+        return replace(self, weights=self.weights | now, iteration=iteration)
+
+    def stated(self, label: str) -> dict[str, Any]:
+        """Weight, gate and stratify of a reward, as a config has them."""
+        rule = self.rules.get(label)
+        return {"weight": self.weights[label]} if rule is None else rule.stated
+
+    def pointwise(self) -> RewardSet:
+        """Without rewards that compare the members of a group: those left can judge samples of
+        different models alike. Rewards that are scaled within levels, or whose gate is left out,
+        are measured only."""
+        rewards = {k: reward for k, reward in self.rewards.items() if "group" not in reward.needs}
+        rules = {k: rule for k, rule in self.rules.items() if k in rewards}
+        alone = {k for k, rule in rules.items() if rule.stratify or rule.gate.keys() - rewards}
+        return replace(
+            self,
+            rewards=rewards,
+            weights={k: 0.0 if k in alone else self.weights[k] for k in rewards},
+            rules={k: rule for k, rule in rules.items() if k not in alone},
+        )
+
+    def to(self, device: torch.device | str) -> RewardSet:
+        for reward in self.rewards.values():
+            reward.to(device)
+        return self
+
+
+def load_set(spec: Spec | RewardSet) -> RewardSet:
+    """Load what a config states.
+
+    {"clip": 1.0} gives a weight; {"clip": {"weight": 0.5, "model": "ViT-B-16"}} gives settings too;
+    {"strict": {"name": "shapes", "weight": 0, ...}} gives the reward another label; a Reward or a
+    function counts with weight 1, or as {"reward": it, "weight": 0.5}. Beside "weight", "gate" and
+    "stratify" name other labels (rules.py). Without labels, a name, a Reward, a function, or a list
+    of them: each has its own name and weight 1.
+    """
+    if isinstance(spec, RewardSet):
+        return spec
+    spec = by_label(spec)
+    if not isinstance(spec, Mapping) or not spec:
+        raise ValueError(
+            f'rewards={spec!r}: give at least one reward and its weight, for example {{"jpeg":'
+            " 1.0}"
+        )
+    entries = {label: _options(entry) for label, entry in spec.items()}
+    rules = parse_rules(entries)
+    return RewardSet(
+        rewards={label: _load_entry(label, entry) for label, entry in entries.items()},
+        weights={label: rule.weight.at(None) for label, rule in rules.items()},
+        rules={label: rule for label, rule in rules.items() if not rule.plain},
+    )
+
+
+def by_label(spec: Any) -> Any:
+    """One reward, or a list of them, as a mapping of labels; what is one stays as it is."""
+    if isinstance(spec, str) or callable(spec):
+        spec = [spec]
+    if not isinstance(spec, list | tuple):
+        return spec
+    found: dict[str, Any] = {}
+    for entry in spec:
+        label = _label(entry)
+        if label in found:
+            raise ValueError(
+                f'two rewards are called "{label}"; give labels: {{"{label}": ..., "other": ...}}'
+            )
+        found[label] = {"name": entry} if isinstance(entry, str) else entry
+    return found
+
+
+def _label(entry: Any) -> str:
+    """What a reward without a label is called."""
+    if isinstance(entry, str):
+        return label_of(entry)
+    cls = entry if isinstance(entry, type) else type(entry)
+    own = entry.name if issubclass(cls, Reward) else ""
+    return own or label_of(live_name(entry))
+
+
+def _load_entry(label: str, entry: Mapping[str, Any]) -> Reward:
+    """The reward of an entry, whose rule is known."""
+    options = {key: value for key, value in entry.items() if key not in KEYS}
+    # A text under "reward" is a setting, as of `rank`.
+    given = None if isinstance(options.get("reward"), str) else options.pop("reward", None)
+    if given is None:
+        return load(options.pop("name", label), **options)
+    if options:
+        raise ValueError(
+            f'reward "{label}" is already loaded, so {sorted(options)} cannot be set; only'
+            ' "weight", "gate" and "stratify" can'
+        )
+    return _as_reward(label, given)
+
+
+def _options(entry: Any) -> dict[str, Any]:
+    """A config's entry for a reward, as a mapping."""
+    if isinstance(entry, Mapping):
+        return dict(entry)
+    return {"reward": entry} if callable(entry) else {"weight": entry}
+
+
+def _as_reward(label: str, given: Any) -> Reward:
+    """A reward, a function under @flowrl.reward, or any other function, as a reward."""
+    cls = getattr(given, "REWARD", given)
+    if isinstance(cls, type) and issubclass(cls, Reward):
+        return cls()
+    return given if isinstance(given, Reward) else FunctionReward(given, label)

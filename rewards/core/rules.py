@@ -1,0 +1,149 @@
+"""How rewards depend on each other: what a config states beside a reward's settings, judged before
+any reward is loaded.
+
+weight    a number, or one that changes with the iteration
+gate      {label: least raw value of that reward}: below it, this reward counts 0
+stratify  label of another reward: this one is scaled within its levels; see counted.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowrl.rewards.core.schedule import Schedule, parse_schedule
+from flowrl.runtime.registry import did_you_mean
+
+KEYS = ("weight", "gate", "stratify")
+COURSE = "{0: 1, 100: 0.2}"  # of a number that changes with the iteration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """How much a reward counts, and where."""
+
+    weight: Schedule  # of the sum; with stratify a share of the gap between levels
+    gate: dict[str, Schedule] = field(default_factory=dict)  # label -> threshold
+    stratify: str | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is one weight and nothing else."""
+        return not self.gate and self.stratify is None and len(self.weight.points) == 1
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """As a config has it."""
+        out: dict[str, Any] = {"weight": self.weight.stated}
+        if self.gate:
+            out["gate"] = {label: least.stated for label, least in self.gate.items()}
+        return out if self.stratify is None else out | {"stratify": self.stratify}
+
+
+def parse_rules(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
+    """Label -> rule, of entries {weight, gate, stratify, settings}; wrong -> ValueError."""
+    rules = {label: parse_rule(label, entry) for label, entry in entries.items()}
+    check_rules(rules)
+    return rules
+
+
+def parse_rule(label: str, entry: Mapping[str, Any]) -> Rule:
+    """The rule of one entry, judged by itself."""
+    stratify = entry.get("stratify")
+    if stratify is not None and not isinstance(stratify, str):
+        raise ValueError(
+            f'reward "{label}": stratify={stratify!r} should name a reward; write'
+            f" {label}.stratify=shapes"
+        )
+    weight = _weight(label, entry.get("weight", 1.0))
+    return Rule(weight=weight, gate=_gate(label, entry.get("gate")), stratify=stratify)
+
+
+def _weight(label: str, value: Any) -> Schedule:
+    if (weight := parse_schedule(value)) is not None:
+        return weight
+    if isinstance(value, Mapping):
+        raise ValueError(
+            f'reward "{label}": weight={dict(value)} should map iterations, counted from 0, to'
+            f" finite numbers; write {label}.weight={COURSE}"
+        )
+    raise ValueError(
+        f'reward "{label}": weight={value!r} is not a finite number; write {label}=1.0 or'
+        f" {label}.weight=1.0"
+    )
+
+
+def _gate(label: str, value: Any) -> dict[str, Schedule]:
+    """Thresholds by label."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(
+            f'reward "{label}": gate={value!r} should name a reward and the least value of it with'
+            f" which {label} counts; write {label}.gate.shapes=0.5"
+        )
+    out = {}
+    for other, least in value.items():
+        if (threshold := parse_schedule(least)) is None:
+            raise ValueError(
+                f'reward "{label}": gate.{other}={least!r} is neither a finite number nor one by'
+                f" iteration; write {label}.gate.{other}=0.5 or {label}.gate.{other}={COURSE}"
+            )
+        out[str(other)] = threshold
+    return out
+
+
+def check_rules(rules: Mapping[str, Rule]) -> None:
+    """ValueError where a rule names no other reward, or levels could be reordered."""
+    for label, rule in rules.items():
+        for other in rule.gate:
+            _check_other(label, other, "gate", rules)
+        if rule.stratify is not None:
+            _check_other(label, rule.stratify, "stratify", rules)
+            _check_stratified(label, rule, rules)
+    for primary in {rule.stratify for rule in rules.values()} - {None}:
+        _check_shares(primary, rules)
+
+
+def _check_other(label: str, other: str, key: str, rules: Mapping[str, Rule]) -> None:
+    others = rules.keys() - {label}
+    if other == label:
+        raise ValueError(f'reward "{label}": {key} names {label} itself; name another reward')
+    if other not in others:
+        near = did_you_mean(other, others) or "; add it to the rewards"
+        raise ValueError(f'reward "{label}": {key} names "{other}", which is not here{near}')
+
+
+def _check_stratified(label: str, rule: Rule, rules: Mapping[str, Rule]) -> None:
+    """ValueError unless its weight is a share, and the other reward has levels worth something."""
+    assert rule.stratify is not None
+    shares, primary = rule.weight.values, rules[rule.stratify]
+    if min(shares) < 0 or max(shares) >= 1 or not any(shares):
+        raise ValueError(
+            f'reward "{label}": with stratify the weight is a share of the gap between two levels,'
+            f" above 0 and below 1, and it is {rule.weight.stated}; write {label}.weight=0.5"
+        )
+    if primary.stratify is not None:
+        raise ValueError(
+            f'reward "{label}": stratify={rule.stratify}, which has stratify itself; write'
+            f" {label}.stratify={primary.stratify}"
+        )
+    if min(primary.weight.values) <= 0:
+        raise ValueError(
+            f'reward "{label}": stratify={rule.stratify} needs its weight above 0, and it is'
+            f" {primary.weight.stated}; write {rule.stratify}.weight=1.0"
+        )
+
+
+def _check_shares(primary: str, rules: Mapping[str, Rule]) -> None:
+    """ValueError where the rewards within the levels of one fill the gap. Sums of schedules are
+    highest at a bend of one of them."""
+    inside = {label: rule for label, rule in rules.items() if rule.stratify == primary}
+    bends = {iteration for rule in inside.values() for iteration, _ in rule.weight.points}
+    most = max(sum(rule.weight.at(bend) for rule in inside.values()) for bend in bends)
+    if most >= 1:
+        raise ValueError(
+            f"the rewards with stratify={primary} ({', '.join(inside)}) have weights of {most:g}"
+            " together, which are shares of one gap; lower them to less than 1"
+        )
