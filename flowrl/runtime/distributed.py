@@ -46,13 +46,14 @@ def start(precision: str, trackers: list[str], folder: Path, seconds: float = 36
     AcceleratorState._reset_state(reset_partial_state=False)
     project = ProjectConfiguration(str(folder), logging_dir=str(folder))
     try:
-        accelerator = Accelerator(
-            mixed_precision=precision,
-            log_with=trackers or None,
-            project_config=project,
-            # longer than meetings wait, which know the name of who is missing
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2 * seconds))],
-        )
+        with all_start():
+            accelerator = Accelerator(
+                mixed_precision=precision,
+                log_with=trackers or None,
+                project_config=project,
+                # longer than meetings wait, which know the name of who is missing
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2 * seconds))],
+            )
     except (ValueError, ImportError) as error:
         raise ValueError(f"train.precision={precision}, trackers={trackers}: {error}") from error
     found = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
@@ -75,6 +76,18 @@ class Lost(RuntimeError):
     """Another process of this run stopped, or did not come in time."""
 
 
+@contextmanager
+def all_start() -> Iterator[None]:
+    """Connecting the processes. Lost where one of them stops meanwhile."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise Lost(
+            "another process of this run stopped while all of them were being connected; its own"
+            " last message says why"
+        ) from error
+
+
 class World:
     """The processes of a run. rank in [0, size); main is rank 0.
 
@@ -90,7 +103,9 @@ class World:
         self.hurry = False
         self.control: Any = None  # the group of meetings, on the CPU
         if self.size > 1 and dist.is_initialized():
-            self.control = dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * seconds))
+            limit = timedelta(seconds=2 * seconds)
+            with all_start():
+                self.control = dist.new_group(backend="gloo", timeout=limit)
 
     def share(self, count: int) -> slice:
         """This process's part of `count` prompts; count divides by the number of processes."""

@@ -18,16 +18,17 @@ FORK = multiprocessing.get_context("fork")
 
 
 def rank(work, number, folder, told):
-    """One of two processes: `work` on its World; told: what came of it."""
+    """One of two processes: `work` on its World; told: what came of it, or of its start."""
     torch.set_num_threads(1)
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in place.items()})
-    accelerator = distributed.start("no", [], folder, SECONDS)
-    world = distributed.World(accelerator, SECONDS)
     began = time.monotonic()
     try:
+        world = distributed.World(distributed.start("no", [], folder, SECONDS), SECONDS)
+        world.meet()
+        began = time.monotonic()
         said = work(world)
     except BaseException as error:
         said = f"{type(error).__name__}: {error}"
@@ -113,6 +114,19 @@ def test_a_main_process_that_dies_is_named_too(tmp_path, monkeypatch):
 
     said, _ = together(work, tmp_path, monkeypatch, ranks=1)[1]
     assert said.startswith("Lost: of the 2 processes, rank 0 stopped")
+
+
+def test_a_process_that_dies_while_all_start_is_told(tmp_path, monkeypatch):
+    new_group = distributed.dist.new_group
+
+    def dies(**asked):
+        if os.environ["RANK"] == "0":
+            os._exit(3)
+        return new_group(**asked)
+
+    monkeypatch.setattr(distributed.dist, "new_group", dies)
+    said, _ = together(lambda world: None, tmp_path, monkeypatch, ranks=1)[1]
+    assert said.startswith("Lost: another process of this run stopped while all of them were")
 
 
 class Trainer:
