@@ -18,7 +18,8 @@ from torch import nn
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.find import checked
 from flowrl.config.load import composed, validated
-from flowrl.config.schema import Config, ModelConfig
+from flowrl.config.sampling import ModelConfig
+from flowrl.config.schema import Config
 from flowrl.data.given import records
 from flowrl.data.prompts import Prompts, load_prompts
 from flowrl.policy import Policy

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.config.schema import ChoiceConfig
+from flowrl.config.sampling import ChoiceConfig
 from flowrl.data import prompts as data
 from flowrl.runtime.text import printable
 from flowrl.samplers import keys

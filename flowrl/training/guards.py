@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.config.schema import GuardConfig
+from flowrl.config.training import GuardConfig
 from flowrl.rewards import RewardSet
 from flowrl.rewards.core.failures import KINDS
 from flowrl.runtime.log import logger

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Protocol
 
-from flowrl.config.schema import StopConfig
+from flowrl.config.training import StopConfig
 from flowrl.rewards import RewardUnavailable, TooManyInvalid
 from flowrl.runtime import log
 from flowrl.runtime.distributed import Lost

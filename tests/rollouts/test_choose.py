@@ -8,7 +8,7 @@ import pytest
 import small
 import torch
 
-from flowrl.config.schema import ChoiceConfig
+from flowrl.config.sampling import ChoiceConfig
 from flowrl.data import prompts as data
 from flowrl.rollouts.choose import all_seen, chooser, seen_by
 from flowrl.training.loop import Trainer

@@ -10,7 +10,7 @@ import pytest
 import small
 import torch
 
-from flowrl.config.schema import GuardConfig
+from flowrl.config.training import GuardConfig
 from flowrl.rewards import Reward, RewardUnavailable, load_set
 from flowrl.runtime import checkpoint
 from flowrl.training import loop

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import pydantic
 
 from flowrl.config.compose import config_folder, options, read_yaml
-from flowrl.config.schema import Guidance
+from flowrl.config.section import Guidance
 from flowrl.data.prompts import Prompts
 from flowrl.evaluation.held_out import Sampling
 from flowrl.evaluation.suites import prompt_files

@@ -13,7 +13,7 @@ from flowrl.advantages import combine, group_relative
 from flowrl.algorithms.grpo import ALGORITHM as GRPO
 from flowrl.config.live import place_rewards
 from flowrl.config.load import ConfigError, dump, load_config, validated
-from flowrl.config.schema import GuardConfig
+from flowrl.config.training import GuardConfig
 from flowrl.rewards import concat, load_set, readings, reward_metrics, score
 from flowrl.rewards.core.climb import check_climbable, climb
 from flowrl.rewards.core.counted import counted

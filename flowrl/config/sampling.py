@@ -1,0 +1,208 @@
+"""Settings of what is sampled: the model, the prompts, rollouts and evaluations."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from flowrl.config.section import Guidance, Section, Seed
+from flowrl.runtime import registry
+from flowrl.runtime.read_when import read_when
+from flowrl.types import Solver
+
+
+class ModelConfig(Section):
+    source: str = Field(
+        "shapes-sd3",
+        description=(
+            "An embedded model, a folder in diffusers layout, a hub id, or path/to/file.py:FACTORY."
+        ),
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="Type of the frozen weights; trained weights are always fp32."
+    )
+    self_check: bool = Field(
+        True,
+        description=(
+            "Compare the replayed network with the pipeline itself before training: three short"
+            " runs."
+        ),
+    )
+    pipeline: dict[str, Any] = Field(
+        {}, description="Arguments of the pipeline's call, such as height, width, num_frames."
+    )
+    hints: str | dict[str, Any] | None = Field(
+        None,
+        description=(
+            "For a pipeline whose inference is not unique: arguments of"
+            " flowrl.policy.replay.hints.register, or path/to/file.py:NAME of such a mapping."
+        ),
+    )
+
+    _places = pydantic.field_validator("source", "hints")(registry.absolute)
+
+
+class ChoiceConfig(Section):
+    mode: Literal["uniform", "bayes", "bandit"] = Field(
+        "uniform",
+        description=(
+            "Which prompts an iteration sees: shuffled epochs; those whose success is nearest a"
+            " target, by a draw from what is believed of each; or of the tags that taught most."
+        ),
+    )
+    target: Annotated[float, Field(gt=0, lt=1), read_when("data.sampler.mode", "bayes")] = Field(
+        0.5, description="Success that is looked for."
+    )
+    success: Annotated[float | None, read_when("data.sampler.mode", "bayes")] = Field(
+        None,
+        description="Reward from which a sample is a success; none: rewards are shares, 0 to 1.",
+    )
+    forgetting: Annotated[float, Field(ge=0, le=1), read_when("data.sampler.mode", "bayes")] = (
+        Field(0.7, description="Share of a prompt's counts that is kept when it is seen again.")
+    )
+    tag: Annotated[str, Field(min_length=1), read_when("data.sampler.mode", "bandit")] = Field(
+        "tag", description="Column of the prompts whose values are the arms."
+    )
+    rate: Annotated[float, Field(gt=0, le=1), read_when("data.sampler.mode", "bandit")] = Field(
+        0.5, description="How far the value of an arm goes towards its newest gain."
+    )
+    temperature: Annotated[PositiveFloat, read_when("data.sampler.mode", "bandit")] = Field(
+        0.2, description="Arms are drawn by a softmax of their value over this."
+    )
+
+
+class DataConfig(Section):
+    train: str = Field(
+        "shapes:train",
+        description=(
+            "Prompts: a .txt (one a line), .jsonl, .csv or .parquet file, shapes:train,"
+            " hf:OWNER/NAME (a dataset), or path/to/file.py:NAME."
+        ),
+    )
+    eval: str | None = Field(
+        "shapes:eval", description="Held-out prompts, as train; none: no evaluation."
+    )
+    offline: str | None = Field(
+        None,
+        description=(
+            "Folder of `flowrl score` to train on, in place of rollouts; its prompts replace train."
+        ),
+    )
+
+    columns: dict[str, str] = Field(
+        {},
+        description=(
+            "Of a table: {prompt: caption, image: before} takes these two columns alone, under"
+            " these names; empty: all columns as they are."
+        ),
+    )
+
+    sampler: ChoiceConfig = Field(ChoiceConfig(), description="Which prompts an iteration sees.")
+
+    _places = pydantic.field_validator("train", "eval")(registry.absolute)
+
+    @pydantic.field_validator("train")
+    @classmethod
+    def check_train(cls, value: str) -> str:
+        if not value:
+            raise ValueError(
+                "no prompts are named; add data.train=prompts.txt (one a line), a .jsonl file, or"
+                " data=shapes"
+            )
+        return value
+
+
+class SamplerConfig(Section):
+    steps: PositiveInt = Field(10, description="Denoising steps of a rollout.")
+    eta: NonNegativeFloat = Field(
+        0.7,
+        description=(
+            "Noise level of SDE steps, in the unit of the transition that the algorithm names."
+        ),
+    )
+    init_noise: Literal["sample", "group", "batch"] = Field(
+        "sample",
+        description="Which samples share the initial noise: none, those of one prompt, all.",
+    )
+    schedule: Literal["pipeline", "linear"] = Field(
+        "pipeline",
+        description="Where sigmas come from: the pipeline's own scheduler, or evenly spaced.",
+    )
+    guidance: Guidance = Field(
+        "none",
+        description="Guidance in rollouts: a scale, none (one branch), or the pipeline's setting.",
+    )
+
+
+class BatchConfig(Section):
+    prompts: PositiveInt = Field(
+        8, description="Prompts an iteration, over all processes; divides by processes x updates."
+    )
+    group: PositiveInt = Field(
+        16, description="Samples a prompt, at least 2; a multiple of the plan's leaves."
+    )
+    updates: PositiveInt = Field(1, description="Optimizer steps an iteration.")
+    micro: PositiveInt = Field(
+        64,
+        description=(
+            "Most network rows (states x guidance branches) in one forward; a cap, never an error."
+        ),
+    )
+    decode: PositiveInt = Field(32, description="Most samples decoded and scored at once.")
+    overlap: NonNegativeInt = Field(
+        0,
+        description=(
+            "Prompts sampled at a time, while the rewards of those before are computed in a thread;"
+            " 0: all, then their rewards."
+        ),
+    )
+
+
+class DrawConfig(Section):
+    mode: Literal["once", "refill", "balance"] = Field(
+        "once",
+        description=(
+            "Sample each group once; add fresh prompts for groups whose rewards are equal (dynamic"
+            " sampling); or sample a prompt again until half a group is good and half is not"
+            " (Reinforce-Ada)."
+        ),
+    )
+    rounds: Annotated[PositiveInt, read_when("draw.mode", "refill", "balance")] = Field(
+        3, description="Most further rounds."
+    )
+    spread: Annotated[NonNegativeFloat, read_when("draw.mode", "refill")] = Field(
+        1e-6, description="Standard deviation of a group's rewards up to which they are equal."
+    )
+    positive: Annotated[float | None, read_when("draw.mode", "balance")] = Field(
+        None, description="A good sample's reward exceeds this; none: the first round's median."
+    )
+
+
+class EvalConfig(Section):
+    every: NonNegativeInt = Field(
+        20,
+        description=(
+            "Iterations between evaluations on held-out prompts; 0: only before and after training."
+        ),
+    )
+    steps: PositiveInt = Field(40, description="ODE steps of an evaluation sample.")
+    solver: Solver = Field("euler", description="ODE solver of an evaluation sample.")
+    guidance: Guidance = Field("none", description="Guidance of the rows before and after.")
+    baseline_guidance: PositiveFloat | None = Field(
+        None, description="Adds the row 'before, guided': untrained, at this guidance."
+    )
+    images: PositiveInt = Field(
+        512, description="Samples an evaluation, spread evenly over the held-out prompts."
+    )
+    at_start: bool = Field(
+        True, description="Evaluate before the first iteration, so that the report can compare."
+    )
+    seed: Seed = Field(
+        0,
+        description=(
+            "Seed of evaluation noise; the same before and after, and independent of the run's"
+            " seed."
+        ),
+    )
