@@ -102,11 +102,11 @@ def _load(model: str, lora: Path | None, pipeline: list[str] | None, hints: str 
         if lora:
             raise ValueError(f"{model} is a run and has weights of its own; leave --lora out")
         return trained(Path(model), call_arguments(pipeline), hints)
-    weights, settings = lora_of(lora) if lora else (None, None)
+    weights, settings = lora_of(lora) if lora else (None, {})
     call = (pipeline_of(lora) if lora else {}) | call_arguments(pipeline)
     if hints:
         call["hints"] = hints
-    policy: Any = load_policy(model, lora=settings, **call)
+    policy: Any = load_policy(model, **settings, **call)
     if weights:
         policy.load_lora(weights)
     return policy

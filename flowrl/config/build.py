@@ -71,6 +71,7 @@ def make_policy(
         policy: Any = load_policy(
             cfg.model.source if live.policy is None else live.policy,
             lora=lora,
+            parts=cfg.train.parts,
             dtype=DTYPES[cfg.model.dtype] if live.policy is None else None,
             device=device,
             example=_example(cfg, live),
@@ -202,7 +203,8 @@ def trained(run: Path, call: Mapping[str, Any], hints: str | None = None) -> Pol
 
 
 def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """LoRA weights and their settings: of a run folder, or of a folder that a run exported."""
+    """LoRA weights and what load_policy takes for them, {"lora", "parts"}: of a run folder, or of a
+    folder that a run exported."""
     weights = folder / "lora" if (folder / "lora").is_dir() else folder
     settings = weights / LORA_SETTINGS
     if not folder.exists():
@@ -212,7 +214,8 @@ def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
             f"{folder} holds no exported LoRA: {settings.name} is missing; give a finished run's"
             " folder (or, where a run trained all weights, the run as the model)"
         )
-    return weights, read_settings(settings)
+    found = read_settings(settings)
+    return weights, {"parts": found.pop("parts"), "lora": found}
 
 
 def pipeline_of(folder: Path) -> dict[str, Any]:

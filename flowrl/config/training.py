@@ -33,8 +33,13 @@ class LoraConfig(Section):
 
 
 class TrainConfig(Section):
-    parts: list[Literal["denoiser"]] = Field(
-        ["denoiser"], min_length=1, description="What is trained."
+    parts: list[Literal["denoiser", "text_encoder"]] = Field(
+        ["denoiser"],
+        min_length=1,
+        description=(
+            "What is trained: the denoiser, the text encoders (whose prompts are then encoded with"
+            " a gradient), or both."
+        ),
     )
     mode: Literal["lora", "full"] = Field("lora", description="Low-rank adapters, or every weight.")
     lora: LoraConfig = Field(LoraConfig(), description="The adapters, when mode is lora.")

@@ -22,27 +22,33 @@ class Policy:
 
     Subclasses give encode, _velocity, decode, encode_media and schedule. modules: component name ->
     network that is called; a trainer may put wrapped networks (sharded, compiled) in their place.
-    calls: network rows so far (states x guidance branches). latent_shape: (*L).
+    calls: network rows so far (states x guidance branches). latent_shape: (*L). trained: what is
+    trained by component name, if that is not just these networks.
     """
 
     def __init__(
-        self, modules: dict[str, nn.Module], adapter: dict[str, Any] | None, shape: tuple[int, ...]
+        self,
+        modules: dict[str, nn.Module],
+        adapter: dict[str, Any] | None,
+        shape: tuple[int, ...],
+        trained: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self.modules: dict[str, nn.Module] = dict(modules)
+        self.networks = dict(modules)  # as loaded, never wrapped
         self.latent_shape = tuple(shape)
-        self.trainable = Parts(dict(modules), adapter)
+        self.trainable = Parts(dict(modules if trained is None else trained), adapter)
         self.calls = 0
         self._rows: tuple[Tensor, Tensor] | None = None  # the last CPU rows, where they were put
 
     @property
     def device(self) -> torch.device:
-        return next(next(iter(self.trainable.modules.values())).parameters()).device
+        return next(next(iter(self.networks.values())).parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights as loaded. LoRA is always fp32, and so are all weights once they are
         trained in full mode."""
-        first = next(iter(self.trainable.modules.values()))
+        first = next(iter(self.networks.values()))
         return next(p.dtype for name, p in first.named_parameters() if "lora_" not in name)
 
     def branches(self, guidance: float | str) -> int:
@@ -172,9 +178,20 @@ class Policy:
 
     @property
     def parts(self) -> dict[str, dict[str, nn.Parameter]]:
-        """{"denoiser": {name: parameter}}: what is trained, and nothing else; fp32 (in full mode
-        from the first time it is asked for)."""
-        return {"denoiser": self.trainable.named()}
+        """{"denoiser": {name: parameter}, "text_encoder": ...}: what is trained, and nothing else;
+        fp32 (in full mode from the first time it is asked for)."""
+        out: dict[str, dict[str, nn.Parameter]] = {}
+        for name, parameter in self.trainable.named().items():
+            out.setdefault(self._part(name.split(".", 1)[0]), {})[name] = parameter
+        return out
+
+    @property
+    def trained(self) -> list[str]:
+        """Names of the parts."""
+        return list(dict.fromkeys(self._part(name) for name in self.trainable.modules))
+
+    def _part(self, component: str) -> str:
+        return "denoiser" if component in self.networks else "text_encoder"
 
     def add_view(self, name: str) -> None:
         """A copy of the trainable weights under another name ("old"; in full mode also
@@ -207,7 +224,7 @@ class Policy:
 
     def gradient_checkpointing(self, on: bool = True) -> None:
         """Recompute activations in the backward pass, for networks that can (diffusers models)."""
-        for module in self.trainable.modules.values():
+        for module in self.networks.values():
             if not hasattr(module, "enable_gradient_checkpointing"):
                 continue
             if on:

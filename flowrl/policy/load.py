@@ -33,7 +33,9 @@ LOADED_WITH = (
     "decode",
     "example",
     "hints",
+    "parts",
 )
+PARTS = ("denoiser", "text_encoder")
 
 
 def load_policy(
@@ -48,14 +50,16 @@ def load_policy(
     decode: Callable[[Tensor], Tensor] | None = None,
     example: Mapping[str, Any] | None = None,
     hints: Mapping[str, Any] | str | None = None,
+    parts: Sequence[str] | None = None,
     **pipeline_kwargs: Any,
 ) -> Policy:
     """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in
     configs/model, an nn.Module f(x, t, cond), a factory of one's own ("path/to/file.py:NAME") or of
     an installed package. A Policy is returned as it is.
 
-    lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on every denoiser, fp32
-    whatever dtype is; None trains all weights. dtype: of the networks (default: fp32; of a live
+    parts: what is trained, by default ["denoiser"]; "text_encoder" for the text encoders of a
+    pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, fp32
+    whatever dtype is; None trains all their weights. dtype: of the networks (default: fp32; of a live
     pipeline, as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy.
     pipeline_kwargs: arguments of the pipeline's own call (height, width, num_frames,
     guidance_scale, negative_prompt, max_sequence_length, image ...); they hold for the policy's
@@ -70,8 +74,14 @@ def load_policy(
         source, named = found(source)
         dtype, device = dtype or torch.float32, device or _usual_device()
     if isinstance(source, Policy):
-        return _unchanged(source, lora, {**described, "hints": hints, **pipeline_kwargs})
+        given = {**described, "hints": hints, **pipeline_kwargs}
+        return _unchanged(source, lora, parts, given)
+    parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
+        if "text_encoder" in parts:
+            raise ValueError(
+                "an nn.Module policy has no text encoder to train; leave it out of train.parts"
+            )
         own = _shape_of(shape, pipeline_kwargs)
         module = source.to(device=device, dtype=dtype)
         return ModulePolicy(module, own, kind or "flow", cond, lora, decode)
@@ -90,7 +100,14 @@ def load_policy(
         if dtype is not None:
             _cast(source, dtype)
         with blaming(source, pipeline_kwargs, but=ValueError):
-            return PipelinePolicy(source, lora, pipeline_kwargs, example)
+            return PipelinePolicy(source, lora, pipeline_kwargs, example, parts)
+
+
+def check_parts(parts: Sequence[str]) -> list[str]:
+    """What is trained, each once; ValueError for a name that is unknown."""
+    if isinstance(parts, str) or not parts or not set(parts) <= set(PARTS):
+        raise ValueError(f"parts={parts!r} should be a list of some of {', '.join(PARTS)}")
+    return list(dict.fromkeys(parts))
 
 
 def _shape_of(shape: Any, pipeline_kwargs: Mapping[str, Any]) -> tuple[int, ...]:
@@ -127,7 +144,12 @@ def _usual_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _unchanged(policy: Policy, lora: dict[str, Any] | None, others: dict[str, Any]) -> Policy:
+def _unchanged(
+    policy: Policy,
+    lora: dict[str, Any] | None,
+    parts: Sequence[str] | None,
+    others: dict[str, Any],
+) -> Policy:
     """The policy, if it has the adapters asked for, or none are, and nothing else is."""
     own = policy.trainable
     if given := [name for name, value in others.items() if value is not None]:
@@ -139,6 +161,11 @@ def _unchanged(policy: Policy, lora: dict[str, Any] | None, others: dict[str, An
         raise ValueError(
             f"the model is a Policy already, which {has}: leave lora= out, or in a config set"
             f" {mode}"
+        )
+    if parts is not None and set(parts) != set(policy.trained):
+        raise ValueError(
+            f"the model is a Policy already, which trains {' and '.join(policy.trained)}: set"
+            f" train.parts=[{','.join(policy.trained)}], or make it with parts=[...]"
         )
     return policy
 

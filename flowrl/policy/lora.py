@@ -27,7 +27,7 @@ METADATA = "lora_adapter_metadata"  # where a file's header keeps the adapter's 
 
 
 class Settings(Stored):
-    """flowrl.json, written from train.lora."""
+    """flowrl.json, written from train.lora and train.parts."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -35,6 +35,7 @@ class Settings(Stored):
     alpha: PositiveFloat
     targets: list[str] | None = None
     init: Literal["gaussian", "kaiming"] = "gaussian"
+    parts: list[str] = ["denoiser"]
 
 
 def file_of(name: str, known: Mapping[str, Any]) -> str:
@@ -120,7 +121,8 @@ def check(file: Path, options: dict[str, Any]) -> bool:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Settings of the adapters of exported weights, as `load_policy(lora=...)` takes them."""
+    """Settings of the adapters of exported weights, as `load_policy(lora=...)` takes them, and
+    "parts"."""
     return side_files.read(path, Settings, again="export the LoRA again: resume its run")
 
 

@@ -28,20 +28,38 @@ ATTENTION = (
     "add_v_proj",
     "to_add_out",
 )
+TEXT_ATTENTION = (  # CLIP, T5, and language models
+    *("q_proj", "k_proj", "v_proj", "out_proj", "o_proj"),
+    *("SelfAttention.q", "SelfAttention.k", "SelfAttention.v", "SelfAttention.o"),
+)
 
 
-def targets(module: nn.Module, wanted: list[str] | None) -> list[str]:
-    """Full names of the Linear layers that get LoRA: those whose name ends in `wanted`; by default
-    attention projections, else every Linear."""
-    linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
+def targets(modules: Mapping[str, nn.Module], wanted: list[str] | None) -> dict[str, list[str]]:
+    """Full names of the Linear layers that get LoRA, by component: those whose name ends in
+    `wanted`; by default attention projections, else every Linear."""
+    linear = {
+        part: [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
+        for part, module in modules.items()
+    }
+    every = [layer for layers in linear.values() for layer in layers]
+    kinds = " and ".join(type(module).__name__ for module in modules.values())
     for name in wanted or ():
-        if not any(_ends(layer, name) for layer in linear):
+        if not any(_ends(layer, name) for layer in every):
             raise ValueError(
-                f'lora targets: no Linear layer of {type(module).__name__} ends in "{name}"'
-                f"{did_you_mean(name, _endings(linear))}"
+                f'lora targets: no Linear layer of {kinds} ends in "{name}"'
+                f"{did_you_mean(name, _endings(every))}"
             )
-    picked = [layer for layer in linear if any(_ends(layer, w) for w in wanted or ATTENTION)]
-    return picked or linear
+    out = {}
+    for part, layers in linear.items():
+        usual = TEXT_ATTENTION if part.startswith("text_encoder") else ATTENTION
+        out[part] = [name for name in layers if any(_ends(name, w) for w in wanted or usual)]
+        if wanted and not out[part]:
+            raise ValueError(
+                f"lora targets: {part} has no Linear layer that ends in one of"
+                f" {', '.join(wanted)}; add an ending of its own, or leave targets out"
+            )
+        out[part] = out[part] or layers
+    return out
 
 
 def _ends(layer: str, name: str) -> bool:
@@ -105,11 +123,12 @@ class Parts:
             self._add_adapter("default")
 
     def _add_adapter(self, name: str) -> None:
+        if name == "default":
+            self.targets = targets(self.modules, self.options["targets"])
         for part, module in self.modules.items():
             if name == "default":
                 module.requires_grad_(False)
                 save_merged(module)
-                self.targets[part] = targets(module, self.options["targets"])
             _inject(module, self._config(part), name)
             for layer in _layers(module):
                 layer.set_adapter("default")  # also turns gradients of other adapters off

@@ -28,6 +28,7 @@ from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.record import Runner
 from flowrl.policy.replay.reentry import reenter
 from flowrl.policy.replay.request import Request
+from flowrl.policy.text import Encodings, check_encoded, placed_in, text_encoders
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
 from flowrl.types import expand
@@ -35,7 +36,8 @@ from flowrl.types import expand
 
 class PipelinePolicy(Policy):
     """See Policy. kwargs: arguments of the pipeline's own call, for recording and all after it.
-    example: conditions of one prompt, by which the loop is recorded."""
+    example: conditions of one prompt, by which the loop is recorded. parts: what is trained,
+    "denoiser", "text_encoder" or both."""
 
     def __init__(
         self,
@@ -43,8 +45,12 @@ class PipelinePolicy(Policy):
         adapter: dict[str, Any] | None,
         kwargs: dict[str, Any],
         example: Mapping[str, Any] | None = None,
+        parts: Sequence[str] = ("denoiser",),
     ) -> None:
         self.pipe = pipe
+        text = text_encoders(pipe) if "text_encoder" in parts else {}
+        if text:
+            check_encoded([*kwargs, *(example or {})])
         for part in pipe.components.values():
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)
@@ -52,7 +58,11 @@ class PipelinePolicy(Policy):
         runner = Runner(pipe, kwargs, hints_for(pipe))
         with torch.random.fork_rng():  # what is drawn here moves no adapter's first values
             self._infer(runner, example)
-        super().__init__(runner.denoisers, adapter, self.replay.shape)
+        trained = {**(runner.denoisers if "denoiser" in parts else {}), **text}
+        super().__init__(runner.denoisers, adapter, self.replay.shape, trained)
+        self.encodings = Encodings(self.trainable, text, self._bind) if text else None
+        if self.encodings:
+            self.encodings.check(self.prober.record[:1])
         # the loop starts from a noisy picture, below sigma 1
         self.late = self._picture(self.prober.record[0]) is not None
         if isinstance(self.replay, BodyReplay):
@@ -101,15 +111,20 @@ class PipelinePolicy(Policy):
         for item in items:
             self._check_own(item.conditions)
         self.prober.runner.conditions_of(items)  # also where each is bound alone
-        cond = bind(self.prober, self.replay, self.steps, items)
+        cond = self.encodings.new(items) if self.encodings else self._bind(items)
         if self.late:
             cond.starts = torch.stack([self._picture(item) for item in items]).to(self.device)
         if isinstance(self.decoder, Decoder) and self.decoder.own:
             cond.tails = tails(self.prober, self.steps, self.decoder, items)
         return cond
 
+    def _bind(self, items: Sequence[Item], grad: bool = False) -> Cond:
+        return bind(self.prober, self.replay, self.steps, items, grad=grad)
+
     def _check_own(self, conditions: Mapping[str, Any]) -> None:
         """ValueError for what the pipeline's call does not take, or what is the sampler's."""
+        if self.encodings:
+            check_encoded(conditions)
         parameters = self.prober.runner.parameters
         self.prober.runner.check_names(conditions)
         mixed = "true_cfg_scale" if "true_cfg_scale" in parameters else "guidance_scale"
@@ -162,6 +177,8 @@ class PipelinePolicy(Policy):
         return x + (1 - sigma) * cond.starts[rows.to(cond.starts.device)].to(x)
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
+        if self.encodings and not isinstance(self.replay, BodyReplay):  # that encodes by itself
+            request = self.encodings.request(request)
         return self.replay.velocity(self.modules, request)
 
     def _combine(self, which: int, outs: list[Tensor], request: Request) -> Tensor:
@@ -253,14 +270,19 @@ class PipelinePolicy(Policy):
         return describe(self.replay, why)
 
     def save_lora(self, folder: str | Path) -> Path:
-        if not hasattr(self.pipe, "save_lora_weights"):
+        if not self._in_its_format():
             return super().save_lora(folder)
         self._needs_lora()
         return lora.save(self.pipe, self.trainable.modules, folder)
 
     def load_lora(self, path: str | Path) -> None:
-        if not hasattr(self.pipe, "lora_state_dict"):
+        if not self._in_its_format() or not hasattr(self.pipe, "lora_state_dict"):
             return super().load_lora(path)
         self._needs_lora()
         parts = self.trainable
         self.load_state("default", lora.read(self.pipe, parts.modules, path, parts.options))
+
+    def _in_its_format(self) -> bool:
+        """Whether the pipeline's own LoRA files have a place for all that is trained."""
+        text = self.trainable.modules.keys() - self.networks.keys()
+        return hasattr(self.pipe, "save_lora_weights") and text <= placed_in(self.pipe)

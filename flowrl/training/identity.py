@@ -189,7 +189,7 @@ def _sources() -> str:
 def _frozen(policy: Policy) -> dict[str, Tensor]:
     return {
         f"{part}.{name}": tensor
-        for part, module in policy.modules.items()
+        for part, module in {**policy.modules, **policy.trainable.modules}.items()
         for name, tensor in module.state_dict().items()
         if "lora_" not in name
     }

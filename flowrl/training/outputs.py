@@ -162,7 +162,8 @@ def finish(trainer: Running) -> Run:
         if train.mode == "lora" and trainer.learner.step:
             with parts.weights.ema.swapped():
                 parts.source.policy.save_lora(path / "lora")
-            files.write(path / "lora" / SETTINGS, json.dumps(train.lora.model_dump()))
+            settings = {**train.lora.model_dump(), "parts": train.parts}
+            files.write(path / "lora" / SETTINGS, json.dumps(settings))
         left = trainer.cfg.iterations - trainer.iteration
         why = f"{left} iterations were left out" if left > 0 else "all iterations are done"
         history.add(path, "ended", iteration=trainer.iteration, what=trainer.stopped or why)

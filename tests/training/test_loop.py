@@ -397,7 +397,7 @@ def test_an_evaluation_in_the_middle_is_in_the_metrics(tmp_path):
 def test_the_written_lora_loads_as_diffusers_loads_it(tmp_path):
     run = quiet(tmp_path, iterations="1", optimizer__lr="1e-2").run()
     weights, settings = build.lora_of(run.path)
-    policy = load_policy("shapes-sd3", lora=settings)
+    policy = load_policy("shapes-sd3", **settings)
     policy.load_lora(weights)
     ema = small.weights(run.path)
     assert all(torch.equal(value, ema[f"ema/{name}"]) for name, value in policy.state().items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,7 +210,7 @@ class Rows:
             each = [list(value[k * r : (k + 1) * r]) for k in range(self.blocks * rows)]
             blocks = [each[b * rows : (b + 1) * rows] for b in range(self.blocks)]
             return [block[: rows - drop] for block in blocks]
-        v = value.detach().movedim(self.axis, 0)
+        v = value.movedim(self.axis, 0)
         return v.reshape(self.blocks, rows, self.repeats, *v.shape[1:])[:, : rows - drop]
 
     def gather(self, kept: Any, rows: Tensor, blocks: list[int]) -> Any:
@@ -286,7 +286,8 @@ class Cond:
 
     places: (group, row in it) of each prompt. starts: x0 of the pictures that late loops start
     from, (P, *L). tails: what the pipeline adds to its latents before it decodes them, and which
-    of them it takes, (P, 2, D).
+    of them it takes, (P, 2, D). weights: of the text encoders that made this, where they are
+    trained; others: the same prompts by other weights (flowrl/policy/text.py).
     """
 
     items: tuple[Item, ...]
@@ -294,6 +295,8 @@ class Cond:
     places: list[tuple[int, int]]
     starts: Tensor | None = None
     tails: Tensor | None = None
+    weights: tuple[Any, ...] | None = None
+    others: dict[tuple[Any, ...], Cond] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -337,6 +340,15 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
     if type(value) is dict:
         return {k: map_tensors(fn, v) for k, v in value.items()}
     return type(value)(map_tensors(fn, v) for v in value) if type(value) in (list, tuple) else value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(entry)
 
 
 def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:

@@ -37,11 +37,14 @@ class Bound:
         return _shapes(self.kept) == _shapes(other.kept)
 
 
-def bind(prober: Prober, replay: Replay, steps: int, items: Sequence[Item]) -> Cond:
+def bind(
+    prober: Prober, replay: Replay, steps: int, items: Sequence[Item], *, grad: bool = False
+) -> Cond:
     """Encode items by stubbed runs with zero latents: CHUNK prompts at a time, or one by one where
-    the pipeline takes one."""
+    the pipeline takes one. grad: what the pipeline computes of them keeps its graph."""
     size = 1 if prober.runner.single else CHUNK
-    parts = [_bind(prober, replay, steps, items[k : k + size]) for k in range(0, len(items), size)]
+    chunks = [items[k : k + size] for k in range(0, len(items), size)]
+    parts = [_bind(prober, replay, steps, some, grad=grad) for some in chunks]
     apart = prober.runner.hints.get("apart")
     groups: list[list[Bound]] = []
     places: list[tuple[int, int]] = []
@@ -93,7 +96,9 @@ def _shape(value: Any) -> tuple[Any, ...]:
     return (type(value),)
 
 
-def _bind(prober: Prober, replay: Replay, steps: int, items: Sequence[Item]) -> Bound:
+def _bind(
+    prober: Prober, replay: Replay, steps: int, items: Sequence[Item], *, grad: bool
+) -> Bound:
     rows = len(items) + len(prober.runner.pad)
     zeros = torch.zeros(rows, *replay.shape)
     slots = [slot for plans in replay.regimes for c in plans.calls for slot in c.slots]
@@ -104,6 +109,7 @@ def _bind(prober: Prober, replay: Replay, steps: int, items: Sequence[Item]) -> 
         steps,
         latents=lambda j: zeros,
         stop=lambda j, it: not moving and j > 0 and bool(it.time < last),
+        grad=grad,
     )
     if tuple(iterations[0].sample.shape[1:]) != replay.shape:
         raise UnreplayableError(
@@ -180,7 +186,7 @@ def _constant(replay: Replay, slot: Slot, k: int, own: Recorded) -> Tensor:
     blocks, repeats = slot.map.blocks, slot.map.repeats
 
     def added(it: Iteration) -> Tensor:
-        value = stacked(get(it.calls[k].args, slot.path)).detach().float()
+        value = stacked(get(it.calls[k].args, slot.path)).float()
         return value.reshape(blocks, len(value) // (blocks * repeats), -1)
 
     if not slot.moving:

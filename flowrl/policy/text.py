@@ -1,0 +1,112 @@
+"""Trained text encoders (TexForce, arXiv:2311.15657): prompts are encoded by the weights in use.
+
+What a prompt becomes changes with the weights of its encoder, with the view that is computed with,
+and needs a gradient in a loss. So a policy whose text encoders are trained keeps no encoding longer
+than the weights that made it; the unconditional branch, which is a prompt as well, moves along.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.policy.parts import Parts
+from flowrl.policy.replay.arguments import Cond, tensors_in
+from flowrl.policy.replay.errors import UnreplayableError
+from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.request import Request
+
+PART = "text_encoder"
+KEPT = 3  # encodings of the same prompts by other weights: the old policy, the reference, ...
+
+Encode = Callable[[Sequence[Item], bool], Cond]  # (prompts, whether with a gradient)
+
+
+def text_encoders(pipe: Any) -> dict[str, nn.Module]:
+    """The text encoders that are trained: those whose LoRA has a place in the pipeline's own file
+    (of Stable Diffusion 3 the two CLIP models), or all where none has one."""
+    found = {
+        name: part
+        for name, part in pipe.components.items()
+        if name.startswith(PART) and isinstance(part, nn.Module)
+    }
+    if not found:
+        raise ValueError(
+            f"{type(pipe).__name__} has no text encoder (a component named text_encoder*) to train;"
+            ' leave "text_encoder" out of train.parts'
+        )
+    placed = placed_in(pipe)
+    return {name: part for name, part in found.items() if name in placed} or found
+
+
+def placed_in(pipe: Any) -> set[str]:
+    """Networks whose LoRA the pipeline's own file holds, in diffusers' format."""
+    save = getattr(pipe, "save_lora_weights", None)
+    known = [] if save is None else inspect.signature(save).parameters
+    return {name.removesuffix("_lora_layers") for name in known if name.endswith("_lora_layers")}
+
+
+def check_encoded(names: Iterable[str]) -> None:
+    """ValueError for arguments of the call that hold a prompt as it was encoded before."""
+    for name in names:
+        if "embeds" in name:
+            raise ValueError(
+                f"{name} holds prompts that were encoded before, and train.parts trains the text"
+                ' encoder: give the prompts as text, or leave "text_encoder" out'
+            )
+
+
+class Encodings:
+    """What prompts become by the weights in use.
+
+    parts: all that is trained; modules: the text encoders among it.
+    """
+
+    def __init__(self, parts: Parts, modules: dict[str, nn.Module], encode: Encode) -> None:
+        self.parts, self.modules, self.encode = parts, modules, encode
+
+    def new(self, items: Sequence[Item]) -> Cond:
+        """Prompts, encoded without a gradient."""
+        return replace(self.encode(items, False), weights=self._weights())
+
+    def request(self, request: Request) -> Request:
+        """The same request, its prompts encoded by the weights in use: with a gradient where one is
+        taken, else once for as long as these weights stay."""
+        cond, weights = request.cond, self._weights()
+        if torch.is_grad_enabled() and self.parts.active == "default":
+            rows, at = request.rows.unique(return_inverse=True)
+            own = self.encode([cond.items[row] for row in rows.tolist()], True)
+            return replace(request, cond=own, rows=at)
+        if cond.weights == weights:
+            return request
+        if weights not in cond.others:
+            while len(cond.others) >= KEPT:
+                cond.others.pop(next(iter(cond.others)))
+            cond.others[weights] = self.new(cond.items)
+        return replace(request, cond=cond.others[weights])
+
+    def check(self, items: Sequence[Item]) -> None:
+        """UnreplayableError where encodings have no gradient: the pipeline takes it away."""
+        made = self.encode(items, True)
+        kept: list[Tensor] = [t for group in made.groups for t in tensors_in(group.kept)]
+        if kept and not any(t.requires_grad for t in kept):
+            raise UnreplayableError(
+                "the pipeline encodes its prompts without a gradient, so its text encoder cannot be"
+                ' trained; leave "text_encoder" out of train.parts'
+            )
+
+    def _weights(self) -> tuple[Any, ...]:
+        """What tells the weights in use from others: where they lie, and how often they were
+        written."""
+        view = self.parts.active
+        if view == "reference" and self.parts.lora is not None:
+            return (view,)
+        # in full mode the values of a view are put into the parameters themselves
+        named = self.parts.named("default" if self.parts.lora is None else view)
+        own = [p for name, p in named.items() if name.split(".", 1)[0] in self.modules]
+        return (view, *((p.data_ptr(), p._version) for p in own))
