@@ -32,6 +32,7 @@ RUN = (  # settings of other sections that a method's authors choose
     "batch.group",
     "batch.updates",
     "train.mode",
+    "train.parts",
     "optimizer.lr",
     "optimizer.warmup",
     "optimizer.schedule",

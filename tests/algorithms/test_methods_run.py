@@ -36,6 +36,7 @@ SMALL = {  # what makes each small enough, of four steps
     "grpo_guard": {},
     "ddpo": {},
     "dpok": {},
+    "texforce": {},
     "mix_grpo_flash": {"algorithm.window.size": "1", "algorithm.window.every": "1"},
     "pref_grpo": {"batch.group": "4"},
 }

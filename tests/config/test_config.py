@@ -72,6 +72,7 @@ PAPERS = {
     ("granular_grpo", "flux.1-dev"): (16, 8 * 12 * 3, None, None, 0.7),
     ("pref_grpo", "flux.1-dev"): (25, 8, 2, 1e-5, 0.7),
     ("ddpo", "sd1.5"): (50, None, 4, 3e-4, 1.0),
+    ("texforce", "sd1.5"): (50, None, 4, 3e-4, 1.0),
     ("dpok", "sd1.5"): (50, None, None, 1e-5, 1.0),
     ("prdp", "sd1.5"): (50, 16, None, None, None),
     ("nft", "sd3.5-medium"): (10, 24, 1, 3e-4, None),
