@@ -157,6 +157,14 @@ def _few_steps(method: str, counts: tuple[int, ...]) -> dict[str, Claim]:
     }
 
 
+BEYOND = {  # against nft's own runs: what is trained, and on which prompts
+    "text_alone": Claim("nft", ["train.parts=[text_encoder]"], 1),
+    "text_too": Claim("nft", ["train.parts=[denoiser,text_encoder]"], 1),
+    "bayes": Claim("nft", ["data.sampler.mode=bayes"], 1),
+    "bandit": Claim("nft", ["data.sampler.mode=bandit", "data.sampler.tag=task"], 1),
+    # the counting and position prompts of shapes:train
+    "two_tasks": Claim("nft", ["data.train=docs/results/two_tasks.jsonl"], 1),
+}
 CLAIMS = {
     "dance_25_14": Claim("dance_grpo", [*LONG, *_fraction("0.5834")], 2),
     "dance_25_4": Claim("dance_grpo", [*LONG, *_fraction("0.1667")], 2),
@@ -187,8 +195,9 @@ CLAIMS = {
     "nft_fifth": Claim("nft", [], 0.11),  # three iterations, a sixth of Flow-GRPO's 18
     "proxy_points": Claim("mix_grpo_flash", PROXY, 2),
     "proxy_wins": Claim("mix_grpo_flash", [*PROXY, "algorithm.outcome=win_rate"], 2),
+    **BEYOND,
 }
-SEEDED = ("nft_fifth", "proxy_points", "proxy_wins")  # with three seeds
+SEEDED = ("nft_fifth", "proxy_points", "proxy_wins", *BEYOND)  # with three seeds
 TIMED_CLAIMS = [name for name, claim in CLAIMS.items() if {*TWENTY, *LONG} & {*claim.words}]
 
 
