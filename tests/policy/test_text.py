@@ -8,6 +8,7 @@ import tiny
 import torch
 
 from flowrl.policy import load_policy
+from flowrl.policy.replay.encoders import Answers
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.training.train import train
 
@@ -286,3 +287,14 @@ def test_targets_that_one_of_the_networks_does_not_have_are_refused():
     layers = policy.trainable.targets
     assert all(name.endswith("to_q") for name in layers["unet"])
     assert all(name.endswith("q_proj") for name in layers["text_encoder"])
+
+
+def test_a_frozen_network_behind_a_trained_encoder_passes_the_gradient_on():
+    """LTX-2's connectors: what was computed without a gradient is no answer where one passes."""
+    frozen = torch.nn.Linear(3, 2).requires_grad_(False)
+    answers, given = Answers(), torch.randn(4, 3)
+    with answers.of({"connectors": frozen}):
+        kept = frozen(given)
+        followed = frozen(given.clone().requires_grad_())
+    assert not kept.requires_grad and followed.requires_grad
+    assert torch.equal(kept, followed.detach()) and len(answers.kept) == 1

@@ -104,7 +104,7 @@ class Answers:
 
         @functools.wraps(real)  # pipelines read its signature
         def answered(*args: Any, **kwargs: Any) -> Any:
-            if self.paused:
+            if self.paused or _followed((args, kwargs)):
                 return real(*args, **kwargs)
             return asked(f"{name}.{method}", real, args, kwargs)
 
@@ -115,6 +115,11 @@ class Answers:
             module.__dict__.pop(method, None)
             if had is not None:
                 module.__dict__[method] = had
+
+
+def _followed(given: Any) -> bool:
+    """Whether a gradient is to pass: what comes from a trained encoder is not answered."""
+    return torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(given))
 
 
 def _content(value: Any) -> Any:
