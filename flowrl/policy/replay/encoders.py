@@ -46,7 +46,9 @@ class Answers:
         return self._kept(key)
 
     def rowwise(self, name: str, real: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """The same, with an answer for each row of the tokens."""
+        """The same, with an answer for each row of the tokens, which is asked for alone: the last
+        bits of a row depend on how many are computed with it, and a resumed run, which knows
+        no answers yet, would compute others together."""
         try:
             rows = _rows_of_tokens((args, kwargs))
             each = [_at((args, kwargs), [row], rows) for row in range(rows)]
@@ -54,17 +56,17 @@ class Answers:
         except TypeError:
             return self(name, real, args, kwargs)
         first = {key: row for row, key in reversed([*enumerate(keys)])}
-        new = [row for key, row in first.items() if key not in self.kept]
         known = {key: self._kept(key) for key in first if key in self.kept}
-        if new:
-            some = _at((args, kwargs), new, rows)
-            answer = _without_caches(real(*some[0], **some[1]))
+        for key, row in first.items():
+            if key in known:
+                continue
+            own_args, own_kwargs = each[row]
+            answer = _without_caches(real(*own_args, **own_kwargs))
             try:
-                known |= {keys[row]: _at(answer, [k], len(new)) for k, row in enumerate(new)}
+                known[key] = _at(answer, [0], 1)
             except TypeError:  # it holds something without rows
                 return self(name, real, args, kwargs)
-            for row in new:
-                self._keep(keys[row], known[keys[row]])
+            self._keep(key, known[key])
         return _joined([known[key] for key in keys])
 
     def _keep(self, key: tuple[Any, ...], answer: Any) -> bool:
