@@ -33,8 +33,13 @@ class LoraConfig(Section):
 
 
 class TrainConfig(Section):
-    parts: list[Literal["denoiser"]] = Field(
-        ["denoiser"], min_length=1, description="What is trained."
+    parts: list[Literal["denoiser", "step_noise", "initial_noise"]] = Field(
+        ["denoiser"],
+        min_length=1,
+        description=(
+            "What is trained: the denoiser, and small networks of a method's own for the noise of"
+            " its steps (reinflow) or the initial noise (dsrl)."
+        ),
     )
     mode: Literal["lora", "full"] = Field("lora", description="Low-rank adapters, or every weight.")
     lora: LoraConfig = Field(LoraConfig(), description="The adapters, when mode is lora.")

@@ -20,6 +20,7 @@ from flowrl.policy.replay.body import BodyReplay, body_replay
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.decode import Decoder, TailDecoder, infer_decoder, tails
 from flowrl.policy.replay.describe import describe
+from flowrl.policy.replay.embedded import embedded
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.infer import find_coords, infer
@@ -161,6 +162,9 @@ class PipelinePolicy(Policy):
             )
         return x + (1 - sigma) * cond.starts[rows.to(cond.starts.device)].to(x)
 
+    def _embed(self, cond: Cond) -> Tensor | None:
+        return embedded(self.replay, cond)
+
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
         return self.replay.velocity(self.modules, request)
 
@@ -263,4 +267,4 @@ class PipelinePolicy(Policy):
             return super().load_lora(path)
         self._needs_lora()
         parts = self.trainable
-        self.load_state("default", lora.read(self.pipe, parts.modules, path, parts.options))
+        parts.load("default", lora.read(self.pipe, parts.modules, path, parts.options))
