@@ -92,10 +92,9 @@ class StepNoise(Head):
         low = 2 * torch.tensor(self.options["least"], device=h.device).log()
         high = 2 * most.float().log()[:, None]
         log_var = low + (high - low) * (h.tanh() + 1) / 2
-        std = (log_var / 2).exp().maximum((low / 2).exp()).minimum(most.float()[:, None])
         ones = [1] * len(self.shape)
         ones[self.axis] = self.shape[self.axis]
-        return std.reshape(len(std), *ones)
+        return (log_var / 2).exp().reshape(len(h), *ones)
 
 
 class InitialNoise(Head):
