@@ -21,6 +21,7 @@ from flowrl.data import prompts as data_prompts
 from flowrl.data.conditions import Conditions
 from flowrl.data.scored_folder import list_of
 from flowrl.policy import Policy, heads, load_policy
+from flowrl.policy.generator import GeneratorPolicy
 from flowrl.policy.load import call_options
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.policy.lora import read_settings
@@ -79,17 +80,18 @@ def make_policy(
             hints=cfg.model.hints,
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
-    policy.freeze(not own)
+    policy.freeze(False)
     if own:
         check_trained(cfg, policy)
     if cfg.model.self_check and hasattr(policy, "self_check"):
-        own = [_texts(cfg, live)] if isinstance(policy, ModulePolicy) else []
-        for note in policy.self_check(*own).notes:
+        told = isinstance(policy, ModulePolicy | GeneratorPolicy)
+        for note in policy.self_check(*[_texts(cfg, live)] * told).notes:
             logger.info(f"model: {note}")
     if cfg.train.init_lora:
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
         policy.gradient_checkpointing(True)
+    policy.freeze(not own)
     give_heads(cfg, policy, live.algorithm)
     return policy
 
@@ -166,6 +168,12 @@ def check_init(cfg: Config) -> None:
 
 def check_trained(cfg: Config, policy: Policy) -> None:
     """ValueError where a Policy that a factory made has other trained parts than cfg says."""
+    if isinstance(policy, GeneratorPolicy):
+        raise ValueError(
+            f"the model is a generator, which has no weights to train, and"
+            f" algorithm={cfg.algorithm['name']} trains a network; use algorithm=dsrl, which learns"
+            " its initial noise"
+        )
     own = "full" if policy.trainable.lora is None else "lora"
     if own != cfg.train.mode:
         raise ValueError(

@@ -111,7 +111,8 @@ class InitialNoise(Head):
     def forward(self, prompt: Tensor | None, rows: int, device: torch.device) -> Transition:
         """Of `rows` samples: mean and std (n, *L)."""
         at_noise = torch.ones(rows, device=device)
-        mean, log_std = self.outputs(at_noise, prompt).tanh().chunk(2, 1)
+        bounded = nn.functional.softsign(self.outputs(at_noise, prompt))  # no corner holds it
+        mean, log_std = bounded.chunk(2, 1)
         spread = torch.tensor(self.options["spread"], device=device).log()
         return Transition(
             mean=self.spread_out(self.options["offset"] * mean),
