@@ -102,7 +102,7 @@ def test_the_loss_is_the_clipped_ratio_and_the_kl():
 
 def test_it_learns_the_better_direction_and_the_network_stays():
     algorithm = make(clip=(0.1, 0.1), kl_weight=0.0)
-    own, history = learn(algorithm, rewards_of, iterations=40, lr=1e-2, steps=2, group=32)
+    own, history = learn(algorithm, rewards_of, iterations=60, lr=1e-2, steps=4, group=32)
     assert sum(history[-5:]) / 5 > sum(history[:5]) / 5 + 0.3
     assert set(own.parts) == {"initial_noise"}
     fresh = policy(algorithm)
