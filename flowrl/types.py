@@ -166,6 +166,7 @@ class Rollout:
     nfe: int  # rows that went through the network (x branches of guidance not counted)
     cond: Any = None
     guidance: float | str = "none"
+    start_key: Tensor | None = None  # (B,) int64 of each leaf's initial noise; None: from files
 
     @property
     def leaves(self) -> Tensor:

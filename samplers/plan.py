@@ -2,9 +2,9 @@
 
 full, ode, window: one path. branch, tree, fan, granular: several leaves share prefixes. compress: a
 coarser ODE tail (MixGRPO-Flash). The last edge of every plan is deterministic: there std -> 0 and a
-log-prob overflows. All take sigmas (T+1,) descending; step i goes from sigmas[i] to sigmas[i+1].
-eta = 0 gives an all-ODE plan. `init` says which roots share x_T: "sample" none, "group" those of
-one prompt, "batch" all.
+log-prob overflows; only noise that a policy learned does not vanish there (full(last=True)). All
+take sigmas (T+1,) descending; step i goes from sigmas[i] to sigmas[i+1]. eta = 0 gives an all-ODE
+plan. `init` says which roots share x_T: "sample" none, "group" those of one prompt, "batch" all.
 """
 
 from __future__ import annotations
@@ -97,10 +97,20 @@ class PlanBuilder:
         )
 
 
-def full(sigmas: Tensor, *, eta: float, sde: str = "flow_sde", init: Init = "sample") -> Plan:
-    """Flow-GRPO, DanceGRPO: every step but the last is SDE and trained. NFE T, trained T-1."""
+def full(
+    sigmas: Tensor,
+    *,
+    eta: float,
+    sde: str = "flow_sde",
+    init: Init = "sample",
+    last: bool = False,
+) -> Plan:
+    """Flow-GRPO, DanceGRPO: every step but the last is SDE and trained. NFE T, trained T-1.
+
+    last: the last one too, for noise that does not vanish there (ReinFlow).
+    """
     edges = PlanBuilder(sigmas, eta, sde, init)
-    edges.chain(-1, range(edges.steps), noisy=lambda i: i < edges.steps - 1)
+    edges.chain(-1, range(edges.steps), noisy=lambda i: last or i < edges.steps - 1)
     return edges.build()
 
 

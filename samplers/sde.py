@@ -4,7 +4,7 @@ A name is a module of this folder, an entry point in the group flowrl.samplers, 
 "path/to/file.py:NAME". What it stands for is `transition`, a function as in flow_sde.py: (v, x,
 sigma, sigma_next, *, eta) -> Transition, or a module that has it, and `log_prob` where the step's
 density is not the Gaussian's own. A transition with an argument `sigma_cap` is given the schedule's
-second sigma, for a first one of 1.
+second sigma, for a first one of 1; one with an argument `std` the noise that the policy learned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flowrl.runtime import registry
-from flowrl.samplers import cps, dance_sde, ddim, flow_sde
+from flowrl.samplers import cps, dance_sde, ddim, flow_sde, learned
 from flowrl.types import Plan, Transition
 
 SDES: dict[str, ModuleType] = {
@@ -28,6 +28,7 @@ SDES: dict[str, ModuleType] = {
     "dance_sde": dance_sde,
     "cps": cps,
     "ddim": ddim,
+    "learned": learned,
 }
 GROUP = "flowrl.samplers"
 
@@ -39,6 +40,7 @@ class Sde:
     transition: Callable[..., Transition]
     log_prob: Callable[[Transition, Tensor], Tensor] | None
     capped: bool  # takes sigma_cap
+    learned: bool  # takes std, which a policy learns
 
 
 def choices() -> list[str]:
@@ -62,16 +64,18 @@ def find(name: str) -> Sde:
 
 def _sde(found: Any, transition: Callable[..., Transition]) -> Sde:
     try:
-        capped = "sigma_cap" in inspect.signature(transition).parameters
+        taken = set(inspect.signature(transition).parameters)
     except (TypeError, ValueError):  # no function, which the trial says
-        capped = False
-    return Sde(transition, getattr(found, "log_prob", None), capped)
+        taken = set()
+    own = getattr(found, "log_prob", None)
+    return Sde(transition, own, capped="sigma_cap" in taken, learned="std" in taken)
 
 
 def _try_out(own: Sde, what: str) -> None:
     """ValueError unless two rows make a step of two rows."""
     x, half = torch.ones(2, 3), torch.full((2,), 0.5)
-    extra = {"sigma_cap": None} if own.capped else {}
+    extra: dict[str, Any] = {"sigma_cap": None} if own.capped else {}
+    extra |= {"std": torch.ones(2, 1)} if own.learned else {}
     asked = f"{what} should be transition(v, x, sigma, sigma_next, *, eta) -> Transition(mean, std)"
     try:
         step = own.transition(x, x, half, half / 2, eta=half, **extra)
@@ -88,11 +92,21 @@ def _try_out(own: Sde, what: str) -> None:
 
 
 def transition(
-    plan: Plan, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor
+    plan: Plan,
+    v: Tensor,
+    x: Tensor,
+    sigma: Tensor,
+    sigma_next: Tensor,
+    eta: Tensor,
+    std: Tensor | None = None,
 ) -> Transition:
-    """Transition of SDE edges of `plan`: v, x (n, *L); sigma, sigma_next, eta (n,)."""
+    """Transition of SDE edges of `plan`: v, x (n, *L); sigma, sigma_next, eta (n,); std (n, ...)
+    for steps that learn theirs."""
     own = find(plan.sde)
-    extra = {"sigma_cap": plan.sigma_cap} if own.capped else {}
+    extra: dict[str, Any] = {"sigma_cap": plan.sigma_cap} if own.capped else {}
+    if own.learned:
+        assert std is not None, f"{plan.sde} needs the noise that a policy learned"
+        extra["std"] = std
     return own.transition(v, x, sigma, sigma_next, eta=eta, **extra)
 
 

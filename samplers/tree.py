@@ -20,6 +20,7 @@ from flowrl.types import ODE, Plan, Rollout, expand
 
 Velocity = Callable[[Tensor, Tensor, Tensor], Tensor]
 Noise = Callable[[Tensor], Tensor]
+Std = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
@@ -35,6 +36,7 @@ def grow(
     shared_key: int = 0,
     init: Callable[..., Tensor] | None = None,
     micro: int | None = None,
+    std: Std | None = None,
 ) -> Rollout:
     """Sample R copies of `plan` -> Rollout, whose cond and guidance the caller fills in.
 
@@ -45,11 +47,12 @@ def grow(
     copies (R,): number of the copy within its prompt; default: c-th occurrence of its row. Give it
     when copies of one prompt are spread over calls or processes.
     shared_key: names the x_T that plan.init="batch" shares. micro: most rows in a velocity call.
+    std(sigma (n,), rows (n,), eta (n,)) -> (n, ...): noise of steps that learn theirs.
     """
     rows, prompt_keys, copies = named(rows, prompt_keys, copies)
     names = NodeKeys(plan, rows, prompt_keys, copies, shared_key)
     kept = Kept(plan, rows, names)
-    forest = Forest(plan, names, kept, noise)
+    forest = Forest(plan, names, kept, noise, std)
 
     level, at_root = forest.roots(rows, init)
     assert level.x.shape[1:] == tuple(shape), f"noise gave {tuple(level.x.shape)}, not {shape}"
@@ -78,8 +81,8 @@ def evaluate(velocity: Velocity, level: Level, micro: int | None) -> Tensor:
 class Forest:
     """Makes the next level from the last."""
 
-    def __init__(self, plan: Plan, names: NodeKeys, kept: Kept, noise: Noise) -> None:
-        self.plan, self.names, self.kept, self.noise = plan, names, kept, noise
+    def __init__(self, plan: Plan, names: NodeKeys, kept: Kept, noise: Noise, std: Std | None):
+        self.plan, self.names, self.kept, self.noise, self.std = plan, names, kept, noise, std
 
     def roots(self, rows: Tensor, init: Callable[..., Tensor] | None) -> tuple[Level, Tensor]:
         """The distinct x_T -> (level, row of it for each root (R, roots))."""
@@ -90,14 +93,7 @@ class Forest:
         top = plan.parent < 0
         at_root = torch.zeros(plan.roots, dtype=torch.float64)
         sigma = at_root.index_put((plan.root[top],), plan.sigma[top])[first % plan.roots]
-        level = Level(
-            x=x,
-            row=rows[first // plan.roots],
-            sigma=sigma,
-            stored=torch.full_like(first, -1),
-            x0=None,
-            sigma_x0=torch.ones_like(sigma),
-        )
+        level = Level.first(x, rows[first // plan.roots], sigma)
         return level, place.view_as(names.root)
 
     def advance(
@@ -131,9 +127,8 @@ class Forest:
         y, log_prob = torch.empty_like(before.x), torch.full((len(edge),), torch.nan)
         some, others = torch.nonzero(ode).flatten(), torch.nonzero(~ode).flatten()
         y[some] = self.straight(before.take(some), v[some], edge[some])
-        y[others], log_prob[others] = self.noisy(
-            before.take(others), v[others], copy[others], edge[others]
-        )
+        rest = before.take(others), v[others], copy[others], edge[others]
+        y[others], log_prob[others] = self.noisy(*rest)
         return y, log_prob
 
     def straight(self, before: Level, v: Tensor, edge: Tensor) -> Tensor:
@@ -149,7 +144,8 @@ class Forest:
         """SDE edges -> (states at their ends, log-prob of exactly these states)."""
         plan, names = self.plan, self.names
         sigma, sigma_next, eta = plan.sigma[edge], plan.sigma_next[edge], plan.eta[edge]
-        step = sde.transition(plan, v, before.x, sigma, sigma_next, eta)
+        std = None if self.std is None else self.std(sigma, before.row, eta)
+        step = sde.transition(plan, v, before.x, sigma, sigma_next, eta, std)
         xi = own_noise(self.noise, names.path[copy, edge])
         if plan.correlation is not None:  # (xi_0 + s eta_b) / sqrt(1 + s^2), BranchGRPO
             s, shared = plan.correlation, key("siblings", names.parent_path[copy, edge])

@@ -61,7 +61,7 @@ def _check_model(
     model: str, prompts: str | None, pipeline: list[str] | None, hints: str | None
 ) -> None:
     from flowrl.data.prompts import load_prompts
-    from flowrl.policy import load_policy
+    from flowrl.policy import GeneratorPolicy, load_policy
     from flowrl.policy.module import ModulePolicy
     from flowrl.runtime import log
 
@@ -71,7 +71,7 @@ def _check_model(
         raise ValueError(f"{model} makes a {type(policy).__name__}; only pipelines are inferred")
     own = {}
     if prompts:
-        if not isinstance(policy, ModulePolicy):
+        if not isinstance(policy, ModulePolicy | GeneratorPolicy):
             raise ValueError("a pipeline is tried with two prompts of ours; leave --prompts out")
         texts = dict.fromkeys(row["prompt"] for row in load_prompts(prompts))
         own["prompts"] = list(texts)[:2]

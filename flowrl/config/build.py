@@ -20,7 +20,8 @@ from flowrl.data import conditions
 from flowrl.data import prompts as data_prompts
 from flowrl.data.conditions import Conditions
 from flowrl.data.scored_folder import list_of
-from flowrl.policy import Policy, load_policy
+from flowrl.policy import Policy, heads, load_policy
+from flowrl.policy.generator import GeneratorPolicy
 from flowrl.policy.load import call_options
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.policy.lora import read_settings
@@ -65,29 +66,71 @@ def make_policy(
     live: a policy or prompts that a script handed over."""
     live = live or Live()
     check_init(cfg)
-    lora = cfg.train.lora.model_dump() if cfg.train.mode == "lora" else None
+    own = [part for part in cfg.train.parts if part not in heads.KINDS]
+    adapted = cfg.train.mode == "lora" and (own or cfg.train.init_lora)
+    lora = cfg.train.lora.model_dump() if adapted else None
     with torch.random.fork_rng():
         torch.manual_seed(cfg.seed)  # of the adapters' first values
         policy: Any = load_policy(
             cfg.model.source if live.policy is None else live.policy,
             lora=lora,
-            parts=cfg.train.parts,
+            parts=own or None,
             dtype=DTYPES[cfg.model.dtype] if live.policy is None else None,
             device=device,
             example=_example(cfg, live),
             hints=cfg.model.hints,
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
-    check_trained(cfg, policy)
+    policy.freeze(False)
+    if own:
+        check_trained(cfg, policy)
     if cfg.model.self_check and hasattr(policy, "self_check"):
-        own = [_texts(cfg, live)] if isinstance(policy, ModulePolicy) else []
-        for note in policy.self_check(*own).notes:
+        told = isinstance(policy, ModulePolicy | GeneratorPolicy)
+        for note in policy.self_check(*[_texts(cfg, live)] * told).notes:
             logger.info(f"model: {note}")
     if cfg.train.init_lora:
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
         policy.gradient_checkpointing(True)
+    policy.freeze(not own)
+    give_heads(cfg, policy, live.algorithm)
     return policy
+
+
+def give_heads(cfg: Config, policy: Policy, algorithm: Algorithm | None) -> None:
+    """Put the small networks of train.parts beside the policy; those of an earlier run of the same
+    live policy stay, where they are of the same kind."""
+    names = [part for part in cfg.train.parts if part in heads.KINDS]
+    if not names:
+        policy.set_heads(None)
+        return
+    options = (algorithm or make_algorithm(cfg)).heads
+    made = heads.make({name: options[name] for name in names}, policy.latent_shape, cfg.seed)
+    known = {} if policy.heads is None else policy.heads.modules
+    alike = {name: head.options for name, head in known.items()}
+    if alike != {name: head.options for name, head in made.items()}:
+        policy.set_heads(made)
+
+
+def check_parts(cfg: Config, algorithm: Algorithm) -> None:
+    """ValueError where train.parts is not what the method trains."""
+    parts, wanted, name = cfg.train.parts, algorithm.heads, cfg.algorithm["name"]
+    own = [part for part in parts if part not in heads.KINDS]
+    full = [*(own or ["denoiser"]) * algorithm.trains_network, *wanted]
+    fix = f"use train.parts=[{', '.join(full)}]"
+    if odd := [part for part in parts if part in heads.KINDS and part not in wanted]:
+        raise ValueError(f"train.parts has {odd[0]}, which algorithm={name} does not train; {fix}")
+    if missing := [head for head in wanted if head not in parts]:
+        raise ValueError(f"algorithm={name} trains {missing[0]}, which train.parts lacks; {fix}")
+    if algorithm.trains_network and not own:
+        raise ValueError(
+            f"algorithm={name} trains the network too, as samples without noise would not change;"
+            f" {fix}"
+        )
+    if own and not algorithm.trains_network:
+        raise ValueError(
+            f"algorithm={name} leaves the network as it is, and train.parts has {own[0]}; {fix}"
+        )
 
 
 def _example(cfg: Config, live: Live) -> Conditions | None:
@@ -126,6 +169,12 @@ def check_init(cfg: Config) -> None:
 
 def check_trained(cfg: Config, policy: Policy) -> None:
     """ValueError where a Policy that a factory made has other trained parts than cfg says."""
+    if isinstance(policy, GeneratorPolicy):
+        raise ValueError(
+            f"the model is a generator, which has no weights to train, and"
+            f" algorithm={cfg.algorithm['name']} trains a network; use algorithm=dsrl, which learns"
+            " its initial noise"
+        )
     own = "full" if policy.trainable.lora is None else "lora"
     if own != cfg.train.mode:
         raise ValueError(

@@ -206,7 +206,8 @@ def _refuse_both(stated: str, given: Any) -> NoReturn:
 def _check_policy(given: Any) -> str:
     """Its name in the config; ValueError where it cannot be a policy."""
     if isinstance(given, Policy):
-        network = getattr(given, "pipe", None) or next(iter(given.trainable.modules.values()))
+        networks = [getattr(given, "pipe", None), *given.modules.values(), given]
+        network = next(one for one in networks if one is not None)
         return registry.live_name(network)
     if isinstance(given, str | Path):
         raise ValueError(

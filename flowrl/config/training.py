@@ -33,12 +33,13 @@ class LoraConfig(Section):
 
 
 class TrainConfig(Section):
-    parts: list[Literal["denoiser", "text_encoder"]] = Field(
+    parts: list[Literal["denoiser", "text_encoder", "step_noise", "initial_noise"]] = Field(
         ["denoiser"],
         min_length=1,
         description=(
             "What is trained: the denoiser, the text encoders (whose prompts are then encoded with"
-            " a gradient), or both."
+            " a gradient), or both; and small networks of a method's own for the noise of its steps"
+            " (reinflow) or the initial noise (dsrl)."
         ),
     )
     mode: Literal["lora", "full"] = Field("lora", description="Low-rank adapters, or every weight.")

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.policy import lora
+from flowrl.policy import heads, lora
 from flowrl.policy.parts import Parts
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.request import Request
+from flowrl.types import Transition
 
 
 class Policy:
@@ -36,9 +37,13 @@ class Policy:
         self.modules: dict[str, nn.Module] = dict(modules)
         self.networks = dict(modules)  # as loaded, never wrapped
         self.latent_shape = tuple(shape)
-        self.trainable = Parts(dict(modules if trained is None else trained), adapter)
+        self.trainable: Parts | heads.Frozen = Parts(
+            dict(modules if trained is None else trained), adapter
+        )
+        self.heads: Parts | None = None  # small networks beside it, see policy/heads.py
         self.calls = 0
         self._rows: tuple[Tensor, Tensor] | None = None  # the last CPU rows, where they were put
+        self._embedded: tuple[Cond, Tensor | None] | None = None  # the last prompts' features
 
     @property
     def device(self) -> torch.device:
@@ -152,6 +157,52 @@ class Policy:
         pipelines that start from a noisy picture."""
         return noise
 
+    def start(
+        self,
+        noise: Tensor,
+        sigma: float,
+        cond: Cond | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Standard normal noise (n, *L) -> x at sigma, where a sample begins: `init` of the noise,
+        which a head initial_noise moves first, each row on its shell."""
+        if self.heads is not None and heads.InitialNoise.name in self.heads.modules:
+            assert cond is not None and rows is not None
+            noise = heads.on_shell(self.initial(cond, rows).sample(noise), noise)
+        return self.init(noise, sigma, cond, rows)
+
+    def initial(self, cond: Cond, rows: Tensor) -> Transition:
+        """The Gaussian over initial noise, before it is put on the shell, of rows (n,) of cond."""
+        head, device = self._head(heads.InitialNoise.name), self.device
+        return head(self.features(cond, rows), len(rows), device)
+
+    def step_std(self, cond: Cond, sigma: Tensor, rows: Tensor, most: Tensor) -> Tensor:
+        """Standard deviation (n, C, 1, ...) of steps from sigma (n,), at most `most` (n,)."""
+        head, device = self._head(heads.StepNoise.name), self.device
+        return head(sigma.to(device), self.features(cond, rows), most.to(device))
+
+    def _head(self, name: str) -> nn.Module:
+        found = {} if self.heads is None else self.heads.modules
+        if name not in found:
+            raise ValueError(
+                f"this policy has no head {name}; add it to train.parts, or train with a method"
+                " that needs none"
+            )
+        return found[name]
+
+    def features(self, cond: Cond, rows: Tensor) -> Tensor | None:
+        """An embedding (n, d) fp32 of the prompts of rows (n,), without gradient; None where the
+        policy has none. What heads read."""
+        if self._embedded is None or self._embedded[0] is not cond:
+            with torch.no_grad():
+                self._embedded = (cond, self._embed(cond))
+        found = self._embedded[1]
+        return None if found is None else found[rows.to(found.device)]
+
+    def _embed(self, cond: Cond) -> Tensor | None:
+        """(P, d) fp32 of all prompts of cond."""
+        return None
+
     def clean(self, x: Tensor, sigma: Tensor | float) -> Tensor:
         """x (n, *L) at sigma, () or (n,), where a run ends -> x0, as decode takes it (Stable
         Diffusion ends above sigma 0)."""
@@ -178,49 +229,78 @@ class Policy:
 
     @property
     def parts(self) -> dict[str, dict[str, nn.Parameter]]:
-        """{"denoiser": {name: parameter}, "text_encoder": ...}: what is trained, and nothing else;
-        fp32 (in full mode from the first time it is asked for)."""
+        """{"denoiser": {name: parameter}, "text_encoder": ..., and the heads}: what is trained, and
+        nothing else; fp32 (in full mode from the first time it is asked for)."""
         out: dict[str, dict[str, nn.Parameter]] = {}
-        for name, parameter in self.trainable.named().items():
-            out.setdefault(self._part(name.split(".", 1)[0]), {})[name] = parameter
+        for name, weight in self.trainable.named().items():
+            out.setdefault(self._part(name.partition(".")[0]), {})[name] = weight
+        small = {} if self.heads is None else self.heads.named()
+        for name, weight in small.items():
+            out.setdefault(name.partition(".")[0], {})[name] = weight
         return out
 
     @property
     def trained(self) -> list[str]:
-        """Names of the parts."""
+        """Names of the parts that are the policy's own."""
         return list(dict.fromkeys(self._part(name) for name in self.trainable.modules))
 
     def _part(self, component: str) -> str:
         return "denoiser" if component in self.networks else "text_encoder"
 
+    def freeze(self, on: bool = True) -> None:
+        """Train none of the network's own weights (on), or as before."""
+        self.trainable = heads.thawed(self.trainable, not on)
+
+    def set_heads(self, made: Mapping[str, nn.Module] | None) -> None:
+        """Train these small networks beside the policy's own weights, in place of others; their
+        present values are the view "reference". None: no heads."""
+        self.heads = None
+        if made:
+            modules = {name: head.to(self.device) for name, head in made.items()}
+            self.heads = Parts(modules, None)
+            self.heads.add_view("reference")
+
     def add_view(self, name: str) -> None:
         """A copy of the trainable weights under another name ("old"; in full mode also
         "reference"), for use with view()."""
         self.trainable.add_view(name)
+        if self.heads is not None and not self.heads.has(name):
+            self.heads.add_view(name)
 
     def copy_view(self, src: str = "default", dst: str = "old", decay: float = 0.0) -> None:
         """dst = decay * dst + (1 - decay) * src."""
         self.trainable.copy(src, dst, decay)
+        if self.heads is not None:
+            if not self.heads.has(dst):  # heads that are younger than the view
+                self.heads.add_view(dst)
+            self.heads.copy(src, dst, decay)
 
     def same(self, a: str, b: str) -> bool:
         """Whether two views of LoRA weights are equal bit for bit, so that one forward serves both
         (in full mode: not compared, False)."""
-        return self.trainable.lora is not None and self.trainable.equal(a, b)
+        small = self.heads is None or self.heads.equal(a, b)
+        return self.trainable.lora is not None and small and self.trainable.equal(a, b)
 
     @contextlib.contextmanager
     def view(self, name: str) -> Iterator[None]:
         """Compute with the weights of a view: "default", an added one, or "reference" (adapters
-        off)."""
-        with self.trainable.view(name):
+        off, heads as they began)."""
+        small = contextlib.nullcontext() if self.heads is None else self.heads.view(name)
+        with self.trainable.view(name), small:
             yield
 
     def state(self, name: str = "default") -> dict[str, Tensor]:
         """Values of a view by parameter name, copied to the CPU."""
-        return {k: v.cpu().clone() for k, v in self.trainable.tensors(name).items()}
+        small = {} if self.heads is None else self.heads.tensors(name)
+        both = {**self.trainable.tensors(name), **small}
+        return {k: v.cpu().clone() for k, v in both.items()}
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
         """Strict inverse of state."""
-        self.trainable.load(name, state)
+        small = set() if self.heads is None else set(self.heads.tensors(name))
+        self.trainable.load(name, {k: v for k, v in state.items() if k not in small})
+        if self.heads is not None:
+            self.heads.load(name, {k: v for k, v in state.items() if k in small})
 
     def gradient_checkpointing(self, on: bool = True) -> None:
         """Recompute activations in the backward pass, for networks that can (diffusers models)."""
@@ -237,7 +317,8 @@ class Policy:
         from safetensors.torch import save
 
         self._needs_lora()
-        weights = {name: value.contiguous() for name, value in self.state().items()}
+        own = self.trainable.tensors("default")
+        weights = {name: value.cpu().contiguous() for name, value in own.items()}
         content = save(weights, lora.metadata(self.trainable.options))
         return lora.write(Path(folder) / lora.FILE, content)
 
@@ -250,7 +331,16 @@ class Policy:
         path = Path(path)
         path = path / lora.FILE if path.is_dir() else path
         lora.check(path, self.trainable.options)
-        self.load_state("default", load_file(str(path)))
+        self.trainable.load("default", load_file(str(path)))
+
+    def save_heads(self, folder: str | Path) -> list[Path]:
+        """Write each head to a file of `folder`."""
+        return [] if self.heads is None else heads.save(self.heads, Path(folder))
+
+    def load_heads(self, folder: str | Path) -> None:
+        """Put the heads that save_heads wrote beside the policy: initial_noise acts in every
+        sample from then on."""
+        self.set_heads(heads.load(Path(folder), self.latent_shape))
 
     def _needs_lora(self) -> None:
         if self.trainable.lora is None:

@@ -59,8 +59,8 @@ def load_policy(
 
     parts: what is trained, by default ["denoiser"]; "text_encoder" for the text encoders of a
     pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, fp32
-    whatever dtype is; None trains all their weights. dtype: of the networks (default: fp32; of a live
-    pipeline, as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy.
+    whatever dtype is; None trains all their weights. dtype: of the networks (default: fp32; of a
+    live pipeline, as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy.
     pipeline_kwargs: arguments of the pipeline's own call (height, width, num_frames,
     guidance_scale, negative_prompt, max_sequence_length, image ...); they hold for the policy's
     life. example: conditions that differ from prompt to prompt, of one prompt (Policy.encode takes

@@ -93,6 +93,10 @@ class ModulePolicy(Policy):
         sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
         return Schedule(sigmas=sigmas, times=sigmas[:-1])
 
+    def _embed(self, cond: Cond) -> Tensor | None:
+        value = cond.groups[0].kept[0][0][("cond",)]
+        return None if value is None else value.float().flatten(1)
+
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
         x, sigma, cond = request.x, request.sigma, request.cond.groups[0].kept[0][0][("cond",)]
         if not isinstance(request.guidance, str):

@@ -20,6 +20,7 @@ from flowrl.policy.replay.body import BodyReplay, body_replay
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.decode import Decoder, TailDecoder, infer_decoder, tails
 from flowrl.policy.replay.describe import describe
+from flowrl.policy.replay.embedded import embedded
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.infer import find_coords, infer
@@ -176,6 +177,9 @@ class PipelinePolicy(Policy):
             )
         return x + (1 - sigma) * cond.starts[rows.to(cond.starts.device)].to(x)
 
+    def _embed(self, cond: Cond) -> Tensor | None:
+        return embedded(self.replay, cond)
+
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
         if self.encodings and not isinstance(self.replay, BodyReplay):  # that encodes by itself
             request = self.encodings.request(request)
@@ -280,7 +284,7 @@ class PipelinePolicy(Policy):
             return super().load_lora(path)
         self._needs_lora()
         parts = self.trainable
-        self.load_state("default", lora.read(self.pipe, parts.modules, path, parts.options))
+        parts.load("default", lora.read(self.pipe, parts.modules, path, parts.options))
 
     def _in_its_format(self) -> bool:
         """Whether the pipeline's own LoRA files have a place for all that is trained."""

@@ -187,6 +187,7 @@ def add_references(
         leaf=torch.cat([rollout.leaf, len(rollout.states) + number]),
         leaf_edge=torch.cat([rollout.leaf_edge, torch.full_like(group, -1)]),
         leaf_key=torch.cat([rollout.leaf_key, names]),
+        start_key=None,  # files began with no noise
         group=torch.cat([rollout.group, group]),
         tree=torch.cat([rollout.tree, rollout.tree.max() + 1 + number]),
     )

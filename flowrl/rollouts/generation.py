@@ -63,7 +63,7 @@ def sample(
         rows=rows,
         prompt_keys=noise_keys,
         copies=torch.zeros_like(rows),
-        init=partial(policy.init, sigma=path.sigma.max().item(), cond=cond),
+        init=partial(policy.start, sigma=path.sigma.max().item(), cond=cond),
         micro=policy.states(micro, guidance),
     )
     return grown.leaves, grown.state_sigma[grown.leaf], (cond, rows[grown.group.cpu()])

@@ -15,13 +15,9 @@ from flowrl.types import Rollout
 def take(rollout: Rollout, rows: Tensor) -> Rollout:
     """The rollout with leaves `rows` only; states and transitions stay."""
     rows = rows.to(rollout.leaf.device)
-    return replace(
-        rollout,
-        **{
-            name: getattr(rollout, name)[rows]
-            for name in ("leaf", "leaf_edge", "leaf_key", "group", "tree")
-        },
-    )
+    names = ["leaf", "leaf_edge", "leaf_key", "group", "tree"]
+    names += ["start_key"] if rollout.start_key is not None else []
+    return replace(rollout, **{name: getattr(rollout, name)[rows] for name in names})
 
 
 def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:

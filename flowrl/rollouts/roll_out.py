@@ -13,7 +13,7 @@ from flowrl.data import conditions
 from flowrl.policy import Cond, Policy
 from flowrl.rollouts.join import with_clean_leaves
 from flowrl.runtime.ledger import CountedPolicy, Ledger
-from flowrl.samplers import keys, tree
+from flowrl.samplers import keys, sde, tree
 from flowrl.samplers.tree import Velocity
 from flowrl.types import Plan, PromptBatch, Rollout
 
@@ -51,8 +51,9 @@ def roll_out(
         prompt_keys=prompt_keys[rows],
         copies=numbers,
         shared_key=keys.key(seed, "shared", iteration),
-        init=partial(policy.init, sigma=plan.sigma.max().item(), cond=cond),
+        init=partial(policy.start, sigma=plan.sigma.max().item(), cond=cond),
         micro=policy.states(micro, guidance),
+        std=partial(policy.step_std, cond) if sde.find(plan.sde).learned else None,
     )
     grown = replace(grown, cond=cond, guidance=guidance)
     ends_above_0 = bool(plan.sigma_next[plan.leaf_edges].any())

@@ -202,6 +202,14 @@ class CountedPolicy:
         self.rows = len(x)
         return v
 
+    def step_std(self, *place: Any) -> Tensor:
+        """See Policy.step_std."""
+        return self.policy.step_std(*place)
+
+    def initial(self, *place: Any) -> Any:
+        """See Policy.initial."""
+        return self.policy.initial(*place)
+
     def reward(self, x: Tensor, rollout: Any, samples: Tensor, sigma: float = 0.0) -> Tensor:
         """Reward (n,) of latents x (n, *L) at sigma in place of these samples' (n,), with a
         gradient."""

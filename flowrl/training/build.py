@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from flowrl.algorithms.common.base import Algorithm
-from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
+from flowrl.config.build import autocast, check_parts, make_algorithm, make_policy, schedule
 from flowrl.config.live import Live, check_given
 from flowrl.config.schema import Config
 from flowrl.data.conditions import check_alike, files, has_source
@@ -77,6 +77,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     choice = chooser(prompts, cfg.data.sampler, size=cfg.batch.prompts, seed=cfg.seed)
     check_alike([*prompts, *held_out])
     algorithm = live.algorithm or make_algorithm(cfg)
+    check_parts(cfg, algorithm)
     check_choice(cfg, algorithm)
     check_combined(rewards, algorithm)
     if "reward" in algorithm.needs:

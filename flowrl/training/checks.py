@@ -181,7 +181,7 @@ def check_files(
         if dataset
         else 'a prompt with a "reference" adds an image from a file'
     )
-    if algorithm.needs & {"log_prob", "reward"}:
+    if algorithm.needs & {"log_prob", "reward", "start"}:
         raise ValueError(
             f"{what}, which have no denoising steps to train; use a method on the forward process,"
             " as algorithm=nft or dpo"

@@ -157,13 +157,10 @@ def finish(trainer: Running) -> Run:
     """
     from flowrl.report import run_page  # charts and templates, at the end of a run only
 
-    parts, path, train = trainer.parts, trainer.parts.path, trainer.cfg.train
+    parts, path = trainer.parts, trainer.parts.path
     if parts.source.world.main:
-        if train.mode == "lora" and trainer.learner.step:
-            with parts.weights.ema.swapped():
-                parts.source.policy.save_lora(path / "lora")
-            settings = {**train.lora.model_dump(), "parts": train.parts}
-            files.write(path / "lora" / SETTINGS, json.dumps(settings))
+        if trainer.learner.step:
+            export(parts)
         left = trainer.cfg.iterations - trainer.iteration
         why = f"{left} iterations were left out" if left > 0 else "all iterations are done"
         history.add(path, "ended", iteration=trainer.iteration, what=trainer.stopped or why)
@@ -180,6 +177,17 @@ def finish(trainer: Running) -> Run:
     if not trainer.learner.step:
         raise NothingTrained(nothing_trained(run.metrics, run.stopped), run)
     return run
+
+
+def export(parts: Parts) -> None:
+    """The averaged LoRA, with the settings that load it, and the small networks beside it."""
+    policy, train = parts.source.policy, parts.cfg.train
+    with parts.weights.ema.swapped():
+        policy.save_heads(parts.path / "heads")
+        if train.mode == "lora" and policy.trainable.named():
+            policy.save_lora(parts.path / "lora")
+            settings = {**train.lora.model_dump(), "parts": policy.trained}
+            files.write(parts.path / "lora" / SETTINGS, json.dumps(settings))
 
 
 def describe(trainer: Running) -> str:

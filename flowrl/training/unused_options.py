@@ -89,6 +89,8 @@ def no_noisy_steps(start: Start) -> Iterator[Unread]:
             "this method samples without noise; methods on denoising steps, as"
             " algorithm=flow_grpo, read it",
         )
+    elif isinstance(start.options, TransitionConfig) and start.options.learns_noise:
+        yield ("sampler.eta",), "the policy learns its noise, within algorithm.noise"
 
 
 def no_shared_steps(start: Start) -> Iterator[Unread]:

@@ -23,6 +23,12 @@ class Level:
     x0: Tensor | None  # (n, *L) the solver's history: the data prediction one node before
     sigma_x0: Tensor  # (n,) fp64 where it was made; 1: no history
 
+    @classmethod
+    def first(cls, x: Tensor, row: Tensor, sigma: Tensor) -> Level:
+        """The roots: nothing is kept of them yet, and there is no history."""
+        stored, none = torch.full((len(row),), -1), torch.ones_like(sigma)
+        return cls(x=x, row=row, sigma=sigma, stored=stored, x0=None, sigma_x0=none)
+
     def take(self, rows: Tensor) -> Level:
         """The nodes at `rows`, in that order."""
         return Level(
@@ -156,6 +162,7 @@ class Kept:
             "leaf": self.dst[:, leaf_edges].flatten(),
             "leaf_edge": torch.where(leaf_edge < 0, -1, leaf_edge + offset).flatten(),
             "leaf_key": self.names.path[:, leaf_edges].flatten(),
+            "start_key": self.names.noise_root[:, plan.root[leaf_edges]].flatten(),
             "group": self.rows.repeat_interleave(len(leaf_edges)),
             "tree": (torch.arange(copies)[:, None] * plan.roots + plan.root[leaf_edges]).flatten(),
         }

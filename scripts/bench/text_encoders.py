@@ -2,9 +2,9 @@
 
     python scripts/bench/text_encoders.py [NAME ...]
 
-NAME: a case of tests/helpers/zoo; default: all that can be replayed. LoRA on the text encoders alone
-is moved off its start; then the gradient of the sum of squared velocities of two prompts is taken
-through the replayed call, and through the pipeline's own loop run with autograd. Relative
+NAME: a case of tests/helpers/zoo; default: all that can be replayed. LoRA on the text encoders
+alone is moved off its start; then the gradient of the sum of squared velocities of two prompts is
+taken through the replayed call, and through the pipeline's own loop run with autograd. Relative
 differences of both are printed, with the reason where there are none. Exit code 1 if a gradient
 differs by more than LIMIT.
 """

@@ -4,6 +4,7 @@ and after which trained and untrained conditions are judged."""
 from __future__ import annotations
 
 import copy
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ STEPS = 10  # of sampling
 METHODS: dict[str, dict[str, Any]] = {
     "ddpo": {"algorithm": "ddpo"},
     "nft": {"algorithm": "nft", "algorithm.kl_weight": 0.1},
+    "reinflow": {"algorithm": "reinflow", "algorithm.clip": [1e-2, 1e-2], "sampler.steps": 4},
+    "dsrl": {"algorithm": "dsrl", "algorithm.clip": [1e-2, 1e-2], "optimizer.lr": 3e-3},
 }
+USUAL = ("ddpo", "nft")  # what is compared where no methods are named
 SETTINGS: dict[str, Any] = {
     "batch": {"group": 24, "updates": 1, "micro": 4096, "decode": 512},
     "optimizer": {"lr": 1e-4},
@@ -109,13 +113,17 @@ def means(result: flowrl.Run, label: str) -> dict[str, tuple[float, float]]:
 
 
 def compare(example: Example, *, seeds: int = 3, iterations: int = 60) -> None:
-    """Print, for each seed and method, every shown reward before and after."""
+    """Print, for each seed and method, every shown reward before and after. The words of the
+    command line name other methods than the usual."""
     torch.set_num_threads(1)
-    print(f"{'method':6} {'seed':>4}  {'reward':16} {'trained':>15} {'not trained':>15}")
+    methods = sys.argv[1:] or USUAL
+    if unknown := [method for method in methods if method not in METHODS]:
+        raise SystemExit(f"no method {unknown[0]}; there are {', '.join(METHODS)}")
+    print(f"{'method':8} {'seed':>4}  {'reward':16} {'trained':>15} {'not trained':>15}")
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(seeds):
             module = example.pretrained(seed)
-            for method in METHODS:
+            for method in methods:
                 output = Path(folder) / f"{method}-{seed}"
                 result = run(
                     example, module, method, seed=seed, iterations=iterations, output=output
@@ -124,4 +132,4 @@ def compare(example: Example, *, seeds: int = 3, iterations: int = 60) -> None:
                     found = means(result, label)
                     pairs = [found[task] for task in ("trained", "others")]
                     cells = " ".join(f"{f'{a:.2f} -> {b:.2f}':>15}" for a, b in pairs)
-                    print(f"{method:6} {seed:4}  {label:16} {cells}", flush=True)
+                    print(f"{method:8} {seed:4}  {label:16} {cells}", flush=True)

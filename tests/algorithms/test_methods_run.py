@@ -164,6 +164,10 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
         ["algorithm.mean=0.5, algorithm.spread=0.2"],
     ),
     (["algorithm=draft", "algorithm.target=1"], ["algorithm.target=1.0"]),
+    (
+        ["algorithm=reinflow", "algorithm.fall=5", "algorithm.floor=0.5", "sampler.eta=0.3"],
+        ["algorithm.fall=5, algorithm.floor=0.5", "sampler.eta=0.3"],
+    ),
     ([FORWARD, "draw.rounds=2", "draw.spread=0.1"], ["draw.rounds=2", "draw.spread=0.1"]),
     ([FORWARD, "draw.mode=balance", "draw.spread=0.1"], ["draw.spread=0.1"]),
     ([FORWARD, "draw.mode=refill", "draw.positive=0.1"], ["draw.positive=0.1"]),

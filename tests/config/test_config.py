@@ -86,6 +86,7 @@ PAPERS = {
     ("draft_lv", "sd1.5"): (None, 1, 1, None, None),
     ("refl", "sd1.5"): (40, 1, 1, None, None),
     ("alignprop", "sd1.5"): (50, 1, 1, None, None),
+    ("reinflow", "sd3.5-medium"): (4, None, None, None, None),
 }
 
 

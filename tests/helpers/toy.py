@@ -12,7 +12,7 @@ from torch import nn
 
 from flowrl.samplers import keys, sigmas, tree
 from flowrl.training import gradient as objective
-from flowrl.types import Columns, Rewards, expand
+from flowrl.types import Columns, Rewards, Transition, expand
 
 GRID = sigmas.shifted(8, 3)
 SAMPLER = SimpleNamespace(eta=0.7, init_noise="sample")
@@ -34,6 +34,7 @@ class ToyPolicy(nn.Module):
         else:
             nn.init.zeros_(self.net[2].weight)
         nn.init.zeros_(self.net[2].bias)
+        self.spread = nn.Parameter(torch.zeros(2))  # of learned noise
         self.active, self.rows, self.guidances = "default", 0, []
         self.old, self.anchor = (copy.deepcopy(self.net).requires_grad_(False) for _ in range(2))
 
@@ -51,6 +52,12 @@ class ToyPolicy(nn.Module):
         if self.active == "reference":
             return v
         return v + self.net_of(self.active)(torch.cat([x, s, torch.eye(3)[rows]], 1))
+
+    def step_std(self, cond, sigma, rows, most):
+        return most.float()[:, None] * self.spread.sigmoid()
+
+    def initial(self, cond, rows):
+        return Transition(mean=0 * rows[:, None] + self.spread, std=torch.ones(len(rows), 2))
 
     def reward(self, x, rollout, samples, sigma=0.0):
         return nearness(x, rollout.group[samples])
@@ -113,6 +120,7 @@ def roll_out(
             shape=(2,),
             rows=rows,
             prompt_keys=keys.key(seed, iteration, rows),
+            std=lambda s, r, most: policy.step_std(None, s, r, most),
         )
     return replace(grown, guidance="none")
 

@@ -225,7 +225,7 @@ def test_a_run_trains_the_text_encoder_alone_and_goes_on_as_if_never_stopped(tmp
     whole = small.trainer(tmp_path / "whole", iterations="2", **own)
     run = whole.run()
     saved = [name for name in small.weights(run.path) if name.startswith("policy/")]
-    assert saved and all(name.startswith("policy/text_encoder.") for name in saved)
+    assert saved and all(name.startswith("policy/text_encoder") for name in saved)
     first = small.trainer(tmp_path / "half", iterations="2", **own)
     for _ in first:
         break

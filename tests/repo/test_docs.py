@@ -416,6 +416,8 @@ def example(name, copies=1, prompts=2):
 
 def copies_of(algorithm, plan):
     """n of the formulas: a sample's noise levels, or its noised copies."""
+    if "start" in algorithm.needs:  # one row a sample
+        return 1
     return algorithm.config.noised if "reward" in algorithm.needs else algorithm.draws(plan)
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flowrl import advantages as credit
 from flowrl.runtime.read_when import read_when
-from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout
+from flowrl.types import Advantages, Columns, LossOutput, Plan, Rewards, Rollout, Transition
 
 
 class Options(BaseModel):
@@ -113,6 +113,8 @@ class VelocityField(Protocol):
     def reward(
         self, x: Tensor, rollout: Rollout, samples: Tensor, sigma: float = 0.0
     ) -> Tensor: ...
+    def step_std(self, cond: Any, sigma: Tensor, rows: Tensor, most: Tensor) -> Tensor: ...
+    def initial(self, cond: Any, rows: Tensor) -> Transition: ...
     def view(self, name: str) -> AbstractContextManager[None]: ...
     def same(self, a: str, b: str) -> bool: ...
 
@@ -121,13 +123,14 @@ class Algorithm:
     """One instance a run; holds its config, and in `memory` what a later plan may depend on."""
 
     Config: ClassVar[type[Options]] = Options
-    # of "log_prob" | "leaves" | "reference" | "old" | "anchor" | "reward"
+    # of "log_prob" | "leaves" | "reference" | "old" | "anchor" | "reward" | "start"
     needs: frozenset[str] = frozenset()
     # what one term of the loss joins; if not a row: rows of equal column "unit"
     couples: Literal["row", "sample", "group"] = "row"
     rollout_view: Literal["default", "old"] = "default"  # which weights sample
     guidance: Literal["none"] | None = None  # of the rollout; None: the sampler's setting
     left_out: float = 0.0  # advantage of a sample that `keep` does not train
+    trains_network: bool = True  # or heads alone
     clip_size: float = 1e-4  # what the ratio's self-test compares low-precision errors with
 
     def __init__(self, config: Any):
@@ -138,6 +141,12 @@ class Algorithm:
     def views(self) -> list[str]:
         """Copies of the trained weights that are kept beside them."""
         return sorted(self.needs & {"old", "anchor"})
+
+    @property
+    def heads(self) -> dict[str, dict[str, Any]]:
+        """Options of the small networks that it trains beside the policy's own, by the names that
+        train.parts has for them (flowrl/policy/heads.py)."""
+        return {}
 
     @property
     def reference_guidance(self) -> float | str:

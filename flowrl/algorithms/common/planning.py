@@ -51,7 +51,7 @@ def without_tail(c: TransitionConfig, sigmas: Tensor, sampler: Sampler, start: i
     t, size = c.tree, c.window.size
     common: dict[str, Any] = {"eta": sampler.eta, "sde": c.sde, "init": sampler.init_noise}
     if c.plan == "full":
-        return plans.full(sigmas, **common)
+        return plans.full(sigmas, last=c.learns_noise, **common)
     if c.plan == "window":
         return plans.window(sigmas, start=start, size=size, **common)
     if c.plan == "tree":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -127,6 +127,8 @@ class Prune(base.Options):
 
 
 class TransitionConfig(base.Credit, base.Anchor):
+    learns_noise: ClassVar[bool] = False  # whether the policy gives a step's std
+
     plan: Literal["full", "window", "branch", "tree", "fan", "granular"] = Field(
         "full",
         description=(
@@ -198,6 +200,15 @@ class TransitionConfig(base.Credit, base.Anchor):
             raise ValueError(
                 f"algorithm.keep={self.keep} leaves out whole samples, which plan={self.plan} with"
                 f" credit={self.credit} would not; use it with plan=full or window and credit=leaf"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_sde(self) -> TransitionConfig:
+        if sde.find(self.sde).learned and not self.learns_noise:
+            raise ValueError(
+                f"algorithm.sde={self.sde} takes noise that a policy learned, which this method"
+                " does not train; use algorithm=reinflow"
             )
         return self
 

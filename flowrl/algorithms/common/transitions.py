@@ -177,10 +177,11 @@ class TransitionMethod(base.Anchored):
             guidance=rollout.guidance,
             detach_uncond=self.config.detach_uncond,
         ).float()[place]
-        return (
-            sde.transition(rollout.plan, v, x[place], batch.sigma, batch.sigma_next, batch.eta),
-            v,
-        )
+        plan, std = rollout.plan, None
+        if self.config.learns_noise:
+            std = policy.step_std(rollout.cond, batch.sigma, batch.prompt, batch.eta)
+        where = batch.sigma, batch.sigma_next, batch.eta
+        return sde.transition(plan, v, x[place], *where, std), v
 
     def score(
         self, policy: base.VelocityField, rollout: Rollout, batch: Columns
@@ -201,8 +202,10 @@ class TransitionMethod(base.Anchored):
             scores["log_prob_ref"] = sde.log_prob(rollout.plan, other, y)
         if c.kl_weight:
             moved = step.mean - other.mean
-            gap = {"velocity": v - v_ref, "mean": moved}.get(c.kl, moved / step.std / 2**0.5)
+            gap = {"velocity": v - v_ref, "mean": moved}.get(c.kl, moved / other.std / 2**0.5)
             kl = gap.square().flatten(1).mean(1)
+            if c.learns_noise and c.kl in ("exact", "flow_grpo"):
+                kl = kl + spread_kl(step.std, other.std)
             scores["kl"] = (
                 kl * (batch.sigma - batch.sigma_next).to(kl) if c.kl == "flow_grpo" else kl
             )
@@ -248,6 +251,15 @@ def samples(rollout: Rollout) -> Tensor:
     while bool((top != top[top]).any()):
         top = top[top]
     return top
+
+
+def spread_kl(std: Tensor, other: Tensor) -> Tensor:
+    """What other standard deviations add to the KL of two Gaussians, a mean over dims -> (n,).
+
+    Exactly 0 where they are equal.
+    """
+    log_ratio = std.log() - other.log()
+    return (0.5 * (2 * log_ratio).expm1() - log_ratio).flatten(1).mean(1)
 
 
 def own_noise(batch: Columns, like: Tensor) -> Tensor:
