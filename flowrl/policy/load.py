@@ -162,7 +162,7 @@ def _unchanged(
             f"the model is a Policy already, which {has}: leave lora= out, or in a config set"
             f" {mode}"
         )
-    if parts is not None and set(parts) != set(policy.trained):
+    if parts is not None and set(parts) != set(policy.trained or parts):
         raise ValueError(
             f"the model is a Policy already, which trains {' and '.join(policy.trained)}: set"
             f" train.parts=[{','.join(policy.trained)}], or make it with parts=[...]"
