@@ -92,7 +92,7 @@ class ReinFlowConfig(grpo.GRPOConfig):
         return self
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Bounded:
     """The sampler's settings with the upper bound of the noise as their noise level."""
 

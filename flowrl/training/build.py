@@ -99,8 +99,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         logger.warning(sentence)
 
     own = weights(cfg, algorithm, policy, accelerator)
-    media = dataset.paths if dataset else references(prompts)
-    media = [*media, *files([*prompts, *held_out])]
+    media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
     known = identity.of_parts(cfg, rewards, policy, media, live)
     source = Source(
         cfg=cfg,

@@ -87,6 +87,7 @@ PAPERS = {
     ("refl", "sd1.5"): (40, 1, 1, None, None),
     ("alignprop", "sd1.5"): (50, 1, 1, None, None),
     ("reinflow", "sd3.5-medium"): (4, None, None, None, None),
+    ("dsrl", "sd3.5-medium"): (None, None, None, 3e-4, None),
 }
 
 
