@@ -69,6 +69,15 @@ class Policy:
         """
         raise NotImplementedError
 
+    @contextlib.contextmanager
+    def afresh(self) -> Iterator[None]:
+        """Inside, prompts are encoded as if none had been before.
+
+        An encoder's answers are kept, and their last bits depend on the prompts that were beside
+        them the first time; a resumed run starts without them.
+        """
+        yield
+
     def schedule(self, steps: int) -> Schedule:
         """Sigmas and exact model times of a run with `steps` steps, from the pipeline's own
         scheduler."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from flowrl.policy.replay.body import BodyReplay, body_replay
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.decode import Decoder, TailDecoder, infer_decoder, tails
 from flowrl.policy.replay.describe import describe
+from flowrl.policy.replay.encoders import Answers
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.infer import find_coords, infer
@@ -107,6 +109,15 @@ class PipelinePolicy(Policy):
         if isinstance(self.decoder, Decoder) and self.decoder.own:
             cond.tails = tails(self.prober, self.steps, self.decoder, items)
         return cond
+
+    @contextlib.contextmanager
+    def afresh(self) -> Iterator[None]:
+        runner = self.prober.runner
+        before, runner.answers = runner.answers, Answers()
+        try:
+            yield
+        finally:
+            runner.answers = before
 
     def _check_own(self, conditions: Mapping[str, Any]) -> None:
         """ValueError for what the pipeline's call does not take, or what is the sampler's."""

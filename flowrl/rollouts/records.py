@@ -15,6 +15,7 @@ from flowrl.policy import Policy
 from flowrl.rewards import RewardSet
 from flowrl.rollouts.choose import Chooser
 from flowrl.rollouts.judge import Judge
+from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.runtime.distributed import World
 from flowrl.runtime.ledger import Ledger
 from flowrl.types import PromptBatch, Rewards, Rollout
@@ -36,6 +37,7 @@ class Source:
     guidance: float | str
     autocast: Callable[[], AbstractContextManager[object]]
     rewards: RewardSet
+    buffer: ReplayBuffer  # old samples that are trained again
 
     def at(self, iteration: int) -> Source:
         """The same, with the weights and thresholds that rewards have in an iteration."""

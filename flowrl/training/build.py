@@ -22,6 +22,7 @@ from flowrl.rewards.core.climb import check_climbable
 from flowrl.rewards.core.score import check_meta
 from flowrl.rollouts.choose import chooser
 from flowrl.rollouts.records import Source
+from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.runtime.distributed import World, place, start
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.lock import Lock
@@ -33,8 +34,10 @@ from flowrl.training.checks import (
     check_combined,
     check_conditions,
     check_files,
+    check_replay,
     check_signal,
     warn_distilled,
+    warn_large,
 )
 from flowrl.training.claim import claimed
 from flowrl.training.ema import Ema
@@ -78,6 +81,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     check_alike([*prompts, *held_out])
     algorithm = live.algorithm or make_algorithm(cfg)
     check_choice(cfg, algorithm)
+    check_replay(cfg, algorithm)
     check_combined(rewards, algorithm)
     if "reward" in algorithm.needs:
         check_climbable(rewards)
@@ -94,6 +98,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
     warn_distilled(algorithm, policy, cfg.model.source)
     spare = (len(prompts) - cfg.batch.prompts) // world.size
+    warn_large(cfg, policy)
     for sentence in unused_options(cfg, algorithm, plan, spare=spare):
         logger.warning(sentence)
 
@@ -114,6 +119,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         guidance=guidance,
         autocast=autocast(cfg.train.precision, policy.device),
         rewards=rewards.to(policy.device),
+        buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
     )
     dearest = max((guidance, algorithm.reference_guidance), key=policy.branches)
     return Parts(

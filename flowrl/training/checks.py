@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.transition_config import FORKING, OWN_STATISTICS
 from flowrl.algorithms.raft import RAFTConfig
@@ -19,6 +21,7 @@ from flowrl.runtime.text import printable
 from flowrl.types import Plan
 
 MOST_KINDS = 8  # of conditions that are tried before a run
+LARGE = 1000  # megabytes of kept samples that are worth a word
 
 
 def check_batch(cfg: Config, *, processes: int, leaves: int) -> None:
@@ -159,6 +162,39 @@ def check_choice(cfg: Config, algorithm: Algorithm) -> None:
     if mode == "bandit" and "reward" in algorithm.needs:
         raise ValueError(
             "data.sampler.mode=bandit learns from advantages, and this method has none; use bayes"
+        )
+
+
+def check_replay(cfg: Config, algorithm: Algorithm) -> None:
+    """ValueError where old samples cannot be trained again."""
+    if not cfg.replay.size:
+        return
+    if "leaves" not in algorithm.needs:
+        what = (
+            "climbs rewards of new samples"
+            if "reward" in algorithm.needs
+            else ("reads the log-probs of denoising steps, which are not kept")
+        )
+        raise ValueError(
+            f"replay.size={cfg.replay.size} trains finished samples of earlier iterations, and"
+            f" algorithm={cfg.algorithm['name']} {what}; use a method on the forward process, as"
+            " algorithm=nft or dpo, or replay.size=0"
+        )
+    if cfg.data.offline:
+        raise ValueError(
+            f"replay.size={cfg.replay.size} keeps new samples, and data.offline has none; leave it"
+            " out"
+        )
+
+
+def warn_large(cfg: Config, policy: Policy) -> None:
+    """Samples that replay.size keeps may take more than a GB."""
+    samples = cfg.replay.size * cfg.batch.prompts * cfg.batch.group
+    megabytes = 4 * samples * math.prod(policy.latent_shape) / 1e6
+    if megabytes > LARGE:
+        logger.warning(
+            f"replay.size={cfg.replay.size} keeps up to {samples} samples, which are"
+            f" {megabytes:,.0f} MB of the memory of each process"
         )
 
 

@@ -84,6 +84,8 @@ def _tensors(trainer: Resumable) -> Tensors:
     tensors = {"policy": policy.state("default"), "ema": weights.ema.state_dict()}
     tensors |= {view: policy.state(view) for view in trainer.parts.algorithm.views}
     tensors["optimizer"] = checkpoint.pack_optimizer(weights.adamw, weights.parameters)
+    if trainer.parts.cfg.replay.size:
+        tensors["replay"] = trainer.parts.source.buffer.state(trainer.iteration)
     return tensors
 
 
@@ -106,6 +108,7 @@ def _load_tensors(trainer: Resumable, saved: Checkpoint) -> None:
         parts.source.policy.load_state(view, saved.group(view))
     weights.ema.load_state_dict(saved.group("ema"))
     checkpoint.unpack_optimizer(weights.adamw, weights.parameters, saved.group("optimizer"))
+    parts.source.buffer.restore(saved.tensors.get("replay", {}))  # not kept without replay.size
 
 
 def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
