@@ -14,6 +14,7 @@ from flowrl.data import prompts as data
 from flowrl.policy import Policy
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.rewards import RewardSet
+from flowrl.rewards.core.climb import check_climbable
 from flowrl.rollouts import from_files
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
@@ -139,6 +140,18 @@ def check_balance(cfg: Config, needs: frozenset[str]) -> None:
         )
 
 
+def check_method(
+    cfg: Config, algorithm: Algorithm, prompts: data.Prompts, rewards: RewardSet
+) -> None:
+    """ValueError where a method is not one for its prompts and rewards; no model is needed."""
+    check_choice(cfg, algorithm)
+    check_help(cfg, algorithm, prompts)
+    check_replay(cfg, algorithm)
+    check_combined(rewards, algorithm)
+    if "reward" in algorithm.needs:
+        check_climbable(rewards)
+
+
 def check_combined(rewards: RewardSet, algorithm: Algorithm) -> None:
     """ValueError where statistics of each reward by itself would undo levels."""
     how = getattr(algorithm.config, "combine", "rewards")
@@ -162,6 +175,40 @@ def check_choice(cfg: Config, algorithm: Algorithm) -> None:
     if mode == "bandit" and "reward" in algorithm.needs:
         raise ValueError(
             "data.sampler.mode=bandit learns from advantages, and this method has none; use bayes"
+        )
+
+
+def check_help(cfg: Config, algorithm: Algorithm, prompts: data.Prompts) -> None:
+    """ValueError where prompts that never succeed cannot be helped as it is said."""
+    c = cfg.data.sampler.help
+    if not c.after:
+        return
+    what = f"data.sampler.help.after={c.after}"
+    if "leaves" not in algorithm.needs:
+        raise ValueError(
+            f"{what} samples some prompts with guidance, steps or texts of their own, and"
+            f" algorithm={cfg.algorithm['name']} trains how a sample was made; use a method on the"
+            " forward process, as algorithm=nft or dpo, or leave it out"
+        )
+    if cfg.data.offline:
+        raise ValueError(f"{what} helps new samples, and data.offline has none; leave it out")
+    if c.guidance is None and c.steps is None and c.column is None:
+        raise ValueError(
+            f"{what} says when prompts are helped, but not how; add data.sampler.help.guidance=4,"
+            " data.sampler.help.steps=40 or data.sampler.help.column=help_prompt"
+        )
+    if c.column is None:
+        return
+    texts = [row[c.column] for row in prompts if row.get(c.column) and c.column != "prompt"]
+    if not texts:
+        raise ValueError(
+            f"data.sampler.help.column={c.column}: no prompt has a text in that column; write"
+            f' {{"prompt": ..., "{c.column}": ...}} in a .jsonl of prompts'
+        )
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(
+            f"data.sampler.help.column={c.column} holds {printable(repr(wrong[0]), 60)}, which is"
+            " no text"
         )
 
 
@@ -247,6 +294,12 @@ def check_files(
             f"{dataset.singles} of {len(prompts)} prompts have a single image in data.offline: its"
             " advantage is always 0"
         )
+
+
+def columns_read(cfg: Config, rewards: RewardSet) -> frozenset[str]:
+    """Columns of prompts that something else than the pipeline reads."""
+    own = {"prompt", "conditions", "reference", cfg.data.sampler.help.column or "prompt"}
+    return frozenset(own).union(*(reward.reads for reward in rewards.rewards.values()))
 
 
 def check_conditions(policy: Policy, prompts: data.Prompts, read: frozenset[str]) -> None:

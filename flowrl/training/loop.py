@@ -91,7 +91,7 @@ class Trainer:
         with ledger.phase("advantages"):
             everyone = algorithm.leaf_advantages(rewards, group)
             leaf = everyone[world.part(len(drawn.rollout.leaf))]
-            metrics |= source.chooser.told(drawn, leaf, world.gather)
+            metrics |= source.chooser.told(i, drawn, leaf, world.gather)
             observed = algorithm.observe(drawn.rollout, drawn.rewards)
             observed = world.mean_metrics(observed) if observed else {}
             trained = what_to_train(source, i, drawn, leaf)  # old samples may join the new ones

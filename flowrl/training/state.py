@@ -65,6 +65,7 @@ def save(trainer: Resumable) -> Path | None:
         "noise": trainer.noise_watch.noise,
         "memory": parts.algorithm.memory,
         "choice": parts.source.chooser.state,
+        "help": parts.source.chooser.helper.state,
         "guards": parts.guards.state,
         "scaler": distributed.scaler_state(parts.weights.accelerator),
         "identity": parts.identity,
@@ -120,6 +121,7 @@ def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
         parts.guards.state = meta["guards"]
     if "choice" in meta:
         parts.source.chooser.restore(meta["choice"])
+    parts.source.chooser.helper.restore(meta.get("help", {}))
     trainer.noise_watch.noise = dict(meta["noise"])
     trainer.ratio_check.restore(done=meta["ratio_checked"], recompute=meta["recompute"])
     trainer.learner.step, trainer.learner.nonfinite = meta["step"], meta["nonfinite"]

@@ -100,7 +100,7 @@ def test_weights_are_the_taper_to_the_power_of_the_age_and_metrics_are_of_new_sa
     for i, it in enumerate(results):
         updates = seen[2 * i : 2 * i + 2]
         ages = [0, 0] + [age for age in (1, 2)[:i] for _ in range(2)]
-        found = {int(p): float(w) for _, r in updates for p, w in zip(r.prompt, r.weight)}  # noqa: B905
+        found = {int(r.prompt[k]): float(r.weight[k]) for _, r in updates for k in range(len(r))}
         assert sorted(found.values()) == sorted(0.5**age for age in ages)
         for u, (rollout, rows) in enumerate(updates):
             news = rows.prompt[rows.weight == 1].unique()
