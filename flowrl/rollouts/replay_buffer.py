@@ -91,11 +91,12 @@ class ReplayBuffer:
         return {name: value[rows] for name, value in found.items()}
 
     def state(self, iterations: int) -> dict[str, Tensor]:
-        """Tensors of a checkpoint after so many iterations, without one that was not finished."""
+        """Tensors of a checkpoint after so many iterations: what later ones may draw, without an
+        iteration that was not finished."""
         return {
             f"{i}/{name}": value
             for i, leaves in self.kept.items()
-            if i < iterations
+            if iterations - self.config.size <= i < iterations
             for name, value in leaves.items()
         }
 
@@ -104,8 +105,8 @@ class ReplayBuffer:
         texts = torch.tensor([keys.digest(prompt["prompt"]) for prompt in self.prompts])
         kept: dict[int, Leaves] = {}
         for full, value in state.items():
-            i, _, name = full.partition("/")
-            kept.setdefault(int(i), {})[name] = value
+            iteration, _, name = full.partition("/")
+            kept.setdefault(int(iteration), {})[name] = value
         for i, leaves in kept.items():
             place = leaves["id"].clamp(max=len(texts) - 1)
             rows = (place == leaves["id"]) & (texts[place] == leaves["text"])

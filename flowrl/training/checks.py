@@ -220,7 +220,7 @@ def check_replay(cfg: Config, algorithm: Algorithm) -> None:
         what = (
             "climbs rewards of new samples"
             if "reward" in algorithm.needs
-            else ("reads the log-probs of denoising steps, which are not kept")
+            else "reads the log-probs of denoising steps, which are not kept"
         )
         raise ValueError(
             f"replay.size={cfg.replay.size} trains finished samples of earlier iterations, and"
