@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from flowrl.config.section import Guidance, Section, Seed
 from flowrl.runtime import registry
-from flowrl.runtime.read_when import read_when
+from flowrl.runtime.read_when import read_above, read_when
 from flowrl.types import Solver
 
 
@@ -44,6 +44,37 @@ class ModelConfig(Section):
     _places = pydantic.field_validator("source", "hints")(registry.absolute)
 
 
+HELPING = read_above("data.sampler.help.after", 0)
+COUNTING = read_when("data.sampler.mode", "bayes") | HELPING
+
+
+class HelpConfig(Section):
+    after: NonNegativeInt = Field(
+        0,
+        description=(
+            "Visits of a prompt without a successful sample after which its samples are helped; for"
+            " methods on finished samples; 0: never."
+        ),
+    )
+    guidance: Annotated[PositiveFloat | None, HELPING] = Field(
+        None, description="Guidance of helped samples; none: that of the others."
+    )
+    steps: Annotated[PositiveInt | None, HELPING] = Field(
+        None, description="Denoising steps of helped samples; none: those of the others."
+    )
+    column: Annotated[str | None, HELPING] = Field(
+        None,
+        description=(
+            "Column of the prompts with a text to sample helped ones with, where it has one; none:"
+            " their own."
+        ),
+    )
+    decay: Annotated[float, Field(ge=0, le=1), HELPING] = Field(
+        0.5,
+        description="A visit is helped with this probability to the power of those that succeeded.",
+    )
+
+
 class ChoiceConfig(Section):
     mode: Literal["uniform", "bayes", "bandit"] = Field(
         "uniform",
@@ -55,7 +86,7 @@ class ChoiceConfig(Section):
     target: Annotated[float, Field(gt=0, lt=1), read_when("data.sampler.mode", "bayes")] = Field(
         0.5, description="Success that is looked for."
     )
-    success: Annotated[float | None, read_when("data.sampler.mode", "bayes")] = Field(
+    success: Annotated[float | None, COUNTING] = Field(
         None,
         description="Reward from which a sample is a success; none: rewards are shares, 0 to 1.",
     )
@@ -71,6 +102,7 @@ class ChoiceConfig(Section):
     temperature: Annotated[PositiveFloat, read_when("data.sampler.mode", "bandit")] = Field(
         0.2, description="Arms are drawn by a softmax of their value over this."
     )
+    help: HelpConfig = Field(HelpConfig(), description="For prompts that never succeeded.")
 
 
 class DataConfig(Section):

@@ -30,6 +30,7 @@ from flowrl.config.training import (
     EmaConfig,
     GuardConfig,
     OptimizerConfig,
+    ReplayConfig,
     StopConfig,
     TrainConfig,
 )
@@ -59,6 +60,7 @@ class Config(Section):
         TrainConfig(), description="What is trained, and in which precision."
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW.")
+    replay: ReplayConfig = Field(ReplayConfig(), description="Old samples, trained again.")
     ema: EmaConfig = Field(EmaConfig(), description="Averaged weights.")
     eval: EvalConfig = Field(EvalConfig(), description="Held-out evaluation.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save.")

@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from flowrl.config.section import Section
+from flowrl.runtime.read_when import read_above
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -71,6 +72,22 @@ class OptimizerConfig(Section):
     eps: PositiveFloat = Field(1e-8, description="Added to the root of the second moment.")
     max_grad_norm: PositiveFloat = Field(
         1.0, description="Gradients are scaled down to this global norm."
+    )
+
+
+class ReplayConfig(Section):
+    size: NonNegativeInt = Field(
+        0,
+        description=(
+            "Iterations whose samples are kept, to be trained again beside new ones, by methods on"
+            " finished samples; 0: none."
+        ),
+    )
+    share: Annotated[PositiveFloat, read_above("replay.size", 0)] = Field(
+        1.0, description="Old groups trained in an iteration, as a share of batch.prompts."
+    )
+    taper: Annotated[float, Field(ge=0, le=1), read_above("replay.size", 0)] = Field(
+        0.7, description="A sample that is k iterations old weighs this to the power of k."
     )
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flowrl.config.sampling import ChoiceConfig
 from flowrl.data import prompts as data
+from flowrl.rollouts.help import Helper
 from flowrl.runtime.text import printable
 from flowrl.samplers import keys
 from flowrl.types import PromptBatch
@@ -49,22 +50,29 @@ class Chooser:
         self.prompts, self.config, self.seed = prompts, config, seed
         self.names = _names(prompts)  # what the state calls them
         self.state: dict[str, Any] = {}  # JSON: name -> numbers
+        self.helper = Helper(config.help, self.names, seed)  # has a state of its own
 
     def choose(self, iteration: int, size: int) -> PromptBatch:
         """The `size` prompts of an iteration, counted from 0; none is there twice."""
         return data.batch(self.prompts, iteration=iteration, size=size, seed=self.seed)
 
     def told(
-        self, drawn: Any, advantages: Tensor, gather: Callable[[Tensor], Tensor]
+        self,
+        iteration: int,
+        drawn: Any,
+        advantages: Tensor,
+        gather: Callable[[Tensor], Tensor],
     ) -> dict[str, float]:
         """What samples of an iteration (a Drawn) and their advantages (B,) say of its prompts, on
         all processes -> prompts/* to log."""
-        if not self.learns:
+        if not self.learns and not self.helper.on:
             return {}
         own = seen_by(
             drawn.batch, drawn.rollout.group, drawn.rewards.total, advantages, self.config
         )
-        return self.learn(all_seen(gather(own)))
+        seen = all_seen(gather(own))
+        counted = self.helper.learn(iteration, seen.ids, seen.samples, seen.successes)
+        return self.learn(seen) | counted
 
     def learn(self, seen: Seen) -> dict[str, float]:
         """Take in what an iteration showed -> prompts/* to log."""
@@ -184,9 +192,12 @@ def seen_by(
     known = r[usable]
     if config.success is not None:
         success = (r >= config.success).double()
-    elif config.mode == "bayes" and not bool(((known >= 0) & (known <= 1)).all()):
+    elif (config.mode == "bayes" or config.help.after) and not bool(
+        ((known >= 0) & (known <= 1)).all()
+    ):
+        who = "mode=bayes" if config.mode == "bayes" else f"help.after={config.help.after}"
         raise ValueError(
-            f"data.sampler.mode=bayes takes rewards in [0, 1] as shares of success, and they are"
+            f"data.sampler.{who} takes rewards in [0, 1] as shares of success, and they are"
             f" {known.min():.4g} to {known.max():.4g}; set data.sampler.success to the reward from"
             " which a sample is a success"
         )

@@ -8,7 +8,6 @@ depend on how prompts are dealt out to processes.
 from __future__ import annotations
 
 from contextlib import closing
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from flowrl.rollouts import from_files, redraw
 from flowrl.rollouts.overlap import OverlappedScorer
 from flowrl.rollouts.records import Drawn, Source
 from flowrl.rollouts.roll_out import roll_out
+from flowrl.rollouts.sample_helped import helping
 from flowrl.rollouts.scorer import SHOWN, Scorer, decode_into
 from flowrl.types import Plan, PromptBatch, Rollout
 
@@ -30,7 +30,7 @@ def draw(source: Source, iteration: int, plan: Plan) -> Drawn:
     mine = batch.ids[world.share(len(batch))]
     if source.dataset is not None:
         return from_files.read(source, iteration, plan, mine)
-    sample_prompts = partial(sample, source, iteration, plan)
+    sample_prompts = helping(source, iteration, plan, sample)
     with world.all_or_none(RewardUnavailable):
         drawn = sample_prompts(mine)
     if cfg.draw.mode == "refill":
@@ -58,7 +58,7 @@ def sample(source: Source, iteration: int, plan: Plan, ids: Tensor, round_: int 
             with ledger.phase("rollout"), source.autocast(), policy.view(source.view):
                 rollout = roll_out(
                     policy,
-                    batch,
+                    source.asked(batch),
                     plan,
                     group=cfg.batch.group,
                     guidance=source.guidance,

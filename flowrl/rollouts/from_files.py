@@ -25,6 +25,7 @@ from flowrl.data.prompts import reference_of, select
 from flowrl.data.scored_dataset import Item, gather
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, concat, score
+from flowrl.rollouts.join import of_leaves
 from flowrl.rollouts.records import Drawn, Source
 from flowrl.samplers import keys
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout
@@ -99,34 +100,8 @@ def rollout(
     device = x0.device
     group = torch.tensor([row for row, _ in flat], device=device)
     names = [keys.key("offline", item.file, batch.text[row]) for row, item in flat]
-    index, real = (
-        torch.empty(0, dtype=torch.int64, device=device),
-        torch.empty(0, dtype=torch.float64, device=device),
-    )
-    made = Rollout(
-        states=x0,
-        prompt=group,
-        state_sigma=torch.zeros(len(flat), dtype=torch.float64, device=device),
-        src=index,
-        dst=index,
-        parent=index,
-        edge=index,
-        sigma=real,
-        sigma_next=real,
-        eta=real,
-        noise_key=index,
-        log_prob=None,
-        trained=index.bool(),
-        leaf=torch.arange(len(flat), device=device),
-        leaf_edge=torch.full_like(group, -1),
-        leaf_key=torch.tensor(names, device=device),
-        group=group,
-        tree=torch.arange(len(flat), device=device),
-        plan=plan,
-        nfe=0,
-        cond=policy.encode(batch.text, conditions.of(batch.meta)),
-        guidance="none",
-    )
+    cond = policy.encode(batch.text, conditions.of(batch.meta))
+    made = of_leaves(x0, torch.tensor(names, device=device), group, plan, cond)
     raw = {
         label: torch.tensor(
             [item.scores[label] for _, item in flat], dtype=torch.float32, device=device

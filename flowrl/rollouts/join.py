@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.policy import Policy
-from flowrl.types import Rollout
+from flowrl.types import Plan, Rollout
 
 
 def take(rollout: Rollout, rows: Tensor) -> Rollout:
@@ -52,6 +53,37 @@ def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
         name: None if column[0] is None else torch.cat(column) for name, column in parts.items()
     }
     return replace(rollouts[0], nfe=sum(r.nfe for r in rollouts), **whole)
+
+
+def of_leaves(x0: Tensor, names: Tensor, group: Tensor, plan: Plan, cond: Any) -> Rollout:
+    """Samples x0 (B, *L) at sigma 0 that nothing led to, with the keys of their names and their
+    rows of cond (B,); `plan` gives noise levels."""
+    device, number = x0.device, torch.arange(len(x0), device=x0.device)
+    index = torch.empty(0, dtype=torch.int64, device=device)
+    real = torch.empty(0, dtype=torch.float64, device=device)
+    return Rollout(
+        states=x0,
+        prompt=group,
+        state_sigma=torch.zeros(len(x0), dtype=torch.float64, device=device),
+        src=index,
+        dst=index,
+        parent=index,
+        edge=index,
+        sigma=real,
+        sigma_next=real,
+        eta=real,
+        noise_key=index,
+        log_prob=None,
+        trained=index.bool(),
+        leaf=number,
+        leaf_edge=torch.full_like(group, -1),
+        leaf_key=names,
+        group=group,
+        tree=number,
+        plan=plan,
+        nfe=0,
+        cond=cond,
+    )
 
 
 def with_clean_leaves(policy: Policy, grown: Rollout) -> Rollout:

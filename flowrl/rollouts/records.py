@@ -15,9 +15,10 @@ from flowrl.policy import Policy
 from flowrl.rewards import RewardSet
 from flowrl.rollouts.choose import Chooser
 from flowrl.rollouts.judge import Judge
+from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.runtime.distributed import World
 from flowrl.runtime.ledger import Ledger
-from flowrl.types import PromptBatch, Rewards, Rollout
+from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +37,21 @@ class Source:
     guidance: float | str
     autocast: Callable[[], AbstractContextManager[object]]
     rewards: RewardSet
+    buffer: ReplayBuffer  # old samples that are trained again
+    # of an iteration, for prompts that are helped by data.sampler.help.steps
+    helped_plan: Callable[[int], Plan] | None = None
+    column: str | None = None  # of prompts: texts that are sampled in place of their own
 
     def at(self, iteration: int) -> Source:
         """The same, with the weights and thresholds that rewards have in an iteration."""
         return replace(self, rewards=self.rewards.at(iteration))
+
+    def asked(self, batch: PromptBatch) -> PromptBatch:
+        """Prompts with the texts that they are sampled with."""
+        if self.column is None:
+            return batch
+        pairs = zip(batch.text, batch.meta, strict=True)
+        return replace(batch, text=[meta.get(self.column) or own for own, meta in pairs])
 
     def judge(self, batch: PromptBatch) -> Judge:
         """The rewards of samples of these prompts, as a function that can be climbed."""

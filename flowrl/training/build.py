@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from flowrl.algorithms.common.base import Algorithm
-from flowrl.config.build import autocast, check_parts, make_algorithm, make_policy, schedule
+from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
 from flowrl.config.live import Live, check_given
 from flowrl.config.schema import Config
 from flowrl.data.conditions import check_alike, files, has_source
@@ -18,10 +19,10 @@ from flowrl.data.scored_dataset import Dataset
 from flowrl.data.scored_dataset import load as load_dataset
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set
-from flowrl.rewards.core.climb import check_climbable
 from flowrl.rewards.core.score import check_meta
 from flowrl.rollouts.choose import chooser
 from flowrl.rollouts.records import Source
+from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.runtime.distributed import World, place, start
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.lock import Lock
@@ -29,12 +30,13 @@ from flowrl.runtime.log import logger
 from flowrl.training import identity
 from flowrl.training.checks import (
     check_batch,
-    check_choice,
-    check_combined,
     check_conditions,
     check_files,
+    check_method,
     check_signal,
+    columns_read,
     warn_distilled,
+    warn_large,
 )
 from flowrl.training.claim import claimed
 from flowrl.training.ema import Ema
@@ -42,6 +44,7 @@ from flowrl.training.guards import Guards
 from flowrl.training.records import Parts, Weights
 from flowrl.training.resume import check_resume
 from flowrl.training.unused_options import unused_options
+from flowrl.types import Plan
 
 
 def build(
@@ -77,14 +80,9 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     choice = chooser(prompts, cfg.data.sampler, size=cfg.batch.prompts, seed=cfg.seed)
     check_alike([*prompts, *held_out])
     algorithm = live.algorithm or make_algorithm(cfg)
-    check_parts(cfg, algorithm)
-    check_choice(cfg, algorithm)
-    check_combined(rewards, algorithm)
-    if "reward" in algorithm.needs:
-        check_climbable(rewards)
+    check_method(cfg, algorithm, prompts, rewards)
     policy = make_policy(cfg, device=accelerator.device, live=live)
-    read = frozenset[str]().union(*(reward.reads for reward in rewards.rewards.values()))
-    check_conditions(policy, [*prompts, *held_out], read | {"prompt", "conditions", "reference"})
+    check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
 
     # Does the method fit its plan, its guidance, its rewards and its media?
     plan = algorithm.plan(schedule(cfg, policy), sampler=cfg.sampler, iteration=0, seed=cfg.seed)
@@ -95,6 +93,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
     warn_distilled(algorithm, policy, cfg.model.source)
     spare = (len(prompts) - cfg.batch.prompts) // world.size
+    warn_large(cfg, policy)
     for sentence in unused_options(cfg, algorithm, plan, spare=spare):
         logger.warning(sentence)
 
@@ -114,6 +113,8 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         guidance=guidance,
         autocast=autocast(cfg.train.precision, policy.device),
         rewards=rewards.to(policy.device),
+        buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
+        helped_plan=helped_plan(cfg, algorithm, policy),
     )
     dearest = max((guidance, algorithm.reference_guidance), key=policy.branches)
     return Parts(
@@ -165,9 +166,22 @@ def check_guidance(cfg: Config, algorithm: Algorithm, policy: Policy) -> float |
     own = algorithm.guidance
     guidance = cfg.sampler.guidance if own is None else own
     evaluated = (cfg.eval.guidance, cfg.eval.baseline_guidance or "none")
-    for used in (guidance, *evaluated, algorithm.reference_guidance):
+    helped = cfg.data.sampler.help.guidance or "none"
+    for used in (guidance, *evaluated, algorithm.reference_guidance, helped):
         policy.branches(used)
     return guidance
+
+
+def helped_plan(cfg: Config, algorithm: Algorithm, policy: Policy) -> Callable[[int], Plan] | None:
+    """Iteration -> the plan of samples that are helped by more steps."""
+    steps = cfg.data.sampler.help.steps
+    if steps is None:
+        return None
+    more = cfg.model_copy(update={"sampler": cfg.sampler.model_copy(update={"steps": steps})})
+    sigmas = schedule(more, policy)
+    return lambda iteration: algorithm.plan(
+        sigmas, sampler=cfg.sampler, iteration=iteration, seed=cfg.seed
+    )
 
 
 def weights(cfg: Config, algorithm: Algorithm, policy: Policy, accelerator: Accelerator) -> Weights:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.transition_config import FORKING, OWN_STATISTICS
 from flowrl.algorithms.raft import RAFTConfig
+from flowrl.config.build import check_parts
 from flowrl.config.compose import ConfigError
 from flowrl.config.schema import Config
 from flowrl.data import conditions, scored_dataset
@@ -12,6 +15,7 @@ from flowrl.data import prompts as data
 from flowrl.policy import Policy
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.rewards import RewardSet
+from flowrl.rewards.core.climb import check_climbable
 from flowrl.rollouts import from_files
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
@@ -19,6 +23,7 @@ from flowrl.runtime.text import printable
 from flowrl.types import Plan
 
 MOST_KINDS = 8  # of conditions that are tried before a run
+LARGE = 1000  # megabytes of kept samples that are worth a word
 
 
 def check_batch(cfg: Config, *, processes: int, leaves: int) -> None:
@@ -136,6 +141,19 @@ def check_balance(cfg: Config, needs: frozenset[str]) -> None:
         )
 
 
+def check_method(
+    cfg: Config, algorithm: Algorithm, prompts: data.Prompts, rewards: RewardSet
+) -> None:
+    """ValueError where a method is not one for its prompts and rewards; no model is needed."""
+    check_parts(cfg, algorithm)
+    check_choice(cfg, algorithm)
+    check_help(cfg, algorithm, prompts)
+    check_replay(cfg, algorithm)
+    check_combined(rewards, algorithm)
+    if "reward" in algorithm.needs:
+        check_climbable(rewards)
+
+
 def check_combined(rewards: RewardSet, algorithm: Algorithm) -> None:
     """ValueError where statistics of each reward by itself would undo levels."""
     how = getattr(algorithm.config, "combine", "rewards")
@@ -159,6 +177,73 @@ def check_choice(cfg: Config, algorithm: Algorithm) -> None:
     if mode == "bandit" and "reward" in algorithm.needs:
         raise ValueError(
             "data.sampler.mode=bandit learns from advantages, and this method has none; use bayes"
+        )
+
+
+def check_help(cfg: Config, algorithm: Algorithm, prompts: data.Prompts) -> None:
+    """ValueError where prompts that never succeed cannot be helped as it is said."""
+    c = cfg.data.sampler.help
+    if not c.after:
+        return
+    what = f"data.sampler.help.after={c.after}"
+    if "leaves" not in algorithm.needs:
+        raise ValueError(
+            f"{what} samples some prompts with guidance, steps or texts of their own, and"
+            f" algorithm={cfg.algorithm['name']} trains how a sample was made; use a method on the"
+            " forward process, as algorithm=nft or dpo, or leave it out"
+        )
+    if cfg.data.offline:
+        raise ValueError(f"{what} helps new samples, and data.offline has none; leave it out")
+    if c.guidance is None and c.steps is None and c.column is None:
+        raise ValueError(
+            f"{what} says when prompts are helped, but not how; add data.sampler.help.guidance=4,"
+            " data.sampler.help.steps=40 or data.sampler.help.column=help_prompt"
+        )
+    if c.column is None:
+        return
+    texts = [row[c.column] for row in prompts if row.get(c.column) and c.column != "prompt"]
+    if not texts:
+        raise ValueError(
+            f"data.sampler.help.column={c.column}: no prompt has a text in that column; write"
+            f' {{"prompt": ..., "{c.column}": ...}} in a .jsonl of prompts'
+        )
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise ValueError(
+            f"data.sampler.help.column={c.column} holds {printable(repr(wrong[0]), 60)}, which is"
+            " no text"
+        )
+
+
+def check_replay(cfg: Config, algorithm: Algorithm) -> None:
+    """ValueError where old samples cannot be trained again."""
+    if not cfg.replay.size:
+        return
+    if "leaves" not in algorithm.needs:
+        what = (
+            "climbs rewards of new samples"
+            if "reward" in algorithm.needs
+            else "reads the log-probs of denoising steps, which are not kept"
+        )
+        raise ValueError(
+            f"replay.size={cfg.replay.size} trains finished samples of earlier iterations, and"
+            f" algorithm={cfg.algorithm['name']} {what}; use a method on the forward process, as"
+            " algorithm=nft or dpo, or replay.size=0"
+        )
+    if cfg.data.offline:
+        raise ValueError(
+            f"replay.size={cfg.replay.size} keeps new samples, and data.offline has none; leave it"
+            " out"
+        )
+
+
+def warn_large(cfg: Config, policy: Policy) -> None:
+    """Samples that replay.size keeps may take more than a GB."""
+    samples = cfg.replay.size * cfg.batch.prompts * cfg.batch.group
+    megabytes = 4 * samples * math.prod(policy.latent_shape) / 1e6
+    if megabytes > LARGE:
+        logger.warning(
+            f"replay.size={cfg.replay.size} keeps up to {samples} samples, which are"
+            f" {megabytes:,.0f} MB of the memory of each process"
         )
 
 
@@ -211,6 +296,12 @@ def check_files(
             f"{dataset.singles} of {len(prompts)} prompts have a single image in data.offline: its"
             " advantage is always 0"
         )
+
+
+def columns_read(cfg: Config, rewards: RewardSet) -> frozenset[str]:
+    """Columns of prompts that something else than the pipeline reads."""
+    own = {"prompt", "conditions", "reference", cfg.data.sampler.help.column or "prompt"}
+    return frozenset(own).union(*(reward.reads for reward in rewards.rewards.values()))
 
 
 def check_conditions(policy: Policy, prompts: data.Prompts, read: frozenset[str]) -> None:

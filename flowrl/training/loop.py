@@ -16,8 +16,7 @@ from flowrl.config.build import schedule
 from flowrl.config.live import settle
 from flowrl.rewards import check_valid, reward_metrics
 from flowrl.rollouts.draw import draw
-from flowrl.rollouts.join import take
-from flowrl.rollouts.redraw import chosen
+from flowrl.rollouts.trained import what_to_train
 from flowrl.training import outputs, state
 from flowrl.training.build import build
 from flowrl.training.ratio_check import RatioCheck
@@ -79,10 +78,10 @@ class Trainer:
 
         # Prompts -> samples -> rewards, on this process.
         drawn = draw(source, i, plan)
-        rollout, batch = drawn.rollout, drawn.batch
 
         # Rewards of all processes: statistics do not depend on how many there are.
-        rewards, group = world.gather_rewards(drawn.rewards), world.gather_groups(rollout.group)
+        rewards = world.gather_rewards(drawn.rewards)
+        group = world.gather_groups(drawn.rollout.group)
         check_valid(rewards, cfg.guard.invalid_fraction)
         metrics = reward_metrics(rewards)
         if self.noise_watch.noise:  # some reward has noise of its own: is it the larger?
@@ -91,15 +90,15 @@ class Trainer:
         # Credit: rewards -> an advantage for each sample -> for each trained step.
         with ledger.phase("advantages"):
             everyone = algorithm.leaf_advantages(rewards, group)
-            leaf = everyone[world.part(len(rollout.leaf))]
-            metrics |= source.chooser.told(drawn, leaf, world.gather)
-            observed = algorithm.observe(rollout, drawn.rewards)
+            leaf = everyone[world.part(len(drawn.rollout.leaf))]
+            metrics |= source.chooser.told(i, drawn, leaf, world.gather)
+            observed = algorithm.observe(drawn.rollout, drawn.rewards)
             observed = world.mean_metrics(observed) if observed else {}
-            if drawn.threshold is not None:  # baselines use all draws; some are trained
-                kept = chosen(drawn, cfg.batch.group).to(leaf.device)
-                rollout, leaf = take(rollout, kept), leaf[kept]
-            advantages = algorithm.advantages(rollout, leaf)
-            columns = algorithm.columns(rollout, advantages, seed=cfg.seed, iteration=i)
+            trained = what_to_train(source, i, drawn, leaf)  # old samples may join the new ones
+            rollout = trained.rollout
+            advantages = algorithm.advantages(rollout, trained.leaf)
+            rows = algorithm.columns(rollout, advantages, seed=cfg.seed, iteration=i)
+            columns = trained.weighed(rows)
 
         # The policy has not moved yet, so its ratio to the sampling policy must be 1.
         if self.ratio_check.needed:
@@ -107,11 +106,11 @@ class Trainer:
 
         # Gradient, clip, optimizer step, averaged weights: batch.updates times.
         with ledger.phase("update"):
-            self.learner.policy.judge = source.judge(batch)
-            metrics |= self.learner.update(rollout, columns, batch)
+            self.learner.policy.judge = source.judge(drawn.batch)
+            metrics |= self.learner.update(rollout, columns, trained.turns)
 
         # Are good samples more likely than under the reference?
-        metrics |= observed | winner_gain(self.learner, rollout, columns)
+        metrics |= observed | trained.metrics | winner_gain(self.learner, rollout, columns)
 
         # The old policy and a moving reference follow.
         self.learner.touched = True  # from here on no signal gives the iteration up
@@ -122,7 +121,7 @@ class Trainer:
 
         return Iteration(
             number=i + 1,
-            batch=batch,
+            batch=drawn.batch,
             rollout=drawn.rollout,
             rewards=drawn.rewards,
             shown=drawn.shown,

@@ -195,7 +195,8 @@ def describe(trainer: Running) -> str:
     cfg, parts, source = trainer.cfg, trainer.parts, trainer.parts.source
     batch, algorithm = cfg.batch, parts.algorithm
     group = batch.group + source.references
-    rows = algorithm.most_rows(parts.plan, group) * batch.prompts
+    prompts = batch.prompts + source.buffer.most(batch.prompts)
+    rows = algorithm.most_rows(parts.plan, group) * prompts
     weights = sum(w.numel() for w in parts.weights.parameters.values())
     done, last = trainer.iteration, cfg.iterations
     left = f"iterations {done + 1} to {last}"

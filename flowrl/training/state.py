@@ -65,6 +65,7 @@ def save(trainer: Resumable) -> Path | None:
         "noise": trainer.noise_watch.noise,
         "memory": parts.algorithm.memory,
         "choice": parts.source.chooser.state,
+        "help": parts.source.chooser.helper.state,
         "guards": parts.guards.state,
         "scaler": distributed.scaler_state(parts.weights.accelerator),
         "identity": parts.identity,
@@ -84,6 +85,8 @@ def _tensors(trainer: Resumable) -> Tensors:
     tensors = {"policy": policy.state("default"), "ema": weights.ema.state_dict()}
     tensors |= {view: policy.state(view) for view in trainer.parts.algorithm.views}
     tensors["optimizer"] = checkpoint.pack_optimizer(weights.adamw, weights.parameters)
+    if trainer.parts.cfg.replay.size:
+        tensors["replay"] = trainer.parts.source.buffer.state(trainer.iteration)
     return tensors
 
 
@@ -106,6 +109,7 @@ def _load_tensors(trainer: Resumable, saved: Checkpoint) -> None:
         parts.source.policy.load_state(view, saved.group(view))
     weights.ema.load_state_dict(saved.group("ema"))
     checkpoint.unpack_optimizer(weights.adamw, weights.parameters, saved.group("optimizer"))
+    parts.source.buffer.restore(saved.tensors.get("replay", {}))  # not kept without replay.size
 
 
 def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
@@ -117,6 +121,7 @@ def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
         parts.guards.state = meta["guards"]
     if "choice" in meta:
         parts.source.chooser.restore(meta["choice"])
+    parts.source.chooser.helper.restore(meta.get("help", {}))
     trainer.noise_watch.noise = dict(meta["noise"])
     trainer.ratio_check.restore(done=meta["ratio_checked"], recompute=meta["recompute"])
     trainer.learner.step, trainer.learner.nonfinite = meta["step"], meta["nonfinite"]

@@ -12,7 +12,7 @@ from flowrl.runtime.ledger import CountedPolicy
 from flowrl.training import gradient
 from flowrl.training.nonfinite import given_up, write_out
 from flowrl.training.records import Parts
-from flowrl.types import Columns, PromptBatch, Rollout
+from flowrl.types import Columns, Rollout
 
 
 class Learner:
@@ -31,14 +31,15 @@ class Learner:
         self.step = self.nonfinite = 0
         self.touched = False  # whether weights moved since the last recorded iteration
 
-    def update(self, rollout: Rollout, columns: Columns, batch: PromptBatch) -> dict[str, float]:
-        """`batch.updates` optimizer steps -> policy/*, averaged over the rows trained."""
+    def update(self, rollout: Rollout, columns: Columns, turns: Tensor) -> dict[str, float]:
+        """`batch.updates` optimizer steps -> policy/*, averaged over the rows trained; turns (P,):
+        in which of them each prompt is."""
         updates = self.cfg.batch.updates
         sums: dict[str, float] = {}
         trained = 0.0
         out = {"policy/grad_norm": 0.0, "policy/skipped": 0.0, "policy/rows": 0.0}
         for u in range(updates):
-            part = columns[torch.nonzero(columns.prompt * updates // len(batch) == u).flatten()]
+            part = columns[torch.nonzero(turns[columns.prompt] == u).flatten()]
             count = torch.stack([part.weight.sum(), part.weight.new_tensor(float(len(part)))])
             weight, rows = self.world.sum(count).tolist()
             if weight == 0:  # no group has a signal

@@ -141,7 +141,7 @@ def check_start(where, cfg):
     """The prompts carry what rewards read, and plans fit the batch all through the run."""
     classes = [reward_class(entry.get("name", label)) for label, entry in cfg.reward.items()]
     reads = {key for cls in classes for key in cls.reads}
-    carried = not reads or cfg.data.train.startswith("shapes:")
+    carried = not reads or cfg.data.train.startswith("shapes:") or ".jsonl" in cfg.data.train
     assert carried, f"{where}: a text file does not carry {reads}"
     algorithm, grid = build.make_algorithm(cfg), sigmas.linear(cfg.sampler.steps)
     for iteration in {0, 1, cfg.iterations // 2, cfg.iterations - 1}:

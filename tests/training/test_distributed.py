@@ -50,7 +50,8 @@ RUN = {
 RUNS = {
     "nft": {**RUN, "algorithm__std": "global"},
     "flow_grpo": {**RUN, "algorithm__std": "group", "data__eval": "null"},
-    # every group counts as flat, so that each process adds a fresh prompt of its own
+    # every group counts as flat, so that each process adds a fresh prompt of its own; the second
+    # iteration trains groups of the first again
     "dgpo": {
         **RUN,
         "algorithm__steps": "2",
@@ -58,6 +59,7 @@ RUNS = {
         "draw__mode": "refill",
         "draw__rounds": "1",
         "draw__spread": "100",
+        "replay__size": "1",
     },
 }
 SIGNALLED = {**RUNS["flow_grpo"], "iterations": "5", "checkpoint__every": "50"}

@@ -1,0 +1,91 @@
+"""What an iteration trains on: its samples, or a part of them, and old ones beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowrl.data import conditions
+from flowrl.data.prompts import select
+from flowrl.rollouts.join import join, of_leaves, take
+from flowrl.rollouts.records import Drawn, Source
+from flowrl.rollouts.redraw import chosen
+from flowrl.types import Columns, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What an iteration trains on this process: new samples, and old ones after them."""
+
+    rollout: Rollout
+    leaf: Tensor  # (B,) fp32, the advantage of each
+    turns: Tensor  # (P,) int64, which of the updates trains the rows of a prompt
+    tapers: Tensor  # (P,) fp32, what they are weighed with: 1 for new ones
+    metrics: dict[str, float]
+
+    def weighed(self, rows: Columns) -> Columns:
+        """Rows of the method, with weights by age."""
+        return Columns({**rows.data, "weight": rows.weight * self.tapers[rows.prompt]})
+
+
+def what_to_train(source: Source, iteration: int, drawn: Drawn, leaf: Tensor) -> Trained:
+    """The samples that an iteration trains, of advantages `leaf` (B,): of those drawn all, or with
+    draw.mode=balance a part; and with replay.size old groups beside them."""
+    cfg, rollout, size = source.cfg, drawn.rollout, len(drawn.batch)
+    if drawn.threshold is not None:  # baselines use all draws
+        rows = chosen(drawn, cfg.batch.group).to(leaf.device)
+        rollout, leaf = take(rollout, rows), leaf[rows]
+    new = Trained(
+        rollout=rollout,
+        leaf=leaf,
+        turns=torch.arange(size, device=leaf.device) * cfg.batch.updates // size,
+        tapers=torch.ones(size, device=leaf.device),
+        metrics={},
+    )
+    if not cfg.replay.size:
+        return new
+    groups = source.buffer.drawn(iteration, source.buffer.most(cfg.batch.prompts))
+    out = with_old(source, iteration, drawn, new, groups)
+    source.buffer.keep(iteration, drawn.batch, rollout, leaf, source.world)
+    return out
+
+
+def with_old(
+    source: Source, iteration: int, drawn: Drawn, new: Trained, groups: list[tuple[int, int]]
+) -> Trained:
+    """New samples, and this process's part of old groups after them."""
+    world, buffer, like = source.world, source.buffer, new.leaf
+    ages = [iteration - i for i, _ in groups]
+    metrics = {
+        "replay/groups": float(len(groups)),
+        "replay/age": sum(ages) / len(ages) if ages else 0.0,
+    }
+    if not (own := range(len(groups))[world.rank :: world.size]):
+        return replace(new, metrics=metrics)
+    old = [buffer.leaves(groups[k]) for k in own]
+    batch = select(
+        source.prompts, torch.cat([drawn.batch.ids, torch.tensor([groups[k][1] for k in own])])
+    )
+    with source.ledger.phase("rollout"), source.autocast():
+        cond = source.policy.encode(batch.text, conditions.of(batch.meta))
+    number = torch.arange(len(old)).repeat_interleave(
+        torch.tensor([len(leaves["id"]) for leaves in old])
+    )
+    x0, advantage, name = (
+        torch.cat([leaves[what] for leaves in old]).to(like.device)
+        for what in ("x0", "advantage", "name")
+    )
+    rollout = of_leaves(x0, name, number.to(like.device), new.rollout.plan, cond)
+    places = torch.arange(len(batch)).split([len(drawn.batch), len(old)])
+    joined = join([new.rollout, rollout], list(places))
+    turns = [k * source.cfg.batch.updates // len(groups) for k in own]
+    tapers = [buffer.taper(ages[k]) for k in own]
+    return Trained(
+        rollout=replace(joined, cond=cond),
+        leaf=torch.cat([new.leaf, advantage]),
+        turns=torch.cat([new.turns, torch.tensor(turns).to(new.turns)]),
+        tapers=torch.cat([new.tapers, torch.tensor(tapers).to(new.tapers)]),
+        metrics=metrics,
+    )
