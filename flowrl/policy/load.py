@@ -78,11 +78,7 @@ def load_policy(
         return _unchanged(source, lora, parts, given)
     parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
-        if "text_encoder" in parts:
-            raise ValueError(
-                "an nn.Module policy has no text encoder to train; leave it out of train.parts"
-            )
-        own = _shape_of(shape, pipeline_kwargs)
+        own = _shape_of(shape, parts, pipeline_kwargs)
         module = source.to(device=device, dtype=dtype)
         return ModulePolicy(module, own, kind or "flow", cond, lora, decode)
     if any(given is not None for given in described.values()):
@@ -110,9 +106,15 @@ def check_parts(parts: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
-def _shape_of(shape: Any, pipeline_kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+def _shape_of(
+    shape: Any, parts: Sequence[str], pipeline_kwargs: Mapping[str, Any]
+) -> tuple[int, ...]:
     """Of a module's latents; ValueError where it is missing, or stands beside what modules do not
     take."""
+    if "text_encoder" in parts:
+        raise ValueError(
+            "an nn.Module policy has no text encoder to train; leave it out of train.parts"
+        )
     if shape is None or pipeline_kwargs:
         got = f", not {', '.join(sorted(pipeline_kwargs))}" if pipeline_kwargs else ""
         raise ValueError(

@@ -50,7 +50,8 @@ def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
             trees + int(r.tree.max()) + 1,
         )
     whole = {
-        name: None if column[0] is None else torch.cat(column) for name, column in parts.items()
+        name: None if any(value is None for value in column) else torch.cat(column)
+        for name, column in parts.items()
     }
     return replace(rollouts[0], nfe=sum(r.nfe for r in rollouts), **whole)
 

@@ -219,11 +219,11 @@ def check_replay(cfg: Config, algorithm: Algorithm) -> None:
     if not cfg.replay.size:
         return
     if "leaves" not in algorithm.needs:
-        what = (
-            "climbs rewards of new samples"
-            if "reward" in algorithm.needs
-            else "reads the log-probs of denoising steps, which are not kept"
-        )
+        what = "reads the log-probs of denoising steps, which are not kept"
+        if "reward" in algorithm.needs:
+            what = "climbs rewards of new samples"
+        elif "start" in algorithm.needs:
+            what = "trains the initial noise, which is not kept"
         raise ValueError(
             f"replay.size={cfg.replay.size} trains finished samples of earlier iterations, and"
             f" algorithm={cfg.algorithm['name']} {what}; use a method on the forward process, as"
