@@ -200,7 +200,7 @@ def fresh(made: Candidates, count: int, path: Plan) -> tuple[Tensor, Tensor]:
 def best(score: Tensor, states: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     """The `keep` best of each prompt: scores (P, n), states (P, n, F, *L) -> (P, keep), (P, keep,
     F, *L); of equal ones the first."""
-    order = score.argsort(1, descending=True, stable=True)[:, :keep]
+    order = score.argsort(dim=1, descending=True, stable=True)[:, :keep]
     return score.gather(1, order), states[torch.arange(len(score))[:, None], order]
 
 

@@ -32,6 +32,7 @@ from flowrl.training.checks import (
     check_choice,
     check_combined,
     check_conditions,
+    check_extrapolated,
     check_files,
     check_signal,
     warn_distilled,
@@ -78,6 +79,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     check_alike([*prompts, *held_out])
     algorithm = live.algorithm or make_algorithm(cfg)
     check_choice(cfg, algorithm)
+    check_extrapolated(cfg, algorithm)
     check_combined(rewards, algorithm)
     if "reward" in algorithm.needs:
         check_climbable(rewards)

@@ -66,7 +66,6 @@ def check_signal(cfg: Config, algorithm: Algorithm, plan: Plan, needs: frozenset
             "batch.group=1: an advantage is a reward minus its group's mean, which is 0 for a"
             " single sample; use at least 2"
         )
-    check_extrapolated(cfg, algorithm)
     if not cfg.data.offline:
         check_samples(cfg, algorithm, plan)
     if cfg.draw.mode == "balance":
@@ -81,17 +80,6 @@ def check_signal(cfg: Config, algorithm: Algorithm, plan: Plan, needs: frozenset
         logger.warning(
             f"ema.every={cfg.ema.every} exceeds the run's {steps} optimizer steps: the averaged"
             " weights, which are evaluated and exported, will be those before training"
-        )
-
-
-def check_extrapolated(cfg: Config, algorithm: Algorithm) -> None:
-    """ValueError where samples would come from another distribution than the one whose steps are
-    trained."""
-    if cfg.sampler.rlg != 1 and algorithm.needs & {"log_prob", "reward"}:
-        raise ValueError(
-            f"sampler.rlg={cfg.sampler.rlg:g} samples from another distribution than the one whose"
-            f" denoising steps {cfg.algorithm['name']} trains; use a method on finished samples, as"
-            " algorithm=nft, or sampler.rlg=1"
         )
 
 
@@ -171,6 +159,17 @@ def check_choice(cfg: Config, algorithm: Algorithm) -> None:
     if mode == "bandit" and "reward" in algorithm.needs:
         raise ValueError(
             "data.sampler.mode=bandit learns from advantages, and this method has none; use bayes"
+        )
+
+
+def check_extrapolated(cfg: Config, algorithm: Algorithm) -> None:
+    """ValueError where samples would come from another distribution than the one whose steps are
+    trained."""
+    if cfg.sampler.rlg != 1 and algorithm.needs & {"log_prob", "reward"}:
+        raise ValueError(
+            f"sampler.rlg={cfg.sampler.rlg:g} samples from another distribution than the one whose"
+            f" denoising steps {cfg.algorithm['name']} trains; use a method on finished samples, as"
+            " algorithm=nft, or sampler.rlg=1"
         )
 
 
