@@ -36,8 +36,8 @@ class Search:
     calls: most network calls a prompt, with all branches of guidance and RLG; a remainder that buys
     no whole candidate is left. random: samples from fresh noise (best-of-N). zero_order: rounds of
     `neighbours` of the best noise so far, sqrt(1 - radius^2) w + radius eta, 0 < radius <= 1. tree:
-    samples from fresh noise, of which the best `keep` go on; at each step of `forks` (None: at 1/4,
-    1/2 and 3/4 of the way) each gets `children` by a Flow-SDE step of noise level `eta`, finished
+    samples from fresh noise, of which the best `keep` go on; at each step of `forks` (None: at 1/3
+    and 2/3 of the way) each gets `children` by a Flow-SDE step of noise level `eta`, finished
     by ODE, and the best `keep` of parents and children go on.
     """
 
@@ -46,7 +46,7 @@ class Search:
     neighbours: int = 4
     radius: float = 0.3
     keep: int = 2
-    children: int = 4
+    children: int = 3
     forks: Sequence[int] | None = None
     eta: float = 0.7
 
@@ -165,7 +165,7 @@ def forks_of(asked: Asked, how: Search) -> tuple[int, ...]:
     if last < 0:
         raise ValueError("search how=tree forks before the last step, and steps=1; use 2 or more")
     if how.forks is None:
-        return tuple(sorted({min(asked.path.edges * i // 4, last) for i in (1, 2, 3)}))
+        return tuple(sorted({min(asked.path.edges * i // 3, last) for i in (1, 2)}))
     found = tuple(sorted(set(how.forks)))
     if not found or found[0] < 0 or found[-1] > last:
         raise ValueError(

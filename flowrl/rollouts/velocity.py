@@ -32,12 +32,13 @@ def velocity_of(
     def own(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         return counted.velocity(x, sigma, cond, rows, guidance=guidance)
 
-    return own if rlg == 1 else guided(policy, own, rlg)
+    return guided(policy, own, rlg)
 
 
 def guided(policy: Policy, velocity: Velocity, w: float) -> Velocity:
     """velocity(x, sigma, rows) of weight w, made of that of the policy's present view."""
-    check_weight(policy, w)
+    if w != 1:
+        check_weight(policy, w)
 
     def of_reference(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         with policy.view("reference"):
@@ -47,8 +48,9 @@ def guided(policy: Policy, velocity: Velocity, w: float) -> Velocity:
         v, reference = velocity(x, sigma, rows), of_reference(x, sigma, rows)
         return reference + w * (v - reference)
 
-    # by name: reference + 1 (v - reference) is v up to rounding only
-    return {0: of_reference, 1: velocity}.get(w, between)
+    if w == 1:  # reference + 1 (v - reference) is v up to rounding only
+        return velocity
+    return of_reference if w == 0 else between
 
 
 def check_weight(policy: Policy, w: float) -> None:
@@ -58,7 +60,7 @@ def check_weight(policy: Policy, w: float) -> None:
             f"rlg={w} should be 0 (the reference), 1 (the policy) or another number from 0 up;"
             " 1.5 to 3 is usual"
         )
-    if w != 1 and policy.trainable.lora is None and not policy.trainable.has("reference"):
+    if policy.trainable.lora is None and not policy.trainable.has("reference"):
         raise ValueError(
             f"rlg={w} compares the policy with its reference, and this one trains all weights and"
             " keeps no copy of the old ones; load it with lora={...}, or call"

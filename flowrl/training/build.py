@@ -29,11 +29,9 @@ from flowrl.runtime.log import logger
 from flowrl.training import identity
 from flowrl.training.checks import (
     check_batch,
-    check_choice,
-    check_combined,
     check_conditions,
-    check_extrapolated,
     check_files,
+    check_method,
     check_signal,
     warn_distilled,
 )
@@ -78,9 +76,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     choice = chooser(prompts, cfg.data.sampler, size=cfg.batch.prompts, seed=cfg.seed)
     check_alike([*prompts, *held_out])
     algorithm = live.algorithm or make_algorithm(cfg)
-    check_choice(cfg, algorithm)
-    check_extrapolated(cfg, algorithm)
-    check_combined(rewards, algorithm)
+    check_method(cfg, algorithm, rewards)
     if "reward" in algorithm.needs:
         check_climbable(rewards)
     policy = make_policy(cfg, device=accelerator.device, live=live)

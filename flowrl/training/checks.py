@@ -136,6 +136,13 @@ def check_balance(cfg: Config, needs: frozenset[str]) -> None:
         )
 
 
+def check_method(cfg: Config, algorithm: Algorithm, rewards: RewardSet) -> None:
+    """What does not go with a method, as far as it can be said before a model is loaded."""
+    check_choice(cfg, algorithm)
+    check_extrapolated(cfg, algorithm)
+    check_combined(rewards, algorithm)
+
+
 def check_combined(rewards: RewardSet, algorithm: Algorithm) -> None:
     """ValueError where statistics of each reward by itself would undo levels."""
     how = getattr(algorithm.config, "combine", "rewards")

@@ -1,5 +1,5 @@
-"""A judge rewrites prompts: what it says is tried, and kept only where the judge itself, asked about
-the first prompt, scores it higher."""
+"""A judge rewrites prompts: what it says is tried, and kept only where the judge itself, asked
+about the first prompt, scores it higher."""
 
 import pytest
 import small
@@ -15,7 +15,6 @@ from flowrl.rewards import RewardBug, load_set
 from flowrl.rewards.core.reward import Reward
 from flowrl.rollouts.candidates import Asked
 from flowrl.rollouts.refine import Refine, refined
-
 
 CRITIQUE = """1. Text Faithfulness:\n## Score: {tf}
 2. Physical and Visual Quality:\n## Score: 2.5
@@ -55,7 +54,9 @@ class Judge(Reward):
 
     def refine(self, media, prompts, context=None):
         self.asked.append([(text, length(x)) for text, x in zip(prompts, media, strict=True)])
-        return [self.rewritten.get((text, length(x))) for text, x in zip(prompts, media, strict=True)]
+        return [
+            self.rewritten.get((text, length(x))) for text, x in zip(prompts, media, strict=True)
+        ]
 
 
 def length(sample):

@@ -11,7 +11,7 @@ from flowrl.evaluation.held_out import evaluate
 from flowrl.policy.module import ModulePolicy
 from flowrl.rollouts.generation import sample
 from flowrl.rollouts.roll_out import roll_out
-from flowrl.rollouts.velocity import guided
+from flowrl.rollouts.velocity import velocity_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, plan
 from flowrl.training import build
@@ -38,15 +38,12 @@ class Gaussian(nn.Module):
         return share * (x - (1 - s) * self.mean) - self.mean
 
 
-def tuned(mean=TUNED, variance=0.25, reference=1.0):
-    """A policy at `mean`, whose reference is at REFERENCE (or at 0 with a variance of its own)."""
-    same = variance == 0.25
-    start = Gaussian(REFERENCE) if same else Gaussian(torch.zeros(2), reference)
-    policy = ModulePolicy(start, (2,))
+def tuned(mean=TUNED):
+    """A policy at `mean` whose reference is at REFERENCE."""
+    policy = ModulePolicy(Gaussian(REFERENCE), (2,))
     policy.add_view("reference")
     with torch.no_grad():
-        start.mean.copy_(mean)
-        start.variance.fill_(variance)
+        policy.modules["module"].mean.copy_(mean)
     return policy
 
 
@@ -86,8 +83,8 @@ def test_gaussians_of_one_covariance_are_extrapolated_exactly(w):
 
 @pytest.mark.parametrize("w", WEIGHTS)
 def test_the_weight_divides_the_coefficient_of_the_kl_term(w):
-    """Reward r x under KL coefficient beta: pi ~ N(m0, s2) exp(r x / beta) = N(m0 + s2 r / beta,
-    s2). Weight w on the run with beta samples what a run with beta / w would: m0 + s2 r w / beta."""
+    """Reward r x under KL coefficient beta: pi ~ N(m0, s2) exp(r x / beta), which is
+    N(m0 + s2 r / beta, s2); weight w samples what a run with beta / w would, m0 + s2 r w / beta."""
     r, beta, s2 = torch.tensor([1.0, -2.0]), 0.5, 0.25
     run = tuned(mean=REFERENCE + s2 * r / beta)
     other = ModulePolicy(Gaussian(REFERENCE + s2 * r * w / beta), (2,))
@@ -96,17 +93,20 @@ def test_the_weight_divides_the_coefficient_of_the_kl_term(w):
 
 @pytest.mark.parametrize(("sigma", "exact"), [(0.01, True), (0.5, False)])
 def test_gaussians_of_two_covariances_are_extrapolated_exactly_at_small_sigma_only(sigma, exact):
-    """N(0, 1) and N(0, 1/4) at w = 2: precision -1 + 8 = 7, so that the score of the noised product
-    is -x / ((1-sigma)^2 / 7 + sigma^2); at 0.5 -3.5 x, and the combined one (2 - 6.4) x = -4.4 x."""
-    policy, x, s = tuned(torch.zeros(2), 0.25 - 1e-9), torch.tensor([[1.0, -0.5]]), sigma
+    """N(0, 1) and N(0, 1/4) at w = 2: precision -1 + 8 = 7, so that the score of the noised
+    product is -x / ((1-sigma)^2 / 7 + sigma^2).
+
+    At 0.5 that is -3.5 x, and the combined one is (2 - 2 / 0.3125) x = -4.4 x."""
+    policy = ModulePolicy(Gaussian(torch.zeros(2), 1.0), (2,))
+    policy.add_view("reference")
+    x, s = torch.tensor([[1.0, -0.5]]), sigma
     with torch.no_grad():
         policy.modules["module"].variance.fill_(0.25)
-
-    def velocity(x, sigma, rows):
-        return policy.velocity(x, sigma, policy.encode(["x"]), rows, guidance="none")
-
-    v = guided(policy, velocity, 2.0)(x, torch.full((1,), s), torch.zeros(1, dtype=torch.int64))
-    score = -(x + (1 - s) * v.detach()) / s
+        velocity = velocity_of(
+            policy, policy.encode(["x"]), guidance="none", ledger=Ledger(), rlg=2.0
+        )
+        v = velocity(x, torch.full((1,), s), torch.zeros(1, dtype=torch.int64))
+    score = -(x + (1 - s) * v) / s
     product = -x / ((1 - s) ** 2 / 7 + s**2)
     error = float(((score - product) / product).abs().max())
     assert error < 1e-3 if exact else abs(error - (4.4 / 3.5 - 1)) < 1e-3

@@ -199,8 +199,8 @@ def test_forks_with_noise_find_other_samples():
         ({"how": "tree", "calls": 9, "forks": [3]}, r"forks=\[3\] should be steps from 0 to 2"),
         ({"how": "tree", "calls": 9, "forks": 3}, "forks=3 should be steps, such as"),
         ({"how": "tree", "calls": 9, "forks": []}, r"forks=\[\] should be steps from 0 to 2"),
-        # 2 x (1 + 4 x 2) + 2 x (1 + 4 x 1) = 28 calls of forks at 1 and 2, 2 x 4 of fresh samples
-        ({"how": "tree", "calls": 35}, "too few for a tree .* which needs 36"),
+        # 2 x (1 + 3 x 2) + 2 x (1 + 3 x 1) = 22 calls of forks at 1 and 2, 2 x 4 of fresh samples
+        ({"how": "tree", "calls": 29}, "too few for a tree .* which needs 30"),
     ],
 )
 def test_a_search_that_cannot_be_made_is_refused_in_a_sentence(options, sentence):
