@@ -37,8 +37,8 @@ class Search:
     no whole candidate is left. random: samples from fresh noise (best-of-N). zero_order: rounds of
     `neighbours` of the best noise so far, sqrt(1 - radius^2) w + radius eta, 0 < radius <= 1. tree:
     samples from fresh noise, of which the best `keep` go on; at each step of `forks` (None: at 1/3
-    and 2/3 of the way) each gets `children` by a Flow-SDE step of noise level `eta`, finished
-    by ODE, and the best `keep` of parents and children go on.
+    and 2/3 of the way) each gets `children` by a Flow-SDE step of noise level `eta`, finished by
+    ODE, and the best `keep` of parents and children go on.
     """
 
     how: How
