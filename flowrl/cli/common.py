@@ -112,22 +112,28 @@ def parse_guidance(text: str) -> float | str:
 
 def call_arguments(words: list[str] | None) -> dict[str, Any]:
     """--pipeline NAME=VALUE ..., the values as YAML reads them."""
-    import yaml
-
     from flowrl.data import conditions
     from flowrl.policy.load import call_options
+
+    return conditions.loaded(call_options(named_values("--pipeline", words, "height=512")))
+
+
+def named_values(option: str, words: list[str] | None, example: str) -> dict[str, Any]:
+    """NAME=VALUE ... of an option, the values as YAML reads them."""
+    import yaml
+
     from flowrl.runtime import yaml_text
 
     out: dict[str, Any] = {}
     for word in words or []:
         name, equals, value = word.partition("=")
         if not equals or not name:
-            raise ValueError(f"--pipeline {word} should be NAME=VALUE, such as height=512")
+            raise ValueError(f"{option} {word} should be NAME=VALUE, such as {example}")
         try:
             out[name] = yaml_text.load(value)
         except yaml.YAMLError:
             out[name] = value
-    return conditions.loaded(call_options(out))
+    return out
 
 
 def show(printed: object, *, wrap: bool = False) -> None:

@@ -23,6 +23,14 @@ Images = Annotated[
 ]
 Steps = Annotated[int | None, typer.Option(min=1, help="ODE steps; default: as the run did.")]
 Guidance = Annotated[str | None, typer.Option(help="A scale or none; default: as the run did.")]
+Rlg = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="Reinforcement Learning Guidance: 0 the base model, 1 the run's, above 1 beyond it;"
+        " default: as the run did.",
+    ),
+]
 Seed = Annotated[
     int | None,
     typer.Option(
@@ -64,6 +72,7 @@ def evaluate(
     images: Images = None,
     steps: Steps = None,
     guidance: Guidance = None,
+    rlg: Rlg = None,
     seed: Seed = None,
     best_of: BestOf = None,
     count: Count = None,
@@ -80,7 +89,7 @@ def evaluate(
     log.setup()
     with one_sentence_errors():
         scale = None if guidance is None else parse_guidance(guidance)
-        how: dict[str, Any] = {"images": images, "steps": steps, "guidance": scale}
+        how: dict[str, Any] = {"images": images, "steps": steps, "guidance": scale, "rlg": rlg}
         of_suites: dict[str, Any] = {"best_of": best_of, "count": count, "prompts": prompts}
         words = {"rewards": reward or (), "held_out": held_out or ()}
         if suite is not None:
@@ -96,7 +105,7 @@ def evaluate(
 
 def _evaluate_run(run: Path, into: Path, *, images: int | None, **chosen: Any) -> None:
     """Add a row to the evaluation.json of a run, or of the folder `into`. chosen: steps, guidance,
-    seed; None: as the run did."""
+    rlg, seed; None: as the run did."""
     from flowrl.evaluation.of_run import evaluate_run
     from flowrl.report import terminal
 

@@ -12,6 +12,7 @@ from flowrl.cli.common import (
     Call,
     Hints,
     call_arguments,
+    named_values,
     one_sentence_errors,
     parse_guidance,
     show,
@@ -39,6 +40,27 @@ Rlg = Annotated[
 BestOf = Annotated[
     int, typer.Option(min=1, help="Candidates a prompt; the one with the highest reward is kept.")
 ]
+Searching = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="random, zero_order or tree: the best that --calls can find; also SETTING=VALUE of it,"
+        " once for each."
+    ),
+]
+Calls = Annotated[
+    int | None, typer.Option(min=1, help="With --search: most network calls a prompt.")
+]
+Rounds = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Rounds in which a judge rewrites the prompt; a picture is taken if it scores higher.",
+    ),
+]
+Enough = Annotated[
+    float | None,
+    typer.Option(help="With --refine: a picture that scores so much is left as it is."),
+]
 Chooser = Annotated[
     list[str] | None,
     typer.Option(help="What chooses: NAME, NAME=WEIGHT or NAME.SETTING=VALUE; once for each."),
@@ -65,6 +87,10 @@ def generate(
     guidance: Guidance = "pipeline",
     rlg: Rlg = 1.0,
     best_of: BestOf = 1,
+    search: Searching = None,
+    calls: Calls = None,
+    refine: Rounds = None,
+    enough: Enough = None,
     reward: Chooser = None,
     pipeline: Call = None,
     hints: Hints = None,
@@ -74,7 +100,7 @@ def generate(
     """Make images or videos."""
     from flowrl.data.media import check_output
     from flowrl.rewards import load_set, parse_words
-    from flowrl.rollouts import generation
+    from flowrl.rollouts import generate as generation
     from flowrl.runtime import log
 
     log.setup()
@@ -85,6 +111,7 @@ def generate(
         how["guidance"] = parse_guidance(guidance)
         if rlg != 1 and lora is None and not is_run(model):
             raise ValueError("--rlg compares the LoRA with the base model; give --lora too")
+        how |= {"search": _search(search, calls), "refine": _refine(refine, enough)}
         chooser = load_set(parse_words(reward)) if reward else None
         how |= {"reward": chooser, "meta": _meta_of(chooser, prompts)}
         made = generation.generate(_load(model, lora, pipeline, hints), prompts, **how)
@@ -110,6 +137,41 @@ def _load(model: str, lora: Path | None, pipeline: list[str] | None, hints: str 
     if weights:
         policy.load_lora(weights)
     return policy
+
+
+def _search(words: list[str] | None, calls: int | None) -> Any:
+    """A Search of HOW and SETTING=VALUE; None: none is asked for."""
+    from dataclasses import fields
+
+    from flowrl.rollouts.search import Search
+    from flowrl.runtime.registry import did_you_mean
+
+    if not words:
+        if calls is not None:
+            raise ValueError(f"--calls {calls} is read with --search; add --search zero_order")
+        return None
+    ways, own = [word for word in words if "=" not in word], [w for w in words if "=" in w]
+    if len(ways) != 1 or calls is None:
+        raise ValueError(
+            "--search needs one way (random, zero_order or tree), and --calls, the most network"
+            " calls that a prompt may cost"
+        )
+    given, known = named_values("--search", own, "radius=0.2"), [f.name for f in fields(Search)[2:]]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"--search {name}: no such setting{did_you_mean(name, known)}")
+    return Search(how=ways[0], calls=calls, **given)  # type: ignore[arg-type]
+
+
+def _refine(rounds: int | None, enough: float | None) -> Any:
+    """A Refine of so many rounds; None: none is asked for."""
+    from flowrl.rollouts.refine import Refine
+
+    if rounds is None:
+        if enough is not None:
+            raise ValueError(f"--enough {enough:g} is read with --refine; add --refine 1")
+        return None
+    return Refine(rounds=rounds, enough=enough)
 
 
 def _meta_of(rewards: Any, prompts: list[str]) -> list[dict[str, Any]] | None:

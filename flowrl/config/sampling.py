@@ -166,6 +166,13 @@ class SamplerConfig(Section):
         "none",
         description="Guidance in rollouts: a scale, none (one branch), or the pipeline's setting.",
     )
+    rlg: NonNegativeFloat = Field(
+        1.0,
+        description=(
+            "Weight of Reinforcement Learning Guidance in rollouts, of methods on finished samples:"
+            " 0 the base model, 1 the trained one, above 1 beyond it; twice the calls."
+        ),
+    )
 
 
 class BatchConfig(Section):
@@ -222,6 +229,13 @@ class EvalConfig(Section):
     steps: PositiveInt = Field(40, description="ODE steps of an evaluation sample.")
     solver: Solver = Field("euler", description="ODE solver of an evaluation sample.")
     guidance: Guidance = Field("none", description="Guidance of the rows before and after.")
+    rlg: NonNegativeFloat = Field(
+        1.0,
+        description=(
+            "Weight of Reinforcement Learning Guidance in evaluations: 0 the base model, 1 the"
+            " trained one, above 1 beyond it; twice the calls."
+        ),
+    )
     baseline_guidance: PositiveFloat | None = Field(
         None, description="Adds the row 'before, guided': untrained, at this guidance."
     )

@@ -74,14 +74,16 @@ class Evaluation:
 class Sampling:
     """How evaluation samples.
 
-    micro: most network rows in a forward; decode: most images decoded and scored at once; autocast:
-    context of the sampling network; as in training, decoding and rewards run outside it.
+    rlg: weight of Reinforcement Learning Guidance (flowrl/rollouts/velocity.py); micro: most
+    network rows in a forward; decode: most images decoded and scored at once; autocast: context of
+    the sampling network; as in training, decoding and rewards run outside it.
     """
 
     steps: int
     guidance: float | str
     solver: Solver = "euler"
     seed: int = 0
+    rlg: float = 1.0
     micro: int = 64
     decode: int = 32
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -139,6 +141,7 @@ class Evaluator:
                 steps=self.how.steps,
                 guidance=self.how.guidance,
                 solver=self.how.solver,
+                rlg=self.how.rlg,
                 micro=self.how.micro,
                 ledger=self.ledger,
             )
@@ -179,6 +182,7 @@ def evaluate(
     guidance: float | str = "none",
     seed: int = 0,
     solver: Solver = "euler",
+    rlg: float = 1.0,
     micro: int = 64,
     decode: int = 32,
     ledger: Ledger | None = None,
@@ -196,6 +200,7 @@ def evaluate(
         guidance=guidance,
         solver=solver,
         seed=seed,
+        rlg=rlg,
         micro=micro,
         decode=decode,
         autocast=autocast,

@@ -21,6 +21,7 @@ def evaluate_run(
     steps: int | None = None,
     guidance: float | str | None = None,
     seed: int | None = None,
+    rlg: float | None = None,
     policy: Any = None,
     rewards: Any = None,
     prompts: Any = None,
@@ -28,18 +29,18 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluate the newest checkpoint of a run -> evaluation.json with one row more.
 
-    images, steps, guidance, seed: as the run did, where None. policy, rewards, prompts: the live
-    objects of the run, as flowrl.train took them; of prompts the held-out ones, a list or under
-    "eval". A policy is loaded with the run's weights. into: the folder for the results, by default
-    the run, whose report is written again. What does not fit, or was live and is not passed ->
-    ValueError.
+    images, steps, guidance, seed, rlg: as the run did, where None. policy, rewards, prompts: the
+    live objects of the run, as flowrl.train took them; of prompts the held-out ones, a list or
+    under "eval". A policy is loaded with the run's weights. into: the folder for the results, by
+    default the run, whose report is written again. What does not fit, or was live and is not passed
+    -> ValueError.
     """
     run, into = Path(run), Path(run) if into is None else into
     live = held_out_of(policy=policy, rewards=rewards, prompts=prompts)
     cfg, tuned, chosen, held_out = load_run(run, live)
     run_folder.read(run)  # its files are readable, before time is spent
-    own = {key: getattr(cfg.eval, key) for key in ("guidance", "steps", "solver", "seed")}
-    given = {"guidance": guidance, "steps": steps, "seed": seed}
+    own = {key: getattr(cfg.eval, key) for key in ("guidance", "steps", "solver", "seed", "rlg")}
+    given = {"guidance": guidance, "steps": steps, "seed": seed, "rlg": rlg}
     setting = own | {key: value for key, value in given.items() if value is not None}
     tuned.branches(setting["guidance"])
     result = evaluate(
@@ -60,4 +61,5 @@ def evaluate_run(
 
 def _row_name(setting: dict[str, Any]) -> str:
     steps, guidance, seed = (setting[key] for key in ("steps", "guidance", "seed"))
-    return f"evaluate, {steps} steps, guidance {guidance}, seed {seed}"
+    beyond = "" if setting["rlg"] == 1 else f", rlg {setting['rlg']:g}"
+    return f"evaluate, {steps} steps, guidance {guidance}{beyond}, seed {seed}"

@@ -31,6 +31,7 @@ class Row(Stored):
 
     name: str
     guidance: str | Number
+    rlg: Number = 1.0
     scores: dict[str, Mean | None] = Field(min_length=1)
     categories: dict[str, dict[str, Mean | None]] = {}
     details: dict[str, dict[str, Mean | None]] = {}

@@ -64,7 +64,9 @@ def heads(record: Record) -> list[str]:
 
 
 def _guidance(row: Mapping[str, Any]) -> str:
-    return "no guidance" if row["guidance"] == "none" else f"guidance {row['guidance']}"
+    own = "no guidance" if row["guidance"] == "none" else f"guidance {row['guidance']}"
+    w = row.get("rlg", 1.0)  # earlier versions kept none
+    return own if w == 1 else f"{own}, rlg {w:g}"
 
 
 def lines(record: Record, level: str, reading: str | None = None) -> Lines:

@@ -67,6 +67,7 @@ def sample(source: Source, iteration: int, plan: Plan, ids: Tensor, round_: int 
                     micro=cfg.batch.micro,
                     ledger=ledger,
                     round_=round_,
+                    rlg=cfg.sampler.rlg,
                 )
             media = decode_into(scorer, policy, rollout, batch, decode=cfg.batch.decode)
             made.append((batch, rollout))

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from flowrl.data import conditions
-from flowrl.policy import Cond, Policy
+from flowrl.policy import Policy
 from flowrl.rollouts.join import with_clean_leaves
-from flowrl.runtime.ledger import CountedPolicy, Ledger
+from flowrl.rollouts.velocity import velocity_of
+from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, sde, tree
-from flowrl.samplers.tree import Velocity
 from flowrl.types import Plan, PromptBatch, Rollout
 
 
@@ -31,19 +31,20 @@ def roll_out(
     micro: int,
     ledger: Ledger,
     round_: int = 0,
+    rlg: float = 1.0,
 ) -> Rollout:
     """Grow group / plan.leaves copies of the plan for each prompt.
 
     Noise is a function of (seed, iteration, prompt id, node path). Leaves are data at sigma 0, as
     decode takes them, even where the schedule ends above it. round_: how often these prompts were
-    rolled out in this iteration before; each round has copies of its own.
+    rolled out in this iteration before; each round has copies of its own. rlg: see velocity.py.
     """
     cond, copies = policy.encode(batch.text, conditions.of(batch.meta)), group // plan.leaves
     rows = torch.arange(len(batch)).repeat_interleave(copies)
     numbers = round_ * copies + torch.arange(copies).repeat(len(batch))
     prompt_keys = keys.key(seed, "rollout", iteration, batch.ids)
     grown = tree.grow(
-        velocity_of(policy, cond, guidance=guidance, ledger=ledger),
+        velocity_of(policy, cond, guidance=guidance, ledger=ledger, rlg=rlg),
         noise_of(policy),
         plan,
         shape=policy.latent_shape,
@@ -58,12 +59,6 @@ def roll_out(
     grown = replace(grown, cond=cond, guidance=guidance)
     ends_above_0 = bool(plan.sigma_next[plan.leaf_edges].any())
     return with_clean_leaves(policy, grown) if ends_above_0 else grown
-
-
-def velocity_of(policy: Policy, cond: Cond, *, guidance: float | str, ledger: Ledger) -> Velocity:
-    """velocity(x, sigma, rows) for a sampling engine; time, FLOPs and network rows are counted."""
-    counted = CountedPolicy(policy, ledger, phase="rollout")
-    return lambda x, sigma, rows: counted.velocity(x, sigma, cond, rows, guidance=guidance)
 
 
 def noise_of(policy: Policy) -> Callable[[Tensor], Tensor]:

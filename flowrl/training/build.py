@@ -187,7 +187,8 @@ def helped_plan(cfg: Config, algorithm: Algorithm, policy: Policy) -> Callable[[
 def weights(cfg: Config, algorithm: Algorithm, policy: Policy, accelerator: Accelerator) -> Weights:
     """Copies of the trained weights that the method needs, AdamW, and averages."""
     views = [*algorithm.views]
-    if "reference" in algorithm.needs and cfg.train.mode == "full":
+    read = "reference" in algorithm.needs or cfg.sampler.rlg != 1 or cfg.eval.rlg != 1
+    if read and cfg.train.mode == "full":
         views.append("reference")  # a frozen copy; with LoRA it is the adapters switched off
     for view in views:
         if policy.trainable.has(view):  # of a run before, of the same live policy

@@ -149,6 +149,7 @@ def check_method(
     check_choice(cfg, algorithm)
     check_help(cfg, algorithm, prompts)
     check_replay(cfg, algorithm)
+    check_extrapolated(cfg, algorithm)
     check_combined(rewards, algorithm)
     if "reward" in algorithm.needs:
         check_climbable(rewards)
@@ -244,6 +245,17 @@ def warn_large(cfg: Config, policy: Policy) -> None:
         logger.warning(
             f"replay.size={cfg.replay.size} keeps up to {samples} samples, which are"
             f" {megabytes:,.0f} MB of the memory of each process"
+        )
+
+
+def check_extrapolated(cfg: Config, algorithm: Algorithm) -> None:
+    """ValueError where samples would come from another distribution than the one whose steps are
+    trained."""
+    if cfg.sampler.rlg != 1 and algorithm.needs & {"log_prob", "reward"}:
+        raise ValueError(
+            f"sampler.rlg={cfg.sampler.rlg:g} samples from another distribution than the one whose"
+            f" denoising steps {cfg.algorithm['name']} trains; use a method on finished samples, as"
+            " algorithm=nft, or sampler.rlg=1"
         )
 
 

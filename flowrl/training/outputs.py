@@ -14,6 +14,7 @@ from flowrl.evaluation import held_out
 from flowrl.evaluation import record as evaluation_record
 from flowrl.policy.lora import SETTINGS
 from flowrl.report import grids
+from flowrl.rollouts.velocity import passes
 from flowrl.runtime import files, history
 from flowrl.runtime.log import logger
 from flowrl.runtime.run_folder import (
@@ -133,6 +134,7 @@ def evaluate(
             guidance=guidance,
             seed=cfg.seed,
             solver=cfg.solver,
+            rlg=cfg.rlg,
             micro=trainer.cfg.batch.micro,
             decode=trainer.cfg.batch.decode,
             autocast=parts.source.autocast,
@@ -143,6 +145,7 @@ def evaluate(
             "guidance": guidance,
             "steps": cfg.steps,
             "solver": cfg.solver,
+            "rlg": cfg.rlg,
             "seed": cfg.seed,
         }
         evaluation_record.add_row(parts.path, name, result, parts.held_out, **setting)
@@ -231,7 +234,7 @@ def _sampling(parts: Parts) -> str:
         return f"or fewer, read from {cfg.data.offline}"
     copies = cfg.batch.group // parts.plan.leaves
     branches = source.policy.branches(source.guidance)
-    calls = nfe(parts.plan, copies) * cfg.batch.prompts * branches
+    calls = nfe(parts.plan, copies) * cfg.batch.prompts * branches * passes(cfg.sampler.rlg)
     own = ""
     if source.guidance != cfg.sampler.guidance:
         own = f" (the algorithm's own, not sampler.guidance={cfg.sampler.guidance})"

@@ -70,6 +70,7 @@ def first_samples(parts: Parts, ledger: Ledger) -> tuple[PromptBatch, Rollout, T
             iteration=0,
             micro=cfg.batch.micro,
             ledger=ledger,
+            rlg=cfg.sampler.rlg,
         )
     leaf = rollout.leaf[:FEW]
     x, sigma = rollout.states[leaf], rollout.state_sigma[leaf]

@@ -115,12 +115,13 @@ def test_suites_take_settings_of_rewards_as_score_does(run):
     _, folder = run
     words = ["evaluate", folder, "--suite", "shapes", "--count", 1, "--images", 1, "--steps", 1]
     read = ["--reward", "jpeg.quality=10", "--held-out", "clip.preset=shapes"]
-    measured = small.invoke(*words, *read)
+    measured = small.invoke(*words, *read, "--rlg", 2)
     assert measured.exit_code == 0, measured.output
     record = json.loads((folder / "suites" / "shapes.json").read_text())
     held_out = record["suite"]["held_out"]
     assert held_out["jpeg"] == {"quality": 10} and held_out["clip"] == {"preset": "shapes"}
     assert record["rows"][0]["scores"].keys() >= {"shapes", "jpeg", "clip"}
+    assert [row["rlg"] for row in record["rows"]][:: len(record["rows"]) - 1] == [1.0, 2.0]
     refused = small.invoke("evaluate", folder, "--reward", "jpeg.quality=10")
     assert refused.exit_code == 2 and "--reward and --held-out need a suite" in refused.stderr
 

@@ -7,6 +7,8 @@ import torch
 from flowrl import generate, load_policy
 from flowrl.rewards import score
 from flowrl.rollouts import generation
+from flowrl.rollouts.scorer import media_of
+from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys
 
 PROMPTS = [
@@ -79,7 +81,8 @@ def test_weight_one_is_the_policy_zero_the_reference_and_two_twice_the_way(polic
     with policy.view("reference"):
         reference = latents(policy, PROMPTS, noise, **one)
     assert (tuned - reference).abs().max() > 1e-2
-    close(latents(policy, PROMPTS, noise, rlg=0.0, **one), reference)
+    assert torch.equal(latents(policy, PROMPTS, noise, rlg=0.0, **one), reference)
+    assert torch.equal(latents(policy, PROMPTS, noise, rlg=1.0, **one), tuned)
     close(
         latents(policy, PROMPTS, noise, rlg=2.0, **one), reference + 2 * (tuned - reference)
     )  # one step is linear in the velocity
@@ -98,7 +101,7 @@ def test_best_of_keeps_the_candidate_with_the_highest_reward(policy):
             steps=4,
             guidance="none",
         )
-        return generation.media_of(policy, *made, decode=1, ledger=generation.Ledger())
+        return media_of(policy, *made, decode=1, ledger=Ledger())
 
     candidates = [candidate(i, c) for i in range(2) for c in range(3)]
     pictures = torch.cat([media for chunks in candidates for _, media in chunks])

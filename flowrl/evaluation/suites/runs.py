@@ -51,6 +51,7 @@ class Options:
     count: int | None = None
     steps: int | None = None
     guidance: float | str | None = None
+    rlg: float | None = None  # of the tuned row; None: as the run's own evaluation
     seed: int = 0
     prompts: str | None = None
     rewards: Sequence[str] = ()
@@ -74,7 +75,7 @@ def evaluate_runs(
     records: list[dict[str, Any]] = []
     for run, cfg in zip(runs, configs, strict=True):
         place = into[run]
-        records.append(_evaluate(run, place, cfg, task, chosen.seed, most, known))
+        records.append(_evaluate(run, place, cfg, task, chosen, most, known))
         write(place, task.name, records[-1])
     if len(records) > 1:
         table = matrix(records)
@@ -103,26 +104,33 @@ def _longest_curve(chosen: Options, suite: Suite) -> int:
 
 
 def _evaluate(
-    run: Path, place: Path, cfg: Config, task: Task, seed: int, most: int, known: dict[str, Rows]
+    run: Path,
+    place: Path,
+    cfg: Config,
+    task: Task,
+    chosen: Options,
+    most: int,
+    known: dict[str, Rows],
 ) -> dict[str, Any]:
     """place: of its journal. known: rows of base models that were measured for other runs, by what
     they depend on."""
     weights = build.newest_of(run)  # the run may go on and write another one
     policy = build.load_tuned(cfg, weights)
-    sampling = sampling_of(task.suite, cfg, seed=seed, device=policy.device)
+    sampling = sampling_of(task.suite, cfg, seed=chosen.seed, device=policy.device, rlg=chosen.rlg)
     baseline = cfg.eval.baseline_guidance if task.suite.guidance is None else None
     for guidance in (sampling.guidance, baseline or "none"):
         policy.branches(guidance)  # one that the model does not know is refused here
     key = _key(task, cfg, sampling, baseline)
     journal = Journal(
         place / FOLDER / f"{task.name}.part.jsonl",
-        key=f"{key} {_digest((weights.folder / checkpoint.MANIFEST).read_bytes())}",
+        key=f"{key} {sampling.rlg} {_digest((weights.folder / checkpoint.MANIFEST).read_bytes())}",
     )
     base = known.setdefault(key, {})
     measured = run_suite(policy, task, sampling, baseline=baseline, journal=journal, known=base)
     out = {"checkpoint": weights.folder.name, **summary(task, measured, most)}
     for row in out["rows"]:
         row["guidance"] = baseline if row["name"] == "base, guided" else sampling.guidance
+        row["rlg"] = sampling.rlg if row["name"] == "tuned" else 1.0
     record = _record(run, cfg, task, sampling, out)
     journal.close()
     return record
@@ -160,7 +168,9 @@ def _config_of(run: Path) -> Config:
     return read_config(path)
 
 
-def sampling_of(suite: Suite, cfg: Config, *, seed: int, device: torch.device) -> Sampling:
+def sampling_of(
+    suite: Suite, cfg: Config, *, seed: int, device: torch.device, rlg: float | None = None
+) -> Sampling:
     """What the suite fixes, and for the rest the run's own evaluation."""
     e = cfg.eval
     guidance = e.guidance if suite.guidance is None else suite.guidance
@@ -169,6 +179,7 @@ def sampling_of(suite: Suite, cfg: Config, *, seed: int, device: torch.device) -
         guidance=guidance,
         solver=suite.solver or e.solver,
         seed=seed,
+        rlg=e.rlg if rlg is None else rlg,
         micro=cfg.batch.micro,
         decode=cfg.batch.decode,
         autocast=build.autocast(cfg.train.precision, device),

@@ -283,7 +283,8 @@ def run_suite(
         if name in known:
             out[name] = known[name]
             continue
-        how = replace(sampling, guidance=guidance)
+        rlg = 1.0 if view == "reference" else sampling.rlg
+        how = replace(sampling, guidance=guidance, rlg=rlg)
         with policy.view(view):
             out[name] = measure(
                 policy, task.prompts, rewards, how, images=images, journal=journal, setting=name

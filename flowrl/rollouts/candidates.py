@@ -1,0 +1,203 @@
+"""Samples that compete for their prompts: made, decoded and scored; the best of each is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.data.conditions import Conditions, context_of
+from flowrl.policy import Policy
+from flowrl.rewards import RewardSet, score
+from flowrl.rollouts.generation import encoded, sample
+from flowrl.rollouts.roll_out import noise_of
+from flowrl.rollouts.scorer import media_of
+from flowrl.rollouts.velocity import passes, velocity_of
+from flowrl.runtime.ledger import Ledger
+from flowrl.samplers import keys, plan, tree
+from flowrl.samplers.common.forest import NodeKeys
+from flowrl.types import MediaContext, Plan, Rollout, Solver
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """P prompts, and how a policy samples them; see flowrl.generate.
+
+    conditions, meta: of each prompt; None: it has none.
+    """
+
+    policy: Policy
+    texts: list[str]
+    conditions: list[Conditions] | None = None
+    meta: Sequence[dict[str, Any]] | None = None
+    seed: int = 0
+    steps: int = 28
+    guidance: float | str = "pipeline"
+    rlg: float = 1.0
+    solver: Solver = "euler"
+    micro: int = 64
+    decode: int = 16
+
+    @cached_property
+    def path(self) -> Plan:
+        """How one sample is made."""
+        return plan.ode(self.policy.schedule(self.steps).sigmas, solver=self.solver)
+
+    @cached_property
+    def unit(self) -> int:
+        """Network calls of one state: branches of guidance, times two with RLG."""
+        return self.policy.branches(self.guidance) * passes(self.rlg)
+
+    @property
+    def cost(self) -> int:
+        """Network calls of one sample."""
+        return plan.nfe(self.path) * self.unit
+
+    def names(self, whose: Tensor, which: Tensor) -> Tensor:
+        """Keys (n,) of the noise of candidates `which` (n,) of prompts `whose` (n,); candidate 0 is
+        the sample that is made without a search."""
+        return keys.key(self.seed, "generate", whose, which)
+
+    def pictures(self, whose: Sequence[int], texts: Sequence[str]) -> Tensor:
+        """Media (n, *D) of texts in place of those of prompts `whose`, as they come: each from its
+        prompt's candidate 0."""
+        prompts = torch.tensor(list(whose))
+        own = self.conditions
+        ledger = Ledger(self.policy.device)
+        x, sigma, rows = sample(
+            self.policy,
+            texts,
+            self.names(prompts, torch.zeros_like(prompts)),
+            steps=self.steps,
+            guidance=self.guidance,
+            conditions=None if own is None else [own[p] for p in whose],
+            solver=self.solver,
+            rlg=self.rlg,
+            micro=self.micro,
+            ledger=ledger,
+        )
+        chunks = media_of(self.policy, x, sigma, rows, decode=self.decode, ledger=ledger)
+        return torch.cat([media for _, media in chunks])
+
+    def context(self, whose: Sequence[int], media: Tensor) -> MediaContext | None:
+        """What rewards are told of media of these prompts."""
+        return context_of([self.meta[p] for p in whose], media) if self.meta else None
+
+    def scores(self, media: Tensor, whose: Sequence[int], rewards: RewardSet) -> Tensor:
+        """Total of media (n, *D) for prompts `whose` -> (n,) fp32 on the CPU, -inf: it failed."""
+        texts = [self.texts[p] for p in whose]
+        total = score(media, texts, rewards, self.context(whose, media)).total
+        return total.nan_to_num(-torch.inf).cpu()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The best sample of each prompt.
+
+    media: (P, *D). score, first: (P,) of the best and of the first candidate, -inf where it failed.
+    candidates, calls: samples and network calls of all prompts together.
+    """
+
+    media: Tensor
+    score: Tensor
+    first: Tensor
+    candidates: int
+    calls: int
+
+    def said(self) -> str:
+        """What a search came to, in one sentence."""
+        each, known = len(self.score), self.first.isfinite()
+        gain = ""
+        if bool(known.any()):
+            means = (float(value[known].mean()) for value in (self.first, self.score))
+            gain = "; mean score {:.4g} of the first, {:.4g} of the best".format(*means)
+        lost = int((~self.score.isfinite()).sum())
+        failed = f"; none could be scored for {lost} prompts, which keep the first" if lost else ""
+        return (
+            f"{self.candidates / each:g} candidates and {self.calls / each:g} network calls a"
+            f" prompt{gain}{failed}"
+        )
+
+
+class Candidates:
+    """Samples the prompts of `asked` again and again; `best` and `score` hold the best so far."""
+
+    def __init__(self, asked: Asked, rewards: RewardSet) -> None:
+        policy = asked.policy
+        self.asked, self.rewards, self.ledger = asked, rewards, Ledger(policy.device)
+        self.cond, self.rows = encoded(policy, asked.texts, asked.conditions)
+        self.velocity = velocity_of(
+            policy, self.cond, guidance=asked.guidance, ledger=self.ledger, rlg=asked.rlg
+        )
+        self.best: list[Tensor | None] = [None] * len(asked.texts)
+        self.score = torch.full((len(asked.texts),), -torch.inf)
+        self.first = self.score.clone()
+        self.made, self.calls = 0, policy.calls
+
+    def noise(self, names: Tensor) -> Tensor:
+        """Noise (n, *L) of candidates by their keys (n,), as `generation.sample` makes it."""
+        zero = torch.zeros_like(names)
+        roots = NodeKeys(self.asked.path, zero, names, zero, 0).noise_root
+        return noise_of(self.asked.policy)(roots.flatten())
+
+    def start(self, noise: Tensor, whose: Tensor) -> Tensor:
+        """Noise (n, *L) -> the states from which samples of these prompts start."""
+        sigma = self.asked.path.sigma.max().item()
+        return self.asked.policy.init(noise, sigma=sigma, cond=self.cond, rows=self.rows[whose])
+
+    def grow(self, path: Plan, x: Tensor, whose: Tensor, names: Tensor) -> Rollout:
+        """A copy of a plan from each state x (n, *L), for prompts whose (n,).
+
+        names: (n,) keys of the noise on their way, all different: equal ones would share it.
+        """
+        asked = self.asked
+        return tree.grow(
+            self.velocity,
+            noise_of(asked.policy),
+            path,
+            shape=asked.policy.latent_shape,
+            rows=self.rows[whose],
+            prompt_keys=names,
+            copies=torch.zeros_like(names),
+            init=lambda noise, rows: x,
+            micro=asked.policy.states(asked.micro, asked.guidance),
+        )
+
+    def offer(self, grown: Rollout, whose: Tensor) -> Tensor:
+        """Score the leaves of a rollout, of prompts whose (n,) -> (n,) fp32 on the CPU, -inf: it
+        failed. The first candidate of a prompt is kept, and then whatever scores higher."""
+        asked, scores = self.asked, []
+        sigma = grown.state_sigma[grown.leaf]
+        chunks = media_of(
+            asked.policy,
+            grown.leaves,
+            sigma,
+            (self.cond, self.rows[whose]),
+            decode=asked.decode,
+            ledger=self.ledger,
+        )
+        for rows, media in chunks:
+            members = whose[rows].tolist()
+            scores.append(asked.scores(media, members, self.rewards))
+            for p, item, value in zip(members, media, scores[-1], strict=True):
+                if self.best[p] is None:
+                    self.first[p] = value
+                if self.best[p] is None or value > self.score[p]:
+                    self.best[p], self.score[p] = item.clone(), value
+        self.made += len(whose)
+        return torch.cat(scores)
+
+    def found(self) -> Found:
+        """What has come out so far."""
+        media = [item for item in self.best if item is not None]
+        return Found(
+            media=torch.stack(media),
+            score=self.score,
+            first=self.first,
+            candidates=self.made,
+            calls=self.asked.policy.calls - self.calls,
+        )

@@ -1,0 +1,215 @@
+"""Search at inference: network calls are spent on samples of which the best by a reward is kept.
+
+Ma et al., "Inference-Time Scaling for Diffusion Models beyond Scaling Denoising Steps"
+(arXiv:2501.09732). All three ways score finished samples, not one-step predictions of them, so that
+the score is that of what is returned; and the first candidate is the sample that would be made
+without a search, so that nothing worse than it comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from flowrl.rewards import RewardSet
+from flowrl.rollouts.candidates import Asked, Candidates, Found
+from flowrl.rollouts.roll_out import noise_of
+from flowrl.samplers import keys, plan
+from flowrl.types import Plan, expand
+
+How = Literal["random", "zero_order", "tree"]
+READ = {
+    "random": (),
+    "zero_order": ("neighbours", "radius"),
+    "tree": ("keep", "children", "forks", "eta"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """How to search, and at what cost.
+
+    calls: most network calls a prompt, with all branches of guidance and RLG; a remainder that buys
+    no whole candidate is left. random: samples from fresh noise (best-of-N). zero_order: rounds of
+    `neighbours` of the best noise so far, sqrt(1 - radius^2) w + radius eta, 0 < radius <= 1. tree:
+    samples from fresh noise, of which the best `keep` go on; at each step of `forks` (None: at 1/3
+    and 2/3 of the way) each gets `children` by a Flow-SDE step of noise level `eta`, finished by
+    ODE, and the best `keep` of parents and children go on.
+    """
+
+    how: How
+    calls: int
+    neighbours: int = 4
+    radius: float = 0.3
+    keep: int = 2
+    children: int = 3
+    forks: Sequence[int] | None = None
+    eta: float = 0.7
+
+    def __post_init__(self) -> None:
+        if self.how not in READ:
+            raise ValueError(
+                f"search how={self.how!r} is unknown; choose {', '.join(get_args(How))}"
+            )
+        for name in ("calls", "neighbours", "keep", "children"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"search {name}={value!r} should be a whole number from 1 up")
+        for name, most in (("radius", 1.0), ("eta", 10.0)):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 < value <= most:
+                raise ValueError(
+                    f"search {name}={value!r} should be a number above 0 and at most {most:g}"
+                )
+        steps = [] if self.forks is None else self.forks
+        if not isinstance(steps, list | tuple) or not all(type(k) is int for k in steps):
+            raise ValueError(f"search forks={self.forks!r} should be steps, such as [2, 4]")
+        self._check_read()
+
+    def _check_read(self) -> None:
+        """ValueError where a setting was set that this way of searching does not read."""
+        for field in fields(self)[2:]:
+            value = getattr(self, field.name)
+            if value != field.default and field.name not in READ[self.how]:
+                reader = next(how for how, own in READ.items() if field.name in own)
+                raise ValueError(
+                    f"search {field.name}={value!r} is read with how={reader} only, and this one"
+                    f" has how={self.how}; leave it out"
+                )
+
+
+def searched(asked: Asked, rewards: RewardSet, how: Search) -> Found:
+    """The best samples that `how` finds of the prompts asked for; too few calls -> ValueError."""
+    ways: dict[str, Callable[[Candidates, Search], None]] = {
+        "random": random,
+        "zero_order": zero_order,
+        "tree": tree,
+    }
+    counted = Candidates(asked, rewards)
+    ways[how.how](counted, how)
+    return counted.found()
+
+
+def random(made: Candidates, how: Search) -> None:
+    """Best-of-N: as many candidates from fresh noise as the calls buy."""
+    fresh(made, affordable(made.asked, how), made.asked.path)
+
+
+def zero_order(made: Candidates, how: Search) -> None:
+    """The best noise of a prompt moves to the best of its neighbours, where one is better."""
+    asked, left = made.asked, affordable(made.asked, how) - 1
+    prompts = torch.arange(len(asked.texts))
+    pivot = made.noise(asked.names(prompts, torch.zeros_like(prompts)))
+    score, rounds = walk(made, pivot[:, None], 0)[:, 0], 0
+    while left:
+        count, rounds = min(how.neighbours, left), rounds + 1
+        names = keys.key(asked.seed, "neighbour", rounds, prompts[:, None], torch.arange(count))
+        own = noise_of(asked.policy)(names.flatten()).unflatten(0, names.shape)
+        near = neighbours(pivot, own, how.radius)
+        found, place = walk(made, near, rounds).max(1)
+        better = expand(found > score, pivot).to(pivot.device)
+        pivot = torch.where(better, near[prompts, place], pivot)
+        score, left = found.maximum(score), left - count
+
+
+def neighbours(pivot: Tensor, own: Tensor, radius: float) -> Tensor:
+    """Noise (P, *L) and fresh noise (P, n, *L) -> (P, n, *L), standard normal like both."""
+    return (1 - radius**2) ** 0.5 * pivot[:, None] + radius * own
+
+
+def walk(made: Candidates, noise: Tensor, number: int) -> Tensor:
+    """Finish and score the noise of a round (P, n, *L) -> (P, n)."""
+    whose = torch.arange(len(noise)).repeat_interleave(noise.shape[1])
+    names = keys.key(made.asked.seed, "round", number, torch.arange(len(whose)))
+    x = made.start(noise.flatten(0, 1), whose)
+    return made.offer(made.grow(made.asked.path, x, whose, names), whose).view(noise.shape[:2])
+
+
+def tree(made: Candidates, how: Search) -> None:
+    """Sampling paths fork on their way, and the best ones go on."""
+    asked = made.asked
+    forks = forks_of(asked, how)
+    sigmas = asked.policy.schedule(asked.steps).sigmas.double().cpu()
+    stages = [stage(sigmas[k:], how, asked) for k in forks]
+    spent = how.keep * asked.unit * sum(plan.nfe(path) for path in stages)
+    count = (how.calls - spent) // asked.cost
+    if count < how.keep:
+        least = spent + how.keep * asked.cost
+        raise ValueError(
+            f"search calls={how.calls} are too few for a tree of keep={how.keep},"
+            f" children={how.children} and forks={list(forks)}, which needs {least}; give so many,"
+            " or make it smaller"
+        )
+    prompts = len(asked.texts)
+    score, states = fresh(made, count, keeping(asked.path, sigmas[list(forks)]))
+    for number, path in enumerate(stages):
+        score, states = best(score, states, how.keep)
+        whose = torch.arange(prompts).repeat_interleave(how.keep)
+        names = keys.key(asked.seed, "fork", number, torch.arange(len(whose)))
+        path = keeping(path, sigmas[list(forks[number + 1 :])])
+        grown = made.grow(path, states[:, :, 0].flatten(0, 1), whose, names)
+        own = made.offer(grown, whose.repeat_interleave(how.children))
+        each = (prompts, how.keep * how.children, len(forks) - number - 1)
+        after = grown.states[grown.src].unflatten(0, each)
+        score = torch.cat([score, own.view(each[:2])], 1)
+        states = torch.cat([states[:, :, 1:], after], 1)
+
+
+def forks_of(asked: Asked, how: Search) -> tuple[int, ...]:
+    """The steps at which paths fork, ascending; the last step has no noise to fork with."""
+    last = asked.path.edges - 2
+    if last < 0:
+        raise ValueError("search how=tree forks before the last step, and steps=1; use 2 or more")
+    if how.forks is None:
+        return tuple(sorted({min(asked.path.edges * i // 3, last) for i in (1, 2)}))
+    found = tuple(sorted(set(how.forks)))
+    if not found or found[0] < 0 or found[-1] > last:
+        raise ValueError(
+            f"search forks={list(how.forks)} should be steps from 0 to {last}, the last but one of"
+            f" steps={asked.path.edges}"
+        )
+    return found
+
+
+def stage(sigmas: Tensor, how: Search, asked: Asked) -> Plan:
+    """Children of a state at sigmas[0], each finished by ODE."""
+    path = plan.fan(sigmas, steps=[0], children=how.children, eta=how.eta)
+    return replace(path, solver=asked.solver)
+
+
+def keeping(path: Plan, sigmas: Tensor) -> Plan:
+    """The plan, with the states kept at which edges from these sigmas start."""
+    return replace(path, trained=torch.isin(path.sigma, sigmas))
+
+
+def fresh(made: Candidates, count: int, path: Plan) -> tuple[Tensor, Tensor]:
+    """`count` samples of each prompt from noise of their own -> scores (P, count), and the F states
+    that the plan keeps of each (P, count, F, *L)."""
+    prompts = len(made.asked.texts)
+    whose = torch.arange(prompts).repeat_interleave(count)
+    names = made.asked.names(whose, torch.arange(count).repeat(prompts))
+    grown = made.grow(path, made.start(made.noise(names), whose), whose, names)
+    states = grown.states[grown.src].unflatten(0, (prompts, count, int(path.trained.sum())))
+    return made.offer(grown, whose).view(prompts, count), states
+
+
+def best(score: Tensor, states: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """The `keep` best of each prompt: scores (P, n), states (P, n, F, *L) -> (P, keep), (P, keep,
+    F, *L); of equal ones the first."""
+    order = score.argsort(dim=1, descending=True, stable=True)[:, :keep]
+    return score.gather(1, order), states[torch.arange(len(score))[:, None], order]
+
+
+def affordable(asked: Asked, how: Search) -> int:
+    """How many samples the calls buy; fewer than two -> ValueError."""
+    count = how.calls // asked.cost
+    if count < 2:
+        raise ValueError(
+            f"search calls={how.calls} buy {count} samples of {asked.cost} network calls each, and"
+            f" a search needs two; give {2 * asked.cost} or more"
+        )
+    return count

@@ -1,0 +1,73 @@
+"""The velocity that a sampling engine asks for: the policy's, or extrapolated from its reference.
+
+Reinforcement Learning Guidance (RLG, arXiv:2508.21016): v = v_ref + w (v - v_ref), both under the
+same guidance. w = 0 is the reference and 1 the policy, exactly; above 1 goes further than training
+did. Where pi ~ pi_ref exp(R / beta), the weight w samples about pi_ref^(1-w) pi^w ~ pi_ref exp(w R
+/ beta): the coefficient of the KL term becomes beta / w. "About": the score at sigma is an affine
+function of v, so that scores are combined as the velocities are, but the noised product of two
+densities is not the product of the noised ones. It is exact for Gaussians of one covariance, and
+otherwise as sigma goes to 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from flowrl.policy import Cond, Policy
+from flowrl.runtime.ledger import CountedPolicy, Ledger
+from flowrl.samplers.tree import Velocity
+
+
+def velocity_of(
+    policy: Policy, cond: Cond, *, guidance: float | str, ledger: Ledger, rlg: float = 1.0
+) -> Velocity:
+    """velocity(x, sigma, rows) for a sampling engine; time, FLOPs and network rows are counted.
+
+    rlg: the weight w of RLG; any but 0 and 1 costs twice the calls.
+    """
+    counted = CountedPolicy(policy, ledger, phase="rollout")
+
+    def own(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        return counted.velocity(x, sigma, cond, rows, guidance=guidance)
+
+    return guided(policy, own, rlg)
+
+
+def guided(policy: Policy, velocity: Velocity, w: float) -> Velocity:
+    """velocity(x, sigma, rows) of weight w, made of that of the policy's present view."""
+    if w != 1:
+        check_weight(policy, w)
+
+    def of_reference(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        with policy.view("reference"):
+            return velocity(x, sigma, rows)
+
+    def between(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        v, reference = velocity(x, sigma, rows), of_reference(x, sigma, rows)
+        return reference + w * (v - reference)
+
+    if w == 1:  # reference + 1 (v - reference) is v up to rounding only
+        return velocity
+    return of_reference if w == 0 else between
+
+
+def check_weight(policy: Policy, w: float) -> None:
+    """ValueError where w is not a weight, or the policy has no reference for it."""
+    if not 0 <= w < math.inf:
+        raise ValueError(
+            f"rlg={w} should be 0 (the reference), 1 (the policy) or another number from 0 up;"
+            " 1.5 to 3 is usual"
+        )
+    if policy.trainable.lora is None and not policy.trainable.has("reference"):
+        raise ValueError(
+            f"rlg={w} compares the policy with its reference, and this one trains all weights and"
+            " keeps no copy of the old ones; load it with lora={...}, or call"
+            " policy.add_view('reference') before it is trained"
+        )
+
+
+def passes(w: float) -> int:
+    """Network calls in place of one, at the weight w."""
+    return 1 if w in (0, 1) else 2
