@@ -147,7 +147,7 @@ class Candidates:
     def start(self, noise: Tensor, whose: Tensor) -> Tensor:
         """Noise (n, *L) -> the states from which samples of these prompts start."""
         sigma = self.asked.path.sigma.max().item()
-        return self.asked.policy.init(noise, sigma=sigma, cond=self.cond, rows=self.rows[whose])
+        return self.asked.policy.start(noise, sigma=sigma, cond=self.cond, rows=self.rows[whose])
 
     def grow(self, path: Plan, x: Tensor, whose: Tensor, names: Tensor) -> Rollout:
         """A copy of a plan from each state x (n, *L), for prompts whose (n,).
