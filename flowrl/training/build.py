@@ -19,6 +19,7 @@ from flowrl.data.scored_dataset import load as load_dataset
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.rewards.core.climb import check_climbable
+from flowrl.rewards.core.features import load_features
 from flowrl.rewards.core.score import check_meta
 from flowrl.rollouts.choose import chooser
 from flowrl.rollouts.records import Source
@@ -31,7 +32,9 @@ from flowrl.training.checks import (
     check_batch,
     check_choice,
     check_combined,
+    check_comparable,
     check_conditions,
+    check_diversity,
     check_files,
     check_signal,
     warn_distilled,
@@ -81,7 +84,9 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     check_combined(rewards, algorithm)
     if "reward" in algorithm.needs:
         check_climbable(rewards)
+    check_diversity(cfg, algorithm)
     policy = make_policy(cfg, device=accelerator.device, live=live)
+    check_comparable(rewards.features, policy)
     read = frozenset[str]().union(*(reward.reads for reward in rewards.rewards.values()))
     check_conditions(policy, [*prompts, *held_out], read | {"prompt", "conditions", "reference"})
 
@@ -134,6 +139,11 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
 def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
     """The rewards, whose columns this run can give."""
     rewards = replace(live.rewards or load_set(cfg.reward), seconds=cfg.guard.reward_seconds)
+    if cfg.diversity.features is not None:
+        d = cfg.diversity
+        rewards = replace(
+            rewards, features=load_features(d.features, d.weights, live=live.features)
+        )
     for reward in rewards.rewards.values():
         reward.begin(path)
     check_needs(rewards, ("meta", "group", "source"))

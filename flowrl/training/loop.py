@@ -90,9 +90,9 @@ class Trainer:
 
         # Credit: rewards -> an advantage for each sample -> for each trained step.
         with ledger.phase("advantages"):
-            everyone = algorithm.leaf_advantages(rewards, group)
+            everyone, spread = self.parts.diversity(algorithm.leaf_advantages, rewards, group)
             leaf = everyone[world.part(len(rollout.leaf))]
-            metrics |= source.chooser.told(drawn, leaf, world.gather)
+            metrics |= spread | source.chooser.told(drawn, leaf, world.gather)
             observed = algorithm.observe(rollout, drawn.rewards)
             observed = world.mean_metrics(observed) if observed else {}
             if drawn.threshold is not None:  # baselines use all draws; some are trained

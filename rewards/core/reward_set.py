@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.rewards.core.features import Features
 from flowrl.rewards.core.reward import FunctionReward, Reward, load
 from flowrl.rewards.core.rules import KEYS, Rule, parse_rules
 from flowrl.runtime.registry import label_of, live_name
@@ -32,6 +33,7 @@ class RewardSet:
     seconds: float | None = None
     rules: dict[str, Rule] = field(default_factory=dict)
     iteration: int | None = None
+    features: Features | None = None  # of the media, for comparing the members of a group
 
     @property
     def needs(self) -> frozenset[str]:
@@ -83,11 +85,14 @@ class RewardSet:
             rewards=rewards,
             weights={k: 0.0 if k in alone else self.weights[k] for k in rewards},
             rules={k: rule for k, rule in rules.items() if k not in alone},
+            features=None,
         )
 
     def to(self, device: torch.device | str) -> RewardSet:
         for reward in self.rewards.values():
             reward.to(device)
+        if self.features is not None:
+            self.features.to(device)
         return self
 
 
