@@ -111,9 +111,9 @@ def load_features(
 def check_name(name: str) -> None:
     """ValueError unless it is a network of ours, a place or a live function."""
     if name not in NETWORKS and not registry.is_place(name) and not registry.is_live(name):
-        near = registry.did_you_mean(name, NETWORKS)
         raise ValueError(
-            f'unknown features "{name}"{near} or name a function of yours, as path/to/file.py:NAME'
+            f'"{name}" is not known; choose {", ".join(NETWORKS)}, or name a function of yours as'
+            " path/to/file.py:NAME"
         )
 
 

@@ -49,7 +49,15 @@ RUN = {
 }  # eps: Adam blows rounding up
 RUNS = {
     "nft": {**RUN, "algorithm__std": "global"},
-    "flow_grpo": {**RUN, "algorithm__std": "group", "data__eval": "null"},
+    # its groups lie whole in one process, but their features are gathered
+    "flow_grpo": {
+        **RUN,
+        "algorithm__std": "group",
+        "data__eval": "null",
+        "diversity__features": "shapes",
+        "diversity__novelty": "1",
+        "diversity__entropy": "0.5",
+    },
     # every group counts as flat, so that each process adds a fresh prompt of its own
     "dgpo": {
         **RUN,
