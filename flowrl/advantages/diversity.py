@@ -1,7 +1,7 @@
 """Diversity within groups, seen in features of the media: rewards and advantages that know how like
 a sample is to the other members of its group.
 
-adjusted  a redundant sample's reward is discounted (DRA-GRPO, arXiv:2505.09655, eq. 5), and a
+adjusted  a redundant sample's reward is discounted (DRA-GRPO, arXiv:2505.09655), and a
           distance to the nearest neighbour is added as one more reward
 scaled    advantages of a group times a function of its semantic entropy (SEED-GRPO,
           arXiv:2505.12346)

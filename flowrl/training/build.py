@@ -30,11 +30,9 @@ from flowrl.runtime.log import logger
 from flowrl.training import identity
 from flowrl.training.checks import (
     check_batch,
-    check_choice,
-    check_combined,
     check_comparable,
     check_conditions,
-    check_diversity,
+    check_credit,
     check_files,
     check_signal,
     warn_distilled,
@@ -80,11 +78,9 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     choice = chooser(prompts, cfg.data.sampler, size=cfg.batch.prompts, seed=cfg.seed)
     check_alike([*prompts, *held_out])
     algorithm = live.algorithm or make_algorithm(cfg)
-    check_choice(cfg, algorithm)
-    check_combined(rewards, algorithm)
+    check_credit(cfg, rewards, algorithm)
     if "reward" in algorithm.needs:
         check_climbable(rewards)
-    check_diversity(cfg, algorithm)
     policy = make_policy(cfg, device=accelerator.device, live=live)
     check_comparable(rewards.features, policy)
     read = frozenset[str]().union(*(reward.reads for reward in rewards.rewards.values()))

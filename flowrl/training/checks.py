@@ -139,6 +139,13 @@ def check_balance(cfg: Config, needs: frozenset[str]) -> None:
         )
 
 
+def check_credit(cfg: Config, rewards: RewardSet, algorithm: Algorithm) -> None:
+    """ValueError where what advantages are made of, or what is told of them, does not fit."""
+    check_choice(cfg, algorithm)
+    check_combined(rewards, algorithm)
+    check_diversity(cfg, algorithm)
+
+
 def check_combined(rewards: RewardSet, algorithm: Algorithm) -> None:
     """ValueError where statistics of each reward by itself would undo levels."""
     how = getattr(algorithm.config, "combine", "rewards")

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.features import Features
 from flowrl.rewards.core.reward import FunctionReward, Reward, load
 from flowrl.rewards.core.rules import KEYS, Rule, parse_rules
 from flowrl.runtime.registry import label_of, live_name
@@ -33,7 +32,8 @@ class RewardSet:
     seconds: float | None = None
     rules: dict[str, Rule] = field(default_factory=dict)
     iteration: int | None = None
-    features: Features | None = None  # of the media, for comparing the members of a group
+    # Features of core/features.py, for comparing the members of a group; None: nothing does
+    features: Any = None
 
     @property
     def needs(self) -> frozenset[str]:

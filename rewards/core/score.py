@@ -167,8 +167,19 @@ def score_with(
         valid=valid,
         errors=errors,
         kinds=dict(kinds),
-        features=None if chosen.features is None else chosen.features.of(media, rows),
+        features=_features(chosen, samples, rows),
     )
+
+
+def _features(chosen: RewardSet, samples: Samples, rows: Tensor) -> Tensor | None:
+    """(B, d) of the samples, of which rows are shown; None: nothing compares them."""
+    if (features := chosen.features) is None:
+        return None
+
+    def of(media: Tensor, *_: Any) -> Tensor:
+        return features.of(media, rows)
+
+    return ask("diversity.features", chosen.seconds, of, *samples.seen)
 
 
 @torch.no_grad()

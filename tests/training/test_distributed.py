@@ -233,6 +233,16 @@ def test_rows_of_any_number_are_gathered_and_found_again():
     assert nothing.gather(torch.empty(0, 2)).shape == (0, 2)
 
 
+def test_features_of_a_process_that_showed_no_media_are_nan(monkeypatch):
+    from flowrl.runtime import distributed
+
+    world = distributed.World(Pretend(1, 2, [2, 3]))
+    monkeypatch.setattr(world, "_everyone", lambda mine: [2, mine])
+    found = world._gather_features(torch.empty(3, 0))
+    assert found.shape == (5, 2) and bool(found.isnan().all())
+    assert world._gather_features(None) is None
+
+
 def test_each_update_trains_the_same_prompts_on_any_number_of_processes():
     """8 prompts, 2 updates: the first 4 and the last 4, on 1, 2 and 4 processes."""
     from flowrl.runtime import distributed
