@@ -1,8 +1,8 @@
 """Diversity within groups, seen in features of the media: rewards and advantages that know how like
 a sample is to the other members of its group.
 
-adjusted  a redundant sample's reward is discounted (DRA-GRPO, arXiv:2505.09655), and a
-          distance to the nearest neighbour is added as one more reward
+adjusted  a redundant sample's reward is discounted (DRA-GRPO, arXiv:2505.09655), and the distance
+          to the nearest neighbour is added as one more reward
 scaled    advantages of a group times a function of its semantic entropy (SEED-GRPO,
           arXiv:2505.12346)
 

@@ -193,7 +193,7 @@ def check_diversity(cfg: Config, algorithm: Algorithm) -> None:
         why = (
             f"algorithm.credit={c.credit} divides by a spread later"
             if own
-            else (f"{method} reads only the order of samples in their group")
+            else f"{method} reads only the order of samples in their group"
         )
         raise ValueError(
             f"diversity.entropy={d.entropy:g} scales all advantages of a group alike, and {why};"
