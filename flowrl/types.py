@@ -198,6 +198,8 @@ class Rewards:
     errors: list[str] = field(default_factory=list)  # first message of each failed chunk or sample
     # samples without a score by why, kinds of rewards/core/failures.py; rewards of weight 0 apart
     kinds: dict[str, int] = field(default_factory=dict)
+    # (B, d) fp32 of the media, NaN where they were not shown; None: diversity.features is not set
+    features: Tensor | None = None
 
     @property
     def terms(self) -> dict[str, Tensor]:

@@ -7,13 +7,13 @@ a run's folder says what it was made of, and its next start asks for it again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.find import checked
@@ -28,7 +28,7 @@ from flowrl.rewards.core.reward_set import by_label
 from flowrl.runtime import registry
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-ARGUMENTS = ("policy", "rewards", "algorithm", "prompts")
+ARGUMENTS = ("policy", "rewards", "algorithm", "prompts", "features")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class Live:
     algorithm: Algorithm | None = None
     prompts: Prompts | None = None
     held_out: Prompts | None = None
+    features: Callable[[Tensor], Any] | None = None  # of media, for comparing samples
 
 
 def settle(
@@ -49,12 +50,14 @@ def settle(
     rewards: Any = None,
     algorithm: Any = None,
     prompts: Any = None,
+    features: Any = None,
 ) -> tuple[Config, Live]:
     """A config (or what load_config makes one of) in which objects have taken the place of names.
 
     policy: a diffusers pipeline or a Policy. rewards: as load_set takes them. algorithm: a subclass
     of Algorithm, or an instance. prompts: texts or records, or {"train": ..., "eval": ...}, where
-    either may be the name of a file. What does not fit -> ValueError.
+    either may be the name of a file. features: a function media (n, ...) -> (n, d), as
+    diversity.features. What does not fit -> ValueError.
     """
     whole = isinstance(cfg, Config)
     if whole:
@@ -71,6 +74,8 @@ def settle(
         live |= place_prompts(tree, prompts)
     if policy is not None:
         live["policy"] = place_policy(tree, policy)
+    if features is not None:
+        live["features"] = place_features(tree, features)
     if whole and not live:
         return cfg, Live()
     return validated(tree, problems), Live(**live)
@@ -188,6 +193,17 @@ def place_policy(tree: dict[str, Any], given: Any) -> Any:
     return given
 
 
+def place_features(tree: dict[str, Any], given: Any) -> Callable[[Tensor], Any]:
+    """The section diversity, of features that a function makes."""
+    if not callable(given) or isinstance(given, type):
+        raise ValueError(
+            f"features is a {type(given).__name__}; give a function of media (n, ...) that returns"
+            " (n, d), or a name as diversity.features"
+        )
+    tree.setdefault("diversity", {})["features"] = registry.live_name(given)
+    return given
+
+
 def _check_alone(given: Any, cfg: Any) -> None:
     """ValueError where a mapping names a model too."""
     stated = cfg.get("model") if isinstance(cfg, Mapping) else None
@@ -256,6 +272,7 @@ def named(cfg: Config) -> dict[str, str]:
         "rewards": rewards,
         "algorithm": [cfg.algorithm["name"]],
         "prompts": [cfg.data.train, cfg.data.eval],
+        "features": [cfg.diversity.features],
     }
     out = {}
     for argument, found in names.items():

@@ -27,6 +27,7 @@ from flowrl.config.sampling import (
 from flowrl.config.section import Section, Seed
 from flowrl.config.training import (
     CheckpointConfig,
+    DiversityConfig,
     EmaConfig,
     GuardConfig,
     OptimizerConfig,
@@ -56,6 +57,9 @@ class Config(Section):
     sampler: SamplerConfig = Field(SamplerConfig(), description="How rollouts are sampled.")
     batch: BatchConfig = Field(BatchConfig(), description="How many of everything.")
     draw: DrawConfig = Field(DrawConfig(), description="How often prompts are sampled.")
+    diversity: DiversityConfig = Field(
+        DiversityConfig(), description="What a sample's likeness to its group changes."
+    )
     train: TrainConfig = Field(
         TrainConfig(), description="What is trained, and in which precision."
     )

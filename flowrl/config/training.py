@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import pydantic
 from pydantic import (
     BeforeValidator,
     Field,
@@ -14,9 +15,95 @@ from pydantic import (
 )
 
 from flowrl.config.section import Section
-from flowrl.runtime.read_when import read_above
+from flowrl.runtime import registry
+from flowrl.runtime.read_when import read_above, read_when, read_with
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class DiversityConfig(Section):
+    features: str | None = Field(
+        None,
+        description=(
+            "What tells how alike the samples of a prompt are: clip, dino, shapes (the tiny CLIP of"
+            " the embedded world), or path/to/file.py:NAME, a function media (n, ...) -> (n, d);"
+            " none: nothing does."
+        ),
+    )
+    weights: Annotated[str | None, read_when("diversity.features", "clip", "dino")] = Field(
+        None,
+        description=(
+            "Folder or hub id of its network; none: openai/clip-vit-large-patch14,"
+            " facebook/dinov2-base."
+        ),
+    )
+    redundancy: NonNegativeFloat = Field(
+        0.0,
+        description=(
+            "Discount of a sample that is like the others of its group: its reward is divided by 1"
+            " + this x mean similarity (DRA-GRPO); 0: none."
+        ),
+    )
+    above: Annotated[Literal["lowest", "zero"], read_above("diversity.redundancy", 0)] = Field(
+        "lowest",
+        description=(
+            "What is discounted of a reward: what it has above the group's lowest, or above 0 (the"
+            " paper's, for rewards that are never negative)."
+        ),
+    )
+    temperature: Annotated[PositiveFloat | None, read_above("diversity.redundancy", 0)] = Field(
+        None,
+        description=(
+            "Similarity is exp((cosine - 1) / this), lower: only near copies count; none: the"
+            " cosine, at least 0."
+        ),
+    )
+    entropy: float = Field(
+        0.0,
+        ge=-1,
+        le=1,
+        description=(
+            "Advantages of a group are multiplied by 1 - this x its semantic entropy, 0 to 1"
+            " (SEED-GRPO); below 0: groups that differ count for more."
+        ),
+    )
+    threshold: Annotated[float, read_with("diversity.features")] = Field(
+        0.9,
+        gt=-1,
+        le=1,
+        description="Cosine from which two samples are of one cluster, for the entropy.",
+    )
+    novelty: NonNegativeFloat = Field(
+        0.0,
+        description=(
+            "Weight of a bonus beside the rewards: 1 - cosine with the nearest sample of the group."
+        ),
+    )
+
+    _places = pydantic.field_validator("features", "weights")(registry.absolute)
+
+    @pydantic.field_validator("features")
+    @classmethod
+    def check_features(cls, value: str | None) -> str | None:
+        from flowrl.rewards.core.features import check_name
+
+        if value is not None:
+            check_name(value)
+        return value
+
+    @pydantic.model_validator(mode="after")
+    def check_used(self) -> DiversityConfig:
+        if self.features is None and (used := self.used):
+            raise ValueError(
+                f"{used}={getattr(self, used):g} compares features of the samples, and"
+                " diversity.features names none; choose clip, dino, shapes or path/to/file.py:NAME"
+            )
+        return self
+
+    @property
+    def used(self) -> str | None:
+        """The first use that is on."""
+        return next((u for u in ("redundancy", "entropy", "novelty") if getattr(self, u)), None)
 
 
 class LoraConfig(Section):

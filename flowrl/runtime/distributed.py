@@ -27,6 +27,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch import Tensor
 from torch import distributed as dist
+from torch.nn.functional import pad
 
 from flowrl.runtime.signals import Aborted
 from flowrl.types import Rewards
@@ -157,7 +158,15 @@ class World:
             valid=self.gather(rewards.valid),
             errors=[error for _, errors, _ in told for error in errors],
             kinds=dict(sum((Counter(kinds) for *_, kinds in told), Counter[str]())),
+            features=self._gather_features(rewards.features),
         )
+
+    def _gather_features(self, features: Tensor | None) -> Tensor | None:
+        """(n, d) of all processes; NaN of one whose media were not shown, so that its d is 0."""
+        if features is None:
+            return None
+        width = max(self._everyone(features.shape[1]))
+        return self.gather(pad(features, (0, width - features.shape[1]), value=float("nan")))
 
     def gather_groups(self, group: Tensor) -> Tensor:
         """Groups (B,) of all processes, numbered apart."""

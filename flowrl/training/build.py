@@ -19,6 +19,7 @@ from flowrl.data.scored_dataset import Dataset
 from flowrl.data.scored_dataset import load as load_dataset
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set
+from flowrl.rewards.core.features import load_features
 from flowrl.rewards.core.score import check_meta
 from flowrl.rollouts.choose import chooser
 from flowrl.rollouts.records import Source
@@ -30,6 +31,7 @@ from flowrl.runtime.log import logger
 from flowrl.training import identity
 from flowrl.training.checks import (
     check_batch,
+    check_comparable,
     check_conditions,
     check_files,
     check_method,
@@ -82,6 +84,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     algorithm = live.algorithm or make_algorithm(cfg)
     check_method(cfg, algorithm, prompts, rewards)
     policy = make_policy(cfg, device=accelerator.device, live=live)
+    check_comparable(rewards.features, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
 
     # Does the method fit its plan, its guidance, its rewards and its media?
@@ -135,6 +138,11 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
 def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
     """The rewards, whose columns this run can give."""
     rewards = replace(live.rewards or load_set(cfg.reward), seconds=cfg.guard.reward_seconds)
+    if cfg.diversity.features is not None:
+        d = cfg.diversity
+        rewards = replace(
+            rewards, features=load_features(d.features, d.weights, live=live.features)
+        )
     for reward in rewards.rewards.values():
         reward.begin(path)
     check_needs(rewards, ("meta", "group", "source"))

@@ -6,16 +6,19 @@ import math
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.transition_config import FORKING, OWN_STATISTICS
+from flowrl.algorithms.dpo import DPOConfig
 from flowrl.algorithms.raft import RAFTConfig
 from flowrl.config.build import check_parts
 from flowrl.config.compose import ConfigError
 from flowrl.config.schema import Config
 from flowrl.data import conditions, scored_dataset
 from flowrl.data import prompts as data
+from flowrl.data.media import media_kind
 from flowrl.policy import Policy
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.rewards import RewardSet
 from flowrl.rewards.core.climb import check_climbable
+from flowrl.rewards.core.features import Features
 from flowrl.rollouts import from_files
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
@@ -151,6 +154,7 @@ def check_method(
     check_replay(cfg, algorithm)
     check_extrapolated(cfg, algorithm)
     check_combined(rewards, algorithm)
+    check_diversity(cfg, algorithm)
     if "reward" in algorithm.needs:
         check_climbable(rewards)
 
@@ -256,6 +260,48 @@ def check_extrapolated(cfg: Config, algorithm: Algorithm) -> None:
             f"sampler.rlg={cfg.sampler.rlg:g} samples from another distribution than the one whose"
             f" denoising steps {cfg.algorithm['name']} trains; use a method on finished samples, as"
             " algorithm=nft, or sampler.rlg=1"
+        )
+
+
+def check_diversity(cfg: Config, algorithm: Algorithm) -> None:
+    """ValueError where samples have no features, or where what these change is not read."""
+    d, c, method = cfg.diversity, algorithm.config, cfg.algorithm["name"]
+    if d.features is None:
+        return
+    if cfg.data.offline:
+        raise ValueError(
+            f"diversity.features={d.features} compares new samples, and data.offline has none;"
+            " leave it out"
+        )
+    if d.used and "reward" in algorithm.needs:
+        raise ValueError(
+            f"diversity.{d.used} changes what advantages are made of, and this method climbs the"
+            " reward of each sample by itself; set it to 0"
+        )
+    own = getattr(c, "credit", None) in OWN_STATISTICS
+    ranked = isinstance(c, DPOConfig) or isinstance(c, RAFTConfig) and c.select == "best"
+    if d.entropy and (own or ranked):
+        why = (
+            f"algorithm.credit={c.credit} divides by a spread later"
+            if own
+            else f"{method} reads only the order of samples in their group"
+        )
+        raise ValueError(
+            f"diversity.entropy={d.entropy:g} scales all advantages of a group alike, and {why};"
+            " set it to 0"
+        )
+
+
+def check_comparable(features: Features | None, policy: Policy) -> None:
+    """ValueError where features are those of pictures, and the model makes others."""
+    if features is None or not features.pictures:
+        return
+    shape = from_files.media_shape(policy)
+    if media_kind((1, *shape)) == "arrays":
+        raise ValueError(
+            f"diversity.features={features.label} takes images (3, H, W) or videos (F, 3, H, W),"
+            f" and the model makes samples of shape {shape}; name a function of your own, as"
+            " path/to/file.py:NAME"
         )
 
 

@@ -61,6 +61,8 @@ def of_parts(
     for label, reward in rewards.rewards.items():
         if tensors := dict(_tensors(reward, "")):
             networks[f"weights of reward.{label}"] = _sampled(tensors)
+    if rewards.features and (tensors := dict(_tensors(rewards.features, ""))):
+        networks["weights of diversity.features"] = _sampled(tensors)
     known = of_config(cfg)
     if sizes := [f"{path} {path.stat().st_size}" for path in media]:
         known["files"]["images of the data"] = _hex("\n".join(sizes).encode())
@@ -81,8 +83,11 @@ def of_live(live: Live) -> dict[str, str]:
         coded |= {f"reward.{label}": reward for label, reward in live.rewards.rewards.items()}
     if live.algorithm:
         coded["algorithm"] = live.algorithm
+    if live.features:
+        coded["features"] = live.features
     for name, thing in coded.items():
-        code = getattr(thing, "function", type(thing))
+        plain = inspect.isfunction(thing)
+        code = thing if plain else getattr(thing, "function", type(thing))
         with suppress(OSError, TypeError):
             found[f"code of {name}"] = _hex(inspect.getsource(code).encode())
     return found
@@ -133,14 +138,14 @@ def _named(cfg: Config) -> Iterator[str]:
     data = cfg.data
     offline = str(list_of(Path(data.offline))) if data.offline else None
     texts = [data.train, data.eval, offline]
-    settings = (cfg.algorithm, cfg.model.model_dump(), data.model_dump())
+    settings = (cfg.algorithm, *(s.model_dump() for s in (cfg.model, data, cfg.diversity)))
     for value in chain(*(flatten(section).values() for section in settings)):
         texts += [value.rpartition(":")[0]] if is_place(value) else []
     for key, value in flatten(cfg.reward).items():
         if key.rpartition(".")[2] not in WRITTEN and isinstance(value, str):
             texts += [value, value.rpartition(":")[0]]  # own.py:function
     yield from (text for text in texts if text and os.path.isfile(text))
-    folders = (cfg.train.init_lora, cfg.model.source)
+    folders = (cfg.train.init_lora, cfg.model.source, cfg.diversity.weights)
     yield from (text for text in folders if text and os.path.exists(text))
 
 

@@ -89,9 +89,9 @@ class Trainer:
 
         # Credit: rewards -> an advantage for each sample -> for each trained step.
         with ledger.phase("advantages"):
-            everyone = algorithm.leaf_advantages(rewards, group)
+            everyone, spread = self.parts.diversity(algorithm.leaf_advantages, rewards, group)
             leaf = everyone[world.part(len(drawn.rollout.leaf))]
-            metrics |= source.chooser.told(i, drawn, leaf, world.gather)
+            metrics |= spread | source.chooser.told(i, drawn, leaf, world.gather)
             observed = algorithm.observe(drawn.rollout, drawn.rewards)
             observed = world.mean_metrics(observed) if observed else {}
             trained = what_to_train(source, i, drawn, leaf)  # old samples may join the new ones

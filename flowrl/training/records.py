@@ -15,6 +15,7 @@ from flowrl.config.schema import Config
 from flowrl.data.prompts import Prompts
 from flowrl.rollouts.records import Source
 from flowrl.runtime.lock import Lock
+from flowrl.training.diversity import Diversity
 from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout
@@ -46,6 +47,11 @@ class Parts:
     guards: Guards
     identity: dict[str, dict[str, Any]]  # what it was made of; see training/identity.py
     lock: Lock | None  # on `path`, of the main process
+
+    @property
+    def diversity(self) -> Diversity:
+        """How samples' likeness to their groups changes their credit."""
+        return Diversity(self.cfg.diversity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ def train(
     rewards: Any = None,
     algorithm: Any = None,
     prompts: Any = None,
+    features: Any = None,
 ) -> Run:
     """Train, or go on in a run's folder, to the end, a stop rule or a signal (`Run.stopped`).
 
@@ -32,9 +33,16 @@ def train(
     algorithm: a subclass of Algorithm, or an instance with its options.
     prompts: texts or records {"prompt": text, **meta}, or {"train": ..., "eval": ...} of such lists
     or names of files; a list alone is trained on, and nothing is evaluated.
+    features: a function media (n, ...) -> (n, d) by which samples are compared (section diversity).
 
     Objects stand in the place of what the config names; see flowrl.config.live. They are not
     stored: a run goes on when they are passed again.
     """
-    live = {"policy": policy, "rewards": rewards, "algorithm": algorithm, "prompts": prompts}
+    live = {
+        "policy": policy,
+        "rewards": rewards,
+        "algorithm": algorithm,
+        "prompts": prompts,
+        "features": features,
+    }
     return Trainer(cfg, resume=resume, accept_changes=accept_changes, **live).run()

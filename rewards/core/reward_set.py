@@ -32,6 +32,8 @@ class RewardSet:
     seconds: float | None = None
     rules: dict[str, Rule] = field(default_factory=dict)
     iteration: int | None = None
+    # Features of core/features.py, for comparing the members of a group; None: nothing does
+    features: Any = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -83,11 +85,14 @@ class RewardSet:
             rewards=rewards,
             weights={k: 0.0 if k in alone else self.weights[k] for k in rewards},
             rules={k: rule for k, rule in rules.items() if k not in alone},
+            features=None,
         )
 
     def to(self, device: torch.device | str) -> RewardSet:
         for reward in self.rewards.values():
             reward.to(device)
+        if self.features is not None:
+            self.features.to(device)
         return self
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flowrl.data.media import media_kind
 from flowrl.data.prompts import Prompts
@@ -166,7 +167,19 @@ def score_with(
         valid=valid,
         errors=errors,
         kinds=dict(kinds),
+        features=_features(chosen, samples, rows),
     )
+
+
+def _features(chosen: RewardSet, samples: Samples, rows: Tensor) -> Tensor | None:
+    """(B, d) of the samples, of which rows are shown; None: nothing compares them."""
+    if (features := chosen.features) is None:
+        return None
+
+    def of(media: Tensor, *_: Any) -> Tensor:
+        return features.of(media, rows)
+
+    return ask("diversity.features", chosen.seconds, of, *samples.seen)
 
 
 @torch.no_grad()
@@ -232,7 +245,23 @@ def concat(parts: list[Rewards]) -> Rewards:
         valid=torch.cat([part.valid for part in parts]),
         errors=[error for part in parts for error in part.errors],
         kinds=dict(sum((Counter(part.kinds) for part in parts), Counter[str]())),
+        features=joined([part.features for part in parts]),
     )
+
+
+def joined(parts: list[Tensor | None]) -> Tensor | None:
+    """Features of chunks, (n, d) each, as one. ValueError where d differs; (n, 0), of a chunk
+    whose media were not shown, becomes NaN."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None
+    widths = sorted({part.shape[1] for part in known} - {0}) or [0]
+    if len(widths) > 1:
+        raise ValueError(
+            f"diversity.features gave vectors of {' and of '.join(map(str, widths))} numbers, of"
+            " different samples; give vectors of one length"
+        )
+    return torch.cat([pad(part, (0, widths[0] - part.shape[1]), value=math.nan) for part in known])
 
 
 def check_valid(rewards: Rewards, limit: float = 0.05) -> None:

@@ -4,6 +4,7 @@ compare, a clean end."""
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import small
@@ -11,6 +12,7 @@ import torch
 
 import flowrl
 from flowrl.rewards import RewardUnavailable, load_set
+from flowrl.rewards.core.features import load_features
 from flowrl.rollouts import draw
 from flowrl.rollouts.overlap import OverlappedScorer
 from flowrl.rollouts.scorer import Scorer
@@ -70,6 +72,18 @@ def test_a_reward_that_compares_a_group_sees_whole_groups_however_they_are_decod
         assert sum(g in chunk for chunk in seen) == 1 and all(
             chunk.count(g) in (0, 3) for chunk in seen
         )
+
+
+def test_features_are_the_same_in_a_thread_and_for_any_chunks():
+    rewards = load_set({"it": mean})
+    features = load_features("live:pair", live=lambda media: media.flatten(1)[:, :2] + 1)
+    for kind in (Scorer, OverlappedScorer):
+        media, group = torch.arange(90.0).view(5, 3, 3, 2) / 90, torch.tensor([0, 0, 0, 1, 1])
+        with closing(kind(replace(rewards, features=features), Ledger())) as scorer:
+            for rows in torch.arange(5).split([2, 3]):
+                scorer.add(media[rows], BATCH, group[rows])
+            scorer.finish_groups()
+            assert torch.equal(scorer.scores().features, media.flatten(1)[:, :2] + 1)
 
 
 def test_the_caller_goes_on_while_a_reward_is_computed_and_waits_when_two_chunks_are_behind():

@@ -49,7 +49,15 @@ RUN = {
 }  # eps: Adam blows rounding up
 RUNS = {
     "nft": {**RUN, "algorithm__std": "global"},
-    "flow_grpo": {**RUN, "algorithm__std": "group", "data__eval": "null"},
+    # its groups lie whole in one process, but their features are gathered
+    "flow_grpo": {
+        **RUN,
+        "algorithm__std": "group",
+        "data__eval": "null",
+        "diversity__features": "shapes",
+        "diversity__novelty": "1",
+        "diversity__entropy": "0.5",
+    },
     # every group counts as flat, so that each process adds a fresh prompt of its own; the second
     # iteration trains groups of the first again
     "dgpo": {
@@ -225,6 +233,16 @@ def test_rows_of_any_number_are_gathered_and_found_again():
     assert world.gather(mine).flatten().tolist() == [1, 2, 1, 2, 3] and world.part(3) == slice(2, 5)
     nothing = distributed.World(Pretend(1, 3, [0, 0, 0]))
     assert nothing.gather(torch.empty(0, 2)).shape == (0, 2)
+
+
+def test_features_of_a_process_that_showed_no_media_are_nan(monkeypatch):
+    from flowrl.runtime import distributed
+
+    world = distributed.World(Pretend(1, 2, [2, 3]))
+    monkeypatch.setattr(world, "_everyone", lambda mine: [2, mine])
+    found = world._gather_features(torch.empty(3, 0))
+    assert found.shape == (5, 2) and bool(found.isnan().all())
+    assert world._gather_features(None) is None
 
 
 def test_each_update_trains_the_same_prompts_on_any_number_of_processes():

@@ -1,0 +1,58 @@
+"""Credit that knows how alike the samples of a prompt are: the section `diversity` of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from flowrl.advantages import diversity
+from flowrl.config.training import DiversityConfig
+from flowrl.types import Rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Diversity:
+    """Stands between rewards and the method that makes advantages of them."""
+
+    config: DiversityConfig
+
+    def __call__(
+        self,
+        leaf_advantages: Callable[[Rewards, Tensor], Tensor],
+        rewards: Rewards,
+        group: Tensor,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Rewards and groups (B,) of all processes -> advantages (B,), diversity/* to log."""
+        c = self.config
+        if rewards.features is None:
+            return leaf_advantages(rewards, group), {}
+        options = {"temperature": c.temperature, "threshold": c.threshold}
+        found = diversity.spread(rewards.features, group, rewards.valid, **options)
+        changed = diversity.adjusted(
+            rewards,
+            group,
+            found,
+            redundancy=c.redundancy,
+            above=c.above,
+            novelty=c.novelty,
+        )
+        adv = diversity.scaled(leaf_advantages(changed, group), found, c.entropy)
+        return adv, metrics(found, c.redundancy)
+
+
+def metrics(found: diversity.Spread, redundancy: float = 0.0) -> dict[str, float]:
+    """Means over the samples that have another one in their group; {} where none has."""
+    rows = found.compared
+    if not bool(rows.any()):
+        return {}
+    out = {
+        "diversity/similarity": found.cosine[rows].mean().item(),
+        "diversity/novelty": found.novelty[rows].mean().item(),
+        "diversity/entropy": found.entropy[rows].mean().item(),
+    }
+    if redundancy:
+        discount = 1 / (1 + redundancy * found.similarity[rows])
+        out["diversity/discount"] = discount.mean().item()
+    return out

@@ -1,0 +1,138 @@
+"""Features of media: a vector for each sample, to tell how alike the samples of a prompt are.
+
+clip    the picture's embedding by a CLIP of transformers
+dino    by DINOv2, which has seen no text
+shapes  by the tiny CLIP of the embedded world
+or a function of the user's, media (n, ...) -> (n, d). Of a video, the first three are the mean over
+its frames, each of unit length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from flowrl.rewards.core.reward import RewardBug, load
+from flowrl.runtime import registry
+
+NETWORKS = {  # name -> the weights that it has unless others are named
+    "clip": "openai/clip-vit-large-patch14",
+    "dino": "facebook/dinov2-base",
+    "shapes": None,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """A function of media. pictures: it takes images and videos alone, frame by frame."""
+
+    label: str  # diversity.features
+    function: Callable[[Tensor], Any]
+    pictures: bool
+    network: Any = None  # what moves to a device: a Reward or a module
+
+    def to(self, device: torch.device | str) -> None:
+        if self.network is not None:
+            self.network.to(device)
+
+    @torch.no_grad()
+    def of(self, media: Tensor, rows: Tensor) -> Tensor:
+        """Media (B, ...), of which rows (n,) are shown -> (B, d) fp32, NaN in the other rows.
+
+        (B, 0) where none is shown. RewardBug where a vector cannot be compared.
+        """
+        place = rows.to(media.device)
+        if not len(rows):
+            return media.new_zeros(len(media), 0)
+        found = self.checked(media[place])
+        out = torch.full((len(media), found.shape[1]), math.nan, device=media.device)
+        out[place] = found
+        return out
+
+    def checked(self, media: Tensor) -> Tensor:
+        """(n, d) fp32, each finite and not 0."""
+        found, what = self.function(media), f"diversity.features={self.label} returned"
+        expected = f"a tensor of shape ({len(media)}, d) on {media.device}"
+        if not isinstance(found, Tensor):
+            raise RewardBug(f"{what} a {type(found).__name__}; expected {expected}")
+        wrong = found.ndim != 2 or len(found) != len(media) or not found.shape[1]
+        if wrong or found.device != media.device or not found.is_floating_point():
+            dtype = str(found.dtype).removeprefix("torch.")
+            got = f"a {dtype} tensor of shape {tuple(found.shape)} on {found.device}"
+            raise RewardBug(f"{what} {got}; expected {expected}, of floating point")
+        found = found.detach().float()
+        usable = found.isfinite().all(1) & (found != 0).any(1)
+        if bad := int((~usable).sum()):
+            raise RewardBug(
+                f"{what} NaN, inf or only zeros for {bad} of {len(media)} samples, which have no"
+                " direction to compare; give each sample a finite vector other than 0"
+            )
+        return found
+
+
+def load_features(
+    name: str, weights: str | None = None, *, live: Callable[[Tensor], Any] | None = None
+) -> Features:
+    """What diversity.features names, loaded; live: the function itself, where a script gave one.
+
+    Unknown, or weights that are not there -> ValueError.
+    """
+    if live is not None or registry.is_place(name):
+        function = live or registry.member(name, what=f'diversity.features="{name}"')
+        label = registry.label_of(name)
+        if not callable(function) or isinstance(function, type):
+            raise ValueError(
+                f"diversity.features={label} is a {type(function).__name__}; give a function of"
+                " media (n, ...) that returns (n, d)"
+            )
+        network = function if isinstance(function, nn.Module) else None
+        return Features(label=label, function=function, pictures=False, network=network)
+    check_name(name)
+    source = weights or NETWORKS[name]
+    try:
+        network, per_frame = _network(name, source)
+    except ValueError as error:
+        raise ValueError(_reworded(str(error), name)) from error
+
+    def of_media(media: Tensor) -> Tensor:
+        frames = media.reshape(-1, *media.shape[-3:])
+        vectors = normalize(per_frame(frames).float(), dim=-1)
+        return vectors.view(len(media), -1, vectors.shape[-1]).mean(1)
+
+    return Features(label=name, function=of_media, pictures=True, network=network)
+
+
+def check_name(name: str) -> None:
+    """ValueError unless it is a network of ours, a place or a live function."""
+    if name not in NETWORKS and not registry.is_place(name) and not registry.is_live(name):
+        raise ValueError(
+            f'"{name}" is not known; choose {", ".join(NETWORKS)}, or name a function of yours as'
+            " path/to/file.py:NAME"
+        )
+
+
+def _network(name: str, source: str | None) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    """(what moves to a device, frames (n, 3, H, W) -> (n, d))."""
+    if name == "dino":
+        from flowrl.rewards.networks.dino import Dino
+
+        assert source is not None
+        dino = Dino(source)
+        return dino, dino
+    own = {"preset": "shapes"} if name == "shapes" else {"model": source}
+    reward: Any = load("clip", **own)
+    return reward, reward.pictures
+
+
+def _reworded(message: str, name: str) -> str:
+    """What a reward's loader said, in the words of the section `diversity`."""
+    for setting in ("weights", "model", "pretrained"):
+        for reward in ("clip", "dino"):
+            message = message.replace(f"reward.{reward}.{setting}", "diversity.weights")
+    return message.replace(f"reward {name} needs", f"diversity.features={name} needs")
