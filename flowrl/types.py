@@ -197,6 +197,9 @@ class Rewards:
     errors: list[str] = field(default_factory=list)  # first message of each failed chunk or sample
     # samples without a score by why, kinds of rewards/core/failures.py; rewards of weight 0 apart
     kinds: dict[str, int] = field(default_factory=dict)
+    # detector -> (B,) or (B, D) fp32: what watch.detectors read off the samples; NaN where a pixel
+    # is not finite
+    seen: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def terms(self) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.rewards.core.climb import check_climbable
 from flowrl.rewards.core.score import check_meta
 from flowrl.rollouts.choose import chooser
+from flowrl.rollouts.detectors import Detectors
 from flowrl.rollouts.records import Source
 from flowrl.runtime.distributed import World, place, start
 from flowrl.runtime.ledger import Ledger
@@ -34,6 +35,7 @@ from flowrl.training.checks import (
     check_conditions,
     check_files,
     check_signal,
+    check_watch,
     warn_distilled,
 )
 from flowrl.training.claim import claimed
@@ -42,6 +44,7 @@ from flowrl.training.guards import Guards
 from flowrl.training.records import Parts, Weights
 from flowrl.training.resume import check_resume
 from flowrl.training.unused_options import unused_options
+from flowrl.training.watch import Watch
 
 
 def build(
@@ -79,6 +82,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     algorithm = live.algorithm or make_algorithm(cfg)
     check_choice(cfg, algorithm)
     check_combined(rewards, algorithm)
+    check_watch(cfg, rewards, files=bool(dataset or references(prompts)))
     if "reward" in algorithm.needs:
         check_climbable(rewards)
     policy = make_policy(cfg, device=accelerator.device, live=live)
@@ -119,6 +123,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     return Parts(
         cfg=cfg,
         guards=Guards(cfg.guard, rewards),
+        watch=Watch(cfg.watch, world, lower=cfg.stop.watch == "lower"),
         path=path,
         algorithm=algorithm,
         plan=plan,
@@ -134,6 +139,8 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
 def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
     """The rewards, whose columns this run can give."""
     rewards = replace(live.rewards or load_set(cfg.reward), seconds=cfg.guard.reward_seconds)
+    if cfg.watch.detectors:
+        rewards = replace(rewards, detectors=Detectors(cfg.watch.detectors))
     for reward in rewards.rewards.values():
         reward.begin(path)
     check_needs(rewards, ("meta", "group", "source"))

@@ -17,6 +17,7 @@ from flowrl.rollouts.records import Source
 from flowrl.runtime.lock import Lock
 from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
+from flowrl.training.watch import Watch
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
 
@@ -44,6 +45,7 @@ class Parts:
     held_out: Prompts
     weights: Weights
     guards: Guards
+    watch: Watch
     identity: dict[str, dict[str, Any]]  # what it was made of; see training/identity.py
     lock: Lock | None  # on `path`, of the main process
 
@@ -68,6 +70,7 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluation: dict[str, Any] = field(default_factory=dict)
     stopped: str | None = None
+    peak: dict[str, Any] = field(default_factory=dict)  # peak.json; {} where none was sought
 
 
 class Failed(RuntimeError):

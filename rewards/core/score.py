@@ -232,6 +232,7 @@ def concat(parts: list[Rewards]) -> Rewards:
         valid=torch.cat([part.valid for part in parts]),
         errors=[error for part in parts for error in part.errors],
         kinds=dict(sum((Counter(part.kinds) for part in parts), Counter[str]())),
+        seen={name: torch.cat([part.seen[name] for part in parts]) for name in parts[0].seen},
     )
 
 
