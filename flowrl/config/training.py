@@ -129,7 +129,7 @@ class WatchConfig(Section):
     )
     errors: Annotated[PositiveFloat, read_with("watch.held_out")] = Field(
         4.0,
-        description="Standard errors below its peak by which the held-out reward counts as below it.",
+        description="The held-out reward is below its peak from this many standard errors on.",
     )
     patience: Annotated[PositiveInt, read_with("watch.held_out")] = Field(
         5, description="Iterations in a row below the peak before stop.watch acts."

@@ -1,5 +1,5 @@
-"""The report's section on a watched run: the trained reward against the held-out one, with its peak,
-and the detectors below."""
+"""The report's section on a watched run: the trained reward against the held-out one, with its
+peak, and the detectors below."""
 
 from __future__ import annotations
 

@@ -17,7 +17,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 Curve = Sequence[tuple[int, float]]  # (iteration, from 1; value) in order
 
@@ -41,25 +43,24 @@ class Peak:
         return self.best - self.now > errors * self.error
 
 
-def noise(values: Sequence[float]) -> float:
+def noise(values: Sequence[float] | np.ndarray) -> float:
     """Standard deviation of one value about a slow course; 0 of fewer than two."""
-    squares = [(b - a) ** 2 for a, b in pairwise(values)]
-    return math.sqrt(sum(squares) / len(squares) / 2) if squares else 0.0
+    return float(np.sqrt(np.square(np.diff(values)).mean() / 2)) if len(values) > 1 else 0.0
 
 
 def find_peak(curve: Curve, *, smooth: int, since: int = 0) -> Peak | None:
-    """The peak among the running means that end after iteration `since`; None where there are
-    fewer than `smooth` values, or none after it."""
-    values = [value for _, value in curve]
-    ends = [end for end in range(smooth, len(curve) + 1) if curve[end - 1][0] > since]
-    if not ends:
+    """The peak among the running means of iterations after `since`; None where there are fewer
+    than `smooth` of these."""
+    table = np.array(curve, dtype=np.float64).reshape(-1, 2)
+    numbers, values = table[table[:, 0] > since].T
+    if len(values) < smooth:
         return None
-    means = {end: math.fsum(values[end - smooth : end]) / smooth for end in ends}
-    top = max(ends, key=lambda end: means[end])  # the first of equal ones
-    apart = min(ends[-1] - top, smooth)
+    means = sliding_window_view(values, smooth).mean(1)
+    top = int(means.argmax())  # the first of equal ones
+    apart = min(len(means) - 1 - top, smooth)
     return Peak(
-        now=means[ends[-1]],
-        best=means[top],
-        iteration=sum(number for number, _ in curve[top - smooth : top]) / smooth,
-        error=noise(values) * math.sqrt(2 * apart) / smooth,
+        now=float(means[-1]),
+        best=float(means[top]),
+        iteration=float(numbers[top : top + smooth].mean()),
+        error=noise(table[:, 1]) * math.sqrt(2 * apart) / smooth,
     )

@@ -64,9 +64,11 @@ class Watch:
         state["curve"].append([number, value])
         if (peak := self.peak) is None:
             return {}
-        recent = find_peak(state["curve"], smooth=settings.smooth, since=state["since"])
-        assert recent is not None  # the newest window ends after `since`
-        state["below"] = state["below"] + 1 if recent.below(settings.errors) else 0
+        recent = peak
+        if state["since"]:  # the rate was lowered there
+            recent = find_peak(state["curve"], smooth=settings.smooth, since=state["since"])
+        below = recent is not None and recent.below(settings.errors)
+        state["below"] = state["below"] + 1 if below else 0
         past = state["below"] >= settings.patience
         out = {
             "watch/held_out": peak.now,
