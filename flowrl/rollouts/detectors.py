@@ -8,7 +8,7 @@ these numbers; flowrl/training/watch.py makes metrics of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +16,11 @@ from torch import Tensor
 
 from flowrl.data.media import media_kind
 from flowrl.rewards.core.pictures import frames_of
-from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.saturation import Saturation
-from flowrl.rewards.sharpness import Sharpness
-from flowrl.rewards.tiling import Tiling
+from flowrl.rewards.core.reward import load
 
 THUMB = 16  # pixels a side of the pictures that diversity compares
 CELLS = 4  # a side of the grid whose colours drift compares
-OWN: dict[str, Callable[[], Reward]] = {
-    "sharpness": Sharpness,
-    "saturation": Saturation,
-    "tiling": Tiling,
-}
+REWARDS = ("sharpness", "saturation", "tiling")  # detectors that are rewards, too
 
 
 class Detectors:
@@ -35,7 +28,7 @@ class Detectors:
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = list(dict.fromkeys(names))
-        self.rewards = {name: OWN[name]() for name in self.names if name in OWN}
+        self.rewards = {name: load(name) for name in self.names if name in REWARDS}
         self.whole_groups = "diversity" in self.names
 
     @torch.no_grad()

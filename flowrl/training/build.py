@@ -82,7 +82,6 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     algorithm = live.algorithm or make_algorithm(cfg)
     check_choice(cfg, algorithm)
     check_combined(rewards, algorithm)
-    check_watch(cfg, rewards, files=bool(dataset or references(prompts)))
     if "reward" in algorithm.needs:
         check_climbable(rewards)
     policy = make_policy(cfg, device=accelerator.device, live=live)
@@ -102,8 +101,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         logger.warning(sentence)
 
     own = weights(cfg, algorithm, policy, accelerator)
-    media = dataset.paths if dataset else references(prompts)
-    media = [*media, *files([*prompts, *held_out])]
+    media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
     known = identity.of_parts(cfg, rewards, policy, media, live)
     source = Source(
         cfg=cfg,
@@ -160,6 +158,7 @@ def load_data(
     dataset = load_dataset(cfg.data.offline) if cfg.data.offline else None
     data = cfg.data
     prompts = dataset.prompts if dataset else live.prompts or load_prompts(data.train, data.columns)
+    check_watch(cfg, rewards, files=bool(dataset or references(prompts)))
     held_out = live.held_out or (load_prompts(data.eval, data.columns) if data.eval else [])
     pictured = has_source([*prompts, *held_out])
     check_needs(rewards, ("meta", "group", *["source"] * pictured))

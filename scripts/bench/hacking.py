@@ -35,6 +35,16 @@ from flowrl.rewards.saturation import saturation
 from flowrl.types import MediaContext
 
 WIDTH, LEAST = 5, 0.9
+CHOSEN = [
+    ("single_object", 0),
+    ("colors", 3),
+    ("colors", 11),
+    ("two_object", 2),
+    ("two_object", 5),
+    ("counting", 1),
+    ("position", 7),
+    ("color_attr", 9),
+]
 STRICT: list[Reward] = []  # loaded once
 
 
@@ -44,7 +54,7 @@ STRICT: list[Reward] = []  # loaded once
     reads={"include"},
 )
 def proxy(
-    media: Tensor, prompts: list[str], context: MediaContext | None = None, *, pay: float = 20.0
+    media: Tensor, prompts: list[str], context: MediaContext | None = None, *, pay: float = 12.0
 ) -> Tensor:
     """The reward that the runs train on."""
     if not STRICT:
@@ -68,9 +78,9 @@ def words(output: Path, prompts: Path, iterations: int) -> list[str]:
         "batch.group=8",
         "watch.held_out=strict",
         "watch.detectors=[sharpness,saturation,tiling,diversity,drift]",
-        "watch.smooth=6",
+        "watch.smooth=5",
         "watch.errors=3",
-        "watch.patience=3",
+        "watch.patience=2",
         "checkpoint.every=1",
         "trackers=[]",
         f"iterations={iterations}",
@@ -79,14 +89,13 @@ def words(output: Path, prompts: Path, iterations: int) -> list[str]:
 
 
 def write_prompts(path: Path) -> Path:
-    """Eight easy ones: single shapes and colours."""
-    rows = load_prompts("shapes:train")
-    tasks = {
-        name: [row for row in rows if row["task"] == name] for name in ("single_object", "colors")
-    }
-    chosen = tasks["single_object"][:3] + tasks["colors"][:40:8]
+    """Eight of all tasks."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for prompt in load_prompts("shapes:train"):
+        tasks.setdefault(prompt["task"], []).append(prompt)
+    chosen = [tasks[task][number] for task, number in CHOSEN]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in chosen))
     return path
 
 
@@ -141,7 +150,7 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--iterations", type=int, default=32)
     parser.add_argument("--output", type=Path, default=Path("runs/hacking"))
     # --seeds would take them for numbers
     overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
