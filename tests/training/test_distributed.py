@@ -49,7 +49,12 @@ RUN = {
 }  # eps: Adam blows rounding up
 RUNS = {
     "nft": {**RUN, "algorithm__std": "global"},
-    "flow_grpo": {**RUN, "algorithm__std": "group", "data__eval": "null"},
+    "flow_grpo": {
+        **RUN,
+        "algorithm__std": "group",
+        "data__eval": "null",
+        "watch__detectors": "[saturation,diversity,drift]",
+    },
     # every group counts as flat, so that each process adds a fresh prompt of its own
     "dgpo": {
         **RUN,
