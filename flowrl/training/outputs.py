@@ -167,7 +167,8 @@ def finish(trainer: Running) -> Run:
             with parts.weights.ema.swapped():
                 parts.source.policy.save_lora(path / "lora")
             files.write(path / "lora" / SETTINGS, json.dumps(train.lora.model_dump()))
-        peak_lora.write(parts)
+        if trainer.learner.step:
+            peak_lora.write(parts)
         left = trainer.cfg.iterations - trainer.iteration
         why = f"{left} iterations were left out" if left > 0 else "all iterations are done"
         history.add(path, "ended", iteration=trainer.iteration, what=trainer.stopped or why)
