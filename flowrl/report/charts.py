@@ -95,7 +95,7 @@ def against_chart(
     for i, (name, points) in enumerate(finite.items()):
         low, high = min(y for _, y in points), max(y for _, y in points)
         own = Scale(low, high, 0, 1)
-        one = _measured(f"{name}: {number(low)} to {number(high)}", points, i, "iteration")
+        one = _measured(f"{name} {number(low)} to {number(high)}", points, i, "iteration")
         scaled = [(x, own(y)) for x, y in points]
         average = [(x, own(y)) for x, y in one.average]
         drawn.append(replace(one, points=scaled, average=average))
@@ -103,7 +103,7 @@ def against_chart(
         "curves.svg",
         title=title,
         size=(640, 260),
-        x=Scale(first, last, 60, 440),
+        x=Scale(first, last, 60, 390),
         y=Scale(0, 1, 226, 30),
         x_ticks=[(t, f"{t:g}") for t in ticks(first, last) if first <= t <= last],
         y_ticks=ends,

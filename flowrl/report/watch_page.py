@@ -17,9 +17,10 @@ def against(metrics: Sequence[dict[str, Any]], peak: dict[str, Any]) -> Markup:
     """The plot; "" where no peak was sought or found. peak: peak.json."""
     if not peak:
         return Markup()
-    names = {"trained: reward/total": "reward/total"}
-    names[f"held out: {peak['held_out']}"] = f"reward/{peak['held_out']}/mean"
-    curves = {text: points(metrics, name) for text, name in names.items()}
+    curves = {
+        "trained": points(metrics, "reward/total"),
+        f"{peak['held_out']}, held out": points(metrics, f"reward/{peak['held_out']}/mean"),
+    }
     marks = [(peak["iteration"], f"peak {peak['value']:.3g}")]
     return against_chart("Proxy against held-out", curves, marks=marks)
 
