@@ -150,7 +150,7 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=32)
+    parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--output", type=Path, default=Path("runs/hacking"))
     # --seeds would take them for numbers
     overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
