@@ -200,6 +200,9 @@ class Rewards:
     kinds: dict[str, int] = field(default_factory=dict)
     # (B, d) fp32 of the media, NaN where they were not shown; None: diversity.features is not set
     features: Tensor | None = None
+    # detector -> (B,) or (B, D) fp32: what watch.detectors read off the samples; NaN where a pixel
+    # is not finite
+    seen: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def terms(self) -> dict[str, Tensor]:

@@ -55,11 +55,13 @@ def train(
 
 def _conclude(run: Any) -> None:
     """Print what a run (flowrl.Run) found and where it is."""
-    from flowrl.report import terminal
+    from flowrl.report import terminal, watch_page
 
     if run.evaluation:
         show(terminal.evaluation_table(run.evaluation))
     if run.stopped:
         again = f"Resume with:\n  flowrl train --resume {run.path}"
         show(f"Stopped: {run.stopped}. {again}", wrap=True)
+    if run.peak:
+        show(watch_page.sentence(run.peak), wrap=True)
     show(f"Run folder: {run.path}\nReport:     {run.path / 'report.html'}", wrap=True)

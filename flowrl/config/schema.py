@@ -34,6 +34,7 @@ from flowrl.config.training import (
     ReplayConfig,
     StopConfig,
     TrainConfig,
+    WatchConfig,
 )
 from flowrl.runtime import registry
 
@@ -69,6 +70,9 @@ class Config(Section):
     eval: EvalConfig = Field(EvalConfig(), description="Held-out evaluation.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save.")
     stop: StopConfig = Field(StopConfig(), description="When to stop before the last iteration.")
+    watch: WatchConfig = Field(
+        WatchConfig(), description="Whether the trained reward is being hacked."
+    )
     guard: GuardConfig = Field(GuardConfig(), description="When to give up.")
     iterations: PositiveInt = Field(
         100, description="Iterations: a rollout, its rewards, its updates."

@@ -213,6 +213,39 @@ class StopConfig(Section):
     hours: PositiveFloat | None = Field(
         None, description="Stop after this time, resumed runs counted from their start."
     )
+    watch: Literal["none", "stop", "lower"] = Field(
+        "none",
+        description=(
+            "Once watch.held_out lies significantly below its peak: go on, stop, or lower the"
+            " learning rate."
+        ),
+    )
+
+
+Detector = Literal["sharpness", "saturation", "tiling", "diversity", "drift"]
+
+
+class WatchConfig(Section):
+    held_out: str | None = Field(
+        None,
+        description="Label of a reward of weight 0, whose peak on the training samples is sought.",
+    )
+    detectors: list[Detector] = Field(
+        [], description="Cheap signs of a hacked reward, read on the training samples."
+    )
+    smooth: Annotated[PositiveInt, read_with("watch.held_out")] = Field(
+        10, description="Iterations of the running mean of the held-out reward."
+    )
+    errors: Annotated[PositiveFloat, read_with("watch.held_out")] = Field(
+        4.0,
+        description="The held-out reward is below its peak from this many standard errors on.",
+    )
+    patience: Annotated[PositiveInt, read_with("watch.held_out")] = Field(
+        5, description="Iterations in a row below the peak before stop.watch acts."
+    )
+    factor: Annotated[float, read_when("stop.watch", "lower")] = Field(
+        0.1, gt=0, lt=1, description="What stop.watch=lower multiplies the learning rate by."
+    )
 
 
 class GuardConfig(Section):

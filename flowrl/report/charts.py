@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
@@ -78,6 +78,39 @@ def _measured(name: str, points: Points, colour: int, xlabel: str) -> Curve:
         texts=[f"{xlabel} {x:g}: {number(y)}" for x, y in points],
         average=smooth(points) if noisy else (),
         dots=not noisy,
+    )
+
+
+def against_chart(
+    title: str, curves: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = ()
+) -> Markup:
+    """Curves over iterations, each from its own lowest to its own highest value, which the legend
+    shows; marks: (iteration, text) of vertical lines. "" unless every curve has a finite value."""
+    finite = {k: thin([(x, y) for x, y in p if math.isfinite(y)]) for k, p in curves.items()}
+    if not all(finite.values()):
+        return Markup()
+    xs = [x for points in finite.values() for x, _ in points]
+    first, last = min(xs), max(xs)
+    drawn, ends = [], [(0.0, "lowest"), (1.0, "highest")]
+    for i, (name, points) in enumerate(finite.items()):
+        low, high = min(y for _, y in points), max(y for _, y in points)
+        own = Scale(low, high, 0, 1)
+        one = _measured(f"{name} {number(low)} to {number(high)}", points, i, "iteration")
+        scaled = [(x, own(y)) for x, y in points]
+        average = [(x, own(y)) for x, y in one.average]
+        drawn.append(replace(one, points=scaled, average=average))
+    return render(
+        "curves.svg",
+        title=title,
+        size=(640, 260),
+        x=Scale(first, last, 60, 390),
+        y=Scale(0, 1, 226, 30),
+        x_ticks=[(t, f"{t:g}") for t in ticks(first, last) if first <= t <= last],
+        y_ticks=ends,
+        xlabel="iteration",
+        curves=drawn,
+        legend=True,
+        marks=marks,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from flowrl.report import answers, suite_page
+from flowrl.report import answers, suite_page, watch_page
 from flowrl.report.charts import interval_chart, line_chart, stacked_bar
 from flowrl.report.numbers import (
     HEADS,
@@ -30,8 +30,9 @@ from flowrl.report.numbers import (
     row_head,
 )
 from flowrl.report.render import render
+from flowrl.report.watch_page import points
 from flowrl.runtime import files, history, side_files, yaml_text
-from flowrl.runtime.run_folder import Run, environment, read
+from flowrl.runtime.run_folder import Run, environment, read, read_peak
 from flowrl.runtime.side_files import EDITED, shortened
 
 Metrics = Sequence[dict[str, Any]]  # lines of metrics.jsonl
@@ -50,7 +51,7 @@ def build(run_path: str | Path, output: Path | None = None) -> Path:
     """Write <run_path>/report.html, or `output`, and return its path; ValueError if the folder is
     not a run."""
     run = read(Path(run_path))
-    settings = _settings(run)
+    settings, peak = _settings(run), read_peak(run.path)
     page = render(
         "run.html",
         run=run,
@@ -61,6 +62,9 @@ def build(run_path: str | Path, output: Path | None = None) -> Path:
         pictures=_pictures(run.path / "samples"),
         arrays=_arrays(run.path / "samples"),
         answers=answers.folded(evaluation_rows(run.evaluation)),
+        against=watch_page.against(run.metrics, peak),
+        peak=watch_page.sentence(peak),
+        detectors=watch_page.detectors(run.metrics),
         curves=_curves(run.metrics),
         bars=_bars(run.metrics),
         history=[_event(line) for line in history.read(run.path)],
@@ -222,17 +226,9 @@ def _curves(metrics: Metrics) -> dict[str, list[Markup]]:
         shown = sorted(
             (n for n in names if n.startswith(prefixes)), key=lambda n: (n != "reward/total", n)
         )
-        out[heading] = [line_chart(n, _points(metrics, n), colour=colour) for n in shown]
+        out[heading] = [line_chart(n, points(metrics, n), colour=colour) for n in shown]
     out["Variance of rewards decided by each step"] = _decisive_steps(metrics)
     return {heading: charts for heading, charts in out.items() if any(charts)}
-
-
-def _points(metrics: Metrics, name: str) -> list[tuple[float, float]]:
-    return [
-        (row.get("iteration", i), row[name])
-        for i, row in enumerate(metrics)
-        if isinstance(row.get(name), int | float)
-    ]
 
 
 def _decisive_steps(metrics: Metrics) -> list[Markup]:

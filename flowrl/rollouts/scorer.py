@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -62,9 +63,12 @@ class Scorer:
 
     def __init__(self, rewards: RewardSet, ledger: Ledger) -> None:
         self.rewards, self.ledger = rewards, ledger
-        self.whole_groups = "group" in rewards.needs
+        self.detectors = rewards.detectors
+        watched = self.detectors is not None and self.detectors.whole_groups
+        self.whole_groups = "group" in rewards.needs or watched
         self.waiting: tuple[Tensor, PromptBatch, Tensor] | None = None
         self.parts: list[Rewards] = []
+        self.seen: list[dict[str, Tensor]] = []
 
     def add(self, media: Tensor, batch: PromptBatch, group: Tensor) -> None:
         """Media of samples whose prompts are rows `group` of batch.
@@ -91,6 +95,9 @@ class Scorer:
 
     def start(self, media: Tensor, batch: PromptBatch, group: Tensor) -> None:
         """Score media of whole groups."""
+        if self.detectors is not None:
+            with self.ledger.phase("reward"), self.ledger.work("reward"):
+                self.seen.append(self.detectors(media, group))
         members = group.tolist()
         context = conditions.context_of([batch.meta[g] for g in members], media, group)
         self.score(media, [batch.text[g] for g in members], context)
@@ -102,7 +109,9 @@ class Scorer:
 
     def scores(self) -> Rewards:
         """Rewards of all media, in order."""
-        return concat(self.parts)
+        names = self.seen[0] if self.seen else ()
+        seen = {name: torch.cat([part[name] for part in self.seen]) for name in names}
+        return replace(concat(self.parts), seen=seen)
 
     def close(self) -> None:
         """Give back what scoring needed."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,14 @@ def save(
     meta: Mapping[str, Any],
     *,
     keep: int = 2,
+    spared: Callable[[Sequence[int]], set[int]] | None = None,
 ) -> Path:
     """Write checkpoints/step-<iteration> of a run atomically and remove all but the newest `keep`.
 
     iteration: the last one finished, counted from 1; 0 before the first. tensors: file stem -> name
     -> tensor on any device; meta: anything json can hold. A checkpoint of the same iteration is
-    replaced. One process writes at a time. -> its folder.
+    replaced. spared: iterations of the checkpoints there are -> those that stay although they are
+    old. One process writes at a time. -> its folder.
     """
     final = folder_of(run, iteration)
     with files.replacing_folder(final) as temporary:
@@ -76,8 +78,11 @@ def save(
         described = {"iteration": iteration, **meta}
         files.write(temporary / META, json.dumps(described, indent=1))
         _write_manifest(temporary)
-    for stale in steps(run)[:-keep]:
-        files.remove(stale)
+    found = {iteration_of(folder): folder for folder in steps(run)}
+    stay = spared(list(found)) if spared else set()
+    for number, stale in list(found.items())[:-keep]:
+        if number not in stay:
+            files.remove(stale)
     return final
 
 
@@ -102,7 +107,12 @@ def steps(run: str | Path) -> list[Path]:
     if not parent.is_dir():
         return []
     found = [p for p in parent.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+    return sorted(found, key=iteration_of)
+
+
+def iteration_of(folder: Path) -> int:
+    """Of a checkpoint's folder: the iteration after which it was written."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def latest(run: str | Path) -> Path:

@@ -154,6 +154,7 @@ class World:
             rewards,
             raw={name: self.gather(value) for name, value in rewards.raw.items()},
             counted={name: self.gather(value) for name, value in rewards.counted.items()},
+            seen={},  # flowrl/training/watch.py gathers it
             total=self.gather(rewards.total),
             valid=self.gather(rewards.valid),
             errors=[error for _, errors, _ in told for error in errors],

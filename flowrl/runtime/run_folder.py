@@ -1,4 +1,4 @@
-"""The files of a run folder: metrics.jsonl, environment.json, evaluation.json."""
+"""The files of a run folder: metrics.jsonl, environment.json, evaluation.json, peak.json."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 from flowrl.runtime import files, hub, side_files
 from flowrl.runtime.side_files import Evaluation, read_line, read_lines
 
-EVALUATION = "evaluation.json"
+EVALUATION, PEAK = "evaluation.json", "peak.json"
 PACKAGES = (
     "flowrl",
     "torch",
@@ -86,6 +86,12 @@ def read_evaluation(run: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     return side_files.read(path, Evaluation, again="evaluate again: flowrl evaluate")
+
+
+def read_peak(run: Path) -> dict[str, Any]:
+    """peak.json of a run; {} where no peak of a held-out reward was sought or found."""
+    path = run / PEAK
+    return side_files.read(path, again="resume the run, which writes it") if path.exists() else {}
 
 
 def _text(path: Path) -> str:

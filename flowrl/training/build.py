@@ -22,6 +22,7 @@ from flowrl.rewards import RewardSet, check_needs, load_set
 from flowrl.rewards.core.features import load_features
 from flowrl.rewards.core.score import check_meta
 from flowrl.rollouts.choose import chooser
+from flowrl.rollouts.detectors import Detectors
 from flowrl.rollouts.records import Source
 from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.runtime.distributed import World, place, start
@@ -36,6 +37,7 @@ from flowrl.training.checks import (
     check_files,
     check_method,
     check_signal,
+    check_watch,
     columns_read,
     warn_distilled,
     warn_large,
@@ -46,6 +48,7 @@ from flowrl.training.guards import Guards
 from flowrl.training.records import Parts, Weights
 from flowrl.training.resume import check_resume
 from flowrl.training.unused_options import unused_options
+from flowrl.training.watch import Watch
 from flowrl.types import Plan
 
 
@@ -123,6 +126,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     return Parts(
         cfg=cfg,
         guards=Guards(cfg.guard, rewards),
+        watch=Watch(cfg.watch, world, lower=cfg.stop.watch == "lower"),
         path=path,
         algorithm=algorithm,
         plan=plan,
@@ -143,6 +147,8 @@ def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
         rewards = replace(
             rewards, features=load_features(d.features, d.weights, live=live.features)
         )
+    if cfg.watch.detectors:
+        rewards = replace(rewards, detectors=Detectors(cfg.watch.detectors))
     for reward in rewards.rewards.values():
         reward.begin(path)
     check_needs(rewards, ("meta", "group", "source"))
@@ -162,6 +168,7 @@ def load_data(
     dataset = load_dataset(cfg.data.offline) if cfg.data.offline else None
     data = cfg.data
     prompts = dataset.prompts if dataset else live.prompts or load_prompts(data.train, data.columns)
+    check_watch(cfg, rewards, files=bool(dataset or references(prompts)))
     held_out = live.held_out or (load_prompts(data.eval, data.columns) if data.eval else [])
     pictured = has_source([*prompts, *held_out])
     check_needs(rewards, ("meta", "group", *["source"] * pictured))

@@ -171,6 +171,45 @@ def check_combined(rewards: RewardSet, algorithm: Algorithm) -> None:
             )
 
 
+def check_watch(cfg: Config, rewards: RewardSet, *, files: bool) -> None:
+    """ValueError where what is watched is missing, is trained on, or is no sample. files: whether
+    media from files are trained on."""
+    watch, label = cfg.watch, cfg.watch.held_out
+    if (label or watch.detectors) and files:
+        raise ValueError(
+            "watch reads the samples of the policy, and this run trains on media from files"
+            " (data.offline, or prompts with a reference); leave watch out"
+        )
+    if label is None:
+        if cfg.stop.watch != "none":
+            raise ValueError(
+                f"stop.watch={cfg.stop.watch} needs a held-out reward; add one that is only"
+                " measured, as reward.clip.weight=0, and name it: watch.held_out=clip"
+            )
+        return
+    if label not in rewards.rewards:
+        raise ValueError(
+            f"watch.held_out={label} is none of the rewards ({', '.join(rewards.rewards)}); name"
+            f" one of weight 0, or add it with reward.{label}.weight=0"
+        )
+    if label in rewards.weighted:
+        raise ValueError(
+            f"watch.held_out={label} is trained on, with weight {rewards.weights[label]:g}, so"
+            f" that it is not held out; give it reward.{label}.weight=0, or name another reward"
+        )
+    deciding = [k for k, r in rewards.rules.items() if label in r.gate or label == r.stratify]
+    if deciding:
+        raise ValueError(
+            f"watch.held_out={label} decides how reward.{deciding[0]} counts, so that it is not"
+            " held out; name another reward of weight 0"
+        )
+    if cfg.checkpoint.every > watch.smooth:
+        logger.warning(
+            f"checkpoint.every={cfg.checkpoint.every} is more than watch.smooth={watch.smooth}: the"
+            " checkpoint nearest the peak may lie far from it; lower checkpoint.every"
+        )
+
+
 def check_choice(cfg: Config, algorithm: Algorithm) -> None:
     """ValueError where what chooses prompts is not told how they did."""
     mode = cfg.data.sampler.mode

@@ -43,11 +43,12 @@ class Ema:
                 average.lerp_(self.parameters[name].detach().float(), weight)
 
     @contextmanager
-    def swapped(self) -> Iterator[None]:
+    def swapped(self, saved: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """The parameters hold their averages inside, and their own values again after, also when an
-        error is raised."""
+        error is raised. saved: a `state_dict` whose averages take the place of these."""
         own = {name: self.parameters[name].detach().clone() for name in self.average}
-        self._write(self.average)
+        source = self.average if saved is None else saved
+        self._write({name: source[name] for name in own})
         try:
             yield
         finally:

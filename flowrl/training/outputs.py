@@ -22,9 +22,11 @@ from flowrl.runtime.run_folder import (
     environment,
     read_evaluation,
     read_metrics,
+    read_peak,
     truncate_metrics,
 )
 from flowrl.samplers.plan import nfe
+from flowrl.training import peak_lora
 from flowrl.training.guards import nothing_trained
 from flowrl.training.records import Iteration, NothingTrained, Parts, Run
 from flowrl.training.resume import write_config
@@ -92,8 +94,10 @@ def start_trackers(parts: Parts, iteration: int) -> None:
 def record(trainer: Running, it: Iteration) -> None:
     """A grid of samples and held-out numbers when they are due, then one line of metrics."""
     cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
-    it.metrics["optimizer/lr"] = learning_rate(cfg, max(0, trainer.learner.step - 1))
+    rate = learning_rate(cfg, max(0, trainer.learner.step - 1))
+    it.metrics["optimizer/lr"] = parts.watch.rate * rate
     it.metrics["optimizer/step"] = trainer.learner.step
+    it.metrics.update(parts.watch(it.number, it.metrics, it.rewards, it.rollout.group))
     due = it.number == 1 or it.number % cfg.checkpoint.every == 0
     if main and due and grids.drawable(it.shown):
         captions = [it.batch.text[g] for g in it.rollout.group[: len(it.shown)].tolist()]
@@ -164,6 +168,7 @@ def finish(trainer: Running) -> Run:
     if parts.source.world.main:
         if trainer.learner.step:
             export(parts)
+            peak_lora.write(parts)
         left = trainer.cfg.iterations - trainer.iteration
         why = f"{left} iterations were left out" if left > 0 else "all iterations are done"
         history.add(path, "ended", iteration=trainer.iteration, what=trainer.stopped or why)
@@ -176,6 +181,7 @@ def finish(trainer: Running) -> Run:
         metrics=read_metrics(path),
         evaluation=read_evaluation(path),
         stopped=trainer.stopped,
+        peak=read_peak(path),
     )
     if not trainer.learner.step:
         raise NothingTrained(nothing_trained(run.metrics, run.stopped), run)

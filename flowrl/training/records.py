@@ -18,6 +18,7 @@ from flowrl.runtime.lock import Lock
 from flowrl.training.diversity import Diversity
 from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
+from flowrl.training.watch import Watch
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
 
@@ -45,6 +46,7 @@ class Parts:
     held_out: Prompts
     weights: Weights
     guards: Guards
+    watch: Watch
     identity: dict[str, dict[str, Any]]  # what it was made of; see training/identity.py
     lock: Lock | None  # on `path`, of the main process
 
@@ -74,6 +76,7 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluation: dict[str, Any] = field(default_factory=dict)
     stopped: str | None = None
+    peak: dict[str, Any] = field(default_factory=dict)  # peak.json; {} where none was sought
 
 
 class Failed(RuntimeError):

@@ -60,4 +60,10 @@ def stop_rule(stop: StopConfig, metrics: dict[str, float], hours: float) -> str 
         return f"reward/total {reward:.4g} reached stop.reward={stop.reward}"
     if stop.hours is not None and hours >= stop.hours:
         return f"stop.hours={stop.hours} are over"
+    if stop.watch == "stop" and metrics.get("watch/past_peak"):
+        return (
+            f"the held-out reward, {metrics['watch/held_out']:.4g}, lies significantly below its"
+            f" peak, {metrics['watch/best']:.4g} at iteration {metrics['watch/peak']:g}"
+            " (stop.watch=stop)"
+        )
     return None

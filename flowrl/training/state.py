@@ -67,12 +67,14 @@ def save(trainer: Resumable) -> Path | None:
         "choice": parts.source.chooser.state,
         "help": parts.source.chooser.helper.state,
         "guards": parts.guards.state,
+        "watch": parts.watch.state,
         "scaler": distributed.scaler_state(parts.weights.accelerator),
         "identity": parts.identity,
         "metrics": metrics_digest(path, trainer.iteration),
     }
-    keep = parts.cfg.checkpoint.keep
-    folder = checkpoint.save(path, trainer.iteration, _tensors(trainer), meta, keep=keep)
+    keep, spared = parts.cfg.checkpoint.keep, parts.watch.spared
+    tensors = _tensors(trainer)
+    folder = checkpoint.save(path, trainer.iteration, tensors, meta, keep=keep, spared=spared)
     trainer.saved_at = trainer.iteration  # only now: a signal may interrupt the writing
     trainer.saved_time = time.monotonic()
     return folder
@@ -122,6 +124,8 @@ def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
     if "choice" in meta:
         parts.source.chooser.restore(meta["choice"])
     parts.source.chooser.helper.restore(meta.get("help", {}))
+    if "watch" in meta:
+        parts.watch.state = meta["watch"]
     trainer.noise_watch.noise = dict(meta["noise"])
     trainer.ratio_check.restore(done=meta["ratio_checked"], recompute=meta["recompute"])
     trainer.learner.step, trainer.learner.nonfinite = meta["step"], meta["nonfinite"]

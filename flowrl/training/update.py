@@ -20,7 +20,7 @@ class Learner:
 
     def __init__(self, parts: Parts) -> None:
         self.cfg, self.algorithm, self.path = parts.cfg, parts.algorithm, parts.path
-        self.world, self.weights = parts.source.world, parts.weights
+        self.world, self.weights, self.watch = parts.source.world, parts.weights, parts.watch
         self.policy = CountedPolicy(
             parts.source.policy,
             parts.source.ledger,
@@ -83,7 +83,7 @@ class Learner:
         """One optimizer step, and the averaged weights after it."""
         self.nonfinite = 0
         for group in self.weights.optimizer.param_groups:
-            group["lr"] = learning_rate(self.cfg, self.step)
+            group["lr"] = self.watch.rate * learning_rate(self.cfg, self.step)
         self.touched = True
         self.weights.optimizer.step()
         self.step += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,15 @@ from torch import Tensor
 from flowrl.rewards.core.reward import FunctionReward, Reward, load
 from flowrl.rewards.core.rules import KEYS, Rule, parse_rules
 from flowrl.runtime.registry import label_of, live_name
+
+
+class Detectors(Protocol):
+    """Reads numbers off samples that nothing is trained on."""
+
+    whole_groups: bool  # whether it must see all members of a group at once
+
+    def __call__(self, media: Tensor, group: Tensor) -> dict[str, Tensor]: ...
+
 
 Labelled = Mapping[str, "float | Mapping[str, Any] | Reward | Callable[..., Tensor]"]
 Spec = Labelled | Sequence[Any] | Reward | Callable[..., Tensor]  # see load_set
@@ -24,7 +33,8 @@ class RewardSet:
     A reward of weight 0 is measured and logged, and its failures invalidate nothing, unless it is
     the gate of another. seconds: most that one call of a reward may take; None: any time. rules: of
     rewards that depend on others, or whose weight changes. iteration: in which weights and
-    thresholds hold; None: at the end of their schedules.
+    thresholds hold; None: at the end of their schedules. detectors: what else a run reads off its
+    samples; see flowrl/rollouts/detectors.py.
     """
 
     rewards: dict[str, Reward]
@@ -34,6 +44,7 @@ class RewardSet:
     iteration: int | None = None
     # Features of core/features.py, for comparing the members of a group; None: nothing does
     features: Any = None
+    detectors: Detectors | None = None
 
     @property
     def needs(self) -> frozenset[str]:

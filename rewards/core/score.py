@@ -246,6 +246,7 @@ def concat(parts: list[Rewards]) -> Rewards:
         errors=[error for part in parts for error in part.errors],
         kinds=dict(sum((Counter(part.kinds) for part in parts), Counter[str]())),
         features=joined([part.features for part in parts]),
+        seen={name: torch.cat([part.seen[name] for part in parts]) for name in parts[0].seen},
     )
 
 

@@ -57,6 +57,7 @@ RUNS = {
         "diversity__features": "shapes",
         "diversity__novelty": "1",
         "diversity__entropy": "0.5",
+        "watch__detectors": "[saturation,diversity,drift]",
     },
     # every group counts as flat, so that each process adds a fresh prompt of its own; the second
     # iteration trains groups of the first again
