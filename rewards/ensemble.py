@@ -146,8 +146,8 @@ def _check_member(label: str, entry: dict[str, Any]) -> None:
     rule = parse_rule(label, entry).stated
     if rule != {"weight": 1.0}:
         raise ValueError(
-            f"reward ensemble: member {label} has {rule}, and members have no weight, gate or"
-            f" stratify; write members.{label}=1.0, and scale.{label} to make it count less or more"
+            f"reward ensemble: member {label} has {rule}, and members have no weight, gate,"
+            f" stratify or mode; write members.{label}=1.0, and scale.{label} to make it count less or more"
         )
     if not callable(entry.get("reward")):
         settings = {key: value for key, value in entry.items() if key not in (*KEYS, "name")}

@@ -28,6 +28,7 @@ from flowrl.config.section import Section, Seed
 from flowrl.config.training import (
     CheckpointConfig,
     EmaConfig,
+    GradientConfig,
     GuardConfig,
     OptimizerConfig,
     StopConfig,
@@ -59,6 +60,9 @@ class Config(Section):
         TrainConfig(), description="What is trained, and in which precision."
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW.")
+    gradient: GradientConfig = Field(
+        GradientConfig(), description="Rewards with mode=grad, climbed beside the method's loss."
+    )
     ema: EmaConfig = Field(EmaConfig(), description="Averaged weights.")
     eval: EvalConfig = Field(EvalConfig(), description="Held-out evaluation.")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="When to save.")
@@ -115,7 +119,7 @@ class Config(Section):
 
 
 def check_reward_entry(label: str, entry: dict[str, Any]) -> None:
-    """Judge {weight, gate, stratify, name (when the label is not the reward's name), **settings}
+    """Judge {weight, gate, stratify, mode, name (when the label is not the reward's), **settings}
     without loading the reward; wrong -> ValueError."""
     from flowrl.rewards.core import reward as core_reward
     from flowrl.rewards.core.rules import KEYS
