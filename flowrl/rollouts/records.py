@@ -36,14 +36,19 @@ class Source:
     guidance: float | str
     autocast: Callable[[], AbstractContextManager[object]]
     rewards: RewardSet
+    climbed: RewardSet | None = None  # of an iteration: those with mode=grad, where there are any
 
     def at(self, iteration: int) -> Source:
         """The same, with the weights and thresholds that rewards have in an iteration."""
-        return replace(self, rewards=self.rewards.at(iteration))
+        now = self.rewards.at(iteration)
+        return replace(
+            self, rewards=now.credited(), climbed=now.climbed() if now.climbers else None
+        )
 
     def judge(self, batch: PromptBatch) -> Judge:
         """The rewards of samples of these prompts, as a function that can be climbed."""
-        return Judge(policy=self.policy, rewards=self.rewards, batch=batch)
+        climbed = self.rewards if self.climbed is None else self.climbed
+        return Judge(policy=self.policy, rewards=climbed, batch=batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

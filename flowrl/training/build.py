@@ -18,7 +18,6 @@ from flowrl.data.scored_dataset import Dataset
 from flowrl.data.scored_dataset import load as load_dataset
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set
-from flowrl.rewards.core.climb import check_climbable
 from flowrl.rewards.core.score import check_meta
 from flowrl.rollouts.choose import chooser
 from flowrl.rollouts.records import Source
@@ -30,6 +29,7 @@ from flowrl.training import identity
 from flowrl.training.checks import (
     check_batch,
     check_choice,
+    check_climbed,
     check_combined,
     check_conditions,
     check_files,
@@ -79,8 +79,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     algorithm = live.algorithm or make_algorithm(cfg)
     check_choice(cfg, algorithm)
     check_combined(rewards, algorithm)
-    if "reward" in algorithm.needs:
-        check_climbable(rewards)
+    check_climbed(cfg, rewards, algorithm)
     policy = make_policy(cfg, device=accelerator.device, live=live)
     read = frozenset[str]().union(*(reward.reads for reward in rewards.rewards.values()))
     check_conditions(policy, [*prompts, *held_out], read | {"prompt", "conditions", "reference"})

@@ -12,6 +12,7 @@ from flowrl.data import prompts as data
 from flowrl.policy import Policy
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.rewards import RewardSet
+from flowrl.rewards.core.climb import check_climbable
 from flowrl.rollouts import from_files
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
@@ -146,6 +147,40 @@ def check_combined(rewards: RewardSet, algorithm: Algorithm) -> None:
                 f" reward.{label}.stratify={primary}; use algorithm.combine=rewards, or"
                 f" reward.{label}.gate.{primary}=0.5 in place of stratify"
             )
+
+
+def check_climbed(cfg: Config, rewards: RewardSet, algorithm: Algorithm) -> None:
+    """ValueError where rewards that are climbed by their gradient give none, or where mode=grad
+    leaves nothing to do."""
+    climbers = ", ".join(sorted(rewards.climbers))
+    if "reward" in algorithm.needs:
+        if climbers:
+            raise ValueError(
+                f"mode=grad of {climbers} says nothing here: algorithm={cfg.algorithm['name']}"
+                " climbs the gradient of every reward; leave it out"
+            )
+        return check_climbable(rewards)
+    if not climbers:
+        return None
+    if cfg.data.offline:
+        raise ValueError(
+            f"mode=grad of {climbers} cannot be taken out of the scores in data.offline, which are"
+            " totals; leave one of the two out"
+        )
+    climbed = rewards.climbed()
+    if not rewards.credited().weighted:
+        raise ValueError(
+            f"every reward with a weight has mode=grad ({climbers}), which leaves none to compare"
+            " samples by; use algorithm=draft without mode, or give another reward a weight"
+        )
+    check_climbable(climbed)
+    together = [k for k, r in climbed.rewards.items() if "group" in r.needs]
+    if together:
+        raise ValueError(
+            f"{', '.join(together)} compares the samples of a group, and the gradient of"
+            f" {climbers} is taken of each by itself; leave mode=grad or that gate out"
+        )
+    return None
 
 
 def check_choice(cfg: Config, algorithm: Algorithm) -> None:

@@ -26,6 +26,7 @@ from flowrl.training.resume import config_of
 from flowrl.training.resume import resume as go_on
 from flowrl.training.reward_trial import NoiseWatch
 from flowrl.training.run import run_to_the_end, stop_rule
+from flowrl.training.terms import beside
 from flowrl.training.update import Learner
 from flowrl.training.winner_gain import winner_gain
 
@@ -108,7 +109,8 @@ class Trainer:
         # Gradient, clip, optimizer step, averaged weights: batch.updates times.
         with ledger.phase("update"):
             self.learner.policy.judge = source.judge(batch)
-            metrics |= self.learner.update(rollout, columns, batch)
+            more = beside(source, rollout, leaf, i)  # rewards with mode=grad
+            metrics |= self.learner.update(rollout, columns, batch, more)
 
         # Are good samples more likely than under the reference?
         metrics |= observed | winner_gain(self.learner, rollout, columns)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.reward import FunctionReward, Reward, load
-from flowrl.rewards.core.rules import KEYS, Rule, parse_rules
+from flowrl.rewards.core.rules import Rule, parse_rules, settings_of
 from flowrl.runtime.registry import label_of, live_name
 
 Labelled = Mapping[str, "float | Mapping[str, Any] | Reward | Callable[..., Tensor]"]
@@ -174,7 +174,7 @@ def _label(entry: Any) -> str:
 
 def _load_entry(label: str, entry: Mapping[str, Any]) -> Reward:
     """The reward of an entry, whose rule is known."""
-    options = {key: value for key, value in entry.items() if key not in KEYS}
+    options = settings_of(entry)
     # A text under "reward" is a setting, as of `rank`.
     given = None if isinstance(options.get("reward"), str) else options.pop("reward", None)
     if given is None:

@@ -9,7 +9,7 @@ mode      pg: enters advantages (policy gradient); grad: is climbed by its own g
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,14 +62,21 @@ def parse_rule(label: str, entry: Mapping[str, Any]) -> Rule:
             f'reward "{label}": stratify={stratify!r} should name a reward; write'
             f" {label}.stratify=shapes"
         )
-    mode = entry.get("mode", "pg")
-    if mode not in MODES:
-        raise ValueError(
-            f'reward "{label}": mode={mode!r} should be pg, which enters advantages, or grad, which'
-            f" is climbed by its gradient; write {label}.mode=grad"
-        )
+    mode = entry.get("mode")
     weight, gate = _weight(label, entry.get("weight", 1.0)), _gate(label, entry.get("gate"))
-    return Rule(weight=weight, gate=gate, stratify=stratify, mode=mode)
+    return Rule(weight=weight, gate=gate, stratify=stratify, mode=mode if mode in MODES else "pg")
+
+
+def settings_of(entry: Mapping[str, Any], own: Container[str] = ("mode",)) -> dict[str, Any]:
+    """An entry without its rule: what the reward itself reads. A mode other than pg and grad is a
+    setting, as vr_thinker has one; ValueError where it is not among the reward's own."""
+    mode = entry.get("mode", "pg")
+    if mode not in MODES and "mode" not in own:
+        raise ValueError(
+            f"mode={mode!r} should be pg, which enters advantages, or grad, which is climbed by its"
+            " gradient; write mode=grad"
+        )
+    return {k: v for k, v in entry.items() if k not in KEYS or k == "mode" and v not in MODES}
 
 
 def _weight(label: str, value: Any) -> Schedule:
