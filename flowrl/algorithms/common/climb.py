@@ -56,12 +56,13 @@ class Climb:
         sample = sample.repeat_interleave(c.copies)
         noise_key = keys.key("copy", named[sample], number)
         low, high = c.sigma if isinstance(c.sigma, tuple) else (c.sigma, c.sigma)
-        u = keys.uniform(keys.key("level", noise_key))
+        sigma = low + (high - low) * keys.uniform(keys.key("level", noise_key))
+        most = float(rollout.plan.sigma.max())  # Stable Diffusion knows noise up to 0.94 only
         return Columns(
             {
                 "prompt": rollout.group[sample],
                 "sample": sample,
-                "sigma": low + (high - low) * u,
+                "sigma": sigma.clamp(max=most),
                 "noise_key": noise_key,
                 "weight": torch.full((len(sample),), 1 / c.copies, device=sample.device),
             }
