@@ -207,7 +207,7 @@ def describe(trainer: Running) -> str:
 
 def _rewards(parts: Parts) -> str:
     rewards = parts.source.rewards.at(0)
-    how = {name: " by its gradient" for name in rewards.climbers}
+    how = dict.fromkeys(rewards.climbers, " by its gradient")
     named = ", ".join(f"{w:g} x {name}{how.get(name, '')}" for name, w in rewards.weights.items())
     if parts.source.dataset is None:
         return named

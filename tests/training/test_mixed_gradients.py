@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import small
 import torch
-from toy import CENTRES, ToyPolicy, gradient, nearness, prepared
+from toy import ToyPolicy, gradient, nearness, prepared
 
 import flowrl
 from flowrl.algorithms.common.climb import Climb
@@ -15,6 +15,7 @@ from flowrl.algorithms.nft import ALGORITHM as NFT
 from flowrl.config.load import load_config
 from flowrl.config.training import GradientConfig
 from flowrl.rewards import load_set, score
+from flowrl.rewards.core.rules import parse_rule, settings_of
 from flowrl.runtime.distributed import World
 from flowrl.samplers import keys
 from flowrl.training.terms import Means, Term
@@ -87,12 +88,12 @@ def test_each_term_is_a_mean_over_its_own_rows():
     chosen, s = beside.rows, 0.3
     x = (1 - s) * rollout.leaves[chosen.sample] + s * keys.gaussian(chosen.noise_key, (2,))
     v = policy.velocity(x, torch.full((48,), s), None, chosen.prompt)
-    reward = nearness(x - s * v, chosen.prompt).mean()
+    loss = -nearness(x - s * v, chosen.prompt).mean()
     policy.zero_grad()
-    (-reward).backward()
+    loss.backward()
     assert torch.allclose(found[0], gradient(policy.net), rtol=1e-3, atol=1e-5)
     assert beside.weight == 24 and float(metrics[1]["gradient/reward"]) / 24 == pytest.approx(
-        float(reward), rel=1e-5
+        -loss.item(), rel=1e-5
     )
 
 
@@ -133,9 +134,7 @@ def test_rows_are_copies_of_valid_samples_at_levels_of_their_own():
     valid = torch.ones(24, dtype=torch.bool)
     valid[3] = False
     rows = climb(copies=3, sigma=(0.2, 0.4)).rows(rollout, valid, seed=0, iteration=1)
-    assert sorted(rows.sample.tolist()) == sorted((set(range(24)) - {3}) for _ in ()) or (
-        rows.sample.bincount(minlength=24).tolist() == [3, 3, 3, 0, *[3] * 20]
-    )
+    assert rows.sample.bincount().tolist() == [3, 3, 3, 0, *[3] * 20]
     assert len(set(rows.noise_key.tolist())) == len(set(rows.sigma.tolist())) == 69
     assert 0.2 <= float(rows.sigma.min()) < 0.23 and 0.37 < float(rows.sigma.max()) <= 0.4
     assert float(rows.weight.sum()) == pytest.approx(23)
@@ -226,15 +225,14 @@ def mixed(folder, algorithm="nft", **changes):
     return small.trainer(folder, algorithm, **{k.replace(".", "__"): v for k, v in words.items()})
 
 
-@pytest.mark.parametrize("algorithm", ["nft", "flow_grpo"])
-def test_a_resumed_run_of_two_updates_equals_the_uninterrupted_one(tmp_path, algorithm):
-    made = mixed(tmp_path / "whole", algorithm)
+def test_a_resumed_run_of_two_updates_equals_the_uninterrupted_one(tmp_path):
+    made = mixed(tmp_path / "whole")
     made.run()
     for line in small.lines(tmp_path / "whole"):
-        assert line["reward/total"] == line["reward/jpeg/mean"]
+        assert line["reward/total"] == pytest.approx(line["reward/jpeg/mean"], rel=1e-6)
         assert abs(line["gradient/reward"] - line["reward/preference/mean"]) < 2
     assert made.learner.step == 4
-    half = mixed(tmp_path / "half", algorithm, iterations="1")
+    half = mixed(tmp_path / "half", iterations="1")
     half.run()
     assert small.invoke("train", "--resume", tmp_path / "half", "iterations=2").exit_code == 0
     assert small.numbers(tmp_path / "half") == small.numbers(tmp_path / "whole")
@@ -243,20 +241,18 @@ def test_a_resumed_run_of_two_updates_equals_the_uninterrupted_one(tmp_path, alg
 
 
 def test_groups_without_a_signal_still_climb(tmp_path):
-    """The verifier is 0 for all samples of an untrained model's first four steps."""
-    made = mixed(tmp_path / "run", reward="shapes", reward__shapes__reading="strict", seed="1")
-    (first, _) = list(made)
-    assert first.metrics["policy/rows"] == 0 and first.metrics["policy/skipped"] == 0
-    assert first.metrics["policy/grad_norm"] > 0 and made.learner.step == 4
+    flat = {"reward": lambda media, *_: torch.ones(len(media)), "weight": 1.0}
+    chosen = load_set({"flat": flat, "bright": {"reward": bright, "mode": "grad"}})
+    (it,) = list(small.use_rewards(mixed(tmp_path / "run", iterations="1"), chosen))
+    assert it.metrics["policy/rows"] == 0 and it.metrics["policy/skipped"] == 0
+    assert it.metrics["policy/grad_norm"] > 0 and it.metrics["optimizer/step"] == 2
 
 
 def test_a_weight_of_0_leaves_the_iteration_to_the_method(tmp_path):
-    weight = {"reward__preference__weight": "{0: 0, 1: 1}", "iterations": "2"}
-    first, second = list(mixed(tmp_path / "run", **weight))
+    first, second = list(mixed(tmp_path / "run", reward__preference__weight="{0: 0, 1: 1}"))
     assert "gradient/reward" not in first.metrics and "gradient/reward" in second.metrics
-    (alone,) = list(mixed(tmp_path / "alone", iterations="1", reward__preference__mode="pg"))
-    unweighted = {"reward__preference__mode": "pg", "reward__preference__weight": "0"}
-    (alone,) = list(mixed(tmp_path / "pg", iterations="1", **unweighted))
+    measured = {"reward__preference__mode": "pg", "reward__preference__weight": "0"}
+    (alone,) = list(mixed(tmp_path / "pg", iterations="1", **measured))
     assert alone.metrics["policy/grad_norm"] == first.metrics["policy/grad_norm"]
 
 
@@ -303,14 +299,8 @@ def test_settings_that_cannot_hold(words, said):
 
 
 def test_a_reward_may_have_a_mode_of_its_own():
-    words = ["~reward", "reward.vr_thinker.mode=pairwise", "reward.vr_thinker.url=http://x/v1"]
-    try:
-        chosen = load_config(None, words).reward["vr_thinker"]
-    except ValueError as error:
-        assert "mode" not in str(error)
-    else:
-        assert chosen["mode"] == "pairwise"
-
-
-def test_the_toy_reward_is_highest_beside_the_centres():
-    assert float(nearness(CENTRES + 1, torch.arange(3)).abs().max()) == 0
+    words = ["~reward", "reward.vr_thinker.mode=pairwise", "reward.vr_thinker.model=any"]
+    assert load_config(None, words).reward["vr_thinker"]["mode"] == "pairwise"
+    assert parse_rule("vr_thinker", {"mode": "pairwise"}).mode == "pg"
+    assert settings_of({"mode": "pairwise", "weight": 1.0}) == {"mode": "pairwise"}
+    assert settings_of({"mode": "grad", "weight": 1.0}) == {}
