@@ -106,11 +106,12 @@ class Trainer:
         if self.ratio_check.needed:
             columns = self.ratio_check(rollout, columns, metrics)
 
-        # Gradient, clip, optimizer step, averaged weights: batch.updates times.
+        # Gradient (rewards of mode=grad beside the loss), clip, optimizer step, averaged weights.
         with ledger.phase("update"):
             self.learner.policy.judge = source.judge(batch)
-            more = beside(source, rollout, leaf, i)  # rewards with mode=grad
-            metrics |= self.learner.update(rollout, columns, batch, more)
+            metrics |= self.learner.update(
+                rollout, columns, batch, beside(source, rollout, leaf, i)
+            )
 
         # Are good samples more likely than under the reference?
         metrics |= observed | winner_gain(self.learner, rollout, columns)

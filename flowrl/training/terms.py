@@ -22,7 +22,7 @@ from flowrl.types import Columns, Rollout
 class Term:
     """An objective and its rows on this process."""
 
-    objective: Algorithm | Climb
+    objective: Algorithm
     rows: Columns
     weight: float = 0.0  # of the rows of all processes, which their summed loss is divided by
     count: float = 0.0  # how many these are

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flowrl.advantages.several import place_in_group
 from flowrl.algorithms.common import base
-from flowrl.algorithms.common.estimate import Level, estimated, noised
+from flowrl.algorithms.common.estimate import estimated, noised
 from flowrl.samplers import keys
 from flowrl.types import Columns, LossOutput, Rollout
 
@@ -36,13 +36,10 @@ class Gradient(Protocol):
     rescale: bool
 
 
-class Climb:
-    """The objective beside the method's: rows, scores and loss, as Algorithm has them."""
+class Climb(base.Algorithm):
+    """The objective beside the method's, with rows, scores and a loss of its own, and no plan."""
 
-    couples = "row"
-
-    def __init__(self, config: Gradient):
-        self.config = config
+    config: Gradient
 
     def rows(self, rollout: Rollout, valid: Tensor, *, seed: int, iteration: int) -> Columns:
         """A row for each copy of a valid (B,) sample: at most `samples` of a group."""
@@ -68,20 +65,16 @@ class Climb:
             }
         )
 
-    def network_rows(self, batch: Columns) -> Tensor:
-        return torch.arange(len(batch), device=batch.weight.device)
-
     def score(
         self, policy: base.VelocityField, rollout: Rollout, batch: Columns
     ) -> dict[str, Tensor]:
         """reward (n,) of the estimates."""
 
-        def velocity(x: Tensor, sigma: Level) -> Tensor:
-            assert isinstance(sigma, Tensor)
+        def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             guidance = rollout.guidance
             return policy.velocity(x, sigma, rollout.cond, batch.prompt, guidance=guidance).float()
 
-        def again(x: Tensor, sigma: Level) -> Tensor:
+        def again(x: Tensor, sigma: Tensor) -> Tensor:
             """Computed again in the backward, as decoder and reward need the memory."""
             return checkpoint(velocity, x, sigma, use_reentrant=False, preserve_rng_state=False)
 

@@ -7,24 +7,26 @@ that gradient by sigma, and changes no value.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from flowrl.samplers import keys
 from flowrl.types import expand
 
-Level = float | Tensor  # of noise, for all rows or (n,)
 
+def noised(x0: Tensor, noise_key: Tensor, sigma: Tensor | float) -> Tensor:
+    """(1 - sigma) x0 + sigma eps of samples x0 (n, *L), with the noise that keys (n,) name.
 
-def noised(x0: Tensor, noise_key: Tensor, sigma: Level) -> Tensor:
-    """(1 - sigma) x0 + sigma eps of samples x0 (n, *L), with the noise that keys (n,) name."""
+    sigma: noise level, a number or (n,).
+    """
     eps = keys.gaussian(noise_key, shape=x0.shape[1:], device=x0.device)
     s = level(sigma, x0)
     return (1 - s) * x0 + s * eps
 
 
 def estimated(
-    velocity: Callable[[Tensor, Level], Tensor], x: Tensor, sigma: Level, *, rescale: bool
+    velocity: Callable[[Tensor, Any], Tensor], x: Tensor, sigma: Tensor | float, *, rescale: bool
 ) -> Tensor:
     """Data (n, *L), estimated from x (n, *L) at sigma by one call of velocity(x, sigma)."""
     v, s = velocity(x, sigma), level(sigma, x)
@@ -33,6 +35,6 @@ def estimated(
     return x - s * v
 
 
-def level(sigma: Level, like: Tensor) -> Level:
+def level(sigma: Tensor | float, like: Tensor) -> Tensor | float:
     """sigma (n,) as a factor of rows (n, *L); a number stays one."""
     return expand(sigma, like).to(like) if isinstance(sigma, Tensor) else sigma
