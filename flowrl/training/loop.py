@@ -26,7 +26,7 @@ from flowrl.training.resume import config_of
 from flowrl.training.resume import resume as go_on
 from flowrl.training.reward_trial import NoiseWatch
 from flowrl.training.run import run_to_the_end, stop_rule
-from flowrl.training.terms import beside
+from flowrl.training.terms import extra
 from flowrl.training.update import Learner
 from flowrl.training.winner_gain import winner_gain
 
@@ -109,9 +109,7 @@ class Trainer:
         # Gradient (rewards of mode=grad beside the loss), clip, optimizer step, averaged weights.
         with ledger.phase("update"):
             self.learner.policy.judge = source.judge(batch)
-            metrics |= self.learner.update(
-                rollout, columns, batch, beside(source, rollout, leaf, i)
-            )
+            metrics |= self.learner.update(rollout, columns, batch, extra(source, rollout, leaf, i))
 
         # Are good samples more likely than under the reference?
         metrics |= observed | winner_gain(self.learner, rollout, columns)

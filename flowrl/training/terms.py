@@ -49,7 +49,7 @@ class Term:
         )
 
 
-def beside(source: Source, rollout: Rollout, leaf: Tensor, iteration: int) -> list[Term]:
+def extra(source: Source, rollout: Rollout, leaf: Tensor, iteration: int) -> list[Term]:
     """The term of rewards with mode=grad that count in this iteration, if there are any.
 
     leaf (B,): NaN of an invalid sample.
