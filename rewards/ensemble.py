@@ -21,7 +21,7 @@ from torch import Tensor
 from flowrl.rewards.core.reward import Reward, parse, reward_class
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.reward_set import load_set
-from flowrl.rewards.core.rules import KEYS, parse_rule
+from flowrl.rewards.core.rules import parse_rule, settings_of
 from flowrl.rewards.core.score import held
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
@@ -146,11 +146,12 @@ def _check_member(label: str, entry: dict[str, Any]) -> None:
     rule = parse_rule(label, entry).stated
     if rule != {"weight": 1.0}:
         raise ValueError(
-            f"reward ensemble: member {label} has {rule}, and members have no weight, gate or"
-            f" stratify; write members.{label}=1.0, and scale.{label} to make it count less or more"
+            f"reward ensemble: member {label} has {rule}, and members have no weight, gate,"
+            f" stratify or mode; write members.{label}=1.0, and scale.{label} to make it count less"
+            " or more"
         )
     if not callable(entry.get("reward")):
-        settings = {key: value for key, value in entry.items() if key not in (*KEYS, "name")}
+        settings = {k: value for k, value in settings_of(entry).items() if k != "name"}
         schema = reward_class(entry.get("name", label)).Settings
         parse(schema, settings, what=f"reward ensemble, member {label}", prefix=f"members.{label}.")
 

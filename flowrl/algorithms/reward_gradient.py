@@ -9,9 +9,8 @@ DRaFT-K (arXiv:2309.17400): the last K steps; K = T is full backpropagation. DRa
 sample is noised n times to the last noise level, with one step from each. AlignProp
 (arXiv:2310.03739): begin is drawn anew in each iteration around 84% of the schedule.
 
-The sampler is the ODE's first-order one: each step is x + (s' - s) v(x, s). On a flow the estimate
-moves by -sigma dv, which vanishes where the last sigma is small: `rescale` divides that gradient by
-sigma, and changes no value.
+The sampler is the ODE's first-order one: each step is x + (s' - s) v(x, s). Estimates, their
+gradient on a flow and `rescale` are in common/estimate.py.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flowrl.algorithms.common import base, forward
+from flowrl.algorithms.common.estimate import estimated, noised
 from flowrl.runtime.read_when import read_when
 from flowrl.samplers import keys
 from flowrl.samplers import plan as plans
@@ -188,9 +188,7 @@ class RewardGradient(base.Anchored):
     def renoised(self, walk: Walk, rollout: Rollout, batch: Columns) -> Tensor:
         """Samples again, each from noise of its own at the last noise level."""
         x0, last = rollout.leaves[batch.sample], walk.plan.edges - 1
-        noise = keys.gaussian(batch.noise_key, shape=x0.shape[1:], device=x0.device)
-        sigma = float(walk.plan.sigma[last])
-        return walk.estimate((1 - sigma) * x0 + sigma * noise, last)
+        return walk.estimate(noised(x0, batch.noise_key, float(walk.plan.sigma[last])), last)
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c, reward = self.config, scores["reward"]
@@ -236,10 +234,7 @@ class Walk:
     def estimate(self, x: Tensor, i: int) -> Tensor:
         """Data, estimated from x at the start of step i."""
         s = float(self.plan.sigma[i])
-        v = self.velocity(x, s)
-        if self.config.rescale:
-            v = v.detach() + (v - v.detach()) / s
-        return x - s * v
+        return estimated(self.velocity, x, s, rescale=self.config.rescale)
 
     def velocity(self, x: Tensor, s: float) -> Tensor:
         call = self._call

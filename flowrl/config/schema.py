@@ -29,6 +29,7 @@ from flowrl.config.training import (
     CheckpointConfig,
     DiversityConfig,
     EmaConfig,
+    GradientConfig,
     GuardConfig,
     OptimizerConfig,
     ReplayConfig,
@@ -65,6 +66,9 @@ class Config(Section):
         TrainConfig(), description="What is trained, and in which precision."
     )
     optimizer: OptimizerConfig = Field(OptimizerConfig(), description="AdamW.")
+    gradient: GradientConfig = Field(
+        GradientConfig(), description="Rewards with mode=grad, climbed beside the method's loss."
+    )
     replay: ReplayConfig = Field(ReplayConfig(), description="Old samples, trained again.")
     ema: EmaConfig = Field(EmaConfig(), description="Averaged weights.")
     eval: EvalConfig = Field(EvalConfig(), description="Held-out evaluation.")
@@ -115,7 +119,7 @@ class Config(Section):
             try:
                 check_reward_entry(label, entry)
                 found[label] = rule = rules.parse_rule(label, entry)
-                out[label] = rule.stated | {k: v for k, v in entry.items() if k not in rules.KEYS}
+                out[label] = rule.stated | rules.settings_of(entry)
             except ValueError as error:
                 problems.append(str(error))
         if problems:
@@ -125,17 +129,21 @@ class Config(Section):
 
 
 def check_reward_entry(label: str, entry: dict[str, Any]) -> None:
-    """Judge {weight, gate, stratify, name (when the label is not the reward's name), **settings}
+    """Judge {weight, gate, stratify, mode, name (when the label is not the reward's), **settings}
     without loading the reward; wrong -> ValueError."""
     from flowrl.rewards.core import reward as core_reward
-    from flowrl.rewards.core.rules import KEYS
+    from flowrl.rewards.core.rules import settings_of
     from flowrl.rewards.core.schedule import is_number
 
     weight = entry["weight"]
-    settings = {k: v for k, v in entry.items() if k not in (*KEYS, "name")}
     name = str(entry.get("name", label))
     live = registry.is_live(name)
     schema = core_reward.Settings if live else core_reward.reward_class(name).Settings
+    try:
+        settings = settings_of(entry, schema.model_fields)
+    except ValueError as error:
+        raise ValueError(f"reward.{label}: {error}") from error
+    settings.pop("name", None)
     if not isinstance(weight, dict) and not is_number(weight):
         raise ValueError(f"reward.{label}={weight!r} should be its weight, a finite number")
     core_reward.parse(schema, settings, what=f"reward.{label}", prefix=f"reward.{label}.")

@@ -12,6 +12,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
 )
 
 from flowrl.config.section import Section
@@ -19,6 +20,7 @@ from flowrl.runtime import registry
 from flowrl.runtime.read_when import read_above, read_when, read_with
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Sigma = Annotated[float, Field(gt=0, le=1)]
 
 
 class DiversityConfig(Section):
@@ -176,6 +178,33 @@ class ReplayConfig(Section):
     taper: Annotated[float, Field(ge=0, le=1), read_above("replay.size", 0)] = Field(
         0.7, description="A sample that is k iterations old weighs this to the power of k."
     )
+
+
+class GradientConfig(Section):
+    sigma: Sigma | tuple[Sigma, Sigma] = Field(
+        (0.1, 0.5),
+        description=(
+            "Noise level of the estimates, or a range from which each copy draws one: enough noise"
+            " for v to matter, and little enough for an estimate that looks like a sample."
+        ),
+    )
+    copies: PositiveInt = Field(1, description="Times that a sample is noised again.")
+    samples: PositiveInt | None = Field(
+        None, description="Samples of each group that are noised, drawn anew; none: all."
+    )
+    scale: PositiveFloat = Field(
+        1.0, description="The weighted sum of these rewards is multiplied by it in the loss."
+    )
+    rescale: bool = Field(
+        True, description="Divide the gradient of an estimate by its sigma, which values keep."
+    )
+
+    @field_validator("sigma")
+    @classmethod
+    def check_sigma(cls, value: float | tuple[float, float]) -> float | tuple[float, float]:
+        if isinstance(value, tuple) and value[0] > value[1]:
+            raise ValueError(f"a range goes from low to high; write [{value[1]:g}, {value[0]:g}]")
+        return value
 
 
 class EmaConfig(Section):

@@ -14,6 +14,7 @@ from torch import Tensor
 from flowrl.policy import lora
 from flowrl.policy.base import Policy
 from flowrl.policy.check import SelfCheck, self_check
+from flowrl.policy.parts import Parts
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.bind import bind
 from flowrl.policy.replay.body import BodyReplay, body_replay
@@ -61,8 +62,10 @@ class PipelinePolicy(Policy):
             self._infer(runner, example)
         trained = {**(runner.denoisers if "denoiser" in parts else {}), **text}
         super().__init__(runner.denoisers, adapter, self.replay.shape, trained)
-        self.encodings = Encodings(self.trainable, text, self._bind) if text else None
-        if self.encodings:
+        self.encodings: Encodings | None = None
+        if text:
+            assert isinstance(self.trainable, Parts)  # nothing is frozen yet
+            self.encodings = Encodings(self.trainable, text, self._bind)
             self.encodings.check(self.prober.record[:1])
         # the loop starts from a noisy picture, below sigma 1
         self.late = self._picture(self.prober.record[0]) is not None

@@ -41,10 +41,14 @@ class Source:
     # of an iteration, for prompts that are helped by data.sampler.help.steps
     helped_plan: Callable[[int], Plan] | None = None
     column: str | None = None  # of prompts: texts that are sampled in place of their own
+    climbed: RewardSet | None = None  # of an iteration: those with mode=grad, where there are any
 
     def at(self, iteration: int) -> Source:
         """The same, with the weights and thresholds that rewards have in an iteration."""
-        return replace(self, rewards=self.rewards.at(iteration))
+        now = self.rewards.at(iteration)
+        return replace(
+            self, rewards=now.credited(), climbed=now.climbed() if now.climbers else None
+        )
 
     def asked(self, batch: PromptBatch) -> PromptBatch:
         """Prompts with the texts that they are sampled with."""
@@ -55,7 +59,8 @@ class Source:
 
     def judge(self, batch: PromptBatch) -> Judge:
         """The rewards of samples of these prompts, as a function that can be climbed."""
-        return Judge(policy=self.policy, rewards=self.rewards, batch=batch)
+        climbed = self.rewards if self.climbed is None else self.climbed
+        return Judge(policy=self.policy, rewards=climbed, batch=batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,12 @@ class Trained:
     turns: Tensor  # (P,) int64, which of the updates trains the rows of a prompt
     tapers: Tensor  # (P,) fp32, what they are weighed with: 1 for new ones
     metrics: dict[str, float]
+    prompts: int  # how many are new
+
+    @property
+    def fresh(self) -> Tensor:
+        """(B,) bool: new samples that could be scored."""
+        return ~self.leaf.isnan() & (self.rollout.group < self.prompts)
 
     def weighed(self, rows: Columns) -> Columns:
         """Rows of the method, with weights by age."""
@@ -43,6 +49,7 @@ def what_to_train(source: Source, iteration: int, drawn: Drawn, leaf: Tensor) ->
         turns=torch.arange(size, device=leaf.device) * cfg.batch.updates // size,
         tapers=torch.ones(size, device=leaf.device),
         metrics={},
+        prompts=size,
     )
     if not cfg.replay.size:
         return new
@@ -88,4 +95,5 @@ def with_old(
         turns=torch.cat([new.turns, torch.tensor(turns).to(new.turns)]),
         tapers=torch.cat([new.tapers, torch.tensor(tapers).to(new.tapers)]),
         metrics=metrics,
+        prompts=new.prompts,
     )

@@ -155,8 +155,7 @@ def check_method(
     check_extrapolated(cfg, algorithm)
     check_combined(rewards, algorithm)
     check_diversity(cfg, algorithm)
-    if "reward" in algorithm.needs:
-        check_climbable(rewards)
+    check_climbed(cfg, rewards, algorithm)
 
 
 def check_combined(rewards: RewardSet, algorithm: Algorithm) -> None:
@@ -208,6 +207,40 @@ def check_watch(cfg: Config, rewards: RewardSet, *, files: bool) -> None:
             f"checkpoint.every={cfg.checkpoint.every} is more than watch.smooth={watch.smooth}: the"
             " checkpoint nearest the peak may lie far from it; lower checkpoint.every"
         )
+
+
+def check_climbed(cfg: Config, rewards: RewardSet, algorithm: Algorithm) -> None:
+    """ValueError where rewards that are climbed by their gradient give none, or where mode=grad
+    leaves nothing to do."""
+    climbers = ", ".join(sorted(rewards.climbers))
+    if "reward" in algorithm.needs:
+        if climbers:
+            raise ValueError(
+                f"mode=grad of {climbers} says nothing here: algorithm={cfg.algorithm['name']}"
+                " climbs the gradient of every reward; leave it out"
+            )
+        return check_climbable(rewards)
+    if not climbers:
+        return None
+    if cfg.data.offline:
+        raise ValueError(
+            f"mode=grad of {climbers} cannot be taken out of the scores in data.offline, which are"
+            " totals; leave one of the two out"
+        )
+    climbed = rewards.climbed()
+    if not rewards.credited().weighted:
+        raise ValueError(
+            f"every reward with a weight has mode=grad ({climbers}), which leaves none to compare"
+            " samples by; use algorithm=draft without mode, or give another reward a weight"
+        )
+    check_climbable(climbed)
+    together = [k for k, r in climbed.rewards.items() if "group" in r.needs]
+    if together:
+        raise ValueError(
+            f"{', '.join(together)} compares the samples of a group, and the gradient of"
+            f" {climbers} is taken of each by itself; leave mode=grad or that gate out"
+        )
+    return None
 
 
 def check_choice(cfg: Config, algorithm: Algorithm) -> None:

@@ -25,6 +25,7 @@ from flowrl.training.resume import config_of
 from flowrl.training.resume import resume as go_on
 from flowrl.training.reward_trial import NoiseWatch
 from flowrl.training.run import run_to_the_end, stop_rule
+from flowrl.training.terms import extra
 from flowrl.training.update import Learner
 from flowrl.training.winner_gain import winner_gain
 
@@ -104,10 +105,10 @@ class Trainer:
         if self.ratio_check.needed:
             columns = self.ratio_check(rollout, columns, metrics)
 
-        # Gradient, clip, optimizer step, averaged weights: batch.updates times.
+        # Gradient (rewards of mode=grad beside the loss), clip, optimizer step, averaged weights.
         with ledger.phase("update"):
             self.learner.policy.judge = source.judge(drawn.batch)
-            metrics |= self.learner.update(rollout, columns, trained.turns)
+            metrics |= self.learner.update(trained, columns, extra(source, trained, i))
 
         # Are good samples more likely than under the reference?
         metrics |= observed | trained.metrics | winner_gain(self.learner, rollout, columns)

@@ -225,8 +225,9 @@ def describe(trainer: Running) -> str:
 
 
 def _rewards(parts: Parts) -> str:
-    weights = parts.source.rewards.at(0).weights
-    named = ", ".join(f"{w:g} x {name}" for name, w in weights.items())
+    rewards = parts.source.rewards.at(0)
+    how = dict.fromkeys(rewards.climbers, " by its gradient")
+    named = ", ".join(f"{w:g} x {name}{how.get(name, '')}" for name, w in rewards.weights.items())
     if parts.source.dataset is None:
         return named
     folder = parts.cfg.data.offline

@@ -18,6 +18,7 @@ from flowrl.algorithms.common.prune import depths
 from flowrl.algorithms.common.transition_config import TransitionConfig
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
+from flowrl.config.training import GradientConfig
 from flowrl.data.tables import is_table
 from flowrl.runtime.read_when import Condition, as_yaml, conditions
 from flowrl.types import Plan
@@ -153,7 +154,17 @@ def names_columns_of_no_table(start: Start) -> Iterator[Unread]:
         )
 
 
+def climbs_nothing(start: Start) -> Iterator[Unread]:
+    """Section `gradient` without a reward that it is about."""
+    if not any(entry.get("mode") == "grad" for entry in start.cfg.reward.values()):
+        yield (
+            tuple(f"gradient.{name}" for name in GradientConfig.model_fields),
+            "read only with a reward of mode=grad; write reward.NAME.mode=grad",
+        )
+
+
 RULES = (
+    climbs_nothing,
     names_columns_of_no_table,
     too_few_prompts,
     no_noisy_steps,

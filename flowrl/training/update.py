@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from flowrl.config.schema import Config
+from flowrl.rollouts.trained import Trained
 from flowrl.runtime.ledger import CountedPolicy
-from flowrl.training import gradient
 from flowrl.training.nonfinite import given_up, write_out
 from flowrl.training.records import Parts
+from flowrl.training.terms import Means, Term
 from flowrl.types import Columns, Rollout
 
 
@@ -31,49 +32,37 @@ class Learner:
         self.step = self.nonfinite = 0
         self.touched = False  # whether weights moved since the last recorded iteration
 
-    def update(self, rollout: Rollout, columns: Columns, turns: Tensor) -> dict[str, float]:
-        """`batch.updates` optimizer steps -> policy/*, averaged over the rows trained; turns (P,):
-        in which of them each prompt is."""
-        updates = self.cfg.batch.updates
-        sums: dict[str, float] = {}
-        trained = 0.0
+    def update(
+        self, trained: Trained, columns: Columns, more: Sequence[Term] = ()
+    ) -> dict[str, float]:
+        """`batch.updates` optimizer steps -> metrics, averaged over the rows of their term."""
+        terms = [Term(objective=self.algorithm, rows=columns), *more]
+        means = Means()
         out = {"policy/grad_norm": 0.0, "policy/skipped": 0.0, "policy/rows": 0.0}
-        for u in range(updates):
-            part = columns[torch.nonzero(turns[columns.prompt] == u).flatten()]
-            count = torch.stack([part.weight.sum(), part.weight.new_tensor(float(len(part)))])
-            weight, rows = self.world.sum(count).tolist()
-            if weight == 0:  # no group has a signal
+        for u in range(updates := self.cfg.batch.updates):
+            parts = [term.part(u, trained.turns, self.world) for term in terms]
+            if not any(part.weight for part in parts):  # no group has a signal
                 out["policy/skipped"] += 1
                 continue
-            metrics, norm = self.gradient(rollout, part, weight)
+            metrics, norm = self.gradient(trained.rollout, parts)
             if not math.isfinite(norm):
                 out["policy/skipped"] += 1
-                self.skip(rollout, part)
+                self.skip(trained.rollout, parts[0].rows)
                 continue
             self.apply()
-            trained += weight
-            out["policy/rows"] += rows
+            out["policy/rows"] += parts[0].count
             out["policy/grad_norm"] += norm / updates
-            for name, value in self.world.sum_metrics(metrics).items():
-                sums[name] = sums.get(name, 0.0) + value
-        return out | {name: value / trained for name, value in sums.items()}
+            for part, summed in zip(parts, metrics, strict=True):
+                means.add(self.world.sum_metrics(summed), part.weight)
+        return out | means()
 
     def gradient(
-        self, rollout: Rollout, part: Columns, weight: float
-    ) -> tuple[dict[str, Tensor], float]:
-        """Gradient of the mean loss, clipped -> (summed metrics, norm before clipping)."""
+        self, rollout: Rollout, parts: list[Term]
+    ) -> tuple[list[dict[str, Tensor]], float]:
+        """Gradient of the sum of the terms' mean losses, clipped -> (summed metrics of each term,
+        norm before clipping)."""
         self.weights.optimizer.zero_grad(set_to_none=True)
-        metrics: dict[str, Tensor] = {}
-        if len(part):
-            metrics = gradient.accumulate(
-                self.algorithm,
-                self.policy,
-                rollout,
-                part,
-                micro=self.micro,
-                total_weight=weight,
-                backward=self.policy.backward,
-            )
+        metrics = [part.accumulate(self.policy, rollout, self.micro) for part in parts]
         parameters = list(self.weights.parameters.values())
         self.world.sum_gradients(parameters)
         most = self.cfg.optimizer.max_grad_norm

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.reward import FunctionReward, Reward, load
-from flowrl.rewards.core.rules import KEYS, Rule, parse_rules
+from flowrl.rewards.core.rules import Rule, parse_rules, settings_of
 from flowrl.runtime.registry import label_of, live_name
 
 
@@ -34,7 +34,8 @@ class RewardSet:
     the gate of another. seconds: most that one call of a reward may take; None: any time. rules: of
     rewards that depend on others, or whose weight changes. iteration: in which weights and
     thresholds hold; None: at the end of their schedules. detectors: what else a run reads off its
-    samples; see flowrl/rollouts/detectors.py.
+    samples; see flowrl/rollouts/detectors.py. apart: rewards that are no part of the total, and
+    whose failure invalidates all the same; see credited.
     """
 
     rewards: dict[str, Reward]
@@ -45,6 +46,7 @@ class RewardSet:
     # Features of core/features.py, for comparing the members of a group; None: nothing does
     features: Any = None
     detectors: Detectors | None = None
+    apart: frozenset[str] = frozenset()
 
     @property
     def needs(self) -> frozenset[str]:
@@ -71,7 +73,7 @@ class RewardSet:
     def decisive(self) -> frozenset[str]:
         """Labels of the rewards whose failure invalidates a sample: those that count in this
         iteration, and their gates."""
-        counting = {label for label, weight in self.weights.items() if weight}
+        counting = {label for label, weight in self.weights.items() if weight} | self.apart
         return frozenset(counting.union(*(self.gates(label) for label in counting)))
 
     def at(self, iteration: int) -> RewardSet:
@@ -79,8 +81,35 @@ class RewardSet:
         now = {label: rule.weight.at(iteration) for label, rule in self.rules.items()}
         return replace(self, weights=self.weights | now, iteration=iteration)
 
+    @property
+    def climbers(self) -> frozenset[str]:
+        """Labels of mode=grad: their gradient is climbed beside a method's own loss."""
+        return frozenset(label for label, rule in self.rules.items() if rule.mode == "grad")
+
+    def credited(self) -> RewardSet:
+        """What advantages come from: rewards of mode=grad are no part of the total."""
+        if not (climbers := self.climbers):
+            return self
+        return replace(
+            self,
+            weights={k: 0.0 if k in climbers else weight for k, weight in self.weights.items()},
+            rules={k: rule for k, rule in self.rules.items() if k not in climbers},
+            apart=frozenset(label for label in climbers if self.weights[label]),
+        )
+
+    def climbed(self) -> RewardSet:
+        """The rewards of mode=grad alone, and the gates of these, which have weight 0."""
+        climbers = self.climbers
+        gates = {other for label in climbers for other in self.rules[label].gate}
+        return replace(
+            self,
+            rewards={k: r for k, r in self.rewards.items() if k in climbers | gates},
+            weights={k: self.weights[k] if k in climbers else 0.0 for k in climbers | gates},
+            rules={k: self.rules[k] for k in climbers},
+        )
+
     def stated(self, label: str) -> dict[str, Any]:
-        """Weight, gate and stratify of a reward, as a config has them."""
+        """Weight, gate, stratify and mode of a reward, as a config has them."""
         rule = self.rules.get(label)
         return {"weight": self.weights[label]} if rule is None else rule.stated
 
@@ -113,8 +142,8 @@ def load_set(spec: Spec | RewardSet) -> RewardSet:
     {"clip": 1.0} gives a weight; {"clip": {"weight": 0.5, "model": "ViT-B-16"}} gives settings too;
     {"strict": {"name": "shapes", "weight": 0, ...}} gives the reward another label; a Reward or a
     function counts with weight 1, or as {"reward": it, "weight": 0.5}. Beside "weight", "gate" and
-    "stratify" name other labels (rules.py). Without labels, a name, a Reward, a function, or a list
-    of them: each has its own name and weight 1.
+    "stratify" name other labels, and "mode" says how a reward is climbed (rules.py). Without
+    labels, a name, a Reward, a function, or a list of them: each has its own name and weight 1.
     """
     if isinstance(spec, RewardSet):
         return spec
@@ -161,7 +190,7 @@ def _label(entry: Any) -> str:
 
 def _load_entry(label: str, entry: Mapping[str, Any]) -> Reward:
     """The reward of an entry, whose rule is known."""
-    options = {key: value for key, value in entry.items() if key not in KEYS}
+    options = settings_of(entry)
     # A text under "reward" is a setting, as of `rank`.
     given = None if isinstance(options.get("reward"), str) else options.pop("reward", None)
     if given is None:
@@ -169,7 +198,7 @@ def _load_entry(label: str, entry: Mapping[str, Any]) -> Reward:
     if options:
         raise ValueError(
             f'reward "{label}" is already loaded, so {sorted(options)} cannot be set; only'
-            ' "weight", "gate" and "stratify" can'
+            ' "weight", "gate", "stratify" and "mode" can'
         )
     return _as_reward(label, given)
 

@@ -4,18 +4,20 @@ any reward is loaded.
 weight    a number, or one that changes with the iteration
 gate      {label: least raw value of that reward}: below it, this reward counts 0
 stratify  label of another reward: this one is scaled within its levels; see counted.py
+mode      pg: enters advantages (policy gradient); grad: is climbed by its own gradient beside them
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from flowrl.rewards.core.schedule import Schedule, parse_schedule
 from flowrl.runtime.registry import did_you_mean
 
-KEYS = ("weight", "gate", "stratify")
+KEYS = ("weight", "gate", "stratify", "mode")
+MODES = ("pg", "grad")
 COURSE = "{0: 1, 100: 0.2}"  # of a number that changes with the iteration
 
 
@@ -26,11 +28,13 @@ class Rule:
     weight: Schedule  # of the sum; with stratify a share of the gap between levels
     gate: dict[str, Schedule] = field(default_factory=dict)  # label -> threshold
     stratify: str | None = None
+    mode: str = "pg"  # one of MODES
 
     @property
     def plain(self) -> bool:
         """Whether it is one weight and nothing else."""
-        return not self.gate and self.stratify is None and len(self.weight.points) == 1
+        ruled = self.gate or self.stratify is not None or self.mode != "pg"
+        return not ruled and len(self.weight.points) == 1
 
     @property
     def stated(self) -> dict[str, Any]:
@@ -38,11 +42,13 @@ class Rule:
         out: dict[str, Any] = {"weight": self.weight.stated}
         if self.gate:
             out["gate"] = {label: least.stated for label, least in self.gate.items()}
-        return out if self.stratify is None else out | {"stratify": self.stratify}
+        if self.stratify is not None:
+            out["stratify"] = self.stratify
+        return out if self.mode == "pg" else out | {"mode": self.mode}
 
 
 def parse_rules(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
-    """Label -> rule, of entries {weight, gate, stratify, settings}; wrong -> ValueError."""
+    """Label -> rule, of entries {weight, gate, stratify, mode, settings}; wrong -> ValueError."""
     rules = {label: parse_rule(label, entry) for label, entry in entries.items()}
     check_rules(rules)
     return rules
@@ -56,8 +62,21 @@ def parse_rule(label: str, entry: Mapping[str, Any]) -> Rule:
             f'reward "{label}": stratify={stratify!r} should name a reward; write'
             f" {label}.stratify=shapes"
         )
-    weight = _weight(label, entry.get("weight", 1.0))
-    return Rule(weight=weight, gate=_gate(label, entry.get("gate")), stratify=stratify)
+    mode = entry.get("mode")
+    weight, gate = _weight(label, entry.get("weight", 1.0)), _gate(label, entry.get("gate"))
+    return Rule(weight=weight, gate=gate, stratify=stratify, mode=mode if mode in MODES else "pg")
+
+
+def settings_of(entry: Mapping[str, Any], own: Container[str] = ("mode",)) -> dict[str, Any]:
+    """An entry without its rule: what the reward itself reads. A mode other than pg and grad is a
+    setting, as vr_thinker has one; ValueError where it is not among the reward's own."""
+    mode = entry.get("mode", "pg")
+    if mode not in MODES and "mode" not in own:
+        raise ValueError(
+            f"mode={mode!r} should be pg, which enters advantages, or grad, which is climbed by its"
+            " gradient; write mode=grad"
+        )
+    return {k: v for k, v in entry.items() if k not in KEYS or k == "mode" and v not in MODES}
 
 
 def _weight(label: str, value: Any) -> Schedule:
@@ -119,6 +138,13 @@ def _check_stratified(label: str, rule: Rule, rules: Mapping[str, Rule]) -> None
     """ValueError unless its weight is a share, and the other reward has levels worth something."""
     assert rule.stratify is not None
     shares, primary = rule.weight.values, rules[rule.stratify]
+    if "grad" in (rule.mode, primary.mode):
+        climbed = label if rule.mode == "grad" else rule.stratify
+        raise ValueError(
+            f'reward "{label}": stratify={rule.stratify} orders samples within levels, and'
+            f" {climbed}.mode=grad has a gradient in their place; write"
+            f" {label}.gate.{rule.stratify}=0.5 for stratify, or leave {climbed}.mode out"
+        )
     if min(shares) < 0 or max(shares) >= 1 or not any(shares):
         raise ValueError(
             f'reward "{label}": with stratify the weight is a share of the gap between two levels,'

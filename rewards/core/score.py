@@ -155,6 +155,9 @@ def score_with(
     for label, value in (raw | changed).items():
         if weight := chosen.weights[label]:
             total, known = total + weight * value, known & value.isfinite()
+        elif label in chosen.apart:
+            total = total.masked_fill(~value.isfinite(), math.nan)
+            known = known & value.isfinite()
     valid = total.isfinite()
     if beyond := int((known & ~valid).sum()):
         errors.append(f"total: weight times score is beyond fp32 for {beyond} samples")

@@ -138,7 +138,10 @@ def test_members_by_name_score_as_they_do_alone():
         ({}, "compares two rewards or more, and members names 0; write reward.ensemble.members="),
         ({"members": {"jpeg": 1}}, "members names 1"),
         ({"members": {"jpeg": 0.5, "saturation": 1}}, "write members.jpeg=1.0, and scale.jpeg"),
-        ({"members": {"jpeg": {"gate": {"x": 1}}, "saturation": 1}}, "no weight, gate or stratify"),
+        (
+            {"members": {"jpeg": {"gate": {"x": 1}}, "saturation": 1}},
+            "gate, stratify or mode",
+        ),
         ({"members": {"jpg": 1, "saturation": 1}}, 'unknown reward "jpg"; did you mean "jpeg"'),
         ({"members": {"jpeg": {"q": 1}, "saturation": 1}}, 'member jpeg: unknown setting "q"'),
         ({"members": {"jpeg": 1, "saturation": 1}, "shift": {"jpg": 1}}, "shift.jpg is of no mem"),

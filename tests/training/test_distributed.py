@@ -71,6 +71,17 @@ RUNS = {
         "replay__size": "1",
     },
 }
+MIXED = {
+    **RUN,
+    "reward": "preference",
+    "reward__preference__rounding": "false",
+    "reward__climbed__name": "preference",
+    "reward__climbed__rounding": "false",
+    "reward__climbed__mode": "grad",
+    "gradient__samples": "2",
+    "data__eval": "null",
+    "guard__check_rewards": "false",
+}
 SIGNALLED = {**RUNS["flow_grpo"], "iterations": "5", "checkpoint__every": "50"}
 small.ALGORITHMS.setdefault("dgpo", {})
 
@@ -105,7 +116,7 @@ def lonely(folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Five runs on two CPU processes that talk by gloo -> their folder; the last one through the
+    """Six runs on two CPU processes that talk by gloo -> their folder; the last one through the
     command line."""
     folder = tmp_path_factory.mktemp("two")
     (folder / "train.py").write_text(SCRIPT)
@@ -120,6 +131,7 @@ def two(tmp_path_factory):
     }
     before = [
         ("", lonely(folder)),
+        ("", small.words(folder / "mixed", **MIXED)),
         ("spread", small.words(folder / "flow_grpo", "flow_grpo", **RUNS["flow_grpo"])),
         ("spread", small.words(folder / "dgpo", "dgpo", **RUNS["dgpo"])),
         ("signalled", small.words(folder / "signalled", "flow_grpo", **SIGNALLED)),
@@ -158,21 +170,35 @@ def test_two_processes_equal_one(two, tmp_path, monkeypatch, algorithm):
     monkeypatch.setattr(build, "load_set", lambda _: load_set({"spread": smooth}))
     words = small.words(tmp_path / "one", algorithm, **RUNS[algorithm])
     one = flowrl.train(load.load_config(None, words))
-    a, b = step_by_step(one.path), step_by_step(two / algorithm)
-    assert [line["iteration"] for line in b] == [1, 2]
-    for mine, theirs in zip(a, b, strict=True):
-        assert mine.keys() == theirs.keys() and mine["policy/grad_norm"] > 0
-        for name in mine:
-            assert theirs[name] == pytest.approx(mine[name], rel=1e-3, abs=1e-6), name
+    assert_equal(one.path, two / algorithm)
+    for mine, theirs in zip(*map(step_by_step, (one.path, two / algorithm)), strict=True):
         assert theirs["reward/total"] == pytest.approx(mine["reward/total"], abs=1e-6)
-    x, y = small.weights(one.path), small.weights(two / algorithm)
-    assert x.keys() == y.keys()
-    for name in (n for n in x if n.startswith(("policy/", "ema/", "old/"))):
-        torch.testing.assert_close(y[name], x[name], rtol=1e-4, atol=1e-6)
     if algorithm == "nft":
         assert small.values(two / algorithm, "after")["spread"] == pytest.approx(
             small.values(one.path, "after")["spread"], abs=1e-5
         )
+
+
+def test_a_climbed_reward_on_two_processes_equals_one(two, tmp_path):
+    one = flowrl.train(load.load_config(None, small.words(tmp_path / "one", **MIXED)))
+    assert_equal(
+        one.path, two / "mixed", rel=1e-2, atol=1e-5
+    )  # the scorer rounds by chunk, at 1e-5
+    assert all("gradient/reward" in line for line in small.lines(one.path))
+
+
+def assert_equal(one, other, rel=1e-3, atol=1e-6):
+    """Two runs, of one process and of two."""
+    a, b = step_by_step(one), step_by_step(other)
+    assert [line["iteration"] for line in b] == [1, 2]
+    for mine, theirs in zip(a, b, strict=True):
+        assert mine.keys() == theirs.keys() and mine["policy/grad_norm"] > 0
+        for name in mine:
+            assert theirs[name] == pytest.approx(mine[name], rel=rel, abs=1e-6), name
+    x, y = small.weights(one), small.weights(other)
+    assert x.keys() == y.keys()
+    for name in (n for n in x if n.startswith(("policy/", "ema/", "old/"))):
+        torch.testing.assert_close(y[name], x[name], rtol=1e-4, atol=atol)
 
 
 def test_a_process_without_a_row_to_train_does_not_stall_the_others(two):

@@ -1,0 +1,88 @@
+"""Rewards climbed by their gradient beside a method's own loss: those with mode=grad.
+
+From finished samples x0 alone, so that any method will do. Each is noised again, estimated by one
+differentiable call, decoded and rewarded:
+
+    x     = (1 - sigma) x0 + sigma eps        sigma drawn for each copy
+    x0'   = x - sigma v(x, sigma)
+    L     = mean over samples and copies of -scale * sum of weight * R(decode(x0'))
+
+DRaFT-LV (arXiv:2309.17400) at a noise level of choice; ReFL (arXiv:2304.05977) estimates from the
+sampler's own state. The mean is this term's own: the method's number of rows does not enter it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flowrl.advantages.several import place_in_group
+from flowrl.algorithms.common import base
+from flowrl.algorithms.common.estimate import estimated, noised
+from flowrl.samplers import keys
+from flowrl.types import Columns, LossOutput, Rollout
+
+
+class Gradient(Protocol):
+    """The settings of section `gradient`."""
+
+    sigma: float | tuple[float, float]
+    copies: int
+    samples: int | None
+    scale: float
+    rescale: bool
+
+
+class Climb(base.Algorithm):
+    """The objective beside the method's, with rows, scores and a loss of its own, and no plan."""
+
+    config: Gradient
+
+    def rows(self, rollout: Rollout, valid: Tensor, *, seed: int, iteration: int) -> Columns:
+        """A row for each copy of a valid (B,) sample: at most `samples` of a group."""
+        c = self.config
+        named = keys.key("climbed", seed, iteration, rollout.leaf_key)
+        sample = torch.nonzero(valid).flatten()
+        if c.samples is not None:
+            sample = sample[keys.uniform(named[sample]).argsort()]
+            sample = sample[place_in_group(rollout.group[sample]) < c.samples].sort().values
+        number = torch.arange(c.copies, device=sample.device).repeat(len(sample))
+        sample = sample.repeat_interleave(c.copies)
+        noise_key = keys.key("copy", named[sample], number)
+        low, high = c.sigma if isinstance(c.sigma, tuple) else (c.sigma, c.sigma)
+        sigma = low + (high - low) * keys.uniform(keys.key("level", noise_key))
+        most = float(rollout.plan.sigma.max())  # Stable Diffusion knows noise up to 0.94 only
+        return Columns(
+            {
+                "prompt": rollout.group[sample],
+                "sample": sample,
+                "sigma": sigma.clamp(max=most),
+                "noise_key": noise_key,
+                "weight": torch.full((len(sample),), 1 / c.copies, device=sample.device),
+            }
+        )
+
+    def score(
+        self, policy: base.VelocityField, rollout: Rollout, batch: Columns
+    ) -> dict[str, Tensor]:
+        """reward (n,) of the estimates."""
+
+        def velocity(x: Tensor, sigma: Tensor) -> Tensor:
+            guidance = rollout.guidance
+            return policy.velocity(x, sigma, rollout.cond, batch.prompt, guidance=guidance).float()
+
+        def again(x: Tensor, sigma: Tensor) -> Tensor:
+            """Computed again in the backward, as decoder and reward need the memory."""
+            return checkpoint(velocity, x, sigma, use_reentrant=False, preserve_rng_state=False)
+
+        x = noised(rollout.leaves[batch.sample], batch.noise_key, batch.sigma)
+        call = again if torch.is_grad_enabled() else velocity
+        x0 = estimated(call, x, batch.sigma, rescale=self.config.rescale)
+        return {"reward": policy.reward(x0, rollout, batch.sample, 0.0)}
+
+    def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
+        reward = scores["reward"]
+        return base.summed(-self.config.scale * reward, {"gradient/reward": reward}, batch)
