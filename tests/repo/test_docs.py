@@ -344,7 +344,7 @@ def test_shared_and_own_tables_together_are_an_algorithms_options(reference, nam
         page.split(f"### Options {title}\n")[1].split("\n### ")[0]
         for title in re.findall(r"\[(of [\w ]+)\]\(#", section)
     ]
-    assert len(shared) == (1 if name == "reward_gradient" else 3)
+    assert len(shared) == (1 if name in ("reward_gradient", "dsrl") else 3)
     cells = re.compile(r"^\| `(algorithm\.[\w.]+)` \| `([^`]*)` \|", re.M)
     said = dict(row for table in [*shared, section] for row in cells.findall(table))
     options = reference.rows(schema.algorithm_schema(name), "algorithm.")
