@@ -1,5 +1,5 @@
-"""Noise-space RL (DSRL, arXiv:2506.15799): the generator stays as it is, and a
-small network learns which initial noise suits a prompt.
+"""Noise-space RL (DSRL, arXiv:2506.15799): the generator stays as it is, and a small network learns
+which initial noise suits a prompt.
 
     z = mu(c) + s(c) eps,   w = z |eps| / |z|,   media = G(w, c)
     L = max(-A rho, -A clip(rho)) + kl_weight KL(N(mu, s^2) || N(0, 1)),   rho = pi(z | c) / pi_old
