@@ -11,7 +11,7 @@ import flowrl
 from flowrl.algorithms.dsrl import ALGORITHM
 from flowrl.config.load import ConfigError, load_config
 from flowrl.policy import GeneratorPolicy, heads
-from flowrl.rollouts.generation import generate
+from flowrl.rollouts.generate import generate
 from flowrl.samplers import keys
 from flowrl.training.loop import Trainer
 

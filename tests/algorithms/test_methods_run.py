@@ -173,6 +173,14 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
     ([FORWARD, "draw.mode=refill", "draw.positive=0.1"], ["draw.positive=0.1"]),
     ([FORWARD, "data.sampler.target=0.4"], ["data.sampler.target=0.4"]),
     ([FORWARD, "data.sampler=bayes", "data.sampler.rate=0.1"], ["data.sampler.rate=0.1"]),
+    ([FORWARD, "data.sampler.success=0.4"], ["data.sampler.success=0.4"]),
+    ([FORWARD, "data.sampler.help.guidance=3"], ["data.sampler.help.guidance=3.0"]),
+    ([FORWARD, "replay.taper=0.5"], ["replay.taper=0.5"]),
+    ([FORWARD, "diversity.threshold=0.5"], ["diversity.threshold=0.5"]),
+    ([FORWARD, "diversity.features=shapes", "diversity.weights=x"], ["diversity.weights=x"]),
+    ([FORWARD, "diversity.features=shapes", "diversity.above=zero"], ["diversity.above=zero"]),
+    ([FORWARD, "watch.patience=3"], ["watch.patience=3"]),
+    ([FORWARD, "watch.factor=0.5"], ["watch.factor=0.5"]),
     ([FORWARD, "sampler.eta=0.3"], ["sampler.eta=0.3"]),
 ]
 

@@ -13,7 +13,8 @@ from flowrl.algorithms.common.transitions import spread_kl
 from flowrl.algorithms.reinflow import ALGORITHM
 from flowrl.config.load import ConfigError, load_config
 from flowrl.policy import heads
-from flowrl.rollouts.generation import generate, sample
+from flowrl.rollouts.generate import generate
+from flowrl.rollouts.generation import sample
 from flowrl.samplers import learned, plan, sde, sigmas
 from flowrl.training.loop import Trainer
 from flowrl.types import Columns

@@ -33,7 +33,9 @@ def record(name):
 
 
 def print_train():
-    run = SimpleNamespace(path=Path(NAME), evaluation=record("before"), stopped=f"{NAME}/stop")
+    run = SimpleNamespace(
+        path=Path(NAME), evaluation=record("before"), stopped=f"{NAME}/stop", peak=None
+    )
     train._conclude(run)
 
 

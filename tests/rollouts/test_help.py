@@ -134,7 +134,8 @@ def test_a_prompt_that_succeeds_only_with_help_gets_it_until_it_has_succeeded(ra
 
 
 def test_a_helped_sample_is_trained_under_its_own_text_as_the_others_are(ran):
-    (rollout, rows), it = ran.trained[2], ran.results[2]
+    (trained, rows), it = ran.trained[2], ran.results[2]
+    rollout = trained.rollout
     assert list(rollout.cond.prompts) == it.batch.text and set(it.batch.text) == {EASY, HARD}
     assert rollout.guidance == "none" and rollout.plan.edges == 2
     of_hard = rows.prompt == it.batch.text.index(HARD)

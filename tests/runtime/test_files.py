@@ -167,7 +167,7 @@ WRITERS = {"write_text", "write_bytes", "save", "save_file", "save_pretrained", 
 WRITERS |= {"copyfile", "copy", "copy2", "copytree", "move", "open", "replace", "rename", "link_to"}
 NOT_FILES = {"save", "safetensors.torch.save"}  # makes bytes
 NOT_FILES |= {
-    f"{ours}.save" for ours in ("checkpoint", "state", "self", "trainer", "lora", "media")
+    f"{ours}.save" for ours in ("checkpoint", "state", "self", "trainer", "lora", "heads", "media")
 }
 ALLOWED = {
     "flowrl/runtime/files.py": "the place where files are written",

@@ -108,8 +108,8 @@ def test_iterating_shows_rollout_rewards_and_the_documented_metrics(tmp_path, al
 def test_updates_are_optimizer_steps_on_disjoint_prompts(tmp_path):
     made = quiet(tmp_path, iterations="1", batch__prompts="4", batch__updates="2", seed="1")
     gradient, seen = made.learner.gradient, []
-    made.learner.gradient = lambda rollout, part, weight: (
-        seen.append(set(part.prompt.tolist())) or gradient(rollout, part, weight)
+    made.learner.gradient = lambda rollout, parts: (
+        seen.append(set(parts[0].rows.prompt.tolist())) or gradient(rollout, parts)
     )
     (it,) = list(made)
     assert seen == [{0, 1}, {2, 3}] and it.metrics["optimizer/step"] == 2
@@ -245,8 +245,8 @@ def test_a_nonfinite_gradient_is_skipped_written_out_and_at_last_fatal(tmp_path)
         [False, True, True, False, True, True, True],
     )
 
-    def poison(rollout, part, weight):
-        metrics, norm = gradient(rollout, part, weight)
+    def poison(rollout, parts):
+        metrics, norm = gradient(rollout, parts)
         return metrics, math.nan if poisoned.pop(0) else norm
 
     made.learner.gradient = poison

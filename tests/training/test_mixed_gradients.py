@@ -46,7 +46,7 @@ def learner(policy):
 
 def term(objective, rows):
     """The term of all rows, in one update."""
-    return Term(objective=objective, rows=rows).part(0, 1, 3, ALONE)
+    return Term(objective=objective, rows=rows).part(0, torch.zeros(3, dtype=torch.int64), ALONE)
 
 
 def climbed(policy, rollout, **settings):

@@ -12,6 +12,7 @@ from flowrl.config.training import ReplayConfig
 from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.training.checks import check_replay, warn_large
 from flowrl.training.loop import Trainer
+from flowrl.training.terms import Term
 
 # two steps leave one noise level; no clipping, so that gradients add up
 OWN = {
@@ -29,7 +30,8 @@ def made(folder, algorithm="nft", **changes):
 
 def gradient(trainer, rollout, rows):
     """Gradient of the mean loss of some rows by the present policy."""
-    trainer.learner.gradient(rollout, rows, float(rows.weight.sum()))
+    whole = Term(objective=trainer.algorithm, rows=rows, weight=float(rows.weight.sum()))
+    trainer.learner.gradient(rollout, [whole])
     parameters = trainer.parts.weights.parameters.values()
     return torch.cat([(0 * p if p.grad is None else p.grad).flatten() for p in parameters])
 
@@ -49,7 +51,8 @@ def test_the_gradient_is_the_weighted_mean_of_that_of_the_new_and_of_the_old_sam
     trainer.learner.update = lambda *given: seen.append(given) or update(*given)
     first = next(iter(trainer))
     trainer.iterate(1)
-    joined, rows, _ = seen[1]
+    trained, rows, _ = seen[1]
+    joined = trained.rollout
     new = rows.prompt < 2
     old = method.columns(first.rollout, advantages[0], seed=0, iteration=1)
     parts = [(joined, rows[torch.nonzero(new).flatten()]), (first.rollout, old)]
@@ -87,8 +90,8 @@ def long(tmp_path_factory):
     """A run of three iterations -> the trainer, its results, and (rollout, rows) of its updates."""
     trainer, seen = made(tmp_path_factory.mktemp("replay") / "run", **LONG), []
     step = trainer.learner.gradient
-    trainer.learner.gradient = lambda rollout, part, weight: (
-        seen.append((rollout, part)) or step(rollout, part, weight)
+    trainer.learner.gradient = lambda rollout, parts: (
+        seen.append((rollout, parts[0].rows)) or step(rollout, parts)
     )
     return trainer, list(trainer), seen
 
