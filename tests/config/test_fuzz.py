@@ -23,7 +23,7 @@ def test_fuzzed_configs_end_in_sentences(fuzz, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     kinds = set()
     for number in range(60):
-        case = fuzz.config_case(3, number)
+        case = fuzz.config_case(4, number)
         if case.words[0] != "show":
             continue
         case.prepare(tmp_path)
