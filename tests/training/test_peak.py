@@ -85,7 +85,7 @@ def false_alarms(seeds, iterations=300, **settings):
 
 def test_a_noisy_flat_curve_rarely_stops():
     """The peak is chosen for being high, so that a curve which only jitters lies below it, too:
-    about 4% of 1,000 seeds. The bound could fail: with two errors every curve stops."""
+    3.1% of 1,000 seeds. The bound could fail: with two errors every curve stops."""
     assert false_alarms(40) <= 0.1
     assert false_alarms(5, errors=2.0) == 1
 
