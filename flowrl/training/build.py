@@ -32,7 +32,6 @@ from flowrl.runtime.log import logger
 from flowrl.training import identity
 from flowrl.training.checks import (
     check_batch,
-    check_comparable,
     check_conditions,
     check_files,
     check_method,
@@ -45,6 +44,7 @@ from flowrl.training.checks import (
 from flowrl.training.claim import claimed
 from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
+from flowrl.training.media_checks import check_media
 from flowrl.training.records import Parts, Weights
 from flowrl.training.resume import check_resume
 from flowrl.training.unused_options import unused_options
@@ -87,7 +87,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     algorithm = live.algorithm or make_algorithm(cfg)
     check_method(cfg, algorithm, prompts, rewards)
     policy = make_policy(cfg, device=accelerator.device, live=live)
-    check_comparable(rewards.features, policy)
+    check_media(rewards, algorithm, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
 
     # Does the method fit its plan, its guidance, its rewards and its media?
