@@ -251,13 +251,15 @@ def trained(run: Path, call: Mapping[str, Any], hints: str | None = None) -> Pol
     return load_tuned(cfg.model_copy(update={"model": cfg.model.model_copy(update=new)}), saved)
 
 
-def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
+def lora_of(folder: Path) -> tuple[Path | None, dict[str, Any]]:
     """LoRA weights and what load_policy takes for them, {"lora", "parts"}: of a run folder, or of a
-    folder that a run exported."""
+    folder that a run exported. (None, {}): the run trained heads alone (`heads_of`)."""
     weights = folder / "lora" if (folder / "lora").is_dir() else folder
     settings = weights / LORA_SETTINGS
     if not folder.exists():
         raise ValueError(f"--lora: there is no {folder}; give a finished run's folder")
+    if not settings.is_file() and heads_of(folder):
+        return None, {}
     if not settings.is_file():
         raise ValueError(
             f"{folder} holds no exported LoRA: {settings.name} is missing; give a finished run's"
@@ -265,6 +267,12 @@ def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
         )
     found = read_settings(settings)
     return weights, {"parts": found.pop("parts"), "lora": found}
+
+
+def heads_of(folder: Path) -> Path | None:
+    """Small networks that a run trained beside the model: their folder, if it exported any."""
+    heads = folder / "heads"
+    return heads if heads.is_dir() else None
 
 
 def pipeline_of(folder: Path) -> dict[str, Any]:
