@@ -46,11 +46,16 @@ def precision(cfg: Config) -> str:
     )
 
 
-def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the context in which networks run at train.precision."""
-    if precision == "no":
+def autocast(cfg: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context in which networks run at train.precision.
+
+    None over a bf16 network with LoRA, which computes in bf16 throughout (policy/masters.py):
+    autocast would widen its layer norms. Weights that are all trained are fp32, and need it.
+    """
+    own = cfg.model.dtype == "bf16" and cfg.train.mode == "lora"
+    if cfg.train.precision == "no" or own:
         return nullcontext
-    return partial(torch.autocast, device.type, dtype=DTYPES[precision])
+    return partial(torch.autocast, device.type, dtype=DTYPES[cfg.train.precision])
 
 
 def make_algorithm(cfg: Config) -> Algorithm:
