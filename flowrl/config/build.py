@@ -97,6 +97,7 @@ def make_policy(
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
         policy.gradient_checkpointing(True)
+    policy.compile_blocks(cfg.train.compile == "blocks")
     policy.freeze(not own)
     give_heads(cfg, policy, live.algorithm)
     return policy

@@ -146,6 +146,13 @@ class TrainConfig(Section):
         False,
         description="Recompute activations in the backward: less memory, a quarter more time.",
     )
+    compile: Literal["none", "blocks"] = Field(
+        "none",
+        description=(
+            "blocks: the network's repeated blocks are compiled in place, for a few batch sizes, to"
+            " which the last rows of a batch are padded."
+        ),
+    )
 
 
 class OptimizerConfig(Section):

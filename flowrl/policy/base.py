@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy import heads, lora
+from flowrl.policy.compiled import Compiled, compile_blocks
 from flowrl.policy.parts import Parts
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
@@ -41,6 +42,7 @@ class Policy:
             dict(modules if trained is None else trained), adapter
         )
         self.heads: Parts | None = None  # small networks beside it, see policy/heads.py
+        self.compiled: Compiled | None = None  # blocks, see compile_blocks
         self.calls = 0
         self._rows: tuple[Tensor, Tensor] | None = None  # the last CPU rows, where they were put
         self._embedded: tuple[Cond, Tensor | None] | None = None  # the last prompts' features
@@ -117,19 +119,25 @@ class Policy:
             s = s[0]
         if s.ndim or s.device.type != "cpu":
             s = s.to(x.device).expand(n)
-        rows = self._placed(rows, x.device)
-        v, network_rows = self._velocity(
-            Request(
-                x=x.float(),
-                sigma=s,
-                cond=cond,
-                rows=rows,
-                guidance=guidance,
-                detach_uncond=detach_uncond,
-            )
+        request = Request(
+            x=x.float(),
+            sigma=s,
+            cond=cond,
+            rows=self._placed(rows, x.device),
+            guidance=guidance,
+            detach_uncond=detach_uncond,
         )
+        size = n if self.compiled is None else self.compiled.size(n)
+        if size > n:  # the first rows again, whose results nobody reads
+            request = request.take(torch.arange(size, device=x.device) % n)
+        try:
+            v, network_rows = self._velocity(request)
+        except Exception as error:
+            if self.compiled is None or not self.compiled.gives_up(error):
+                raise
+            v, network_rows = self._velocity(request)
         self.calls += network_rows
-        return v
+        return v if size == n else v[:n]
 
     def _placed(self, rows: Tensor, device: torch.device) -> Tensor:
         """rows on the device; the same tensor again for equal CPU rows, so that what is gathered by
@@ -311,6 +319,13 @@ class Policy:
                 module.enable_gradient_checkpointing()
             else:
                 module.disable_gradient_checkpointing()
+
+    def compile_blocks(self, on: bool = True) -> None:
+        """Compile the repeated blocks of the networks in place, and pad batches to sizes that were
+        seen before (policy/compiled.py); or run them as they are."""
+        if self.compiled is not None:
+            self.compiled.off()
+        self.compiled = compile_blocks(list(self.networks.values())) if on else None
 
     def save_lora(self, folder: str | Path) -> Path:
         """Write the adapter to `folder`; diffusers' LoRA format where the pipeline has one."""
