@@ -21,6 +21,7 @@ from flowrl.data import prompts as data_prompts
 from flowrl.data.conditions import Conditions
 from flowrl.data.scored_folder import list_of
 from flowrl.policy import Policy, heads, load_policy
+from flowrl.policy.attention import set_attention
 from flowrl.policy.generator import GeneratorPolicy
 from flowrl.policy.load import call_options
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
@@ -87,6 +88,7 @@ def make_policy(
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
     policy.freeze(False)
+    set_attention(policy.networks.values(), cfg.train.attention)
     if own:
         check_trained(cfg, policy)
     if cfg.model.self_check and hasattr(policy, "self_check"):
@@ -97,10 +99,21 @@ def make_policy(
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
         policy.gradient_checkpointing(True)
+    if live.policy is None and not decodes_with_gradient(cfg, live.algorithm):
+        policy.narrow_decoder()
+    if cfg.model.tiling:
+        policy.tile_decoder()
     policy.compile_blocks(cfg.train.compile == "blocks")
     policy.freeze(not own)
     give_heads(cfg, policy, live.algorithm)
     return policy
+
+
+def decodes_with_gradient(cfg: Config, algorithm: Algorithm | None) -> bool:
+    """Whether a gradient passes through the decoder: the method climbs a reward, or one is climbed
+    beside it. Then the decoder stays in fp32."""
+    climbed = any(entry.get("mode") == "grad" for entry in cfg.reward.values())
+    return climbed or "reward" in (algorithm or make_algorithm(cfg)).needs
 
 
 def give_heads(cfg: Config, policy: Policy, algorithm: Algorithm | None) -> None:

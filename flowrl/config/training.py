@@ -146,6 +146,13 @@ class TrainConfig(Section):
         False,
         description="Recompute activations in the backward: less memory, a quarter more time.",
     )
+    attention: str | None = Field(
+        None,
+        description=(
+            "Attention backend, by its name in diffusers: native, flash, sage, xformers, ...; none:"
+            " diffusers' choice. Tried at the start, with a gradient."
+        ),
+    )
     compile: Literal["none", "blocks"] = Field(
         "none",
         description=(

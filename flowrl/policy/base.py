@@ -228,6 +228,16 @@ class Policy:
         are, for pipelines that decode them with the prompt's own conditions (a first frame)."""
         raise NotImplementedError
 
+    def narrow_decoder(self) -> None:
+        """Decode in the networks' own type, where no gradient passes."""
+
+    def tile_decoder(self) -> None:
+        """Decode a tile at a time, to save memory. ValueError where the decoder cannot."""
+        raise ValueError(
+            "model.tiling=true: this model's decoder has no tiles; leave it out, and lower"
+            " batch.decode to save memory"
+        )
+
     def encode_media(self, media: Tensor) -> Tensor:
         """media -> x0 (n, *L) flow coordinates: the mode of the VAE's posterior."""
         raise NotImplementedError

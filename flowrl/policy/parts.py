@@ -280,8 +280,8 @@ class Parts:
         if name == self.active:
             return
         if self.lora is not None:
-            if name not in ("default", "reference"):
-                self.tensors(name)
+            if name not in ("default", "reference") and not self.has(name):
+                self.tensors(name)  # says which there are
             for layer in self.layers:
                 layer._disable_adapters = name == "reference"
                 layer._active_adapter = ["default" if name == "reference" else name]
