@@ -118,7 +118,7 @@ class Policy:
         if s.ndim and s.device.type == "cpu" and bool((s == s[0]).all()):
             s = s[0]
         if s.ndim or s.device.type != "cpu":
-            s = s.to(x.device).expand(n)
+            s = s.to(x.device, non_blocking=True).expand(n)
         request = Request(
             x=x.float(),
             sigma=s,
@@ -146,7 +146,7 @@ class Policy:
             return rows
         known = self._rows
         if known is None or known[1].device != device or not torch.equal(known[0], rows):
-            known = self._rows = (rows.clone(), rows.to(device, copy=True))
+            known = self._rows = (rows.clone(), rows.to(device, non_blocking=True, copy=True))
         return known[1]
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
