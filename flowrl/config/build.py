@@ -21,6 +21,7 @@ from flowrl.data import prompts as data_prompts
 from flowrl.data.conditions import Conditions
 from flowrl.data.scored_folder import list_of
 from flowrl.policy import Policy, heads, load_policy
+from flowrl.policy.attention import set_attention
 from flowrl.policy.generator import GeneratorPolicy
 from flowrl.policy.load import call_options
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
@@ -46,11 +47,16 @@ def precision(cfg: Config) -> str:
     )
 
 
-def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the context in which networks run at train.precision."""
-    if precision == "no":
+def autocast(cfg: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context in which networks run at train.precision.
+
+    None over a bf16 network with LoRA, which computes in bf16 throughout (policy/masters.py):
+    autocast would widen its layer norms. Weights that are all trained are fp32, and need it.
+    """
+    own = cfg.model.dtype == "bf16" and cfg.train.mode == "lora"
+    if cfg.train.precision == "no" or own:
         return nullcontext
-    return partial(torch.autocast, device.type, dtype=DTYPES[precision])
+    return partial(torch.autocast, device.type, dtype=DTYPES[cfg.train.precision])
 
 
 def make_algorithm(cfg: Config) -> Algorithm:
@@ -82,6 +88,7 @@ def make_policy(
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
     policy.freeze(False)
+    set_attention(policy.networks.values(), cfg.train.attention)
     if own:
         check_trained(cfg, policy)
     if cfg.model.self_check and hasattr(policy, "self_check"):
@@ -92,9 +99,21 @@ def make_policy(
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
         policy.gradient_checkpointing(True)
+    if live.policy is None and not decodes_with_gradient(cfg, live.algorithm):
+        policy.narrow_decoder()
+    if cfg.model.tiling:
+        policy.tile_decoder()
+    policy.compile_blocks(cfg.train.compile == "blocks")
     policy.freeze(not own)
     give_heads(cfg, policy, live.algorithm)
     return policy
+
+
+def decodes_with_gradient(cfg: Config, algorithm: Algorithm | None) -> bool:
+    """Whether a gradient passes through the decoder: the method climbs a reward, or one is climbed
+    beside it. Then the decoder stays in fp32."""
+    climbed = any(entry.get("mode") == "grad" for entry in cfg.reward.values())
+    return climbed or "reward" in (algorithm or make_algorithm(cfg)).needs
 
 
 def give_heads(cfg: Config, policy: Policy, algorithm: Algorithm | None) -> None:

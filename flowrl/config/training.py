@@ -146,6 +146,20 @@ class TrainConfig(Section):
         False,
         description="Recompute activations in the backward: less memory, a quarter more time.",
     )
+    attention: str | None = Field(
+        None,
+        description=(
+            "Attention backend, by its name in diffusers: native, flash, sage, xformers, ...; none:"
+            " diffusers' choice. Tried at the start, with a gradient."
+        ),
+    )
+    compile: Literal["none", "blocks"] = Field(
+        "none",
+        description=(
+            "blocks: the network's repeated blocks are compiled in place, for a few batch sizes, to"
+            " which the last rows of a batch are padded."
+        ),
+    )
 
 
 class OptimizerConfig(Section):

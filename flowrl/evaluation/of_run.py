@@ -50,7 +50,7 @@ def evaluate_run(
         images=images or cfg.eval.images,
         micro=cfg.batch.micro,
         decode=cfg.batch.decode,
-        autocast=autocast(cfg.train.precision, tuned.device),
+        autocast=autocast(cfg, tuned.device),
         **setting,
     )
     evaluation = record.add_row(into, _row_name(setting), result, held_out, **setting)

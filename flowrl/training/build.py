@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch.autograd.graph import increment_version
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
@@ -117,7 +118,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         policy=policy,
         view=algorithm.rollout_view,
         guidance=guidance,
-        autocast=autocast(cfg.train.precision, policy.device),
+        autocast=autocast(cfg, policy.device),
         rewards=rewards.to(policy.device),
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         helped_plan=helped_plan(cfg, algorithm, policy),
@@ -215,6 +216,8 @@ def weights(cfg: Config, algorithm: Algorithm, policy: Policy, accelerator: Acce
     adamw = torch.optim.AdamW(
         parameters.values(), lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, eps=o.eps
     )
+    # fused optimizers write without counting it, and copies of weights go by that count
+    adamw.register_step_post_hook(lambda *_: increment_version(parameters.values()))
     return Weights(
         parameters=parameters,
         adamw=adamw,
