@@ -229,9 +229,7 @@ def _qwen(of: _Asked) -> CallShapes:
         pipeline=of.a.pipeline,
         network="transformer",
         calls=tuple(calls),
-        encoders=(
-            Encoder(part="text_encoder", tokens=length + TEMPLATE_QWEN, hidden_states=True),
-        ),
+        encoders=(Encoder(part="text_encoder", tokens=length + TEMPLATE_QWEN, hidden_states=True),),
         rule="norm" if guided else "linear",
         shifted=True,
         time_dtype=None,

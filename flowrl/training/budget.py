@@ -120,6 +120,12 @@ class Planner:
         lowered = context is not autocast("no", torch.device("cpu"))
         self.low = DTYPES[cfg.train.precision] if lowered else None
         self.costs: dict[bool, Costs] = {}
+        self.rehearsals: dict[str, Rehearsed] = {}  # by batch, of which they depend
+
+    @property
+    def parameters(self) -> int:
+        """Of the network, without adapters."""
+        return sum(p.numel() for p in _frozen(self.policy).values())
 
     def budget(self, cfg: Config | None = None) -> Budget:
         """The budget of the config, or of one that differs in its batch and its checkpointing."""
@@ -131,7 +137,9 @@ class Planner:
                 self.policy, self.device, low=self.low, checkpointing=checkpointing
             )
         costs = self.costs[checkpointing]
-        first, events, metrics, views = rehearsed(own, self.policy.shapes)
+        if (batch := str(own.batch)) not in self.rehearsals:
+            self.rehearsals[batch] = rehearsed(own, self.policy.shapes)
+        first, events, metrics, views = self.rehearsals[batch]
         phases = simulated(events, costs, self.device, _cond_bytes(self.policy, own))
         step = _optimizer(self.policy, self.device)
         phases["optimizer"].gb = max(phases["optimizer"].gb, step.peak / GIB)
@@ -156,10 +164,7 @@ class Planner:
                 "gb": 4 * numbers * updates / GIB if self.gpus > 1 else 0.0,
                 "seconds": updates * self.device.all_reduce(4 * numbers, self.gpus, len(trained)),
             },
-            parameters={
-                "network": sum(p.numel() for p in _frozen(self.policy).values()),
-                "trained": numbers,
-            },
+            parameters={"network": self.parameters, "trained": numbers},
             notes=_notes(cfg, self.device),
         )
 
@@ -212,9 +217,11 @@ def share(cfg: Config, gpus: int) -> Config:
     return cfg.model_copy(update={"batch": own})
 
 
-def rehearsed(
-    cfg: Config, shapes: CallShapes
-) -> tuple[dict[str, float], list[Event], dict[str, float], int]:
+# metrics of the first iteration, events and metrics of the second one, copies of the weights
+Rehearsed = tuple[dict[str, float], list[Event], dict[str, float], int]
+
+
+def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
     """(metrics of the first iteration, events and metrics of the second one, copies of the trained
     weights), with the bytes of latents and media as they are."""
     numbers, media = torch.Size(shapes.latent).numel(), torch.Size(shapes.media).numel()
@@ -226,9 +233,7 @@ def rehearsed(
         sizes.append(torch.Size(latent).numel())
         drawn = shapes.media if exact else _media(shapes, sizes[-1] / numbers)
         run = Rehearsal(cfg, shapes, latent, drawn)
-        _, first = run.rehearse(0)
-        events, metrics = run.rehearse(1)
-        runs.append((first, events, metrics, len(run.algorithm.views)))
+        runs.append((*run.rehearse(), len(run.algorithm.views)))
     first, events, metrics, views = runs[-1]
     if len(runs) == 2:
         slope = (numbers - sizes[0]) / (sizes[1] - sizes[0])
@@ -262,9 +267,7 @@ def _extrapolated(small: Event, large: Event, slope: float) -> Event:
     return replace(large, **line)
 
 
-def simulated(
-    events: list[Event], costs: Costs, device: Device, cond: float
-) -> dict[str, Phase]:
+def simulated(events: list[Event], costs: Costs, device: Device, cond: float) -> dict[str, Phase]:
     """Peaks, seconds, FLOPs and network rows of each phase of an iteration. cond: bytes of its
     prompts, bound to the calls.
 

@@ -290,13 +290,15 @@ class Rehearsal(Trainer):
         needs = make_algorithm(cfg).needs
         return "reference" in needs or cfg.sampler.rlg != 1 or cfg.eval.rlg != 1
 
-    def rehearse(self, iteration: int) -> tuple[list[Event], dict[str, float]]:
-        """Events of an iteration, and what its line of metrics.jsonl would hold."""
+    def rehearse(self) -> tuple[dict[str, float], list[Event], dict[str, float]]:
+        """(metrics of the first iteration, events and metrics of the second one); metrics are what
+        a line of metrics.jsonl would hold."""
+        first = self.iterate(0).metrics
         with self.meter:
             self.notes.begin()
-            done = self.iterate(iteration)
+            done = self.iterate(1)
             self.notes.add("other")
-        return self.notes.events, done.metrics
+        return first, self.notes.events, done.metrics
 
 
 def _alone() -> SimpleNamespace:

@@ -23,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from flowrl.config.load import load_config
 from flowrl.config.schema import Config
-from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.roofline import GIB, this_cpu
 from flowrl.training.budget import Budget, Planner
 from flowrl.training.loop import Trainer
@@ -87,7 +86,7 @@ def trainer_of(cfg: Config) -> Trainer:
 
 @contextmanager
 def marked(trainer: Trainer) -> Any:
-    """Inside, phases of the ledger are marks in the profiler's trace, the optimizer's step apart."""
+    """Inside, phases are marks in the profiler's trace, the optimizer's step apart."""
     ledger, learner = trainer.ledger, trainer.learner
     phase, apply = ledger.phase, learner.apply
 
@@ -114,8 +113,9 @@ def marked(trainer: Trainer) -> Any:
 
 
 def allocated(trainer: Trainer, iteration: int) -> tuple[dict[str, float], dict[str, float]]:
-    """(peak GiB of each phase above the iteration's beginning, its metrics), by torch's profiler."""
-    with marked(trainer), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+    """(peak GiB of each phase above where the iteration begins, by torch's profiler; its metrics)"""
+    cpu = [ProfilerActivity.CPU]
+    with marked(trainer), profile(activities=cpu, profile_memory=True) as trace:
         metrics = trainer.iterate(iteration).metrics
     events = [
         (event.start_ns(), event.name(), event.nbytes() if event.name() == "[memory]" else 0)
