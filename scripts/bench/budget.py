@@ -113,7 +113,7 @@ def marked(trainer: Trainer) -> Any:
 
 
 def allocated(trainer: Trainer, iteration: int) -> tuple[dict[str, float], dict[str, float]]:
-    """(peak GiB of each phase above where the iteration begins, by torch's profiler; its metrics)"""
+    """(peak GiB of each phase above where the iteration begins, by the profiler; its metrics)"""
     cpu = [ProfilerActivity.CPU]
     with marked(trainer), profile(activities=cpu, profile_memory=True) as trace:
         metrics = trainer.iterate(iteration).metrics
