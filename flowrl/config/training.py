@@ -335,6 +335,13 @@ class GuardConfig(Section):
         le=1,
         description="Stop when more than this share of samples has no valid reward.",
     )
+    fits: bool = Field(
+        True,
+        description=(
+            "Refuse a run whose budget exceeds the memory of its GPU; false: say what it needs, and"
+            " start."
+        ),
+    )
     check_rewards: bool = Field(
         True,
         description=(
