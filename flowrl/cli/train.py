@@ -39,7 +39,8 @@ def train(
             raise ValueError("--accept-changes is about a run that goes on; add --resume RUN")
         cfg = config_of(resume, overrides) if resume else parse_config(overrides)
         trainer = loop.Trainer(cfg, resume=resume, accept_changes=accept_changes)
-    show(trainer.describe(), wrap=True)
+    if trainer.world.main:
+        show(trainer.describe(), wrap=True)
     try:
         run = trainer.run()
     except NothingTrained as error:

@@ -146,6 +146,13 @@ class TrainConfig(Section):
         False,
         description="Recompute activations in the backward: less memory, a quarter more time.",
     )
+    shard: list[Literal["denoiser"]] = Field(
+        [],
+        description=(
+            "What is split over the processes, so that each keeps a share of its frozen weights:"
+            " [denoiser]; none: every process keeps all of them."
+        ),
+    )
 
 
 class OptimizerConfig(Section):

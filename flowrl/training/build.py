@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
 from flowrl.config.live import Live, check_given
+from flowrl.config.load import flatten
 from flowrl.config.schema import Config
 from flowrl.data.conditions import check_alike, files, has_source
 from flowrl.data.prompts import Prompts, load_prompts, references
@@ -47,6 +49,7 @@ from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
 from flowrl.training.records import Parts, Weights
 from flowrl.training.resume import check_resume
+from flowrl.training.shard import check_shard, shard
 from flowrl.training.unused_options import unused_options
 from flowrl.training.watch import Watch
 from flowrl.types import Plan
@@ -72,9 +75,22 @@ def build(
         cfg.guard.rank_seconds,
     )
     world = World(accelerator, cfg.guard.rank_seconds)
+    if not world.main:
+        logger.setLevel(logging.ERROR)  # what all would say is said once
+    world.check_alike(flatten(cfg.model_dump(mode="json", exclude={"output"})))
     with claimed(cfg, folder, world) as (path, lock):
         place(accelerator, path)
-        return assemble(cfg, world, path, lock, live)
+        parts = assemble(cfg, world, path, lock, live)
+        if cfg.train.shard:
+            source = parts.source
+            shard(
+                source.policy,
+                world,
+                source.prompts,
+                guidance=source.guidance,
+                autocast=source.autocast,
+            )
+        return parts
 
 
 def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> Parts:
@@ -86,6 +102,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     check_alike([*prompts, *held_out])
     algorithm = live.algorithm or make_algorithm(cfg)
     check_method(cfg, algorithm, prompts, rewards)
+    check_shard(cfg, algorithm, rewards)
     policy = make_policy(cfg, device=accelerator.device, live=live)
     check_comparable(rewards.features, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
