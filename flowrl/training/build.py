@@ -49,7 +49,7 @@ from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
 from flowrl.training.records import Parts, Weights
 from flowrl.training.resume import check_resume
-from flowrl.training.shard import check_shard, shard
+from flowrl.training.shard import shard
 from flowrl.training.unused_options import unused_options
 from flowrl.training.watch import Watch
 from flowrl.types import Plan
@@ -102,7 +102,6 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     check_alike([*prompts, *held_out])
     algorithm = live.algorithm or make_algorithm(cfg)
     check_method(cfg, algorithm, prompts, rewards)
-    check_shard(cfg, algorithm, rewards)
     policy = make_policy(cfg, device=accelerator.device, live=live)
     check_comparable(rewards.features, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
