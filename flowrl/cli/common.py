@@ -49,6 +49,9 @@ def one_sentence_errors(*, disk: int = 2) -> Iterator[None]:
         from flowrl.runtime.files import WriteError
         from flowrl.runtime.memory import ran_out
 
+        lost = sys.modules.get("flowrl.runtime.distributed")  # not there: nobody to lose
+        if lost is not None and isinstance(error, lost.Lost):
+            stop(error, 1)
         if isinstance(error, RewardUnavailable | WriteError) or ran_out(error):
             stop(error, 1)
         if isinstance(error, RuntimeError) and not isinstance(error, RewardBug):

@@ -84,44 +84,52 @@ def evaluate(
     """Evaluate the averaged weights of a run's newest checkpoint on held-out prompts or on a suite;
     results join its report, unless they go elsewhere."""
     from flowrl.evaluation.places import places
-    from flowrl.runtime import log
+    from flowrl.runtime import distributed, log
 
     log.setup()
     with one_sentence_errors():
+        world = distributed.here()
         scale = None if guidance is None else parse_guidance(guidance)
         how: dict[str, Any] = {"images": images, "steps": steps, "guidance": scale, "rlg": rlg}
         of_suites: dict[str, Any] = {"best_of": best_of, "count": count, "prompts": prompts}
         words = {"rewards": reward or (), "held_out": held_out or ()}
         if suite is not None:
-            _evaluate_suite(runs, suite, output, seed=seed or 0, **how, **of_suites, **words)
+            chosen = {"seed": seed or 0, **how, **of_suites, **words}
+            _evaluate_suite(runs, suite, output, world, **chosen)
         elif len(runs) > 1 or any((*of_suites.values(), reward, held_out)):
             options = "--best-of, --count, --prompts, --reward and --held-out"
             needs = f"several runs, {options} need a suite"
             raise ValueError(f"{needs}; add --suite shapes, for example")
         else:
-            with places(runs, output, DOING) as into:
-                _evaluate_run(runs[0], into[runs[0]], seed=seed, **how)
+            with places(runs, output, DOING, world) as into:
+                _evaluate_run(runs[0], into[runs[0]], world, seed=seed, **how)
 
 
-def _evaluate_run(run: Path, into: Path, *, images: int | None, **chosen: Any) -> None:
+def _evaluate_run(run: Path, into: Path, world: Any, *, images: int | None, **chosen: Any) -> None:
     """Add a row to the evaluation.json of a run, or of the folder `into`. chosen: steps, guidance,
-    rlg, seed; None: as the run did."""
+    rlg, seed; None: as the run did. world: the processes that share it."""
     from flowrl.evaluation.of_run import evaluate_run
     from flowrl.report import terminal
 
     with one_sentence_errors(disk=1):
-        show(terminal.evaluation_table(evaluate_run(run, images=images, into=into, **chosen)))
+        found = evaluate_run(run, images=images, into=into, world=world, **chosen)
+        if world.main:
+            show(terminal.evaluation_table(found))
 
 
-def _evaluate_suite(runs: list[Path], suite: str, output: Path | None, **chosen: Any) -> None:
+def _evaluate_suite(
+    runs: list[Path], suite: str, output: Path | None, world: Any, **chosen: Any
+) -> None:
     """Base and tuned model of every run on a suite."""
     from flowrl.evaluation.places import places
     from flowrl.evaluation.suites import runs as suite_runs
     from flowrl.report import run_page, terminal
 
-    with one_sentence_errors(disk=1), places(runs, output, DOING) as into:
+    with one_sentence_errors(disk=1), places(runs, output, DOING, world) as into:
         options = suite_runs.Options(**chosen)
-        records = suite_runs.evaluate_runs(runs, suite, options, into=into)
+        records = suite_runs.evaluate_runs(runs, suite, options, into=into, world=world)
+        if not world.main:
+            return
         for record in records:
             for part in terminal.suite_tables(record):
                 show(part)

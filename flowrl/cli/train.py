@@ -40,7 +40,8 @@ def train(
         cfg = config_of(resume, overrides) if resume else parse_config(overrides)
         needed = budget_fit.before(cfg)
         trainer = loop.Trainer(cfg, resume=resume, accept_changes=accept_changes)
-    show("\n".join(filter(None, [trainer.describe(), needed])), wrap=True)
+    if trainer.world.main:
+        show("\n".join(filter(None, [trainer.describe(), needed])), wrap=True)
     try:
         run = trainer.run()
     except NothingTrained as error:

@@ -160,6 +160,13 @@ class TrainConfig(Section):
             " which the last rows of a batch are padded."
         ),
     )
+    shard: list[Literal["denoiser"]] = Field(
+        [],
+        description=(
+            "What is split over the processes, so that each keeps a share of its frozen weights:"
+            " [denoiser]; none: every process keeps all of them."
+        ),
+    )
 
 
 class OptimizerConfig(Section):

@@ -24,10 +24,11 @@ from flowrl.evaluation.answers import joined, told
 from flowrl.policy import Cond, Policy
 from flowrl.policy.load import as_policy
 from flowrl.report.answers import Answers
-from flowrl.rewards import RewardSet, load_set, readings
+from flowrl.rewards import RewardSet, RewardUnavailable, load_set, readings
 from flowrl.rewards.core.reward_set import Spec
 from flowrl.rollouts.generation import sample
 from flowrl.rollouts.scorer import media_of
+from flowrl.runtime.distributed import ALONE, Alone, World
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys
 from flowrl.types import Solver
@@ -76,7 +77,8 @@ class Sampling:
 
     rlg: weight of Reinforcement Learning Guidance (flowrl/rollouts/velocity.py); micro: most
     network rows in a forward; decode: most images decoded and scored at once; autocast: context of
-    the sampling network; as in training, decoding and rewards run outside it.
+    the sampling network; as in training, decoding and rewards run outside it; world: the processes
+    that share the samples.
     """
 
     steps: int
@@ -87,6 +89,7 @@ class Sampling:
     micro: int = 64
     decode: int = 32
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    world: World | Alone = ALONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,17 @@ class Judged:
     media: Tensor
     values: dict[str, Tensor]
     answers: Answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What one process made of an evaluation. values: reading -> (images, their values); kept:
+    image -> (*D), those of the grid; calls: network rows."""
+
+    values: dict[str, tuple[list[int], Tensor]]
+    kept: dict[int, Tensor]
+    answers: Answers
+    calls: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,30 +160,54 @@ class Evaluator:
                 ledger=self.ledger,
             )
 
-    @torch.no_grad()
     def evaluation(self, images: int) -> Evaluation:
-        """`images` images, prompt i % P for image i."""
-        calls, number = self.policy.calls, torch.arange(images)
-        which = (number % len(self.prompts)).tolist()
-        noise = keys.key(self.how.seed, "evaluation", number)
-        chosen = spread_rows(images, len(self.prompts))
-        values: dict[str, Tensor] = {}
-        kept: dict[int, Tensor] = {}
-        answers: list[Answers] = []
+        """`images` images, prompt i % P for image i; each process makes a part of them."""
+        world = self.how.world
+        which = [i % len(self.prompts) for i in range(images)]
         # equal prompts together: each is encoded once
         order = sorted(range(images), key=lambda i: which[i])
-        for start in range(0, images, CHUNK):
-            rows = order[start : start + CHUNK]
+        own = order[images * world.rank // world.size : images * (world.rank + 1) // world.size]
+        with world.all_or_none(RewardUnavailable):
+            made = self._made(own, which, images)
+        parts = world.collect(made)
+        values: dict[str, Tensor] = {}
+        for part in parts:
+            for name, (members, value) in part.values.items():
+                values.setdefault(name, torch.full((images,), float("nan")))[members] = value
+        kept = {i: image for part in parts for i, image in part.kept.items()}
+        return Evaluation(
+            values=values,
+            prompt=which,
+            images=torch.stack([kept[i] for i in sorted(kept)]),
+            nfe=sum(part.calls for part in parts) // images,
+            answers=joined(part.answers for part in parts),
+        )
+
+    @torch.no_grad()
+    def _made(self, own: list[int], which: list[int], images: int) -> Made:
+        """The images `own` of an evaluation, a chunk at a time."""
+        calls, chosen = self.policy.calls, spread_rows(images, len(self.prompts))
+        found: dict[str, tuple[list[int], list[Tensor]]] = {}
+        kept: dict[int, Tensor] = {}
+        answers: list[Answers] = []
+        for start in range(0, len(own), CHUNK):
+            rows = own[start : start + CHUNK]
+            noise = keys.key(self.how.seed, "evaluation", torch.tensor(rows))
             shown = {place: i for place, i in enumerate(rows) if i in chosen}
-            for part in self.judged([which[i] for i in rows], noise[rows], shown):
+            for part in self.judged([which[i] for i in rows], noise, shown):
                 members = rows[part.rows]
                 for name, value in part.values.items():
-                    values.setdefault(name, torch.full((images,), float("nan")))[members] = value
+                    at, several = found.setdefault(name, ([], []))
+                    at += members
+                    several.append(value)
                 kept |= {i: part.media[row].cpu() for row, i in enumerate(members) if i in chosen}
                 answers.append(part.answers)
-        grid = torch.stack([kept[i] for i in sorted(kept)])
-        nfe, said = (self.policy.calls - calls) // images, joined(answers)
-        return Evaluation(values=values, prompt=which, images=grid, nfe=nfe, answers=said)
+        return Made(
+            values={name: (at, torch.cat(several)) for name, (at, several) in found.items()},
+            kept=kept,
+            answers=joined(answers),
+            calls=self.policy.calls - calls,
+        )
 
 
 def evaluate(
@@ -187,6 +225,7 @@ def evaluate(
     decode: int = 32,
     ledger: Ledger | None = None,
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    world: World | Alone = ALONE,
 ) -> Evaluation:
     """Sample and score `images` images, prompt i % P for image i.
 
@@ -204,6 +243,7 @@ def evaluate(
         micro=micro,
         decode=decode,
         autocast=autocast,
+        world=world,
     )
     policy, prompts = as_policy(policy), records(prompts)
     ledger, rewards = ledger or Ledger(policy.device), load_set(rewards).pointwise()

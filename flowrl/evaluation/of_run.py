@@ -12,6 +12,7 @@ from flowrl.evaluation import record
 from flowrl.evaluation.held_out import evaluate
 from flowrl.report import run_page
 from flowrl.runtime import run_folder
+from flowrl.runtime.distributed import ALONE, Alone, World
 
 
 def evaluate_run(
@@ -26,13 +27,15 @@ def evaluate_run(
     rewards: Any = None,
     prompts: Any = None,
     into: Path | None = None,
+    world: World | Alone = ALONE,
 ) -> dict[str, Any]:
     """Evaluate the newest checkpoint of a run -> evaluation.json with one row more.
 
     images, steps, guidance, seed, rlg: as the run did, where None. policy, rewards, prompts: the
     live objects of the run, as flowrl.train took them; of prompts the held-out ones, a list or
     under "eval". A policy is loaded with the run's weights. into: the folder for the results, by
-    default the run, whose report is written again. What does not fit, or was live and is not passed
+    default the run, whose report is written again.
+    world: the processes that share the samples. What does not fit, or was live and is not passed
     -> ValueError.
     """
     run, into = Path(run), Path(run) if into is None else into
@@ -51,6 +54,7 @@ def evaluate_run(
         micro=cfg.batch.micro,
         decode=cfg.batch.decode,
         autocast=autocast(cfg, tuned.device),
+        world=world,
         **setting,
     )
     evaluation = record.add_row(into, _row_name(setting), result, held_out, **setting)

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from flowrl.runtime import files
+from flowrl.runtime.distributed import ALONE, Alone, World
 from flowrl.runtime.lock import Busy, Lock
 from flowrl.runtime.run_folder import config_file
 
@@ -21,11 +23,26 @@ def own(folder: Path, doing: str) -> Lock:
 
 
 @contextmanager
-def places(runs: Sequence[Path], output: Path | None, doing: str) -> Iterator[dict[Path, Path]]:
+def places(
+    runs: Sequence[Path], output: Path | None, doing: str, world: World | Alone = ALONE
+) -> Iterator[dict[Path, Path]]:
     """Run -> the folder of its results, locked inside: the run itself; `output`; or, of several
-    runs, a folder in it with the run's name."""
+    runs, a folder in it with the run's name. Only the main process keeps its results."""
     for run in runs:
         config_file(run)
+    with ExitStack() as stack:
+        with world.all_or_none(ValueError):
+            if world.main:
+                chosen = stack.enter_context(_locked(runs, output, doing))
+            else:
+                scratch = Path(stack.enter_context(TemporaryDirectory()))
+                chosen = {run: scratch / str(number) for number, run in enumerate(runs)}
+        yield chosen
+
+
+@contextmanager
+def _locked(runs: Sequence[Path], output: Path | None, doing: str) -> Iterator[dict[Path, Path]]:
+    """`places` of the main process."""
     chosen = {run: _place(run, runs, output) for run in runs}
     if len(set(chosen.values())) < len(chosen):
         raise ValueError("two runs have the same name, so --output cannot hold both; rename one")

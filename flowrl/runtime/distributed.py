@@ -1,8 +1,9 @@
 """What a run asks of accelerate: precision, trackers, and sums and gathers over its processes.
 
 Prompts are dealt to processes whole (a group never spreads over two), and gradients are summed
-after the last micro-batch, so ranks may differ in their number of micro-batches. Statistics are
-made from gathered rewards, so they do not depend on the number of processes.
+after the last micro-batch, so ranks may differ in their number of micro-batches; where networks are
+split, they keep in step (flowrl/runtime/in_step.py). Statistics are made from gathered rewards, so
+they do not depend on the number of processes.
 
 A process that died is noticed at once, by the connections that close; one that hangs after
 guard.rank_seconds, where all of them meet: when rewards are gathered, before gradients are summed,
@@ -11,16 +12,18 @@ and wherever they agree. Whoever is left says which one it was and ends with an 
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -29,10 +32,12 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn.functional import pad
 
+from flowrl.runtime.in_step import InStep
 from flowrl.runtime.signals import Aborted
 from flowrl.types import Rewards
 
 NOTICED = 0.5  # seconds: by then every connection of a process that stopped is known to be closed
+BUCKET = 2**26  # gradients that are summed in one piece: 256 MB in fp32
 
 
 def start(precision: str, trackers: list[str], folder: Path, seconds: float = 3600) -> Accelerator:
@@ -41,6 +46,7 @@ def start(precision: str, trackers: list[str], folder: Path, seconds: float = 36
 
     seconds: most that a process waits for the others.
     """
+    check_launcher(os.environ)
     if precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("train.precision=fp16 needs a GPU, and there is none; use bf16 or no")
     # an earlier run of this process may have had another precision
@@ -67,6 +73,29 @@ def start(precision: str, trackers: list[str], folder: Path, seconds: float = 36
     return accelerator
 
 
+PLUGINS = {  # what accelerate's launcher asks for by the environment, and what does it here
+    "ACCELERATE_USE_FSDP": ("--use_fsdp", "train.shard=[denoiser]"),
+    "ACCELERATE_USE_DEEPSPEED": ("--use_deepspeed", "train.shard=[denoiser]"),
+    "ACCELERATE_USE_MEGATRON_LM": ("--use_megatron_lm", "train.shard=[denoiser]"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", "train.shard=[denoiser]"),
+}
+
+
+def check_launcher(environment: Mapping[str, str]) -> None:
+    """ValueError for what accelerate's launcher was asked for and flowrl does in another way."""
+    for name, (flag, instead) in PLUGINS.items():
+        if environment.get(name, "false").lower() in ("1", "true", "yes", "y", "on", "t"):
+            raise ValueError(
+                f"{flag} wraps models in a plugin of accelerate, which LoRA on a replayed pipeline"
+                f" does not fit; launch with --multi_gpu, and set {instead} to split the weights"
+            )
+    if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() not in ("no", ""):
+        raise ValueError(
+            f"--dynamo_backend={environment['ACCELERATE_DYNAMO_BACKEND'].lower()} compiles models"
+            " that accelerate prepares, and flowrl's are not; leave it out"
+        )
+
+
 def place(accelerator: Accelerator, folder: Path) -> None:
     """Where trackers write."""
     project = accelerator.project_configuration
@@ -75,6 +104,13 @@ def place(accelerator: Accelerator, folder: Path) -> None:
 
 class Lost(RuntimeError):
     """Another process of this run stopped, or did not come in time."""
+
+
+def here() -> World | Alone:
+    """The processes that a launcher started this command in, or this one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return ALONE
+    return World(start("no", [], Path()))
 
 
 @contextmanager
@@ -103,6 +139,7 @@ class World:
         self.asked: str | None = None
         self.hurry = False
         self.control: Any = None  # the group of meetings, on the CPU
+        self.in_step: InStep | None = None  # where networks are split over the processes
         if self.size > 1 and dist.is_initialized():
             limit = timedelta(seconds=2 * seconds)
             with all_start():
@@ -205,6 +242,26 @@ class World:
         iteration. A signal to one of them is such a reason."""
         return self._first(self.asked or reason)
 
+    def check_alike(self, cfg: Any) -> None:
+        """ValueError on all processes where their devices, versions or settings differ."""
+        mine = {
+            "device": self.accelerator.device.type,
+            "torch": torch.__version__,
+            "accelerate": accelerate.__version__,
+            **cfg,
+        }
+        for rank, theirs in enumerate(told := self._everyone(mine)):
+            for name, value in theirs.items():
+                if value != (first := told[0].get(name)):
+                    raise ValueError(
+                        f"processes of one run are alike, and rank 0 has {name}={first}, rank"
+                        f" {rank} {name}={value}; give all of them the same"
+                    )
+
+    def collect(self, value: Any) -> list[Any]:
+        """The values of all processes, in their order, on every one of them."""
+        return self._everyone(value)
+
     def told(self, value: Any) -> Any:
         """The main process's value, on every process."""
         return self._everyone(value)[0]
@@ -225,8 +282,47 @@ class World:
         if self.size == 1:
             return
         self.meet()
+        grads = []
         for p in parameters:
-            p.grad = self.sum(torch.zeros_like(p) if p.grad is None else p.grad)
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            grads.append(p.grad)
+        for some in buckets(grads):  # hundreds of small sums are slow
+            whole = self.sum(torch.cat([grad.flatten() for grad in some]))
+            for grad, own in zip(some, whole.split([g.numel() for g in some]), strict=True):
+                grad.copy_(own.view_as(grad))
+
+    def backward(self, loss: Tensor) -> None:
+        """Add up the gradient of a loss; with split networks, when all processes do."""
+        if self.in_step is None:
+            self.accelerator.backward(loss)
+        else:
+            self.in_step.backward(loss)
+
+    def keep_in_step(self, rows: list[Callable[[], Tensor]]) -> InStep:
+        """From here on all processes call networks together. rows: see InStep."""
+        self.in_step = InStep(self._largest, self.accelerator.backward, self._safely, rows)
+        return self.in_step
+
+    def _largest(self, value: int) -> int:
+        """The largest value of all processes."""
+        found = torch.tensor(value)
+        with self._losing():
+            work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control, async_op=True)
+            work.wait(timedelta(seconds=self.seconds))
+        return int(found)
+
+    @contextmanager
+    def _safely(self) -> Iterator[None]:
+        """A call of a split network: Lost where it fails because a process is gone."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            time.sleep(NOTICED)
+            if any(rank != self.rank and self._gone(rank) for rank in range(self.size)):
+                raise self._lost(error) from error
+            raise
 
     def meet(self) -> None:
         """Wait for all processes. Lost if one stopped or does not come within `seconds`."""
@@ -250,17 +346,28 @@ class World:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
+        """Where all processes meet. See `_losing`."""
+        if self.in_step is not None:
+            self.in_step.go_on()
+        with self._losing():
+            yield
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
         """What fails inside, because another process is not there, is Lost and names it."""
         try:
             yield
         except torch.OutOfMemoryError:  # of this process
             raise
         except RuntimeError as error:
-            raise Lost(
-                f"of the {self.size} processes, {self._missing(error)} stopped, or did not come"
-                f" within guard.rank_seconds={self.seconds:g} seconds; its own last message says"
-                " why, and the others cannot go on without it"
-            ) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> Lost:
+        return Lost(
+            f"of the {self.size} processes, {self._missing(error)} stopped, or did not come within"
+            f" guard.rank_seconds={self.seconds:g} seconds; its own last message says why, and the"
+            " others cannot go on without it"
+        )
 
     def _missing(self, error: RuntimeError) -> str:
         """Who is not there, after a collective failed."""
@@ -278,6 +385,38 @@ class World:
         except RuntimeError:
             return True
         return False
+
+
+class Alone:
+    """A process that shares its work with no other, as `World` has it."""
+
+    rank, size, main = 0, 1, True
+
+    def collect(self, value: Any) -> list[Any]:
+        return [value]
+
+    def told(self, value: Any) -> Any:
+        return value
+
+    def all_or_none(self, error: type[Exception]) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+ALONE = Alone()
+
+
+def buckets(tensors: Iterable[Tensor], most: int = BUCKET) -> list[list[Tensor]]:
+    """Tensors that are sent as one: of one type on one device, `most` numbers or one tensor."""
+    out: list[list[Tensor]] = []
+    open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kind = tensor.dtype, tensor.device
+        some = open_.get(kind)
+        if some is None or sum(t.numel() for t in some) + tensor.numel() > most:
+            some = open_[kind] = []
+            out.append(some)
+        some.append(tensor)
+    return out
 
 
 def scaler_state(accelerator: Accelerator) -> dict[str, Any]:

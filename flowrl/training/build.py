@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.autograd.graph import increment_version
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
 from flowrl.config.live import Live, check_given
+from flowrl.config.load import flatten
 from flowrl.config.schema import Config
 from flowrl.data.conditions import check_alike, files, has_source
 from flowrl.data.prompts import Prompts, load_prompts, references
@@ -48,6 +50,7 @@ from flowrl.training.guards import Guards
 from flowrl.training.media_checks import check_media
 from flowrl.training.records import Parts, Weights
 from flowrl.training.resume import check_resume
+from flowrl.training.shard import shard
 from flowrl.training.unused_options import unused_options
 from flowrl.training.watch import Watch
 from flowrl.types import Plan
@@ -73,9 +76,22 @@ def build(
         cfg.guard.rank_seconds,
     )
     world = World(accelerator, cfg.guard.rank_seconds)
+    if not world.main:
+        logger.setLevel(logging.ERROR)  # what all would say is said once
+    world.check_alike(flatten(cfg.model_dump(mode="json", exclude={"output"})))
     with claimed(cfg, folder, world) as (path, lock):
         place(accelerator, path)
-        return assemble(cfg, world, path, lock, live)
+        parts = assemble(cfg, world, path, lock, live)
+        if cfg.train.shard:
+            source = parts.source
+            shard(
+                source.policy,
+                world,
+                source.prompts,
+                guidance=source.guidance,
+                autocast=source.autocast,
+            )
+        return parts
 
 
 def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> Parts:

@@ -37,7 +37,14 @@ ENDS = 2**20
 SAMPLED = 64  # values of each tensor of a network
 WRITTEN = ("journal", "log")  # settings of rewards that name files which a run writes
 UNCOUNTED = ("cli", "report")  # folders of flowrl that change no number
-RESUMABLE = ("iterations", "stop.", "checkpoint.", "guard.", "trackers")  # change no number either
+RESUMABLE = (
+    "iterations",
+    "stop.",
+    "checkpoint.",
+    "guard.",
+    "trackers",
+    "train.shard",
+)  # change no number either
 
 NOTHING = Live()  # no live objects
 

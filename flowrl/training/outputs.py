@@ -65,7 +65,7 @@ def start(trainer: Running) -> None:
     if main:
         processes = parts.source.world.size
         history.add(parts.path, "started", iteration=0, processes=processes)
-    if cfg.guard.check_rewards and main and parts.source.dataset is None:
+    if cfg.guard.check_rewards and parts.source.dataset is None:
         trainer.noise_watch.noise = try_rewards(parts)
     if cfg.eval.at_start:
         evaluate(trainer, "before")
@@ -142,6 +142,7 @@ def evaluate(
             micro=trainer.cfg.batch.micro,
             decode=trainer.cfg.batch.decode,
             autocast=parts.source.autocast,
+            world=parts.source.world,
         )
     if named:
         setting = {

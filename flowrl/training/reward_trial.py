@@ -7,10 +7,13 @@ plan, are on the books of no iteration.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from flowrl.data import conditions, prompts
+from flowrl.rewards import RewardBug
 from flowrl.rewards.checks.check import before_training, below_noise
 from flowrl.rewards.checks.contract import FEW
 from flowrl.rollouts.roll_out import roll_out
@@ -37,27 +40,31 @@ class NoiseWatch:
 def try_rewards(parts: Parts) -> dict[str, float]:
     """Warn of what the cheap checks say -> the noise of each trained reward that has any, by label.
 
-    See flowrl.rewards.checks.check.before_training.
+    Every process makes the same samples and tries its part of the rewards. See
+    flowrl.rewards.checks.check.before_training.
     """
-    source = parts.source
+    source, world = parts.source, parts.source.world
     batch, rollout, media = first_samples(parts, Ledger(source.policy.device))
     members = rollout.group[: len(media)]
     rows = members.tolist()
     context = conditions.context_of([batch.meta[g] for g in rows], media, members)
-    said, noise = before_training(source.rewards, media, [batch.text[g] for g in rows], context)
-    for sentence in said:
+    mine = dict([*source.rewards.rewards.items()][world.rank :: world.size])
+    own = replace(source.rewards, rewards=mine)
+    with world.all_or_none(RewardBug):
+        said, noise = before_training(own, media, [batch.text[g] for g in rows], context)
+    told = world.collect((said, noise))
+    for sentence in [sentence for sentences, _ in told for sentence in sentences] * world.main:
         logger.warning(sentence)
-    return {label: own for label, own in noise.items() if own}
+    return {label: level for _, noise in told for label, level in noise.items() if level}
 
 
 def first_samples(parts: Parts, ledger: Ledger) -> tuple[PromptBatch, Rollout, Tensor]:
     """FEW samples of the first iteration, of two prompts if there are: and their media."""
     cfg, source, leaves = parts.cfg, parts.source, parts.plan.leaves
     whole = prompts.batch(source.prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
-    mine = whole.ids[source.world.share(len(whole))]
-    each = min(cfg.batch.group, FEW // min(2, len(mine))) // leaves * leaves
+    each = min(cfg.batch.group, FEW // min(2, len(whole))) // leaves * leaves
     group = max(leaves, each)
-    batch = prompts.select(source.prompts, mine[: max(1, FEW // group)])
+    batch = prompts.select(source.prompts, whole.ids[: max(1, FEW // group)])
     logger.info(f"trying the rewards on {min(FEW, group * len(batch))} samples")
     with source.autocast(), source.policy.view(source.view):
         rollout = roll_out(

@@ -26,7 +26,7 @@ class Learner:
             parts.source.policy,
             parts.source.ledger,
             autocast=parts.source.autocast,
-            backward=parts.weights.accelerator.backward,
+            backward=self.world.backward,
         )
         self.micro = parts.micro
         self.step = self.nonfinite = 0

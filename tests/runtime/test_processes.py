@@ -9,8 +9,12 @@ import time
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from flowrl.runtime import distributed, signals
+from flowrl.runtime.in_step import Together
+from flowrl.training import shard
 from flowrl.types import Rewards
 
 SECONDS = 2.0  # that a process waits for the other
@@ -93,6 +97,92 @@ def test_a_process_that_dies_is_named_at_once(tmp_path, monkeypatch, where):
 
     said, _ = together(work, tmp_path, monkeypatch, ranks=1)[0]
     assert said.startswith("Lost: of the 2 processes, rank 1 stopped")
+
+
+class Dying(nn.Module):
+    """Two blocks; rank 1 stops in the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x):
+        x = self.blocks[0](x)
+        if os.environ["RANK"] == "1":
+            os._exit(3)
+        return self.blocks[1](x)
+
+
+def test_a_process_that_dies_within_a_split_network_is_named_at_once(tmp_path, monkeypatch):
+    def work(world):
+        root = shard.split(Dying(), init_device_mesh("cpu", (2,)))
+        in_step = world.keep_in_step([lambda: root(torch.ones(1, 4))])
+        Together(root, 0, in_step)(torch.ones(1, 4))
+
+    said, _ = together(work, tmp_path, monkeypatch, ranks=1)[0]
+    assert said.startswith("Lost: of the 2 processes, rank 1 stopped")
+
+
+def test_an_error_within_a_split_network_is_its_own_where_nobody_is_gone(tmp_path, monkeypatch):
+    def work(world):
+        in_step = world.keep_in_step([])
+        in_step.forward(0, lambda: torch.ones(2) @ torch.ones(3))
+
+    found = together(work, tmp_path, monkeypatch)
+    expected = "RuntimeError: inconsistent tensor size"
+    assert all(said.startswith(expected) for said, _ in found.values())
+
+
+def test_processes_that_are_not_alike_are_refused_by_all_of_them(tmp_path, monkeypatch):
+    def work(world):
+        world.check_alike({"seed": 7})
+        world.check_alike({"seed": world.rank})
+
+    found = together(work, tmp_path, monkeypatch)
+    expected = "ValueError: processes of one run are alike, and rank 0 has seed=0, rank 1 seed=1"
+    assert all(said.startswith(expected) for said, _ in found.values())
+
+
+@pytest.mark.parametrize("flag", ["fsdp", "deepspeed", "megatron_lm", "parallelism_config"])
+def test_plugins_of_the_launcher_are_refused_with_what_does_it_here(flag):
+    with pytest.raises(ValueError, match=f"--use_{flag} wraps .* set train.shard"):
+        distributed.check_launcher({f"ACCELERATE_USE_{flag.upper()}": "true"})
+    distributed.check_launcher({f"ACCELERATE_USE_{flag.upper()}": "false"})
+
+
+def test_compiling_by_the_launcher_is_refused():
+    distributed.check_launcher({"ACCELERATE_DYNAMO_BACKEND": "no"})
+    with pytest.raises(ValueError, match="--dynamo_backend=inductor compiles models"):
+        distributed.check_launcher({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})
+
+
+def test_tensors_are_sent_in_few_pieces_of_one_type():
+    small, large = torch.zeros(3), torch.zeros(9)
+    half = torch.zeros(2, dtype=torch.bfloat16)
+    found = distributed.buckets([small, half, small, large, half, small], most=8)
+    sizes = [[(len(t), t.dtype) for t in some] for some in found]
+    assert sizes == [
+        [(3, torch.float32)] * 2,
+        [(2, torch.bfloat16)] * 2,
+        [(9, torch.float32)],
+        [(3, torch.float32)],
+    ]
+
+
+def test_gradients_are_summed_in_one_piece_and_missing_ones_count_as_zero(tmp_path, monkeypatch):
+    def work(world):
+        a, b = (nn.Parameter(torch.zeros(2, n)) for n in (1, 3))
+        a.grad = torch.full((2, 1), 1.0 + world.rank)
+        if world.rank:
+            b.grad = torch.arange(6.0).view(2, 3)
+        count, total = [], world.sum
+        world.sum = lambda value: count.append(1) or total(value)
+        world.sum_gradients([a, b])
+        return a.grad.tolist(), b.grad.tolist(), len(count)
+
+    found = together(work, tmp_path, monkeypatch)
+    expected = [[3.0], [3.0]], [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], 1
+    assert found[0][0] == found[1][0] == expected
 
 
 def test_a_process_that_hangs_is_named_after_its_time(tmp_path, monkeypatch):

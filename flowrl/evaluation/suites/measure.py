@@ -23,7 +23,7 @@ from flowrl.evaluation.answers import joined
 from flowrl.evaluation.held_out import Evaluator, Sampling, spread_rows
 from flowrl.policy import Policy
 from flowrl.report.answers import Answers
-from flowrl.rewards import Reward, RewardSet
+from flowrl.rewards import Reward, RewardSet, RewardUnavailable
 from flowrl.rewards.checklist import YES, Checklist
 from flowrl.rewards.core.pictures import frames_of
 from flowrl.rewards.networks.clip import TwoTowers
@@ -75,15 +75,21 @@ def measure(
     ledger, journal = Ledger(policy.device), journal or Journal()
     asked = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=sampling, ledger=ledger)
     features = features_of(rewards, images)
-    parts: list[tuple[range, dict[str, Any]]] = []
-    with Progress(len(prompts), title=setting or "evaluate") as bar:
-        for which in _chunks(len(prompts), images):
-            part = journal.get(setting, which.start)
-            if part is None or not _fits(part, len(which), images):
-                part = _chunk(asked, which, images, features)
-                journal.put(setting, which.start, part)
-            parts.append((which, part))
-            bar.update(which.stop)
+    world, chunks = sampling.world, _chunks(len(prompts), images)
+    known = {which.start: journal.get(setting, which.start) for which in chunks}
+    left = [w for w in chunks if not _fits(known[w.start], len(w), images)]
+    left = world.told(left)  # the journal is the main process's
+    with Progress(len(prompts), title=setting or "evaluate", show=world.main) as bar:
+        for start in range(0, len(left), world.size):  # a chunk for each process
+            part, own = None, left[start + world.rank :][:1]
+            with world.all_or_none(RewardUnavailable):
+                part = _chunk(asked, own[0], images, features) if own else None
+            for which, made in zip(left[start:], world.collect(part), strict=False):
+                known[which.start] = made
+                journal.put(setting, which.start, made)
+                bar.update(which.stop)
+    known = world.told(known)
+    parts = [(which, known[which.start]) for which in chunks]
     return Measured(
         values=_joined(parts, "values", (len(prompts), images)),
         diversity=_joined(parts, "diversity", (len(prompts),)),
@@ -98,8 +104,10 @@ def _chunks(prompts: int, images: int) -> list[range]:
     return [range(start, min(start + each, prompts)) for start in range(0, prompts, each)]
 
 
-def _fits(part: dict[str, Any], prompts: int, images: int) -> bool:
+def _fits(part: dict[str, Any] | None, prompts: int, images: int) -> bool:
     """Whether what a journal kept is of so many prompts and images."""
+    if part is None:
+        return False
     tables, columns = part["values"].values(), part["diversity"].values()
     rows = [row for table in tables for row in table]
     whole = all(len(own) == prompts for own in (*tables, *columns))

@@ -13,7 +13,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from flowrl.evaluation.suites.measure import Journal, Measured
 from flowrl.evaluation.suites.suite import Suite, Task, load, prepare, run_suite, with_rewards
 from flowrl.evaluation.suites.summary import matrix, summary
 from flowrl.runtime import checkpoint, files, run_folder
+from flowrl.runtime.distributed import ALONE, Alone, World
 from flowrl.runtime.log import logger
 
 FOLDER = "suites"
@@ -59,11 +60,17 @@ class Options:
 
 
 def evaluate_runs(
-    runs: Sequence[Path], name: str, chosen: Options, *, into: Mapping[Path, Path] | None = None
+    runs: Sequence[Path],
+    name: str,
+    chosen: Options,
+    *,
+    into: Mapping[Path, Path] | None = None,
+    world: World | Alone = ALONE,
 ) -> list[dict[str, Any]]:
     """Evaluate runs on a suite and write suites/<name>.json of each -> the records.
 
-    into: run -> the folder for it, where that is not the run. What is wrong with suite, prompts,
+    into: run -> the folder for it, where that is not the run. world: the processes that share the
+    samples; only the main one's records are kept. What is wrong with suite, prompts,
     rewards or runs -> ValueError before anything is sampled. Runs of one base model share its rows.
     """
     suite = _suite(name, chosen)
@@ -75,7 +82,7 @@ def evaluate_runs(
     records: list[dict[str, Any]] = []
     for run, cfg in zip(runs, configs, strict=True):
         place = into[run]
-        records.append(_evaluate(run, place, cfg, task, chosen, most, known))
+        records.append(_evaluate(run, place, cfg, task, chosen, most, known, world))
         write(place, task.name, records[-1])
     if len(records) > 1:
         table = matrix(records)
@@ -111,12 +118,14 @@ def _evaluate(
     chosen: Options,
     most: int,
     known: dict[str, Rows],
+    world: World | Alone,
 ) -> dict[str, Any]:
     """place: of its journal. known: rows of base models that were measured for other runs, by what
     they depend on."""
     weights = build.newest_of(run)  # the run may go on and write another one
     policy = build.load_tuned(cfg, weights)
     sampling = sampling_of(task.suite, cfg, seed=chosen.seed, device=policy.device, rlg=chosen.rlg)
+    sampling = replace(sampling, world=world)
     baseline = cfg.eval.baseline_guidance if task.suite.guidance is None else None
     for guidance in (sampling.guidance, baseline or "none"):
         policy.branches(guidance)  # one that the model does not know is refused here

@@ -1,0 +1,86 @@
+"""Processes that call split networks together.
+
+The weights of a split network are gathered block by block while it runs, from all processes: one
+that called it alone would wait for ever. But processes differ in how many rows they have. So before
+each call every process says what it wants, a forward, a backward, or to go on to where all meet,
+and all of them do the first of these that anybody wants, in this order. A process that wanted
+something else makes that call with one row of no consequence, and says again what it wants.
+
+So all processes make the same calls in the same order, as torch's `Join` has it for whole
+iterations, and nothing has to count rows ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+GO_ON, BACKWARD, FORWARD = range(3)  # what a process may want; FORWARD + 2 network + with gradient
+
+
+class InStep:
+    """The calls of one process, in step with those of the others.
+
+    agree: what this process wants -> the largest of what all of them want. backward: adds up the
+    gradient of a loss. safely: context of a call, in which a process that stopped is told from an
+    error. rows: what makes a call with one row, for each network.
+    """
+
+    def __init__(
+        self,
+        agree: Callable[[int], int],
+        backward: Callable[[Tensor], None],
+        safely: Callable[[], AbstractContextManager[None]],
+        rows: list[Callable[[], Tensor]],
+    ) -> None:
+        self.agree, self.add_gradient, self.safely, self.rows = agree, backward, safely, rows
+        self.kept: list[Tensor] = []  # outputs of no consequence that the next backward passes
+        self.followed = 0  # calls that were made for others
+
+    def go_on(self) -> None:
+        """Leave for where all processes meet, when all of them do."""
+        self._until(GO_ON)
+
+    def forward(self, network: int, call: Callable[[], Any]) -> Any:
+        """call(), which runs a network, when it is its turn."""
+        self._until(FORWARD + 2 * network + torch.is_grad_enabled())
+        with self.safely():
+            return call()
+
+    def backward(self, loss: Tensor) -> None:
+        """Add up the gradient of a loss, when no process has a forward left to make before."""
+        self._until(BACKWARD)
+        self._backward(loss)
+
+    def _until(self, wanted: int) -> None:
+        """Do what others want until it is this process's turn."""
+        while (first := self.agree(wanted)) != wanted:
+            self.followed += 1
+            if first == BACKWARD:
+                self._backward(torch.zeros((), device=self.kept[0].device))
+                continue
+            network, gradient = divmod(first - FORWARD, 2)
+            with self.safely(), torch.set_grad_enabled(bool(gradient)):
+                out = self.rows[network]()
+            if gradient:
+                self.kept.append(out)
+
+    def _backward(self, loss: Tensor) -> None:
+        kept, self.kept = self.kept, []
+        with self.safely():
+            self.add_gradient(loss + sum(0 * out.float().sum() for out in kept))
+
+
+class Together(nn.Module):
+    """A network that is called in step. number: which of `in_step.rows` stands for it."""
+
+    def __init__(self, network: nn.Module, number: int, in_step: InStep) -> None:
+        super().__init__()
+        self.network, self.number, self.in_step = network, number, in_step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.in_step.forward(self.number, lambda: self.network(*args, **kwargs))

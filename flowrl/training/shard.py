@@ -1,0 +1,199 @@
+"""train.shard: the frozen weights of networks are split, and each process keeps its share.
+
+A block is gathered from all processes when it runs and let go of after it (torch's FSDP2,
+`fully_shard`), so that a forward holds one block whole. What is trained stays whole on every
+process: optimizer, averages, views, checkpoints and exported LoRA know nothing of it. Calls of
+processes that differ in their number of rows are kept in step (flowrl/runtime/in_step.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from flowrl.algorithms.common.base import Algorithm
+from flowrl.config.schema import Config
+from flowrl.data import conditions
+from flowrl.data.prompts import Prompts
+from flowrl.policy import Policy
+from flowrl.policy.blocks import blocks
+from flowrl.policy.pipeline import PipelinePolicy
+from flowrl.policy.replay.body import BodyReplay
+from flowrl.policy.replay.record import prediction_of
+from flowrl.rewards import RewardSet
+from flowrl.runtime.distributed import World
+from flowrl.runtime.in_step import Together
+from flowrl.runtime.log import logger
+
+STEPS = 8  # of the schedule whose noise levels are tried, to reach every network
+
+
+def check_shard(cfg: Config, algorithm: Algorithm, rewards: RewardSet) -> None:
+    """ValueError where weights that are to be split cannot be; no model is needed."""
+    if not cfg.train.shard:
+        return
+    what = f"train.shard=[{','.join(cfg.train.shard)}]"
+    if cfg.train.mode == "full":
+        raise ValueError(
+            f"{what} splits frozen weights, and train.mode=full trains them all; use"
+            " train.mode=lora, or leave train.shard out"
+        )
+    if "text_encoder" in cfg.train.parts:
+        raise ValueError(
+            f"{what} keeps calls of the denoiser in step, and a trained text encoder is called"
+            " between them; leave one of the two out"
+        )
+    if "reward" in algorithm.needs or rewards.climbers:
+        raise ValueError(
+            f"{what}: the gradient of a reward computes calls of the network again in its backward,"
+            " where processes cannot be kept in step; leave train.shard, or that gradient, out"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What a process holds of the networks, in bytes: of all their weights, and of its own share
+    with what is trained."""
+
+    whole: int
+    held: int
+
+
+class Root(nn.Module):
+    """What `fully_shard` takes for the whole network: a pipeline that asks the network itself, with
+    a stub in place of its forward, gathers nothing."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.network(*args, **kwargs)
+
+
+def shard(
+    policy: Policy,
+    world: World,
+    prompts: Prompts,
+    *,
+    guidance: float | str,
+    autocast: Callable[[], AbstractContextManager[object]],
+) -> Shares | None:
+    """Split the denoisers of a policy over all processes -> what this one holds; None with a
+    single process. A network that cannot be split -> ValueError."""
+    if world.size == 1:
+        logger.warning("train.shard splits nothing: there is one process")
+        return None
+    check_policy(policy)
+    whole = sum(map(size_of, policy.networks.values()))
+    with autocast():
+        calls = one_row(policy, prompts, guidance)
+    mesh = init_device_mesh(policy.device.type, (world.size,))
+    roots = {name: split(network, mesh) for name, network in policy.networks.items()}
+    rows = [_call(roots[name], calls[name], autocast) for name in roots]
+    in_step = world.keep_in_step(rows)
+    for number, (name, root) in enumerate(roots.items()):
+        policy.modules[name] = Together(root, number, in_step)
+    held = sum(map(size_of, policy.networks.values()))
+    logger.info(f"train.shard: {held / 1e6:,.1f} of {whole / 1e6:,.1f} MB of weights a process")
+    return Shares(whole=whole, held=held)
+
+
+def check_policy(policy: Policy) -> None:
+    """ValueError where a policy's networks cannot be split."""
+    if isinstance(policy, PipelinePolicy) and isinstance(policy.replay, BodyReplay):
+        raise ValueError(
+            f"train.shard: {policy.replay.pipeline} is run by its own loop body, whose calls cannot"
+            " be kept in step; leave train.shard out"
+        )
+    if not policy.networks:
+        raise ValueError(
+            "train.shard: the model is a generator, which has no weights; leave train.shard out"
+        )
+    for name, network in policy.networks.items():
+        kind = type(network).__name__
+        if not blocks(network):
+            raise ValueError(
+                f"train.shard: the {name} ({kind}) has no repeated blocks (modules in an"
+                " nn.ModuleList) to split; leave train.shard out"
+            )
+        odd = [p for p in network.parameters() if not p.is_floating_point()]
+        if odd:
+            raise ValueError(
+                f"train.shard: weights of the {name} ({kind}) are {odd[0].dtype}, and only whole"
+                " floating-point weights are split; leave quantisation or train.shard out"
+            )
+
+
+def one_row(policy: Policy, prompts: Prompts, guidance: float | str) -> dict[str, dict[str, Any]]:
+    """The arguments of a call with one row, by network: what is called where others have rows."""
+    calls: dict[str, dict[str, Any]] = {}
+    known, counted = policy.modules, policy.calls
+    policy.modules = {name: Noted(module, name, calls) for name, module in known.items()}
+    try:
+        cond = policy.encode([prompts[0]["prompt"]], conditions.of(prompts[:1]))
+        noise = torch.zeros((1, *policy.latent_shape), device=policy.device)
+        rows = torch.zeros(1, dtype=torch.int64)
+        for sigma in policy.schedule(STEPS).sigmas[:-1]:
+            with torch.no_grad():
+                policy.velocity(noise, sigma, cond, rows, guidance=guidance)
+            if calls.keys() == known.keys():
+                break
+    finally:
+        policy.modules, policy.calls = known, counted
+    if missing := known.keys() - calls.keys():
+        raise ValueError(
+            f"train.shard: the {sorted(missing)[0]} is called at no noise level of the schedule;"
+            " leave train.shard out"
+        )
+    return calls
+
+
+class Noted(nn.Module):
+    """A network that notes the arguments of its first call."""
+
+    def __init__(self, network: nn.Module, name: str, calls: dict[str, dict[str, Any]]) -> None:
+        super().__init__()
+        self.network, self.name, self.calls = network, name, calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.setdefault(self.name, {"args": args, "kwargs": kwargs})
+        return self.network(*args, **kwargs)
+
+
+def split(network: nn.Module, mesh: DeviceMesh) -> Root:
+    """Split a network's frozen weights, block by block, and what lies outside of blocks."""
+    root = Root(network)
+    for module in (*blocks(network), root):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=trained(module))
+    return root
+
+
+def trained(module: nn.Module) -> set[nn.Parameter]:
+    """Weights of adapters, of all views."""
+    return {p for name, p in module.named_parameters() if "lora_" in name}
+
+
+def _call(
+    root: Root, call: dict[str, Any], autocast: Callable[[], AbstractContextManager[object]]
+) -> Callable[[], Tensor]:
+    """The call of a network with one row -> its prediction."""
+
+    def run() -> Tensor:
+        with autocast():
+            return prediction_of(root(*call["args"], **call["kwargs"]))
+
+    return run
+
+
+def size_of(network: nn.Module) -> int:
+    """Bytes of the weights that this process holds."""
+    own = (getattr(p, "_local_tensor", p) for p in network.parameters())
+    return sum(p.numel() * p.element_size() for p in own)

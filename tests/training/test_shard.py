@@ -1,0 +1,171 @@
+"""Networks whose weights are split over processes: the same numbers, a share of the bytes, and the
+same calls on all processes, whatever rows they have."""
+
+import importlib.util
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import small
+import tiny
+import torch
+from torch import nn
+
+from flowrl.config.load import load_config
+from flowrl.policy import load_policy
+from flowrl.policy.blocks import blocks
+from flowrl.runtime import distributed
+from flowrl.training import shard
+from flowrl.training.loop import Trainer
+
+SPEC = importlib.util.spec_from_file_location(
+    "processes", Path(__file__).resolve().parents[2] / "scripts" / "bench" / "processes.py"
+)
+processes = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(processes)
+
+FOUND = {
+    "sd15": {"BasicTransformerBlock", "ResnetBlock2D"},
+    "sd3": {"JointTransformerBlock"},
+    "flux": {"FluxTransformerBlock", "FluxSingleTransformerBlock"},
+    "wan21": {"WanTransformerBlock"},
+}
+# what each of two processes calls: noise levels, and whether with a gradient
+CALLS = [[(0.95, True), (0.3, False), (0.95, True), (0.2, True)], [(0.2, True), (0.9, False)]]
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_blocks_of_unets_and_transformers_are_found(name):
+    pipe = tiny.pipeline(name)
+    network = getattr(pipe, "unet", None) or pipe.transformer
+    found = blocks(network)
+    assert {type(block).__name__ for block in found} == FOUND[name]
+    inside = {id(p) for block in found for p in block.parameters()}
+    assert len(inside) == sum(len(list(block.parameters())) for block in found)  # none twice
+
+
+def test_blocks_of_a_plain_module_are_the_members_of_its_outermost_lists():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+    body = nn.ModuleDict({"first": nn.Linear(2, 2), "rest": nn.ModuleList([Block(), Block()])})
+    assert blocks(body) == list(body["rest"])
+    assert blocks(nn.Linear(2, 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["train.mode=full"], "train.mode=full trains them all"),
+        (["train.parts=[denoiser,text_encoder]"], "a trained text encoder is called between them"),
+        (["algorithm=draft"], "the gradient of a reward"),
+    ],
+)
+def test_what_does_not_go_with_shard_is_refused(words, sentence):
+    from flowrl.config.build import make_algorithm
+
+    cfg = load_config(None, ["train.shard=[denoiser]", *words])
+    rewards = SimpleNamespace(climbers=[])
+    with pytest.raises(ValueError, match=sentence):
+        shard.check_shard(cfg, make_algorithm(cfg), rewards)
+
+
+def test_a_network_without_blocks_or_of_quantised_weights_is_refused():
+    policy = load_policy(tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond, lora={"rank": 2})
+    policy.networks = {"module": nn.Linear(2, 2)}
+    with pytest.raises(ValueError, match="no repeated blocks"):
+        shard.check_policy(policy)
+    two = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])})
+    two["blocks"][0].weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    policy.networks = {"module": two}
+    with pytest.raises(ValueError, match="torch.uint8, and only whole floating-point weights"):
+        shard.check_policy(policy)
+
+
+def called(policy, calls, backward):
+    """Make these calls and add up the gradient of their squares."""
+    cond = policy.encode(tiny.PROMPTS[:1])
+    rows = torch.zeros(1, dtype=torch.int64)
+    for number, (sigma, gradient) in enumerate(calls):
+        x = torch.randn((1, *policy.latent_shape), generator=torch.Generator().manual_seed(number))
+        with torch.set_grad_enabled(gradient):
+            v = policy.velocity(x, sigma, cond, rows, guidance="none")
+        if gradient:
+            backward(v.square().sum())
+
+
+def test_processes_that_call_other_networks_a_different_number_of_times_stay_in_step(tmp_path):
+    """A UNet, a transformer with checkpointing, and a video model of two networks, of which a call
+    takes the one for its noise level. Their gradients are those of all calls in one process."""
+    policies = {name: tiny.policy(name, lora={"rank": 2}) for name in ("sd15", "sd3", "wan22")}
+    policies["sd3"].gradient_checkpointing(True)
+
+    def alone():
+        out = {}
+        for name, policy in policies.items():
+            for calls in CALLS:
+                called(policy, calls, torch.Tensor.backward)
+            out[name] = torch.cat([p.grad.flatten() for p in policy.trainable.named().values()])
+        return out
+
+    def divided():
+        accelerator = distributed.start("no", [], tmp_path, 60)
+        world, out = distributed.World(accelerator, 60), {}
+        for name, policy in policies.items():
+            prompts = [{"prompt": tiny.PROMPTS[0]}]
+            shares = shard.shard(policy, world, prompts, guidance="none", autocast=nullcontext)
+            called(policy, CALLS[world.rank], world.backward)
+            trained = policy.trainable.named().values()
+            world.sum_gradients(trained)
+            out[name] = torch.cat([p.grad.flatten() for p in trained])
+            sizes = [shares.held, shares.whole, policy.calls, world.in_step.followed]
+            out[f"{name} sizes"] = torch.tensor(sizes)
+        return out
+
+    (expected,) = processes.on(1, alone)
+    found = processes.on(2, divided)
+    for name in policies:
+        for rank in (0, 1):
+            apart = torch.from_numpy(found[rank][name] - expected[name]).norm()
+            assert apart < 1e-5 * torch.from_numpy(expected[name]).norm()
+        held, whole, *_ = found[0][f"{name} sizes"]
+        assert held < 0.75 * whole  # adapters stay whole
+        assert [found[rank][f"{name} sizes"][2] for rank in (0, 1)] == [4, 2]
+        assert found[1][f"{name} sizes"][3] >= 4  # calls and backwards that were not its own
+
+
+def test_a_sharded_run_in_which_a_process_has_nothing_to_train_equals_one_process(tmp_path):
+    """Rank 1's prompts score alike, so that it has no row. The other's are drawn again in rounds,
+    and the run ends with an evaluation of three images and an exported LoRA."""
+    policy = load_policy("shapes-sd3", lora={"rank": 2, "alpha": 2})
+
+    def uneven(media, prompts, context):
+        even = torch.tensor(["red" in prompt for prompt in prompts])
+        return torch.where(even, 0.0, media.flatten(1).std(1))
+
+    texts = ["a red circle", "a blue square"]
+
+    def run(name, *words):
+        asked = processes.words("flow_grpo", name, tmp_path / name, *words, "batch.prompts=2")
+        asked = [w for w in asked if not w.startswith("data.eval")]
+        live = {"train": texts, "eval": ["a green star"]}
+        trainer = Trainer(
+            load_config(None, asked), policy=policy, rewards={"r": uneven}, prompts=live
+        )
+        trainer.run()
+        seen = {name: torch.tensor(v) for name, v in small.values(trainer.path, "after").items()}
+        return {**policy.state(), **seen}
+
+    more = ["batch.micro=1", "batch.updates=1", "draw.mode=balance", "draw.rounds=1"]
+    more += ["eval.images=3", "eval.steps=2", "eval.baseline_guidance=null"]
+    (one,) = processes.on(1, lambda: run("replicated", *more))
+    found = processes.on(2, lambda: run("sharded", *more))
+    for name, value in one.items():
+        close = {"rtol": 1e-4, "atol": 1e-7}
+        torch.testing.assert_close(*map(torch.from_numpy, (found[0][name], value)), **close)
+    assert "r" in one and len(one["r"]) == 3  # images of the evaluation, dealt to two
+    folder = tmp_path / "sharded" / "lora"
+    assert (folder / "pytorch_lora_weights.safetensors").is_file()
