@@ -8,7 +8,7 @@
     python scripts/bench/results_page.py                     the page, from the cells that are there
 
 All share model, prompts, reward, LoRA and budget. `time` knows methods and claims. A cell is one
-run, in docs/results/next/NAME.json; a cell that is there is not run again. The budget counts
+run, in docs/results/cells/NAME.json; a cell that is there is not run again. The budget counts
 network rows: forward of the rollout and of references 1, forward and backward of a trained row 3.
 --workers 2 runs two cells side by side, one thread each. The seconds of the page are rows times the
 seconds a row that `time` measured, which takes no --workers: keep the machine free for it.
@@ -211,7 +211,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    cells.RUNS = "next"
     if args.what == "cell":
         run_cell(args.words[0])
         return
