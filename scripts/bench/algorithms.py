@@ -35,6 +35,7 @@ import torch
 from cells import Cell
 
 from flowrl.config.load import load_config
+from flowrl.training.guards import Dead
 from flowrl.training.loop import Trainer
 from flowrl.training.outputs import evaluate
 
@@ -55,13 +56,13 @@ def train(c: Cell) -> Cell:
     with tempfile.TemporaryDirectory() as folder:
         words = [f"output={folder}/run", f"eval.at_start={is_whole(c)}"]
         trainer = Trainer(load_config(None, [*c["settings"], *words]))
-        spent, curve = follow(trainer, c)
+        spent, curve, dead = follow(trainer, c)
         made = c | {
             "machine": machine() | {"load": load},
             "commit": commit(),
             "spent": spent,
             "curve": curve,
-            "stopped": trainer.stopped,
+            "stopped": trainer.stopped or dead,
         }
         if c["kind"] == "time":
             return made
@@ -77,27 +78,33 @@ def is_whole(c: Cell) -> bool:
     return c["kind"] in ("run", "claim")
 
 
-def follow(trainer: Trainer, c: Cell) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """(what was spent, a point of the curve for each iteration)."""
+def follow(trainer: Trainer, c: Cell) -> tuple[dict[str, float], list[dict[str, float]], str]:
+    """(what was spent, a point of the curve for each iteration, why a guard ended the run before
+    its budget was spent: a model that is never right teaches nothing)."""
     curve: list[dict[str, float]] = []
     spent = {"calls": 0.0, "rows": 0.0, "seconds": 0.0}
     marks = [c["budget"] * share for share in cells.MARKS if is_whole(c)]
-    for it in trainer:
-        m = it.metrics
-        spent["calls"] += m["nfe/rollout"] + m.get("nfe/reference", 0) + 3 * m.get("nfe/update", 0)
-        spent["rows"] += m["policy/rows"]
-        spent["seconds"] += m["time/iteration"]
-        point = {"iteration": it.number, **{k: round(v, 1) for k, v in spent.items()}}
-        point |= {k: float(f"{m[k]:.4g}") for k in LOGGED if k in m}
-        if marks and spent["calls"] >= marks[0]:
-            marks = [x for x in marks if x > spent["calls"]]
-            point |= held_out(trainer)
-        curve.append(point)
-        timed = c["kind"] == "time"
-        done = it.number == TIMED if timed else spent["calls"] >= c["budget"]
-        if done or trainer.stopped:
-            break
-    return spent, curve
+    try:
+        for it in trainer:
+            m = it.metrics
+            spent["calls"] += (
+                m["nfe/rollout"] + m.get("nfe/reference", 0) + 3 * m.get("nfe/update", 0)
+            )
+            spent["rows"] += m["policy/rows"]
+            spent["seconds"] += m["time/iteration"]
+            point = {"iteration": it.number, **{k: round(v, 1) for k, v in spent.items()}}
+            point |= {k: float(f"{m[k]:.4g}") for k in LOGGED if k in m}
+            if marks and spent["calls"] >= marks[0]:
+                marks = [x for x in marks if x > spent["calls"]]
+                point |= held_out(trainer)
+            curve.append(point)
+            timed = c["kind"] == "time"
+            done = it.number == TIMED if timed else spent["calls"] >= c["budget"]
+            if done or trainer.stopped:
+                break
+    except Dead as dead:
+        return spent, curve, str(dead)
+    return spent, curve, ""
 
 
 def held_out(trainer: Trainer) -> dict[str, float]:
