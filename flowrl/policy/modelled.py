@@ -27,11 +27,10 @@ from flowrl.policy.replay.pixels import Pixels
 from flowrl.policy.replay.request import Request
 
 META = torch.device("meta")
-VAE = torch.float32  # as load_policy casts it
 
 
 class ModelledPolicy(Policy):
-    """See Policy. call: arguments of the pipeline's call. dtype: of all but the VAE."""
+    """See Policy. call: arguments of the pipeline's call. decoder: type of the VAE, dtype: of all others."""
 
     def __init__(
         self,
@@ -40,6 +39,7 @@ class ModelledPolicy(Policy):
         *,
         lora: dict[str, Any] | None,
         dtype: torch.dtype,
+        decoder: torch.dtype,
     ) -> None:
         self.architecture, self.shapes = architecture, call_shapes(architecture, call)
         network = self.shapes.network
@@ -48,7 +48,7 @@ class ModelledPolicy(Policy):
             super().__init__({network: module}, lora, self.shapes.latent)
         module.to(META)  # peft makes adapters on the CPU
         self.replay = replay_of(self.shapes, dtype)
-        self.vae = architecture.build("vae", VAE)
+        self.vae = architecture.build("vae", decoder)
         self.decoder = decoder_of(self.shapes, self.vae)
         others = {network, "vae"}
         self.others = {

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flowrl.config.build import DTYPES, autocast
+from flowrl.config.build import DTYPES, autocast, decodes_with_gradient
 from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.policy.architecture import read
@@ -116,6 +116,7 @@ class Planner:
             conditions.loaded(call_options(cfg.model.pipeline)),
             lora=lora,
             dtype=DTYPES[cfg.model.dtype],
+            decoder=torch.float32 if decodes_with_gradient(cfg, None) else DTYPES[cfg.model.dtype],
         )
         context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
         self.low = None if context is nullcontext else DTYPES[cfg.train.precision]

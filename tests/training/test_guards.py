@@ -131,12 +131,14 @@ def test_a_resumed_run_counts_on():
         second({**WELL, "optimizer/step": 0})
 
 
-def test_no_published_run_would_have_been_stopped():
+def test_no_published_run_whose_model_is_ever_right_would_have_been_stopped():
     """Their longest stretch without a step is the reason for the default."""
     longest = 0
     for file in sorted(CELLS.glob("*.json")):
-        idle = 0
-        for line in json.loads(file.read_text()).get("curve", []):
+        idle, curve = 0, json.loads(file.read_text()).get("curve", [])
+        if not any(line["policy/grad_norm"] for line in curve):
+            continue  # sampled with one or two steps
+        for line in curve:
             idle = 0 if line["policy/grad_norm"] else idle + 1
             longest = max(longest, idle)
     assert 10 < longest < GuardConfig().stop_after / 1.5
