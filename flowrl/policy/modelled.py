@@ -30,7 +30,8 @@ META = torch.device("meta")
 
 
 class ModelledPolicy(Policy):
-    """See Policy. call: arguments of the pipeline's call. decoder: type of the VAE, dtype: of all others."""
+    """See Policy. call: arguments of the pipeline's call. decoder: type of the VAE; dtype: of all
+    others."""
 
     def __init__(
         self,

@@ -46,6 +46,7 @@ def test_a_modelled_policy_calls_its_network_as_the_pipeline_does(name, tmp_path
         tiny.CALLS[name],
         lora={"rank": 2, "alpha": 2},
         dtype=torch.float32,
+        decoder=torch.float32,
     )
     assert modelled.latent_shape == real.latent_shape
     assert modelled.branches("pipeline") == real.branches("pipeline")
@@ -61,6 +62,8 @@ def test_a_modelled_policy_calls_its_network_as_the_pipeline_does(name, tmp_path
 def test_text_encoders_run_without_values(name, tmp_path):
     pipe = tiny.pipeline(name)
     pipe.save_pretrained(tmp_path)
-    modelled = ModelledPolicy(read(str(tmp_path)), tiny.CALLS[name], lora=None, dtype=torch.float32)
+    modelled = ModelledPolicy(
+        read(str(tmp_path)), tiny.CALLS[name], lora=None, dtype=torch.float32, decoder=torch.float32
+    )
     with torch.no_grad():
         assert len(modelled.encode_one()) == len(modelled.shapes.encoders) > 0
