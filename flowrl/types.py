@@ -33,7 +33,12 @@ def fp64(like: Tensor, *values: Tensor | float) -> list[Tensor]:
     numbers. (Apple's GPUs have no fp64; there it is fp32.)
     """
     exact = torch.float32 if like.device.type == "mps" else torch.float64
-    return [expand(torch.as_tensor(v, dtype=exact, device=like.device), like) for v in values]
+    # not blocking: the host would wait for all that the device has to do
+    to = {"device": like.device, "dtype": exact, "non_blocking": True}
+    return [expand(torch.as_tensor(v).to(**to), like) for v in values]
+
+
+NO_DENSITY = "log_prob of a deterministic transition (std = 0); only SDE steps have a density"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +58,19 @@ class Transition:
         """Log-density of y (B, *L), detached, over latent dims where mask is true -> (B,).
 
         "mean" divides by the number of dims D (the field's convention: ratios become r**(1/D)). std
-        == 0 where mask is true -> ValueError. What mask leaves out enters neither value nor
+        == 0 where mask is true -> ValueError; on a device, which would have to be waited for, the
+        density is infinite. What mask leaves out enters neither value nor
         gradient, even if it is NaN; a row without any dim has log-density 0.
         """
         gap, std = y.detach().float() - self.mean, self.std
         if mask is not None:  # select before arithmetic: 0 * NaN is NaN
             mask = mask.expand_as(gap)
             gap, std = torch.where(mask, gap, 0.0), torch.where(mask, std, 1.0)
-        if not bool((std > 0).all()):
-            raise ValueError(
-                "log_prob of a deterministic transition (std = 0); only SDE steps have a density"
-            )
+        if std.device.type == "cpu" and not bool((std > 0).all()):
+            raise ValueError(NO_DENSITY)
         lp = -0.5 * (gap / std).square() - torch.log(std) - 0.5 * math.log(2 * math.pi)
+        if std.device.type != "cpu":
+            lp = torch.where(std > 0, lp, torch.inf)
         if mask is None:
             flat = lp.flatten(1)
             return flat.mean(1) if reduction == "mean" else flat.sum(1)

@@ -56,5 +56,5 @@ def sample(
         v = velocity(x, sigma)
         first_order = order == 1 or i == len(sigmas) - 2
         y = step(v, x, sigma, sigma_next, None if first_order else x0_prev, sigma_prev)
-        x0_prev, sigma_prev, x = x.float() - sigma.to(x) * v.float(), sigma, y
+        x0_prev, sigma_prev, x = x.float() - sigma.to(x, non_blocking=True) * v.float(), sigma, y
     return x

@@ -72,10 +72,10 @@ def grow(
 
 def evaluate(velocity: Velocity, level: Level, micro: int | None) -> Tensor:
     """v (n, *L) of all nodes of a level, at most `micro` in a call."""
-    n, row = len(level.row), level.row.to(level.x.device)
+    n = len(level.row)
     most = micro or n
     chunks = [slice(i, i + most) for i in range(0, n, most)]
-    return torch.cat([velocity(level.x[c], level.sigma[c], row[c]).float() for c in chunks])
+    return torch.cat([velocity(level.x[c], level.sigma[c], level.row[c]).float() for c in chunks])
 
 
 class Forest:
@@ -103,14 +103,16 @@ class Forest:
         # Edges that lead to one node are walked once.
         first, place = distinct(self.names.node[:, edges].flatten())
         copy, edge, start = first // len(edges), edges[first % len(edges)], source.flatten()[first]
-        before, v = level.take(start), v[start]
+        before, v = level.take(start), v[start.to(v.device, non_blocking=True)]
         y, log_prob = self.walk(before, v, copy, edge)
         after = Level(
             x=y,
             row=before.row,
             sigma=self.plan.sigma_next[edge],
             stored=torch.full((len(y),), -1),
-            x0=before.x - expand(before.sigma, v).to(v) * v if self.plan.solver == "dpm2" else None,
+            x0=before.x - expand(before.sigma, v).to(v, non_blocking=True) * v
+            if self.plan.solver == "dpm2"
+            else None,
             sigma_x0=before.sigma,
         )
         place = place.view_as(source)
@@ -120,22 +122,23 @@ class Forest:
     def walk(self, before: Level, v: Tensor, copy: Tensor, edge: Tensor) -> tuple[Tensor, Tensor]:
         """Edges of both kinds from `before` -> (states at their ends, log-prob or NaN)."""
         ode = self.plan.kind[edge] == ODE
+        log_prob = v.new_full((len(edge),), torch.nan)
         if bool(ode.all()):
-            return self.straight(before, v, edge), torch.full((len(edge),), torch.nan)
+            return self.straight(before, v, edge), log_prob
         if not bool(ode.any()):
             return self.noisy(before, v, copy, edge)
-        y, log_prob = torch.empty_like(before.x), torch.full((len(edge),), torch.nan)
+        y = torch.empty_like(before.x)
         some, others = torch.nonzero(ode).flatten(), torch.nonzero(~ode).flatten()
-        y[some] = self.straight(before.take(some), v[some], edge[some])
-        rest = before.take(others), v[others], copy[others], edge[others]
-        y[others], log_prob[others] = self.noisy(*rest)
+        a, b = (t.to(v.device, non_blocking=True) for t in (some, others))
+        y[a] = self.straight(before.take(some), v[a], edge[some])
+        y[b], log_prob[b] = self.noisy(before.take(others), v[b], copy[others], edge[others])
         return y, log_prob
 
     def straight(self, before: Level, v: Tensor, edge: Tensor) -> Tensor:
         """ODE edges. The last edge of a path, and one without history, are first-order."""
         x, sigma, sigma_next = before.x, before.sigma, self.plan.sigma_next[edge]
         if before.x0 is None:  # Euler
-            return x + expand(sigma_next - sigma, x).to(x) * v
+            return x + expand(sigma_next - sigma, x).to(x, non_blocking=True) * v
         second_order = (sigma <= self.plan.dpm_from) & ~self.kept.is_leaf[edge]
         history = torch.where(second_order, before.sigma_x0, 1.0)
         return dpmpp.step(v, x, sigma, sigma_next, before.x0, history)
@@ -151,4 +154,4 @@ class Forest:
             s, shared = plan.correlation, key("siblings", names.parent_path[copy, edge])
             xi = (self.noise(shared) + s * xi) / (1 + s * s) ** 0.5
         y = step.sample(xi)
-        return y, sde.log_prob(plan, step, y).cpu()
+        return y, sde.log_prob(plan, step, y)

@@ -120,9 +120,9 @@ def generate(
 
 
 def _load(model: str, lora: Path | None, pipeline: list[str] | None, hints: str | None) -> Any:
-    """The policy, as a run trained it, or with its LoRA; with the run's arguments of the call,
-    which `pipeline` overrides."""
-    from flowrl.config.build import lora_of, pipeline_of, trained
+    """The policy, as a run trained it, or with its LoRA and heads; with the run's arguments of the
+    call, which `pipeline` overrides."""
+    from flowrl.config.build import heads_of, lora_of, pipeline_of, trained
     from flowrl.policy import load_policy
 
     if is_run(model):
@@ -136,6 +136,8 @@ def _load(model: str, lora: Path | None, pipeline: list[str] | None, hints: str 
     policy: Any = load_policy(model, **settings, **call)
     if weights:
         policy.load_lora(weights)
+    if lora and (heads := heads_of(lora)):
+        policy.load_heads(heads)
     return policy
 
 

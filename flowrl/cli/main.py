@@ -1,4 +1,4 @@
-"""The command line: train, generate, score, evaluate, report, show, check, serve, list.
+"""The command line: train, budget, generate, score, evaluate, report, show, check, serve, list.
 
 Exit codes: 0 done, 1 a failure while running, 2 the user's input was wrong and nothing was started.
 """
@@ -9,11 +9,12 @@ import os
 
 import typer
 
-from flowrl.cli import check, evaluate, generate, report, score, serve, show, train
+from flowrl.cli import budget, check, evaluate, generate, report, score, serve, show, train
 from flowrl.cli import list as list_
 
 COMMANDS = {  # in the order of `flowrl --help`
     "train": train.train,
+    "budget": budget.budget,
     "generate": generate.generate,
     "score": score.score,
     "evaluate": evaluate.evaluate,

@@ -29,7 +29,7 @@ def train(
 ) -> None:
     """Train. Prints what an iteration will cost before it starts."""
     from flowrl.runtime import log
-    from flowrl.training import loop
+    from flowrl.training import budget_fit, loop
     from flowrl.training.records import NothingTrained
     from flowrl.training.resume import config_of
 
@@ -38,9 +38,10 @@ def train(
         if accept_changes and resume is None:
             raise ValueError("--accept-changes is about a run that goes on; add --resume RUN")
         cfg = config_of(resume, overrides) if resume else parse_config(overrides)
+        needed = budget_fit.before(cfg)
         trainer = loop.Trainer(cfg, resume=resume, accept_changes=accept_changes)
     if trainer.world.main:
-        show(trainer.describe(), wrap=True)
+        show("\n".join(filter(None, [trainer.describe(), needed])), wrap=True)
     try:
         run = trainer.run()
     except NothingTrained as error:

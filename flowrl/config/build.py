@@ -21,6 +21,7 @@ from flowrl.data import prompts as data_prompts
 from flowrl.data.conditions import Conditions
 from flowrl.data.scored_folder import list_of
 from flowrl.policy import Policy, heads, load_policy
+from flowrl.policy.attention import set_attention
 from flowrl.policy.generator import GeneratorPolicy
 from flowrl.policy.load import call_options
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
@@ -46,11 +47,16 @@ def precision(cfg: Config) -> str:
     )
 
 
-def autocast(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the context in which networks run at train.precision."""
-    if precision == "no":
+def autocast(cfg: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context in which networks run at train.precision.
+
+    None over a bf16 network with LoRA, which computes in bf16 throughout (policy/masters.py):
+    autocast would widen its layer norms. Weights that are all trained are fp32, and need it.
+    """
+    own = cfg.model.dtype == "bf16" and cfg.train.mode == "lora"
+    if cfg.train.precision == "no" or own:
         return nullcontext
-    return partial(torch.autocast, device.type, dtype=DTYPES[precision])
+    return partial(torch.autocast, device.type, dtype=DTYPES[cfg.train.precision])
 
 
 def make_algorithm(cfg: Config) -> Algorithm:
@@ -82,6 +88,7 @@ def make_policy(
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
     policy.freeze(False)
+    set_attention(policy.networks.values(), cfg.train.attention)
     if own:
         check_trained(cfg, policy)
     if cfg.model.self_check and hasattr(policy, "self_check"):
@@ -92,9 +99,21 @@ def make_policy(
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
         policy.gradient_checkpointing(True)
+    if live.policy is None and not decodes_with_gradient(cfg, live.algorithm):
+        policy.narrow_decoder()
+    if cfg.model.tiling:
+        policy.tile_decoder()
+    policy.compile_blocks(cfg.train.compile == "blocks")
     policy.freeze(not own)
     give_heads(cfg, policy, live.algorithm)
     return policy
+
+
+def decodes_with_gradient(cfg: Config, algorithm: Algorithm | None) -> bool:
+    """Whether a gradient passes through the decoder: the method climbs a reward, or one is climbed
+    beside it. Then the decoder stays in fp32."""
+    climbed = any(entry.get("mode") == "grad" for entry in cfg.reward.values())
+    return climbed or "reward" in (algorithm or make_algorithm(cfg)).needs
 
 
 def give_heads(cfg: Config, policy: Policy, algorithm: Algorithm | None) -> None:
@@ -251,13 +270,15 @@ def trained(run: Path, call: Mapping[str, Any], hints: str | None = None) -> Pol
     return load_tuned(cfg.model_copy(update={"model": cfg.model.model_copy(update=new)}), saved)
 
 
-def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
+def lora_of(folder: Path) -> tuple[Path | None, dict[str, Any]]:
     """LoRA weights and what load_policy takes for them, {"lora", "parts"}: of a run folder, or of a
-    folder that a run exported."""
+    folder that a run exported. (None, {}): the run trained heads alone (`heads_of`)."""
     weights = folder / "lora" if (folder / "lora").is_dir() else folder
     settings = weights / LORA_SETTINGS
     if not folder.exists():
         raise ValueError(f"--lora: there is no {folder}; give a finished run's folder")
+    if not settings.is_file() and heads_of(folder):
+        return None, {}
     if not settings.is_file():
         raise ValueError(
             f"{folder} holds no exported LoRA: {settings.name} is missing; give a finished run's"
@@ -265,6 +286,12 @@ def lora_of(folder: Path) -> tuple[Path, dict[str, Any]]:
         )
     found = read_settings(settings)
     return weights, {"parts": found.pop("parts"), "lora": found}
+
+
+def heads_of(folder: Path) -> Path | None:
+    """Small networks that a run trained beside the model: their folder, if it exported any."""
+    heads = folder / "heads"
+    return heads if heads.is_dir() else None
 
 
 def pipeline_of(folder: Path) -> dict[str, Any]:

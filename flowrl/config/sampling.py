@@ -21,7 +21,18 @@ class ModelConfig(Section):
         ),
     )
     dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="Type of the frozen weights; trained weights are always fp32."
+        "fp32",
+        description=(
+            "Type of the frozen weights, and of the VAE where no gradient passes; trained weights"
+            " are always fp32."
+        ),
+    )
+    tiling: bool = Field(
+        False,
+        description=(
+            "Decode a tile at a time, for large pictures and videos; batch.decode is how many"
+            " samples."
+        ),
     )
     self_check: bool = Field(
         True,

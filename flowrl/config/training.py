@@ -146,6 +146,20 @@ class TrainConfig(Section):
         False,
         description="Recompute activations in the backward: less memory, a quarter more time.",
     )
+    attention: str | None = Field(
+        None,
+        description=(
+            "Attention backend, by its name in diffusers: native, flash, sage, xformers, ...; none:"
+            " diffusers' choice. Tried at the start, with a gradient."
+        ),
+    )
+    compile: Literal["none", "blocks"] = Field(
+        "none",
+        description=(
+            "blocks: the network's repeated blocks are compiled in place, for a few batch sizes, to"
+            " which the last rows of a batch are padded."
+        ),
+    )
     shard: list[Literal["denoiser"]] = Field(
         [],
         description=(
@@ -327,6 +341,13 @@ class GuardConfig(Section):
         ge=0,
         le=1,
         description="Stop when more than this share of samples has no valid reward.",
+    )
+    fits: bool = Field(
+        True,
+        description=(
+            "Refuse a run whose budget exceeds the memory of its GPU; false: say what it needs, and"
+            " start."
+        ),
     )
     check_rewards: bool = Field(
         True,

@@ -53,7 +53,7 @@ def evaluate_run(
         images=images or cfg.eval.images,
         micro=cfg.batch.micro,
         decode=cfg.batch.decode,
-        autocast=autocast(cfg.train.precision, tuned.device),
+        autocast=autocast(cfg, tuned.device),
         world=world,
         **setting,
     )

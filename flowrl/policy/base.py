@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy import heads, lora
+from flowrl.policy.compiled import Compiled, compile_blocks
 from flowrl.policy.parts import Parts
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
@@ -41,6 +42,7 @@ class Policy:
             dict(modules if trained is None else trained), adapter
         )
         self.heads: Parts | None = None  # small networks beside it, see policy/heads.py
+        self.compiled: Compiled | None = None  # blocks, see compile_blocks
         self.calls = 0
         self._rows: tuple[Tensor, Tensor] | None = None  # the last CPU rows, where they were put
         self._embedded: tuple[Cond, Tensor | None] | None = None  # the last prompts' features
@@ -116,20 +118,26 @@ class Policy:
         if s.ndim and s.device.type == "cpu" and bool((s == s[0]).all()):
             s = s[0]
         if s.ndim or s.device.type != "cpu":
-            s = s.to(x.device).expand(n)
-        rows = self._placed(rows, x.device)
-        v, network_rows = self._velocity(
-            Request(
-                x=x.float(),
-                sigma=s,
-                cond=cond,
-                rows=rows,
-                guidance=guidance,
-                detach_uncond=detach_uncond,
-            )
+            s = s.to(x.device, non_blocking=True).expand(n)
+        request = Request(
+            x=x.float(),
+            sigma=s,
+            cond=cond,
+            rows=self._placed(rows, x.device),
+            guidance=guidance,
+            detach_uncond=detach_uncond,
         )
+        size = n if self.compiled is None else self.compiled.size(n)
+        if size > n:  # the first rows again, whose results nobody reads
+            request = request.take(torch.arange(size, device=x.device) % n)
+        try:
+            v, network_rows = self._velocity(request)
+        except Exception as error:
+            if self.compiled is None or not self.compiled.gives_up(error):
+                raise
+            v, network_rows = self._velocity(request)
         self.calls += network_rows
-        return v
+        return v if size == n else v[:n]
 
     def _placed(self, rows: Tensor, device: torch.device) -> Tensor:
         """rows on the device; the same tensor again for equal CPU rows, so that what is gathered by
@@ -138,7 +146,7 @@ class Policy:
             return rows
         known = self._rows
         if known is None or known[1].device != device or not torch.equal(known[0], rows):
-            known = self._rows = (rows.clone(), rows.to(device, copy=True))
+            known = self._rows = (rows.clone(), rows.to(device, non_blocking=True, copy=True))
         return known[1]
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
@@ -219,6 +227,16 @@ class Policy:
         (n, F, 3, H, W) in [0, 1], or of a module any (n, *D). cond, rows (n,): whose latents they
         are, for pipelines that decode them with the prompt's own conditions (a first frame)."""
         raise NotImplementedError
+
+    def narrow_decoder(self) -> None:
+        """Decode in the networks' own type, where no gradient passes."""
+
+    def tile_decoder(self) -> None:
+        """Decode a tile at a time, to save memory. ValueError where the decoder cannot."""
+        raise ValueError(
+            "model.tiling=true: this model's decoder has no tiles; leave it out, and lower"
+            " batch.decode to save memory"
+        )
 
     def encode_media(self, media: Tensor) -> Tensor:
         """media -> x0 (n, *L) flow coordinates: the mode of the VAE's posterior."""
@@ -311,6 +329,13 @@ class Policy:
                 module.enable_gradient_checkpointing()
             else:
                 module.disable_gradient_checkpointing()
+
+    def compile_blocks(self, on: bool = True) -> None:
+        """Compile the repeated blocks of the networks in place, and pad batches to sizes that were
+        seen before (policy/compiled.py); or run them as they are."""
+        if self.compiled is not None:
+            self.compiled.off()
+        self.compiled = compile_blocks(list(self.networks.values())) if on else None
 
     def save_lora(self, folder: str | Path) -> Path:
         """Write the adapter to `folder`; diffusers' LoRA format where the pipeline has one."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.policy.masters import Master, matrices, version
 from flowrl.policy.merged import save_merged
 from flowrl.policy.replay.arguments import map_tensors
 from flowrl.runtime.registry import did_you_mean
@@ -113,6 +114,8 @@ class Parts:
         self.lora = None if lora is None else dict(lora)
         self.copies: dict[str, dict[str, Tensor]] = {}  # full mode: other views' values
         self.targets: dict[str, list[str]] = {}  # names of the layers with LoRA, by component
+        self.matrices: dict[str, list[nn.Linear]] = {}  # LoRA's A and B of each view
+        self.compared: dict[tuple[str, str], tuple[Any, bool]] = {}  # pairs of views, see equal
         self.active = "default"
         self.wide = False  # full mode: weights were made fp32
         self.options = _options(lora or {})
@@ -129,6 +132,8 @@ class Parts:
             if name == "default":
                 module.requires_grad_(False)
                 save_merged(module)
+                # wherever it is called from: a loop, a replay, a check
+                module.register_forward_pre_hook(self._refresh)
             _inject(module, self._config(part), name)
             for layer in _layers(module):
                 layer.set_adapter("default")  # also turns gradients of other adapters off
@@ -137,6 +142,13 @@ class Parts:
                     # fp32 whatever the frozen dtype: small updates would round away
                     p.data = p.data.float()
         self.layers = [layer for m in self.modules.values() for layer in _layers(m)]
+        self.matrices[name] = matrices(self.layers, name)
+
+    def _refresh(self, *call: Any) -> None:
+        """Before a forward: the bf16 copies of the active view follow their masters."""
+        for matrix in self.matrices.get(self.active, ()):
+            if isinstance(matrix, Master):
+                matrix.refresh()
 
     def _config(self, part: str) -> Any:
         """peft's LoraConfig of a component."""
@@ -206,9 +218,19 @@ class Parts:
         return {k: p.detach() for k, p in self.named(view).items()}
 
     def equal(self, a: str, b: str) -> bool:
-        """Whether two views hold the same values."""
-        other = self.tensors(b)
-        return all(torch.equal(value, other[key]) for key, value in self.tensors(a).items())
+        """Whether two views hold the same values; compared once for as long as neither is
+        written."""
+        now, known = (self._versions(a), self._versions(b)), self.compared.get((a, b))
+        if known is None or known[0] != now:
+            other = self.tensors(b)
+            same = all(torch.equal(value, other[key]) for key, value in self.tensors(a).items())
+            known = self.compared[a, b] = (now, same)
+        return known[1]
+
+    def _versions(self, view: str) -> list[Any]:
+        if self.lora is None:
+            return [version(value) for value in self.tensors(view).values()]
+        return [version(matrix.weight) for matrix in self.matrices.get(view, ())]
 
     @torch.no_grad()
     def copy(self, src: str, dst: str, decay: float) -> None:
@@ -258,8 +280,8 @@ class Parts:
         if name == self.active:
             return
         if self.lora is not None:
-            if name not in ("default", "reference"):
-                self.tensors(name)
+            if name not in ("default", "reference") and not self.has(name):
+                self.tensors(name)  # says which there are
             for layer in self.layers:
                 layer._disable_adapters = name == "reference"
                 layer._active_adapter = ["default" if name == "reference" else name]

@@ -31,15 +31,19 @@ class Detectors:
         self.rewards = {name: load(name) for name in self.names if name in REWARDS}
         self.whole_groups = "diversity" in self.names
 
+    def check(self, shape: tuple[int, ...]) -> None:
+        """ValueError where media (n, ...) of this shape are no pictures."""
+        if media_kind(shape) == "arrays":
+            raise ValueError(
+                f"watch.detectors={','.join(self.names)} read pictures or videos, and a sample of"
+                f" this model has shape {shape[1:]}; leave watch.detectors out"
+            )
+
     @torch.no_grad()
     def __call__(self, media: Tensor, group: Tensor) -> dict[str, Tensor]:
         """Media (n, 3, H, W) or (n, F, 3, H, W) in [0, 1] of samples in groups (n,); all others ->
         ValueError. NaN where a pixel is not finite."""
-        if media_kind(media.shape) == "arrays":
-            raise ValueError(
-                f"watch.detectors={','.join(self.names)} read pictures or videos, and a sample of"
-                f" this model has shape {tuple(media.shape[1:])}; leave watch.detectors out"
-            )
+        self.check(tuple(media.shape))
         known = media.flatten(1).isfinite().all(1)
         seen, members = media[known].float().clamp(0, 1), group.to(media.device)[known]
         out: dict[str, Tensor] = {}

@@ -23,17 +23,19 @@ class Judge:
 
     def __call__(self, x: Tensor, rollout: Rollout, samples: Tensor, sigma: float = 0.0) -> Tensor:
         """Latents at sigma (n, *L), in place of the rollout's `samples` (n,) -> weighted rewards
-        (n,) fp32.
-
-        ValueError where the decoder passes no gradient on.
-        """
+        (n,) fp32."""
         group = rollout.group[samples]
         media = self.policy.decode(x, sigma, rollout.cond, group)
-        if x.requires_grad and not media.requires_grad:
-            raise ValueError(
-                "the decoder of this policy passes no gradient on, which the method needs; a decode"
-                " of your own must be made of torch operations"
-            )
+        check_gradient(x, media)
         rows = group.tolist()
         context = conditions.context_of([self.batch.meta[g] for g in rows], media.detach(), group)
         return climb(media.float(), [self.batch.text[g] for g in rows], self.rewards, context)
+
+
+def check_gradient(x: Tensor, media: Tensor) -> None:
+    """ValueError where media have no gradient in the latents that they were decoded from."""
+    if x.requires_grad and not media.requires_grad:
+        raise ValueError(
+            "the decoder of this policy passes no gradient on, which climbing a reward's gradient"
+            " needs; a decode of your own must be made of torch operations"
+        )

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Ledger:
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         if self.cuda:
             torch.cuda.synchronize(self.device)
+        self.graphs = compiled_graphs()
         self.began = self.mark = time.perf_counter()
 
     @contextmanager
@@ -114,6 +116,15 @@ class Ledger:
         if rows:
             self.flops[key[0]] += rows * self.flops_per_row.get(key, 0.0)
 
+    def count(self, kind: str, run: Callable[[], Any], *, rows: int) -> None:
+        """Count the FLOPs of a call, if they are unknown, by a run of its own: inside a counter
+        nothing compiled is used, and other kernels round otherwise."""
+        key = (self.stack[-1] if self.stack else "", kind, "forward")
+        if key not in self.flops_per_row:
+            with FlopCounter() as counter, torch.no_grad():
+                run()
+            self.flops_per_row[key] = counter.total / rows
+
     def add_time(self, name: str, seconds: float) -> None:
         """Book seconds that passed elsewhere, in another thread, as time/<name>; they do not belong
         to the iteration."""
@@ -121,7 +132,7 @@ class Ledger:
 
     def iteration(self) -> dict[str, float]:
         """Close the books and start anew: time/<phase>, time/iteration, time/overhead_fraction,
-        nfe/<phase>, flops/<phase>, flops, mfu, memory/...
+        nfe/<phase>, flops/<phase>, flops, mfu, compile/graphs, memory/...
 
         overhead_fraction = 1 - (network + vae + reward) / iteration. mfu is there when the device's
         peak is known.
@@ -142,6 +153,8 @@ class Ledger:
             out |= {f"flops/{phase}": flops for phase, flops in self.flops.items() if phase}
             out["flops"] = total
             out |= {"mfu": total / (wall * self.peak)} if self.peak else {}
+        if new := compiled_graphs() - self.graphs:
+            out["compile/graphs"] = float(new)
         # Peak memory of the device; on a CPU, the process's highest resident size so far.
         if self.cuda:
             out |= {f"memory/{name}_gb": size / 2**30 for name, size in self.memory.items()}
@@ -165,6 +178,12 @@ class Ledger:
         if self.stack:
             self.time[self.stack[-1]] += now - self.mark
         self.mark = now
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch has compiled in this process so far."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else utils.counters["stats"]["unique_graphs"]
 
 
 class CountedPolicy:
@@ -194,6 +213,10 @@ class CountedPolicy:
         if self.backwards:  # computed again for its gradient, which is booked already
             with self.autocast():
                 return self.policy.velocity(x, sigma, cond, rows, **options)
+        if getattr(self.policy, "compiled", None):
+            with self.autocast():
+                run = partial(self.policy.velocity, x, sigma, cond, rows, **options)
+                self.ledger.count("network", run, rows=len(x))
         before = self.policy.calls
         with self.ledger.work("network", rows=len(x)), self.autocast():
             v = self.policy.velocity(x, sigma, cond, rows, **options)

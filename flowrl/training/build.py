@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from torch.autograd.graph import increment_version
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
@@ -34,7 +35,6 @@ from flowrl.runtime.log import logger
 from flowrl.training import identity
 from flowrl.training.checks import (
     check_batch,
-    check_comparable,
     check_conditions,
     check_files,
     check_method,
@@ -47,6 +47,7 @@ from flowrl.training.checks import (
 from flowrl.training.claim import claimed
 from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
+from flowrl.training.media_checks import check_media
 from flowrl.training.records import Parts, Weights
 from flowrl.training.resume import check_resume
 from flowrl.training.shard import shard
@@ -103,7 +104,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     algorithm = live.algorithm or make_algorithm(cfg)
     check_method(cfg, algorithm, prompts, rewards)
     policy = make_policy(cfg, device=accelerator.device, live=live)
-    check_comparable(rewards.features, policy)
+    check_media(rewards, algorithm, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
 
     # Does the method fit its plan, its guidance, its rewards and its media?
@@ -133,7 +134,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         policy=policy,
         view=algorithm.rollout_view,
         guidance=guidance,
-        autocast=autocast(cfg.train.precision, policy.device),
+        autocast=autocast(cfg, policy.device),
         rewards=rewards.to(policy.device),
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         helped_plan=helped_plan(cfg, algorithm, policy),
@@ -231,6 +232,8 @@ def weights(cfg: Config, algorithm: Algorithm, policy: Policy, accelerator: Acce
     adamw = torch.optim.AdamW(
         parameters.values(), lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, eps=o.eps
     )
+    # fused optimizers write without counting it, and copies of weights go by that count
+    adamw.register_step_post_hook(lambda *_: increment_version(parameters.values()))
     return Weights(
         parameters=parameters,
         adamw=adamw,

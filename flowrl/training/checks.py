@@ -13,12 +13,10 @@ from flowrl.config.compose import ConfigError
 from flowrl.config.schema import Config
 from flowrl.data import conditions, scored_dataset
 from flowrl.data import prompts as data
-from flowrl.data.media import media_kind
 from flowrl.policy import Policy
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.rewards import RewardSet
 from flowrl.rewards.core.climb import check_climbable
-from flowrl.rewards.core.features import Features
 from flowrl.rollouts import from_files
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
@@ -363,19 +361,6 @@ def check_diversity(cfg: Config, algorithm: Algorithm) -> None:
         raise ValueError(
             f"diversity.entropy={d.entropy:g} scales all advantages of a group alike, and {why};"
             " set it to 0"
-        )
-
-
-def check_comparable(features: Features | None, policy: Policy) -> None:
-    """ValueError where features are those of pictures, and the model makes others."""
-    if features is None or not features.pictures:
-        return
-    shape = from_files.media_shape(policy)
-    if media_kind((1, *shape)) == "arrays":
-        raise ValueError(
-            f"diversity.features={features.label} takes images (3, H, W) or videos (F, 3, H, W),"
-            f" and the model makes samples of shape {shape}; name a function of your own, as"
-            " path/to/file.py:NAME"
         )
 
 

@@ -21,6 +21,8 @@ class Detectors(Protocol):
 
     def __call__(self, media: Tensor, group: Tensor) -> dict[str, Tensor]: ...
 
+    def check(self, shape: tuple[int, ...]) -> None: ...
+
 
 Labelled = Mapping[str, "float | Mapping[str, Any] | Reward | Callable[..., Tensor]"]
 Spec = Labelled | Sequence[Any] | Reward | Callable[..., Tensor]  # see load_set

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.samplers.keys import digest, key
-from flowrl.types import ODE, Plan, Rollout
+from flowrl.types import NO_DENSITY, ODE, Plan, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,13 @@ class Level:
 
     def take(self, rows: Tensor) -> Level:
         """The nodes at `rows`, in that order."""
+        there = rows.to(self.x.device, non_blocking=True)
         return Level(
-            x=self.x[rows],
+            x=self.x[there],
             row=self.row[rows],
             sigma=self.sigma[rows],
             stored=self.stored[rows],
-            x0=None if self.x0 is None else self.x0[rows],
+            x0=None if self.x0 is None else self.x0[there],
             sigma_x0=self.sigma_x0[rows],
         )
 
@@ -138,7 +139,11 @@ class Kept:
         self.keep(after, place[:, ends])
         self.src[:, edges[trained]] = before.stored[source[:, trained]]
         self.dst[:, edges[ends]] = after.stored[place[:, ends]]
-        self.log_prob[:, edges] = log_prob[place]
+        # log-probs stay on their device: to fetch them would be to wait for it
+        device = log_prob.device
+        self.log_prob = self.log_prob.to(device, non_blocking=True)
+        columns, rows = (t.to(device, non_blocking=True) for t in (edges, place))
+        self.log_prob[:, columns] = log_prob[rows]
 
     def rollout(self, nfe: int) -> Rollout:
         """Transitions and leaves copy by copy, each in the order of the plan's table."""
@@ -167,7 +172,9 @@ class Kept:
             "tree": (torch.arange(copies)[:, None] * plan.roots + plan.root[leaf_edges]).flatten(),
         }
         states = torch.cat([level.x for level in self.levels])
-        log_prob = self.log_prob[:, trained].flatten().to(states.device)
+        log_prob = self.log_prob.to(states.device)[:, trained.to(states.device)].flatten()
+        if bool((log_prob == torch.inf).any()):  # on a device, nobody waited to see it
+            raise ValueError(NO_DENSITY)
         return Rollout(
             states=states,
             log_prob=log_prob if len(trained) else None,

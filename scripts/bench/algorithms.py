@@ -3,6 +3,7 @@
     python scripts/bench/algorithms.py tune   [METHOD ...]   rate, then clip: a third of the budget
     python scripts/bench/algorithms.py run    [METHOD ...]   the best setting, three seeds
     python scripts/bench/algorithms.py claims [CLAIM ...]    runs that the papers' claims need
+    python scripts/bench/algorithms.py search [SEARCH ...]   the untrained model, at inference
     python scripts/bench/algorithms.py time   [NAME ...]     seconds a row, alone on the machine
     python scripts/bench/results_page.py                     the page, from the cells that are there
 
@@ -28,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import at_inference
 import cells
 import torch
 from cells import Cell
@@ -64,6 +66,8 @@ def train(c: Cell) -> Cell:
         if c["kind"] == "time":
             return made
         evaluate(trainer, "after")
+        if c.get("claim", "").startswith("kl_"):
+            made["rlg"] = at_inference.by_weight(trainer)
         record = json.loads((Path(folder) / "run" / "evaluation.json").read_text())
     return made | read(record, is_whole(c))
 
@@ -97,10 +101,11 @@ def follow(trainer: Trainer, c: Cell) -> tuple[dict[str, float], list[dict[str, 
 
 
 def held_out(trainer: Trainer) -> dict[str, float]:
-    """Strict accuracy, and the proxy where one is trained on."""
+    """Strict accuracy, and the other reward where one is trained on."""
     means = evaluate(trainer)
-    proxy = {"proxy": means["eval/clip"]} if "eval/clip" in means else {}
-    return {"strict": means["eval/shapes/strict"], **proxy}
+    keys = {"proxy": "eval/clip", "preference": "eval/preference"}
+    others = {name: means[key] for name, key in keys.items() if key in means}
+    return {"strict": means["eval/shapes/strict"], **others}
 
 
 def read(record: dict[str, Any], whole: bool) -> dict[str, Any]:
@@ -183,10 +188,13 @@ def nothing_to_do(known: list[Cell]) -> str:
 def run_cell(text: str) -> None:
     """Run the cell given as JSON, write its result, and print a line about it."""
     c = json.loads(text)
-    out = train(c)
+    out = at_inference.searched(c) if c["kind"] == "search" else train(c)
     path = cells.path_of(c)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(out, indent=None, separators=(",", ":")) + "\n")
+    if c["kind"] == "search":
+        print(f"strict {out['images'].count('1') / len(out['images']):.3f}")
+        return
     strict = f"strict {cells.score(out):.3f} after " if "after" in out else ""
     print(f"{strict}{len(out['curve'])} iterations, {out['spent']['seconds']:.0f} s")
 
@@ -194,7 +202,7 @@ def run_cell(text: str) -> None:
 def parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     out = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    out.add_argument("what", choices=["tune", "run", "claims", "time", "cell"])
+    out.add_argument("what", choices=["tune", "run", "claims", "search", "time", "cell"])
     out.add_argument("words", nargs="*")
     out.add_argument("--workers", type=int, default=1)
     out.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of `run`")
@@ -208,9 +216,19 @@ def main() -> None:
         run_cell(args.words[0])
         return
     finals = functools.partial(cells.finals, seeds=tuple(args.seeds))
-    of = {"tune": cells.tuning, "run": finals, "claims": cells.claims, "time": cells.timing}
-    known = {"claims": [*cells.CLAIMS], "time": [*cells.METHODS, *cells.TIMED_CLAIMS]}
-    names = known.get(args.what, [*cells.METHODS])
+    of: dict[str, Callable[[str], list[Cell]]] = {
+        "tune": cells.tuning,
+        "run": finals,
+        "claims": cells.claims,
+        "search": cells.searches,
+        "time": cells.timing,
+    }
+    known = {
+        "claims": [*cells.CLAIMS],
+        "search": [*cells.SEARCHES],
+        "time": [*cells.METHODS, *cells.TIMED_CLAIMS],
+    }
+    names = known.get(args.what, [*cells.METHODS, *cells.CLIMBING])
     if unknown := set(args.words) - set(names):
         parser().error(f"unknown {sorted(unknown)[0]}; there are {', '.join(names)}")
     workers = 1 if args.what == "time" else args.workers

@@ -24,6 +24,7 @@ Cell = dict[str, Any]
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "results"
 WEIGHTS = Path(__file__).resolve().parents[2] / "flowrl" / "shapes" / "weights"
 RUNS = "cells"  # or "next"
+IMAGES = 348  # of an evaluation
 BUDGET = 75_000  # network rows
 MARKS = (1 / 6, 1 / 3, 2 / 3)  # shares of it after which a run is evaluated on its way
 COMMON = [
@@ -39,7 +40,7 @@ COMMON = [
     "batch.decode=128",
     "ema.decay=0.8",
     "ema.every=1",
-    "eval.images=348",
+    f"eval.images={IMAGES}",
     "eval.steps=8",
     "eval.solver=dpm2",
     "eval.every=0",
@@ -84,7 +85,13 @@ SECOND = {
     "crd": FORWARD,
     "rwr": FORWARD,
 }
-METHODS = FIRST | SECOND
+THIRD: dict[str, list[str]] = {"reinflow": [], "dsrl": [], "texforce": []}
+METHODS = FIRST | SECOND | THIRD
+# Rewards with a gradient. The verifier has none: it is only read.
+PREFERENCE = ["reward=preference", "reward.preference.rounding=false", "reward.shapes.weight=0"]
+# one sample a prompt is enough for a gradient, and an update an iteration for so many
+SINGLE = [*PREFERENCE, "batch.prompts=32", "batch.group=1"]
+CLIMBING = {"draft": SINGLE, "draft_lv": SINGLE, "refl": SINGLE, "alignprop": SINGLE}
 # what a method's file in configs/algorithm said when its cells were run, and does not say now.
 # Without guidance, as here, detach_uncond changes no digit.
 FORMER = {
@@ -157,6 +164,9 @@ def _few_steps(method: str, counts: tuple[int, ...]) -> dict[str, Claim]:
     }
 
 
+READ = ["reward.preference.rounding=false"]  # the preference beside the verifier
+KL = "algorithm.kl_weight="
+KLS = ("0", "1e-4", "1e-3", "1e-2")
 BEYOND = {  # against nft's own runs: what is trained, and on which prompts
     "text_alone": Claim("nft", ["train.parts=[text_encoder]"], 1),
     "text_too": Claim("nft", ["train.parts=[denoiser,text_encoder]"], 1),
@@ -164,7 +174,16 @@ BEYOND = {  # against nft's own runs: what is trained, and on which prompts
     "bandit": Claim("nft", ["data.sampler.mode=bandit", "data.sampler.tag=task"], 1),
     # the counting and position prompts of shapes:train
     "two_tasks": Claim("nft", ["data.train=docs/results/two_tasks.jsonl"], 1),
+    # two rewards: the verifier has no gradient, the preference has one
+    "verifier": Claim("nft", [*READ, "reward.preference.weight=0"], 1),
+    "both_summed": Claim("nft", [*READ, "reward.preference.weight=1"], 1),
+    "both_modes": Claim("nft", [*READ, "reward.preference.mode=grad", "gradient.scale=0.03"], 1),
+    "preference_nft": Claim("nft", PREFERENCE, 1),
+    "preference_tree": Claim("tree_grpo", PREFERENCE, 1),
+    # how far from the base: by the weight of the KL while training, or by RLG's after it
+    **{f"kl_{weight}": Claim("nft", [KL + weight], 1 / 2) for weight in KLS},
 }
+RLG = (0.5, 1.0, 1.5, 2.0, 3.0)  # weights at which a kl_* run is read
 CLAIMS = {
     "dance_25_14": Claim("dance_grpo", [*LONG, *_fraction("0.5834")], 2),
     "dance_25_4": Claim("dance_grpo", [*LONG, *_fraction("0.1667")], 2),
@@ -198,6 +217,24 @@ CLAIMS = {
     **BEYOND,
 }
 SEEDED = ("nft_fifth", "proxy_points", "proxy_wins", *BEYOND)  # with three seeds
+
+
+class Search(NamedTuple):
+    """The best of some samples of the untrained model, by a reward. refined: the second sample is
+    of a rephrased prompt and of the same noise."""
+
+    chooser: str
+    samples: int
+    refined: bool = False
+
+
+STRICT = "shapes.reading=strict"
+SEARCHES = {  # 28 samples of each of 348 prompts take about the calls of BUDGET
+    "refine": Search(STRICT, 2, refined=True),
+    "best_of_2": Search(STRICT, 2),
+    "best_of_28": Search(STRICT, 28),
+    "best_of_28_preference": Search("preference", 28),
+}
 TIMED_CLAIMS = [name for name, claim in CLAIMS.items() if {*TWENTY, *LONG} & {*claim.words}]
 
 
@@ -218,7 +255,8 @@ def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) ->
 
 def words_of(method: str) -> list[str]:
     """A method's own settings."""
-    return [*METHODS.get(method, []), *(FORMER.get(method, []) if RUNS == "cells" else [])]
+    own = (METHODS | CLIMBING).get(method, [])
+    return [*own, *(FORMER.get(method, []) if RUNS == "cells" else [])]
 
 
 @functools.cache
@@ -261,7 +299,7 @@ def tuning(method: str) -> list[Cell]:
     cells = [tune(method, [f"optimizer.lr={rate}"]) for rate in rates(method)]
     results = [result(c) for c in cells]
     if method in CLIPS and all(results):
-        best = max(results, key=score)
+        best = max(results, key=climbed)
         clip = FORMER_CLIP.get(method) if RUNS == "cells" else None
         words = [*best["words"], f"algorithm.clip={clip or CLIPS[method][1]}"]
         cells.append(cell(method, words, seed=0, budget=BUDGET // 3, kind="tune"))
@@ -281,7 +319,7 @@ def rates(method: str) -> list[str]:
         results = [result(tune(method, [f"optimizer.lr={rate}"])) for rate in tried]
         if not all(results):
             return tried
-        best = first + results.index(max(results, key=score))
+        best = first + results.index(max(results, key=climbed))
         if best == first > 0:
             first -= 1
         elif best == last < len(LADDER) - 1:
@@ -299,6 +337,11 @@ def score(r: Cell) -> float:
     return r["after"]["shapes/strict"]["mean"]
 
 
+def climbed(r: Cell) -> float:
+    """What chooses a setting: the reward that was trained on."""
+    return r["after"]["preference"]["mean"] if r["method"] in CLIMBING else score(r)
+
+
 def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2), kind: str = "run") -> list[Cell]:
     """The best setting of a finished tuning, for each seed.
 
@@ -310,7 +353,7 @@ def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2), kind: str = "run") -
     results = [result(c) for c in tried]
     if not all(results) or len(tried) < len(rates(method)) + (method in CLIPS):
         return []
-    rate, *clip = [word for word in max(results, key=score)["words"] if word not in TUNING]
+    rate, *clip = [word for word in max(results, key=climbed)["words"] if word not in TUNING]
     words = [f"optimizer.lr={float(rate.partition('=')[2]) / 3:.3g}", *clip]
     return [cell(method, words, seed=seed, budget=BUDGET, kind=kind) for seed in seeds]
 
@@ -328,6 +371,16 @@ def claims(name: str, kind: str = "claim") -> list[Cell]:
     return [
         cell(method, words, seed=seed, budget=int(BUDGET * share), kind=kind) | {"claim": name}
         for seed in seeds
+    ]
+
+
+def searches(name: str) -> list[Cell]:
+    """The cells of a search, for each seed."""
+    what = SEARCHES[name]._asdict()
+    named = hashlib.sha256(json.dumps([what, weights()], sort_keys=True).encode()).hexdigest()[:8]
+    return [
+        {"name": f"search-{name}-{seed}-{named}", "kind": "search", "seed": seed, **what}
+        for seed in (0, 1, 2)
     ]
 
 

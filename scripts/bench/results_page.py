@@ -8,30 +8,36 @@ own page, docs/algorithms/METHOD.md, is written too.
 
 from __future__ import annotations
 
-import functools
-import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 import cells
 import jinja2
 import plots
+import results_beyond
 from cells import Cell
-
-from flowrl.data.prompts import load_prompts
-from flowrl.runtime.statistics import Paired, paired_bootstrap
+from gains import (
+    Gain,
+    Runs,
+    difference,
+    few_gain,
+    gain,
+    gains_of,
+    learns,
+    over_seeds,
+    results,
+    scores_of,
+    seed_gain,
+    table,
+    texts_of,
+)
 
 PAGE = cells.FOLDER.parent / "results.md"
 TEMPLATE = Path(__file__).with_name("results.md.jinja")
-IMAGES = 348  # of an evaluation: eval.images of cells.COMMON
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # t that 2.5% exceed, by seeds
-ENOUGH = 3  # seeds, for a sentence about a method
 BEGIN = "<!-- results: written by scripts/bench/results_page.py -->"
 END = "<!-- end of results -->"
-Runs = dict[str, list[Cell]]  # finished cells of each method or claim
 
 
 def write() -> None:
@@ -39,6 +45,7 @@ def write() -> None:
     done = _finished(cells.METHODS, cells.finals)
     claims = _finished(cells.CLAIMS, cells.claims)
     proxies = [c for name in list(claims) if name.startswith("proxy_") for c in claims.pop(name)]
+    beyond = {name: claims.pop(name) for name in cells.BEYOND if name in claims}
     verdicts = cells.FOLDER / "claims.txt"
     tables = {
         "main_table": main_table(done) if done else "",
@@ -49,6 +56,7 @@ def write() -> None:
         "claims_table": claims_table(claims) if claims else "",
         "proxy_table": proxy_table(proxies) if proxies else "",
         "proxy_difference": proxy_difference(proxies),
+        **results_beyond.tables(done, beyond),
         "verdicts": verdicts.read_text().strip() if verdicts.exists() else "",
     }
     PAGE.write_text(page_of(tables))
@@ -71,101 +79,14 @@ def page_of(tables: dict[str, str]) -> str:
     return environment.from_string(TEMPLATE.read_text()).render(
         budget=f"{cells.BUDGET:,}",
         third=f"{cells.BUDGET // 3:,}",
-        images=IMAGES,
-        texts=len(set(texts_of("shapes:eval", IMAGES))),
+        images=cells.IMAGES,
+        texts=len(set(texts_of("shapes:eval", cells.IMAGES))),
         **tables,
     )
 
 
 # ---------------------------------------------------------------------------
 # numbers
-
-
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """A change of strict accuracy with its 95% interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
-
-
-def results(planned: list[Cell]) -> list[Cell]:
-    """Of those that were run."""
-    return [r for c in planned if (r := cells.result(c))]
-
-
-def seed_gain(runs: list[Cell]) -> Gain | None:
-    """Mean over seeds of after - before, and Student's interval over seeds; None: one seed.
-
-    It speaks about a method, that is about a run with another seed, on these held-out texts.
-    """
-    return student(gains_of(runs)) if len(runs) > 1 else None
-
-
-def gains_of(runs: list[Cell]) -> list[float]:
-    """after - before of each run."""
-    share = [[statistics.mean(marks(c[key])) for key in ("images_before", "images")] for c in runs]
-    return [after - before for before, after in share]
-
-
-def student(values: list[float]) -> Gain:
-    """Mean of at least two values, one a seed, and Student's 95% interval."""
-    mean, n = statistics.mean(values), len(values)
-    half = STUDENT[n] * statistics.stdev(values) / math.sqrt(n)
-    return Gain(mean, mean - half, mean + half)
-
-
-def learns(runs: list[Cell]) -> str:
-    """Whether a method learns: yes or no with enough seeds whose interval leaves out 0."""
-    over = seed_gain(runs)
-    if over is None or len(runs) < ENOUGH or over.low <= 0 <= over.high:
-        return "open"
-    return "yes" if over.low > 0 else "no"
-
-
-def over_seeds(runs: list[Cell]) -> str:
-    """The interval over seeds as a table shows it; too few seeds are marked."""
-    over = seed_gain(runs)
-    if over is None:
-        return "one seed"
-    few = f", {len(runs)} seeds" if len(runs) < ENOUGH else ""
-    return f"[{over.low:+.3f}, {over.high:+.3f}]{few}"
-
-
-def gain(runs: list[Cell]) -> Gain:
-    """Mean over seeds of after - before, and its interval over texts: it speaks of these runs."""
-    before, after = (_mean_marks(runs, key) for key in ("images_before", "images"))
-    return _gain(paired_bootstrap(before, after, groups=texts_of("shapes:eval", len(before))))
-
-
-def few_gain(c: Cell) -> Gain:
-    """Of a run on few prompts, with an interval over images: it is about its eight texts alone."""
-    return _gain(paired_bootstrap(marks(c["images_before"]), marks(c["images"])))
-
-
-def _gain(change: Paired) -> Gain:
-    return Gain(change.difference, *change.ci)
-
-
-def _mean_marks(runs: list[Cell], key: str) -> list[float]:
-    """Of each image, the mean over runs."""
-    return [statistics.mean(image) for image in zip(*(marks(c[key]) for c in runs), strict=True)]
-
-
-def marks(text: str) -> list[float]:
-    """A missing verdict counts as wrong: the reward's own rule for what it cannot judge."""
-    return [float(c == "1") for c in text]
-
-
-@functools.cache
-def texts_of(source: str, images: int) -> list[str]:
-    """The text of each image, which is resampled: held-out data holds some texts several times."""
-    prompts = load_prompts(source)
-    return [prompts[i % len(prompts)]["prompt"] for i in range(images)]
 
 
 def seconds(name: str) -> float:
@@ -197,10 +118,6 @@ def before_of(c: Cell) -> float:
     return c["before"]["shapes/strict"]["mean"]
 
 
-def scores_of(runs: list[Cell]) -> str:
-    return ", ".join(f"{cells.score(c):.3f}" for c in runs)
-
-
 def ranked(done: Runs) -> list[tuple[str, list[Cell]]]:
     """Methods with their runs, the largest gain first."""
     return sorted(done.items(), key=lambda item: -gain(item[1]).mean)
@@ -208,10 +125,6 @@ def ranked(done: Runs) -> list[tuple[str, list[Cell]]]:
 
 # ---------------------------------------------------------------------------
 # tables
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["-"] * len(head), *rows])
 
 
 def named(words: list[str]) -> str:
@@ -355,19 +268,9 @@ def proxy_table(runs: list[Cell]) -> str:
 def proxy_difference(runs: list[Cell]) -> str:
     """What win rates change in the verifier, over the seeds that both ways have."""
     ways = ("proxy_points", "proxy_wins")
-    points, wins = ({c["seed"]: c for c in runs if c["claim"] == name} for name in ways)
-    seeds = sorted(points.keys() & wins.keys())
-    if not seeds:
-        return ""
-    means = [_mean_marks([way[s] for s in seeds], "images") for way in (points, wins)]
-    change = _gain(paired_bootstrap(*means, groups=texts_of("shapes:eval", len(means[0]))))
-    each = [cells.score(wins[s]) - cells.score(points[s]) for s in seeds]
-    listed = ", ".join(f"{value:+.3f}" for value in each)
-    said = f"Verifier after win rates minus after points: {change} over texts; by seed {listed}"
-    if len(each) < 2:
-        return f"{said}."
-    over = student(each)
-    return f"{said},\nwhich gives [{over.low:+.3f}, {over.high:+.3f}] over seeds."
+    points, wins = ([c for c in runs if c["claim"] == name] for name in ways)
+    said = difference(points, wins)
+    return said and f"Verifier after win rates minus after points: {said}"
 
 
 # ---------------------------------------------------------------------------

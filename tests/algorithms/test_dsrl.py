@@ -1,5 +1,7 @@
 """Noise-space RL: the Gaussian over initial noise by hand, its shell, and black-box generators."""
 
+from pathlib import Path
+
 import pytest
 import small
 import torch
@@ -181,6 +183,24 @@ def test_a_generator_without_gradients_is_trained_saved_and_loaded_again(tmp_pat
         GeneratorPolicy(ring, (3,)).load_heads(tmp_path / "run" / "heads")
     with pytest.raises(ValueError, match="has no head"):
         other.load_heads(tmp_path)
+
+
+def test_generate_takes_the_head_of_a_run_as_it_takes_a_lora(tmp_path, monkeypatch):
+    """And a folder with neither is refused."""
+    monkeypatch.chdir(tmp_path)
+    own = flowrl.load_policy("shapes-sd3")
+    own.set_heads(heads.make(make().heads, own.latent_shape, 0))
+    with torch.no_grad():
+        for weight in own.parts["initial_noise"].values():
+            weight += 0.3
+    own.save_heads("run/heads")
+    words = ["generate", "shapes-sd3", "a red circle", "--steps", "2", "--guidance", "none"]
+    assert small.invoke(*words, "-o", "plain.png").exit_code == 0
+    assert small.invoke(*words, "--lora", "run", "-o", "moved.png").exit_code == 0
+    assert Path("plain.png").read_bytes() != Path("moved.png").read_bytes()
+    Path("other").mkdir()
+    refused = small.invoke(*words, "--lora", "other", "-o", "none.png")
+    assert refused.exit_code == 2 and "other holds no exported LoRA" in refused.output
 
 
 def test_other_methods_refuse_a_generator(tmp_path):

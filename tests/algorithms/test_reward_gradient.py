@@ -308,6 +308,7 @@ def test_a_decoder_without_a_gradient_is_refused(tmp_path):
     policy = flowrl.load_policy(Net(), shape=(4,), decode=lambda x: x.detach())
     with pytest.raises(ValueError, match="the decoder of this policy passes no gradient on"):
         flowrl.train(settings, policy=policy, **given)
+    assert not (tmp_path / "run").exists()  # refused before anything was written
     policy = flowrl.load_policy(Net(), shape=(4,))
     run = flowrl.train({**settings, "output": str(tmp_path / "own")}, policy=policy, **given)
     assert len(run.metrics) == 2 and run.metrics[-1]["policy/grad_norm"] > 0

@@ -34,7 +34,7 @@ def bench(tmp_path, monkeypatch):
 def finish(bench, cell, strict, *, images=BASE):
     """Write the result of a cell, as a run would."""
     whole = cell["kind"] in ("run", "claim")
-    score = {"shapes/strict": {"mean": strict}}
+    score = {"shapes/strict": {"mean": strict}, "preference": {"mean": strict}}
     curve = [
         {
             "iteration": i + 1,
@@ -48,6 +48,8 @@ def finish(bench, cell, strict, *, images=BASE):
     record = {**cell, "commit": "abc", "spent": {"seconds": 8.0}, "curve": curve}
     record |= {"before": score if whole else None, "after": score}
     record |= {"images_before": BASE if whole else None, "images": images}
+    record |= {"paired": {"preference": {"difference": 0.7}}}
+    record |= {"rlg": [{"rlg": w, "strict": 0.5, "distance": w / 10} for w in bench.RLG]}
     bench.path_of(cell).parent.mkdir(parents=True, exist_ok=True)
     bench.path_of(cell).write_text(json.dumps(record))
 
@@ -68,14 +70,17 @@ def planned(cell):
 
 
 def test_every_method_has_a_valid_cell_and_all_share_what_is_compared(bench):
-    shared = set()
-    for method in bench.METHODS:
+    shared, lora = set(), set()
+    for method in bench.METHODS | bench.CLIMBING:
         cfg, plan = planned(bench.tuning(method)[0])
         assert cfg.batch.group % plan.leaves == 0 and cfg.batch.prompts % cfg.batch.updates == 0
-        batch = (cfg.batch.prompts, cfg.sampler.steps)
-        rest = (str(part) for part in (cfg.reward, cfg.train, cfg.eval, cfg.ema))
-        shared.add((cfg.model.source, *batch, *rest))
-    assert len(shared) == 1 and len(bench.METHODS) == 23
+        batch = (cfg.batch.prompts * cfg.batch.group, cfg.sampler.steps)
+        if method in bench.METHODS:
+            batch = (cfg.batch.prompts, cfg.sampler.steps)
+            shared.add((cfg.model.source, *batch, *map(str, (cfg.reward, cfg.eval, cfg.ema))))
+        lora.add(str(cfg.train) if method not in bench.THIRD else "")
+    assert len(shared) == 1 and len(bench.METHODS) == 26
+    assert len(lora) == 2  # that of the denoiser, but where the method is to train something else
     assert set(bench.CLIPS) <= set(bench.METHODS)
 
 
@@ -183,7 +188,7 @@ def seeds_of(*gains):
 
 
 @pytest.mark.parametrize(
-    ("gains", "learns"),
+    ("runs", "said"),
     [
         ((0.098, 0.0, 0.078), "open"),  # two seeds of three
         ((0.206, 0.221, 0.198), "yes"),
@@ -192,27 +197,27 @@ def seeds_of(*gains):
         ((0.206,), "open"),
     ],
 )
-def test_a_method_learns_where_three_seeds_or_more_agree(bench, gains, learns):
-    import results_page
+def test_a_method_learns_where_three_seeds_or_more_agree(bench, runs, said):
+    from gains import learns
 
-    assert results_page.learns(seeds_of(*gains)) == learns
+    assert learns(seeds_of(*runs)) == said
 
 
 def test_intervals_over_seeds_are_students(bench):
     """.098, 0, .078: mean .0587, deviation .0518, t 4.303: .0587 +- 4.303 .0518 / sqrt 3."""
-    import results_page
+    import gains
 
-    over = results_page.seed_gain(seeds_of(0.098, 0.0, 0.078))
+    over = gains.seed_gain(seeds_of(0.098, 0.0, 0.078))
     assert str(over) == "+0.059 [-0.070, +0.187]"
-    for n, t in results_page.STUDENT.items():
+    for n, t in gains.STUDENT.items():
         grid = torch.linspace(-t, t, 20001, dtype=torch.float64)
         density = torch.distributions.StudentT(torch.tensor(n - 1.0, dtype=torch.float64))
         inside = torch.trapezoid(density.log_prob(grid).exp(), grid)
         assert float(inside) == pytest.approx(0.95, abs=1e-4)
-    assert results_page.seed_gain(seeds_of(0.1)) is None
-    assert results_page.over_seeds(seeds_of(0.1)) == "one seed"
-    assert results_page.over_seeds(seeds_of(0.1, 0.1)) == "[+0.100, +0.100], 2 seeds"
-    assert results_page.over_seeds(seeds_of(0.1, 0.1, 0.1)) == "[+0.100, +0.100]"
+    assert gains.seed_gain(seeds_of(0.1)) is None
+    assert gains.over_seeds(seeds_of(0.1)) == "one seed"
+    assert gains.over_seeds(seeds_of(0.1, 0.1)) == "[+0.100, +0.100], 2 seeds"
+    assert gains.over_seeds(seeds_of(0.1, 0.1, 0.1)) == "[+0.100, +0.100]"
 
 
 def test_a_best_rate_at_an_edge_of_what_was_tried_is_marked(bench, monkeypatch):
@@ -268,10 +273,10 @@ def test_runs_that_set_what_tuning_chooses_are_marked_as_set_by_hand(bench):
 
 
 def test_intervals_resample_the_texts_that_evaluation_drew(bench):
-    import results_page
+    import gains
 
     prompts = load_prompts("shapes:eval")
-    texts = results_page.texts_of("shapes:eval", 348)
+    texts = gains.texts_of("shapes:eval", 348)
     assert len(texts) == 348 and len(set(texts)) == 87 < len(prompts) == 128
     assert texts == [prompts[i % 128]["prompt"] for i in range(348)]  # as Evaluation.prompt
 
@@ -339,15 +344,14 @@ def test_ways_to_train_on_a_proxy_are_compared_seed_by_seed(bench):
 def test_every_method_has_improved_significantly_in_a_committed_run(committed):
     """On held-out prompts at the shared settings, or, where that is too much for it, on the eight
     prompts it trained on."""
-    import results_page
+    from gains import few_gain, gain, results
 
     low = {}
-    for method in committed.METHODS:
-        gains = [results_page.gain(results_page.results(committed.finals(method)))]
+    for method in committed.FIRST | committed.SECOND:
+        found = [gain(results(committed.finals(method)))]
         if (claim := f"{method}_few") in committed.CLAIMS:
-            few = results_page.results(committed.claims(claim))
-            gains += [results_page.few_gain(c) for c in few]
-        low[method] = max(gain.low for gain in gains)
+            found += [few_gain(c) for c in results(committed.claims(claim))]
+        low[method] = max(own.low for own in found)
     assert len(low) == 23 and not {method for method, value in low.items() if value <= 0}
 
 
@@ -372,11 +376,12 @@ def test_the_code_as_it_is_makes_the_committed_runs(committed, tmp_path, monkeyp
 
 def test_the_words_that_a_committed_cell_records_are_the_run_that_its_name_says(committed):
     """Also where a default has changed since: then they hold the former value."""
-    for method in committed.METHODS:
-        path = min((committed.FOLDER / "cells").glob(f"run-{method}-0-*.json"))
+    paths = sorted((committed.FOLDER / "cells").glob("run-*-0-*.json"))
+    assert len(paths) >= 23
+    for path in paths:
         cell = json.loads(path.read_text())
         digest = committed.digest_of(tuple(cell["settings"]), cell["budget"], "cells")
-        assert cell["name"] == path.stem == f"run-{method}-0-{digest}"
+        assert cell["name"] == path.stem == f"run-{cell['method']}-0-{digest}"
 
 
 def test_former_settings_are_no_defaults(committed):
@@ -425,3 +430,59 @@ def test_a_seed_of_the_quickstart_is_a_run_of_the_command_line(tmp_path, monkeyp
     task = next(iter(by_row["after"]))
     means = " | ".join(f"{of_task[task]:.2f}" for of_task in by_row.values())
     assert f"| {task} | {means} |" in lines
+
+
+def beyond_cells(bench):
+    """Finished runs of nft and of all that is compared with it, of three seeds."""
+    for method in ("nft", "tree_grpo", *bench.CLIMBING):
+        while unknown := [c for c in bench.tuning(method) if not bench.result(c)]:
+            for cell in unknown:
+                finish(bench, cell, 0.3)
+    for cell in bench.finals("nft"):
+        finish(bench, cell, 0.25)
+    for name in bench.BEYOND:
+        for cell in bench.claims(name):
+            finish(bench, cell, 0.5, images="1100" * 87)
+    for cell in (c for method in bench.CLIMBING for c in bench.finals(method)):
+        finish(bench, cell, 0.5)
+    for name, what in bench.SEARCHES.items():
+        for cell in bench.searches(name):
+            made = {**cell, "calls": 8.0 * what.samples, "images_before": BASE, "images": BASE}
+            bench.path_of(cell).write_text(json.dumps(made))
+
+
+def test_what_goes_beyond_policy_gradients_has_its_tables(bench):
+    import results_page
+
+    beyond_cells(bench)
+    results_page.write()
+    page = results_page.PAGE.read_text()
+    assert "| text_alone | +0.250 | [+0.250, +0.250] | 0.500, 0.500, 0.500 | +0.250 [" in page
+    assert "| before | " in page and "| two_tasks | " in page
+    assert "| draft | draft, 0.000333 | +0.700 | [+0.700, +0.700] | +0.000 |" in page
+    assert "| 1e-3 | 0.500 at 0.050 | 0.500 at 0.100 |" in page
+    assert "| best_of_28 | 224 | 0 | +0.000 |" in page
+    assert "| nft | 8 | 400 | +0.000 |" in page
+
+
+def test_a_climbing_method_is_tuned_by_the_reward_that_it_climbs(bench):
+    """And every other one by the verifier."""
+    after = {"preference": {"mean": 2.0}, "shapes/strict": {"mean": 0.1}}
+    assert bench.climbed({"method": "draft", "after": after}) == 2.0
+    assert bench.climbed({"method": "nft", "after": after}) == 0.1
+    cfg, _ = planned(bench.tuning("draft")[0])
+    assert cfg.reward["preference"]["weight"] == 1 and cfg.reward["shapes"]["weight"] == 0
+
+
+def test_a_prompt_in_the_other_order_says_the_same(bench):
+    """As the world itself words it: with the same clauses."""
+    from at_inference import turned
+
+    from flowrl.shapes.prompts import find
+
+    assert turned("a red circle left of a blue square") == "a blue square right of a red circle"
+    assert turned("a circle and a square") == "a square and a circle"
+    assert turned("three red circles") is None
+    for prompt in load_prompts("shapes:eval"):
+        if other := turned(prompt["prompt"]):
+            assert find(other)["combination"].split("+")[0] and turned(other) == prompt["prompt"]

@@ -10,8 +10,9 @@ from flowrl.advantages import diversity
 from flowrl.config.build import make_algorithm
 from flowrl.config.load import ConfigError, load_config
 from flowrl.rewards.core.features import load_features
-from flowrl.training.checks import check_comparable, check_diversity
+from flowrl.training.checks import check_diversity
 from flowrl.training.loop import Trainer
+from flowrl.training.media_checks import check_comparable
 from flowrl.training.unused_options import unused_options
 
 ON = {

@@ -191,7 +191,7 @@ def sampling_of(
         rlg=e.rlg if rlg is None else rlg,
         micro=cfg.batch.micro,
         decode=cfg.batch.decode,
-        autocast=build.autocast(cfg.train.precision, device),
+        autocast=build.autocast(cfg, device),
     )
 
 

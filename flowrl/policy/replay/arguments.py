@@ -41,9 +41,9 @@ class Affine:
         if self.index is not None:
             y = y.index_select(1, self.index.to(x.device))
         if scale is not None:
-            y = y * scale.to(x)
+            y = y * scale.to(x, non_blocking=True)
         elif self.scale.ndim or self.scale.item() != 1.0:
-            y = y * self.scale.to(x)
+            y = y * self.scale.to(x, non_blocking=True)
         if factor is not None:
             y = y * factor
         if const is not None:
@@ -146,9 +146,13 @@ class Slot:
         """x (n, *L), constant (n, D), or (n, 2, D) where it is moving, scale (n, D) where it is its
         own -> one block of the argument, (n * repeats, ...)."""
         flat = x.flatten(1)
-        factor = expand(self.factor(sigma).to(x), flat) if self.rule == "1/r" else None
+        factor = (
+            expand(self.factor(sigma).to(x, non_blocking=True), flat)
+            if self.rule == "1/r"
+            else None
+        )
         if self.moving and constant is not None:
-            level = expand(sigma.to(x), flat)
+            level = expand(sigma.to(x, non_blocking=True), flat)
             constant = constant[:, 0] + level * constant[:, 1]
             constant = constant if factor is None else factor * constant
         return self.map(x, constant, factor, scale).to(self.dtype)
@@ -171,9 +175,10 @@ class Time:
         if self.a is not None and self.c is not None:
             u = (sigma if "sigma" in self.rule else t).expand(n)
             value = expand(u, self.a[None]) * self.a.to(u.device) + self.c.to(u.device)
-            return value.to(device, self.dtype)
+            return value.to(device, self.dtype, non_blocking=True)
         rule = RULES[self.rule]
-        return rule(t.to(device, self.dtype), sigma.to(device, self.dtype)).expand(n)
+        there = (value.to(device, self.dtype, non_blocking=True) for value in (t, sigma))
+        return rule(*there).expand(n)
 
 
 RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

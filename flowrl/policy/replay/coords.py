@@ -298,7 +298,8 @@ class Coords:
         if self.prediction == "flow":
             return prediction
         p, q = self.coefficients(s)
-        return expand(p.to(x), x) * prediction + expand(q.to(x), x) * x
+        p, q = (value.to(x, non_blocking=True) for value in (p, q))
+        return expand(p, x) * prediction + expand(q, x) * x
 
 
 LIMITS = ("clip_sample", "thresholding")  # of a step's estimate of the clean latents

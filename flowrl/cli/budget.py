@@ -1,0 +1,94 @@
+"""`flowrl budget`: memory and time of a run, before it runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from flowrl.cli.common import Overrides, one_sentence_errors, parse_config, show
+
+Device = Annotated[
+    str, typer.Option(help="h100, h200, a100, a100-40gb, l40s, rtx4090, or cpu: this machine's.")
+]
+Gpus = Annotated[int, typer.Option(help="Processes, one a device.")]
+Json = Annotated[
+    str | None, typer.Option("--json", help="Write the numbers to this file; -: print them.")
+]
+
+
+def budget(
+    overrides: Overrides = None, device: Device = "h100", gpus: Gpus = 1, json_: Json = None
+) -> None:
+    """Say what a run needs, without a GPU and without weights: memory, seconds, rows and FLOPs of
+    each phase, which cards it fits, and what makes it fit."""
+    from flowrl.runtime import log, roofline
+    from flowrl.runtime.files import write
+    from flowrl.training import budget_fit
+    from flowrl.training.budget import Planner, check_known
+
+    log.setup()
+    with one_sentence_errors():
+        cfg = parse_config(overrides)
+        check_known(cfg, gpus)
+        found = budget_fit.fit(Planner(cfg, roofline.device(device), gpus=gpus))
+        content = json.dumps(budget_fit.record(found), indent=2)
+        if json_ == "-":
+            typer.echo(content)
+            return
+        if json_:
+            from pathlib import Path
+
+            write(Path(json_), content + "\n")
+    for table in tables(found):
+        show(table)
+    for note in found.own.notes:
+        show(f"Note: {note}.", wrap=True)
+
+
+def tables(found: Any) -> list[Any]:
+    """A budget as tables: what stays, each phase, and the cards."""
+    from rich.table import Table
+
+    from flowrl.training.budget_fit import CARDS, words
+
+    b = found.own
+    processes = f", {b.gpus} processes" if b.gpus > 1 else ""
+    phases = Table(
+        title=f"{b.model} on {b.device.name}{processes}: an iteration of {b.samples} samples"
+    )
+    for name in ("phase", "GB", "above what stays", "seconds", "TFLOP", "network rows"):
+        phases.add_column(name, justify="left" if name == "phase" else "right")
+    phases.add_row("what stays", f"{b.resident:.2f}", "", "", "", "")
+    for name, phase in b.phases.items():
+        phases.add_row(
+            name,
+            f"{b.resident + phase.gb:.2f}",
+            f"{phase.gb:.2f}",
+            f"{phase.seconds:.3g}" if phase.seconds else "",
+            f"{phase.flops / 1e12:.4g}" if phase.flops else "",
+            f"{phase.rows:,}" if phase.rows else "",
+        )
+    if b.gpus > 1:
+        phases.add_row("all-reduce", "", f"{b.reduced['gb']:.2f}", f"{b.reduced['seconds']:.3g}")
+    phases.add_section()
+    total = f"{b.seconds:.3g}", f"{b.flops / 1e12:.4g}"
+    phases.add_row("an iteration", f"{b.peak:.2f}", "", *total, "", style="bold")
+    stays = Table(title=f"What stays, GB ({b.parameters['trained']:,} trained weights)")
+    for name in ("of", "GB"):
+        stays.add_column(name, justify="left" if name == "of" else "right")
+    for name, size in b.fixed.items():
+        stays.add_row(name, f"{size:.2f}")
+    cards = Table(title=f"Cards ({b.device.source})")
+    for name in ("card", "fits", "needs GB", "seconds an iteration"):
+        cards.add_column(name, justify="right" if "s" in name[-2:] and name != "fits" else "left")
+    for card, free in CARDS.items():
+        step = found.on(free)
+        if step is None:
+            cards.add_row(f"{card} GB", "no", f"{found.steps[-1].budget.needed:.1f}", "")
+            continue
+        how = f"with {words(step.settings)}" if step.settings else "yes"
+        own = step.budget
+        cards.add_row(f"{card} GB", how, f"{own.needed:.1f}", f"{own.seconds:.3g}")
+    return [phases, stays, cards]

@@ -1,0 +1,140 @@
+"""The architecture of a pipeline without its weights: the numbers of its components' config files.
+
+They come from a folder in diffusers layout, from a snapshot of the hub in this machine's cache, or
+from configs/architecture, which holds those of the models of configs/model. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module, resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from flowrl.policy.load import resolve_source
+from flowrl.runtime import hub, yaml_text
+from flowrl.runtime.log import quiet
+
+SKIPPED = ("scheduler", "tokenizer", "feature_extractor", "image_processor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """pipeline: name of its class. parts: component -> its config, whose "_class_name" is the name
+    of its class. where: what they were read from."""
+
+    source: str
+    pipeline: str
+    parts: Mapping[str, Mapping[str, Any]]
+    where: str
+
+    def config(self, part: str) -> dict[str, Any]:
+        """A component's config, with what its class has as defaults."""
+        own = dict(self.parts[part])
+        cls = class_of(str(own["_class_name"]))
+        if hasattr(cls, "config_class") and cls.config_class is not None:
+            return {**cls.config_class(**_plain(own)).to_dict()}
+        import inspect
+
+        defaults = {
+            name: p.default
+            for name, p in inspect.signature(cls.__init__).parameters.items()
+            if p.default is not p.empty
+        }
+        return {**defaults, **own}
+
+    def build(self, part: str, dtype: torch.dtype) -> nn.Module:
+        """A component on the meta device, frozen and in eval mode."""
+        own = _plain(self.parts[part])
+        cls = class_of(str(self.parts[part]["_class_name"]))
+        with quiet(), torch.device("meta"):
+            if hasattr(cls, "config_class") and cls.config_class is not None:
+                module = cls(cls.config_class(**own))
+            else:
+                module = cls.from_config({**own, "_class_name": cls.__name__})
+            return module.to(dtype).to("meta").eval().requires_grad_(False)
+
+
+def class_of(name: str) -> Any:
+    """A class of diffusers or transformers by name; ValueError for another."""
+    for package in ("diffusers", "transformers"):
+        found = getattr(import_module(package), name, None)
+        if found is not None:
+            return found
+    raise ValueError(f"neither diffusers nor transformers has {name}, which this model is made of")
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the private keys of diffusers."""
+    return {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def read(source: str) -> Architecture:
+    """The architecture of a name of configs/model, a folder or a hub id. Neither known nor on this
+    machine -> ValueError."""
+    name = resolve_source(source)[0]
+    if name.startswith("package:"):
+        package, _, folder = name.removeprefix("package:").partition("/")
+        name = str(resources.files(package) / folder)
+    folder = Path(name) if Path(name).is_dir() else _cached(name)
+    if folder is not None:
+        return _of_folder(source, folder)
+    known = _known()
+    repo = hub.split(name)[0]
+    if repo not in known:
+        raise ValueError(
+            f'the architecture of "{name}" is not known: it is no folder, no snapshot of it is on'
+            f" this machine, and configs/architecture holds {', '.join(sorted(known))}; download"
+            " its config files, or give a folder"
+        )
+    tree = dict(known[repo])
+    parts = {key: value for key, value in tree.items() if isinstance(value, dict)}
+    return Architecture(
+        source=source, pipeline=tree["pipeline"], parts=parts, where=f"configs/architecture, {repo}"
+    )
+
+
+def _known() -> dict[str, dict[str, Any]]:
+    """What configs/architecture holds, by hub id."""
+    files = (resources.files("flowrl.configs") / "architecture").iterdir()
+    trees: list[Any] = [
+        yaml_text.load(file.read_text(encoding="utf-8"))
+        for file in files
+        if file.name.endswith(".yaml")
+    ]
+    return {tree["source"]: tree for tree in trees}
+
+
+def _cached(name: str) -> Path | None:
+    """The folder of a snapshot that the hub's cache holds."""
+    from huggingface_hub import try_to_load_from_cache
+
+    repo, revision = hub.split(name)
+    if repo.count("/") != 1 or repo.startswith((".", "/")):
+        return None
+    found = try_to_load_from_cache(repo, "model_index.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _of_folder(source: str, folder: Path) -> Architecture:
+    index_file = folder / "model_index.json"
+    if not index_file.is_file():
+        raise ValueError(f"{folder} holds no model_index.json; give the folder of a pipeline")
+    index = json.loads(index_file.read_text(encoding="utf-8"))
+    parts = {}
+    for part, entry in index.items():
+        config = folder / part / "config.json"
+        if not isinstance(entry, list) or entry[0] is None or part.startswith(SKIPPED):
+            continue
+        if not config.is_file():
+            raise ValueError(f"{config} is missing, of which {index_file.name} says that it is")
+        own = json.loads(config.read_text(encoding="utf-8"))
+        parts[part] = {**own, "_class_name": entry[1]}
+    return Architecture(
+        source=source, pipeline=str(index["_class_name"]), parts=parts, where=str(folder)
+    )

@@ -1,0 +1,203 @@
+"""How long operators take on a device, modelled: a roofline of a few constants.
+
+An operator takes the longer of its FLOPs at the rate of its kind and its bytes at the bandwidth of
+its kind; the host takes `host` seconds to issue it. On a GPU the host runs ahead, so that a call
+takes the longer of both sums; on a CPU it is one worker, and they add up.
+
+The constants of the H100 are those of a trial that was compared with published figures (FLUX.1-dev
+eager, 301 to 311 TFLOP/s); other GPUs are scaled from it by the vendors' dense bf16 peak and
+bandwidth. Nothing here was measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from flowrl.runtime.registry import did_you_mean
+
+GIB = 2**30
+# of the matmul ceiling, by kind of operator
+SHARES = {
+    "gemm": 0.80,
+    "gemm_fp32": 0.07,  # without TF32, as torch's default is
+    "attention": 0.60,
+    "attention_backward": 0.50,
+    "attention_fp32": 0.06,
+    "convolution": 0.80,
+    "convolution_fp32": 0.25,  # TF32, as torch's default is
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What a roofline needs to know. Where `measured` is false, times are modelled."""
+
+    name: str
+    rates: dict[str, float]  # FLOP/s by kind of operator
+    bandwidth: dict[str, float]  # bytes/s, read and written, by kind; "" for all others
+    host: float  # seconds to issue an operator
+    least: float  # seconds that a kernel takes at least
+    ceiling: float  # FLOP/s of large matmuls: what utilisation is a share of
+    memory: float | None  # GiB that a process can use; None: not the device's limit
+    link: float  # bytes/s of an all-reduce between neighbours, one direction
+    reserve: float  # GiB that the driver, its libraries and the allocator take
+    cuda: bool
+    measured: bool = False
+    source: str = ""
+
+    def seconds(self, kind: str, flops: float, nbytes: float) -> float:
+        """Of one operator on the device, without the host."""
+        rate = self.rates.get(kind) or self.rates["gemm"]
+        moved = nbytes / self.bandwidth.get(kind, self.bandwidth[""])
+        if self.cuda:
+            return max(self.least, flops / rate, moved)
+        return flops / rate if flops else moved
+
+    def call(self, device: float, operators: float) -> float:
+        """Seconds of a call whose operators take `device` seconds together."""
+        issued = operators * self.host
+        return max(device, issued) if self.cuda else device + issued
+
+    def all_reduce(self, nbytes: float, processes: int, tensors: int) -> float:
+        """Seconds of summing `tensors` tensors over processes in a ring: 2 (N - 1) / N of the
+        bytes pass each link, and each tensor costs a round of latency."""
+        if processes == 1:
+            return 0.0
+        return 2 * (processes - 1) / processes * nbytes / self.link + 3e-5 * tensors
+
+
+def _gpu(name: str, peak: float, bandwidth: float, memory: float, link: float) -> Device:
+    """A GPU scaled from the H100: peak dense bf16 FLOP/s, bytes/s, GiB, and bytes/s of its link."""
+    ceiling = 700e12 * peak / 989e12  # what large matmuls reach
+    return Device(
+        name=name,
+        rates={kind: share * ceiling for kind, share in SHARES.items()},
+        bandwidth={"": bandwidth * 2.6 / 3.35},  # what copy kernels reach
+        host=8e-6,
+        least=3e-6,
+        ceiling=ceiling,
+        memory=memory,
+        link=link,
+        reserve=0.8,
+        cuda=True,
+        source="modelled" if name == "h100" else "modelled, scaled from the h100 by its data sheet",
+    )
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("h100", 989e12, 3.35e12, 79.1, 300e9),
+        _gpu("h200", 989e12, 4.8e12, 139.8, 300e9),
+        _gpu("a100", 312e12, 2.04e12, 79.1, 200e9),
+        _gpu("a100-40gb", 312e12, 1.56e12, 39.4, 200e9),
+        _gpu("l40s", 362e12, 0.864e12, 44.4, 20e9),
+        _gpu("rtx4090", 165e12, 1.01e12, 23.5, 10e9),
+    )
+}
+NAMES = [*GPUS, "cpu"]
+
+
+def device(name: str) -> Device:
+    """A device by name; "cpu" is this machine's, tried in a second. ValueError for another."""
+    if name == "cpu":
+        return this_cpu()
+    if name not in GPUS:
+        raise ValueError(
+            f'unknown device "{name}"{did_you_mean(name, NAMES)}; known are {", ".join(NAMES)}'
+        )
+    return GPUS[name]
+
+
+def of_cuda(name: str, memory: float) -> Device:
+    """The known GPU that torch's name of a device holds ("NVIDIA H100 80GB HBM3"), with its own
+    memory in GiB; an H100's rates where none does."""
+    plain = name.lower().replace(" ", "").replace("geforce", "")
+    known = next((gpu for key, gpu in GPUS.items() if key in plain), GPUS["h100"])
+    return replace(known, memory=memory)
+
+
+# ---------------------------------------------------------------------------
+# this machine's CPU, tried
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Shapes that operators are tried with: small enough for seconds of any CPU."""
+
+    tokens: int = 1024
+    width: int = 384
+    rates: dict[str, float] = field(default_factory=dict)
+    bandwidth: dict[str, float] = field(default_factory=dict)
+
+
+def this_cpu() -> Device:
+    """This machine's CPU with torch's present number of threads: a few operators timed in about a
+    second. memory is None: the machine's other programs decide it."""
+    t = _Trial()
+    x, w = torch.randn(t.tokens, t.width), torch.randn(t.width, 4 * t.width)
+    small = torch.randn(64)
+    q = torch.randn(2, 6, 256, 64, requires_grad=True)
+    image, kernel = torch.randn(2, 32, 64, 64), torch.randn(32, 32, 3, 3)
+    big = torch.randn(1 << 19)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    with torch.no_grad():
+        host = _seconds(lambda: small + small)
+        t.rates["gemm"] = 2 * t.tokens * t.width * 4 * t.width / (_seconds(lambda: x @ w) - host)
+        t.rates["attention"] = 4 * 2 * 6 * 256**2 * 64 / _seconds(lambda: sdpa(q, q, q))
+        done = _seconds(lambda: torch.conv2d(image, kernel, padding=1))
+        t.rates["convolution"] = 2 * image.numel() * 32 * 9 / done
+        tried: dict[str, tuple[Callable[[], object], int]] = {
+            "": (lambda: big + big, 12),
+            "norm": (lambda: torch.nn.functional.layer_norm(x, (t.width,)), 8),
+            "function": (lambda: torch.nn.functional.gelu(big, approximate="tanh"), 8),
+            "random": (lambda: torch.randn(1 << 16), 4),
+        }
+        for kind, (call, per_number) in tried.items():
+            numbers = {"norm": x.numel(), "random": 1 << 16}.get(kind, big.numel())
+            t.bandwidth[kind] = per_number * numbers / max(1e-9, _seconds(call) - host)
+    out = sdpa(q, q, q)
+    g = torch.ones_like(out)
+    back = _seconds(lambda: torch.autograd.grad(out, q, g, retain_graph=True))
+    t.rates["attention_backward"] = 10 * 2 * 6 * 256**2 * 64 / back
+    return Device(
+        name="cpu",
+        rates=t.rates,
+        bandwidth=t.bandwidth,
+        host=HOST_SHARE * host,
+        least=0.0,
+        ceiling=t.rates["gemm"],
+        memory=None,
+        link=2e9,
+        reserve=0.0,
+        cuda=False,
+        measured=True,
+        source="modelled by rates that were measured on this machine",
+    )
+
+
+# An operator costs more than its own call: the module around it, autograd, strided views. Fitted
+# once on shapes-sd3, whose tensors are too small to take time themselves.
+HOST_SHARE = 3.0
+
+
+def _seconds(call: Callable[[], object], *, least: float = 0.04) -> float:
+    """Least time of a call over repeats of at least `least` seconds together; CPU seconds where
+    one thread computes, since those do not depend on who else uses the machine."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    call()
+    best, spent, repeats = float("inf"), 0.0, 1
+    while spent < least:
+        began = clock()
+        for _ in range(repeats):
+            call()
+        took = clock() - began
+        spent += took
+        best = min(best, took / repeats)
+        if took < least / 8:
+            repeats *= 2
+    return best

@@ -1,0 +1,352 @@
+"""What a run needs before it runs, without a GPU and without weights: memory, time, rows, FLOPs.
+
+Two iterations are rehearsed by the run's own loop with a policy that computes nothing
+(rehearsal.py), which tells every call of the network, the decoder and the text encoders. Each kind
+of call is then run once on the meta device by the run's own policy code, with the real
+architecture and its LoRA (call_costs.py). The rest is bookkeeping: peaks of the loop's own tensors
+and of the calls on top of them, and a roofline of the device (flowrl/runtime/roofline.py).
+
+The loop's own tensors are rehearsed with small latents of two sizes; their bytes are affine in the
+size, so that a line gives those of the real ones. Gigabytes are 2**30 bytes, as in the ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from flowrl.config.build import DTYPES, autocast
+from flowrl.config.schema import Config
+from flowrl.data import conditions
+from flowrl.policy.architecture import read
+from flowrl.policy.call_shapes import CallShapes
+from flowrl.policy.load import call_options
+from flowrl.policy.modelled import ModelledPolicy
+from flowrl.policy.replay.encoders import LARGEST
+from flowrl.runtime.meter import Meter
+from flowrl.runtime.roofline import GIB, Device
+from flowrl.training.call_costs import Cost, Costs, Part
+from flowrl.training.checks import check_batch
+from flowrl.training.rehearsal import Asked, Event, Rehearsal
+
+PHASES = ("encode", "rollout", "decode", "reward", "advantages", "reference", "update", "optimizer")
+EXACT = 1 << 21  # numbers of all latents of an iteration up to which they are rehearsed as they are
+SMALL = (4, 8)  # sides of latents that stand in for larger ones
+
+
+@dataclass(slots=True)
+class Phase:
+    """gb: highest memory while it lasts, above weights and what stays; seconds, flops, rows: of an
+    iteration, of one process."""
+
+    gb: float = 0.0
+    seconds: float = 0.0
+    flops: float = 0.0
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Of one process. fixed: gigabytes that stay, by what they are; phases: of the second
+    iteration; rows: what its metrics would say; first: rows of the first iteration."""
+
+    model: str
+    pipeline: str
+    architecture: str
+    device: Device
+    gpus: int
+    samples: int  # an iteration, over all processes
+    fixed: dict[str, float]
+    phases: dict[str, Phase]
+    rows: dict[str, int]
+    first: dict[str, int]
+    reduced: dict[str, float]  # gradients summed over processes: gigabytes and seconds
+    parameters: dict[str, int]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def resident(self) -> float:
+        """Gigabytes that stay."""
+        return sum(self.fixed.values())
+
+    @property
+    def peak(self) -> float:
+        """Gigabytes of tensors at the highest moment."""
+        return self.resident + max(phase.gb for phase in self.phases.values())
+
+    @property
+    def needed(self) -> float:
+        """Gigabytes of a card: the peak, 4% that the allocator cannot use, and the driver's."""
+        return self.peak * (1.04 if self.device.cuda else 1.0) + self.device.reserve
+
+    @property
+    def highest(self) -> str:
+        """The phase with the peak."""
+        return max(self.phases, key=lambda name: self.phases[name].gb)
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration, without rewards and evaluations."""
+        return sum(phase.seconds for phase in self.phases.values()) + self.reduced["seconds"]
+
+    @property
+    def flops(self) -> float:
+        return sum(phase.flops for phase in self.phases.values())
+
+    @property
+    def utilisation(self) -> float:
+        """FLOPs over what the device's large matmuls would do in that time."""
+        return self.flops / (self.seconds * self.device.ceiling)
+
+
+class Planner:
+    """Budgets of a config and of changes to it: the architecture is built once."""
+
+    def __init__(self, cfg: Config, device: Device, *, gpus: int = 1) -> None:
+        check_known(cfg, gpus)
+        self.cfg, self.device, self.gpus = cfg, device, gpus
+        architecture = read(cfg.model.source)
+        lora = cfg.train.lora.model_dump() if cfg.train.mode == "lora" else None
+        self.policy = ModelledPolicy(
+            architecture,
+            conditions.loaded(call_options(cfg.model.pipeline)),
+            lora=lora,
+            dtype=DTYPES[cfg.model.dtype],
+        )
+        context = autocast(cfg.train.precision, torch.device("cuda" if device.cuda else "cpu"))
+        lowered = context is not autocast("no", torch.device("cpu"))
+        self.low = DTYPES[cfg.train.precision] if lowered else None
+        self.costs: dict[bool, Costs] = {}
+        self.rehearsals: dict[str, Rehearsed] = {}  # by batch, of which they depend
+
+    @property
+    def parameters(self) -> int:
+        """Of the network, without adapters."""
+        return sum(p.numel() for p in _frozen(self.policy).values())
+
+    def budget(self, cfg: Config | None = None) -> Budget:
+        """The budget of the config, or of one that differs in its batch and its checkpointing."""
+        cfg = cfg or self.cfg
+        own = share(cfg, self.gpus)
+        checkpointing = cfg.train.gradient_checkpointing
+        if checkpointing not in self.costs:
+            self.costs[checkpointing] = Costs(
+                self.policy, self.device, low=self.low, checkpointing=checkpointing
+            )
+        costs = self.costs[checkpointing]
+        if (batch := str(own.batch)) not in self.rehearsals:
+            self.rehearsals[batch] = rehearsed(own, self.policy.shapes)
+        first, events, metrics, views = self.rehearsals[batch]
+        phases = simulated(events, costs, self.device, _cond_bytes(self.policy, own))
+        step = _optimizer(self.policy, self.device)
+        phases["optimizer"].gb = max(phases["optimizer"].gb, step.peak / GIB)
+        phases["optimizer"].seconds += cfg.batch.updates * self.device.call(
+            step.seconds, step.operators
+        )
+        trained = self.policy.trainable.named()
+        numbers = sum(p.numel() for p in trained.values())
+        updates = cfg.batch.updates
+        return Budget(
+            model=cfg.model.source,
+            pipeline=self.policy.architecture.pipeline,
+            architecture=self.policy.architecture.where,
+            device=self.device,
+            gpus=self.gpus,
+            samples=cfg.batch.prompts * cfg.batch.group,
+            fixed=self._fixed(cfg, numbers, views, costs),
+            phases=phases,
+            rows=_rows(metrics),
+            first=_rows(first),
+            reduced={
+                "gb": 4 * numbers * updates / GIB if self.gpus > 1 else 0.0,
+                "seconds": updates * self.device.all_reduce(4 * numbers, self.gpus, len(trained)),
+            },
+            parameters={"network": self.parameters, "trained": numbers},
+            notes=_notes(cfg, self.device),
+        )
+
+    def _fixed(self, cfg: Config, numbers: int, views: int, costs: Costs) -> dict[str, float]:
+        """Gigabytes that stay: weights, and what belongs to those that are trained."""
+        copies = {
+            "trained": 1 if cfg.train.mode == "lora" else 0,
+            "views": views,
+            "gradients": 1,
+            "moments": 2,
+            "average": 1 if cfg.ema.decay else 0,
+        }
+        prompts = cfg.iterations * cfg.batch.prompts // self.gpus
+        answers = costs.of(Asked(what="encode", rows=cfg.batch.prompts // self.gpus)).saved
+        filled = min(LARGEST, answers * prompts / max(1, cfg.batch.prompts // self.gpus))
+        found = {
+            "network": _size(_frozen(self.policy)),
+            "text encoders": sum(
+                _size(dict(module.named_parameters())) for module in self.policy.others.values()
+            ),
+            "vae": _size(dict(self.policy.vae.named_parameters())),
+            **{name: 4.0 * count * numbers for name, count in copies.items()},
+            "kept answers of encoders": filled,
+        }
+        return {name: size / GIB for name, size in found.items()}
+
+
+def check_known(cfg: Config, gpus: int) -> None:
+    """ValueError where the budget does not know what a run would do."""
+    if gpus < 1:
+        raise ValueError(f"--gpus {gpus} should be a whole number from 1")
+    if cfg.data.offline:
+        raise ValueError(
+            "flowrl budget knows runs that sample, and data.offline trains on a folder; leave it"
+            " out"
+        )
+    if "text_encoder" in cfg.train.parts:
+        raise ValueError(
+            "flowrl budget does not know what training the text encoder costs; leave text_encoder"
+            " out of train.parts"
+        )
+
+
+def share(cfg: Config, gpus: int) -> Config:
+    """The config of one of several processes: its part of the prompts."""
+    if gpus == 1:
+        return cfg
+    check_batch(cfg, processes=gpus, leaves=1)
+    own = cfg.batch.model_copy(update={"prompts": cfg.batch.prompts // gpus})
+    return cfg.model_copy(update={"batch": own})
+
+
+# metrics of the first iteration, events and metrics of the second one, copies of the weights
+Rehearsed = tuple[dict[str, float], list[Event], dict[str, float], int]
+
+
+def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
+    """(metrics of the first iteration, events and metrics of the second one, copies of the trained
+    weights), with the bytes of latents and media as they are."""
+    numbers, media = torch.Size(shapes.latent).numel(), torch.Size(shapes.media).numel()
+    samples = cfg.batch.prompts * cfg.batch.group
+    runs, sizes = [], []
+    exact = samples * max(numbers, media) <= EXACT
+    for side in SMALL[:1] if exact else SMALL:
+        latent = shapes.latent if exact else smaller(shapes.latent, side)
+        sizes.append(torch.Size(latent).numel())
+        drawn = shapes.media if exact else _media(shapes, sizes[-1] / numbers)
+        run = Rehearsal(cfg, shapes, latent, drawn)
+        runs.append((*run.rehearse(), len(run.algorithm.views)))
+    first, events, metrics, views = runs[-1]
+    if len(runs) == 2:
+        slope = (numbers - sizes[0]) / (sizes[1] - sizes[0])
+        pairs = zip(runs[0][1], runs[1][1], strict=True)
+        events = [_extrapolated(small, large, slope) for small, large in pairs]
+    if cfg.train.mode == "full" and Rehearsal.reads_reference(cfg):
+        views += 1
+    return first, events, metrics, views
+
+
+def smaller(shape: Sequence[int], side: int) -> tuple[int, ...]:
+    """Latents of the same number of axes: channels as they are, other axes `side` long."""
+    channels, *rest = shape
+    return (channels, *(side if size > side else size for size in rest))
+
+
+def _media(shapes: CallShapes, factor: float) -> tuple[int, ...]:
+    """Media with `factor` times the numbers of the real ones, in one long row."""
+    *lead, height, width = shapes.media
+    return (*lead, 1, max(1, round(height * width * factor)))
+
+
+def _extrapolated(small: Event, large: Event, slope: float) -> Event:
+    """The event at a size that lies `slope` times the step between two others above the first."""
+    assert (small.phase, small.asked, small.backward) == (large.phase, large.asked, large.backward)
+    names = ("live", "since", "moved")
+    line = {
+        name: getattr(small, name) + slope * (getattr(large, name) - getattr(small, name))
+        for name in names
+    }
+    return replace(large, **line)
+
+
+def simulated(events: list[Event], costs: Costs, device: Device, cond: float) -> dict[str, Phase]:
+    """Peaks, seconds, FLOPs and network rows of each phase of an iteration. cond: bytes of its
+    prompts, bound to the calls.
+
+    A forward with a gradient leaves what its backward reads, `held` until that is over.
+    """
+    phases = {name: Phase() for name in PHASES}
+    held = 0.0
+    for event in events:
+        phase = phases[event.phase] if event.phase in phases else Phase()
+        phase.gb = max(phase.gb, (event.since + held) / GIB)
+        phase.seconds += device.call(device.seconds("", 0, event.moved), event.operators)
+        if event.asked is None:
+            continue
+        asked, cost = event.asked, costs.of(event.asked)
+        part: Part = cost.backward if event.backward else cost.forward
+        own = phases["encode"] if asked.what == "encode" else phase
+        own.gb = max(own.gb, (event.live + held + part.peak) / GIB)
+        own.seconds += device.call(part.seconds, part.operators)
+        own.flops += part.flops
+        held += _kept(asked, cost, event.backward, cond)
+        if asked.what == "velocity" and not event.backward:
+            own.rows += asked.rows * asked.branches
+    return phases
+
+
+def _kept(asked: Asked, cost: Cost, backward: bool, cond: float) -> float:
+    """Bytes that live on after a call, above what the loop holds."""
+    if asked.what == "encode":
+        return cost.saved + cond
+    return -cost.saved if backward else cost.saved
+
+
+def _cond_bytes(policy: ModelledPolicy, cfg: Config) -> float:
+    """Of the prompts of an iteration, bound to the calls of the network."""
+    cond = policy.encode(["prompt"] * cfg.batch.prompts)
+    kept = [v for calls in cond.groups[0].kept for call in calls for v in call.values()]
+    return float(sum(v.numel() * v.element_size() for v in kept if isinstance(v, torch.Tensor)))
+
+
+def _frozen(policy: ModelledPolicy) -> dict[str, Any]:
+    """Weights of the network as loaded, without adapters."""
+    (network,) = policy.networks.values()
+    return {name: p for name, p in network.named_parameters() if "lora_" not in name}
+
+
+def _size(weights: dict[str, Any]) -> float:
+    return float(sum(p.numel() * p.element_size() for p in weights.values()))
+
+
+def _optimizer(policy: ModelledPolicy, device: Device) -> Part:
+    """Clipping and a step of AdamW, whose moments are there already."""
+    weights = list(policy.trainable.named().values())
+    adamw = torch.optim.AdamW(weights, lr=1e-3, foreach=device.cuda)
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
+        moments = {name: torch.empty_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        adamw.state[weight] = {"step": torch.tensor(1.0), **moments}
+    meter = Meter(device)
+    with meter:
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        adamw.step()
+    flops, seconds, operators = meter.books()
+    return Part(flops=flops, seconds=seconds, operators=operators, peak=meter.peak)
+
+
+def _rows(metrics: dict[str, float]) -> dict[str, int]:
+    """The counts of a line of metrics."""
+    names = ("nfe/rollout", "nfe/reference", "nfe/update", "policy/rows")
+    return {name: round(metrics.get(name, 0.0)) for name in names}
+
+
+def _notes(cfg: Config, device: Device) -> list[str]:
+    """What the numbers do not hold."""
+    notes = ["rewards and evaluations are not counted: neither their networks nor their seconds"]
+    if cfg.train.precision != "no" or cfg.model.dtype != "fp32":
+        notes.append(
+            "where the ratio's self-test finds that low precision is not exact enough, old"
+            " log-probs are computed again: a forward more for every trained row"
+        )
+    if not device.measured:
+        notes.append(f"seconds are {device.source}: not measured on a GPU")
+    return notes

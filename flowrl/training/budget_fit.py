@@ -1,0 +1,231 @@
+"""Which cards a run fits, and which settings make it fit: one change after the other to the phase
+with the peak, each a budget of its own.
+
+A way to save memory is one record of CHANGES: the phases that it makes smaller, and the settings
+that it would have, from a config; None where it has nothing left to give.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flowrl.config.schema import Config
+from flowrl.runtime.log import logger
+from flowrl.runtime.roofline import GIB, Device, of_cuda
+from flowrl.training.budget import Budget, Planner
+
+# GiB that programs find free on cards of so many gigabytes
+CARDS = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8}
+MOST = 12  # changes that are tried
+LARGE = 300_000_000  # weights of a network from which a run's budget is worth seconds at its start
+
+Settings = dict[str, Any]  # by their names, as {"batch.micro": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A way to save memory in some phases."""
+
+    phases: frozenset[str]
+    settings: Callable[[Config], Settings | None]
+
+
+def _half(name: str, most: int) -> Callable[[Config], Settings | None]:
+    """Half of batch.<name>, from at most `most` on."""
+
+    def settings(cfg: Config) -> Settings | None:
+        now = min(getattr(cfg.batch, name), most)
+        return {f"batch.{name}": now // 2} if now > 1 else None
+
+    return settings
+
+
+def _checkpointing(cfg: Config) -> Settings | None:
+    return None if cfg.train.gradient_checkpointing else {"train.gradient_checkpointing": True}
+
+
+CHANGES = (
+    Change(phases=frozenset({"decode", "reward"}), settings=_half("decode", 16)),
+    Change(phases=frozenset({"update"}), settings=_checkpointing),
+    Change(phases=frozenset({"rollout", "reference", "update"}), settings=_half("micro", 1 << 30)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A budget, and the settings that it has in place of the config's."""
+
+    settings: Settings
+    budget: Budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The config's own budget first, then with ever more settings changed."""
+
+    steps: list[Step]
+
+    @property
+    def own(self) -> Budget:
+        return self.steps[0].budget
+
+    def on(self, gigabytes: float) -> Step | None:
+        """The first that a card with so many GiB holds; None: none does."""
+        return next((step for step in self.steps if step.budget.needed <= gigabytes), None)
+
+
+def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> Fit:
+    """Change settings until the smallest of the cards that can hold what stays is enough."""
+    steps, cfg = [Step(settings={}, budget=planner.budget())], planner.cfg
+    while len(steps) <= MOST:
+        budget = steps[-1].budget
+        possible = [card for card in cards if card > budget.resident + budget.device.reserve]
+        if not possible or budget.needed <= min(possible):
+            break
+        settings = _next(cfg, budget.highest)
+        if settings is None:
+            break
+        cfg = changed(cfg, settings)
+        step = Step(settings={**steps[-1].settings, **settings}, budget=planner.budget(cfg))
+        steps.append(step)
+    return Fit(steps=steps)
+
+
+def _next(cfg: Config, phase: str) -> Settings | None:
+    """The settings of the first change that makes a phase smaller."""
+    for change in CHANGES:
+        if phase in change.phases and (settings := change.settings(cfg)) is not None:
+            return settings
+    return None
+
+
+def changed(cfg: Config, settings: Settings) -> Config:
+    """The config with other values of settings of its sections."""
+    for name, value in settings.items():
+        section, key = name.split(".")
+        own = getattr(cfg, section).model_copy(update={key: value})
+        cfg = cfg.model_copy(update={section: own})
+    return cfg
+
+
+def words(settings: Settings) -> str:
+    """Settings as a command line takes them."""
+    values = {name: str(value).lower() for name, value in settings.items()}
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def record(found: Fit) -> dict[str, Any]:
+    """A fit as JSON: see docs/budget.md for its keys."""
+    b = found.own
+    return {
+        "model": b.model,
+        "pipeline": b.pipeline,
+        "architecture": b.architecture,
+        "device": b.device.name,
+        "gpus": b.gpus,
+        "basis": b.device.source,
+        "samples": b.samples,
+        "parameters": b.parameters,
+        "gb": {
+            "resident": b.resident,
+            "peak": b.peak,
+            "needed": b.needed,
+            "highest": b.highest,
+            **{f"resident/{name}": size for name, size in b.fixed.items()},
+        },
+        "phases": {
+            name: {
+                "gb": b.resident + phase.gb,
+                "above_gb": phase.gb,
+                "seconds": phase.seconds,
+                "flops": phase.flops,
+                "rows": phase.rows,
+            }
+            for name, phase in b.phases.items()
+        },
+        "rows": b.rows,
+        "first_iteration": b.first,
+        "all_reduce": b.reduced,
+        "seconds": b.seconds,
+        "flops": b.flops,
+        "utilisation": b.utilisation,
+        "cards": {str(card): _on(found, free) for card, free in CARDS.items()},
+        "notes": b.notes,
+    }
+
+
+def _on(found: Fit, free: float) -> dict[str, Any]:
+    """Whether a card holds the run: as it is, or with other settings."""
+    step = found.on(free)
+    if step is None:
+        return {"fits": False, "settings": None, "gb": None, "seconds": None}
+    b = step.budget
+    return {
+        "fits": not step.settings,
+        "settings": step.settings,
+        "gb": b.needed,
+        "seconds": b.seconds,
+    }
+
+
+class DoesNotFit(ValueError):
+    """A run that its device cannot hold."""
+
+
+def check(found: Fit, free: float) -> None:
+    """DoesNotFit where a device with so many GiB cannot hold the run; it names the nearest settings
+    that fit."""
+    b, step = found.own, found.on(free)
+    if step is not None and not step.settings:
+        return
+    kept = f"{b.resident:.1f} GB of it stay: weights, and what is trained"
+    fix = f"try {words(step.settings)}" if step else f"no batch size is small enough: {kept}"
+    raise DoesNotFit(
+        f"this run would need {b.needed:.1f} GB in the phase {b.highest} (modelled), and the device"
+        f" has {free:.1f}; {fix}; guard.fits=false starts it all the same"
+    )
+
+
+def summary(found: Fit) -> str:
+    """One paragraph about a run, before it starts."""
+    b = found.own
+    parts = ", ".join(
+        f"{name} {phase.seconds:.3g} s" for name, phase in b.phases.items() if phase.flops
+    )
+    return (
+        f"budget     {b.needed:.1f} GB in the phase {b.highest}, {b.resident:.1f} of them all the"
+        f" time; {b.seconds:.3g} s an iteration without rewards ({parts}),"
+        f" {b.utilisation:.0%} of {b.device.name}'s matmul ceiling; {b.device.source}"
+    )
+
+
+def before(cfg: Config) -> str | None:
+    """What `flowrl train` says of a run that is to start on this machine's GPU. DoesNotFit where
+    guard.fits is true and it does not; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    device = of_cuda(found.name, found.total_memory / GIB)
+    return planned(cfg, device, gpus=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def planned(cfg: Config, device: Device, *, gpus: int = 1) -> str | None:
+    """The summary of a run on a device. None where the network is small, or where its calls are not
+    known."""
+    try:
+        planner = Planner(cfg, device, gpus=gpus)
+    except ValueError as error:
+        logger.info(f"no budget: {error}")
+        return None
+    free = device.memory
+    if planner.parameters < LARGE or free is None:
+        return None
+    found = fit(planner, (free,))
+    if cfg.guard.fits:
+        check(found, free)
+    return summary(found)

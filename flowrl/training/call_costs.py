@@ -1,0 +1,177 @@
+"""What one call of a policy costs, found by running it on the meta device: FLOPs, seconds of a
+device, and bytes.
+
+Costs are affine in the number of rows (a test holds them to it), so that two sizes tell all
+others; a single row is run by itself, since axes of length 1 spare copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from flowrl.policy.modelled import META, ModelledPolicy
+from flowrl.policy.replay.encoders import LARGEST
+from flowrl.runtime.meter import Attention, Meter
+from flowrl.runtime.roofline import Device
+from flowrl.training.rehearsal import Asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A forward or a backward. seconds: of the device, the host not counted; peak: bytes above
+    those that live when it begins."""
+
+    flops: float = 0.0
+    seconds: float = 0.0
+    operators: float = 0.0
+    peak: float = 0.0
+
+    def between(self, other: Part, share: float) -> Part:
+        """share of the way from this to another."""
+        return Part(
+            **{
+                name: getattr(self, name) + share * (getattr(other, name) - getattr(self, name))
+                for name in ("flops", "seconds", "operators", "peak")
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """saved: bytes that live from the forward to the end of the backward, but for the result; of an
+    encoding, those of its answers."""
+
+    forward: Part
+    backward: Part = Part()
+    saved: float = 0.0
+
+
+class Costs:
+    """Of the calls of a policy. low: the precision of autocast, None without; checkpointing:
+    whether activations are computed again."""
+
+    def __init__(
+        self,
+        policy: ModelledPolicy,
+        device: Device,
+        *,
+        low: torch.dtype | None,
+        checkpointing: bool,
+    ) -> None:
+        self.policy, self.device, self.low = policy, device, low
+        self.checkpointing = checkpointing
+        self.known: dict[Asked, Cost] = {}
+        for weight in policy.trainable.named().values():
+            weight.grad = torch.empty_like(weight)  # micro-batches add to it
+
+    def of(self, asked: Asked) -> Cost:
+        """The cost of a call."""
+        if asked not in self.known:
+            near = self._near(asked) if asked.what == "velocity" and asked.rows > 1 else []
+            self.known[asked] = _line(asked, near) if len(near) == 2 else self._run(asked)
+        return self.known[asked]
+
+    def _near(self, asked: Asked) -> list[tuple[int, Cost]]:
+        """The same call at two other numbers of rows, both above 1, that were run."""
+        alike = [
+            (other.rows, cost)
+            for other, cost in self.known.items()
+            if replace(other, rows=asked.rows) == asked and other.rows > 1
+        ]
+        return alike[:2]
+
+    def _run(self, asked: Asked) -> Cost:
+        if asked.what == "encode":
+            return self._encode(asked.rows)
+        policy = self.policy
+        x = torch.empty(asked.rows, *policy.latent_shape, device=META)
+        if asked.what == "decode":
+            x.requires_grad_(asked.grad)
+            return self._traced(asked, lambda: policy.decode(x), low=None)
+        cond = policy.encode(["a", "b"])
+        rows = torch.zeros(asked.rows, dtype=torch.int64, device=META)
+        options: dict[str, Any] = {
+            "guidance": "none" if asked.guidance == "none" else "pipeline",
+            "detach_uncond": asked.detach_uncond,
+        }
+        policy.gradient_checkpointing(self.checkpointing)
+        lora = policy.trainable.lora is not None
+        with policy.view("default" if asked.adapted or not lora else "reference"):
+            return self._traced(
+                asked, lambda: policy.velocity(x, 0.5, cond, rows, **options), low=self.low
+            )
+
+    def _traced(self, asked: Asked, call: Any, *, low: torch.dtype | None) -> Cost:
+        meter, cuda = Meter(self.device), self.device.cuda
+        with torch.set_grad_enabled(asked.grad), meter, Attention(low, cuda=cuda):
+            out: Tensor = call()
+        forward = _part(meter, 0)
+        if not asked.grad:
+            return Cost(forward=forward)
+        saved = meter.live - out.numel() * out.element_size()
+        grad, before = torch.empty_like(out), meter.live
+        meter.reset_peak()
+        with meter, Attention(low, cuda=cuda):
+            # what backward() comes down to; by itself it leaves Attention, and what checkpointing
+            # computes again would be other operators
+            torch.autograd.Variable._execution_engine.run_backward(
+                (out,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        whole = _part(meter, before)
+        backward = Part(
+            flops=whole.flops - forward.flops,
+            seconds=whole.seconds - forward.seconds,
+            operators=whole.operators - forward.operators,
+            peak=whole.peak,
+        )
+        return Cost(forward=forward, backward=backward, saved=saved)
+
+    @torch.no_grad()
+    def _encode(self, prompts: int) -> Cost:
+        """Prompts are asked for one by one, and what encoders answer is kept, copied and joined."""
+        meter = Meter(self.device)
+        with meter, Attention(self.low, cuda=self.device.cuda):
+            answers = self.policy.encode_one()
+        one = _part(meter, 0)
+        sizes = [prompts * _bytes(answer) for answer in answers]
+        kept = min(sum(sizes), LARGEST)
+        copies = 2 * max(sizes, default=0)
+        forward = Part(
+            flops=prompts * one.flops,
+            seconds=prompts * one.seconds,
+            operators=prompts * one.operators,
+            peak=one.peak + kept + copies,
+        )
+        return Cost(forward=forward, saved=kept)
+
+
+def _part(meter: Meter, before: int) -> Part:
+    flops, seconds, operators = meter.books()
+    return Part(flops=flops, seconds=seconds, operators=operators, peak=meter.peak - before)
+
+
+def _line(asked: Asked, near: list[tuple[int, Cost]]) -> Cost:
+    """The cost on the line through two others."""
+    (a, low), (b, high) = near
+    share = (asked.rows - a) / (b - a)
+    return Cost(
+        forward=low.forward.between(high.forward, share),
+        backward=low.backward.between(high.backward, share),
+        saved=low.saved + share * (high.saved - low.saved),
+    )
+
+
+def _bytes(answer: Any) -> int:
+    """Of the tensors of an answer, each storage once."""
+    tensors = [t for t in tree_leaves(_plain(answer)) if isinstance(t, Tensor)]
+    return sum({t.untyped_storage()._cdata: t.numel() * t.element_size() for t in tensors}.values())
+
+
+def _plain(answer: Any) -> Any:
+    """A model output as a dict, which has leaves."""
+    return dict(answer) if isinstance(answer, dict) else answer

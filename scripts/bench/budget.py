@@ -1,0 +1,217 @@
+"""What `flowrl budget` predicts for this machine's CPU, beside what runs then take.
+
+    python scripts/bench/budget.py [--model shapes-sd3] [--model middle] [--method mix_grpo ...]
+        [--threads 1] [--no-time]
+
+Memory is the peak of what torch's profiler counts as allocated above the beginning of the second
+iteration, by phase; seconds are those of the third iteration without the profiler, CPU seconds with
+one thread. Rows and FLOPs are compared exactly. "middle" is an SD3 of 8 blocks and width 384 with
+random weights. Keep the machine free: rates of the CPU are tried in the same process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from flowrl.config.load import load_config
+from flowrl.config.schema import Config
+from flowrl.runtime.roofline import GIB, this_cpu
+from flowrl.training.budget import Budget, Planner
+from flowrl.training.loop import Trainer
+from flowrl.training.rehearsal import scores
+
+METHODS = ("flow_grpo", "mix_grpo", "tree_grpo", "nft")
+SHARED = [
+    "data=shapes",
+    "data.eval=null",
+    "reward=shapes",
+    "trackers=[]",
+    "model.self_check=false",
+    "guard.check_rewards=false",
+    "eval.at_start=false",
+    "eval.baseline_guidance=null",
+]
+MARK = "phase:"
+
+
+def config(model: str, method: str, *more: str) -> Config:
+    """The config that both sides take."""
+    return load_config(None, [f"model={model}", f"algorithm={method}", *SHARED, *more])
+
+
+def middle(folder: Path) -> Path:
+    """An SD3 pipeline of 8 blocks and width 384 with random weights, in a folder."""
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    from flowrl.shapes import build
+
+    tok = build.tokenizer()
+    torch.manual_seed(0)
+    transformer = SD3Transformer2DModel(
+        sample_size=32,
+        patch_size=2,
+        in_channels=4,
+        out_channels=4,
+        num_layers=8,
+        attention_head_dim=64,
+        num_attention_heads=6,
+        joint_attention_dim=128,
+        caption_projection_dim=384,
+        pooled_projection_dim=128,
+        pos_embed_max_size=32,
+        qk_norm="rms_norm",
+    )
+    parts = {"text_encoder": build.text_encoder(tok), "text_encoder_2": build.text_encoder(tok)}
+    pipe: StableDiffusion3Pipeline = build.pipeline(
+        {"vae": build.vae(), "transformer": transformer, **parts}, tok
+    )
+    pipe.save_pretrained(folder)
+    return folder
+
+
+def trainer_of(cfg: Config) -> Trainer:
+    """The run, with the prompts and rewards of a rehearsal."""
+    prompts = [{"prompt": f"a red circle {k}"} for k in range(4 * cfg.batch.prompts)]
+    reward = {label: scores(label) for label in cfg.reward}
+    return Trainer(cfg, prompts=prompts, rewards=reward)
+
+
+@contextmanager
+def marked(trainer: Trainer) -> Any:
+    """Inside, phases are marks in the profiler's trace, the optimizer's step apart."""
+    ledger, learner = trainer.ledger, trainer.learner
+    phase, apply = ledger.phase, learner.apply
+
+    def mark(name: str) -> None:
+        with record_function(MARK + name):
+            pass
+
+    @contextmanager
+    def own(name: str) -> Any:
+        mark(name)
+        with phase(name):
+            yield
+        mark(ledger.stack[-1] if ledger.stack else "other")
+
+    def step() -> None:
+        with own("optimizer"):
+            apply()
+
+    ledger.phase, learner.apply = own, step
+    try:
+        yield
+    finally:
+        ledger.phase, learner.apply = phase, apply
+
+
+def allocated(trainer: Trainer, iteration: int) -> tuple[dict[str, float], dict[str, float]]:
+    """(peak GiB of each phase above where the iteration begins, by the profiler; its metrics)"""
+    cpu = [ProfilerActivity.CPU]
+    with marked(trainer), profile(activities=cpu, profile_memory=True) as trace:
+        metrics = trainer.iterate(iteration).metrics
+    events = [
+        (event.start_ns(), event.name(), event.nbytes() if event.name() == "[memory]" else 0)
+        for event in trace.profiler.kineto_results.events()
+        if event.name() == "[memory]" or event.name().startswith(MARK)
+    ]
+    peaks: dict[str, float] = {}
+    phase, live = "other", 0
+    for _, name, nbytes in sorted(events):
+        if name == "[memory]":
+            live += nbytes
+        else:
+            phase = name.removeprefix(MARK)
+        peaks[phase] = max(peaks.get(phase, 0.0), live / GIB)
+    return peaks, metrics
+
+
+def seconds(trainer: Trainer, iteration: int) -> dict[str, float]:
+    """Of an iteration and its phases; CPU seconds with one thread."""
+    if torch.get_num_threads() > 1:
+        return trainer.iterate(iteration).metrics
+    clock = time.perf_counter
+    time.perf_counter = time.process_time  # the ledger's
+    try:
+        return trainer.iterate(iteration).metrics
+    finally:
+        time.perf_counter = clock
+
+
+def compare(cfg: Config, predicted: Budget, *, timed: bool) -> bool:
+    """Print both -> whether memory, rows and FLOPs hold."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_of(cfg.model_copy(update={"output": str(Path(folder) / "run")}))
+        first = trainer.iterate(0).metrics
+        peaks, metrics = allocated(trainer, 1)
+        took = seconds(trainer, 2) if timed else {}
+        trainer.parts.lock.release() if trainer.parts.lock else None
+    rows = {name: round(metrics.get(name, 0.0)) for name in predicted.rows}
+    own = {name: round(first.get(name, 0.0)) for name in predicted.first}
+    exact = rows == predicted.rows and own == predicted.first
+    flops = {name: predicted.phases[name].flops for name in ("rollout", "update")}
+    counted = {name: metrics[f"flops/{name}"] for name in flops}
+    same = all(abs(flops[name] / counted[name] - 1) < 1e-9 for name in flops)
+    above = {name: phase.gb for name, phase in predicted.phases.items()}
+    above["rollout"] = max(above["rollout"], above.pop("encode"))
+    whole = max(above.values()) / max(peaks.values())
+    print(f"  rows {'equal' if exact else f'{rows} {own}'}; FLOPs {'equal' if same else counted}")
+    print(f"  peak {max(above.values()):.3f} of {max(peaks.values()):.3f} GB: {whole:.2f}")
+    for name in ("rollout", "decode", "reference", "update", "optimizer"):
+        if peaks.get(name):
+            gb, real = above[name], peaks[name]
+            print(f"    {name:10} {gb:.4f} of {real:.4f} GB: {gb / real:.2f}")
+    if took:
+        names = {"rollout": ("encode", "rollout"), "decode": ("decode",)}
+        names |= {"reference": ("reference",), "update": ("update", "optimizer")}
+        real = {name: took.get(f"time/{name}", 0.0) for name in names}
+        ours = {n: sum(predicted.phases[p].seconds for p in ps) for n, ps in names.items()}
+        for name in names:
+            if real[name]:
+                print(f"    {name:10} {ours[name]:.3f} of {real[name]:.3f} s")
+        ratio = sum(ours.values()) / sum(real.values())
+        print(f"  seconds {sum(ours.values()):.2f} of {sum(real.values()):.2f}: {ratio:.2f}")
+    return exact and same and abs(whole - 1) <= 0.15
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", action="append", choices=["shapes-sd3", "middle"])
+    parser.add_argument("--method", action="append", choices=METHODS)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-time", action="store_true")
+    parser.add_argument("settings", nargs="*", help="settings of a config, as batch.prompts=4")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    device = this_cpu()
+    print({name: f"{rate / 1e9:.1f} GFLOP/s" for name, rate in device.rates.items()})
+    print({name: f"{rate / 1e9:.1f} GB/s" for name, rate in device.bandwidth.items()})
+    print(f"host {device.host * 1e6:.2f} us an operator")
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        for model in given.model or ["shapes-sd3", "middle"]:
+            source = model if model == "shapes-sd3" else str(middle(Path(folder) / model))
+            for method in given.method or METHODS:
+                words = [] if model == "shapes-sd3" else MIDDLE
+                if source != model:
+                    words = [f"model.source={source}", *words]
+                cfg = config("shapes-sd3", method, *words, *given.settings)
+                print(f"{model} {method}")
+                if not compare(cfg, Planner(cfg, device).budget(), timed=not given.no_time):
+                    failed.append(f"{model} {method}")
+    if failed:
+        raise SystemExit(f"beyond the limits: {', '.join(failed)}")
+
+
+MIDDLE = ["batch.prompts=4", "batch.group=12", "batch.micro=8", "batch.decode=8", "sampler.steps=6"]
+
+
+if __name__ == "__main__":
+    main()

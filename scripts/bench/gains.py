@@ -1,0 +1,130 @@
+"""Gains of the runs of docs/results.md, with their intervals, and tables of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from dataclasses import dataclass
+
+import cells
+from cells import Cell
+
+from flowrl.data.prompts import load_prompts
+from flowrl.runtime.statistics import Paired, paired_bootstrap
+
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # t that 2.5% exceed, by seeds
+ENOUGH = 3  # seeds, for a sentence about a method
+Runs = dict[str, list[Cell]]  # finished cells of each method or claim
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """A change of strict accuracy with its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
+
+
+def results(planned: list[Cell]) -> list[Cell]:
+    """Of those that were run."""
+    return [r for c in planned if (r := cells.result(c))]
+
+
+def seed_gain(runs: list[Cell]) -> Gain | None:
+    """Mean over seeds of after - before, and Student's interval over seeds; None: one seed.
+
+    It speaks about a method, that is about a run with another seed, on these held-out texts.
+    """
+    return student(gains_of(runs)) if len(runs) > 1 else None
+
+
+def gains_of(runs: list[Cell]) -> list[float]:
+    """after - before of each run."""
+    share = [[statistics.mean(marks(c[key])) for key in ("images_before", "images")] for c in runs]
+    return [after - before for before, after in share]
+
+
+def student(values: list[float]) -> Gain:
+    """Mean of at least two values, one a seed, and Student's 95% interval."""
+    mean, n = statistics.mean(values), len(values)
+    half = STUDENT[n] * statistics.stdev(values) / math.sqrt(n)
+    return Gain(mean, mean - half, mean + half)
+
+
+def learns(runs: list[Cell]) -> str:
+    """Whether a method learns: yes or no with enough seeds whose interval leaves out 0."""
+    over = seed_gain(runs)
+    if over is None or len(runs) < ENOUGH or over.low <= 0 <= over.high:
+        return "open"
+    return "yes" if over.low > 0 else "no"
+
+
+def over_seeds(runs: list[Cell]) -> str:
+    """The interval over seeds as a table shows it; too few seeds are marked."""
+    over = seed_gain(runs)
+    if over is None:
+        return "one seed"
+    few = f", {len(runs)} seeds" if len(runs) < ENOUGH else ""
+    return f"[{over.low:+.3f}, {over.high:+.3f}]{few}"
+
+
+def gain(runs: list[Cell]) -> Gain:
+    """Mean over seeds of after - before, and its interval over texts: it speaks of these runs."""
+    before, after = (_mean_marks(runs, key) for key in ("images_before", "images"))
+    return _gain(paired_bootstrap(before, after, groups=texts_of("shapes:eval", len(before))))
+
+
+def few_gain(c: Cell) -> Gain:
+    """Of a run on few prompts, with an interval over images: it is about its eight texts alone."""
+    return _gain(paired_bootstrap(marks(c["images_before"]), marks(c["images"])))
+
+
+def _gain(change: Paired) -> Gain:
+    return Gain(change.difference, *change.ci)
+
+
+def _mean_marks(runs: list[Cell], key: str) -> list[float]:
+    """Of each image, the mean over runs."""
+    return [statistics.mean(image) for image in zip(*(marks(c[key]) for c in runs), strict=True)]
+
+
+def marks(text: str) -> list[float]:
+    """A missing verdict counts as wrong: the reward's own rule for what it cannot judge."""
+    return [float(c == "1") for c in text]
+
+
+@functools.cache
+def texts_of(source: str, images: int) -> list[str]:
+    """The text of each image, which is resampled: held-out data holds some texts several times."""
+    prompts = load_prompts(source)
+    return [prompts[i % len(prompts)]["prompt"] for i in range(images)]
+
+
+def scores_of(runs: list[Cell]) -> str:
+    return ", ".join(f"{cells.score(c):.3f}" for c in runs)
+
+
+def difference(runs: list[Cell], others: list[Cell]) -> str:
+    """What the others change in strict accuracy, over the seeds that both have; "": none."""
+    mine, theirs = ({c["seed"]: c for c in own} for own in (runs, others))
+    seeds = sorted(mine.keys() & theirs.keys())
+    if not seeds:
+        return ""
+    means = [_mean_marks([way[s] for s in seeds], "images") for way in (mine, theirs)]
+    change = _gain(paired_bootstrap(*means, groups=texts_of("shapes:eval", len(means[0]))))
+    each = [cells.score(theirs[s]) - cells.score(mine[s]) for s in seeds]
+    listed = ", ".join(f"{value:+.3f}" for value in each)
+    said = f"{change} over texts; by seed {listed}"
+    if len(each) < 2:
+        return f"{said}."
+    over = student(each)
+    return f"{said},\nwhich gives [{over.low:+.3f}, {over.high:+.3f}] over seeds."
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["-"] * len(head), *rows])

@@ -1,0 +1,49 @@
+"""The attention backend by name."""
+
+import logging
+
+import pytest
+import tiny
+import torch
+
+from flowrl.policy.attention import set_attention
+
+
+def velocity(policy):
+    x = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return policy.velocity(x, 0.5, policy.encode(tiny.PROMPTS[:1]), torch.zeros(1).long())
+
+
+def test_native_by_name_computes_what_the_default_does_and_none_takes_it_away():
+    policy = tiny.policy("wan21")
+    networks = list(policy.networks.values())
+    own = velocity(policy)
+    asked = [m.processor for n in networks for m in n.modules() if hasattr(m, "processor")]
+    for name in ("native", "_native_math", None):
+        set_attention(networks, name)
+        assert {p._attention_backend for p in asked} == {name}
+        assert torch.allclose(velocity(policy), own, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("natve", 'train.attention="natve" is no attention backend of diffusers; did you mean'),
+        ("xformers", "train.attention=xformers does not work here, on cpu in float32: .*xformers"),
+        ("flash", "train.attention=flash does not work here, on cpu in float32: .*flash"),
+        ("sage", "train.attention=sage does not work here, on cpu in float32: .*[Ss]age"),
+    ],
+)
+def test_a_name_that_is_unknown_or_whose_package_is_missing_is_one_sentence(name, sentence):
+    policy = tiny.policy("wan21")
+    with pytest.raises(ValueError, match=sentence) as caught:
+        set_attention(policy.networks.values(), name)
+    assert "\n" not in str(caught.value)
+
+
+def test_networks_with_older_processors_are_said_to_keep_theirs(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("flowrl"), "propagate", True)
+    with caplog.at_level(logging.WARNING, logger="flowrl"):
+        set_attention(tiny.policy("sd3").networks.values(), "native")
+    assert "has no effect on SD3Transformer2DModel" in caplog.text

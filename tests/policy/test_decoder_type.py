@@ -1,0 +1,49 @@
+"""In which type the VAE decodes: the network's, unless a gradient passes or it overflows."""
+
+import pytest
+import small
+import tiny
+import torch
+
+from flowrl.config.build import decodes_with_gradient, make_policy
+from flowrl.policy import load_policy
+
+
+@pytest.mark.parametrize(("wanted", "made"), [("bf16", torch.bfloat16), ("fp16", torch.float32)])
+def test_the_decoder_has_the_type_of_the_network_unless_it_overflows(wanted, made, tmp_path):
+    """AutoencoderKL's own default says that it does, in fp16."""
+    cfg = small.config(tmp_path, model__dtype=wanted)
+    assert make_policy(cfg, device="cpu").pipe.vae.dtype == made
+
+
+def test_a_gradient_passes_where_the_method_or_a_reward_climbs(tmp_path, monkeypatch):
+    monkeypatch.setitem(small.ALGORITHMS, "draft", {})
+    for algorithm, changes, through in (
+        ("nft", {}, False),
+        ("nft", {"reward__jpeg__mode": "grad"}, True),
+        ("draft", {}, True),
+    ):
+        cfg = small.config(tmp_path, algorithm, **changes)
+        assert decodes_with_gradient(cfg, None) is through
+
+
+def test_a_narrow_decoder_decodes_alike_with_half_the_bytes():
+    policy = tiny.policy("sd3", dtype=torch.bfloat16)
+    x = torch.randn(2, *policy.latent_shape)
+
+    def size():
+        return sum(p.numel() * p.element_size() for p in policy.pipe.vae.parameters())
+
+    wide, before = policy.decode(x), size()
+    policy.narrow_decoder()
+    narrow = policy.decode(x)
+    assert size() * 2 == before and narrow.dtype == torch.float32
+    assert (narrow - wide).abs().max() < 0.05
+
+
+def test_tiles_are_switched_on_where_the_decoder_has_them():
+    policy = tiny.policy("sd3")
+    policy.tile_decoder()
+    assert policy.pipe.vae.use_tiling
+    with pytest.raises(ValueError, match="model.tiling=true: this model's decoder has no tiles"):
+        load_policy(tiny.ToyFlow(), shape=(2,)).tile_decoder()

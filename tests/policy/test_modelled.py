@@ -1,0 +1,66 @@
+"""The calls that are written down for a budget are those that are inferred from the pipelines."""
+
+import pytest
+import tiny
+import torch
+
+from flowrl.policy import call_shapes
+from flowrl.policy.architecture import read
+from flowrl.policy.modelled import ModelledPolicy
+
+NAMES = ["sd15", "sdxl", "sd3", "flux", "qwenimage", "wan21"]
+
+
+def described(value):
+    """An argument by its shape and type."""
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return {key: described(entry) for key, entry in value.items()}
+    return value
+
+
+def calls(policy, device):
+    """What the network is given for a velocity of two rows, and what comes back."""
+    seen, (network,) = [], policy.networks.values()
+    cond = policy.encode(list(tiny.PROMPTS))
+    hook = network.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(described(kwargs)), with_kwargs=True
+    )
+    x = torch.zeros(2, *policy.latent_shape, device=device)
+    rows = torch.tensor([0, 1], device=device)
+    with torch.no_grad():
+        v = policy.velocity(x, 0.5, cond, rows)
+        media = policy.decode(x)
+    hook.remove()
+    return seen, described(v), described(media)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_modelled_policy_calls_its_network_as_the_pipeline_does(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(call_shapes, "EMPTY_QWEN", 5)  # of the tiny tokenizer
+    real = tiny.policy(name, lora={"rank": 2, "alpha": 2})
+    real.pipe.save_pretrained(tmp_path)
+    modelled = ModelledPolicy(
+        read(str(tmp_path)),
+        tiny.CALLS[name],
+        lora={"rank": 2, "alpha": 2},
+        dtype=torch.float32,
+    )
+    assert modelled.latent_shape == real.latent_shape
+    assert modelled.branches("pipeline") == real.branches("pipeline")
+    ours, theirs = calls(modelled, "meta"), calls(real, "cpu")
+    assert ours[1:] == theirs[1:]
+    for mine, its in zip(ours[0], theirs[0], strict=True):
+        assert mine == its
+    weights = {key: tuple(w.shape) for key, w in real.trainable.named().items()}
+    assert {key: tuple(w.shape) for key, w in modelled.trainable.named().items()} == weights
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_encoders_run_without_values(name, tmp_path):
+    pipe = tiny.pipeline(name)
+    pipe.save_pretrained(tmp_path)
+    modelled = ModelledPolicy(read(str(tmp_path)), tiny.CALLS[name], lora=None, dtype=torch.float32)
+    with torch.no_grad():
+        assert len(modelled.encode_one()) == len(modelled.shapes.encoders) > 0

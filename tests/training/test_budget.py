@@ -1,0 +1,234 @@
+"""A budget is what a run then is: rows and FLOPs to the digit, peaks of memory as torch's profiler
+counts them, settings that fit a card, and one sentence where nothing can be said."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flowrl.cli.main import app
+from flowrl.config.load import load_config
+from flowrl.policy import load_policy
+from flowrl.runtime.roofline import GPUS, of_cuda
+from flowrl.training import budget_fit
+from flowrl.training.budget import Planner
+from flowrl.training.call_costs import Costs
+from flowrl.training.rehearsal import Asked
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "budget.py"
+spec = importlib.util.spec_from_file_location("bench_budget", SCRIPT)
+bench = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bench)
+H100 = GPUS["h100"]
+CPU = replace(H100, name="cpu", cuda=False, reserve=0.0, memory=None)
+METHODS = {
+    "flow_grpo": ["batch.group=4"],
+    "mix_grpo": ["batch.group=4", "batch.updates=2", "algorithm.window.size=2"],
+    "tree_grpo": ["batch.group=9", "algorithm.window.size=2"],
+    "nft": ["batch.group=4", "batch.updates=2"],
+}
+SMALL = ["batch.prompts=4", "batch.micro=8", "batch.decode=4", "sampler.steps=4"]
+
+
+def shapes(method="mix_grpo", *more):
+    return bench.config("shapes-sd3", method, *SMALL, *METHODS[method], *more)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    cfg = shapes()
+    return load_policy(
+        "shapes-sd3", lora=cfg.train.lora.model_dump(), device="cpu", **cfg.model.pipeline
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_flops_and_peaks_are_those_of_the_run(method, policy, tmp_path):
+    cfg = shapes(method)
+    told = Planner(cfg, CPU).budget()
+    prompts = [{"prompt": f"a red circle {k}"} for k in range(4 * cfg.batch.prompts)]
+    cfg = cfg.model_copy(update={"output": str(tmp_path / "run")})
+    rewards = {label: bench.scores(label) for label in cfg.reward}
+    run = bench.Trainer(cfg, policy=policy, prompts=prompts, rewards=rewards)
+    first = run.iterate(0).metrics
+    peaks, metrics = bench.allocated(run, 1)
+    assert {name: metrics.get(name, 0) for name in told.rows} == told.rows
+    assert {name: first.get(name, 0) for name in told.first} == told.first
+    for name in ("rollout", "update"):
+        assert told.phases[name].flops == pytest.approx(metrics[f"flops/{name}"], rel=1e-12)
+    above = {name: phase.gb for name, phase in told.phases.items()}
+    above["rollout"] = max(above["rollout"], above["encode"])
+    assert max(above.values()) == pytest.approx(max(peaks.values()), rel=0.15)
+    for name in ("rollout", "update"):
+        assert above[name] == pytest.approx(peaks[name], rel=0.15)
+
+
+@pytest.fixture(scope="module")
+def planner():
+    return Planner(shapes("flow_grpo"), H100)
+
+
+def test_costs_are_affine_in_rows(planner):
+    exact = Costs(planner.policy, H100, low=None, checkpointing=False)
+    lined = Costs(planner.policy, H100, low=None, checkpointing=False)
+    asked = [Asked(what="velocity", rows=rows, grad=True) for rows in (2, 4, 7)]
+    for one in asked[:2]:
+        lined.of(one)
+    line, real = lined.of(asked[2]), exact.of(asked[2])
+    for part in ("forward", "backward"):
+        ours, theirs = getattr(line, part), getattr(real, part)
+        assert ours.flops == pytest.approx(theirs.flops, rel=1e-12)
+        assert ours.peak == pytest.approx(theirs.peak, rel=1e-9)
+        assert ours.operators == theirs.operators
+    assert line.saved == pytest.approx(real.saved, rel=1e-9)
+
+
+def test_small_latents_stand_in_for_large_ones(planner, monkeypatch):
+    exact = planner.budget()
+    monkeypatch.setattr("flowrl.training.budget.EXACT", 0)
+    drawn = Planner(planner.cfg, H100).budget()
+    assert drawn.rows == exact.rows
+    for name, phase in exact.phases.items():
+        assert drawn.phases[name].gb == pytest.approx(phase.gb, rel=0.02), name
+
+
+def test_checkpointing_trades_memory_for_flops(planner):
+    plain = planner.budget()
+    saved = planner.budget(budget_fit.changed(planner.cfg, {"train.gradient_checkpointing": True}))
+    assert saved.phases["update"].gb < 0.6 * plain.phases["update"].gb
+    forward = plain.phases["update"].flops / 2.14  # its backward has no gradient of frozen weights
+    assert saved.phases["update"].flops == pytest.approx(
+        plain.phases["update"].flops + forward, rel=0.03
+    )
+
+
+def test_changes_are_proposed_until_a_card_is_large_enough(planner):
+    own = planner.budget()
+    card = 0.5 * own.phases["update"].gb + own.resident + H100.reserve
+    found = budget_fit.fit(planner, (card,))
+    step = found.on(card)
+    assert found.own.needed > card and step.budget.needed <= card
+    assert step.settings
+    with pytest.raises(budget_fit.DoesNotFit, match="guard.fits=false") as error:
+        budget_fit.check(found, card)
+    assert f"try {budget_fit.words(step.settings)};" in str(error.value)
+    budget_fit.check(found, 1000.0)
+    with pytest.raises(budget_fit.DoesNotFit, match="no batch size is small enough"):
+        budget_fit.check(found, 0.1)
+
+
+def test_train_refuses_what_its_gpu_cannot_hold(monkeypatch):
+    monkeypatch.setattr(budget_fit, "LARGE", 0)
+    device = of_cuda("NVIDIA H100 80GB HBM3", 0.1)
+    assert device.rates == H100.rates and device.memory == 0.1
+    with pytest.raises(budget_fit.DoesNotFit):
+        budget_fit.planned(shapes(), device)
+    told = budget_fit.planned(shapes("mix_grpo", "guard.fits=false"), device)
+    assert told.startswith("budget") and "modelled" in told
+    other = shapes().model_copy(
+        update={"model": shapes().model.model_copy(update={"source": "some/thing"})}
+    )
+    assert budget_fit.planned(other, device) is None  # unknown: it starts without a budget
+
+
+def test_several_processes_share_the_prompts_and_sum_gradients(planner):
+    one, two = planner.budget(), Planner(planner.cfg, H100, gpus=2).budget()
+    assert two.rows["nfe/rollout"] * 2 == one.rows["nfe/rollout"]
+    assert two.reduced["seconds"] > 0 == one.reduced["seconds"]
+    assert two.reduced["gb"] == pytest.approx(
+        4 * two.parameters["trained"] * planner.cfg.batch.updates / 2**30
+    )
+
+
+def cli(*words):
+    return CliRunner().invoke(app, ["budget", *words])
+
+
+def test_the_command_prints_json_whose_keys_stay():
+    done = cli(*WORDS, "--json", "-")
+    found = json.loads(done.stdout)
+    assert set(found) == set(KEYS.split())
+    assert set(found["phases"]["update"]) == {"gb", "above_gb", "seconds", "flops", "rows"}
+    assert set(found["cards"]) == {"24", "40", "80", "141"} and found["cards"]["24"]["fits"]
+    assert set(found["rows"]) == {"nfe/rollout", "nfe/reference", "nfe/update", "policy/rows"}
+    assert "modelled" in found["basis"]
+
+
+WORDS = ["model=shapes-sd3", "algorithm=nft", "data=shapes", "reward=shapes", *SMALL]
+KEYS = (
+    "model pipeline architecture device gpus basis samples parameters gb phases rows"
+    " first_iteration all_reduce seconds flops utilisation cards notes"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([*WORDS, "--device", "h10"], 'unknown device "h10"; did you mean "h100"'),
+        ([*WORDS, "--gpus", "0"], "--gpus 0 should be a whole number from 1"),
+        ([*WORDS, "--gpus", "3"], "does not divide by 3 processes"),
+        ([*WORDS, "model.source=some/thing"], "is not known"),
+        ([*WORDS, "model.source=nothing"], 'unknown model "nothing"'),
+        ([*WORDS, "train.parts=[text_encoder]"], "training the text encoder"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, said):
+    done = cli(*words)
+    assert done.exit_code == 2 and said in done.output.replace("\n", " ")
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    "model", ["sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-1.3b", "sdxl", "sd1.5"]
+)
+def test_real_architectures_run_with_fewer_layers(model, monkeypatch):
+    from flowrl.training import budget as module
+
+    def thin(source):
+        known = module_read(source)
+        parts = {part: {**config, **_fewer(config)} for part, config in known.parts.items()}
+        return replace(known, parts=parts)
+
+    module_read = module.read
+    monkeypatch.setattr(module, "read", thin)
+    cfg = load_config(
+        None,
+        [f"model={model}", "algorithm=nft", "reward=pickscore", "data=ocr", "batch.prompts=1"]
+        + ["batch.group=2", "batch.updates=1", "sampler.steps=2", "batch.micro=2"],
+    )
+    found = Planner(cfg, H100).budget()
+    assert found.rows["nfe/rollout"] == 2 * 2 and found.phases["update"].flops > 0
+    assert found.fixed["network"] > 0 and found.seconds > 0
+    assert found.phases["decode"].flops > 1e12
+
+
+def _fewer(config):
+    names = ("num_layers", "num_single_layers", "num_hidden_layers")
+    thin = {name: 1 for name in names if name in config}
+    if "dual_attention_layers" in config:
+        thin["dual_attention_layers"] = [0]
+    if "text_config" in config:
+        thin["text_config"] = {**config["text_config"], "num_hidden_layers": 1}
+    return thin
+
+
+def test_attention_is_counted_as_torch_counts_it():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from flowrl.runtime import meter
+
+    def run(device):
+        q = torch.randn(2, 3, 8, 4, device=device, requires_grad=True)
+        k = torch.randn(2, 3, 16, 4, device=device, requires_grad=True)
+        return meter.fused_attention(q, k, k).sum()
+
+    with FlopCounterMode(display=False) as counter:
+        run("cpu").backward()
+    with meter.Meter(H100) as own:
+        run("meta").backward()
+    assert own.flops == 3.5 * 4 * 2 * 3 * 8 * 16 * 4
+    assert counter.get_total_flops() in (own.flops, 0)  # 0: a torch that knows GPU kernels alone
