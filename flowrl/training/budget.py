@@ -13,6 +13,7 @@ size, so that a line gives those of the real ones. Gigabytes are 2**30 bytes, as
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -116,9 +117,8 @@ class Planner:
             lora=lora,
             dtype=DTYPES[cfg.model.dtype],
         )
-        context = autocast(cfg.train.precision, torch.device("cuda" if device.cuda else "cpu"))
-        lowered = context is not autocast("no", torch.device("cpu"))
-        self.low = DTYPES[cfg.train.precision] if lowered else None
+        context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
+        self.low = None if context is nullcontext else DTYPES[cfg.train.precision]
         self.costs: dict[bool, Costs] = {}
         self.rehearsals: dict[str, Rehearsed] = {}  # by batch, of which they depend
 

@@ -8,7 +8,7 @@
     python scripts/bench/results_page.py                     the page, from the cells that are there
 
 All share model, prompts, reward, LoRA and budget. `time` knows methods and claims. A cell is one
-run, in docs/results/next/NAME.json; a cell that is there is not run again. The budget counts
+run, in docs/results/cells/NAME.json; a cell that is there is not run again. The budget counts
 network rows: forward of the rollout and of references 1, forward and backward of a trained row 3.
 --workers 2 runs two cells side by side, one thread each. The seconds of the page are rows times the
 seconds a row that `time` measured, which takes no --workers: keep the machine free for it.
@@ -35,6 +35,7 @@ import torch
 from cells import Cell
 
 from flowrl.config.load import load_config
+from flowrl.training.guards import Dead
 from flowrl.training.loop import Trainer
 from flowrl.training.outputs import evaluate
 
@@ -55,13 +56,13 @@ def train(c: Cell) -> Cell:
     with tempfile.TemporaryDirectory() as folder:
         words = [f"output={folder}/run", f"eval.at_start={is_whole(c)}"]
         trainer = Trainer(load_config(None, [*c["settings"], *words]))
-        spent, curve = follow(trainer, c)
+        spent, curve, dead = follow(trainer, c)
         made = c | {
             "machine": machine() | {"load": load},
             "commit": commit(),
             "spent": spent,
             "curve": curve,
-            "stopped": trainer.stopped,
+            "stopped": trainer.stopped or dead,
         }
         if c["kind"] == "time":
             return made
@@ -77,27 +78,33 @@ def is_whole(c: Cell) -> bool:
     return c["kind"] in ("run", "claim")
 
 
-def follow(trainer: Trainer, c: Cell) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """(what was spent, a point of the curve for each iteration)."""
+def follow(trainer: Trainer, c: Cell) -> tuple[dict[str, float], list[dict[str, float]], str]:
+    """(what was spent, a point of the curve for each iteration, why a guard ended the run before
+    its budget was spent: a model that is never right teaches nothing)."""
     curve: list[dict[str, float]] = []
     spent = {"calls": 0.0, "rows": 0.0, "seconds": 0.0}
     marks = [c["budget"] * share for share in cells.MARKS if is_whole(c)]
-    for it in trainer:
-        m = it.metrics
-        spent["calls"] += m["nfe/rollout"] + m.get("nfe/reference", 0) + 3 * m.get("nfe/update", 0)
-        spent["rows"] += m["policy/rows"]
-        spent["seconds"] += m["time/iteration"]
-        point = {"iteration": it.number, **{k: round(v, 1) for k, v in spent.items()}}
-        point |= {k: float(f"{m[k]:.4g}") for k in LOGGED if k in m}
-        if marks and spent["calls"] >= marks[0]:
-            marks = [x for x in marks if x > spent["calls"]]
-            point |= held_out(trainer)
-        curve.append(point)
-        timed = c["kind"] == "time"
-        done = it.number == TIMED if timed else spent["calls"] >= c["budget"]
-        if done or trainer.stopped:
-            break
-    return spent, curve
+    try:
+        for it in trainer:
+            m = it.metrics
+            spent["calls"] += (
+                m["nfe/rollout"] + m.get("nfe/reference", 0) + 3 * m.get("nfe/update", 0)
+            )
+            spent["rows"] += m["policy/rows"]
+            spent["seconds"] += m["time/iteration"]
+            point = {"iteration": it.number, **{k: round(v, 1) for k, v in spent.items()}}
+            point |= {k: float(f"{m[k]:.4g}") for k in LOGGED if k in m}
+            if marks and spent["calls"] >= marks[0]:
+                marks = [x for x in marks if x > spent["calls"]]
+                point |= held_out(trainer)
+            curve.append(point)
+            timed = c["kind"] == "time"
+            done = it.number == TIMED if timed else spent["calls"] >= c["budget"]
+            if done or trainer.stopped:
+                break
+    except Dead as dead:
+        return spent, curve, str(dead)
+    return spent, curve, ""
 
 
 def held_out(trainer: Trainer) -> dict[str, float]:
@@ -211,7 +218,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    cells.RUNS = "next"
     if args.what == "cell":
         run_cell(args.words[0])
         return

@@ -1,11 +1,7 @@
 """What the benchmark of algorithms runs: a cell is one run, named by all that it is.
 
 All cells share model, prompts, reward, LoRA and budget (COMMON). A cell's result lies in
-docs/results/cells/NAME.json, where results_page.py reads it.
-
-Those cells were run with the embedded weights of commit 5ec7cac and with FORMER defaults.
-algorithms.py runs all of them anew, with what is there now, in docs/results/next. When next/ is
-complete it takes the place of cells/, and FORMER, FORMER_CLIP and RUNS go.
+docs/results/cells/NAME.json, where algorithms.py writes and results_page.py reads it.
 """
 
 from __future__ import annotations
@@ -23,7 +19,6 @@ Cell = dict[str, Any]
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "results"
 WEIGHTS = Path(__file__).resolve().parents[2] / "flowrl" / "shapes" / "weights"
-RUNS = "cells"  # or "next"
 IMAGES = 348  # of an evaluation
 BUDGET = 75_000  # network rows
 MARKS = (1 / 6, 1 / 3, 2 / 3)  # shares of it after which a run is evaluated on its way
@@ -92,22 +87,9 @@ PREFERENCE = ["reward=preference", "reward.preference.rounding=false", "reward.s
 # one sample a prompt is enough for a gradient, and an update an iteration for so many
 SINGLE = [*PREFERENCE, "batch.prompts=32", "batch.group=1"]
 CLIMBING = {"draft": SINGLE, "draft_lv": SINGLE, "refl": SINGLE, "alignprop": SINGLE}
-# what a method's file in configs/algorithm said when its cells were run, and does not say now.
-# Without guidance, as here, detach_uncond changes no digit.
-FORMER = {
-    **dict.fromkeys(("flow_grpo", "grpo_guard"), ["algorithm.detach_uncond=true"]),
-    **dict.fromkeys(("branch_grpo", "branch_grpo_mix"), ["algorithm.fusion=path"]),
-    "granular_grpo": ["batch.updates=4"],
-    "awm": ["algorithm.kl_weight=1e-3"],
-    "dgpo": ["algorithm.clip=1e-3", "algorithm.kl_weight=0"],
-    "crd": ["algorithm.std=group"],
-    **dict.fromkeys(("dpo", "raft", "rwr"), ["algorithm.shift=1"]),
-    "dpok": ["optimizer.weight_decay=1e-4", "optimizer.max_grad_norm=1"],
-}
 TUNING = ["data.eval=shapes:train", "eval.seed=1"]  # what chooses a setting is no test of it
 RATES = ["1e-3", "3e-3", "1e-2"]
 LADDER = ["1e-5", "3e-5", "1e-4", "3e-4", *RATES, "3e-2", "1e-1"]  # where the best is at an edge
-MORE = {"raft": ["3e-4", "1e-4"], "rwr": ["3e-4", "1e-4"]}  # what cells/ tried beside RATES
 CLIPS = {  # the paper's first; none: the method does not clip, or its clip cannot act
     **dict.fromkeys(
         ("flow_grpo", "dance_grpo", "mix_grpo", "mix_grpo_flash", "tree_grpo", "tempflow_grpo"),
@@ -120,7 +102,6 @@ CLIPS = {  # the paper's first; none: the method does not clip, or its clip cann
     "prdp": ("1e-4", "1e-3"),
     "dgpo": ("1e-2", "1e-3"),
 }
-FORMER_CLIP = {"dgpo": "1e-2"}  # the second clip that cells/ tried
 
 
 TWENTY = ["sampler.steps=20"]
@@ -241,7 +222,7 @@ TIMED_CLAIMS = [name for name, claim in CLAIMS.items() if {*TWENTY, *LONG} & {*c
 def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) -> Cell:
     """A run to make: its name is a hash of what it is."""
     settings = [f"algorithm={method}", *COMMON, *words_of(method), *words, f"seed={seed}"]
-    digest = digest_of(tuple(settings), budget, RUNS)
+    digest = digest_of(tuple(settings), budget)
     return {
         "name": f"{kind}-{method}-{seed}-{digest}",
         "kind": kind,
@@ -255,12 +236,11 @@ def cell(method: str, words: list[str], *, seed: int, budget: int, kind: str) ->
 
 def words_of(method: str) -> list[str]:
     """A method's own settings."""
-    own = (METHODS | CLIMBING).get(method, [])
-    return [*own, *(FORMER.get(method, []) if RUNS == "cells" else [])]
+    return (METHODS | CLIMBING).get(method, [])
 
 
 @functools.cache
-def digest_of(settings: tuple[str, ...], budget: int, runs: str) -> str:
+def digest_of(settings: tuple[str, ...], budget: int) -> str:
     """Of what the resolved config sets apart from the schema, and of the model's weights.
 
     Where a file of configs/, a value or a weight changes, a cell is another one.
@@ -271,7 +251,7 @@ def digest_of(settings: tuple[str, ...], budget: int, runs: str) -> str:
     options = stated.model_dump(mode="json", exclude_defaults=True)
     what = cfg.model_dump(mode="json", exclude_defaults=True)
     what |= {"algorithm": {"name": cfg.algorithm["name"], **options}}
-    named = [what, budget, *([weights()] if runs == "next" else [])]
+    named = [what, budget, weights()]
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -284,7 +264,7 @@ def weights() -> str:
 
 
 def path_of(c: Cell) -> Path:
-    return FOLDER / RUNS / f"{c['name']}.json"
+    return FOLDER / "cells" / f"{c['name']}.json"
 
 
 def result(c: Cell) -> Cell | None:
@@ -300,8 +280,7 @@ def tuning(method: str) -> list[Cell]:
     results = [result(c) for c in cells]
     if method in CLIPS and all(results):
         best = max(results, key=climbed)
-        clip = FORMER_CLIP.get(method) if RUNS == "cells" else None
-        words = [*best["words"], f"algorithm.clip={clip or CLIPS[method][1]}"]
+        words = [*best["words"], f"algorithm.clip={CLIPS[method][1]}"]
         cells.append(cell(method, words, seed=0, budget=BUDGET // 3, kind="tune"))
     return cells
 
@@ -311,8 +290,6 @@ def rates(method: str) -> list[str]:
 
     Where the best of them is the lowest or the highest, the next one is tried too.
     """
-    if RUNS == "cells":
-        return RATES + MORE.get(method, [])
     first, last = LADDER.index(RATES[0]), LADDER.index(RATES[-1])
     while True:
         tried = LADDER[first : last + 1]
@@ -346,8 +323,8 @@ def finals(method: str, seeds: tuple[int, ...] = (0, 1, 2), kind: str = "run") -
     """The best setting of a finished tuning, for each seed.
 
     A third of the rate, for three times as many steps: Adam moves about rate x steps, and at the
-    full rate the best of them fell again after the rows that the rate was tuned on (cells
-    run-nft-1-c7005d47, from 0.460 to 0.256, and run-dgpo-1-9d3f79f6).
+    full rate, with the embedded weights of commit 5ec7cac, two of the best fell again after the
+    rows that the rate was tuned on (nft, seed 1: from 0.460 to 0.256; dgpo, seed 1).
     """
     tried = tuning(method)
     results = [result(c) for c in tried]

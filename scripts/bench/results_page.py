@@ -190,7 +190,7 @@ def settings_table() -> str:
 def tuning_table() -> str:
     rows = [_tuning_row(m, tried) for m in cells.METHODS if (tried := results(cells.tuning(m)))]
     width = max((len(row) for row in rows), default=1)
-    head = ["method", "", "", "", "other clip, or further rates", ""][:width]
+    head = ["method", *[""] * (width - 1)]
     return table(head, [row + [""] * (width - len(row)) for row in rows])
 
 
