@@ -45,6 +45,11 @@ def check_shard(cfg: Config, algorithm: Algorithm, rewards: RewardSet) -> None:
             f"{what} splits frozen weights, and train.mode=full trains them all; use"
             " train.mode=lora, or leave train.shard out"
         )
+    if cfg.train.compile != "none":
+        raise ValueError(
+            f"{what} gathers blocks as they are, and train.compile={cfg.train.compile} compiles"
+            " them; leave one of the two out"
+        )
     if "text_encoder" in cfg.train.parts:
         raise ValueError(
             f"{what} keeps calls of the denoiser in step, and a trained text encoder is called"

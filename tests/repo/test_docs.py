@@ -262,7 +262,7 @@ def imports():
 def test_every_package_that_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     core, extras = project["dependencies"], project["optional-dependencies"]
-    known = {"dev", "docs", "ocr", "video", "xformers", "wandb", "deepspeed", "server"}
+    known = {"dev", "docs", "ocr", "video", "xformers", "wandb", "server"}
     assert known <= extras.keys()
     entries = [*core, *sum(extras.values(), [])]
     declared = {re.split(r"[<>=\[]", entry)[0].lower() for entry in entries}
