@@ -12,6 +12,7 @@ and wherever they agree. Whoever is left says which one it was and ends with an 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
@@ -33,6 +34,7 @@ from torch import distributed as dist
 from torch.nn.functional import pad
 
 from flowrl.runtime.in_step import InStep
+from flowrl.runtime.log import logger
 from flowrl.runtime.signals import Aborted
 from flowrl.types import Rewards
 
@@ -63,6 +65,8 @@ def start(precision: str, trackers: list[str], folder: Path, seconds: float = 36
             )
     except (ValueError, ImportError) as error:
         raise ValueError(f"train.precision={precision}, trackers={trackers}: {error}") from error
+    if not accelerator.is_main_process:
+        logger.setLevel(logging.ERROR)  # what all would say is said once
     found = {str(getattr(tracker, "value", tracker)) for tracker in accelerator.log_with}
     missing = set(trackers) - found - {"all"}
     if missing:

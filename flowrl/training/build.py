@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -76,8 +75,6 @@ def build(
         cfg.guard.rank_seconds,
     )
     world = World(accelerator, cfg.guard.rank_seconds)
-    if not world.main:
-        logger.setLevel(logging.ERROR)  # what all would say is said once
     world.check_alike(flatten(cfg.model_dump(mode="json", exclude={"output"})))
     with claimed(cfg, folder, world) as (path, lock):
         place(accelerator, path)
