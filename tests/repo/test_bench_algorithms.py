@@ -54,7 +54,7 @@ def finish(bench, cell, strict, *, images=BASE):
     bench.path_of(cell).write_text(json.dumps(record))
 
 
-def tune(bench, method):
+def tuned(bench, method):
     """Finish a method's tuning: the rate in the middle is the best."""
     while unknown := [c for c in bench.tuning(method) if not bench.result(c)]:
         for cell in unknown:
@@ -93,7 +93,7 @@ def test_every_method_has_a_valid_cell_and_all_share_what_is_compared(bench):
 
 def test_every_claim_has_a_valid_cell(bench):
     for method, _, _ in bench.CLAIMS.values():
-        tune(bench, method)
+        tuned(bench, method)
     for name in bench.CLAIMS:
         cells = bench.claims(name)
         assert {cell["claim"] for cell in cells} == {name}
@@ -102,7 +102,7 @@ def test_every_claim_has_a_valid_cell(bench):
 
 
 def test_what_is_timed_is_what_is_run(bench):
-    tune(bench, "nft")
+    tuned(bench, "nft")
     run, timed = bench.finals("nft")[0], bench.timing("nft")[0]
     assert timed["settings"] == run["settings"]
     assert timed["name"] == run["name"].replace("run-", "time-")
@@ -139,7 +139,7 @@ def test_tuning_tries_the_other_clip_at_the_best_rate_and_runs_take_the_best_of_
 
 def test_settings_are_chosen_on_other_images_than_they_are_judged_by(bench):
     tune = load_config(None, bench.tuning("nft")[0]["settings"])
-    tune(bench, "nft")
+    tuned(bench, "nft")
     run = load_config(None, bench.finals("nft")[0]["settings"])
     assert (tune.data.eval, tune.eval.seed) == ("shapes:train", 1)
     assert (run.data.eval, run.eval.seed) == ("shapes:eval", 0)
@@ -155,7 +155,7 @@ def test_a_cell_is_named_by_all_that_it_runs(bench, monkeypatch):
 def test_the_page_holds_what_the_cells_hold(bench):
     import results_page
 
-    tune(bench, "nft")
+    tuned(bench, "nft")
     better = "".join(
         "1" if mark == "1" or (i < 116 and i % 4 == 1) else "0" for i, mark in enumerate(BASE)
     )
@@ -227,6 +227,7 @@ def test_a_best_rate_at_an_edge_of_what_was_tried_is_marked(bench, monkeypatch):
     monkeypatch.setattr(bench, "METHODS", {"nft": bench.METHODS["nft"]})
     assert not results_page.at_edge("nft")  # nothing was tried
     for best, edge in ((0, True), (1, False), (2, True)):
+        shutil.rmtree(bench.FOLDER / "cells", ignore_errors=True)
         for i, cell in enumerate(bench.tuning("nft")):
             finish(bench, cell, 0.4 if i == best else 0.3)
         assert results_page.at_edge("nft") == edge
@@ -262,7 +263,7 @@ def test_runs_that_set_what_tuning_chooses_are_marked_as_set_by_hand(bench):
 
     hand = {name for name in bench.CLAIMS if results_page.by_hand(name)}
     assert hand == {name for name in bench.CLAIMS if name.endswith(("_few", "_many"))}
-    tune(bench, "nft")
+    tuned(bench, "nft")
     finish(bench, bench.claims("nft_1_steps")[0], 0.4)
     table = results_page.claims_table(
         {"nft_1_steps": [bench.result(bench.claims("nft_1_steps")[0])]}
@@ -283,12 +284,12 @@ def test_the_page_leaves_out_claims_of_older_settings(bench, monkeypatch):
     import results_page
 
     monkeypatch.setattr(results_page, "show_plots", lambda done: "")
-    tune(bench, "nft")
+    tuned(bench, "nft")
     finish(bench, bench.claims("nft_1_steps")[0], 0.4)
     results_page.write()
     assert "| nft_1_steps |" in results_page.PAGE.read_text()
     monkeypatch.setattr(bench, "COMMON", [*bench.COMMON, "batch.micro=64"])
-    tune(bench, "nft")
+    tuned(bench, "nft")
     results_page.write()
     assert "| nft_1_steps |" not in results_page.PAGE.read_text()
 
@@ -425,7 +426,7 @@ def test_a_seed_of_the_quickstart_is_a_run_of_the_command_line(tmp_path, monkeyp
 def beyond_cells(bench):
     """Finished runs of nft and of all that is compared with it, of three seeds."""
     for method in ("nft", "tree_grpo", *bench.CLIMBING):
-        tune(bench, method)
+        tuned(bench, method)
     for cell in bench.finals("nft"):
         finish(bench, cell, 0.25)
     for name in bench.BEYOND:

@@ -24,9 +24,15 @@ def serving(answer):
     return scripted(lambda path, body: answer(body) if path == "/score" else (200, about()))
 
 
-def no_thread_left():
+def requests():
+    """Threads that ask a server."""
+    return {thread for thread in threading.enumerate() if thread.name == "request"}
+
+
+def no_thread_left(before):
+    """None but those that another test left."""
     deadline = time.monotonic() + 5
-    while any(thread.name == "request" for thread in threading.enumerate()):
+    while requests() - before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -64,11 +70,11 @@ def test_an_answer_that_never_ends_is_given_up_with_its_connection_and_its_threa
 
     with serving(lambda body: (200, endless)) as url:
         reward = rewards.load("remote", url=url, timeout=0.4, wait=0)
-        began = time.monotonic()
+        began, before = time.monotonic(), requests()
         with pytest.raises(RewardUnavailable, match=r"does not answer \(ReadTimeout: "):
             reward(MEDIA, PROMPTS)
         assert time.monotonic() - began < 2
-        no_thread_left()
+        no_thread_left(before)
 
 
 @pytest.mark.parametrize("status", [500, 503, 413, 404, 422])
