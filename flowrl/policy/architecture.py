@@ -79,8 +79,8 @@ def read(source: str) -> Architecture:
     machine -> ValueError."""
     name = resolve_source(source)[0]
     if name.startswith("package:"):
-        package, _, folder = name.removeprefix("package:").partition("/")
-        name = str(resources.files(package) / folder)
+        package, _, inside = name.removeprefix("package:").partition("/")
+        name = str(resources.files(package) / inside)
     folder = Path(name) if Path(name).is_dir() else _cached(name)
     if folder is not None:
         return _of_folder(source, folder)

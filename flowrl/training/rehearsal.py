@@ -187,7 +187,7 @@ class ToyPolicy(Policy):
             guidance="none" if branches == 1 else "guided",
             detach_uncond=request.detach_uncond and torch.is_grad_enabled() and branches > 1,
             grad=torch.is_grad_enabled(),
-            adapted=self.trainable.active != "reference",
+            adapted=getattr(self.trainable, "active", "default") != "reference",
         )
         return self._called(request.x, asked, None), branches * len(request.x)
 
