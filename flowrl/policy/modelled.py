@@ -59,17 +59,10 @@ class ModelledPolicy(Policy):
         }
 
     def branches(self, guidance: float | str) -> int:
-        rule = self.replay.regimes[0].guidance
-        if guidance == "none" or guidance == 1:
-            return 1
-        if not isinstance(guidance, str):
-            rule.check(guidance)
-        return len(rule.weights)
+        return self.replay.regimes[0].guidance.branches(guidance)
 
     def schedule(self, steps: int) -> Schedule:
-        """Evenly spaced: costs depend on how many steps there are, not on where they lie."""
-        sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-        return Schedule(sigmas=sigmas, times=sigmas[:-1])
+        return evenly(steps)
 
     def encode(
         self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
@@ -93,6 +86,12 @@ class ModelledPolicy(Policy):
         rows: Tensor | None = None,
     ) -> Tensor:
         return self.decoder(x)
+
+
+def evenly(steps: int) -> Schedule:
+    """Evenly spaced: costs depend on how many steps there are, not on where they lie."""
+    sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    return Schedule(sigmas=sigmas, times=sigmas[:-1])
 
 
 def _encoded(module: Any, encoder: Encoder) -> Any:

@@ -100,13 +100,7 @@ class PipelinePolicy(Policy):
         if isinstance(self.replay, BodyReplay):
             self.replay.check(guidance)
             return self.replay.branches
-        rules = [regime.guidance for regime in self.replay.regimes]
-        if guidance == "none" or guidance == 1:
-            return 1
-        if not isinstance(guidance, str):
-            for rule in rules:
-                rule.check(guidance)
-        return max(len(rule.weights) for rule in rules)
+        return max(regime.guidance.branches(guidance) for regime in self.replay.regimes)
 
     def encode(
         self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None

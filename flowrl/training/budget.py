@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flowrl.config.build import DTYPES, autocast, decodes_with_gradient
+from flowrl.config.build import DTYPES, autocast, decodes_with_gradient, make_algorithm
 from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.policy.architecture import read
@@ -29,6 +29,7 @@ from flowrl.policy.modelled import ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
 from flowrl.runtime.meter import Meter
 from flowrl.runtime.roofline import GIB, Device
+from flowrl.training.build import keeps_reference
 from flowrl.training.call_costs import Cost, Costs, Part
 from flowrl.training.checks import check_batch
 from flowrl.training.rehearsal import Asked, Event, Rehearsal
@@ -240,7 +241,7 @@ def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
         slope = (numbers - sizes[0]) / (sizes[1] - sizes[0])
         pairs = zip(runs[0][1], runs[1][1], strict=True)
         events = [_extrapolated(small, large, slope) for small, large in pairs]
-    if cfg.train.mode == "full" and Rehearsal.reads_reference(cfg):
+    if keeps_reference(cfg, make_algorithm(cfg)):
         views += 1
     return first, events, metrics, views
 

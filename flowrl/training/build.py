@@ -213,12 +213,18 @@ def helped_plan(cfg: Config, algorithm: Algorithm, policy: Policy) -> Callable[[
     )
 
 
+def keeps_reference(cfg: Config, algorithm: Algorithm) -> bool:
+    """Whether a run holds a frozen copy of all weights; with LoRA, the reference is the adapters
+    switched off."""
+    read = "reference" in algorithm.needs or cfg.sampler.rlg != 1 or cfg.eval.rlg != 1
+    return read and cfg.train.mode == "full"
+
+
 def weights(cfg: Config, algorithm: Algorithm, policy: Policy, accelerator: Accelerator) -> Weights:
     """Copies of the trained weights that the method needs, AdamW, and averages."""
     views = [*algorithm.views]
-    read = "reference" in algorithm.needs or cfg.sampler.rlg != 1 or cfg.eval.rlg != 1
-    if read and cfg.train.mode == "full":
-        views.append("reference")  # a frozen copy; with LoRA it is the adapters switched off
+    if keeps_reference(cfg, algorithm):
+        views.append("reference")
     for view in views:
         if policy.trainable.has(view):  # of a run before, of the same live policy
             policy.copy_view("default", view)

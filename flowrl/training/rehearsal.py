@@ -24,7 +24,7 @@ from flowrl.config.schema import Config
 from flowrl.config.training import DiversityConfig
 from flowrl.policy import Policy
 from flowrl.policy.call_shapes import CallShapes
-from flowrl.policy.modelled import replay_of
+from flowrl.policy.modelled import evenly, replay_of
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.request import Request
@@ -161,16 +161,10 @@ class ToyPolicy(Policy):
         self.ledger: NotedLedger | None = None
 
     def branches(self, guidance: float | str) -> int:
-        rule = self.regime.guidance
-        if guidance == "none" or guidance == 1:
-            return 1
-        if not isinstance(guidance, str):
-            rule.check(guidance)
-        return len(rule.weights)
+        return self.regime.guidance.branches(guidance)
 
     def schedule(self, steps: int) -> Schedule:
-        sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
-        return Schedule(sigmas=sigmas, times=sigmas[:-1])
+        return evenly(steps)
 
     def encode(
         self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
@@ -283,12 +277,6 @@ class Rehearsal(Trainer):
         self.ratio_check = RatioCheck(self.learner)
         self.noise_watch = NoiseWatch()
         policy.ledger = ledger
-
-    @staticmethod
-    def reads_reference(cfg: Config) -> bool:
-        """Whether a run keeps a frozen copy of all weights, in full mode."""
-        needs = make_algorithm(cfg).needs
-        return "reference" in needs or cfg.sampler.rlg != 1 or cfg.eval.rlg != 1
 
     def rehearse(self) -> tuple[dict[str, float], list[Event], dict[str, float]]:
         """(metrics of the first iteration, events and metrics of the second one); metrics are what

@@ -47,6 +47,14 @@ class Guidance:
         wanted, norm = outs[self.cond].norm(dim=-1, keepdim=True), mixed.norm(dim=-1, keepdim=True)
         return mixed * (wanted / norm)
 
+    def branches(self, guidance: float | str) -> int:
+        """Network rows that a state costs; a scale that the rule cannot have -> ValueError."""
+        if guidance == "none" or guidance == 1:
+            return 1
+        if not isinstance(guidance, str):
+            self.check(guidance)
+        return len(self.weights)
+
     def check(self, g: float) -> None:
         """ValueError unless the scale can be changed to g."""
         if len(self.weights) == 1:
