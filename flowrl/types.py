@@ -148,7 +148,7 @@ class PromptBatch:
 class Rollout:
     """Denoising trajectories as a forest: states are stored once, transitions are pairs of rows."""
 
-    states: Tensor  # (M, *L) fp32, flow coordinates
+    states: Tensor  # (M, *L) fp32, flow coordinates; read through `at`
     prompt: Tensor  # (M,) int64, row of cond
     state_sigma: Tensor  # (M,) fp64
     src: Tensor  # (N,) int64 rows of states
@@ -174,10 +174,16 @@ class Rollout:
     guidance: float | str = "none"
     start_key: Tensor | None = None  # (B,) int64 of each leaf's initial noise; None: from files
 
+    def at(self, rows: Tensor) -> Tensor:
+        """The states (n, *L) of these rows (n,), on the device of the rows: with batch.states=host
+        they are kept elsewhere."""
+        return self.states[rows.to(self.states.device)].to(rows.device)
+
     @property
     def leaves(self) -> Tensor:
-        """(B, *L) final states; of a policy's rollout, the data at sigma 0 that `decode` shows."""
-        return self.states[self.leaf]
+        """(B, *L) final states, where they are kept; of a policy's rollout, the data at sigma 0 that
+        `decode` shows."""
+        return self.states[self.leaf.to(self.states.device)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

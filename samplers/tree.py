@@ -37,6 +37,7 @@ def grow(
     init: Callable[..., Tensor] | None = None,
     micro: int | None = None,
     std: Std | None = None,
+    host: bool = False,
 ) -> Rollout:
     """Sample R copies of `plan` -> Rollout, whose cond and guidance the caller fills in.
 
@@ -48,10 +49,11 @@ def grow(
     when copies of one prompt are spread over calls or processes.
     shared_key: names the x_T that plan.init="batch" shares. micro: most rows in a velocity call.
     std(sigma (n,), rows (n,), eta (n,)) -> (n, ...): noise of steps that learn theirs.
+    host: keep the states in host memory, and all else where the noise is.
     """
     rows, prompt_keys, copies = named(rows, prompt_keys, copies)
     names = NodeKeys(plan, rows, prompt_keys, copies, shared_key)
-    kept = Kept(plan, rows, names)
+    kept = Kept(plan, rows, names, host=host)
     forest = Forest(plan, names, kept, noise, std)
 
     level, at_root = forest.roots(rows, init)

@@ -129,7 +129,7 @@ class ReinFlow(grpo.GRPO):
         rows = super().columns(rollout, advantages, seed=seed, iteration=iteration)
         if self.config.entropy_clip is None:
             return rows
-        noise = transitions.own_noise(rows, rollout.states[rows.dst]).square().flatten(1).mean(1)
+        noise = transitions.own_noise(rows, rollout.at(rows.dst)).square().flatten(1).mean(1)
         log_std = -rows.log_prob - 0.5 * noise - 0.5 * math.log(2 * math.pi)
         return Columns({**rows.data, "log_std": log_std})
 

@@ -187,7 +187,7 @@ class RewardGradient(base.Anchored):
 
     def renoised(self, walk: Walk, rollout: Rollout, batch: Columns) -> Tensor:
         """Samples again, each from noise of its own at the last noise level."""
-        x0, last = rollout.leaves[batch.sample], walk.plan.edges - 1
+        x0, last = rollout.at(rollout.leaf[batch.sample]), walk.plan.edges - 1
         return walk.estimate(noised(x0, batch.noise_key, float(walk.plan.sigma[last])), last)
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
@@ -224,7 +224,7 @@ class Walk:
         """States (n, *L) where the gradient begins, and the step."""
         transition = self.rollout.leaf_edge[self.batch.sample]
         step = int(torch.nonzero(self.plan.trained))
-        return self.rollout.states[self.rollout.src[transition]], step
+        return self.rollout.at(self.rollout.src[transition]), step
 
     def step(self, x: Tensor, i: int) -> Tensor:
         """x at the end of step i."""

@@ -85,6 +85,9 @@ def make_policy(
             device=device,
             example=_example(cfg, live),
             hints=cfg.model.hints,
+            encoders=cfg.model.encoders,
+            prompt_cache=cfg.model.prompt_cache,
+            prompt_cache_gb=cfg.model.prompt_cache_gb,
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
     policy.freeze(False)
@@ -105,6 +108,8 @@ def make_policy(
         policy.tile_decoder()
     policy.compile_blocks(cfg.train.compile == "blocks")
     policy.freeze(not own)
+    if cfg.model.offload == "denoiser":
+        policy.offload_denoiser()
     give_heads(cfg, policy, live.algorithm)
     return policy
 

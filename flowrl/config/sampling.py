@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -9,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from flowrl.config.section import Guidance, Section, Seed
 from flowrl.runtime import registry
-from flowrl.runtime.read_when import read_above, read_when
+from flowrl.runtime.read_when import read_above, read_when, read_with
 from flowrl.types import Solver
 
 
@@ -34,6 +35,30 @@ class ModelConfig(Section):
             " samples."
         ),
     )
+    encoders: Literal["stay", "leave"] = Field(
+        "stay",
+        description=(
+            "leave: the text encoders wait in host memory, and are on the device only while a"
+            " prompt is new; they cannot be trained then."
+        ),
+    )
+    prompt_cache: str | None = Field(
+        None,
+        description=(
+            "Folder that keeps what text encoders answer, for runs to come and processes beside;"
+            " none: each run encodes its prompts."
+        ),
+    )
+    prompt_cache_gb: Annotated[PositiveFloat, read_with("model.prompt_cache")] = Field(
+        20.0, description="Most that it holds; what was used longest ago goes first."
+    )
+    offload: Literal["none", "denoiser"] = Field(
+        "none",
+        description=(
+            "denoiser: its frozen weights wait in host memory while samples are decoded and scored,"
+            " and while a text encoder is there that leaves."
+        ),
+    )
     self_check: bool = Field(
         True,
         description=(
@@ -53,6 +78,11 @@ class ModelConfig(Section):
     )
 
     _places = pydantic.field_validator("source", "hints")(registry.absolute)
+
+    @pydantic.field_validator("prompt_cache")
+    @classmethod
+    def check_prompt_cache(cls, value: str | None) -> str | None:
+        return None if value is None else str(Path(value).expanduser().absolute())
 
 
 HELPING = read_above("data.sampler.help.after", 0)
@@ -201,6 +231,13 @@ class BatchConfig(Section):
         ),
     )
     decode: PositiveInt = Field(32, description="Most samples decoded and scored at once.")
+    states: Literal["device", "host"] = Field(
+        "device",
+        description=(
+            "Where the states of rollouts are kept for the update; host: each forward fetches its"
+            " rows."
+        ),
+    )
     overlap: NonNegativeInt = Field(
         0,
         description=(

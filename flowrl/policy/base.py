@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flowrl.policy import heads, lora
 from flowrl.policy.compiled import Compiled, compile_blocks
+from flowrl.policy.offload import Turns
 from flowrl.policy.parts import Parts
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
@@ -27,6 +28,8 @@ class Policy:
     calls: network rows so far (states x guidance branches). latent_shape: (*L). trained: what is
     trained by component name, if that is not just these networks.
     """
+
+    turns: Turns | None = None  # what leaves the device for a while
 
     def __init__(
         self,
@@ -49,6 +52,9 @@ class Policy:
 
     @property
     def device(self) -> torch.device:
+        """Where it computes."""
+        if self.turns is not None and self.turns.used:
+            return self.turns.device
         return next(next(iter(self.networks.values())).parameters()).device
 
     @property
@@ -238,6 +244,23 @@ class Policy:
             " batch.decode to save memory"
         )
 
+    def offload_denoiser(self) -> None:
+        """Let the frozen weights of the networks wait in host memory from `rest` to their next
+        forward. ValueError where they cannot."""
+        if not self.networks:
+            raise ValueError(
+                "model.offload=denoiser: the model is a generator, which has no weights to move;"
+                " leave it out"
+            )
+        self.turns = self.turns or Turns(self.device)
+        if self.turns.denoisers is None:  # of a run before, of the same live policy
+            self.turns.send_denoisers(self.networks)
+
+    def rest(self) -> None:
+        """The networks are not needed for a while, and no gradient through them is to come."""
+        if self.turns is not None:
+            self.turns.rest()
+
     def encode_media(self, media: Tensor) -> Tensor:
         """media -> x0 (n, *L) flow coordinates: the mode of the VAE's posterior."""
         raise NotImplementedError
@@ -281,6 +304,8 @@ class Policy:
     def add_view(self, name: str) -> None:
         """A copy of the trainable weights under another name ("old"; in full mode also
         "reference"), for use with view()."""
+        if self.turns is not None:
+            self.turns.summon()  # a new adapter is made where the weights are
         self.trainable.add_view(name)
         if self.heads is not None and not self.heads.has(name):
             self.heads.add_view(name)

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from flowrl.policy.base import Policy
 from flowrl.policy.folder import check_files, check_index, variant_of, why_not
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.named import GROUP, declare, hints_of, made
 from flowrl.policy.pipeline import PipelinePolicy
-from flowrl.policy.replay.record import blaming
+from flowrl.policy.replay.prompt_cache import USUAL_GB, PromptCache
+from flowrl.policy.replay.record import Encoding, blaming
 from flowrl.runtime import hub, registry
 from flowrl.runtime.log import quiet
 from flowrl.runtime.memory import ran_out
@@ -34,6 +36,9 @@ LOADED_WITH = (
     "example",
     "hints",
     "parts",
+    "encoders",
+    "prompt_cache",
+    "prompt_cache_gb",
 )
 PARTS = ("denoiser", "text_encoder")
 
@@ -51,6 +56,9 @@ def load_policy(
     example: Mapping[str, Any] | None = None,
     hints: Mapping[str, Any] | str | None = None,
     parts: Sequence[str] | None = None,
+    encoders: str | None = None,
+    prompt_cache: str | Path | None = None,
+    prompt_cache_gb: float = USUAL_GB,
     **pipeline_kwargs: Any,
 ) -> Policy:
     """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in
@@ -64,20 +72,25 @@ def load_policy(
     pipeline_kwargs: arguments of the pipeline's own call (height, width, num_frames,
     guidance_scale, negative_prompt, max_sequence_length, image ...); they hold for the policy's
     life. example: conditions that differ from prompt to prompt, of one prompt (Policy.encode takes
-    those of all). hints: of the pipeline's class, see `hints_of` in flowrl/policy/named.py. A
+    those of all). hints: of the pipeline's class, see `hints_of` in flowrl/policy/named.py.
+    encoders: "leave": text encoders are on the device only while a prompt is new; "stay".
+    prompt_cache: a folder that keeps what text encoders answer, at most prompt_cache_gb. A
     pipeline whose loop cannot be inferred raises UnreplayableError (a ValueError).
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)
     described = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
+    leave = check_encoders(encoders)
+    encoded = {"encoders": encoders if leave else None, "prompt_cache": prompt_cache}
     if isinstance(source, str | Path):
         source, named = found(source)
         dtype, device = dtype or torch.float32, device or _usual_device()
     if isinstance(source, Policy):
-        given = {**described, "hints": hints, **pipeline_kwargs}
+        given = {**described, **encoded, "hints": hints, **pipeline_kwargs}
         return _unchanged(source, lora, parts, given)
     parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
+        _check_no_encoders(encoded)
         own = _shape_of(shape, parts, pipeline_kwargs)
         module = source.to(device=device, dtype=dtype)
         return ModulePolicy(module, own, kind or "flow", cond, lora, decode)
@@ -92,11 +105,29 @@ def load_policy(
     declare(source, own_hints)
     with quiet():  # loading and probing make the libraries warn of nothing real
         if device is not None:
-            _move(source, device)
+            _move(source, device, leave=leave)
         if dtype is not None:
             _cast(source, dtype)
         with blaming(source, pipeline_kwargs, but=ValueError):
-            return PipelinePolicy(source, lora, pipeline_kwargs, example, parts)
+            cache = None if prompt_cache is None else PromptCache(prompt_cache, prompt_cache_gb)
+            encoding = Encoding(leave=leave, cache=cache)
+            return PipelinePolicy(source, lora, pipeline_kwargs, example, parts, encoding)
+
+
+def check_encoders(where: str | None) -> bool:
+    """Whether text encoders leave the device; ValueError for another word."""
+    if where not in (None, "stay", "leave"):
+        raise ValueError(f"encoders={where!r} should be 'stay' or 'leave'")
+    return where == "leave"
+
+
+def _check_no_encoders(encoded: Mapping[str, Any]) -> None:
+    """ValueError where an nn.Module is told what to do with text encoders."""
+    if given := [name for name, value in encoded.items() if value is not None]:
+        raise ValueError(
+            f"model.{given[0]}={encoded[given[0]]} is about the text encoders of a pipeline, and an"
+            " nn.Module has none; leave it out"
+        )
 
 
 def check_parts(parts: Sequence[str]) -> list[str]:
@@ -278,11 +309,13 @@ def _check_whole(source: str, pipe: Any) -> None:
                 )
 
 
-def _move(pipe: Any, device: torch.device | str) -> None:
+def _move(pipe: Any, device: torch.device | str, *, leave: bool) -> None:
     """The pipeline to a device; its own `to` asks each part for a dtype, which a plain nn.Module
-    does not have."""
+    does not have. leave: text encoders stay where they are, in host memory."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    if all(hasattr(part, "dtype") for part in parts):
+    if leave:
+        parts = [part for part in parts if not isinstance(part, PreTrainedModel)]
+    elif all(hasattr(part, "dtype") for part in parts):
         pipe.to(device)
         return
     for part in parts:

@@ -27,10 +27,10 @@ from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.infer import find_coords, infer
 from flowrl.policy.replay.items import Item, is_own, items_of
 from flowrl.policy.replay.probe import Prober
-from flowrl.policy.replay.record import Runner
+from flowrl.policy.replay.record import Encoding, Runner
 from flowrl.policy.replay.reentry import reenter
 from flowrl.policy.replay.request import Request
-from flowrl.policy.text import Encodings, check_encoded, placed_in, text_encoders
+from flowrl.policy.text import Encodings, check_encoded, check_staying, placed_in, text_encoders
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
 from flowrl.types import expand
@@ -39,7 +39,7 @@ from flowrl.types import expand
 class PipelinePolicy(Policy):
     """See Policy. kwargs: arguments of the pipeline's own call, for recording and all after it.
     example: conditions of one prompt, by which the loop is recorded. parts: what is trained,
-    "denoiser", "text_encoder" or both."""
+    "denoiser", "text_encoder" or both. encoding: how prompts are encoded."""
 
     def __init__(
         self,
@@ -48,17 +48,21 @@ class PipelinePolicy(Policy):
         kwargs: dict[str, Any],
         example: Mapping[str, Any] | None = None,
         parts: Sequence[str] = ("denoiser",),
+        encoding: Encoding = Encoding(),  # noqa: B008
     ) -> None:
         self.pipe = pipe
         text = text_encoders(pipe) if "text_encoder" in parts else {}
         if text:
             check_encoded([*kwargs, *(example or {})])
+            check_staying(encoding)
         for part in pipe.components.values():
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)
         self._schedules: dict[int, Schedule] = {}
-        runner = Runner(pipe, kwargs, hints_for(pipe))
-        with torch.random.fork_rng():  # what is drawn here moves no adapter's first values
+        runner = Runner(pipe, kwargs, hints_for(pipe), encoding)
+        self.turns = runner.turns
+        # what is drawn here moves no adapter's first values
+        with torch.random.fork_rng(), self.turns.running(pipe):
             self._infer(runner, example)
         trained = {**(runner.denoisers if "denoiser" in parts else {}), **text}
         super().__init__(runner.denoisers, adapter, self.replay.shape, trained)
@@ -109,11 +113,12 @@ class PipelinePolicy(Policy):
         for item in items:
             self._check_own(item.conditions)
         self.prober.runner.conditions_of(items)  # also where each is bound alone
-        cond = self.encodings.new(items) if self.encodings else self._bind(items)
-        if self.late:
-            cond.starts = torch.stack([self._picture(item) for item in items]).to(self.device)
-        if isinstance(self.decoder, Decoder) and self.decoder.own:
-            cond.tails = tails(self.prober, self.steps, self.decoder, items)
+        with self.turns.running(self.pipe, instead=True):
+            cond = self.encodings.new(items) if self.encodings else self._bind(items)
+            if self.late:
+                cond.starts = torch.stack([self._picture(item) for item in items]).to(self.device)
+            if isinstance(self.decoder, Decoder) and self.decoder.own:
+                cond.tails = tails(self.prober, self.steps, self.decoder, items)
         return cond
 
     def _bind(self, items: Sequence[Item], grad: bool = False) -> Cond:

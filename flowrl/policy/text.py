@@ -19,6 +19,7 @@ from flowrl.policy.parts import Parts
 from flowrl.policy.replay.arguments import Cond, tensors_in
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.record import Encoding
 from flowrl.policy.replay.request import Request
 
 PART = "text_encoder"
@@ -59,6 +60,15 @@ def check_encoded(names: Iterable[str]) -> None:
                 f"{name} holds prompts that were encoded before, and train.parts trains the text"
                 ' encoder: give the prompts as text, or leave "text_encoder" out'
             )
+
+
+def check_staying(encoding: Encoding) -> None:
+    """ValueError where text encoders that are trained would leave the device."""
+    if encoding.leave:
+        raise ValueError(
+            "model.encoders=leave is for frozen text encoders, and train.parts trains them: they"
+            " are needed in every forward; use model.encoders=stay"
+        )
 
 
 class Encodings:

@@ -68,6 +68,7 @@ def sample(source: Source, iteration: int, plan: Plan, ids: Tensor, round_: int 
                     ledger=ledger,
                     round_=round_,
                     rlg=cfg.sampler.rlg,
+                    host=cfg.batch.states == "host",
                 )
             media = decode_into(scorer, policy, rollout, batch, decode=cfg.batch.decode)
             made.append((batch, rollout))

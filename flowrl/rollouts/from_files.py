@@ -145,7 +145,7 @@ def add_references(
         members = [row for row, _ in found[rows]]
         context = conditions.context_of([batch.meta[row] for row in members], media)
         parts.append(score(media, [batch.text[row] for row in members], reward_set, context))
-        states.append(x0)
+        states.append(x0.to(rollout.states.device))
     like = rollout.group
     group = torch.tensor([row for row, _ in found]).to(like)
     number = torch.arange(len(found)).to(like)

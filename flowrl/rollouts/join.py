@@ -33,6 +33,7 @@ def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
     for r, at in zip(rollouts, rows, strict=True):
         place = at.to(r.prompt.device)
         moved = {
+            "states": r.states.to(rollouts[0].states.device),
             "prompt": place[r.prompt],
             "group": place[r.group],
             "src": r.src + states,

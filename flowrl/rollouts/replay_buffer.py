@@ -47,7 +47,7 @@ class ReplayBuffer:
         ids = batch.ids.to(leaf.device)
         texts = torch.tensor([keys.digest(text) for text in batch.text]).to(ids)
         own = {
-            "x0": rollout.leaves[rows],
+            "x0": rollout.at(rollout.leaf[rows]),
             "advantage": leaf[rows],
             "name": rollout.leaf_key[rows],
             "id": ids[rollout.group[rows]],

@@ -32,12 +32,14 @@ def roll_out(
     ledger: Ledger,
     round_: int = 0,
     rlg: float = 1.0,
+    host: bool = False,
 ) -> Rollout:
     """Grow group / plan.leaves copies of the plan for each prompt.
 
     Noise is a function of (seed, iteration, prompt id, node path). Leaves are data at sigma 0, as
     decode takes them, even where the schedule ends above it. round_: how often these prompts were
     rolled out in this iteration before; each round has copies of its own. rlg: see velocity.py.
+    host: keep the states in host memory (batch.states).
     """
     cond, copies = policy.encode(batch.text, conditions.of(batch.meta)), group // plan.leaves
     rows = torch.arange(len(batch)).repeat_interleave(copies)
@@ -55,6 +57,7 @@ def roll_out(
         init=partial(policy.start, sigma=plan.sigma.max().item(), cond=cond),
         micro=policy.states(micro, guidance),
         std=partial(policy.step_std, cond) if sde.find(plan.sde).learned else None,
+        host=host,
     )
     grown = replace(grown, cond=cond, guidance=guidance)
     ends_above_0 = bool(plan.sigma_next[plan.leaf_edges].any())

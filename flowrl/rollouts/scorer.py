@@ -47,10 +47,12 @@ def media_of(
     """Final states x (B, *L), all at one sigma (B,), of rows (B,) of a cond: `whose`; decoded in
     chunks -> (rows, media)."""
     assert bool((sigma == sigma[0]).all())
+    policy.rest()
     for i in range(0, len(x), decode):
         rows = slice(i, min(i + decode, len(x)))
         with ledger.phase("decode"), ledger.work("vae"):
-            media = policy.decode(x[rows], float(sigma[0]), whose[0], whose[1][rows])
+            here = x[rows].to(policy.device)
+            media = policy.decode(here, float(sigma[0]), whose[0], whose[1][rows])
         yield rows, media
 
 

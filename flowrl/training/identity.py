@@ -44,6 +44,10 @@ RESUMABLE = (
     "guard.",
     "trackers",
     "train.shard",
+    "model.encoders",
+    "model.prompt_cache",
+    "model.offload",
+    "batch.states",
 )  # change no number either
 
 NOTHING = Live()  # no live objects

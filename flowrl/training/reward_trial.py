@@ -80,7 +80,7 @@ def first_samples(parts: Parts, ledger: Ledger) -> tuple[PromptBatch, Rollout, T
             rlg=cfg.sampler.rlg,
         )
     leaf = rollout.leaf[:FEW]
-    x, sigma = rollout.states[leaf], rollout.state_sigma[leaf]
+    x, sigma = rollout.at(leaf), rollout.state_sigma[leaf]
     whose = (rollout.cond, rollout.group[: len(leaf)])
     chunks = media_of(source.policy, x, sigma, whose, decode=cfg.batch.decode, ledger=ledger)
     return batch, rollout, torch.cat([media for _, media in chunks])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -97,10 +97,11 @@ def spell(plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Kept:
-    """The states that losses and rewards will read, and the transitions between them."""
+    """The states that losses and rewards will read, and the transitions between them. host: states
+    go to host memory as they come, the other columns do not."""
 
-    def __init__(self, plan: Plan, rows: Tensor, names: NodeKeys) -> None:
-        self.plan, self.rows, self.names = plan, rows, names
+    def __init__(self, plan: Plan, rows: Tensor, names: NodeKeys, *, host: bool = False) -> None:
+        self.plan, self.rows, self.names, self.host = plan, rows, names, host
         ends = torch.full((2, len(rows), plan.edges), -1)
         self.src, self.dst = ends.unbind(0)  # (R, E) kept rows at both ends of an edge
         self.log_prob = torch.full((len(rows), plan.edges), torch.nan)
@@ -114,7 +115,8 @@ class Kept:
         which = torch.unique(which)
         which = which[level.stored[which] < 0]
         level.stored[which] = torch.arange(self.size, self.size + len(which))
-        self.levels.append(level.take(which))
+        own = replace(level, x0=None).take(which)  # losses know no solver
+        self.levels.append(replace(own, x=own.x.cpu()) if self.host else own)
         self.size += len(which)
 
     def record(
@@ -172,7 +174,8 @@ class Kept:
             "tree": (torch.arange(copies)[:, None] * plan.roots + plan.root[leaf_edges]).flatten(),
         }
         states = torch.cat([level.x for level in self.levels])
-        log_prob = self.log_prob.to(states.device)[:, trained.to(states.device)].flatten()
+        device = self.log_prob.device if self.host else states.device
+        log_prob = self.log_prob.to(device)[:, trained.to(device)].flatten()
         if bool((log_prob == torch.inf).any()):  # on a device, nobody waited to see it
             raise ValueError(NO_DENSITY)
         return Rollout(
@@ -180,7 +183,7 @@ class Kept:
             log_prob=log_prob if len(trained) else None,
             plan=plan,
             nfe=nfe,
-            **{name: column.to(states.device) for name, column in columns.items()},
+            **{name: column.to(device) for name, column in columns.items()},
         )
 
 

@@ -236,7 +236,7 @@ class ForwardMethod(base.Anchored):
     # ------------------------------------------------------------------ scores
 
     def noised(self, rollout: Rollout, batch: Columns) -> Noised:
-        x0 = rollout.states[batch.state]
+        x0 = rollout.at(batch.state)
         eps = keys.gaussian(batch.noise_key, x0.shape[1:], x0.device)
         sigma = expand(batch.sigma, x0).to(x0)
         s = sigma.flatten()

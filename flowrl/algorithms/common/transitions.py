@@ -168,7 +168,7 @@ class TransitionMethod(base.Anchored):
         Each state is evaluated once.
         """
         states, place = torch.unique(batch.src, return_inverse=True)
-        x = rollout.states[states]
+        x = rollout.at(states)
         v = policy.velocity(
             x,
             rollout.state_sigma[states],
@@ -190,7 +190,7 @@ class TransitionMethod(base.Anchored):
 
         log_prob_ref where it compares with the reference; kl, per latent dim, with a weight.
         """
-        y, c = rollout.states[batch.dst], self.config
+        y, c = rollout.at(batch.dst), self.config
         step, v = self.transition(policy, rollout, batch)
         scores = {"log_prob": sde.log_prob(rollout.plan, step, y)}
         scores |= self.more_scores(rollout, batch, step, y)
@@ -219,7 +219,7 @@ class TransitionMethod(base.Anchored):
 
     def fit(self, policy: base.VelocityField, rollout: Rollout, batch: Columns) -> Tensor:
         return sde.log_prob(
-            rollout.plan, self.transition(policy, rollout, batch)[0], rollout.states[batch.dst]
+            rollout.plan, self.transition(policy, rollout, batch)[0], rollout.at(batch.dst)
         )
 
 

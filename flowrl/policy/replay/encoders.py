@@ -1,7 +1,8 @@
 """Text encoders and VAE encoders of a pipeline, asked the same thing once.
 
 Probing and re-entry run the pipeline from its beginning many times, with the same few prompts; a
-training run asks for the same prompts again.
+training run asks for the same prompts again. Answers of text encoders may be kept on disk, too
+(replay/prompt_cache.py).
 """
 
 from __future__ import annotations
@@ -12,23 +13,28 @@ import functools
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from flowrl.policy.replay.prompt_cache import PromptCache
+
 LARGEST = 2**29  # bytes of answers that are kept
+KINDS = ("cpu", "cuda")  # of devices, whose autocast changes answers
 
 
 class Answers:
     """Outputs of frozen networks by the content of their arguments, the latest ones.
 
     A text encoder of transformers treats the rows of its batch apart, so each row is asked for
-    once, whichever rows are beside it.
+    once, whichever rows are beside it. disk: where its answers are stored and looked for as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, disk: PromptCache | None = None) -> None:
+        self.disk = disk
         self.kept: OrderedDict[tuple[Any, ...], tuple[Any, int]] = OrderedDict()
         self.size = 0
         self.paused = False  # in the loop, networks beside the denoiser see other latents each time
@@ -36,7 +42,7 @@ class Answers:
     def __call__(self, name: str, real: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """real(*args, **kwargs), or its answer to equal arguments; a copy, since callers edit."""
         try:
-            key = (name, _content(args), _content(sorted(kwargs.items())))
+            key = _key(name, args, kwargs)
         except TypeError:  # an argument that cannot be compared
             return real(*args, **kwargs)
         if key not in self.kept:
@@ -45,14 +51,16 @@ class Answers:
                 return answer
         return self._kept(key)
 
-    def rowwise(self, name: str, real: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """The same, with an answer for each row of the tokens, which is asked for alone: the last
+    def rowwise(
+        self, name: str, network: nn.Module, real: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> Any:
+        """The same of a text encoder, with an answer for each row of the tokens, which is asked for alone: the last
         bits of a row depend on how many are computed with it, and a resumed run, which knows
         no answers yet, would compute others together."""
         try:
             rows = _rows_of_tokens((args, kwargs))
             each = [_at((args, kwargs), [row], rows) for row in range(rows)]
-            keys = [(name, _content(a), _content(sorted(k.items()))) for a, k in each]
+            keys = [_key(name, *given) for given in each]
         except TypeError:
             return self(name, real, args, kwargs)
         first = {key: row for row, key in reversed([*enumerate(keys)])}
@@ -60,14 +68,27 @@ class Answers:
         for key, row in first.items():
             if key in known:
                 continue
-            own_args, own_kwargs = each[row]
-            answer = _without_caches(real(*own_args, **own_kwargs))
-            try:
-                known[key] = _at(answer, [0], 1)
-            except TypeError:  # it holds something without rows
-                return self(name, real, args, kwargs)
-            self._keep(key, known[key])
+            stored = self._stored(name, network, each[row])
+            answer = stored.get()
+            if answer is None:
+                own_args, own_kwargs = each[row]
+                try:
+                    answer = _at(_without_caches(real(*own_args, **own_kwargs)), [0], 1)
+                except TypeError:  # it holds something without rows
+                    return self(name, real, args, kwargs)
+                stored.put(answer)
+            known[key] = answer
+            self._keep(key, answer)
         return _joined([known[key] for key in keys])
+
+    def _stored(self, name: str, network: nn.Module, row: tuple[tuple, dict]) -> Stored:
+        """The place of an answer on disk, if it has one."""
+        if self.disk is None:
+            return Stored()
+        device = next(_tensors(row)).device
+        method = name.rpartition(".")[2]  # not the component: pipelines share their encoders
+        own = _key(method, *row, where=device.type)
+        return Stored(self.disk, self.disk.key(network, method, own, device), device)
 
     def _keep(self, key: tuple[Any, ...], answer: Any) -> bool:
         size = sum(t.numel() * t.element_size() for t in _tensors(answer))
@@ -102,13 +123,14 @@ class Answers:
     @contextlib.contextmanager
     def _patched(self, name: str, module: nn.Module, method: str) -> Iterator[None]:
         had, real = module.__dict__.get(method), getattr(module, method)
-        asked = self.rowwise if isinstance(module, PreTrainedModel) else self
+        text = isinstance(module, PreTrainedModel)
+        asked = functools.partial(self.rowwise, network=module) if text else self
 
         @functools.wraps(real)  # pipelines read its signature
         def answered(*args: Any, **kwargs: Any) -> Any:
             if self.paused or _followed((args, kwargs)):
                 return real(*args, **kwargs)
-            return asked(f"{name}.{method}", real, args, kwargs)
+            return asked(f"{name}.{method}", real=real, args=args, kwargs=kwargs)
 
         module.__dict__[method] = answered
         try:
@@ -119,21 +141,46 @@ class Answers:
                 module.__dict__[method] = had
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An answer's place on disk; without a disk it holds nothing."""
+
+    disk: PromptCache | None = None
+    key: str = ""
+    device: torch.device | None = None
+
+    def get(self) -> Any | None:
+        return None if self.disk is None else self.disk.get(self.key, self.device)
+
+    def put(self, answer: Any) -> None:
+        if self.disk is not None and not any(t.requires_grad for t in _tensors(answer)):
+            self.disk.put(self.key, answer)
+
+
 def _followed(given: Any) -> bool:
     """Whether a gradient is to pass: what comes from a trained encoder is not answered."""
     return torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(given))
 
 
-def _content(value: Any) -> Any:
+def _key(name: str, args: tuple, kwargs: dict, *, where: str | None = None) -> tuple[Any, ...]:
+    """Of a call; TypeError where an argument cannot be compared. where: stands for the devices of
+    tensors, which processes number otherwise."""
+    content = functools.partial(_content, where=where)
+    cast = [(kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind)]
+    return (name, content(args), content(sorted(kwargs.items())), *cast)
+
+
+def _content(value: Any, *, where: str | None = None) -> Any:
     """Something hashable that is equal for equal arguments; TypeError where there is none."""
     if isinstance(value, Tensor):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest = hashlib.blake2b(raw.tobytes(), digest_size=16).digest()
-        return ("tensor", tuple(value.shape), value.dtype, value.device, digest)
+        return ("tensor", tuple(value.shape), value.dtype, where or value.device, digest)
+    content = functools.partial(_content, where=where)
     if isinstance(value, list | tuple):
-        return (type(value), *map(_content, value))
+        return (type(value), *map(content, value))
     if isinstance(value, dict):
-        return (dict, *((key, _content(entry)) for key, entry in sorted(value.items())))
+        return (dict, *((key, content(entry)) for key, entry in sorted(value.items())))
     return _plain(value)
 
 

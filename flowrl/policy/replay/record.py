@@ -18,10 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from flowrl.policy.offload import Turns
 from flowrl.policy.replay.encoders import Answers
 from flowrl.policy.replay.errors import Halt, UnreplayableError
 from flowrl.policy.replay.items import Item, is_media, is_text
+from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.steps import StepPattern, Stepper, patched_scheduler
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.registry import did_you_mean
@@ -112,6 +115,15 @@ def by_name(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str
     return bound
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How prompts are encoded. leave: text encoders are on the device only while a prompt is new;
+    cache: where their answers are kept on disk."""
+
+    leave: bool = False
+    cache: PromptCache | None = None
+
+
 class Runner:
     """A pipeline, its call arguments, and the names of its denoisers.
 
@@ -121,7 +133,13 @@ class Runner:
     prompts are bound one at a time.
     """
 
-    def __init__(self, pipe: Any, kwargs: dict[str, Any], hints: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        pipe: Any,
+        kwargs: dict[str, Any],
+        hints: dict[str, Any],
+        encoding: Encoding = Encoding(),  # noqa: B008
+    ) -> None:
         self.pipe, self.hints = pipe, hints
         call = type(pipe).__call__
         self.parameters = inspect.signature(call).parameters
@@ -131,7 +149,10 @@ class Runner:
         self.kwargs = {k: v for k, v in kwargs.items() if k not in self.always}
         self.undecorated = getattr(call, "__wrapped__", call)  # without torch.no_grad
         self.denoisers = self._denoisers()
-        self.answers = Answers()
+        self.answers = Answers(encoding.cache)
+        self.turns = Turns(next(next(iter(self.denoisers.values())).parameters()).device)
+        if encoding.leave:
+            self.turns.send_encoders(self._text_encoders())
         self.form = "batch"
         self.pattern = StepPattern()
         # components that are switched off: not part of the policy, and not differentiable
@@ -140,9 +161,26 @@ class Runner:
         self.pad: tuple[Item, ...] = ()
 
     @property
+    def device(self) -> torch.device:
+        """Where the pipeline computes."""
+        if self.turns.used:
+            return self.turns.device
+        return next(next(iter(self.denoisers.values())).parameters()).device
+
+    @property
     def single(self) -> bool:
         """Whether a run takes one item, or copies of it."""
         return self.form != "batch"
+
+    def _text_encoders(self) -> list[nn.Module]:
+        """Networks of transformers beside the denoisers; none -> ValueError."""
+        others = (v for k, v in self.pipe.components.items() if k not in self.denoisers)
+        if found := [network for network in others if isinstance(network, PreTrainedModel)]:
+            return found
+        raise ValueError(
+            f"model.encoders=leave: {type(self.pipe).__name__} has no text encoder that could leave"
+            " the device; use model.encoders=stay"
+        )
 
     def _denoisers(self) -> dict[str, nn.Module]:
         """The networks of the loop by component name; a hint may name them."""
@@ -234,8 +272,7 @@ class Runner:
             listed = self.form == "lists" or (is_text(key) and not alone)
             out[key] = [copied(v) for v in each] if listed else copied(each[0])
         if "generator" in self.parameters:
-            device = next(next(iter(self.denoisers.values())).parameters()).device
-            out.setdefault("generator", torch.Generator(device).manual_seed(0))
+            out.setdefault("generator", torch.Generator(self.device).manual_seed(0))
         return out
 
     def conditions_of(self, items: Sequence[Item]) -> list[dict[str, Any]]:
@@ -293,7 +330,7 @@ class Runner:
         networks = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
         encoders = {k: v for k, v in networks.items() if k not in self.denoisers}
         stepper = Stepper(self.pattern, on_step, following, on_done, on_raw, skip_step)
-        with _LOCK, self._quiet(), contextlib.ExitStack() as stack:
+        with _LOCK, self._quiet(), self.turns.running(self.pipe), contextlib.ExitStack() as stack:
             self.answers.paused = False
             for name, module in self.denoisers.items():
                 stack.enter_context(_patched_forward(name, module, called))

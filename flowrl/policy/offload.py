@@ -1,0 +1,167 @@
+"""Frozen weights that wait in host memory while others need the device.
+
+Two kinds of weights take turns. Text encoders (model.encoders=leave) are on the device only while
+a prompt is new. Denoisers (model.offload=denoiser) leave it when media are decoded and scored, or
+when a text encoder comes, and are back at their next forward. Weights that are frozen never change,
+so that to leave is to let go of the copy on the device: nothing is written back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Guest:
+    """Weights that have their place in host memory, and a copy on the device while it is used."""
+
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        self.tensors, self.device = list(tensors), device
+        self.kept = [hosted(t.data, device) for t in self.tensors]
+        self.here, self.visits = True, 0
+
+    def come(self) -> None:
+        """Put the weights on the device, if they are not there."""
+        if not self.here:
+            for tensor, kept in zip(self.tensors, self.kept, strict=True):
+                tensor.data = kept.to(self.device, non_blocking=True)
+            self.here, self.visits = True, self.visits + 1
+
+    def leave(self) -> None:
+        """Let go of the copy on the device. No graph whose gradient is still to come may have read
+        it."""
+        for tensor, kept in zip(self.tensors, self.kept, strict=True):
+            tensor.data = kept
+        self.here = False
+
+
+class Turns:
+    """Who is on the device: the text encoders, where they leave it, or the denoisers."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.encoders: Guest | None = None
+        self.denoisers: Guest | None = None
+        self.open = 0  # runs of the pipeline, one within another, that are going on
+        self.instead = False  # encoders may take the place of the denoisers
+
+    @property
+    def used(self) -> bool:
+        """Whether any weights leave."""
+        return self.encoders is not None or self.denoisers is not None
+
+    def send_encoders(self, networks: Iterable[nn.Module]) -> None:
+        """These networks are frozen, and come when any part of them is called."""
+        networks = list(networks)
+        tensors = unique(t for net in networks for t in (*net.parameters(), *net.buffers()))
+        self.encoders = Guest(tensors, self.device)
+        self.encoders.leave()
+        for network in networks:
+            for module in network.modules():  # pipelines call parts of theirs, too
+                module.register_forward_pre_hook(self._encode)
+
+    def send_denoisers(self, networks: Mapping[str, nn.Module]) -> None:
+        """The frozen weights of these networks may leave from now on; ValueError where they are
+        not plain numbers, or are trained."""
+        tensors = unique(t for name, net in networks.items() for t in frozen(name, net))
+        self.denoisers = Guest(tensors, self.device)
+        for network in networks.values():
+            for module in (network, *network.children()):  # blocks below may be compiled
+                module.register_forward_pre_hook(self._denoise)
+
+    def _encode(self, module: nn.Module, *call: Any) -> None:
+        if self.encoders is None or self.encoders.here or stubbed(module):
+            return
+        if self.instead:
+            self.rest()
+        self.encoders.come()
+
+    def _denoise(self, module: nn.Module, *call: Any) -> None:
+        if self.denoisers is None or self.denoisers.here or stubbed(module):
+            return
+        self.summon()
+
+    def summon(self) -> None:
+        """The denoisers are to be used: whoever is in their place goes."""
+        if self.denoisers is not None and not self.denoisers.here:
+            if self.encoders is not None and self.encoders.here:
+                self.encoders.leave()
+            self.denoisers.come()
+
+    def rest(self) -> None:
+        """The denoisers are not needed for a while, and no gradient through them is to come."""
+        if self.denoisers is not None and self.denoisers.here:
+            self.denoisers.leave()
+
+    @contextlib.contextmanager
+    def running(self, pipe: Any, *, instead: bool = False) -> Iterator[None]:
+        """Inside, the pipeline computes on our device, wherever its parts are; encoders that came
+        leave at the end of the outermost. instead: encoders may take the place of the denoisers,
+        since no gradient is to come."""
+        before = self.instead
+        self.open, self.instead = self.open + 1, before or instead
+        try:
+            with computing_on(pipe, self.device) if self.used else contextlib.nullcontext():
+                yield
+        finally:
+            self.open, self.instead = self.open - 1, before
+            if not self.open and self.encoders is not None and self.encoders.here:
+                self.encoders.leave()
+
+
+def stubbed(module: nn.Module) -> bool:
+    """Whether something answers in its place; if it does not after all, it calls its parts."""
+    return "forward" in module.__dict__
+
+
+def frozen(name: str, network: nn.Module) -> Iterator[Tensor]:
+    """Weights of a network that are not of an adapter; ValueError for what cannot be moved."""
+    what = f"model.offload=denoiser: weights of the {name} ({type(network).__name__})"
+    for key, p in network.named_parameters():
+        if "lora_" in key:
+            continue
+        if type(p.data) is not Tensor or not p.is_floating_point():
+            raise ValueError(
+                f"{what} are {type(p.data).__name__} of {p.dtype}, and only whole floating-point"
+                " weights are moved; leave quantisation or model.offload out"
+            )
+        if p.requires_grad:
+            raise ValueError(
+                f"{what} are trained, and only frozen ones are moved; use train.mode=lora, or leave"
+                " model.offload out"
+            )
+        yield p
+
+
+def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each once: weights may be tied."""
+    return list({id(t): t for t in tensors}.values())
+
+
+def hosted(value: Tensor, device: torch.device) -> Tensor:
+    """A copy in host memory, pinned where that makes the way to the device shorter."""
+    there = value.cpu()
+    return there.pin_memory() if device.type == "cuda" else there
+
+
+@contextlib.contextmanager
+def computing_on(pipe: Any, device: torch.device) -> Iterator[None]:
+    """Inside, `pipe` takes this for its device; diffusers asks the first of its parts."""
+    kind = type(pipe)
+    had = {name: kind.__dict__.get(name) for name in ("device", "_execution_device")}
+    for name in had:
+        setattr(kind, name, property(_told(getattr(kind, name, None), pipe, device)))
+    try:
+        yield
+    finally:
+        for name, value in had.items():
+            delattr(kind, name) if value is None else setattr(kind, name, value)
+
+
+def _told(usual: Any, pipe: Any, device: torch.device) -> Any:
+    """What answers for the device: ours for this pipeline, the usual for others of its class."""
+    return lambda own: device if own is pipe else usual.__get__(own, type(own))

@@ -1,0 +1,230 @@
+"""Answers of text encoders on disk (model.prompt_cache), for runs to come and processes beside.
+
+A file holds the answer to one row of tokens, as safetensors. Its name is a hash of all that the
+answer depends on: the encoder's weights to the last bit, its configuration and type, the tokens
+(the prompt, or a negative one, cut or padded to its length) and the other arguments, autocast, the
+kind of device and the versions of torch and transformers. So a hit has the bits that the encoder
+would give, and nothing has to be declared old.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from flowrl.runtime import files
+from flowrl.runtime.log import logger
+
+FORMAT = 1
+USUAL_GB = 20.0
+KEPT = 0.9  # share of the most that stays when the oldest files are removed
+LIBRARIES = ("transformers.", "diffusers.")  # whose records of outputs are read back
+PASSING = ("_name_or_path", "transformers_version")  # of a configuration; they change no number
+
+
+class Damaged(ValueError):
+    """A file is not what was written."""
+
+
+class PromptCache:
+    """The answers in a folder, at most `most_gb` (2**30 bytes each): of more, those that were used
+    longest ago go. Processes may share it."""
+
+    def __init__(self, folder: str | Path, most_gb: float = USUAL_GB) -> None:
+        self.folder, self.most = Path(folder).expanduser().absolute(), int(most_gb * 2**30)
+        self.written, self.full = self.most, False  # bytes since the folder was looked through
+        self.known: dict[int, tuple[nn.Module, str]] = {}  # hashes of networks, by id
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"model.prompt_cache={folder} cannot be made a folder ({error.strerror}); give"
+                " another path, or leave it out"
+            ) from error
+        files.clean(self.folder)
+
+    def key(self, network: nn.Module, method: str, content: Any, device: torch.device) -> str:
+        """The name of an answer. content: of the arguments, equal for equal ones."""
+        if id(network) not in self.known:
+            self.known[id(network)] = (network, fingerprint(network))
+        told = (FORMAT, self.known[id(network)][1], method, content, surroundings(device))
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
+    def get(self, key: str, device: torch.device) -> Any | None:
+        """The answer on a device; None: there is none, or what is there is damaged."""
+        path = self._path(key)
+        try:
+            answer = read(path, key)
+        except FileNotFoundError:
+            return None
+        except (Damaged, SafetensorError, OSError, ValueError) as error:
+            logger.warning(f"{path} is damaged ({error}); its prompt is encoded again")
+            return None
+        with suppress(OSError):
+            os.utime(path)  # it was used now
+        return mapped(lambda t: t.to(device), answer)
+
+    def put(self, key: str, answer: Any) -> None:
+        """Store an answer, if it is made of what a file can hold."""
+        if self.full or (content := packed(key, answer)) is None or len(content) > self.most:
+            return
+        try:
+            files.write(self._path(key), content)
+        except files.WriteError as error:
+            self.full = True
+            logger.warning(f"model.prompt_cache: {error}; the run goes on and stores no more")
+            return
+        self.written += len(content)
+        if self.written > self.most * (1 - KEPT):
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Remove what was used longest ago, if all together is too much."""
+        found = []
+        for path in self.folder.glob("*/*.safetensors"):
+            with suppress(OSError):  # another process removed it
+                known = path.stat()
+                found.append((known.st_mtime, known.st_size, path))
+        size = sum(size for _, size, _ in found)
+        if size > self.most:
+            for _, own, path in sorted(found):
+                if size <= self.most * KEPT:
+                    break
+                with suppress(OSError):
+                    path.unlink()
+                size -= own
+        self.written = 0
+
+    def _path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.safetensors"
+
+
+def fingerprint(network: nn.Module) -> str:
+    """Hash of a network's class, configuration, and every bit of its weights."""
+    state = {name: t for name, t in network.state_dict().items() if isinstance(t, Tensor)}
+    with ThreadPoolExecutor() as pool:  # hashing lets other threads run
+        hashes = list(pool.map(bits, state.values()))
+    config = getattr(network, "config", None)
+    settings = config.to_dict() if hasattr(config, "to_dict") else {}
+    settings = {k: v for k, v in settings.items() if k not in PASSING}
+    kind = f"{type(network).__module__}.{type(network).__qualname__}"
+    attention = getattr(config, "_attn_implementation", None)
+    told = [kind, attention, json.dumps(settings, sort_keys=True, default=str)]
+    told += [f"{name} {value}" for name, value in zip(state, hashes, strict=True)]
+    return hashlib.sha256("\n".join(map(str, told)).encode()).hexdigest()
+
+
+def bits(t: Tensor) -> str:
+    """Hash of a tensor's type, shape and values."""
+    raw = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    hashed = hashlib.sha256(f"{t.dtype} {tuple(t.shape)} ".encode())
+    hashed.update(memoryview(raw))
+    return hashed.hexdigest()
+
+
+def surroundings(device: torch.device) -> tuple[Any, ...]:
+    """What else the last bits of an answer depend on."""
+    where: Any = torch.get_num_threads()
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    precision = torch.get_float32_matmul_precision()
+    return (torch.__version__, transformers.__version__, device.type, where, precision)
+
+
+def packed(key: str, answer: Any) -> bytes | None:
+    """An answer as the bytes of a file; None for one that holds something else than tensors, plain
+    values, lists, mappings and records of outputs."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        told = {"key": key, "answer": json.dumps(_described(answer, tensors))}
+    except TypeError:
+        return None
+    return save(tensors, {**told, "order": json.dumps(sorted(tensors))})
+
+
+def read(path: Path, key: str) -> Any:
+    """The answer in a file; Damaged where it is not the one that was written under this name."""
+    with safe_open(str(path), framework="pt") as file:
+        told = file.metadata() or {}
+        if told.get("key") != key:
+            raise Damaged("it is another answer")
+        tensors = {name: file.get_tensor(name) for name in json.loads(told["order"])}
+    for name, tensor in tensors.items():
+        if bits(tensor) != name:
+            raise Damaged("values were changed")
+    return _built(json.loads(told["answer"]), tensors)
+
+
+def _described(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """A structure in plain words, its tensors by their hash: equal ones are stored once."""
+    if isinstance(value, Tensor):
+        name = bits(value)
+        tensors[name] = value.detach().cpu().contiguous()
+        return {"tensor": name}
+    if isinstance(value, dict):
+        kind = f"{type(value).__module__}:{type(value).__qualname__}"
+        if type(value) is not dict and _record(kind) is not type(value):
+            raise TypeError(kind)
+        return {"record": kind, "entries": {k: _described(v, tensors) for k, v in value.items()}}
+    if type(value) in (list, tuple):
+        return {type(value).__name__: [_described(v, tensors) for v in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    raise TypeError(type(value).__name__)
+
+
+def _built(told: Any, tensors: dict[str, Tensor]) -> Any:
+    """The structure again."""
+    try:
+        (what, value), *more = told.items()
+        if what == "tensor":
+            return tensors[value]
+        if what == "record":
+            return _record(value)(**{k: _built(v, tensors) for k, v in told["entries"].items()})
+        if what in ("list", "tuple"):
+            return {"list": list, "tuple": tuple}[what](_built(v, tensors) for v in value)
+        return told["value"]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from error
+
+
+def _record(kind: str) -> Any:
+    """dict, or the class of an output of transformers or diffusers; nothing else is loaded."""
+    module, _, name = kind.partition(":")
+    if kind == "builtins:dict":
+        return dict
+    if not module.startswith(LIBRARIES):
+        raise TypeError(kind)
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise TypeError(f"{kind} is not known") from error
+    from transformers.utils import ModelOutput
+
+    if not (isinstance(found, type) and issubclass(found, ModelOutput)):
+        raise TypeError(f"{kind} is no record of outputs")
+    return found
+
+
+def mapped(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same structure with fn applied to its tensors."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, dict):
+        return type(value)(**{k: mapped(fn, v) for k, v in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(fn, v) for v in value)
+    return value
