@@ -181,8 +181,8 @@ class Rollout:
 
     @property
     def leaves(self) -> Tensor:
-        """(B, *L) final states, where they are kept; of a policy's rollout, the data at sigma 0 that
-        `decode` shows."""
+        """(B, *L) final states, where states are kept; of a policy's rollout, the data at sigma 0
+        that `decode` shows."""
         return self.states[self.leaf.to(self.states.device)]
 
 

@@ -48,7 +48,7 @@ class PipelinePolicy(Policy):
         kwargs: dict[str, Any],
         example: Mapping[str, Any] | None = None,
         parts: Sequence[str] = ("denoiser",),
-        encoding: Encoding = Encoding(),  # noqa: B008
+        encoding: Encoding = Encoding(),
     ) -> None:
         self.pipe = pipe
         text = text_encoders(pipe) if "text_encoder" in parts else {}

@@ -1,4 +1,4 @@
-"""What does not go with weights that leave the device for a while (model.encoders, model.offload)."""
+"""What does not go with weights that leave the device (model.encoders, model.offload)."""
 
 from __future__ import annotations
 

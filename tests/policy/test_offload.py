@@ -12,7 +12,7 @@ from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 
 CPU = torch.device("cpu")
-NAMES = ("sd15", "sd3", "qwenimage", "wan22")
+NAMES = ("sd3", "wan22")
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +46,11 @@ def velocities(policy):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_encoders_and_denoisers_that_leave_change_no_bit(name):
-    lora = {"rank": 2}
-    expected = velocities(tiny.policy(name, lora=lora))
-    policy = tiny.policy(name, lora=lora, encoders="leave")
+    plain = tiny.policy(name, lora={"rank": 2})
+    expected = velocities(plain)
+    policy = tiny.policy(name, lora={"rank": 2}, encoders="leave")
     policy.offload_denoiser()
-    policy.load_state("default", tiny.policy(name, lora=lora).state())
+    policy.load_state("default", plain.state())
     for made, wanted in zip(velocities(policy), expected, strict=True):
         assert torch.equal(made, wanted)
     turns = policy.turns

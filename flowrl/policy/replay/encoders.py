@@ -54,9 +54,9 @@ class Answers:
     def rowwise(
         self, name: str, network: nn.Module, real: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
-        """The same of a text encoder, with an answer for each row of the tokens, which is asked for alone: the last
-        bits of a row depend on how many are computed with it, and a resumed run, which knows
-        no answers yet, would compute others together."""
+        """The same of a text encoder, with an answer for each row of the tokens, which is asked for
+        alone: the last bits of a row depend on how many are computed with it, and a resumed run,
+        which knows no answers yet, would compute others together."""
         try:
             rows = _rows_of_tokens((args, kwargs))
             each = [_at((args, kwargs), [row], rows) for row in range(rows)]
@@ -166,7 +166,9 @@ def _key(name: str, args: tuple, kwargs: dict, *, where: str | None = None) -> t
     """Of a call; TypeError where an argument cannot be compared. where: stands for the devices of
     tensors, which processes number otherwise."""
     content = functools.partial(_content, where=where)
-    cast = [(kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind)]
+    cast = [
+        (kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind)
+    ]
     return (name, content(args), content(sorted(kwargs.items())), *cast)
 
 

@@ -29,6 +29,7 @@ from flowrl.runtime import files
 from flowrl.runtime.log import logger
 
 FORMAT = 1
+MARK = "flowrl"  # of what a file says about its tensors
 USUAL_GB = 20.0
 KEPT = 0.9  # share of the most that stays when the oldest files are removed
 LIBRARIES = ("transformers.", "diffusers.")  # whose records of outputs are read back
@@ -70,7 +71,7 @@ class PromptCache:
             answer = read(path, key)
         except FileNotFoundError:
             return None
-        except (Damaged, SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             logger.warning(f"{path} is damaged ({error}); its prompt is encoded again")
             return None
         with suppress(OSError):
@@ -149,23 +150,24 @@ def packed(key: str, answer: Any) -> bytes | None:
     values, lists, mappings and records of outputs."""
     tensors: dict[str, Tensor] = {}
     try:
-        told = {"key": key, "answer": json.dumps(_described(answer, tensors))}
+        told = {"key": key, "answer": _described(answer, tensors), "tensors": sorted(tensors)}
     except TypeError:
         return None
-    return save(tensors, {**told, "order": json.dumps(sorted(tensors))})
+    # one entry: several are written in any order, and equal answers should be equal files
+    return save(dict(sorted(tensors.items())), {MARK: json.dumps(told)})
 
 
 def read(path: Path, key: str) -> Any:
     """The answer in a file; Damaged where it is not the one that was written under this name."""
     with safe_open(str(path), framework="pt") as file:
-        told = file.metadata() or {}
+        told = json.loads((file.metadata() or {}).get(MARK, "{}"))
         if told.get("key") != key:
             raise Damaged("it is another answer")
-        tensors = {name: file.get_tensor(name) for name in json.loads(told["order"])}
+        tensors = {name: file.get_tensor(name) for name in told["tensors"]}
     for name, tensor in tensors.items():
         if bits(tensor) != name:
             raise Damaged("values were changed")
-    return _built(json.loads(told["answer"]), tensors)
+    return _built(told["answer"], tensors)
 
 
 def _described(value: Any, tensors: dict[str, Tensor]) -> Any:

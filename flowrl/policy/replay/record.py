@@ -138,7 +138,7 @@ class Runner:
         pipe: Any,
         kwargs: dict[str, Any],
         hints: dict[str, Any],
-        encoding: Encoding = Encoding(),  # noqa: B008
+        encoding: Encoding = Encoding(),
     ) -> None:
         self.pipe, self.hints = pipe, hints
         call = type(pipe).__call__
