@@ -27,6 +27,8 @@ from flowrl.policy.load import call_options
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.policy.lora import read_settings
 from flowrl.policy.module import ModulePolicy
+from flowrl.policy.replay.prompt_cache import PromptCache
+from flowrl.policy.replay.record import Encoding
 from flowrl.rewards import RewardSet, load_set
 from flowrl.rewards.core import score
 from flowrl.runtime import checkpoint, registry
@@ -85,9 +87,7 @@ def make_policy(
             device=device,
             example=_example(cfg, live),
             hints=cfg.model.hints,
-            encoders=cfg.model.encoders,
-            prompt_cache=cfg.model.prompt_cache,
-            prompt_cache_gb=cfg.model.prompt_cache_gb,
+            encoding=encoding(cfg),
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
     policy.freeze(False)
@@ -112,6 +112,14 @@ def make_policy(
         policy.offload_denoiser()
     give_heads(cfg, policy, live.algorithm)
     return policy
+
+
+def encoding(cfg: Config) -> Encoding | None:
+    """How prompts are encoded; None: as usual."""
+    model, leave = cfg.model, cfg.model.encoders == "leave"
+    if model.prompt_cache is not None:
+        return Encoding(leave=leave, cache=PromptCache(model.prompt_cache, model.prompt_cache_gb))
+    return Encoding(leave=True) if leave else None
 
 
 def decodes_with_gradient(cfg: Config, algorithm: Algorithm | None) -> bool:

@@ -17,7 +17,6 @@ from flowrl.policy.folder import check_files, check_index, variant_of, why_not
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.named import GROUP, declare, hints_of, made
 from flowrl.policy.pipeline import PipelinePolicy
-from flowrl.policy.replay.prompt_cache import USUAL_GB, PromptCache
 from flowrl.policy.replay.record import Encoding, blaming
 from flowrl.runtime import hub, registry
 from flowrl.runtime.log import quiet
@@ -36,11 +35,10 @@ LOADED_WITH = (
     "example",
     "hints",
     "parts",
-    "encoders",
-    "prompt_cache",
-    "prompt_cache_gb",
+    "encoding",
 )
 PARTS = ("denoiser", "text_encoder")
+ENCODING = "encoding (model.encoders, model.prompt_cache)"  # as errors name it
 
 
 def load_policy(
@@ -56,9 +54,7 @@ def load_policy(
     example: Mapping[str, Any] | None = None,
     hints: Mapping[str, Any] | str | None = None,
     parts: Sequence[str] | None = None,
-    encoders: str | None = None,
-    prompt_cache: str | Path | None = None,
-    prompt_cache_gb: float = USUAL_GB,
+    encoding: Encoding | None = None,
     **pipeline_kwargs: Any,
 ) -> Policy:
     """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in
@@ -73,31 +69,24 @@ def load_policy(
     guidance_scale, negative_prompt, max_sequence_length, image ...); they hold for the policy's
     life. example: conditions that differ from prompt to prompt, of one prompt (Policy.encode takes
     those of all). hints: of the pipeline's class, see `hints_of` in flowrl/policy/named.py.
-    encoders: "leave": text encoders are on the device only while a prompt is new; "stay".
-    prompt_cache: a folder that keeps what text encoders answer, at most prompt_cache_gb. A
-    pipeline whose loop cannot be inferred raises UnreplayableError (a ValueError).
+    encoding: where text encoders are, and their answers kept. A pipeline whose loop cannot be
+    inferred raises UnreplayableError (a ValueError).
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)
     described = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
-    leave = check_encoders(encoders)
-    encoded = {"encoders": encoders if leave else None, "prompt_cache": prompt_cache}
     if isinstance(source, str | Path):
         source, named = found(source)
         dtype, device = dtype or torch.float32, device or _usual_device()
     if isinstance(source, Policy):
-        given = {**described, **encoded, "hints": hints, **pipeline_kwargs}
+        given = {**described, ENCODING: encoding, "hints": hints, **pipeline_kwargs}
         return _unchanged(source, lora, parts, given)
     parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
-        _check_no_encoders(encoded)
-        own = _shape_of(shape, parts, pipeline_kwargs)
+        own = _shape_of(shape, parts, encoding, pipeline_kwargs)
         module = source.to(device=device, dtype=dtype)
         return ModulePolicy(module, own, kind or "flow", cond, lora, decode)
-    if any(given is not None for given in described.values()):
-        raise ValueError(
-            "shape, kind, cond and decode describe an nn.Module; a pipeline brings its own"
-        )
+    _check_undescribed(described)
     if isinstance(source, str):
         source = _pretrained(source, dtype or torch.float32)
         pipeline_kwargs = {**named, **pipeline_kwargs}
@@ -105,28 +94,18 @@ def load_policy(
     declare(source, own_hints)
     with quiet():  # loading and probing make the libraries warn of nothing real
         if device is not None:
-            _move(source, device, leave=leave)
+            _move(source, device, leave=encoding is not None and encoding.leave)
         if dtype is not None:
             _cast(source, dtype)
         with blaming(source, pipeline_kwargs, but=ValueError):
-            cache = None if prompt_cache is None else PromptCache(prompt_cache, prompt_cache_gb)
-            encoding = Encoding(leave=leave, cache=cache)
             return PipelinePolicy(source, lora, pipeline_kwargs, example, parts, encoding)
 
 
-def check_encoders(where: str | None) -> bool:
-    """Whether text encoders leave the device; ValueError for another word."""
-    if where not in (None, "stay", "leave"):
-        raise ValueError(f"encoders={where!r} should be 'stay' or 'leave'")
-    return where == "leave"
-
-
-def _check_no_encoders(encoded: Mapping[str, Any]) -> None:
-    """ValueError where an nn.Module is told what to do with text encoders."""
-    if given := [name for name, value in encoded.items() if value is not None]:
+def _check_undescribed(described: Mapping[str, Any]) -> None:
+    """ValueError where a pipeline is described as an nn.Module is."""
+    if any(given is not None for given in described.values()):
         raise ValueError(
-            f"model.{given[0]}={encoded[given[0]]} is about the text encoders of a pipeline, and an"
-            " nn.Module has none; leave it out"
+            "shape, kind, cond and decode describe an nn.Module; a pipeline brings its own"
         )
 
 
@@ -138,7 +117,10 @@ def check_parts(parts: Sequence[str]) -> list[str]:
 
 
 def _shape_of(
-    shape: Any, parts: Sequence[str], pipeline_kwargs: Mapping[str, Any]
+    shape: Any,
+    parts: Sequence[str],
+    encoding: Encoding | None,
+    pipeline_kwargs: Mapping[str, Any],
 ) -> tuple[int, ...]:
     """Of a module's latents; ValueError where it is missing, or stands beside what modules do not
     take."""
@@ -146,6 +128,8 @@ def _shape_of(
         raise ValueError(
             "an nn.Module policy has no text encoder to train; leave it out of train.parts"
         )
+    if encoding is not None:
+        raise ValueError(f"an nn.Module policy has no text encoder; leave {ENCODING} out")
     if shape is None or pipeline_kwargs:
         got = f", not {', '.join(sorted(pipeline_kwargs))}" if pipeline_kwargs else ""
         raise ValueError(

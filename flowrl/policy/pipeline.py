@@ -48,13 +48,13 @@ class PipelinePolicy(Policy):
         kwargs: dict[str, Any],
         example: Mapping[str, Any] | None = None,
         parts: Sequence[str] = ("denoiser",),
-        encoding: Encoding = Encoding(),
+        encoding: Encoding | None = None,
     ) -> None:
         self.pipe = pipe
         text = text_encoders(pipe) if "text_encoder" in parts else {}
         if text:
             check_encoded([*kwargs, *(example or {})])
-            check_staying(encoding)
+            check_staying(encoding or Encoding())
         for part in pipe.components.values():
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)

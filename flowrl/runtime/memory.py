@@ -32,6 +32,7 @@ def advice(error: object) -> str:
     said = printable(error, 120) or type(error).__name__
     return (
         f"memory ran out ({said}); lower batch.micro and batch.decode (flowrl score: --chunk), ask"
-        " for smaller pictures (model.pipeline.height and width), set model.dtype=bf16 or"
-        " train.gradient_checkpointing=true, or free memory that other programs hold"
+        " for smaller pictures (model.pipeline.height and width), set model.dtype=bf16,"
+        " train.gradient_checkpointing=true, model.encoders=leave or model.offload=denoiser, or"
+        " free memory that other programs hold"
     )

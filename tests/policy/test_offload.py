@@ -8,10 +8,12 @@ from torch import nn
 
 from flowrl.policy import load_policy
 from flowrl.policy.offload import Guest, Turns, computing_on
+from flowrl.policy.replay.record import Encoding
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 
 CPU = torch.device("cpu")
+LEAVE = Encoding(leave=True)
 NAMES = ("sd3", "wan22")
 
 
@@ -48,7 +50,7 @@ def velocities(policy):
 def test_encoders_and_denoisers_that_leave_change_no_bit(name):
     plain = tiny.policy(name, lora={"rank": 2})
     expected = velocities(plain)
-    policy = tiny.policy(name, lora={"rank": 2}, encoders="leave")
+    policy = tiny.policy(name, lora={"rank": 2}, encoding=LEAVE)
     policy.offload_denoiser()
     policy.load_state("default", plain.state())
     for made, wanted in zip(velocities(policy), expected, strict=True):
@@ -59,7 +61,7 @@ def test_encoders_and_denoisers_that_leave_change_no_bit(name):
 
 
 def test_encoders_come_for_new_prompts_alone_and_take_the_place_of_the_denoiser():
-    policy = tiny.policy("sd3", encoders="leave")
+    policy = tiny.policy("sd3", encoding=LEAVE)
     policy.freeze()
     for p in policy.networks["transformer"].parameters():
         p.requires_grad_(False)
@@ -122,9 +124,9 @@ def test_what_cannot_leave_is_refused():
     odd.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ValueError, match="torch.uint8, and only whole floating-point weights"):
         Turns(CPU).send_denoisers({"transformer": odd})
-    with pytest.raises(ValueError, match="an nn.Module has none"):
-        load_policy(tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond, encoders="leave")
-    with pytest.raises(ValueError, match="encoders='go' should be 'stay' or 'leave'"):
-        tiny.policy("sd3", encoders="go")
+    with pytest.raises(ValueError, match="no text encoder; leave encoding .model.encoders"):
+        load_policy(tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond, encoding=LEAVE)
+    with pytest.raises(ValueError, match="a Policy already; give encoding .model.encoders"):
+        load_policy(policy, encoding=LEAVE)
     with pytest.raises(ValueError, match="use model.encoders=stay"):
-        tiny.policy("sd3", encoders="leave", lora={"rank": 2}, parts=["text_encoder"])
+        tiny.policy("sd3", encoding=LEAVE, lora={"rank": 2}, parts=["text_encoder"])

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from flowrl.policy.replay import prompt_cache
 from flowrl.policy.replay.encoders import Answers
 from flowrl.policy.replay.prompt_cache import PromptCache
+from flowrl.policy.replay.record import Encoding
 from flowrl.runtime import files
 
 CPU = torch.device("cpu")
@@ -139,7 +140,10 @@ def test_a_folder_that_cannot_be_is_refused(tmp_path):
 
 def test_a_policy_of_a_known_model_asks_no_encoder_for_known_prompts(tmp_path):
     """Its prompts, negative ones, and those by which the pipeline is probed."""
-    how = {"negative_prompt": "blurred", "encoders": "leave", "prompt_cache": tmp_path}
+    how = {
+        "negative_prompt": "blurred",
+        "encoding": Encoding(leave=True, cache=PromptCache(tmp_path)),
+    }
     first = tiny.policy("sd3", **how)
     cond = first.encode(tiny.PROMPTS)
     assert first.turns.encoders.visits

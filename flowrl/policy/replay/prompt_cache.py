@@ -30,7 +30,6 @@ from flowrl.runtime.log import logger
 
 FORMAT = 1
 MARK = "flowrl"  # of what a file says about its tensors
-USUAL_GB = 20.0
 KEPT = 0.9  # share of the most that stays when the oldest files are removed
 LIBRARIES = ("transformers.", "diffusers.")  # whose records of outputs are read back
 PASSING = ("_name_or_path", "transformers_version")  # of a configuration; they change no number
@@ -44,7 +43,7 @@ class PromptCache:
     """The answers in a folder, at most `most_gb` (2**30 bytes each): of more, those that were used
     longest ago go. Processes may share it."""
 
-    def __init__(self, folder: str | Path, most_gb: float = USUAL_GB) -> None:
+    def __init__(self, folder: str | Path, most_gb: float = 20.0) -> None:
         self.folder, self.most = Path(folder).expanduser().absolute(), int(most_gb * 2**30)
         self.written, self.full = self.most, False  # bytes since the folder was looked through
         self.known: dict[int, tuple[nn.Module, str]] = {}  # hashes of networks, by id

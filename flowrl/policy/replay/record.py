@@ -138,7 +138,7 @@ class Runner:
         pipe: Any,
         kwargs: dict[str, Any],
         hints: dict[str, Any],
-        encoding: Encoding = Encoding(),
+        encoding: Encoding | None = None,
     ) -> None:
         self.pipe, self.hints = pipe, hints
         call = type(pipe).__call__
@@ -149,6 +149,7 @@ class Runner:
         self.kwargs = {k: v for k, v in kwargs.items() if k not in self.always}
         self.undecorated = getattr(call, "__wrapped__", call)  # without torch.no_grad
         self.denoisers = self._denoisers()
+        encoding = encoding or Encoding()
         self.answers = Answers(encoding.cache)
         self.turns = Turns(next(next(iter(self.denoisers.values())).parameters()).device)
         if encoding.leave:
