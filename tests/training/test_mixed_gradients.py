@@ -116,7 +116,8 @@ def test_an_estimate_of_a_linear_field_by_hand(monkeypatch, rescale):
     is x - .25 * .5 x = .875 x, whose sum is .875 * 4.5 = 3.9375. d/da = -.25 * 4.5 = -1.125, or
     -4.5 divided by sigma. With scale 2 the loss has -2 times both."""
     monkeypatch.setattr(keys, "gaussian", lambda *_, **__: torch.tensor([[1.0, -1.0]]))
-    rollout = SimpleNamespace(leaves=torch.tensor([[2.0, 4.0]]), guidance="none", cond=None)
+    x0, leaf = torch.tensor([[2.0, 4.0]]), torch.arange(1)
+    rollout = SimpleNamespace(leaf=leaf, at=x0.__getitem__, guidance="none", cond=None)
     one = torch.zeros(1, dtype=torch.int64)
     columns = {"prompt": one, "sample": one, "noise_key": one, "weight": torch.ones(1)}
     rows = Columns({**columns, "sigma": torch.tensor([0.25], dtype=torch.float64)})

@@ -172,7 +172,8 @@ def filled(**config):
         batch = SimpleNamespace(ids=ids, text=[PROMPTS[k]["prompt"] for k in ids.tolist()])
         group = torch.arange(6).repeat(2)
         leaf = torch.where(ids[group] == i, 0.0, torch.tensor([1.0, -1.0]).repeat_interleave(6))
-        rollout = SimpleNamespace(group=group, leaf_key=torch.arange(12), leaves=torch.randn(12, 3))
+        places, x0 = torch.arange(12), torch.randn(12, 3)
+        rollout = SimpleNamespace(group=group, leaf_key=places, leaf=places, at=x0.__getitem__)
         buffer.keep(i, batch, rollout, leaf, SimpleNamespace(gather=lambda value: value))
     return buffer
 
