@@ -148,6 +148,7 @@ WITHOUT_EFFECT = [  # words, and the options that are named (all of one sentence
         ["algorithm=crd", "algorithm.kl_weight=0", "algorithm.reference_guidance=4.5"],
         ["algorithm.reference_guidance=4.5"],
     ),
+    ([TRANSITIONS, "model.prompt_cache_gb=5"], ["model.prompt_cache_gb=5.0"]),
     (["algorithm=raft", "algorithm.temperature=2"], ["algorithm.temperature=2.0"]),
     (["algorithm=raft", "algorithm.levels=schedule"], ["algorithm.shift=3.0"]),
     (["algorithm=rwr", "algorithm.top=2"], ["algorithm.top=2"]),
