@@ -16,7 +16,9 @@ from flowrl.policy.folder import check_files, check_index, variant_of, why_not
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.named import GROUP, declare, hints_of, made
 from flowrl.policy.pipeline import PipelinePolicy
-from flowrl.policy.replay.record import blaming
+from flowrl.policy.quantised import check_kind, kind_of, quantise
+from flowrl.policy.replay.hints import hints_for
+from flowrl.policy.replay.record import blaming, denoisers_of
 from flowrl.runtime import hub, registry
 from flowrl.runtime.log import quiet
 from flowrl.runtime.memory import ran_out
@@ -34,6 +36,7 @@ LOADED_WITH = (
     "example",
     "hints",
     "parts",
+    "quantize",
 )
 PARTS = ("denoiser", "text_encoder")
 
@@ -51,6 +54,7 @@ def load_policy(
     example: Mapping[str, Any] | None = None,
     hints: Mapping[str, Any] | str | None = None,
     parts: Sequence[str] | None = None,
+    quantize: str = "none",
     **pipeline_kwargs: Any,
 ) -> Policy:
     """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in
@@ -60,7 +64,8 @@ def load_policy(
     parts: what is trained, by default ["denoiser"]; "text_encoder" for the text encoders of a
     pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, fp32
     whatever dtype is; None trains all their weights. dtype: of the networks (default: fp32; of a
-    live pipeline, as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy.
+    live pipeline, as it is). quantize: frozen weights of a pipeline's denoiser as "int8" or "nf4"
+    (a pipeline that is quantised is taken as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy.
     pipeline_kwargs: arguments of the pipeline's own call (height, width, num_frames,
     guidance_scale, negative_prompt, max_sequence_length, image ...); they hold for the policy's
     life. example: conditions that differ from prompt to prompt, of one prompt (Policy.encode takes
@@ -69,15 +74,22 @@ def load_policy(
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)
+    check_kind(quantize)
     described = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
     if isinstance(source, str | Path):
         source, named = found(source)
         dtype, device = dtype or torch.float32, device or _usual_device()
     if isinstance(source, Policy):
-        given = {**described, "hints": hints, **pipeline_kwargs}
+        few = None if quantize == "none" else quantize
+        given = {**described, "hints": hints, "quantize": few, **pipeline_kwargs}
         return _unchanged(source, lora, parts, given)
     parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
+        if quantize != "none":
+            raise ValueError(
+                f"model.quantize={quantize} is for the denoiser of a pipeline, and the model is an"
+                " nn.Module; leave it out"
+            )
         own = _shape_of(shape, parts, pipeline_kwargs)
         module = source.to(device=device, dtype=dtype)
         return ModulePolicy(module, own, kind or "flow", cond, lora, decode)
@@ -91,10 +103,14 @@ def load_policy(
     _check_fresh(source)
     declare(source, own_hints)
     with quiet():  # loading and probing make the libraries warn of nothing real
-        if device is not None:
-            _move(source, device)
         if dtype is not None:
             _cast(source, dtype)
+        if quantize != "none":
+            own = denoisers_of(source, hints_for(source))
+            place = next(next(iter(own.values())).parameters()).device if device is None else device
+            quantise(own, quantize, place)
+        if device is not None:
+            _move(source, device)
         with blaming(source, pipeline_kwargs, but=ValueError):
             return PipelinePolicy(source, lora, pipeline_kwargs, example, parts)
 
@@ -292,5 +308,5 @@ def _move(pipe: Any, device: torch.device | str) -> None:
 def _cast(pipe: Any, dtype: torch.dtype) -> None:
     """Networks and text encoders to dtype; the VAE stays in fp32 for gradients and scores."""
     for name, part in pipe.components.items():
-        if isinstance(part, nn.Module):
+        if isinstance(part, nn.Module) and kind_of(part) == "none":
             part.to(dtype=torch.float32 if name == "vae" else dtype)
