@@ -65,7 +65,8 @@ def load_policy(
     pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, fp32
     whatever dtype is; None trains all their weights. dtype: of the networks (default: fp32; of a
     live pipeline, as it is). quantize: frozen weights of a pipeline's denoiser as "int8" or "nf4"
-    (a pipeline that is quantised is taken as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy.
+    (a pipeline that is quantised is taken as it is). shape, kind, cond, decode: for an nn.Module,
+    see ModulePolicy.
     pipeline_kwargs: arguments of the pipeline's own call (height, width, num_frames,
     guidance_scale, negative_prompt, max_sequence_length, image ...); they hold for the policy's
     life. example: conditions that differ from prompt to prompt, of one prompt (Policy.encode takes

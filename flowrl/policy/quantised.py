@@ -66,8 +66,8 @@ def quantise(networks: Mapping[str, nn.Module], kind: str, device: torch.device 
 
 
 def layers(network: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """(module, name in it, layer) of what is quantised: Linear layers of the repeated blocks; all of
-    a network without blocks."""
+    """(module, name in it, layer) of what is quantised: Linear layers of the repeated blocks;
+    of a network without blocks all of them."""
     for block in blocks(network) or [network]:
         for parent in block.modules():
             for key, layer in parent.named_children():

@@ -45,6 +45,7 @@ from flowrl.training.claim import claimed
 from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
 from flowrl.training.media_checks import check_media
+from flowrl.training.out_of_memory import explained_start
 from flowrl.training.records import Parts, Weights
 from flowrl.training.resume import check_resume
 from flowrl.training.shard import shard
@@ -74,7 +75,7 @@ def build(
     )
     world = World(accelerator, cfg.guard.rank_seconds)
     world.check_alike(flatten(cfg.model_dump(mode="json", exclude={"output"})))
-    with claimed(cfg, folder, world) as (path, lock):
+    with explained_start(cfg), claimed(cfg, folder, world) as (path, lock):
         place(accelerator, path)
         parts = assemble(cfg, world, path, lock, live)
         if cfg.train.shard:
