@@ -81,17 +81,12 @@ def load_policy(
         source, named = found(source)
         dtype, device = dtype or torch.float32, device or _usual_device()
     if isinstance(source, Policy):
-        few = None if quantize == "none" else quantize
-        given = {**described, "hints": hints, "quantize": few, **pipeline_kwargs}
+        given = {**described, "hints": hints, **pipeline_kwargs}
+        given |= {} if quantize == "none" else {"quantize": quantize}
         return _unchanged(source, lora, parts, given)
     parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
-        if quantize != "none":
-            raise ValueError(
-                f"model.quantize={quantize} is for the denoiser of a pipeline, and the model is an"
-                " nn.Module; leave it out"
-            )
-        own = _shape_of(shape, parts, pipeline_kwargs)
+        own = _shape_of(shape, parts, pipeline_kwargs, quantize)
         module = source.to(device=device, dtype=dtype)
         return ModulePolicy(module, own, kind or "flow", cond, lora, decode)
     if any(given is not None for given in described.values()):
@@ -104,14 +99,7 @@ def load_policy(
     _check_fresh(source)
     declare(source, own_hints)
     with quiet():  # loading and probing make the libraries warn of nothing real
-        if dtype is not None:
-            _cast(source, dtype)
-        if quantize != "none":
-            own = denoisers_of(source, hints_for(source))
-            place = next(next(iter(own.values())).parameters()).device if device is None else device
-            quantise(own, quantize, place)
-        if device is not None:
-            _move(source, device)
+        _prepare(source, dtype, device, quantize)
         with blaming(source, pipeline_kwargs, but=ValueError):
             return PipelinePolicy(source, lora, pipeline_kwargs, example, parts)
 
@@ -124,13 +112,18 @@ def check_parts(parts: Sequence[str]) -> list[str]:
 
 
 def _shape_of(
-    shape: Any, parts: Sequence[str], pipeline_kwargs: Mapping[str, Any]
+    shape: Any, parts: Sequence[str], pipeline_kwargs: Mapping[str, Any], quantize: str
 ) -> tuple[int, ...]:
     """Of a module's latents; ValueError where it is missing, or stands beside what modules do not
     take."""
     if "text_encoder" in parts:
         raise ValueError(
             "an nn.Module policy has no text encoder to train; leave it out of train.parts"
+        )
+    if quantize != "none":
+        raise ValueError(
+            f"model.quantize={quantize} is for the denoiser of a pipeline, and the model is an"
+            " nn.Module; leave it out"
         )
     if shape is None or pipeline_kwargs:
         got = f", not {', '.join(sorted(pipeline_kwargs))}" if pipeline_kwargs else ""
@@ -304,6 +297,20 @@ def _move(pipe: Any, device: torch.device | str) -> None:
         return
     for part in parts:
         part.to(device)
+
+
+def _prepare(
+    pipe: Any, dtype: torch.dtype | None, device: torch.device | str | None, kind: str
+) -> None:
+    """A pipeline in its type, its denoisers quantised, each layer on the device; None: as it is."""
+    if dtype is not None:
+        _cast(pipe, dtype)
+    if kind != "none":
+        own = denoisers_of(pipe, hints_for(pipe))
+        here = next(next(iter(own.values())).parameters()).device
+        quantise(own, kind, here if device is None else device)
+    if device is not None:
+        _move(pipe, device)
 
 
 def _cast(pipe: Any, dtype: torch.dtype) -> None:
