@@ -87,8 +87,7 @@ def load_policy(
     parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
         own = _shape_of(shape, parts, pipeline_kwargs, quantize)
-        module = source.to(device=device, dtype=dtype)
-        return ModulePolicy(module, own, kind or "flow", cond, lora, decode)
+        return ModulePolicy(source.to(device, dtype), own, kind or "flow", cond, lora, decode)
     if any(given is not None for given in described.values()):
         raise ValueError(
             "shape, kind, cond and decode describe an nn.Module; a pipeline brings its own"
