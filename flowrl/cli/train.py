@@ -29,6 +29,7 @@ def train(
 ) -> None:
     """Train. Prints what an iteration will cost before it starts."""
     from flowrl.runtime import log
+    from flowrl.runtime.memory import ran_out
     from flowrl.training import budget_fit, loop
     from flowrl.training.records import NothingTrained
     from flowrl.training.resume import config_of
@@ -50,7 +51,8 @@ def train(
         stop(error, 1)
     except (RuntimeError, ValueError, OSError, MemoryError) as error:
         hint = f"resume with: flowrl train --resume {trainer.path}"
-        stop(error, 1, hint=hint if (trainer.path / "config.yaml").exists() else "")
+        said = ran_out(error) or not (trainer.path / "config.yaml").exists()
+        stop(error, 1, hint="" if said else hint)
     if trainer.world.main:
         _conclude(run)
 

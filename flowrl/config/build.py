@@ -27,6 +27,7 @@ from flowrl.policy.load import call_options
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.policy.lora import read_settings
 from flowrl.policy.module import ModulePolicy
+from flowrl.policy.quantised import check_kind
 from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.record import Encoding
 from flowrl.rewards import RewardSet, load_set
@@ -74,6 +75,7 @@ def make_policy(
     live: a policy or prompts that a script handed over."""
     live = live or Live()
     check_init(cfg)
+    check_quantize(cfg)
     own = [part for part in cfg.train.parts if part not in heads.KINDS]
     adapted = cfg.train.mode == "lora" and (own or cfg.train.init_lora)
     lora = cfg.train.lora.model_dump() if adapted else None
@@ -88,6 +90,7 @@ def make_policy(
             example=_example(cfg, live),
             hints=cfg.model.hints,
             encoding=encoding(cfg),
+            quantize="none" if isinstance(live.policy, Policy) else cfg.model.quantize,
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
     policy.freeze(False)
@@ -197,6 +200,25 @@ def check_init(cfg: Config) -> None:
         )
     if start and not Path(start).exists():
         raise ValueError(f"train.init_lora={start} does not exist")
+
+
+def check_quantize(cfg: Config) -> None:
+    """ValueError where model.quantize does not go with what is trained, or its package is missing;
+    before a model is loaded."""
+    what = f"model.quantize={cfg.model.quantize}"
+    check_kind(cfg.model.quantize)
+    if cfg.model.quantize == "none":
+        return
+    if cfg.train.mode == "full":
+        raise ValueError(
+            f"{what} freezes the weights, and train.mode=full trains them all; use train.mode=lora,"
+            " or leave one of the two out"
+        )
+    if cfg.train.shard:
+        raise ValueError(
+            f"{what}: only whole floating-point weights are split by"
+            f" train.shard=[{','.join(cfg.train.shard)}]; leave one of the two out"
+        )
 
 
 def check_trained(cfg: Config, policy: Policy) -> None:

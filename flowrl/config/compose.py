@@ -19,6 +19,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from flowrl.config.device import on_device, say, usual_device
 from flowrl.config.interpolation import check_size
 from flowrl.config.overrides import Override, parse_override
 from flowrl.runtime import registry, yaml_text
@@ -77,14 +78,18 @@ def compose(
         chosen = read_yaml(config_folder() / "config.yaml")
         for picks in (*(f.options for f in files), line.options):
             chosen |= picks
+        source = source_of(files, line) if not chosen["model"] else None
+        unnamed = on_device(source, usual_device())
         merged = OmegaConf.merge(
             in_full(defaults),
+            unnamed,
             *(option_layer(group, chosen[group]) for group in LAYERS if chosen[group]),
             *(in_full(without_overruled(layer, line)) for layer in files),
             line.own,
         )
         for override in line.values:
             apply_override(merged, override, problems)
+        say(source, unnamed, merged)
         check_size(OmegaConf.to_container(merged))
         return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
     except RecursionError:
@@ -93,6 +98,15 @@ def compose(
         raise ConfigError("\n".join([*problems, str(error)])) from error
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         raise ConfigError("\n".join([*problems, printable(error)])) from error
+
+
+def source_of(files: Sequence[File], line: CommandLine) -> str | None:
+    """model.source as files, a script or the command line state it."""
+    trees = [*(file.tree for file in files), line.own]
+    found = [(tree.get("model") or {}).get("source") for tree in trees]
+    found += [o.value for o in line.values if o.key == "model.source"]
+    stated = [source for source in found if isinstance(source, str)]
+    return stated[-1] if stated else None
 
 
 # ---------------------------------------------------------------------- the command line

@@ -23,6 +23,7 @@ from flowrl.config.schema import Config
 from flowrl.data.given import records
 from flowrl.data.prompts import Prompts, load_prompts
 from flowrl.policy import Policy
+from flowrl.policy.quantised import BACKENDS, kind_of
 from flowrl.rewards import Reward, RewardSet, load_set
 from flowrl.rewards.core.reward_set import by_label
 from flowrl.runtime import registry
@@ -190,7 +191,24 @@ def place_policy(tree: dict[str, Any], given: Any) -> Any:
             train["lora"] = dict(own.options)
     if dtype := _dtype(given):
         model["dtype"] = dtype
+    _place_quantised(model, given)
     return given
+
+
+def _place_quantised(model: dict[str, Any], given: Any) -> None:
+    """model.quantize of a policy or pipeline that is quantised already; ValueError where it says
+    something else of a Policy, which is used as it is."""
+    parts = given.networks if isinstance(given, Policy) else given.components
+    kinds = {kind_of(part) for part in parts.values() if isinstance(part, nn.Module)}
+    own = next((kind for kind in BACKENDS if kind in kinds), "none")
+    stated = model.get("quantize", "none")
+    if isinstance(given, Policy) and stated not in ("none", own):
+        raise ValueError(
+            f"model.quantize={stated} is read when a pipeline is loaded, and the policy is loaded"
+            f" already (quantize={own}); give it to flowrl.load_policy"
+        )
+    if own != "none" and stated == "none":
+        model["quantize"] = own
 
 
 def place_features(tree: dict[str, Any], given: Any) -> Callable[[Tensor], Any]:

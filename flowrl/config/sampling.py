@@ -28,6 +28,13 @@ class ModelConfig(Section):
             " are always fp32."
         ),
     )
+    quantize: Literal["none", "int8", "nf4"] = Field(
+        "none",
+        description=(
+            "Frozen weights of the denoiser's blocks in 8 bits (int8, by torchao) or 4 (nf4, by"
+            " bitsandbytes); LoRA on top stays fp32. Needs flowrl[quantize]."
+        ),
+    )
     tiling: bool = Field(
         False,
         description=(

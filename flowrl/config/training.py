@@ -170,6 +170,13 @@ class TrainConfig(Section):
 
 
 class OptimizerConfig(Section):
+    name: Literal["adamw", "adamw8bit"] = Field(
+        "adamw",
+        description=(
+            "adamw8bit: moments of matrices of 4096 values or more in 8 bits (bitsandbytes), a"
+            " quarter of their memory. Needs flowrl[quantize]."
+        ),
+    )
     lr: PositiveFloat = Field(3e-4, description="Peak learning rate of AdamW.")
     warmup: NonNegativeInt = Field(
         0, description="Optimizer steps over which the rate rises linearly from 0."

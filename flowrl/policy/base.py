@@ -62,7 +62,8 @@ class Policy:
         """Of the weights as loaded. LoRA is always fp32, and so are all weights once they are
         trained in full mode."""
         first = next(iter(self.networks.values()))
-        return next(p.dtype for name, p in first.named_parameters() if "lora_" not in name)
+        own = (p for name, p in first.named_parameters() if "lora_" not in name)
+        return next(p.dtype for p in own if p.is_floating_point())
 
     def branches(self, guidance: float | str) -> int:
         """Network rows that a state costs at this guidance (see velocity).

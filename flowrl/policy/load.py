@@ -17,7 +17,9 @@ from flowrl.policy.folder import check_files, check_index, variant_of, why_not
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.named import GROUP, declare, hints_of, made
 from flowrl.policy.pipeline import PipelinePolicy
-from flowrl.policy.replay.record import Encoding, blaming
+from flowrl.policy.quantised import check_kind, kind_of, quantise
+from flowrl.policy.replay.hints import hints_for
+from flowrl.policy.replay.record import Encoding, blaming, denoisers_of
 from flowrl.runtime import hub, registry
 from flowrl.runtime.log import quiet
 from flowrl.runtime.memory import ran_out
@@ -36,6 +38,7 @@ LOADED_WITH = (
     "hints",
     "parts",
     "encoding",
+    "quantize",
 )
 PARTS = ("denoiser", "text_encoder")
 ENCODING = "encoding (model.encoders, model.prompt_cache)"  # as errors name it
@@ -55,6 +58,7 @@ def load_policy(
     hints: Mapping[str, Any] | str | None = None,
     parts: Sequence[str] | None = None,
     encoding: Encoding | None = None,
+    quantize: str = "none",
     **pipeline_kwargs: Any,
 ) -> Policy:
     """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in
@@ -64,7 +68,9 @@ def load_policy(
     parts: what is trained, by default ["denoiser"]; "text_encoder" for the text encoders of a
     pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, fp32
     whatever dtype is; None trains all their weights. dtype: of the networks (default: fp32; of a
-    live pipeline, as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy.
+    live pipeline, as it is). quantize: frozen weights of a pipeline's denoiser as "int8" or "nf4"
+    (a pipeline that is quantised is taken as it is). shape, kind, cond, decode: for an nn.Module,
+    see ModulePolicy.
     pipeline_kwargs: arguments of the pipeline's own call (height, width, num_frames,
     guidance_scale, negative_prompt, max_sequence_length, image ...); they hold for the policy's
     life. example: conditions that differ from prompt to prompt, of one prompt (Policy.encode takes
@@ -74,18 +80,19 @@ def load_policy(
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)
+    check_kind(quantize)
     described = {"shape": shape, "kind": kind, "cond": cond, "decode": decode}
     if isinstance(source, str | Path):
         source, named = found(source)
         dtype, device = dtype or torch.float32, device or _usual_device()
     if isinstance(source, Policy):
         given = {**described, ENCODING: encoding, "hints": hints, **pipeline_kwargs}
+        given |= {} if quantize == "none" else {"quantize": quantize}
         return _unchanged(source, lora, parts, given)
     parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
-        own = _shape_of(shape, parts, encoding, pipeline_kwargs)
-        module = source.to(device=device, dtype=dtype)
-        return ModulePolicy(module, own, kind or "flow", cond, lora, decode)
+        own = _shape_of(shape, parts, encoding, pipeline_kwargs, quantize)
+        return ModulePolicy(source.to(device, dtype), own, kind or "flow", cond, lora, decode)
     _check_undescribed(described)
     if isinstance(source, str):
         source = _pretrained(source, dtype or torch.float32)
@@ -93,10 +100,8 @@ def load_policy(
     _check_fresh(source)
     declare(source, own_hints)
     with quiet():  # loading and probing make the libraries warn of nothing real
-        if device is not None:
-            _move(source, device, leave=encoding is not None and encoding.leave)
-        if dtype is not None:
-            _cast(source, dtype)
+        leave = encoding is not None and encoding.leave
+        _prepare(source, dtype, device, quantize, leave=leave)
         with blaming(source, pipeline_kwargs, but=ValueError):
             return PipelinePolicy(source, lora, pipeline_kwargs, example, parts, encoding)
 
@@ -121,6 +126,7 @@ def _shape_of(
     parts: Sequence[str],
     encoding: Encoding | None,
     pipeline_kwargs: Mapping[str, Any],
+    quantize: str,
 ) -> tuple[int, ...]:
     """Of a module's latents; ValueError where it is missing, or stands beside what modules do not
     take."""
@@ -130,6 +136,11 @@ def _shape_of(
         )
     if encoding is not None:
         raise ValueError(f"an nn.Module policy has no text encoder; leave {ENCODING} out")
+    if quantize != "none":
+        raise ValueError(
+            f"model.quantize={quantize} is for the denoiser of a pipeline, and the model is an"
+            " nn.Module; leave it out"
+        )
     if shape is None or pipeline_kwargs:
         got = f", not {', '.join(sorted(pipeline_kwargs))}" if pipeline_kwargs else ""
         raise ValueError(
@@ -306,8 +317,28 @@ def _move(pipe: Any, device: torch.device | str, *, leave: bool) -> None:
         part.to(device)
 
 
+def _prepare(
+    pipe: Any,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+    kind: str,
+    *,
+    leave: bool,
+) -> None:
+    """A pipeline in its type, its denoisers quantised, each layer on the device; None: as it is.
+    leave: see _move."""
+    if dtype is not None:
+        _cast(pipe, dtype)
+    if kind != "none":
+        own = denoisers_of(pipe, hints_for(pipe))
+        here = next(next(iter(own.values())).parameters()).device
+        quantise(own, kind, here if device is None else device)
+    if device is not None:
+        _move(pipe, device, leave=leave)
+
+
 def _cast(pipe: Any, dtype: torch.dtype) -> None:
     """Networks and text encoders to dtype; the VAE stays in fp32 for gradients and scores."""
     for name, part in pipe.components.items():
-        if isinstance(part, nn.Module):
+        if isinstance(part, nn.Module) and kind_of(part) == "none":
             part.to(dtype=torch.float32 if name == "vae" else dtype)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from flowrl.policy.quantised import compute_dtype
+
 
 class Master(nn.Linear):
     """A LoRA matrix whose weight is fp32 and that computes with a copy of another type."""
@@ -50,7 +52,7 @@ def matrices(layers: list[Any], adapter: str) -> list[nn.Linear]:
     found: list[nn.Linear] = []
     for layer in layers:
         own = [some[adapter] for some in (layer.lora_A, layer.lora_B) if adapter in some]
-        if layer.get_base_layer().weight.dtype == Master.compute_dtype:
+        if compute_dtype(layer.get_base_layer()) == Master.compute_dtype:
             layer.cast_input_dtype_enabled = False  # it would widen the input to fp32
             for matrix in own:
                 # the same module and weight under the same name; only its forward differs

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from flowrl.policy.quantised import is_quantised
+
 
 def save_merged(module: nn.Module) -> None:
     """From now on module.save_pretrained writes merged weights, the network as it computes."""
@@ -22,6 +24,11 @@ def save_merged(module: nn.Module) -> None:
 
 
 def _save(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if any(is_quantised(p) for p in module.parameters()):
+        raise ValueError(
+            f"the {type(module).__name__} is quantised, and a LoRA is not added to such weights;"
+            " save the LoRA alone (policy.save_lora), or load the pipeline without quantize"
+        )
     hook = module.register_state_dict_post_hook(_merge)
     try:
         return type(module).save_pretrained(module, *args, **kwargs)

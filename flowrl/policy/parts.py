@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flowrl.policy.masters import Master, matrices, version
 from flowrl.policy.merged import save_merged
+from flowrl.policy.quantised import is_quantised, silence
 from flowrl.policy.replay.arguments import map_tensors
 from flowrl.runtime.registry import did_you_mean
 
@@ -120,8 +121,8 @@ class Parts:
         self.wide = False  # full mode: weights were made fp32
         self.options = _options(lora or {})
         if lora is None:
-            for m in modules.values():
-                m.requires_grad_(True)
+            for weight in (p for m in modules.values() for p in m.parameters()):
+                weight.requires_grad_(not is_quantised(weight))
         else:
             self._add_adapter("default")
 
@@ -179,6 +180,12 @@ class Parts:
         first asked for, so that a policy that only samples keeps the memory it was loaded with.
         Inputs in lower precision are widened as they come in.
         """
+        for part, module in self.modules.items():
+            if any(is_quantised(p) for p in module.parameters()):
+                raise ValueError(
+                    f"the weights of the {part} are quantised, and cannot all be trained; use"
+                    " train.mode=lora (lora={...} of load_policy)"
+                )
         self.wide = True
         for module in self.modules.values():
             if any(p.dtype != torch.float32 for p in module.parameters()):
@@ -321,6 +328,7 @@ def _inject(module: Any, config: Any, name: str) -> None:
     with warnings.catch_warnings():
         # two adapters are what we want
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        silence()
         if hasattr(module, "add_adapter"):
             module.add_adapter(config, adapter_name=name)
         else:

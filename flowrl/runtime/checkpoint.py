@@ -25,6 +25,7 @@ from flowrl.runtime import files
 META, MANIFEST = "meta.json", "manifest.json"
 ASIDE = "damaged-"  # begins the names of checkpoints that could not be read
 _STEP = re.compile(r"step-(\d{6,})")
+WHOLE = ("exp_avg", "exp_avg_sq", "state1", "state2")  # moments, shaped as their parameter
 Tensors = dict[str, dict[str, Tensor]]  # by file, then by name
 
 
@@ -207,13 +208,15 @@ def unpack_optimizer(
     for name, state in states.items():
         parameter = names[name]
         for key, value in state.items():
-            if key != "step" and value.shape != parameter.shape:
+            if key in WHOLE and value.shape != parameter.shape:
                 raise CheckpointError(
                     f"{name}: {key} has shape {tuple(value.shape)}, the parameter"
                     f" {tuple(parameter.shape)}"
                 )
             stays = key == "step" and not fused
             state[key] = value.clone() if stays else value.to(parameter.device, copy=True)
+        if not isinstance(optimizer, torch.optim.AdamW):
+            state["step"] = int(state["step"])  # bitsandbytes counts in a number
         optimizer.state[parameter] = state
 
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from flowrl.runtime.memory import during
+
 # latents, rollout, samples, noise level of the latents -> rewards (n,)
 Judge = Callable[[Tensor, Any, Tensor, float], Tensor]
 # dense bf16 FLOP/s, from the vendors' sheets
@@ -82,7 +84,8 @@ class Ledger:
         self._close_span()
         self.stack.append(name)
         try:
-            yield
+            with during(name):
+                yield
         finally:
             self._close_span()
             self.stack.pop()

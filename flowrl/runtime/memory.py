@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from flowrl.runtime.text import printable
 
@@ -17,9 +19,24 @@ SIGNS = (  # in messages of torch, CUDA, numpy and the system
 )
 
 
+class OutOfMemory(RuntimeError):
+    """Memory ran out, and the message is what a user reads: where, what used it, what to set."""
+
+
+@contextmanager
+def during(phase: str) -> Iterator[None]:
+    """Note on an error of memory in which phase it came; the innermost stands."""
+    try:
+        yield
+    except Exception as error:
+        if ran_out(error) and not hasattr(error, "phase"):
+            error.phase = phase  # type: ignore[attr-defined]
+        raise
+
+
 def ran_out(error: object) -> bool:
     """Whether an exception says that there is not enough memory, of a GPU or of the machine."""
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError | OutOfMemory):
         return True
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
@@ -29,6 +46,8 @@ def ran_out(error: object) -> bool:
 
 def advice(error: object) -> str:
     """The sentence for a user whose memory ran out."""
+    if isinstance(error, OutOfMemory):
+        return str(error)
     said = printable(error, 120) or type(error).__name__
     return (
         f"memory ran out ({said}); lower batch.micro and batch.decode (flowrl score: --chunk), ask"

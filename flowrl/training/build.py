@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
-from torch.autograd.graph import increment_version
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
@@ -31,7 +29,7 @@ from flowrl.runtime.distributed import World, place, start
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.lock import Lock
 from flowrl.runtime.log import logger
-from flowrl.training import identity
+from flowrl.training import identity, optimizer
 from flowrl.training.checks import (
     check_batch,
     check_conditions,
@@ -47,6 +45,7 @@ from flowrl.training.claim import claimed
 from flowrl.training.ema import Ema
 from flowrl.training.guards import Guards
 from flowrl.training.media_checks import check_media
+from flowrl.training.out_of_memory import explained_start
 from flowrl.training.records import Parts, Weights
 from flowrl.training.resume import check_resume
 from flowrl.training.shard import shard
@@ -76,7 +75,7 @@ def build(
     )
     world = World(accelerator, cfg.guard.rank_seconds)
     world.check_alike(flatten(cfg.model_dump(mode="json", exclude={"output"})))
-    with claimed(cfg, folder, world) as (path, lock):
+    with explained_start(cfg), claimed(cfg, folder, world) as (path, lock):
         place(accelerator, path)
         parts = assemble(cfg, world, path, lock, live)
         if cfg.train.shard:
@@ -231,12 +230,7 @@ def weights(cfg: Config, algorithm: Algorithm, policy: Policy, accelerator: Acce
         else:
             policy.add_view(view)
     parameters = {name: p for part in policy.parts.values() for name, p in part.items()}
-    o = cfg.optimizer
-    adamw = torch.optim.AdamW(
-        parameters.values(), lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, eps=o.eps
-    )
-    # fused optimizers write without counting it, and copies of weights go by that count
-    adamw.register_step_post_hook(lambda *_: increment_version(parameters.values()))
+    adamw = optimizer.make(cfg.optimizer, parameters.values())
     return Weights(
         parameters=parameters,
         adamw=adamw,

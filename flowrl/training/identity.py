@@ -28,6 +28,7 @@ from flowrl.data import hf
 from flowrl.data.media import MEDIA_SUFFIXES
 from flowrl.data.scored_folder import list_of
 from flowrl.policy import Policy
+from flowrl.policy.quantised import plain_tensors
 from flowrl.rewards import Reward, RewardSet
 from flowrl.runtime.registry import is_place
 from flowrl.runtime.side_files import shortened
@@ -206,8 +207,9 @@ def _frozen(policy: Policy) -> dict[str, Tensor]:
     return {
         f"{part}.{name}": tensor
         for part, module in {**policy.modules, **policy.trainable.modules}.items()
-        for name, tensor in module.state_dict().items()
-        if "lora_" not in name
+        for key, stored in module.state_dict().items()
+        if "lora_" not in key
+        for name, tensor in plain_tensors(key, stored)
     }
 
 

@@ -17,6 +17,7 @@ from flowrl.report import grids
 from flowrl.rollouts.velocity import passes
 from flowrl.runtime import files, history
 from flowrl.runtime.log import logger
+from flowrl.runtime.memory import during
 from flowrl.runtime.run_folder import (
     MetricsFile,
     environment,
@@ -128,7 +129,7 @@ def evaluate(
     guidance = cfg.guidance if guidance is None else guidance
     if named:
         logger.info(f"evaluating: {name}, {cfg.images} images")
-    with parts.weights.ema.swapped(), parts.source.policy.view("default"):
+    with during("evaluation"), parts.weights.ema.swapped(), parts.source.policy.view("default"):
         result = held_out.evaluate(
             parts.source.policy,
             parts.held_out,

@@ -27,7 +27,7 @@ class Weights:
     """What is trained, and what steps it."""
 
     parameters: dict[str, torch.nn.Parameter]
-    adamw: torch.optim.AdamW
+    adamw: torch.optim.Optimizer
     optimizer: Any  # the same, prepared by accelerate: it knows the fp16 scaler
     ema: Ema
     accelerator: Accelerator

@@ -10,9 +10,11 @@ from flowrl.config.training import StopConfig
 from flowrl.rewards import RewardUnavailable, TooManyInvalid
 from flowrl.runtime import log
 from flowrl.runtime.distributed import Lost
+from flowrl.runtime.memory import ran_out
 from flowrl.runtime.signals import Aborted, StopRequest, by_signal
 from flowrl.training import outputs
 from flowrl.training.guards import Dead
+from flowrl.training.out_of_memory import explained
 from flowrl.training.records import Iteration, Run
 
 
@@ -25,7 +27,7 @@ class Iterating(outputs.Running, Protocol):
 def run_to_the_end(trainer: Iterating) -> Run:
     """Iterate with a progress bar, evaluate, and write the LoRA and the report; let go of the run's
     folder, however it ends."""
-    with trainer.parts.lock or nullcontext():
+    with trainer.parts.lock or nullcontext(), explained(trainer):
         iterate(trainer)
         return outputs.finish(trainer)
 
@@ -43,8 +45,11 @@ def iterate(trainer: Iterating) -> None:
                 outputs.evaluate(trainer, "after")
         except Aborted as abort:
             trainer.stopped = str(abort)
-        except (TooManyInvalid, RewardUnavailable, Dead, Lost):
-            if not trainer.learner.touched:  # the weights are those of a whole iteration
+        except Exception as error:
+            whole = isinstance(error, TooManyInvalid | RewardUnavailable | Dead | Lost)
+            if (
+                whole or ran_out(error)
+            ) and not trainer.learner.touched:  # the weights are those of a whole iteration
                 trainer.save()
             raise
         if trainer.stopped:

@@ -31,6 +31,7 @@ from flowrl.rewards.core.reward import (
     RewardUnavailable,
 )
 from flowrl.rewards.core.reward_set import RewardSet, Spec, load_set
+from flowrl.runtime.memory import ran_out
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext, Rewards
 
@@ -384,6 +385,8 @@ def _score_again(
         except (RewardBug, RewardUnavailable):
             raise
         except Exception as error:  # the message of the whole chunk was kept
+            if ran_out(error):  # a single sample is too large: so are all others
+                raise
             kinds[kind_of(error)] += len(unit)
             continue
         values[unit.to(values.device)] = found

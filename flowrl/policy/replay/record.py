@@ -124,6 +124,28 @@ class Encoding:
     cache: PromptCache | None = None
 
 
+def denoisers_of(pipe: Any, hints: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The networks of a pipeline's loop by component name; a hint may name them."""
+    own = type(pipe).__name__
+    if not hasattr(pipe, "scheduler"):
+        raise UnreplayableError(
+            f'{own} has no component named "scheduler", whose step ends each iteration'
+        )
+    parts = {k: v for k, v in pipe.components.items() if isinstance(v, nn.Module)}
+    usual = [name for name in parts if name.startswith(("transformer", "unet"))]
+    names = hints.get("denoisers") or usual
+    if not names:
+        raise UnreplayableError(
+            f"{own} has no component named transformer* or unet*; name its networks, among"
+            f" {', '.join(parts)}, with hints (model.hints) denoisers=[...]"
+        )
+    for name in names:
+        if name not in parts:
+            near = did_you_mean(str(name), parts)
+            raise ValueError(f'hint denoisers: {own} has no network "{name}"{near}')
+    return {name: parts[name] for name in names}
+
+
 class Runner:
     """A pipeline, its call arguments, and the names of its denoisers.
 
@@ -148,7 +170,7 @@ class Runner:
         self.always = {k: v for k, v in kwargs.items() if is_media(v)}
         self.kwargs = {k: v for k, v in kwargs.items() if k not in self.always}
         self.undecorated = getattr(call, "__wrapped__", call)  # without torch.no_grad
-        self.denoisers = self._denoisers()
+        self.denoisers = denoisers_of(pipe, hints)
         encoding = encoding or Encoding()
         self.answers = Answers(encoding.cache)
         self.turns = Turns(next(next(iter(self.denoisers.values())).parameters()).device)
@@ -182,27 +204,6 @@ class Runner:
             f"model.encoders=leave: {type(self.pipe).__name__} has no text encoder that could leave"
             " the device; use model.encoders=stay"
         )
-
-    def _denoisers(self) -> dict[str, nn.Module]:
-        """The networks of the loop by component name; a hint may name them."""
-        own = type(self.pipe).__name__
-        if not hasattr(self.pipe, "scheduler"):
-            raise UnreplayableError(
-                f'{own} has no component named "scheduler", whose step ends each iteration'
-            )
-        parts = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
-        usual = [name for name in parts if name.startswith(("transformer", "unet"))]
-        names = self.hints.get("denoisers") or usual
-        if not names:
-            raise UnreplayableError(
-                f"{own} has no component named transformer* or unet*; name its networks, among"
-                f" {', '.join(parts)}, with hints (model.hints) denoisers=[...]"
-            )
-        for name in names:
-            if name not in parts:
-                near = did_you_mean(str(name), parts)
-                raise ValueError(f'hint denoisers: {own} has no network "{name}"{near}')
-        return {name: parts[name] for name in names}
 
     def check_names(self, names: Iterable[str]) -> None:
         """ValueError where the pipeline's call takes no such argument, or flowrl gives it."""

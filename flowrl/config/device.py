@@ -1,0 +1,53 @@
+"""Defaults of a model that no file of configs/model describes, on a GPU.
+
+The schema's defaults suit the embedded model on a CPU. A hub id or folder is most often a large
+pipeline, for which fp32 weights and 64 rows in a forward run out of memory on any GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from flowrl.runtime import registry
+from flowrl.runtime.log import logger
+
+ON_A_GPU: dict[str, dict[str, Any]] = {
+    "model": {"dtype": "bf16"},
+    "batch": {"micro": 4, "decode": 4},
+    "train": {"gradient_checkpointing": True},
+}
+
+
+def usual_device() -> str:
+    """The kind of device that a run will be on: that of accelerate's launcher."""
+    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return "cuda" if torch.cuda.is_available() and not on_cpu else "cpu"
+
+
+def on_device(source: str | None, device: str) -> dict[str, Any]:
+    """The defaults that a model of a hub or a folder has on a kind of device, above the schema's
+    and below all that is stated; {} of named models, and of those that code makes."""
+    if source is None or device != "cuda" or registry.is_place(source) or registry.is_live(source):
+        return {}
+    placed = "/" in source or Path(source).is_dir()
+    return ON_A_GPU if placed and not source.startswith("package:") else {}
+
+
+def say(source: str | None, defaults: Mapping[str, Any], merged: Any) -> None:
+    """Log which of these defaults a config has."""
+    keys = [f"{section}.{key}" for section, own in defaults.items() for key in own]
+    given = OmegaConf.create(dict(defaults))
+    kept = {key: OmegaConf.select(merged, key) for key in keys}
+    taken = {key: value for key, value in kept.items() if value == OmegaConf.select(given, key)}
+    if taken:
+        words = ", ".join(f"{key}={str(value).lower()}" for key, value in taken.items())
+        logger.info(
+            f"{source} has no file in configs/model: on a GPU it is run with {words}, as fp32 and"
+            " large batches run out of memory; what you set yourself stands"
+        )

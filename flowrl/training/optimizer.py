@@ -1,0 +1,48 @@
+"""The optimizer: AdamW, or AdamW with moments in 8 bits (arXiv:2110.02861, by bitsandbytes)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from flowrl.config.training import OptimizerConfig
+from flowrl.runtime.text import printable
+
+
+def make(o: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a run. A package that is missing, or does not work -> ValueError."""
+    own = list(parameters)
+    if o.name == "adamw8bit":
+        kind = eight_bit(own[0].device if own else "cpu")
+    else:
+        kind = torch.optim.AdamW
+    made = kind(own, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, eps=o.eps)
+    # kernels of others write without counting it, and copies of weights go by that count
+    made.register_step_post_hook(lambda *_: increment_version(own))
+    return made
+
+
+def eight_bit(device: torch.device | str) -> type[torch.optim.Optimizer]:
+    """bitsandbytes' class, after a step of it on the device."""
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(
+            "optimizer.name=adamw8bit needs bitsandbytes, which is not installed; pip install"
+            " 'flowrl[quantize]'"
+        )
+    try:
+        from bitsandbytes.optim import AdamW8bit
+
+        tried = nn.Parameter(torch.zeros(64, 64, device=device))
+        tried.grad = torch.ones_like(tried)
+        AdamW8bit([tried]).step()
+    except Exception as error:  # each backend has its own
+        raise ValueError(
+            f"optimizer.name=adamw8bit (bitsandbytes) does not work here, on"
+            f" {torch.device(device).type} with torch {torch.__version__}:"
+            f" {printable(error, 200)}; use optimizer.name=adamw"
+        ) from error
+    return AdamW8bit

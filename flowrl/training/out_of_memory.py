@@ -1,0 +1,158 @@
+"""Memory that ran out in a run, as a sentence: in which phase, what holds memory, what to set, and
+which checkpoint is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.config.schema import Config
+from flowrl.runtime import checkpoint
+from flowrl.runtime.memory import OutOfMemory, ran_out
+from flowrl.runtime.text import printable
+from flowrl.training.records import Parts
+
+START = "start-up"
+FORWARD = ("rollout", "reference", "evaluation", "update")
+
+
+class Trained(Protocol):
+    """A trainer."""
+
+    cfg: Config
+    parts: Parts
+
+
+@contextmanager
+def explained_start(cfg: Config) -> Iterator[None]:
+    """An error of memory while a run is made -> OutOfMemory."""
+    try:
+        yield
+    except Exception as error:
+        if not ran_out(error):
+            raise
+        phase = getattr(error, "phase", START)
+        raise OutOfMemory(
+            f"memory ran out at the start, in the phase {phase} ({said(error)}){used(())};"
+            f" {advised(cfg, phase)}; nothing was trained yet"
+        ) from error
+
+
+@contextmanager
+def explained(trainer: Trained) -> Iterator[None]:
+    """An error of memory inside a run -> OutOfMemory."""
+    try:
+        yield
+    except Exception as error:
+        if not ran_out(error) or isinstance(error, OutOfMemory):
+            raise
+        phase, path = getattr(error, "phase", "between phases"), trainer.parts.path
+        raise OutOfMemory(
+            f"memory ran out in the phase {phase} ({said(error)}){used(held(trainer.parts))};"
+            f" {advised(trainer.cfg, phase)}; {kept(trainer.parts)}: flowrl train SETTINGS --resume"
+            f" {path} --accept-changes"
+        ) from error
+
+
+def said(error: Exception) -> str:
+    return printable(error, 120) or type(error).__name__
+
+
+def kept(parts: Parts) -> str:
+    """What of the run is on the disk."""
+    found = checkpoint.steps(parts.path)
+    if not found:
+        return "no checkpoint was written yet, and the run starts anew"
+    return f"the checkpoint of iteration {checkpoint.iteration_of(found[-1])} is intact, go on"
+
+
+def held(parts: Parts) -> list[tuple[str, int]]:
+    """(what, bytes) of what stays in memory from phase to phase, on the policy's device."""
+    policy, weights = parts.source.policy, parts.weights
+    pipe = getattr(policy, "pipe", None)
+    others = list(getattr(pipe, "components", {}).values()) if pipe else []
+    model = [part for part in (*policy.networks.values(), *others) if isinstance(part, nn.Module)]
+    own = [*weights.parameters.values()]
+    moments = [value for state in weights.adamw.state.values() for value in state.values()]
+    gradients = [p.grad for p in own if p.grad is not None]
+    copies = [t for view in getattr(policy.trainable, "copies", {}).values() for t in view.values()]
+    trained = [*own, *moments, *gradients, *copies, *weights.ema.state_dict().values()]
+    tensors = [t for module in model for t in (*module.parameters(), *module.buffers())]
+    rewards = [
+        tensor
+        for reward in parts.source.rewards.rewards.values()
+        for value in vars(reward).values()
+        if isinstance(value, nn.Module)
+        for tensor in value.parameters()
+    ]
+    seen: set[int] = set()
+    named = (
+        ("trained weights, their copies, gradients and moments", trained),
+        ("weights of the model", tensors),
+        ("weights of rewards", rewards),
+    )
+    sizes = {what: size_of(found, policy.device, seen) for what, found in named}
+    return sorted(sizes.items(), key=lambda item: -item[1])
+
+
+def size_of(found: Iterable[Any], device: torch.device, seen: set[int]) -> int:
+    """Bytes of the storages of tensors on a device, each counted once."""
+    total = 0
+    for tensor in found:
+        if isinstance(tensor, Tensor) and tensor.device == device:
+            parts = getattr(tensor, "__tensor_flatten__", None)
+            inner = [getattr(tensor, name) for name in parts()[0]] if parts else [tensor]
+            for part in inner:
+                storage = part.untyped_storage()
+                if storage.data_ptr() not in seen:
+                    seen.add(storage.data_ptr())
+                    total += storage.nbytes()
+    return total
+
+
+def used(known: Iterable[tuple[str, int]]) -> str:
+    """Who uses the memory, the largest first; on a GPU the rest is that of the phase."""
+    words = [f"{size / 2**30:.2f} GB {what}" for what, size in known if size]
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        peak = torch.cuda.max_memory_allocated() - sum(size for _, size in known)
+        words.append(f"up to {max(0, peak) / 2**30:.2f} GB activations and states of the phase")
+        words.append(f"of {total / 2**30:.1f} GB, {free / 2**30:.1f} of them free now")
+    return f", which holds {', '.join(words)}" if words else ""
+
+
+def advised(cfg: Config, phase: str) -> str:
+    """The nearest setting that needs less in a phase."""
+    b, samples = cfg.batch, cfg.batch.prompts * cfg.batch.group
+    small = "ask for smaller pictures (model.pipeline.height and width)"
+    if phase == "update" and not cfg.train.gradient_checkpointing:
+        return "set train.gradient_checkpointing=true"
+    if phase in FORWARD:
+        return f"set batch.micro={b.micro // 2}" if b.micro > 1 else lighter(cfg) or small
+    if phase in ("decode", "reward"):
+        most = min(b.decode, samples)
+        if most > 1:
+            return f"set batch.decode={most // 2}"
+        if phase == "reward":
+            return "serve the reward on another device (flowrl serve, reward=remote)"
+        return small if cfg.model.tiling else "set model.tiling=true"
+    return lighter(cfg) or small
+
+
+def lighter(cfg: Config) -> str:
+    """The nearest setting that makes what stays smaller; "" where none is left."""
+    if cfg.model.dtype == "fp32":
+        return "set model.dtype=bf16"
+    if getattr(cfg.model, "encoders", None) == "stay":
+        return "set model.encoders=leave"
+    if cfg.train.mode == "full":
+        if cfg.optimizer.name == "adamw":
+            return "set optimizer.name=adamw8bit"
+        return "set train.mode=lora, or train.shard on more GPUs"
+    if cfg.model.quantize != "nf4":
+        return f"set model.quantize={'nf4' if cfg.model.quantize == 'int8' else 'int8'}"
+    return ""
