@@ -78,17 +78,7 @@ def build(
     world.check_alike(flatten(cfg.model_dump(mode="json", exclude={"output"})))
     with claimed(cfg, folder, world) as (path, lock):
         place(accelerator, path)
-        parts = assemble(cfg, world, path, lock, live)
-        if cfg.train.shard:
-            source = parts.source
-            shard(
-                source.policy,
-                world,
-                source.prompts,
-                guidance=source.guidance,
-                autocast=source.autocast,
-            )
-        return parts
+        return assemble(cfg, world, path, lock, live)
 
 
 def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> Parts:
@@ -117,9 +107,13 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     for sentence in unused_options(cfg, algorithm, plan, spare=spare):
         logger.warning(sentence)
 
-    own = weights(cfg, algorithm, policy, accelerator)
+    _ = policy.parts  # in full mode fp32 from here on
     media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
     known = identity.of_parts(cfg, rewards, policy, media, live)
+    casts = autocast(cfg, policy.device)
+    if cfg.train.shard:
+        shard(policy, world, prompts, guidance=guidance, autocast=casts)
+    own = weights(cfg, algorithm, policy, accelerator)
     source = Source(
         cfg=cfg,
         world=world,
@@ -131,7 +125,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         policy=policy,
         view=algorithm.rollout_view,
         guidance=guidance,
-        autocast=autocast(cfg, policy.device),
+        autocast=casts,
         rewards=rewards.to(policy.device),
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         helped_plan=helped_plan(cfg, algorithm, policy),

@@ -11,7 +11,7 @@ from flowrl.rewards import RewardUnavailable, TooManyInvalid
 from flowrl.runtime import log
 from flowrl.runtime.distributed import Lost
 from flowrl.runtime.signals import Aborted, StopRequest, by_signal
-from flowrl.training import outputs
+from flowrl.training import outputs, state
 from flowrl.training.guards import Dead
 from flowrl.training.records import Iteration, Run
 
@@ -43,8 +43,9 @@ def iterate(trainer: Iterating) -> None:
                 outputs.evaluate(trainer, "after")
         except Aborted as abort:
             trainer.stopped = str(abort)
-        except (TooManyInvalid, RewardUnavailable, Dead, Lost):
-            if not trainer.learner.touched:  # the weights are those of a whole iteration
+        except (TooManyInvalid, RewardUnavailable, Dead, Lost) as error:
+            all_here = isinstance(error, TooManyInvalid | Dead) or not state.is_split(trainer)
+            if not trainer.learner.touched and all_here:  # the weights of a whole iteration
                 trainer.save()
             raise
         if trainer.stopped:
