@@ -188,7 +188,8 @@ def pack_optimizer(
     packed = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            packed[f"{by_id[id(parameter)]}/{key}"] = torch.as_tensor(value)
+            number = value if isinstance(value, Tensor) else torch.as_tensor(value)
+            packed[f"{by_id[id(parameter)]}/{key}"] = number
     return packed
 
 

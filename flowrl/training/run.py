@@ -44,7 +44,8 @@ def iterate(trainer: Iterating) -> None:
         except Aborted as abort:
             trainer.stopped = str(abort)
         except (TooManyInvalid, RewardUnavailable, Dead, Lost) as error:
-            all_here = isinstance(error, TooManyInvalid | Dead) or not state.is_split(trainer)
+            split = state.is_split(trainer.parts.weights)
+            all_here = isinstance(error, TooManyInvalid | Dead) or not split
             if not trainer.learner.touched and all_here:  # the weights of a whole iteration
                 trainer.save()
             raise

@@ -17,7 +17,7 @@ from flowrl.runtime import checkpoint, distributed, shares
 from flowrl.runtime.checkpoint import Checkpoint, CheckpointError, Tensors
 from flowrl.runtime.run_folder import metrics_digest
 from flowrl.training.ratio_check import RatioCheck
-from flowrl.training.records import Parts
+from flowrl.training.records import Parts, Weights
 from flowrl.training.reward_trial import NoiseWatch
 from flowrl.training.update import Learner
 
@@ -49,9 +49,9 @@ def due(trainer: Resumable) -> bool:
     return trainer.parts.source.world.told(time.monotonic() - trainer.saved_time >= 60 * minutes)
 
 
-def is_split(trainer: Resumable) -> bool:
+def is_split(weights: Weights) -> bool:
     """Whether each process holds a share of the trained weights, so that all save together."""
-    return any(map(shares.is_split, trainer.parts.weights.parameters.values()))
+    return any(map(shares.is_split, weights.parameters.values()))
 
 
 def save(trainer: Resumable) -> Path | None:
@@ -61,7 +61,7 @@ def save(trainer: Resumable) -> Path | None:
     Nothing (None) before the run was started: its config says all there is.
     """
     parts, path, world = trainer.parts, trainer.parts.path, trainer.parts.source.world
-    split = is_split(trainer)
+    split = is_split(parts.weights)
     if not trainer.started or not (world.main or split):
         return None
     if trainer.saved_at == trainer.iteration:
