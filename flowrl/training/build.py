@@ -101,11 +101,8 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     guidance = check_guidance(cfg, algorithm, policy)
     check_signal(cfg, algorithm, plan, rewards.needs)
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
-    warn_distilled(algorithm, policy, cfg.model.source)
     spare = (len(prompts) - cfg.batch.prompts) // world.size
-    warn_large(cfg, policy)
-    for sentence in unused_options(cfg, algorithm, plan, spare=spare):
-        logger.warning(sentence)
+    warn(cfg, algorithm, policy, plan, spare)
 
     _ = policy.parts  # in full mode fp32 from here on
     media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
@@ -145,6 +142,15 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         identity=known,
         lock=lock,
     )
+
+
+def warn(cfg: Config, algorithm: Algorithm, policy: Policy, plan: Plan, spare: int) -> None:
+    """Say what a run can do, and hardly means. spare: prompts that an iteration leaves over, of a
+    process."""
+    warn_distilled(algorithm, policy, cfg.model.source)
+    warn_large(cfg, policy)
+    for sentence in unused_options(cfg, algorithm, plan, spare=spare):
+        logger.warning(sentence)
 
 
 def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:

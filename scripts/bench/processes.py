@@ -235,9 +235,7 @@ def main() -> None:
         COMMON.append("train.mode=full")
     torch.set_num_threads(1)
     torch.manual_seed(0)  # of the adapters' first values
-    policy = flowrl.load_policy(
-        "shapes-sd3", lora=None if asked.full else {"rank": 4, "alpha": 4}
-    )
+    policy = flowrl.load_policy("shapes-sd3", lora=None if asked.full else {"rank": 4, "alpha": 4})
     names = ("prompts", "samples", "rewards", "advantages", "gradient", "weights")
     worst = 0.0
     print("| method | base | processes | " + " | ".join(names) + " |")

@@ -45,9 +45,12 @@ def test_a_server_that_is_away_is_passed_over_with_one_sentence(caplog):
 
 
 def test_servers_of_other_rewards_are_refused():
-    with scripted(answering([])) as a, scripted(answering([], version="w")) as b:
-        with pytest.raises(ValueError, match=f"{b} serves other rewards or settings than {a}"):
-            rewards.load("remote", url=[a, b])
+    with (
+        scripted(answering([])) as a,
+        scripted(answering([], version="w")) as b,
+        pytest.raises(ValueError, match=f"{b} serves other rewards or settings than {a}"),
+    ):
+        rewards.load("remote", url=[a, b])
 
 
 def test_a_request_keeps_to_what_the_smallest_server_takes():
