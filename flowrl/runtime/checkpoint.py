@@ -68,9 +68,9 @@ def save(
 
     iteration: the last one finished, counted from 1; 0 before the first. tensors: file stem -> name
     -> tensor on any device, whole or a share, for which the other processes call `gather`; meta:
-    anything json can hold. A checkpoint of the same iteration is replaced. spared: iterations of the
-    checkpoints there are -> those that stay although they are old. One process writes at a time.
-    -> its folder.
+    anything json can hold. A checkpoint of the same iteration is replaced. spared: iterations of
+    the checkpoints there are -> those that stay although they are old. One process writes at a
+    time. -> its folder.
     """
     final = folder_of(run, iteration)
     with files.replacing_folder(final) as temporary:

@@ -101,8 +101,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     guidance = check_guidance(cfg, algorithm, policy)
     check_signal(cfg, algorithm, plan, rewards.needs)
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
-    spare = (len(prompts) - cfg.batch.prompts) // world.size
-    warn(cfg, algorithm, policy, plan, spare)
+    warn(cfg, algorithm, policy, plan, (len(prompts) - cfg.batch.prompts) // world.size)
 
     _ = policy.parts  # in full mode fp32 from here on
     media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
