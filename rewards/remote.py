@@ -5,8 +5,9 @@ large network. It states scale, needs and reads of what it serves, so a run is c
 before it starts. Scores are those that the same call gives there.
 
 A server that is away (refused connections, timeouts, answers of 408, 429, 500 and above) is asked
-again for `wait` seconds; then the run stops, resumable, with RewardUnavailable. No sample is lost
-or counted as failed by it. With a journal, scores that were received are not asked for again. A
+again for `wait` seconds; then the run stops, resumable, with RewardUnavailable. Of several servers
+the least busy one is asked, and one that is away is passed over. No sample is lost or counted as
+failed by it. With a journal, scores that were received are not asked for again. A
 reward that broke its contract there is a RewardBug here, at once.
 """
 
@@ -19,7 +20,7 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ from flowrl.rewards.server.http_client import (
     retry_after,
 )
 from flowrl.rewards.server.journal import Journal, keys
+from flowrl.rewards.server.pool import Place, Pool
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.text import printable
 from flowrl.types import MediaContext
@@ -60,10 +62,11 @@ BUG = ": RewardBug: "
 
 
 class Settings(core_reward.Settings):
-    url: str = pydantic.Field(
+    url: str | list[str] = pydantic.Field(
         description=(
             "Address of the server, as http://127.0.0.1:8321; env:NAME takes it from an"
-            " environment variable, where it may hold a password."
+            " environment variable, where it may hold a password. A list: servers of the same"
+            " rewards, among which requests are balanced."
         )
     )
     reward: str | None = pydantic.Field(
@@ -98,8 +101,12 @@ class Settings(core_reward.Settings):
 
     @pydantic.field_validator("url")
     @classmethod
-    def check_url(cls, value: str) -> str:
-        return address(value, "http://HOST:PORT")
+    def check_url(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, str):
+            return address(value, "http://HOST:PORT")
+        if len(set(value)) < max(1, len(value)):
+            raise ValueError("write each address once")
+        return [address(one, "http://HOST:PORT") for one in value]
 
 
 class Refused(Exception):
@@ -132,21 +139,39 @@ class Remote(core_reward.Reward):
 
     def __init__(self, settings: Any):
         super().__init__(settings)
-        self.http = self._client()
+        url = self.settings.url
+        urls = [url] if isinstance(url, str) else url
+        self.servers = Pool([self._client(url) for url in urls])
         self.journal = Journal(self.settings.journal) if self.settings.journal else None
         self.problem: str | None = None
-        self.away, self.remembers = False, True
+        self.remembers = True
         try:
-            answer = self._ask("GET", "/version", None, threading.Event())
-            self.about = self._read(wire.About, answer)
+            abouts = [self._version(place) for place in self.servers.places]
+            self.about = abouts[0].model_copy(
+                update={
+                    "max_mb": min(about.max_mb for about in abouts),
+                    "max_samples": min(about.max_samples for about in abouts),
+                }
+            )
             self._adopt(self._chosen())
         except Refused as error:
-            raise ValueError(f"reward.remote.url={self.http.url}: {error}") from None
+            raise ValueError(f"reward.remote.url={self.servers.where}: {error}") from None
+        for place, about in zip(self.servers.places, abouts, strict=True):
+            if about.version != self.about.version:
+                raise ValueError(
+                    f"reward.remote.url: {place.client.url} serves other rewards or settings than"
+                    f" {self.servers.places[0].client.url}; serve the same on all of them"
+                )
 
-    def _client(self) -> Client:
+    def _client(self, url: str) -> Client:
         s = self.settings
         token = None if s.token_env is None else token_of(s.token_env)
-        return Client(s.url, timeout=s.timeout, largest=MOST_REPLY, token=token, connect=10)
+        return Client(url, timeout=s.timeout, largest=MOST_REPLY, token=token, connect=10)
+
+    def _version(self, place: Place) -> wire.About:
+        """What a server says of itself."""
+        answer = self._ask("GET", "/version", None, threading.Event(), place)
+        return self._read(wire.About, answer)
 
     def _adopt(self, served: wire.Served) -> None:
         """Take over what the server states of its reward."""
@@ -232,7 +257,7 @@ class Remote(core_reward.Reward):
         except Refused as error:
             call.over.set()
             raise RewardUnavailable(
-                f"the reward server {self.http.url} cannot be used: {error}; {self._resume()}"
+                f"the reward server {self.servers.where} cannot be used: {error}; {self._resume()}"
             ) from None
         return answer
 
@@ -263,44 +288,64 @@ class Remote(core_reward.Reward):
             )
 
     def _ask(
-        self, method: str, path: str, body: str | None, over: threading.Event
+        self,
+        method: str,
+        path: str,
+        body: str | None,
+        over: threading.Event,
+        place: Place | None = None,
     ) -> httpx.Response:
         """An answer, however often it takes within `wait` seconds of the first failure.
 
-        over: set when the call ends; then Ended is raised.
+        over: set when the call ends; then Ended is raised. place: the server; None: any.
         """
-        once = partial(self._once, method, path, body, over)
+
+        tried: list[Place] = []
+
+        def once() -> httpx.Response:
+            with self.servers.least_busy() if place is None else nullcontext(place) as chosen:
+                tried.append(chosen)
+                return self._once(chosen, method, path, body, over)
+
+        def failed(failure: Again) -> None:
+            self._gone(tried[-1], failure)
+
         try:
-            response = persist(
-                once, over, pauses=PAUSES, seconds=self.settings.wait, failed=self._gone
-            )
+            return persist(once, over, pauses=PAUSES, seconds=self.settings.wait, failed=failed)
         except Again as failure:
             if over.is_set():
                 raise Ended from None
             over.set()
+            where = self.servers.where if place is None else place.client.url
             raise RewardUnavailable(
-                f"the reward server {self.http.url} does not answer ({failure}; tried for"
+                f"the reward server {where} does not answer ({failure}; tried for"
                 f" {self.settings.wait:g} s): {self._resume()}"
             ) from None
-        self._back()
-        return response
 
     def _once(
-        self, method: str, path: str, body: str | None, over: threading.Event
+        self, place: Place, method: str, path: str, body: str | None, over: threading.Event
     ) -> httpx.Response:
         try:
-            response = self.http.fetch(method, path, body, over)
+            response = place.client.fetch(method, path, body, over)
         except TooLong as failure:
             raise Refused(f"{failure}, which no flowrl server sends") from None
+        except Again:
+            self.servers.pass_over(place)
+            raise
         if not busy(response.status_code):
+            if self.servers.answered(place):
+                logger.warning(f"the reward server {place.client.url} answers again")
             return response
         said = _detail(response)
         if response.status_code == 500 and said.startswith(BUG):
             over.set()
             raise RewardBug(
-                f"the reward that {self.http.url} serves has a fault: {said.removeprefix(BUG)}"
+                f"the reward that {place.client.url} serves has a fault: {said.removeprefix(BUG)}"
             )
-        raise Again(f"it answered {response.status_code}{said}", retry_after(response))
+        after = retry_after(response)
+        self.servers.pass_over(place, after)
+        others = len(self.servers.places) > 1
+        raise Again(f"it answered {response.status_code}{said}", 0.0 if others else after)
 
     def _read(self, record: type[R], response: httpx.Response) -> R:
         """The record that an answer holds; anything else -> Refused.
@@ -336,18 +381,16 @@ class Remote(core_reward.Reward):
             raise Refused(f'it does not serve "{label}"{did_you_mean(label, self.about.rewards)}')
         return self.about.rewards[label]
 
-    def _gone(self, failure: Again) -> None:
-        if not self.away:
-            self.away = True
-            logger.warning(
-                f"the reward server {self.http.url} does not answer ({failure}); trying again"
-                f" for {self.settings.wait:g} s"
-            )
-
-    def _back(self) -> None:
-        if self.away:
-            self.away = False
-            logger.warning(f"the reward server {self.http.url} answers again")
+    def _gone(self, place: Place, failure: Again) -> None:
+        if place.away:
+            return
+        place.away = True
+        others = len(self.servers.places) > 1
+        meanwhile = "; others are asked meanwhile, and it again" if others else "; trying again"
+        logger.warning(
+            f"the reward server {place.client.url} does not answer ({failure}){meanwhile}"
+            f" for {self.settings.wait:g} s"
+        )
 
     def _resume(self) -> str:
         if not hasattr(self, "about"):

@@ -163,8 +163,9 @@ class TrainConfig(Section):
     shard: list[Literal["denoiser"]] = Field(
         [],
         description=(
-            "What is split over the processes, so that each keeps a share of its frozen weights:"
-            " [denoiser]; none: every process keeps all of them."
+            "What is split over the processes, so that each keeps a share of its weights and, with"
+            " train.mode=full, of their gradients, moments and copies: [denoiser]; none: every"
+            " process keeps all of them."
         ),
     )
 

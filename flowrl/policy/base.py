@@ -17,6 +17,7 @@ from flowrl.policy.parts import Parts
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.request import Request
+from flowrl.runtime import shares
 from flowrl.types import Transition
 
 
@@ -333,11 +334,16 @@ class Policy:
         with self.trainable.view(name), small:
             yield
 
-    def state(self, name: str = "default") -> dict[str, Tensor]:
-        """Values of a view by parameter name, copied to the CPU."""
+    def tensors(self, name: str = "default") -> dict[str, Tensor]:
+        """Values of a view by parameter name, sharing storage with it; shares, where the trained
+        weights are split over processes."""
         small = {} if self.heads is None else self.heads.tensors(name)
-        both = {**self.trainable.tensors(name), **small}
-        return {k: v.cpu().clone() for k, v in both.items()}
+        return {**self.trainable.tensors(name), **small}
+
+    def state(self, name: str = "default") -> dict[str, Tensor]:
+        """Values of a view by parameter name, copied to the CPU; where the trained weights are
+        split, all processes ask together."""
+        return {k: shares.whole(v).cpu().clone() for k, v in self.tensors(name).items()}
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
         """Strict inverse of state."""

@@ -17,6 +17,7 @@ from flowrl.policy.masters import Master, matrices, version
 from flowrl.policy.merged import save_merged
 from flowrl.policy.quantised import is_quantised, silence
 from flowrl.policy.replay.arguments import map_tensors
+from flowrl.runtime import shares
 from flowrl.runtime.registry import did_you_mean
 
 DEFAULTS = {"rank": 32, "alpha": 64, "targets": None, "init": "gaussian"}
@@ -243,11 +244,12 @@ class Parts:
     def copy(self, src: str, dst: str, decay: float) -> None:
         """dst = decay * dst + (1 - decay) * src."""
         source, target = self.tensors(src), self.tensors(dst)
-        for key, value in target.items():
+        for key in target:
+            value, new = shares.held(target[key]), shares.held(source[key])
             if decay == 0.0:
-                value.copy_(source[key])
+                value.copy_(new)
             else:
-                value.lerp_(source[key].to(value), 1 - decay)
+                value.lerp_(new.to(value), 1 - decay)
 
     @torch.no_grad()
     def load(self, view: str, state: dict[str, Tensor]) -> None:
@@ -270,7 +272,7 @@ class Parts:
                     f"state of view {view!r}: {key} has shape {tuple(state[key].shape)}, and"
                     f" {tuple(value.shape)} is expected (another rank?)"
                 )
-            value.copy_(state[key])
+            shares.held(value).copy_(shares.share_of(state[key], value))
 
     @contextlib.contextmanager
     def view(self, name: str) -> Iterator[None]:
@@ -305,9 +307,16 @@ class Parts:
         self.active = name
 
     def _exchange(self, name: str) -> None:
-        """Swap values between the parameters and a copy, by pointer."""
+        """Swap values between the parameters and a copy, by pointer where these are whole."""
+        copies = self.copies[name]
         for key, p in self.named().items():
-            p.data, self.copies[name][key] = self.copies[name][key], p.data
+            if shares.is_split(p):  # its block gathers it from where it lies
+                own, other = shares.held(p), shares.held(copies[key])
+                kept = own.clone()
+                own.copy_(other)
+                other.copy_(kept)
+            else:
+                p.data, copies[key] = copies[key], p.data
 
 
 def _widened(

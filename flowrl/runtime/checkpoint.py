@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from flowrl.runtime import files
+from flowrl.runtime import files, shares
 
 META, MANIFEST = "meta.json", "manifest.json"
 ASIDE = "damaged-"  # begins the names of checkpoints that could not be read
@@ -68,9 +68,10 @@ def save(
     """Write checkpoints/step-<iteration> of a run atomically and remove all but the newest `keep`.
 
     iteration: the last one finished, counted from 1; 0 before the first. tensors: file stem -> name
-    -> tensor on any device; meta: anything json can hold. A checkpoint of the same iteration is
-    replaced. spared: iterations of the checkpoints there are -> those that stay although they are
-    old. One process writes at a time. -> its folder.
+    -> tensor on any device, whole or a share, for which the other processes call `gather`; meta:
+    anything json can hold. A checkpoint of the same iteration is replaced. spared: iterations of
+    the checkpoints there are -> those that stay although they are old. One process writes at a
+    time. -> its folder.
     """
     final = folder_of(run, iteration)
     with files.replacing_folder(final) as temporary:
@@ -98,8 +99,15 @@ def _write_manifest(folder: Path) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Named tensors as one safetensors file."""
-    data = {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    data = {name: shares.whole(t).to("cpu", copy=True).contiguous() for name, t in tensors.items()}
     files.write(path, safetensors.torch.save(data))
+
+
+def gather(tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Give this process's shares of tensors to the one that writes them."""
+    for group in tensors.values():
+        for tensor in group.values():
+            shares.whole(tensor)
 
 
 def steps(run: str | Path) -> list[Path]:
@@ -182,7 +190,8 @@ def pack_optimizer(
     packed = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            packed[f"{by_id[id(parameter)]}/{key}"] = torch.as_tensor(value)
+            number = value if isinstance(value, Tensor) else torch.as_tensor(value)
+            packed[f"{by_id[id(parameter)]}/{key}"] = number
     return packed
 
 
@@ -213,8 +222,10 @@ def unpack_optimizer(
                     f"{name}: {key} has shape {tuple(value.shape)}, the parameter"
                     f" {tuple(parameter.shape)}"
                 )
-            stays = key == "step" and not fused
-            state[key] = value.clone() if stays else value.to(parameter.device, copy=True)
+            if key == "step":
+                state[key] = value.to(parameter.device if fused else "cpu", copy=True)
+            else:
+                state[key] = shares.split_as(value, parameter)
         if not isinstance(optimizer, torch.optim.AdamW):
             state["step"] = int(state["step"])  # bitsandbytes counts in a number
         optimizer.state[parameter] = state

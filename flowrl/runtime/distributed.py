@@ -32,7 +32,9 @@ from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration
 from torch import Tensor
 from torch import distributed as dist
 from torch.nn.functional import pad
+from torch.nn.utils import get_total_norm
 
+from flowrl.runtime import shares
 from flowrl.runtime.in_step import InStep
 from flowrl.runtime.log import logger
 from flowrl.runtime.signals import Aborted
@@ -282,18 +284,41 @@ class World:
             raise own or error(said)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up gradients over processes, a missing one counting as zero."""
+        """Add up gradients over processes, a missing one counting as zero. Those of split weights
+        were added up in their backward."""
         if self.size == 1:
             return
         self.meet()
         grads = []
-        for p in parameters:
+        for p in (p for p in parameters if not shares.is_split(p)):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             grads.append(p.grad)
         for some in buckets(grads):  # hundreds of small sums are slow
             whole = self.sum(torch.cat([grad.flatten() for grad in some]))
             for grad, own in zip(some, whole.split([g.numel() for g in some]), strict=True):
                 grad.copy_(own.view_as(grad))
+
+    def clip_gradients(self, parameters: list[torch.nn.Parameter], most: float) -> float:
+        """Scale gradients, added up over processes, to a norm of at most `most` -> what it was."""
+        split = [p for p in parameters if shares.is_split(p)]
+        if not split:
+            return float(self.accelerator.clip_grad_norm_(parameters, most))
+        own, rest = (
+            [shares.held(p.grad) for p in some if p.grad is not None]
+            for some in (split, [p for p in parameters if not shares.is_split(p)])
+        )
+        squares = [get_total_norm(grads).double().square() for grads in (own, rest)]
+        norm = float((self.sum(squares[0]) + squares[1]).sqrt())
+        for grad in (*own, *rest):
+            grad.mul_(min(1.0, most / (norm + 1e-6)))  # as torch's clip_grad_norm_
+        return norm
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """All processes come here and gather what each holds a share of."""
+        self.meet()
+        with self._losing():
+            yield
 
     def backward(self, loss: Tensor) -> None:
         """Add up the gradient of a loss; with split networks, when all processes do."""

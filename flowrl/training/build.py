@@ -77,17 +77,7 @@ def build(
     world.check_alike(flatten(cfg.model_dump(mode="json", exclude={"output"})))
     with explained_start(cfg), claimed(cfg, folder, world) as (path, lock):
         place(accelerator, path)
-        parts = assemble(cfg, world, path, lock, live)
-        if cfg.train.shard:
-            source = parts.source
-            shard(
-                source.policy,
-                world,
-                source.prompts,
-                guidance=source.guidance,
-                autocast=source.autocast,
-            )
-        return parts
+        return assemble(cfg, world, path, lock, live)
 
 
 def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> Parts:
@@ -110,15 +100,15 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     guidance = check_guidance(cfg, algorithm, policy)
     check_signal(cfg, algorithm, plan, rewards.needs)
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
-    warn_distilled(algorithm, policy, cfg.model.source)
-    spare = (len(prompts) - cfg.batch.prompts) // world.size
-    warn_large(cfg, policy)
-    for sentence in unused_options(cfg, algorithm, plan, spare=spare):
-        logger.warning(sentence)
+    warn(cfg, algorithm, policy, plan, (len(prompts) - cfg.batch.prompts) // world.size)
 
-    own = weights(cfg, algorithm, policy, accelerator)
+    _ = policy.parts  # in full mode fp32 from here on
     media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
     known = identity.of_parts(cfg, rewards, policy, media, live)
+    casts = autocast(cfg, policy.device)
+    if cfg.train.shard:
+        shard(policy, world, prompts, guidance=guidance, autocast=casts)
+    own = weights(cfg, algorithm, policy, accelerator)
     source = Source(
         cfg=cfg,
         world=world,
@@ -130,7 +120,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         policy=policy,
         view=algorithm.rollout_view,
         guidance=guidance,
-        autocast=autocast(cfg, policy.device),
+        autocast=casts,
         rewards=rewards.to(policy.device),
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         helped_plan=helped_plan(cfg, algorithm, policy),
@@ -150,6 +140,15 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         identity=known,
         lock=lock,
     )
+
+
+def warn(cfg: Config, algorithm: Algorithm, policy: Policy, plan: Plan, spare: int) -> None:
+    """Say what a run can do, and hardly means. spare: prompts that an iteration leaves over, of a
+    process."""
+    warn_distilled(algorithm, policy, cfg.model.source)
+    warn_large(cfg, policy)
+    for sentence in unused_options(cfg, algorithm, plan, spare=spare):
+        logger.warning(sentence)
 
 
 def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from flowrl.runtime import shares
+
 
 def decay_at(step: int, most: float) -> float:
     """min((1 + n) / (10 + n), most): young averages forget fast."""
@@ -40,15 +42,16 @@ class Ema:
         if self.average and self.step_count % self.every == 0:
             weight = 1 - decay_at(n, self.decay)
             for name, average in self.average.items():
-                average.lerp_(self.parameters[name].detach().float(), weight)
+                new = shares.held(self.parameters[name]).float()
+                shares.held(average).lerp_(new, weight)
 
     @contextmanager
     def swapped(self, saved: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """The parameters hold their averages inside, and their own values again after, also when an
         error is raised. saved: a `state_dict` whose averages take the place of these."""
-        own = {name: self.parameters[name].detach().clone() for name in self.average}
+        own = {name: shares.held(self.parameters[name]).clone() for name in self.average}
         source = self.average if saved is None else saved
-        self._write({name: source[name] for name in own})
+        self._write({name: self._share(source[name], name) for name in own})
         try:
             yield
         finally:
@@ -68,9 +71,14 @@ class Ema:
             )
         self.step_count = int(state["step"])
         for name, value in averages.items():
-            self.average[name].copy_(value)
+            shares.held(self.average[name]).copy_(self._share(value, name))
 
-    @torch.no_grad()
+    def _share(self, average: Tensor, name: str) -> Tensor:
+        """What this process holds of an average, which may be whole."""
+        if shares.is_split(average):
+            return shares.held(average)
+        return shares.share_of(average, self.parameters[name])
+
     def _write(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
-            self.parameters[name].copy_(value)
+            shares.held(self.parameters[name]).copy_(value)

@@ -143,4 +143,4 @@ class Trainer:
 
     def save(self) -> Path | None:
         """Everything that a later `--resume` needs, once for each iteration."""
-        return state.save(self) if self.world.main else None
+        return state.save(self)

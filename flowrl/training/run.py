@@ -12,7 +12,7 @@ from flowrl.runtime import log
 from flowrl.runtime.distributed import Lost
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.signals import Aborted, StopRequest, by_signal
-from flowrl.training import outputs
+from flowrl.training import outputs, state
 from flowrl.training.guards import Dead
 from flowrl.training.out_of_memory import explained
 from flowrl.training.records import Iteration, Run
@@ -46,10 +46,11 @@ def iterate(trainer: Iterating) -> None:
         except Aborted as abort:
             trainer.stopped = str(abort)
         except Exception as error:
-            whole = isinstance(error, TooManyInvalid | RewardUnavailable | Dead | Lost)
-            if (
-                whole or ran_out(error)
-            ) and not trainer.learner.touched:  # the weights are those of a whole iteration
+            agreed = isinstance(error, TooManyInvalid | Dead)  # by all processes
+            alone = isinstance(error, RewardUnavailable | Lost) or ran_out(error)
+            split = state.is_split(trainer.parts.weights)
+            # the weights are those of a whole iteration, and all who hold them are here
+            if (agreed or (alone and not split)) and not trainer.learner.touched:
                 trainer.save()
             raise
         if trainer.stopped:

@@ -1,9 +1,11 @@
-"""train.shard: the frozen weights of networks are split, and each process keeps its share.
+"""train.shard: the weights of networks are split, and each process keeps its share.
 
 A block is gathered from all processes when it runs and let go of after it (torch's FSDP2,
-`fully_shard`), so that a forward holds one block whole. What is trained stays whole on every
-process: optimizer, averages, views, checkpoints and exported LoRA know nothing of it. Calls of
-processes that differ in their number of rows are kept in step (flowrl/runtime/in_step.py).
+`fully_shard`), so that a forward holds one block whole. LoRA stays whole on every process:
+optimizer, averages, views, checkpoints and exports know nothing of it. In full mode all of these
+are shares as well (flowrl/runtime/shares.py), gradients are added up over processes in the
+backward, block by block, and checkpoints are written whole. Calls of processes that differ in
+their number of rows are kept in step (flowrl/runtime/in_step.py).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.schema import Config
@@ -28,6 +30,7 @@ from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.policy.replay.body import BodyReplay
 from flowrl.policy.replay.record import prediction_of
 from flowrl.rewards import RewardSet
+from flowrl.runtime import shares
 from flowrl.runtime.distributed import World
 from flowrl.runtime.in_step import Together
 from flowrl.runtime.log import logger
@@ -40,10 +43,15 @@ def check_shard(cfg: Config, algorithm: Algorithm, rewards: RewardSet) -> None:
     if not cfg.train.shard:
         return
     what = f"train.shard=[{','.join(cfg.train.shard)}]"
-    if cfg.train.mode == "full":
+    if cfg.train.mode == "full" and cfg.train.precision == "fp16":
         raise ValueError(
-            f"{what} splits frozen weights, and train.mode=full trains them all; use"
-            " train.mode=lora, or leave train.shard out"
+            f"{what} and train.mode=full: the scaler of fp16 looks for overflow in whole gradients,"
+            " and each process holds a share; use train.precision=bf16, or leave train.shard out"
+        )
+    if cfg.train.mode == "full" and cfg.optimizer.name != "adamw":
+        raise ValueError(
+            f"{what} and train.mode=full: moments are split as the weights are, and those of"
+            f" optimizer.name={cfg.optimizer.name} are not; use optimizer.name=adamw"
         )
     if cfg.train.compile != "none":
         raise ValueError(
@@ -92,7 +100,8 @@ def shard(
     autocast: Callable[[], AbstractContextManager[object]],
 ) -> Shares | None:
     """Split the denoisers of a policy over all processes -> what this one holds; None with a
-    single process. A network that cannot be split -> ValueError."""
+    single process. Before views and optimizer are made, which in full mode are split likewise. A
+    network that cannot be split -> ValueError."""
     if world.size == 1:
         logger.warning("train.shard splits nothing: there is one process")
         return None
@@ -135,6 +144,15 @@ def check_policy(policy: Policy) -> None:
                 f"train.shard: weights of the {name} ({kind}) are {odd[0].dtype}, and only whole"
                 " floating-point weights are split; leave quantisation or train.shard out"
             )
+        if any(map(shares.is_split, network.parameters())):
+            raise ValueError(
+                f"train.shard: the {name} ({kind}) was split by a run before; load the policy anew"
+            )
+        if single := [key for key, p in network.named_parameters() if not p.ndim]:
+            raise ValueError(
+                f"train.shard: {single[0]} of the {name} ({kind}) is a single number, which has no"
+                " rows to split; leave train.shard out"
+            )
 
 
 def one_row(policy: Policy, prompts: Prompts, guidance: float | str) -> dict[str, dict[str, Any]]:
@@ -174,14 +192,18 @@ class Noted(nn.Module):
 
 
 def split(network: nn.Module, mesh: DeviceMesh) -> Root:
-    """Split a network's frozen weights, block by block, and what lies outside of blocks."""
+    """Split a network's weights, block by block, and what lies outside of blocks. Their gradients,
+    where they are trained, are sums over processes: each divides its loss by the weight of all."""
     root = Root(network)
     for module in (*blocks(network), root):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=trained(module))
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=adapters(module))
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
     return root
 
 
-def trained(module: nn.Module) -> set[nn.Parameter]:
+def adapters(module: nn.Module) -> set[nn.Parameter]:
     """Weights of adapters, of all views."""
     return {p for name, p in module.named_parameters() if "lora_" in name}
 
@@ -200,5 +222,4 @@ def _call(
 
 def size_of(network: nn.Module) -> int:
     """Bytes of the weights that this process holds."""
-    own = (getattr(p, "_local_tensor", p) for p in network.parameters())
-    return sum(p.numel() * p.element_size() for p in own)
+    return sum(p.numel() * p.element_size() for p in map(shares.held, network.parameters()))

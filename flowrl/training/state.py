@@ -9,14 +9,15 @@ nothing.
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from flowrl.runtime import checkpoint, distributed
+from flowrl.runtime import checkpoint, distributed, shares
 from flowrl.runtime.checkpoint import Checkpoint, CheckpointError, Tensors
 from flowrl.runtime.run_folder import metrics_digest
 from flowrl.training.ratio_check import RatioCheck
-from flowrl.training.records import Parts
+from flowrl.training.records import Parts, Weights
 from flowrl.training.reward_trial import NoiseWatch
 from flowrl.training.update import Learner
 
@@ -37,22 +38,31 @@ class Resumable(Protocol):
 
 
 def due(trainer: Resumable) -> bool:
-    """Whether a checkpoint is to be written now: by checkpoint.every, by checkpoint.minutes, or at
-    the end."""
+    """Whether a checkpoint is to be written now, which all processes answer alike: by
+    checkpoint.every, by checkpoint.minutes, or at the end."""
     cfg, done = trainer.parts.cfg, trainer.iteration
     if done % cfg.checkpoint.every == 0 or done == cfg.iterations or trainer.stopped:
         return True
     minutes = cfg.checkpoint.minutes
-    return minutes is not None and time.monotonic() - trainer.saved_time >= 60 * minutes
+    if minutes is None:
+        return False
+    return trainer.parts.source.world.told(time.monotonic() - trainer.saved_time >= 60 * minutes)
+
+
+def is_split(weights: Weights) -> bool:
+    """Whether each process holds a share of the trained weights, so that all save together."""
+    return any(map(shares.is_split, weights.parameters.values()))
 
 
 def save(trainer: Resumable) -> Path | None:
-    """Write a checkpoint of the present iteration, if there is none -> its folder.
+    """Write a checkpoint of the present iteration, if there is none -> its folder, in the main
+    process; of split weights the others give their shares.
 
     Nothing (None) before the run was started: its config says all there is.
     """
-    parts, path = trainer.parts, trainer.parts.path
-    if not trainer.started:
+    parts, path, world = trainer.parts, trainer.parts.path, trainer.parts.source.world
+    split = is_split(parts.weights)
+    if not trainer.started or not (world.main or split):
         return None
     if trainer.saved_at == trainer.iteration:
         return checkpoint.folder_of(path, trainer.iteration)
@@ -73,8 +83,14 @@ def save(trainer: Resumable) -> Path | None:
         "metrics": metrics_digest(path, trainer.iteration),
     }
     keep, spared = parts.cfg.checkpoint.keep, parts.watch.spared
-    tensors = _tensors(trainer)
-    folder = checkpoint.save(path, trainer.iteration, tensors, meta, keep=keep, spared=spared)
+    tensors, folder = _tensors(trainer), None
+    with world.together() if split else nullcontext():
+        if world.main:
+            folder = checkpoint.save(
+                path, trainer.iteration, tensors, meta, keep=keep, spared=spared
+            )
+        else:
+            checkpoint.gather(tensors)
     trainer.saved_at = trainer.iteration  # only now: a signal may interrupt the writing
     trainer.saved_time = time.monotonic()
     return folder
@@ -84,8 +100,8 @@ def _tensors(trainer: Resumable) -> Tensors:
     if not trainer.iteration:
         return {}
     policy, weights = trainer.parts.source.policy, trainer.parts.weights
-    tensors = {"policy": policy.state("default"), "ema": weights.ema.state_dict()}
-    tensors |= {view: policy.state(view) for view in trainer.parts.algorithm.views}
+    tensors = {"policy": policy.tensors("default"), "ema": weights.ema.state_dict()}
+    tensors |= {view: policy.tensors(view) for view in trainer.parts.algorithm.views}
     tensors["optimizer"] = checkpoint.pack_optimizer(weights.adamw, weights.parameters)
     if trainer.parts.cfg.replay.size:
         tensors["replay"] = trainer.parts.source.buffer.state(trainer.iteration)

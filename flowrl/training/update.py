@@ -66,7 +66,7 @@ class Learner:
         parameters = list(self.weights.parameters.values())
         self.world.sum_gradients(parameters)
         most = self.cfg.optimizer.max_grad_norm
-        return metrics, float(self.weights.accelerator.clip_grad_norm_(parameters, most))
+        return metrics, self.world.clip_gradients(parameters, most)
 
     def apply(self) -> None:
         """One optimizer step, and the averaged weights after it."""

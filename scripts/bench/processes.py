@@ -2,9 +2,11 @@
 
     python scripts/bench/processes.py
     python scripts/bench/processes.py --sizes 2 --methods flow_grpo nft --bases sharded
+    python scripts/bench/processes.py --full --methods flow_grpo nft
 
-An iteration of each method on one process, and on processes that talk by gloo, with the whole base
-model on each of them (replicated) or a share of it (sharded). Compared are the prompts, the final
+An iteration of each method on one process, and on processes that talk by gloo, with the whole
+network on each of them (replicated) or a share of it (sharded). --full trains all of its weights in
+place of LoRA. Compared are the prompts, the final
 states of samples, their rewards, the advantages of trained rows, the gradient of each update and
 the weights after it. A figure is the norm of the difference over the norm of one process's values.
 With --micro 1 each row goes through the network alone. With more, processes may call it with other
@@ -29,6 +31,7 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
 
 import flowrl
+from flowrl.runtime import shares
 from flowrl.training.loop import Trainer
 
 COMMON = [
@@ -96,8 +99,9 @@ def follow(trainer: Trainer, seen: dict[str, list[Tensor]]) -> None:
         return update(trained, columns, more)
 
     def noted_apply() -> None:
-        grads = [p.grad.flatten() for _, p in sorted(learner.weights.parameters.items())]
-        seen.setdefault("gradient", []).append(torch.cat(grads).clone())
+        trained = [p for _, p in sorted(learner.weights.parameters.items()) if p.grad is not None]
+        grads = [shares.whole(p.grad).flatten() for p in trained]
+        seen.setdefault("gradient", []).append(torch.cat(grads))
         apply()
 
     learner.update, learner.apply = noted_update, noted_apply  # type: ignore[method-assign]
@@ -223,12 +227,15 @@ def main() -> None:
     parser.add_argument("--micro", type=int, default=1, help="batch.micro")
     parser.add_argument("--updates", type=int, default=1, choices=(1, 2), help="batch.updates")
     parser.add_argument("--most", type=float, default=1e-6, help="largest figure that passes")
+    parser.add_argument("--full", action="store_true", help="train all weights, not LoRA")
     parser.add_argument("--no-resume", action="store_true", help="leave the resumed runs out")
     asked = parser.parse_args()
     COMMON.extend([f"batch.micro={asked.micro}", f"batch.updates={asked.updates}"])
+    if asked.full:
+        COMMON.append("train.mode=full")
     torch.set_num_threads(1)
     torch.manual_seed(0)  # of the adapters' first values
-    policy = flowrl.load_policy("shapes-sd3", lora={"rank": 4, "alpha": 4})
+    policy = flowrl.load_policy("shapes-sd3", lora=None if asked.full else {"rank": 4, "alpha": 4})
     names = ("prompts", "samples", "rewards", "advantages", "gradient", "weights")
     worst = 0.0
     print("| method | base | processes | " + " | ".join(names) + " |")

@@ -11,11 +11,12 @@ import small
 import tiny
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
 from flowrl.policy.blocks import blocks
-from flowrl.runtime import distributed
+from flowrl.runtime import distributed, shares
 from flowrl.training import shard
 from flowrl.training.loop import Trainer
 
@@ -59,7 +60,7 @@ def test_blocks_of_a_plain_module_are_the_members_of_its_outermost_lists():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["train.mode=full"], "train.mode=full trains them all"),
+        (["train.mode=full", "train.precision=fp16"], "the scaler of fp16 looks for overflow"),
         (["train.compile=blocks"], "train.compile=blocks compiles them"),
         (["train.parts=[denoiser,text_encoder]"], "a trained text encoder is called between them"),
         (["algorithm=draft"], "the gradient of a reward"),
@@ -171,3 +172,60 @@ def test_a_sharded_run_in_which_a_process_has_nothing_to_train_equals_one_proces
     assert "r" in one and len(one["r"]) == 3  # images of the evaluation, dealt to two
     folder = tmp_path / "sharded" / "lora"
     assert (folder / "pytorch_lora_weights.safetensors").is_file()
+
+
+def test_all_weights_in_shares_are_trained_averaged_and_saved_as_by_one_process(tmp_path):
+    """An update of NFT, which keeps an old copy: weights, averages, moments and copies are those of
+    one process, and each of two holds half of them. One process and two read what the others
+    saved."""
+    policy = load_policy("shapes-sd3", lora=None)
+    more = ["train.mode=full", "batch.prompts=2", "batch.micro=4", "batch.updates=1"]
+    more += ["batch.group=2", "sampler.steps=3"]
+
+    def run(name, base, resume=False):
+        cfg = load_config(None, processes.words("nft", base, tmp_path / name, *more))
+        resumed = tmp_path / name if resume else None
+        spread = {"spread": processes.spread}
+        trainer = Trainer(cfg, resume=resumed, policy=policy, rewards=spread)
+        list(trainer)
+        weights = trainer.parts.weights
+        moments = [weights.adamw.state[p]["exp_avg"] for p in weights.parameters.values()]
+        kept = [*weights.parameters.values(), *weights.ema.average.values(), *moments]
+        kept += policy.tensors("old").values()
+        held = sum(shares.held(t).numel() for t in kept)
+        read = [shares.whole(t).flatten() for t in kept]
+        return {"held": torch.tensor(held / sum(t.numel() for t in kept)), "read": torch.cat(read)}
+
+    (one,) = processes.on(1, lambda: run("one", "replicated"))
+    both = processes.on(2, lambda: run("two", "sharded"))
+    assert one["held"] == 1 and all(0.45 < part["held"] < 0.55 for part in both)
+    expected, found = small.weights(tmp_path / "one"), small.weights(tmp_path / "two")
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6, msg=key)
+    (fewer,) = processes.on(1, lambda: run("two", "sharded", resume=True))
+    assert (fewer["read"] == both[0]["read"]).all()
+    wider = processes.on(2, lambda: run("one", "sharded", resume=True))
+    assert all((part["read"] == one["read"]).all() for part in wider)
+
+
+def test_a_gradient_in_shares_is_clipped_by_the_norm_of_all(tmp_path):
+    """Rows of a split matrix and a whole vector: (3, 0), (0, 4) and 12 have the norm 13."""
+
+    def work():
+        world = distributed.World(distributed.start("no", [], tmp_path, 60), 60)
+        net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+        root = shard.split(nn.ModuleDict({"blocks": net}), init_device_mesh("cpu", (world.size,)))
+        split = list(root.parameters())
+        for p, rows in zip(split, ([[3.0, 0.0], [0.0, 4.0]], [[0.0, 0.0]] * 2), strict=True):
+            p.grad = torch.zeros_like(p)
+            shares.held(p.grad).copy_(shares.share_of(torch.tensor(rows), p))
+        own = nn.Parameter(torch.zeros(1))
+        own.grad = torch.tensor([12.0])
+        norm = world.clip_gradients([*split, own], 1.0)
+        return {"norm": torch.tensor(norm), "a": shares.whole(split[0].grad), "own": own.grad}
+
+    for part in processes.on(2, work):
+        assert part["norm"] == 13
+        assert part["a"].flatten().tolist() == pytest.approx([3 / 13, 0, 0, 4 / 13])
+        assert part["own"].tolist() == pytest.approx([12 / 13])

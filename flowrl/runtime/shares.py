@@ -1,0 +1,45 @@
+"""Tensors of which every process holds a share: rows, as `fully_shard` splits weights (DTensor).
+
+Copies, averages and optimizer steps work on the shares. Only what leaves the run, a checkpoint or
+`policy.state`, is gathered, a tensor at a time and by all processes together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_split(tensor: Tensor) -> bool:
+    """Whether this process holds only a share of a tensor."""
+    return hasattr(tensor, "full_tensor")
+
+
+def held(tensor: Any) -> Tensor:
+    """What this process holds of a tensor, without its graph: its share, or all; same storage."""
+    return tensor.detach().to_local() if is_split(tensor) else tensor.detach()
+
+
+def whole(tensor: Any) -> Tensor:
+    """All of a tensor, without its graph; all processes that hold a share ask for it together."""
+    return tensor.detach().full_tensor() if is_split(tensor) else tensor.detach()
+
+
+def share_of(value: Tensor, like: Any) -> Tensor:
+    """What this process would hold of a whole value that is split as `like` is."""
+    if not is_split(like):
+        return value
+    mesh = like.device_mesh
+    rows = -(-len(value) // mesh.size())  # as torch.chunk
+    return value[mesh.get_local_rank() * rows :][:rows]
+
+
+def split_as(value: Tensor, like: Tensor) -> Tensor:
+    """A copy of a whole value on the device of `like`, split as that is."""
+    if not is_split(like):
+        return value.to(like.device, copy=True)
+    out = torch.zeros_like(like, dtype=value.dtype, requires_grad=False)
+    held(out).copy_(share_of(value, like))
+    return out

@@ -1,0 +1,67 @@
+"""Servers of the same reward: a request goes to the one that has the least to do.
+
+A server that did not answer, or said that it is busy, is passed over for a while; where all are
+passed over, the one that failed first is asked again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from flowrl.rewards.server.http_client import Client
+
+PAUSE = 10.0  # seconds that a server is passed over
+
+
+@dataclass(slots=True)
+class Place:
+    """A server. asked: requests so far; open: those under way; until: when it is asked again, by
+    time.monotonic; away: whether that was told."""
+
+    client: Client
+    asked: int = 0
+    open: int = 0
+    until: float = 0.0
+    away: bool = False
+
+
+class Pool:
+    """The servers at one or more addresses; their requests may come from several threads."""
+
+    def __init__(self, clients: Sequence[Client]) -> None:
+        self.places = [Place(client) for client in clients]
+        self.lock = threading.Lock()
+
+    @property
+    def where(self) -> str:
+        """All addresses, without secrets."""
+        return ", ".join(place.client.url for place in self.places)
+
+    @contextmanager
+    def least_busy(self) -> Iterator[Place]:
+        """The server for a request, which is under way inside."""
+        with self.lock:
+            now = time.monotonic()
+            place = min(self.places, key=lambda p: (max(p.until - now, 0.0), p.open, p.asked))
+            place.open += 1
+            place.asked += 1
+        try:
+            yield place
+        finally:
+            with self.lock:
+                place.open -= 1
+
+    def pass_over(self, place: Place, after: float = 0.0) -> None:
+        """Ask a server again after a while only, or `after` seconds where it wants longer."""
+        with self.lock:
+            place.until = time.monotonic() + max(after, PAUSE)
+
+    def answered(self, place: Place) -> bool:
+        """Ask a server again -> whether it was told to be away."""
+        with self.lock:
+            first, place.away, place.until = place.away, False, 0.0
+        return first
