@@ -169,7 +169,9 @@ def saving(method: str, pairs: list[tuple[Metrics, Metrics]]) -> list[Found]:
 
 def by_hand(method: str, pairs: list[tuple[Metrics, Metrics]]) -> list[Found]:
     """nft: the same forwards."""
-    counts = [sum(line[f"nfe/{p}"] for p in ("rollout", "reference", "update")) for line in pairs[0]]
+    counts = [
+        sum(line[f"nfe/{p}"] for p in ("rollout", "reference", "update")) for line in pairs[0]
+    ]
     ratios = [took(a) / took(b) for a, b in pairs]
     rows = f"{counts[0]:.0f} and {counts[1]:.0f} rows"
     middle = f"{statistics.median(ratios):.3f}x its seconds"
@@ -182,7 +184,9 @@ def rollout(pairs: int) -> Found:
     policy.pipe.set_progress_bar_config(disable=True)
     timed = sampler.timed_pairs(policy, 10, sampler.PROMPTS, pairs)
     ratios = [cost[sampler.ours] / cost[sampler.theirs] for cost in timed]
-    ms = [1e3 * statistics.median(cost[fn] for cost in timed) for fn in (sampler.ours, sampler.theirs)]
+    ms = [
+        1e3 * statistics.median(cost[fn] for cost in timed) for fn in (sampler.ours, sampler.theirs)
+    ]
     told = f"{ms[0]:.2f} against {ms[1]:.2f} ms a call"
     return Found(what="rollout", counted="1x", measured=told, reached=ratios)
 

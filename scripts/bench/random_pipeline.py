@@ -17,6 +17,7 @@ import torch
 from transformers import BatchEncoding
 
 from flowrl.policy.architecture import Architecture, read
+from flowrl.runtime.log import quiet
 
 SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "StableDiffusion3Pipeline": ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
@@ -94,7 +95,7 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
 
     shapes-sd3 is the embedded one without its training; middle an SD3 of 8 blocks and width 384.
     """
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), quiet():
         torch.manual_seed(0)
         if name in EMBEDDED:
             pipe = _small(name)
@@ -129,7 +130,9 @@ def _assembled(architecture: Architecture, device: torch.device, dtype: torch.dt
     scheduler, options = SCHEDULERS[architecture.pipeline]
     with _default(dtype):
         given: dict[str, Any] = {
-            part: architecture.build(part, dtype, device) for part in architecture.parts
+            part: architecture.build(part, dtype, device)
+            for part in architecture.parts
+            if part != "safety_checker"
         }
     given["scheduler"] = getattr(diffusers, scheduler)(**options)
     cls = getattr(diffusers, architecture.pipeline)

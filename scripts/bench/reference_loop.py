@@ -324,7 +324,9 @@ class NFT(Loop):
         s, n = self.settings, self.settings.samples
         r = (advantages.clamp(-5, 5) / 10 + 0.5).clamp(0, 1)
         x0_all = self.states[-1]
-        order = torch.rand(n, s.steps, device=self.device).argsort(1)[:, : s.levels]  # levels of each sample
+        order = torch.rand(n, s.steps, device=self.device).argsort(1)[
+            :, : s.levels
+        ]  # levels of each sample
         share = n * s.levels
         for k in range(s.levels):
             for rows in torch.randperm(n, device=self.device).split(s.micro):

@@ -92,8 +92,8 @@ def of_processes(values: tuple[int, ...], rounds: int) -> list[tuple[int, float]
     with tempfile.TemporaryDirectory() as folder:
         for n in values:
             place = Path(folder) / str(n)
-            for each in zip(*processes.on(n, lambda place=place: _iterate(place, rounds))):
-                found.append((n, max(each)))
+            ranks = processes.on(n, lambda place=place: _iterate(place, rounds))
+            found += [(n, max(each)) for each in zip(*ranks, strict=True)]
     return found
 
 
