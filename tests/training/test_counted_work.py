@@ -190,8 +190,8 @@ READS = {  # by a micro-batch: which states are distinct; is a sigma 1; the keys
 def test_an_update_reads_its_device_a_fixed_number_of_times_a_micro_batch(
     method, away, monkeypatch
 ):
-    """Beside three reads that tell the micro-batches, and the one comparison of old and new weights;
-    no row and no layer reads."""
+    """Beside three reads that tell the micro-batches, and the one comparison of old and new
+    weights; no row and no layer reads."""
     generator = torch.Generator
     monkeypatch.setattr(torch, "Generator", lambda device=None: generator("cpu"))
     cfg = config(method, "algorithm.kl_weight=0")
