@@ -142,6 +142,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
+    if given.repeats < 3:
+        parser.error("--repeats should be at least 3: an interval needs more than a line")
     lines: dict[str, Any] = {}
     for axis in ("processes", *AXES):  # processes first: they fork, and threads are not started yet
         if axis not in given.only or axis in lines:
