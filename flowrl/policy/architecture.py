@@ -48,16 +48,19 @@ class Architecture:
         }
         return {**defaults, **own}
 
-    def build(self, part: str, dtype: torch.dtype) -> nn.Module:
-        """A component on the meta device, frozen and in eval mode."""
+    def build(
+        self, part: str, dtype: torch.dtype, device: torch.device | str = "meta"
+    ) -> nn.Module:
+        """A component with new weights, frozen and in eval mode; on the meta device it has shapes
+        and no values."""
         own = _plain(self.parts[part])
         cls = class_of(str(self.parts[part]["_class_name"]))
-        with quiet(), torch.device("meta"):
+        with quiet(), torch.device(device):
             if hasattr(cls, "config_class") and cls.config_class is not None:
                 module = cls(cls.config_class(**own))
             else:
                 module = cls.from_config({**own, "_class_name": cls.__name__})
-            return module.to(dtype).to("meta").eval().requires_grad_(False)
+            return module.to(dtype).to(device).eval().requires_grad_(False)
 
 
 def class_of(name: str) -> Any:

@@ -47,6 +47,10 @@ class Far(Tensor):
     def __repr__(self):
         return f"Far({self.near})"
 
+    def tolist(self):  # torch has none for subclasses
+        waits["download"] += 1
+        return self.near.tolist()
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run(func, args, kwargs or {})
