@@ -129,8 +129,9 @@ def test_equal_views_are_compared_once_until_one_is_written():
     assert policy.same("default", "old")
 
 
-def test_a_bf16_run_resumes_bit_for_bit_and_its_masters_are_fp32(tmp_path):
-    """Its ratio proof passes too: samples and loss are of the same bf16 forward."""
+def test_a_bf16_run_resumes_bit_for_bit_and_its_masters_are_fp32(tmp_path, caplog):
+    """Its ratio proof passes too: samples and loss are of the same bf16 forward. On some CPUs a
+    forward of other rows rounds otherwise; then the old log-probs are computed anew, as is said."""
     changes = {"model__dtype": "bf16", "train__precision": "bf16", "algorithm": "flow_grpo"}
     for name in ("whole", "cut"):
         made = small.trainer(tmp_path / name, **changes, iterations="2")
@@ -147,5 +148,7 @@ def test_a_bf16_run_resumes_bit_for_bit_and_its_masters_are_fp32(tmp_path):
     assert {v.dtype for name, v in whole.items() if name.startswith(("policy", "ema/tr"))} == {
         torch.float32
     }
-    clip = 1e-4
-    assert small.lines(tmp_path / "whole")[0]["policy/ratio_error"] <= 0.1 * clip
+    clip, first = 1e-4, small.lines(tmp_path / "whole")[0]
+    exact = first["policy/ratio_error"] <= 0.1 * clip
+    assert exact != ("old log-probs are recomputed" in caplog.text)
+    assert first["policy/ratio_error"] <= clip
