@@ -103,7 +103,7 @@ def test_padded_rows_change_neither_values_nor_gradients_and_are_counted():
         policy.trainable.modules["transformer"].zero_grad()
     for own, padded in zip(made[3], made[4], strict=True):
         if own is not None:
-            assert torch.allclose(own, padded, rtol=1e-5, atol=1e-6)
+            assert (own - padded).abs().max() <= 1e-5 * own.abs().max()
 
 
 def test_sizes_at_most_double_a_forward():
