@@ -241,9 +241,13 @@ class LossOutput:
 @dataclass(frozen=True, slots=True)
 class Columns:
     """Named tensors of equal length n: the rows that one optimizer step trains. Index it to take a
-    micro-batch."""
+    micro-batch.
+
+    near: copies on the CPU of what the host reads, so that no micro-batch waits for its device.
+    """
 
     data: dict[str, Tensor]
+    near: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = {k: v.shape[0] for k, v in self.data.items()}
@@ -253,7 +257,20 @@ class Columns:
         return next(iter(self.data.values())).shape[0] if self.data else 0
 
     def __getitem__(self, rows: Tensor) -> Columns:
-        return Columns({k: v[rows] for k, v in self.data.items()})
+        """The rows (m,) int64; with columns near by, they are on the CPU."""
+        near = {k: v[rows] for k, v in self.near.items()}
+        if near:
+            rows = rows.to(next(iter(self.data.values())).device, non_blocking=True)
+        return Columns({k: v[rows] for k, v in self.data.items()}, near)
+
+    def brought_near(self) -> Columns:
+        """With copies on the CPU of all places, keys and noise levels: int64 and fp64 columns."""
+        read = {k: v for k, v in self.data.items() if v.dtype in (torch.int64, torch.float64)}
+        return Columns(self.data, {k: v.cpu() for k, v in read.items()})
+
+    def host(self, name: str) -> Tensor:
+        """A column on the CPU: the copy that is near by, or one that is waited for."""
+        return self.near[name] if name in self.near else getattr(self, name).cpu()
 
     def __getattr__(self, name: str) -> Tensor:
         try:

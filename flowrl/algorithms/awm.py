@@ -110,7 +110,7 @@ class AWM(forward.ForwardMethod):
         c, (low, high) = self.config, self.config.clip
         log_ratio = scores["fit"] - scores["fit_old"]
         if c.ratio == "sample":
-            log_ratio = base.mean_of_unit(log_ratio, batch.unit)
+            log_ratio = base.mean_of_unit(log_ratio, batch.host("unit"))
         ratio, adv = log_ratio.exp(), batch.adv / c.adv_clip
         term, stopped = base.clipped_surrogate(ratio, ratio.clamp(1 - low, 1 + high), adv)
         metrics = {

@@ -80,14 +80,14 @@ class CRD(forward.ForwardMethod):
         return rows.error(v) / (v.detach() - rows.target).abs().flatten(1).mean(1).clamp(min=1e-5)
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
-        c, implicit = self.config, scores["implicit"]
+        c, implicit, unit = self.config, scores["implicit"], batch.host("unit")
         rho = (batch.adv / (2 * c.adv_clip) + 0.5).clamp(0, 1)
         signs = (0.0,) if c.temperature is None else (1 / c.temperature, -1 / c.temperature)
         term = torch.zeros_like(implicit)
         for sign in signs:
-            weight = forward.softmax(sign * rho, batch.unit)
-            guess = c.beta * (implicit - weighted_mean(implicit.detach(), weight, batch.unit))
-            target = rho - weighted_mean(rho, weight, batch.unit)
+            weight = forward.softmax(sign * rho, unit)
+            guess = c.beta * (implicit - weighted_mean(implicit.detach(), weight, unit))
+            target = rho - weighted_mean(rho, weight, unit)
             term = term + self.gap(guess, target) * (c.adv_clip / c.beta) / len(signs)
         metrics = {"policy/implicit_reward": implicit, "policy/distillation_error": term}
         floor = min(c.kl_floor, c.kl_weight)

@@ -93,7 +93,7 @@ class DGPO(forward.ForwardMethod):
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c, d = self.config, scores["error"]
         with torch.no_grad():
-            total, _, place = base.sums(batch.adv * (d - scores["error_ref"]), batch.unit)
+            total, _, place = base.sums(batch.adv * (d - scores["error_ref"]), batch.host("unit"))
             # 1/2 at the reference, 0 once the group is solved
             doubt = torch.sigmoid(c.beta * total[place] / batch.members)
             stopped = self.stopped(scores, batch)

@@ -92,7 +92,7 @@ class DPO(forward.ForwardMethod):
         """Each row carries its pair's term: the mean over rows is the mean over pairs."""
         c = self.config
         gain = scores["error"] - scores["error_ref"]
-        margin, _, place = base.sums(batch.adv * gain, batch.unit)
+        margin, _, place = base.sums(batch.adv * gain, batch.host("unit"))
         term = -F.logsigmoid(-c.beta / 2 * margin)[place]
         metrics = {
             "policy/accuracy": (margin < 0).float()[place],

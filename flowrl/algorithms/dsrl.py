@@ -86,7 +86,7 @@ class DSRL(base.Algorithm):
         """z (n, *L) as the rollout drew it, and the Gaussian that it was drawn from."""
         with torch.no_grad(), policy.view("old"):
             old = policy.initial(rollout.cond, batch.prompt)
-        noise = keys.gaussian(batch.noise_key, old.mean.shape[1:], old.mean.device)
+        noise = keys.gaussian(batch.host("noise_key"), old.mean.shape[1:], old.mean.device)
         return old.sample(noise), old
 
     def score(

@@ -107,7 +107,7 @@ class GRPO(transitions.TransitionMethod):
         if c.ratio == "guard":
             log_ratio = scores["normed"] - batch.normed
         if c.ratio == "sequence":
-            log_ratio = base.mean_of_unit(log_ratio, batch.unit)
+            log_ratio = base.mean_of_unit(log_ratio, batch.host("unit"))
         if c.ratio == "log":
             ratio, clipped = log_ratio, log_ratio.clamp(-low, high)
         else:

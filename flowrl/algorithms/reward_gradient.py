@@ -188,7 +188,9 @@ class RewardGradient(base.Anchored):
     def renoised(self, walk: Walk, rollout: Rollout, batch: Columns) -> Tensor:
         """Samples again, each from noise of its own at the last noise level."""
         x0, last = rollout.at(rollout.leaf[batch.sample]), walk.plan.edges - 1
-        return walk.estimate(noised(x0, batch.noise_key, float(walk.plan.sigma[last])), last)
+        return walk.estimate(
+            noised(x0, batch.host("noise_key"), float(walk.plan.sigma[last])), last
+        )
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         c, reward = self.config, scores["reward"]

@@ -12,24 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from flowrl.policy.blocks import blocks
 from flowrl.runtime.log import logger
 from flowrl.runtime.text import printable
 
 BACKEND = "inductor"
 GRAPHS = 256  # most compiled graphs of a block; torch gives up after 8 and runs it as it is
-
-
-def repeated_blocks(network: nn.Module) -> list[nn.Module]:
-    """The members of its lists of at least two modules of one class, outermost first; layers of a
-    list inside a block belong to the block."""
-    found: list[nn.Module] = []
-    for child in network.children():
-        alike = len({type(block) for block in child.children()}) == 1
-        if isinstance(child, nn.ModuleList) and len(child) > 1 and alike:
-            found += list(child)
-        else:
-            found += repeated_blocks(child)
-    return found
 
 
 @dataclass(eq=False)
@@ -72,8 +60,8 @@ class Compiled:
 
 def compile_blocks(networks: list[nn.Module]) -> Compiled:
     """Compile the repeated blocks of networks, each at its first call. ValueError without any."""
-    blocks = [block for network in networks for block in repeated_blocks(network)]
-    if not blocks:
+    found = [block for network in networks for block in blocks(network)]
+    if not found:
         kinds = " and ".join(type(network).__name__ for network in networks) or "the model"
         raise ValueError(
             f"train.compile=blocks: {kinds} has no list of equal blocks; use train.compile=none"
@@ -81,6 +69,6 @@ def compile_blocks(networks: list[nn.Module]) -> Compiled:
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, GRAPHS)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 16 * GRAPHS)
-    for block in blocks:
+    for block in found:
         block.compile(backend=BACKEND, dynamic=False)
-    return Compiled(blocks)
+    return Compiled(found)

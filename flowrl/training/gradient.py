@@ -27,6 +27,7 @@ def accumulate(
     Where a term of the loss joins rows (algorithm.couples), micro-batches hold whole units, which
     never spread over processes. If one does not fit, two passes are made.
     """
+    batch = batch.brought_near()  # once, so that no micro-batch waits for the device
     if algorithm.couples == "row":
         parts: list[Tensor] | None = split(algorithm, batch, micro)
     else:
@@ -45,7 +46,7 @@ def accumulate(
 
 
 def split(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor]:
-    """Row numbers of micro-batches with at most `micro` distinct network rows each.
+    """Row numbers, on the CPU, of micro-batches with at most `micro` distinct network rows each.
 
     Rows that share a network row stay together.
     """

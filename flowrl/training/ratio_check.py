@@ -79,12 +79,13 @@ def old_scores(
 ) -> dict[str, Tensor]:
     """Scores of the old policy by the training forward, (n,) each: log_prob, Guard's normed."""
     out: dict[str, Tensor] = {}
+    columns = columns.brought_near()
     for rows in gradient.split(algorithm, columns, micro):
+        at = rows.to(columns.log_prob.device, non_blocking=True)
         for name, value in algorithm.score(policy, rollout, columns[rows]).items():
             if name in columns.data:
-                out.setdefault(name, torch.empty_like(columns.log_prob))[rows] = value.to(
-                    columns.log_prob
-                )
+                kept = out.setdefault(name, torch.empty_like(columns.log_prob))
+                kept[at] = value.to(columns.log_prob)
     return out
 
 

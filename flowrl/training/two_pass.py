@@ -16,12 +16,12 @@ from flowrl.types import Columns, LossOutput, Rollout
 
 
 def split_units(algorithm: Algorithm, batch: Columns, micro: int) -> list[Tensor] | None:
-    """Row numbers of micro-batches of whole units (rows that one term of the loss joins); None when
-    a unit exceeds `micro` network rows."""
-    network = algorithm.network_rows(batch)
+    """Row numbers, on the CPU, of micro-batches of whole units (rows that one term of the loss
+    joins); None when a unit exceeds `micro` network rows."""
+    network, units = algorithm.network_rows(batch), batch.host("unit")
     parts: list[Tensor] = []
-    for unit in torch.unique(batch.unit).tolist():
-        rows = torch.nonzero(batch.unit == unit).flatten()
+    for unit in torch.unique(units).tolist():
+        rows = torch.nonzero(units == unit).flatten()
         if torch.unique(network[rows]).numel() > micro:
             return None
         joined = torch.cat([parts[-1], rows]) if parts else rows
@@ -46,12 +46,14 @@ def accumulate(
     with torch.no_grad():
         for rows in parts:
             for name, value in algorithm.score(policy, rollout, batch[rows]).items():
-                whole.setdefault(name, value.new_empty(len(batch)))[rows] = value
+                at = rows.to(value.device, non_blocking=True)
+                whole.setdefault(name, value.new_empty(len(batch)))[at] = value
     out, c = coefficients(algorithm, whole, batch)
     for rows in parts:
         scores = algorithm.score(policy, rollout, batch[rows])
         trained = {name: v for name, v in scores.items() if name in c and v.requires_grad}
-        backward(sum((c[name][rows] * v).sum() for name, v in trained.items()) / total_weight)
+        parts_of = {k: c[k][rows.to(v.device, non_blocking=True)] for k, v in trained.items()}
+        backward(sum((parts_of[k] * v).sum() for k, v in trained.items()) / total_weight)
     return out.metrics
 
 

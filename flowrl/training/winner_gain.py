@@ -64,8 +64,9 @@ def mean_gain(
     highest = gather(draw).sort().values[:most][-1:]
     rows = rows[draw <= highest] if len(highest) else rows
     gain = torch.zeros(2, dtype=torch.float64, device=batch.adv.device)  # sum and count
-    for part in split(algorithm, batch[rows], micro):
-        chosen = batch[rows[part]]
+    winners = batch[rows].brought_near()
+    for part in split(algorithm, winners, micro):
+        chosen = winners[part]
         now = algorithm.fit(policy, rollout, chosen)
         with policy.view("reference"):
             gain[0] += (now - algorithm.fit(policy, rollout, chosen)).double().sum()

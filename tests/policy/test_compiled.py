@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flowrl.policy import compiled
+from flowrl.policy.blocks import blocks
 from flowrl.runtime.ledger import compiled_graphs
 
 LORA = {"rank": 2, "alpha": 4}
@@ -22,26 +23,34 @@ def backend(monkeypatch):
     torch._dynamo.reset()
 
 
-def blocks_of(network):
-    return compiled.repeated_blocks(network)
-
-
 def velocity(policy, rows=4, seed=1):
     x = torch.randn(rows, *policy.latent_shape, generator=torch.Generator().manual_seed(seed))
     cond = policy.encode(tiny.PROMPTS)
     return policy.velocity(x, torch.linspace(0.8, 0.2, rows), cond, torch.arange(rows) % 2)
 
 
-def test_lists_of_equal_modules_are_the_blocks():
-    """Qwen-Image: its transformer blocks; a UNet: those inside its stages; the outermost list
-    counts, and a list of one, or of several classes, does not."""
-    names = [type(b).__name__ for b in blocks_of(tiny.pipeline("qwenimage").transformer)]
-    assert names == 2 * ["QwenImageTransformerBlock"]
-    unet = {type(b).__name__ for b in blocks_of(tiny.pipeline("sd15").unet)}
-    assert "ResnetBlock2D" in unet
-    inner = nn.ModuleList([nn.ModuleList([nn.ReLU(), nn.ReLU()]) for _ in range(2)])
-    net = nn.ModuleDict({"inner": inner, "mixed": nn.ModuleList([nn.ReLU(), nn.SiLU()])})
-    assert blocks_of(net) == list(inner) and blocks_of(nn.ModuleList([nn.ReLU()])) == []
+KINDS = {
+    **dict.fromkeys(["sd15", "sdxl"], {"BasicTransformerBlock", "ResnetBlock2D"}),
+    "sd3": {"JointTransformerBlock"},
+    "flux": {"FluxTransformerBlock", "FluxSingleTransformerBlock"},
+    "qwenimage": {"QwenImageTransformerBlock"},
+    **dict.fromkeys(["wan21", "wan22"], {"WanTransformerBlock"}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_compiled_are_the_blocks_that_are_gathered_and_moved(name):
+    """One rule for all: the classes that a network lists, the innermost where they are nested."""
+    pipe = tiny.pipeline(name)
+    network = pipe.unet if name.startswith("sd1") or name == "sdxl" else pipe.transformer
+    found = compiled.compile_blocks([network]).blocks
+    assert found == blocks(network) and {type(block).__name__ for block in found} == KINDS[name]
+
+
+def test_without_a_list_of_classes_the_outermost_lists_hold_the_blocks():
+    inner = nn.ModuleList([nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]) for _ in range(2)])
+    net = nn.ModuleDict({"inner": inner, "one": nn.ModuleList([nn.Linear(1, 1)])})
+    assert blocks(net) == list(inner)
     with pytest.raises(ValueError, match="Linear has no list of equal blocks; use train.compile"):
         compiled.compile_blocks([nn.Linear(1, 1)])
 
@@ -75,7 +84,7 @@ def test_names_views_and_values_stay_and_nothing_is_compiled_twice():
     assert compiled_graphs() == before
     assert policy.compiled.sizes == {4} and list(policy.trainable.named()) == names
     policy.compile_blocks(False)
-    assert all(b._compiled_call_impl is None for b in blocks_of(policy.modules["transformer"]))
+    assert all(b._compiled_call_impl is None for b in blocks(policy.modules["transformer"]))
 
 
 def test_padded_rows_change_neither_values_nor_gradients_and_are_counted():
@@ -94,7 +103,7 @@ def test_padded_rows_change_neither_values_nor_gradients_and_are_counted():
         policy.trainable.modules["transformer"].zero_grad()
     for own, padded in zip(made[3], made[4], strict=True):
         if own is not None:
-            assert torch.allclose(own, padded, rtol=1e-5, atol=1e-6)
+            assert (own - padded).abs().max() <= 1e-5 * own.abs().max()
 
 
 def test_sizes_at_most_double_a_forward():

@@ -9,6 +9,7 @@ import tiny
 import torch
 
 from flowrl.policy import load_policy
+from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.guidance import Guidance, fit
 from flowrl.rollouts import generation
 from flowrl.samplers import keys
@@ -238,3 +239,44 @@ def test_beta_is_divided_by_w_as_the_noise_goes_to_zero(w, monkeypatch):
         expected = -(x - (1 - s) * mean) / ((1 - s) ** 2 / precision + s**2)
         gap = float((score - expected).abs().max() / expected.abs().max())
         assert gap < 0.002 if s == 0.01 else gap > 0.02
+
+
+@pytest.mark.parametrize(("name", "fewest"), [("wan21", 1), ("wan22", 2), ("qwenimage", 2)])
+def test_branches_of_one_shape_are_one_call_of_as_many_rows(name, fewest):
+    """Wan calls its network once for each branch; these are joined, and with a detached branch they
+    are not. Qwen's empty negative prompt is shorter than its prompts, and stays a call."""
+    policy, x, s, cond, rows = setup(name, policy=tiny.policy(name, lora={"rank": 2}))
+    weights, calls = list(policy.parts["denoiser"].values()), []
+    torch.nn.init.normal_(weights[1], std=0.1, generator=torch.Generator().manual_seed(2))
+    for network in policy.modules.values():
+        network.register_forward_pre_hook(lambda module, args: calls.append(module))
+
+    def run(apart, **options):
+        policy.replay.apart = apart
+        calls.clear()
+        before = policy.calls
+        v = policy.velocity(x, s, cond, rows, **options)
+        given = torch.autograd.grad(v.square().sum(), weights, allow_unused=True)
+        return v.detach(), given, len(calls), policy.calls - before
+
+    v, grads, once, network_rows = run(False)
+    v_apart, grads_apart, twice, as_many = run(True)
+    networks = len(policy.modules)
+    assert (once, twice, network_rows) == (fewest, 2 * networks, as_many) and as_many == 6
+    assert close(v, v_apart, 1e-5)
+    for a, b in zip(grads, grads_apart, strict=True):
+        assert a is b is None or (a - b).abs().max() <= 1e-5 * b.abs().max() + 1e-9
+    assert run(False, detach_uncond=True)[2] == 2 * networks
+    assert run(False, guidance="none")[2] == networks
+
+
+def test_the_self_check_refuses_rows_that_know_of_one_another():
+    """Only because it does may two branches share a call."""
+    policy = tiny.policy("wan21")
+    assert policy.self_check().errors["prediction"] <= 1e-4
+    for network in policy.modules.values():
+        network.register_forward_hook(
+            lambda module, args, out: (out[0] - 0.5 * out[0].mean(0, keepdim=True), *out[1:])
+        )
+    with pytest.raises(UnreplayableError):
+        policy.self_check()

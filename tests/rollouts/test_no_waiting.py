@@ -1,16 +1,22 @@
-"""A rollout never waits for its device between two steps; tests/helpers/far.py counts waits."""
+"""Neither a rollout between two steps nor an update between two micro-batches waits for its device;
+tests/helpers/far.py counts waits."""
+
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import far
 import pytest
 import torch
 from far import Away, send
 
+from flowrl.algorithms import grpo, nft
 from flowrl.policy import load_policy
 from flowrl.policy.replay.arguments import map_tensors
 from flowrl.rollouts.roll_out import roll_out
-from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.ledger import CountedPolicy, Ledger
 from flowrl.samplers import plan
-from flowrl.types import PromptBatch
+from flowrl.training.gradient import accumulate
+from flowrl.types import Advantages, Columns, PromptBatch
 
 STEPS = 4
 
@@ -21,6 +27,7 @@ def policy():
     made = load_policy("shapes-sd3", lora={"rank": 2}, device="cpu")
     cond = made.encode(["a red circle", "two blue squares"])
     made.schedule(STEPS)
+    made.add_view("old")
     for group in cond.groups:
         group.kept, group.shared = (map_tensors(far.far, v) for v in (group.kept, group.shared))
     send(made.modules["transformer"])
@@ -53,3 +60,59 @@ def test_a_rollout_waits_at_its_end_alone(kind, policy, monkeypatch):
         "_local_scalar_dense",
         "upload",
     }
+
+
+METHODS = {
+    "flow_grpo": (grpo, {"plan": "full", "kl_weight": 0.04}),
+    "mix_grpo": (grpo, {"plan": "window", "window": {"size": 2}}),
+    "tree_grpo": (grpo, {"plan": "tree", "tree": {"children": 2}, "window": {"size": 2}}),
+    "sequences": (grpo, {"plan": "full", "ratio": "sequence"}),
+    "nft": (nft, {}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_update_waits_before_its_first_micro_batch_alone(name, policy, monkeypatch):
+    """Places, keys and noise levels are brought to the host once; gradients arrive far away."""
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device=None: generator("cpu"))
+    module, options = METHODS[name]
+    algorithm = module.ALGORITHM(module.ALGORITHM.Config(**options))
+    sampler = SimpleNamespace(eta=0.7, init_noise="sample")
+    path = algorithm.plan(policy.schedule(STEPS).sigmas, sampler=sampler, iteration=0, seed=0)
+    batch = PromptBatch(text=["a", "b"], ids=torch.arange(2), meta=[{}, {}])
+    how = {"guidance": "pipeline", "seed": 0, "iteration": 0, "micro": 64}
+    ledger, at_steps, advance = Ledger("cpu"), [], policy._velocity
+    with Away():
+        rollout = roll_out(policy, batch, path, ledger=ledger, group=2 * path.leaves, **how)
+    rows = columns(algorithm, rollout)[far.far(torch.arange(6))]
+    parameters = list(policy.parts["denoiser"].values())
+    policy.same("default", "old")  # compared once a step, before it
+    monkeypatch.setattr(
+        policy, "_velocity", lambda r: at_steps.append(sum(far.waits.values())) or advance(r)
+    )
+    far.waits.clear()
+    with Away():
+        counted = CountedPolicy(policy, ledger)
+        accumulate(
+            algorithm,
+            counted,
+            rollout,
+            rows,
+            micro=1,
+            total_weight=float(len(rows)),
+            backward=counted.backward,
+        )
+    assert len(at_steps) > 2 and set(at_steps) == {at_steps[0]}
+    assert sum(far.waits.values()) == at_steps[0] and set(far.waits) == {"download"}
+    assert all(isinstance(p.grad, far.Far) for p in parameters if p.requires_grad)
+
+
+def columns(algorithm, rollout):
+    """What an algorithm trains of a rollout, found near by and sent away."""
+    at_hand = {f.name: far.near(getattr(rollout, f.name)) for f in fields(rollout)}
+    rollout = replace(rollout, **at_hand)
+    draw = torch.Generator().manual_seed(1)
+    leaf, edge = (torch.randn(len(t), generator=draw) for t in (rollout.leaf, rollout.src))
+    rows = algorithm.columns(rollout, Advantages(leaf=leaf, transition=edge), seed=0, iteration=0)
+    return Columns({name: far.far(column) for name, column in rows.data.items()})

@@ -207,8 +207,9 @@ class Algorithm:
         raise NotImplementedError
 
     def network_rows(self, batch: Columns) -> Tensor:
-        """(n,) int64: rows of the batch with equal values share a row of the network's forward."""
-        return torch.arange(len(batch), device=batch.weight.device)
+        """(n,) int64 on the CPU: rows of the batch with equal values share a row of the network's
+        forward."""
+        return torch.arange(len(batch))
 
     def score(self, policy: VelocityField, rollout: Rollout, batch: Columns) -> dict[str, Tensor]:
         """Named (n,) fp32 numbers, differentiable in the policy's weights."""
@@ -286,8 +287,12 @@ def summed(term: Tensor, metrics: dict[str, Tensor], batch: Columns) -> LossOutp
 
 
 def sums(value: Tensor, unit: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of values (n,) -> sums of units (u,), rows of units (u,), unit of each row (n,) in 0..u-1."""
-    _, place, count = torch.unique(unit, return_inverse=True, return_counts=True)
+    """Of values (n,) -> sums of units (u,), rows of units (u,), unit of each row (n,) in 0..u-1.
+
+    unit (n,) may be on the CPU, where nothing waits for the values' device.
+    """
+    found = torch.unique(unit, return_inverse=True, return_counts=True)[1:]
+    place, count = (t.to(value.device, non_blocking=True) for t in found)
     zeros = torch.zeros(len(count), dtype=value.dtype, device=value.device)
     return zeros.index_add(0, place, value), count, place
 

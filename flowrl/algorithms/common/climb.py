@@ -78,7 +78,8 @@ class Climb(base.Algorithm):
             """Computed again in the backward, as decoder and reward need the memory."""
             return checkpoint(velocity, x, sigma, use_reentrant=False, preserve_rng_state=False)
 
-        x = noised(rollout.at(rollout.leaf[batch.sample]), batch.noise_key, batch.sigma)
+        x0 = rollout.at(rollout.leaf[batch.sample])
+        x = noised(x0, batch.host("noise_key"), batch.sigma)
         call = again if torch.is_grad_enabled() else velocity
         x0 = estimated(call, x, batch.sigma, rescale=self.config.rescale)
         return {"reward": policy.reward(x0, rollout, batch.sample, 0.0)}

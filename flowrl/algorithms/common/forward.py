@@ -237,7 +237,7 @@ class ForwardMethod(base.Anchored):
 
     def noised(self, rollout: Rollout, batch: Columns) -> Noised:
         x0 = rollout.at(batch.state)
-        eps = keys.gaussian(batch.noise_key, x0.shape[1:], x0.device)
+        eps = keys.gaussian(batch.host("noise_key"), x0.shape[1:], x0.device)
         sigma = expand(batch.sigma, x0).to(x0)
         s = sigma.flatten()
         scales = {"velocity": torch.ones_like(s), "eps": (1 - s).square(), "x0": s.square()}
@@ -316,7 +316,7 @@ def group_keys(rollout: Rollout) -> Tensor:
 
 def softmax(logits: Tensor, unit: Tensor) -> Tensor:
     """exp(logits) (n,) over its sum within each unit."""
-    _, place = torch.unique(unit, return_inverse=True)
+    place = torch.unique(unit, return_inverse=True)[1].to(logits.device, non_blocking=True)
     # minus the unit's largest: no unit may underflow as a whole
     top = torch.full_like(logits, -torch.inf).scatter_reduce(0, place, logits, "amax")
     e = (logits - top[place]).exp()

@@ -158,7 +158,7 @@ class TransitionMethod(base.Anchored):
     # ------------------------------------------------------------------ scores
 
     def network_rows(self, batch: Columns) -> Tensor:
-        return batch.src
+        return batch.host("src")
 
     def transition(
         self, policy: base.VelocityField, rollout: Rollout, batch: Columns
@@ -167,7 +167,8 @@ class TransitionMethod(base.Anchored):
 
         Each state is evaluated once.
         """
-        states, place = torch.unique(batch.src, return_inverse=True)
+        found = torch.unique(batch.host("src"), return_inverse=True)
+        states, place = (t.to(rollout.prompt.device, non_blocking=True) for t in found)
         x = rollout.at(states)
         v = policy.velocity(
             x,
@@ -180,7 +181,7 @@ class TransitionMethod(base.Anchored):
         plan, std = rollout.plan, None
         if self.config.learns_noise:
             std = policy.step_std(rollout.cond, batch.sigma, batch.prompt, batch.eta)
-        where = batch.sigma, batch.sigma_next, batch.eta
+        where = batch.host("sigma"), batch.host("sigma_next"), batch.host("eta")
         return sde.transition(plan, v, x[place], *where, std), v
 
     def score(
@@ -268,7 +269,7 @@ def own_noise(batch: Columns, like: Tensor) -> Tensor:
     Of plans whose siblings are independent.
     """
     noise = partial(keys.gaussian, shape=like.shape[1:], device=like.device)
-    return forest.own_noise(noise, batch.noise_key)
+    return forest.own_noise(noise, batch.host("noise_key"))
 
 
 def of_groups_with_signal(rollout: Rollout, advantages: Advantages) -> Tensor:

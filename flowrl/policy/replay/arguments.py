@@ -85,8 +85,8 @@ class CallPlan:
 
     def arguments(
         self, fixed: dict[Path, Any], x: Tensor, sigma: Tensor, time: Tensor, blocks: int
-    ) -> dict[str, Any]:
-        """Arguments of one call for `blocks` blocks of the batch, nested as the network takes them.
+    ) -> dict[Path, Any]:
+        """Arguments of one call for `blocks` blocks of the batch, by path.
 
         fixed: what `Cond.gather` gives. sigma, time: (n,) or () fp64.
         """
@@ -101,7 +101,7 @@ class CallPlan:
             value = follower(time, sigma, x)
             value = value.repeat_interleave(self.slots[0].map.repeats, 0)
             flat[follower.path] = torch.cat([value] * blocks)
-        return nest(flat)
+        return flat
 
     def pieces(self, output: Tensor, count: int, shape: tuple[int, ...]) -> list[Tensor]:
         """Split one output into `count` blocks of predictions, each of `shape` (n, *L), fp32."""

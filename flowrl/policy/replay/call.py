@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flowrl.policy.replay.arguments import CallPlan
+from flowrl.policy.replay.arguments import CallPlan, nest
 from flowrl.policy.replay.coords import Coords
 from flowrl.policy.replay.guidance import Guidance
+from flowrl.policy.replay.joined import Pass, arguments, joined
 from flowrl.policy.replay.record import prediction_of
 from flowrl.policy.replay.request import Request, together
 
@@ -31,6 +32,7 @@ class Replay:
     shape: tuple[int, ...]  # of one row of latents
     pipeline: str  # name of its class
     alone: bool = False  # networks get one row at a time: the pipeline takes no more
+    apart: bool = False  # calls of one network are never joined to one
     # (regime, raw outputs, request) -> prediction, where guidance has no closed form
     combine: Callable[[int, list[Tensor], Request], Tensor] | None = None
 
@@ -79,18 +81,18 @@ class Replay:
             request.guidance == "pipeline" or any(plan.out is None for plan in regime.calls)
         )
         outs: dict[int, Tensor] = {}
-        for call, blocks, branches, grad in regime.passes(request):
-            plan = regime.calls[call]
-            assert request.group is not None and request.local is not None
-            fixed = request.group.gather((which, call), plan, request.local, blocks)
-            args = plan.arguments(fixed, x, request.sigma, time, len(blocks))
-            with torch.set_grad_enabled(grad):
-                output = prediction_of(modules[plan.module](**args), plan.streams)
-            if combined:
-                parts = plan.raw(output, len(blocks), len(x))
-            else:
-                parts = plan.pieces(output, len(blocks), x.shape)
-            outs.update(zip(branches, parts, strict=True))
+        passes = self._passes(which, request, time)
+        for alike in joined(passes, apart=self.apart or self.alone):
+            first = alike[0].plan
+            with torch.set_grad_enabled(alike[0].grad):
+                made = modules[first.module](**nest(arguments(alike)))
+                output = prediction_of(made, first.streams)
+            for one, own in zip(alike, output.chunk(len(alike)), strict=True):
+                if combined:
+                    parts = one.plan.raw(own, len(one.blocks), len(x))
+                else:
+                    parts = one.plan.pieces(own, len(one.blocks), x.shape)
+                outs.update(zip(one.branches, parts, strict=True))
         ordered = [outs[branch] for branch in sorted(outs)]
         network_rows = len(x) * len(ordered)
         if not combined:
@@ -99,6 +101,16 @@ class Replay:
         if request.guidance == "none":  # equal outputs pass any guidance unchanged
             ordered *= sum(plan.blocks for plan in regime.calls)
         return self.combine(which, ordered, request), network_rows
+
+    def _passes(self, which: int, request: Request, time: Tensor) -> Iterator[Pass]:
+        """What is run of regime `which`, with its arguments."""
+        assert request.group is not None and request.local is not None
+        regime = self.regimes[which]
+        for call, blocks, branches, grad in regime.passes(request):
+            plan = regime.calls[call]
+            fixed = request.group.gather((which, call), plan, request.local, blocks)
+            flat = plan.arguments(fixed, request.x, request.sigma, time, len(blocks))
+            yield Pass(plan=plan, blocks=blocks, branches=branches, grad=grad, flat=flat)
 
 
 @dataclass

@@ -104,7 +104,8 @@ class TimeMap:
             return torch.tensor(self.at(sigma.item()), dtype=torch.float64)
         if sigma.device not in self._placed:
             self._placed[sigma.device] = tuple(
-                v.contiguous().to(sigma.device) for v in (self.sigma, self.time, *self.members)
+                v.contiguous().to(sigma.device, non_blocking=True)
+                for v in (self.sigma, self.time, *self.members)
             )
         knots, times, members, exact = self._placed[sigma.device]
         sigma = sigma.double().contiguous()
