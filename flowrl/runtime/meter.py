@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flowrl.runtime.fusion import ENTRY, Stretch, bytes_of, storage_of
+from flowrl.runtime.fusion import EACH, ENTRY, Stretch, bytes_of, storage_of
 from flowrl.runtime.roofline import Device
 
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "is_same_size")
@@ -54,7 +54,7 @@ class Meter(TorchDispatchMode):
         self.sizes: dict[int, int] = {}  # living storages -> bytes
         self.live = self.peak = 0
         self.flops = self.bytes = self.seconds = 0.0
-        self.operators = 0
+        self.operators = self.fused = 0  # the latter: kernels of compiled blocks
         self.by_kind: dict[str, float] = {}  # seconds of the device
         self.stretch: Stretch | None = None  # of a block that is booked as compiled
         self.unwritten: dict[int, int] = {}  # results of fused kernels that none has read yet
@@ -83,6 +83,8 @@ class Meter(TorchDispatchMode):
     def _let_go(self, key: int) -> None:
         self.live -= self.sizes.pop(key, 0)
         self.unwritten.pop(key, None)
+        if self.stretch is not None:
+            self.stretch.forget(key)
 
     def enter(self, *, compiled: bool) -> None:
         """What follows is inside of a compiled block, or outside of all."""
@@ -91,12 +93,13 @@ class Meter(TorchDispatchMode):
         self.operators += ENTRY if compiled else 0
 
     def _close(self) -> None:
-        """Book the kernels of a stretch. What they write is booked once it is read."""
+        """Book the kernels of a block."""
         if self.stretch is None:
             return
         for kernel in self.stretch.kernels.values():
             self._add("fused", 0.0, sum(kernel.reads.values()))
-            self.unwritten |= {key: self.sizes[key] for key in kernel.made if key in self.sizes}
+        self.operators += (EACH - 1) * len(self.stretch.kernels)
+        self.fused += len(self.stretch.kernels)
         self.stretch = Stretch()
 
     def _add(self, kind: str, flops: float, nbytes: float) -> None:
@@ -112,7 +115,7 @@ class Meter(TorchDispatchMode):
         self.by_kind[kind] = self.by_kind.get(kind, 0.0) + seconds
 
     def _write(self, tensors: list[Tensor]) -> None:
-        """Book that fused kernels wrote these."""
+        """Book that fused kernels wrote these, which is known once others read them."""
         for tensor in tensors:
             nbytes = self.unwritten.pop(storage_of(tensor), 0)
             self.bytes += nbytes
@@ -162,10 +165,10 @@ class Meter(TorchDispatchMode):
         tensors = tensors_of(args, kwargs.values())
         if self.stretch is not None:
             if known.kind not in LIBRARY and known.makes:
-                self._write(tensors)
-                self.stretch.add(tensors, made)
+                self._write(self.stretch.add(tensors, made))
+                self.unwritten |= {key: self.sizes[key] for key in map(storage_of, made)}
                 return
-            self._close()  # also where a gradient is added to those before
+            self.stretch.call(tensors, made if known.makes else [])
         if self.unwritten:
             self._write(tensors)
         nbytes = sum(map(bytes_of, (*tensors, *made)))

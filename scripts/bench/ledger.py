@@ -29,7 +29,7 @@ CASES = {
         "algorithm=mix_grpo",
         "algorithm.window.size=3",
         "sampler.steps=10",
-        "batch.prompts=8",
+        "batch.prompts=4",
     ],
 }
 COMPILE = ("none", "blocks")
