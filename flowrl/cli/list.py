@@ -14,7 +14,9 @@ from flowrl.cli.common import one_sentence_errors
 def list_choices(
     what: Annotated[
         str | None,
-        typer.Argument(help="models, memory, algorithms, rewards, samplers, data, experiments, suites."),
+        typer.Argument(
+            help="models, memory, algorithms, rewards, samplers, data, experiments, suites."
+        ),
     ] = None,
 ) -> None:
     """List what a config can name."""

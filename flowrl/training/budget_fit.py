@@ -29,10 +29,12 @@ Settings = dict[str, Any]  # by their names, as {"batch.micro": 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A way to save memory in some phases. settings(cfg, gpus): None where it has nothing left."""
+    """A way to save memory in some phases. settings(cfg, gpus): None where it has nothing left;
+    stays: whether what stays is less."""
 
     phases: frozenset[str]
     settings: Callable[[Config, int], Settings | None]
+    stays: bool = False
 
 
 def _half(name: str, most: int) -> Callable[[Config, int], Settings | None]:
@@ -102,17 +104,17 @@ ALL = frozenset(PHASES)
 # what costs the least time first
 CHANGES = (
     Change(phases=frozenset({"decode", "reward"}), settings=_half("decode", 16)),
-    Change(phases=ALL - {"encode"}, settings=_switch("model.encoders", "leave")),
-    Change(phases=frozenset({"encode", "decode", "reward"}), settings=_offload),
+    Change(phases=ALL - {"encode"}, settings=_switch("model.encoders", "leave"), stays=True),
+    Change(phases=frozenset({"encode", "decode", "reward"}), settings=_offload, stays=True),
     Change(
         phases=ALL - {"encode", "rollout", "optimizer"}, settings=_switch("batch.states", "host")
     ),
-    Change(phases=ALL, settings=_shard),
+    Change(phases=ALL, settings=_shard, stays=True),
     Change(phases=frozenset({"update"}), settings=_checkpointing),
-    Change(phases=ALL, settings=_quantize("int8")),
+    Change(phases=ALL, settings=_quantize("int8"), stays=True),
     Change(phases=NETWORK, settings=_half("micro", 1 << 30)),
-    Change(phases=ALL, settings=_switch("optimizer.name", "adamw8bit")),
-    Change(phases=ALL, settings=_quantize("nf4")),
+    Change(phases=ALL, settings=_switch("optimizer.name", "adamw8bit"), stays=True),
+    Change(phases=ALL, settings=_quantize("nf4"), stays=True),
 )
 
 
@@ -146,7 +148,9 @@ def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> F
         budget = steps[-1].budget
         if budget.needed <= min(cards):
             break
-        settings = _next(cfg, budget.highest, planner.gpus)
+        free = [card for card in cards if card > budget.resident + budget.device.reserve]
+        held = not free or budget.needed <= min(free)  # by what stays, from the next smaller card
+        settings = _next(cfg, budget.highest, planner.gpus, held)
         if settings is None:
             break
         cfg = changed(cfg, settings)
@@ -155,9 +159,11 @@ def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> F
     return Fit(steps=steps)
 
 
-def _next(cfg: Config, phase: str, gpus: int) -> Settings | None:
-    """The settings of the first change that makes a phase smaller."""
+def _next(cfg: Config, phase: str, gpus: int, held: bool) -> Settings | None:
+    """The settings of the first change that makes a phase smaller; held: what stays, too."""
     for change in CHANGES:
+        if held and not change.stays:
+            continue
         if phase in change.phases and (settings := change.settings(cfg, gpus)) is not None:
             return settings
     return None

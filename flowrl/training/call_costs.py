@@ -158,9 +158,7 @@ class Costs:
             seconds=whole.seconds - forward.seconds,
             operators=whole.operators - forward.operators,
             peak=whole.peak,
-            kinds={
-                kind: took - forward.kinds.get(kind, 0.0) for kind, took in whole.kinds.items()
-            },
+            kinds={kind: took - forward.kinds.get(kind, 0.0) for kind, took in whole.kinds.items()},
         )
         return Cost(forward=forward, backward=backward, saved=saved)
 
