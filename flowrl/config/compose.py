@@ -1,6 +1,6 @@
 """How a config is put together from layers, later wins: the schema's defaults, the chosen files of
-configs/ (model, memory, data, reward, algorithm), an experiment, a YAML file, values of a script, the
-command line.
+configs/ (model, memory, data, reward, algorithm), an experiment, a YAML file, values of a script,
+the command line.
 
 The result is a plain tree that flowrl/config/schema.py judges. `reward.jpeg=0.5` is short for
 `reward.jpeg.weight=0.5` in every layer, and so the weight and the settings of one reward never

@@ -159,15 +159,18 @@ class ToyPolicy(Policy):
     """A policy of latents `shape` whose calls are those of a pipeline, and do nothing."""
 
     def __init__(
-        self, shapes: CallShapes, shape: tuple[int, ...], media: tuple[int, ...], *, lora: bool
+        self, cfg: Config, shapes: CallShapes, shape: tuple[int, ...], media: tuple[int, ...]
     ) -> None:
         network = nn.Module()
         network.to_q = nn.Linear(1, 1, bias=False)
+        lora = cfg.train.mode == "lora"
         adapter = {"rank": 1, "alpha": 1, "targets": ["to_q"]} if lora else None
         super().__init__({shapes.network: network}, adapter, shape)
         self.regime = replay_of(shapes, torch.float32).regimes[0]
         self.media = media
         self.ledger: NotedLedger | None = None
+        if cfg.train.compile == "blocks":
+            self.compiled = Compiled([])  # rows are padded
 
     def branches(self, guidance: float | str) -> int:
         return self.regime.guidance.branches(guidance)
@@ -233,9 +236,7 @@ class Rehearsal(Trainer):
         self.cfg, self.meter = cfg, Meter()
         self.notes = Notes(self.meter)
         self.algorithm = algorithm = make_algorithm(cfg)
-        self.policy = policy = ToyPolicy(shapes, shape, media, lora=cfg.train.mode == "lora")
-        if cfg.train.compile == "blocks":
-            policy.compiled = Compiled([])  # rows are padded
+        self.policy = policy = ToyPolicy(cfg, shapes, shape, media)
         give_heads(cfg, policy, algorithm)
         accelerator: Any = _alone()
         self.world = world = World(accelerator)

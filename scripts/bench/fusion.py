@@ -2,8 +2,8 @@
 
     python scripts/bench/fusion.py [--tokens 256] [--width 384]
 
-A block of SD3 with LoRA is compiled for the CPU, forward alone and with its backward; inductor's own
-scheduler says what its kernels read and write (torch._inductor.metrics). The budget's numbers are of
+A block of SD3 with LoRA is compiled for the CPU, forward alone and with its backward; inductor
+itself says what its kernels read and write (torch._inductor.metrics). The budget's numbers are of
 the same block on the meta device. Library calls are counted by both.
 """
 
