@@ -57,7 +57,7 @@ class Stretch:
         for tensor in tensors:
             inner = self.of.get(key := storage_of(tensor))
             if inner is None or self.level[key] < own:
-                whole.reads[key, tensor.storage_offset(), tensor.numel()] = bytes_of(tensor)
+                whole.reads[key, int(tensor.storage_offset()), tensor.numel()] = bytes_of(tensor)
                 outer.append(tensor)
             elif self.kernels.pop(id(inner), None) is not None:
                 whole.join(inner)
