@@ -232,7 +232,8 @@ class Rehearsal(Trainer):
     def __init__(
         self, cfg: Config, shapes: CallShapes, shape: tuple[int, ...], media: tuple[int, ...]
     ) -> None:
-        cfg = cfg.model_copy(update={"diversity": DiversityConfig()})
+        plain = cfg.optimizer.model_copy(update={"name": "adamw"})  # its package may be missing
+        cfg = cfg.model_copy(update={"diversity": DiversityConfig(), "optimizer": plain})
         self.cfg, self.meter = cfg, Meter()
         self.notes = Notes(self.meter)
         self.algorithm = algorithm = make_algorithm(cfg)
