@@ -14,7 +14,9 @@ from flowrl.cli.common import one_sentence_errors
 def list_choices(
     what: Annotated[
         str | None,
-        typer.Argument(help="models, algorithms, rewards, samplers, data, experiments or suites."),
+        typer.Argument(
+            help="models, memory, algorithms, rewards, samplers, data, experiments, suites."
+        ),
     ] = None,
 ) -> None:
     """List what a config can name."""
@@ -26,7 +28,8 @@ def list_choices(
         return sorted({*options(group), *installed(group)})
 
     kinds: dict[str, Callable[[], list[str]]] = {
-        ("data" if group == "data" else f"{group}s"): partial(names, group) for group in GROUPS
+        (group if group in ("data", "memory") else f"{group}s"): partial(names, group)
+        for group in GROUPS
     }
     kinds["rewards"] = partial(choices, "flowrl.rewards")
     kinds["samplers"] = sde.choices

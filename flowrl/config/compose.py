@@ -1,6 +1,6 @@
 """How a config is put together from layers, later wins: the schema's defaults, the chosen files of
-configs/ (model, data, reward, algorithm), an experiment, a YAML file, values of a script, the
-command line.
+configs/ (model, memory, data, reward, algorithm), an experiment, a YAML file, values of a script,
+the command line.
 
 The result is a plain tree that flowrl/config/schema.py judges. `reward.jpeg=0.5` is short for
 `reward.jpeg.weight=0.5` in every layer, and so the weight and the settings of one reward never
@@ -27,7 +27,7 @@ from flowrl.runtime.text import printable
 
 Tree = dict[str, Any]
 Options = dict[str, str | None]  # group -> chosen file of configs/; None: none of them
-LAYERS = ("model", "data", "reward", "algorithm")
+LAYERS = ("model", "memory", "data", "reward", "algorithm")
 GROUPS = (*LAYERS, "experiment")
 # the key by which a section of a file makes its own choice; any key of reward does
 SELF = "_self_"  # in lists of defaults: the file itself, which comes last anyway

@@ -44,6 +44,7 @@ class Device:
     ceiling: float  # FLOP/s of large matmuls: what utilisation is a share of
     memory: float | None  # GiB that a process can use; None: not the device's limit
     link: float  # bytes/s of an all-reduce between neighbours, one direction
+    upload: float  # bytes/s from pinned host memory
     reserve: float  # GiB that the driver, its libraries and the allocator take
     cuda: bool
     measured: bool = False
@@ -82,6 +83,7 @@ def _gpu(name: str, peak: float, bandwidth: float, memory: float, link: float) -
         ceiling=ceiling,
         memory=memory,
         link=link,
+        upload=20e9,  # of PCIe 4.0 with 16 lanes
         reserve=0.8,
         cuda=True,
         source="modelled" if name == "h100" else "modelled, scaled from the h100 by its data sheet",
@@ -173,6 +175,7 @@ def this_cpu() -> Device:
         ceiling=t.rates["gemm"],
         memory=None,
         link=2e9,
+        upload=t.bandwidth[""],
         reserve=0.0,
         cuda=False,
         measured=True,

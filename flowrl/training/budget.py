@@ -24,6 +24,7 @@ from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.policy.architecture import read
 from flowrl.policy.call_shapes import CallShapes
+from flowrl.policy.compiled import repeated_blocks
 from flowrl.policy.load import call_options
 from flowrl.policy.modelled import ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
@@ -33,6 +34,12 @@ from flowrl.training.build import keeps_reference
 from flowrl.training.call_costs import Cost, Costs, Part
 from flowrl.training.checks import check_batch
 from flowrl.training.rehearsal import Asked, Event, Rehearsal
+from flowrl.training.weight_costs import (
+    AWAY,
+    WeightCosts,
+    encoders_size,
+    weight_costs,
+)
 
 PHASES = ("encode", "rollout", "decode", "reward", "advantages", "reference", "update", "optimizer")
 EXACT = 1 << 21  # numbers of all latents of an iteration up to which they are rehearsed as they are
@@ -48,6 +55,20 @@ class Phase:
     seconds: float = 0.0
     flops: float = 0.0
     rows: int = 0
+    # of the device by kind of operator; "host": what it waits for; "loop": its own operators
+    ledger: dict[str, float] = field(default_factory=dict)
+
+    def take(self, part: Part, device: Device) -> None:
+        """Add the time of a call."""
+        took = device.call(part.seconds, part.operators)
+        for kind, seconds in (part.kinds | {"host": took - part.seconds}).items():
+            self.spend(kind, seconds)
+        self.flops += part.flops
+
+    def spend(self, kind: str, seconds: float) -> None:
+        if seconds:
+            self.seconds += seconds
+            self.ledger[kind] = self.ledger.get(kind, 0.0) + seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +142,7 @@ class Planner:
         )
         context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
         self.low = None if context is nullcontext else DTYPES[cfg.train.precision]
-        self.costs: dict[bool, Costs] = {}
+        self.costs: dict[tuple[bool, str], Costs] = {}
         self.rehearsals: dict[str, Rehearsed] = {}  # by batch, of which they depend
 
     @property
@@ -130,24 +151,22 @@ class Planner:
         return sum(p.numel() for p in _frozen(self.policy).values())
 
     def budget(self, cfg: Config | None = None) -> Budget:
-        """The budget of the config, or of one that differs in its batch and its checkpointing."""
+        """The budget of the config, or of one that differs in its batch, checkpointing, compiling,
+        and how weights are held."""
         cfg = cfg or self.cfg
         own = share(cfg, self.gpus)
-        checkpointing = cfg.train.gradient_checkpointing
-        if checkpointing not in self.costs:
-            self.costs[checkpointing] = Costs(
-                self.policy, self.device, low=self.low, checkpointing=checkpointing
-            )
-        costs = self.costs[checkpointing]
-        if (batch := str(own.batch)) not in self.rehearsals:
+        costs = self._costs(cfg)
+        if (batch := f"{own.batch} {cfg.train.compile}") not in self.rehearsals:
             self.rehearsals[batch] = rehearsed(own, self.policy.shapes)
         first, events, metrics, views = self.rehearsals[batch]
-        phases = simulated(events, costs, self.device, _cond_bytes(self.policy, own))
+        weights = weight_costs(cfg, self.policy, self.gpus)
+        cond = _cond_bytes(self.policy, own)
+        phases = simulated(events, costs, self.device, cond, weights)
+        self._moved(cfg, phases, weights)
         step = _optimizer(self.policy, self.device)
         phases["optimizer"].gb = max(phases["optimizer"].gb, step.peak / GIB)
-        phases["optimizer"].seconds += cfg.batch.updates * self.device.call(
-            step.seconds, step.operators
-        )
+        for _ in range(cfg.batch.updates):
+            phases["optimizer"].take(replace(step, flops=0.0), self.device)
         trained = self.policy.trainable.named()
         numbers = sum(p.numel() for p in trained.values())
         updates = cfg.batch.updates
@@ -158,7 +177,7 @@ class Planner:
             device=self.device,
             gpus=self.gpus,
             samples=cfg.batch.prompts * cfg.batch.group,
-            fixed=self._fixed(cfg, numbers, views, costs),
+            fixed=self._fixed(cfg, numbers, views, costs, weights),
             phases=phases,
             rows=_rows(metrics),
             first=_rows(first),
@@ -170,23 +189,54 @@ class Planner:
             notes=_notes(cfg, self.device),
         )
 
-    def _fixed(self, cfg: Config, numbers: int, views: int, costs: Costs) -> dict[str, float]:
+    def _costs(self, cfg: Config) -> Costs:
+        """Costs of calls under the settings that change them."""
+        key = (cfg.train.gradient_checkpointing, cfg.train.compile)
+        if key not in self.costs:
+            compiled = cfg.train.compile == "blocks"
+            (network,) = self.policy.networks.values()
+            self.costs[key] = Costs(
+                self.policy,
+                self.device,
+                low=self.low,
+                checkpointing=cfg.train.gradient_checkpointing,
+                blocks=repeated_blocks(network) if compiled else [],
+            )
+        return self.costs[key]
+
+    def _moved(self, cfg: Config, phases: dict[str, Phase], weights: WeightCosts) -> None:
+        """Weights that leave the device are there in some phases alone, and come back once an
+        iteration after each."""
+        if getattr(cfg.model, "encoders", "stay") == "leave":
+            size = encoders_size(cfg, self.policy)
+            phases["encode"].gb += size / GIB
+            phases["encode"].spend("upload", size / self.device.upload)
+        if (part := getattr(cfg.model, "offload", "none")) in AWAY:
+            for name, phase in phases.items():
+                if name not in AWAY[part]:
+                    phase.gb += weights.stays / GIB
+            phases["rollout"].spend("upload", weights.stays / self.device.upload)
+            phases["update"].spend("upload", weights.stays / self.device.upload)
+
+    def _fixed(
+        self, cfg: Config, numbers: int, views: int, costs: Costs, weights: WeightCosts
+    ) -> dict[str, float]:
         """Gigabytes that stay: weights, and what belongs to those that are trained."""
+        low_moments = getattr(cfg.optimizer, "name", "adamw") == "adamw8bit"
         copies = {
             "trained": 1 if cfg.train.mode == "lora" else 0,
             "views": views,
             "gradients": 1,
-            "moments": 2,
+            "moments": 2 * (1 / 4 + 1 / 256) if low_moments else 2,  # a byte, a scale for 256
             "average": 1 if cfg.ema.decay else 0,
         }
+        leaving = getattr(cfg.model, "encoders", "stay") == "leave"
         prompts = cfg.iterations * cfg.batch.prompts // self.gpus
         answers = costs.of(Asked(what="encode", rows=cfg.batch.prompts // self.gpus)).saved
         filled = min(LARGEST, answers * prompts / max(1, cfg.batch.prompts // self.gpus))
         found = {
-            "network": _size(_frozen(self.policy)),
-            "text encoders": sum(
-                _size(dict(module.named_parameters())) for module in self.policy.others.values()
-            ),
+            "network": 0.0 if getattr(cfg.model, "offload", "none") in AWAY else weights.stays,
+            "text encoders": 0.0 if leaving else encoders_size(cfg, self.policy),
             "vae": _size(dict(self.policy.vae.named_parameters())),
             **{name: 4.0 * count * numbers for name, count in copies.items()},
             "kept answers of encoders": filled,
@@ -269,7 +319,9 @@ def _extrapolated(small: Event, large: Event, slope: float) -> Event:
     return replace(large, **line)
 
 
-def simulated(events: list[Event], costs: Costs, device: Device, cond: float) -> dict[str, Phase]:
+def simulated(
+    events: list[Event], costs: Costs, device: Device, cond: float, weights: WeightCosts
+) -> dict[str, Phase]:
     """Peaks, seconds, FLOPs and network rows of each phase of an iteration. cond: bytes of its
     prompts, bound to the calls.
 
@@ -280,15 +332,18 @@ def simulated(events: list[Event], costs: Costs, device: Device, cond: float) ->
     for event in events:
         phase = phases[event.phase] if event.phase in phases else Phase()
         phase.gb = max(phase.gb, (event.since + held) / GIB)
-        phase.seconds += device.call(device.seconds("", 0, event.moved), event.operators)
+        loop = device.call(device.seconds("", 0, event.moved), event.operators)
+        phase.spend("loop", loop if event.operators else 0.0)
         if event.asked is None:
             continue
         asked, cost = event.asked, costs.of(event.asked)
         part: Part = cost.backward if event.backward else cost.forward
+        if asked.what == "velocity":
+            passes = 1 + (event.backward and costs.checkpointing)
+            part = part.paying(weights, device, passes)
         own = phases["encode"] if asked.what == "encode" else phase
         own.gb = max(own.gb, (event.live + held + part.peak) / GIB)
-        own.seconds += device.call(part.seconds, part.operators)
-        own.flops += part.flops
+        own.take(part, device)
         held += _kept(asked, cost, event.backward, cond)
         if asked.what == "velocity" and not event.backward:
             own.rows += asked.rows * asked.branches

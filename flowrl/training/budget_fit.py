@@ -17,11 +17,11 @@ import torch
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
 from flowrl.runtime.roofline import GIB, Device, of_cuda
-from flowrl.training.budget import Budget, Planner
+from flowrl.training.budget import PHASES, Budget, Planner
 
 # GiB that programs find free on cards of so many gigabytes
 CARDS = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8}
-MOST = 12  # changes that are tried
+MOST = 16  # changes that are tried
 LARGE = 300_000_000  # weights of a network from which a run's budget is worth seconds at its start
 
 Settings = dict[str, Any]  # by their names, as {"batch.micro": 8}
@@ -29,30 +29,92 @@ Settings = dict[str, Any]  # by their names, as {"batch.micro": 8}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A way to save memory in some phases."""
+    """A way to save memory in some phases. settings(cfg, gpus): None where it has nothing left;
+    stays: whether what stays is less."""
 
     phases: frozenset[str]
-    settings: Callable[[Config], Settings | None]
+    settings: Callable[[Config, int], Settings | None]
+    stays: bool = False
 
 
-def _half(name: str, most: int) -> Callable[[Config], Settings | None]:
+def _half(name: str, most: int) -> Callable[[Config, int], Settings | None]:
     """Half of batch.<name>, from at most `most` on."""
 
-    def settings(cfg: Config) -> Settings | None:
+    def settings(cfg: Config, gpus: int) -> Settings | None:
         now = min(getattr(cfg.batch, name), most)
         return {f"batch.{name}": now // 2} if now > 1 else None
 
     return settings
 
 
-def _checkpointing(cfg: Config) -> Settings | None:
+def _switch(name: str, value: Any) -> Callable[[Config, int], Settings | None]:
+    """A setting at a value, once."""
+
+    def settings(cfg: Config, gpus: int) -> Settings | None:
+        return None if setting(cfg, name, value) == value else {name: value}
+
+    return settings
+
+
+def setting(cfg: Config, name: str, default: Any) -> Any:
+    """The value of a setting; `default` of one that this version does not have."""
+    section, key = name.split(".")
+    return getattr(getattr(cfg, section), key, default)
+
+
+def _offload(cfg: Config, gpus: int) -> Settings | None:
+    """Whole weights alone can leave the device."""
+    if cfg.train.mode != "lora" or cfg.train.shard or cfg.batch.overlap:
+        return None
+    if setting(cfg, "model.quantize", "none") != "none":
+        return None
+    return _switch("model.offload", "denoiser")(cfg, gpus)
+
+
+def _shard(cfg: Config, gpus: int) -> Settings | None:
+    """Whole weights are shared out, of blocks that are not compiled."""
+    if gpus == 1 or cfg.train.mode != "lora" or cfg.train.shard or cfg.train.compile != "none":
+        return None
+    if "text_encoder" in cfg.train.parts or setting(cfg, "model.quantize", "none") != "none":
+        return None
+    if setting(cfg, "model.offload", "none") != "none":
+        return None
+    return {"train.shard": ["denoiser"]}
+
+
+def _quantize(kind: str) -> Callable[[Config, int], Settings | None]:
+    """Frozen weights that stay on the device."""
+
+    def settings(cfg: Config, gpus: int) -> Settings | None:
+        now = setting(cfg, "model.quantize", kind)
+        if cfg.train.mode != "lora" or cfg.train.shard or now in (kind, "nf4"):
+            return None
+        stays = setting(cfg, "model.offload", "none") == "none"
+        return {"model.quantize": kind} | ({} if stays else {"model.offload": "none"})
+
+    return settings
+
+
+def _checkpointing(cfg: Config, gpus: int) -> Settings | None:
     return None if cfg.train.gradient_checkpointing else {"train.gradient_checkpointing": True}
 
 
+NETWORK = frozenset({"rollout", "reference", "update"})
+ALL = frozenset(PHASES)
+# what costs the least time first
 CHANGES = (
     Change(phases=frozenset({"decode", "reward"}), settings=_half("decode", 16)),
+    Change(phases=ALL - {"encode"}, settings=_switch("model.encoders", "leave"), stays=True),
+    Change(phases=frozenset({"encode", "decode", "reward"}), settings=_offload, stays=True),
+    Change(
+        phases=ALL - {"encode", "rollout", "optimizer"}, settings=_switch("batch.states", "host")
+    ),
+    Change(phases=ALL, settings=_shard, stays=True),
     Change(phases=frozenset({"update"}), settings=_checkpointing),
-    Change(phases=frozenset({"rollout", "reference", "update"}), settings=_half("micro", 1 << 30)),
+    Change(phases=ALL, settings=_quantize("int8"), stays=True),
+    Change(phases=NETWORK, settings=_half("micro", 1 << 30)),
+    Change(phases=ALL, settings=_switch("optimizer.name", "adamw8bit"), stays=True),
+    Change(phases=ALL, settings=_quantize("nf4"), stays=True),
 )
 
 
@@ -80,14 +142,15 @@ class Fit:
 
 
 def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> Fit:
-    """Change settings until the smallest of the cards that can hold what stays is enough."""
+    """Change settings until the smallest of the cards is enough, or nothing is left to change."""
     steps, cfg = [Step(settings={}, budget=planner.budget())], planner.cfg
     while len(steps) <= MOST:
         budget = steps[-1].budget
-        possible = [card for card in cards if card > budget.resident + budget.device.reserve]
-        if not possible or budget.needed <= min(possible):
+        if budget.needed <= min(cards):
             break
-        settings = _next(cfg, budget.highest)
+        free = [card for card in cards if card > budget.resident + budget.device.reserve]
+        held = not free or budget.needed <= min(free)  # by what stays, from the next smaller card
+        settings = _next(cfg, budget.highest, planner.gpus, held)
         if settings is None:
             break
         cfg = changed(cfg, settings)
@@ -96,10 +159,12 @@ def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> F
     return Fit(steps=steps)
 
 
-def _next(cfg: Config, phase: str) -> Settings | None:
-    """The settings of the first change that makes a phase smaller."""
+def _next(cfg: Config, phase: str, gpus: int, held: bool) -> Settings | None:
+    """The settings of the first change that makes a phase smaller; held: what stays, too."""
     for change in CHANGES:
-        if phase in change.phases and (settings := change.settings(cfg)) is not None:
+        if held and not change.stays:
+            continue
+        if phase in change.phases and (settings := change.settings(cfg, gpus)) is not None:
             return settings
     return None
 
@@ -115,7 +180,10 @@ def changed(cfg: Config, settings: Settings) -> Config:
 
 def words(settings: Settings) -> str:
     """Settings as a command line takes them."""
-    values = {name: str(value).lower() for name, value in settings.items()}
+    values = {
+        name: f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
+        for name, value in settings.items()
+    }
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 
@@ -145,6 +213,7 @@ def record(found: Fit) -> dict[str, Any]:
                 "seconds": phase.seconds,
                 "flops": phase.flops,
                 "rows": phase.rows,
+                "ledger": phase.ledger,
             }
             for name, phase in b.phases.items()
         },

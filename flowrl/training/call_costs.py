@@ -7,18 +7,20 @@ others; a single row is run by itself, since axes of length 1 spare copies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from flowrl.policy.modelled import META, ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
+from flowrl.runtime import fusion
 from flowrl.runtime.meter import Attention, Meter
 from flowrl.runtime.roofline import Device
 from flowrl.training.rehearsal import Asked
+from flowrl.training.weight_costs import WeightCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,7 @@ class Part:
     seconds: float = 0.0
     operators: float = 0.0
     peak: float = 0.0
+    kinds: dict[str, float] = field(default_factory=dict)  # seconds by kind of operator
 
     def between(self, other: Part, share: float) -> Part:
         """share of the way from this to another, which has the number of operators of all: a
@@ -43,6 +46,22 @@ class Part:
             seconds=line(self.seconds, other.seconds),
             operators=other.operators,
             peak=line(self.peak, other.peak),
+            kinds={
+                kind: line(self.kinds.get(kind, 0.0), other.kinds.get(kind, 0.0))
+                for kind in self.kinds | other.kinds
+            },
+        )
+
+    def paying(self, weights: WeightCosts, device: Device, passes: int) -> Part:
+        """The same with what `passes` over weights take that are not there as they are."""
+        seconds = weights.seconds(device, self.seconds, passes)
+        kinds = {"weights": seconds - self.seconds} if seconds > self.seconds else {}
+        return replace(
+            self,
+            seconds=seconds,
+            operators=self.operators + passes * weights.operators,
+            peak=self.peak + weights.above,
+            kinds=self.kinds | kinds,
         )
 
 
@@ -58,7 +77,7 @@ class Cost:
 
 class Costs:
     """Of the calls of a policy. low: the precision of autocast, None without; checkpointing:
-    whether activations are computed again."""
+    whether activations are computed again; blocks: what is compiled of the network."""
 
     def __init__(
         self,
@@ -67,9 +86,10 @@ class Costs:
         *,
         low: torch.dtype | None,
         checkpointing: bool,
+        blocks: list[nn.Module] | None = None,
     ) -> None:
         self.policy, self.device, self.low = policy, device, low
-        self.checkpointing = checkpointing
+        self.checkpointing, self.blocks = checkpointing, blocks or []
         self.known: dict[Asked, Cost] = {}
         for weight in policy.trainable.named().values():
             weight.grad = torch.empty_like(weight)  # micro-batches add to it
@@ -112,7 +132,12 @@ class Costs:
             )
 
     def _traced(self, asked: Asked, call: Any, *, low: torch.dtype | None) -> Cost:
-        meter, cuda = Meter(self.device), self.device.cuda
+        meter = Meter(self.device)
+        with fusion.compiled(self.blocks, meter):
+            return self._booked(asked, call, meter, low=low)
+
+    def _booked(self, asked: Asked, call: Any, meter: Meter, *, low: torch.dtype | None) -> Cost:
+        cuda = self.device.cuda
         with torch.set_grad_enabled(asked.grad), meter, Attention(low, cuda=cuda):
             out: Tensor = call()
         forward = _part(meter, 0)
@@ -133,6 +158,7 @@ class Costs:
             seconds=whole.seconds - forward.seconds,
             operators=whole.operators - forward.operators,
             peak=whole.peak,
+            kinds={kind: took - forward.kinds.get(kind, 0.0) for kind, took in whole.kinds.items()},
         )
         return Cost(forward=forward, backward=backward, saved=saved)
 
@@ -151,13 +177,20 @@ class Costs:
             seconds=prompts * one.seconds,
             operators=prompts * one.operators,
             peak=one.peak + kept + copies,
+            kinds={kind: prompts * took for kind, took in one.kinds.items()},
         )
         return Cost(forward=forward, saved=kept)
 
 
 def _part(meter: Meter, before: int) -> Part:
     flops, seconds, operators = meter.books()
-    return Part(flops=flops, seconds=seconds, operators=operators, peak=meter.peak - before)
+    return Part(
+        flops=flops,
+        seconds=seconds,
+        operators=operators,
+        peak=meter.peak - before,
+        kinds=dict(meter.by_kind),
+    )
 
 
 def _line(asked: Asked, near: list[tuple[int, Cost]]) -> Cost:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from flowrl.config.schema import Config
 from flowrl.config.training import DiversityConfig
 from flowrl.policy import Policy
 from flowrl.policy.call_shapes import CallShapes
+from flowrl.policy.compiled import Compiled
 from flowrl.policy.modelled import evenly, replay_of
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
@@ -75,6 +76,14 @@ class Event:
     since: float
     moved: float
     operators: int
+
+    def without(self, states: float) -> Event:
+        """The event where so many bytes of states lie in host memory; while they are made, all are
+        counted, since some are on their way."""
+        if self.phase in ("rollout", "encode", "other"):
+            return self
+        live, since = max(0.0, self.live - states), max(0.0, self.since - states)
+        return replace(self, live=live, since=since)
 
 
 @dataclass(slots=True)
@@ -150,15 +159,18 @@ class ToyPolicy(Policy):
     """A policy of latents `shape` whose calls are those of a pipeline, and do nothing."""
 
     def __init__(
-        self, shapes: CallShapes, shape: tuple[int, ...], media: tuple[int, ...], *, lora: bool
+        self, cfg: Config, shapes: CallShapes, shape: tuple[int, ...], media: tuple[int, ...]
     ) -> None:
         network = nn.Module()
         network.to_q = nn.Linear(1, 1, bias=False)
+        lora = cfg.train.mode == "lora"
         adapter = {"rank": 1, "alpha": 1, "targets": ["to_q"]} if lora else None
         super().__init__({shapes.network: network}, adapter, shape)
         self.regime = replay_of(shapes, torch.float32).regimes[0]
         self.media = media
         self.ledger: NotedLedger | None = None
+        if cfg.train.compile == "blocks":
+            self.compiled = Compiled([])  # rows are padded
 
     def branches(self, guidance: float | str) -> int:
         return self.regime.guidance.branches(guidance)
@@ -220,11 +232,12 @@ class Rehearsal(Trainer):
     def __init__(
         self, cfg: Config, shapes: CallShapes, shape: tuple[int, ...], media: tuple[int, ...]
     ) -> None:
-        cfg = cfg.model_copy(update={"diversity": DiversityConfig()})
+        plain = cfg.optimizer.model_copy(update={"name": "adamw"})  # its package may be missing
+        cfg = cfg.model_copy(update={"diversity": DiversityConfig(), "optimizer": plain})
         self.cfg, self.meter = cfg, Meter()
         self.notes = Notes(self.meter)
         self.algorithm = algorithm = make_algorithm(cfg)
-        self.policy = policy = ToyPolicy(shapes, shape, media, lora=cfg.train.mode == "lora")
+        self.policy = policy = ToyPolicy(cfg, shapes, shape, media)
         give_heads(cfg, policy, algorithm)
         accelerator: Any = _alone()
         self.world = world = World(accelerator)
@@ -286,7 +299,11 @@ class Rehearsal(Trainer):
             self.notes.begin()
             done = self.iterate(1)
             self.notes.add("other")
-        return first, self.notes.events, done.metrics
+        events = self.notes.events
+        if getattr(self.cfg.batch, "states", "device") == "host":
+            states = done.rollout.states
+            events = [event.without(states.numel() * states.element_size()) for event in events]
+        return first, events, done.metrics
 
 
 def _alone() -> SimpleNamespace:

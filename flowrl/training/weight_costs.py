@@ -1,0 +1,89 @@
+"""What frozen weights take on a device, as they are held there, and what each call pays for it.
+
+Weights can be whole, quantised (a layer is unpacked when it runs), shared out over processes (a
+block is gathered when it runs), or away in host memory while others need the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from flowrl.config.schema import Config
+from flowrl.policy.blocks import blocks
+from flowrl.policy.modelled import ModelledPolicy
+from flowrl.runtime.roofline import Device
+
+# bytes of a number: int8 with a scale for each output, and nf4 with one for each 64 numbers
+PACKED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
+KERNELS = {"int8": 2, "nf4": 1}  # operators that unpack a layer
+# phases in which weights that leave are away
+AWAY = {"denoiser": ("encode", "decode", "reward")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCosts:
+    """Of a network's frozen weights, in bytes. stays: on a device while it is used; above: what a
+    call adds, a layer unpacked or blocks gathered; moved, layers: what unpacking all layers reads
+    and writes, and its operators; gathered: what comes from other processes in a pass."""
+
+    stays: float
+    above: float = 0.0
+    moved: float = 0.0
+    operators: int = 0
+    gathered: float = 0.0
+
+    def seconds(self, device: Device, own: float, passes: int) -> float:
+        """Of a call with so many passes over the weights that takes `own` seconds otherwise; the
+        next block is gathered while one computes."""
+        unpacking = passes * self.moved / device.bandwidth[""]
+        return max(own + unpacking, passes * self.gathered / device.link)
+
+
+def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
+    """Of the denoiser."""
+    (network,) = policy.networks.values()
+    whole = size_of(network)
+    kind = str(getattr(cfg.model, "quantize", "none"))
+    if kind in PACKED:
+        layers = [m.weight for _, m in linears(network)]
+        numbers = sum(w.numel() for w in layers)
+        width = layers[0].element_size()
+        return WeightCosts(
+            stays=whole - numbers * (width - PACKED[kind]),
+            above=width * max(w.numel() for w in layers),
+            moved=numbers * (PACKED[kind] + width),
+            operators=KERNELS[kind] * len(layers),
+        )
+    if cfg.train.shard and gpus > 1:
+        sizes = [size_of(block) for block in blocks(network)]
+        return WeightCosts(
+            stays=whole / gpus, above=2 * max(sizes), gathered=whole * (gpus - 1) / gpus
+        )
+    return WeightCosts(stays=whole)
+
+
+def encoders_size(cfg: Config, policy: ModelledPolicy) -> float:
+    """Bytes of the text encoders."""
+    kind = str(getattr(cfg.model, "quantize_encoders", "none"))
+    whole = sum(map(size_of, policy.others.values()))
+    if kind not in PACKED:
+        return whole
+    packed = [m.weight for module in policy.others.values() for _, m in linears(module)]
+    return whole - sum(w.numel() * (w.element_size() - PACKED[kind]) for w in packed)
+
+
+def linears(network: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Frozen linear layers: what is quantised."""
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear) and "lora_" not in name:
+            yield name, module
+
+
+def size_of(module: nn.Module) -> float:
+    """Bytes of the weights, without adapters."""
+    named: Any = module.named_parameters()
+    return float(sum(p.numel() * p.element_size() for name, p in named if "lora_" not in name))

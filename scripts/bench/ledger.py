@@ -1,0 +1,86 @@
+"""Where the modelled seconds of an image go, for the cases whose speed is a target.
+
+    python scripts/bench/ledger.py [--device h100] [--case sd3.5-medium] [SETTING ...]
+
+Each case is printed as it is and with compiled blocks: milliseconds an image without rewards, the
+share of the matmul ceiling, and what the time is made of. Nothing of it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from flowrl.config.load import load_config
+from flowrl.runtime import roofline
+from flowrl.training.budget import Budget, Planner
+
+SHARED = ["reward=pickscore", "data=ocr", "sampler.init_noise=sample"]
+CASES = {
+    # 512 px, 205 text tokens (77 of CLIP, 128 of T5), a window of 3 of 10 steps
+    "sd3.5-medium": [
+        "model=sd3.5-medium",
+        "algorithm=mix_grpo",
+        "algorithm.window.size=3",
+        "sampler.steps=10",
+        "sampler.guidance=none",
+    ],
+    "flux.1-dev": [
+        "model=flux.1-dev",
+        "algorithm=mix_grpo",
+        "algorithm.window.size=3",
+        "sampler.steps=10",
+        "batch.prompts=4",
+    ],
+}
+COMPILE = ("none", "blocks")
+# kinds of operators by what they are
+KINDS = {
+    "gemm": ("gemm", "gemm_fp32"),
+    "attention": ("attention", "attention_backward", "attention_fp32"),
+    "convolution": ("convolution", "convolution_fp32"),
+    "pointwise": ("", "norm", "function", "random", "fused"),
+    "weights": ("weights", "upload"),
+    "loop": ("loop",),
+    "host": ("host",),
+}
+
+
+def show(name: str, b: Budget) -> None:
+    """A case: its time, and its ledger by phase, in milliseconds an image."""
+
+    def an_image(seconds: float) -> float:
+        return 1e3 * seconds / (b.samples / b.gpus)
+
+    print(
+        f"{name}: {an_image(b.seconds):.1f} ms an image, {b.utilisation:.1%} of the ceiling,"
+        f" {b.needed:.1f} GB"
+    )
+    print(f"  {'phase':10}{'ms':>8}{'ceiling':>9}" + "".join(f"{kind:>12}" for kind in KINDS))
+    for phase, cost in b.phases.items():
+        if an_image(cost.seconds) < 0.05:
+            continue
+        used = cost.flops / (cost.seconds * b.device.ceiling)
+        parts = [sum(cost.ledger.get(k, 0.0) for k in kinds) for kinds in KINDS.values()]
+        print(
+            f"  {phase:10}{an_image(cost.seconds):8.1f}{used:9.1%}"
+            + "".join(f"{an_image(part):12.2f}" for part in parts)
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="h100")
+    parser.add_argument("--case", action="append", choices=CASES)
+    parser.add_argument("settings", nargs="*", help="settings of a config, as batch.micro=32")
+    given = parser.parse_args()
+    for name in given.case or CASES:
+        words = [*CASES[name], *SHARED, *given.settings]
+        cfg = load_config(None, words)
+        planner = Planner(cfg, roofline.device(given.device))
+        for how in COMPILE:
+            own = cfg.model_copy(update={"train": cfg.train.model_copy(update={"compile": how})})
+            show(f"{name}, train.compile={how}", planner.budget(own))
+
+
+if __name__ == "__main__":
+    main()
