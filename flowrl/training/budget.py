@@ -23,8 +23,8 @@ from flowrl.config.build import DTYPES, autocast, decodes_with_gradient, make_al
 from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.policy.architecture import read
+from flowrl.policy.blocks import blocks
 from flowrl.policy.call_shapes import CallShapes
-from flowrl.policy.compiled import repeated_blocks
 from flowrl.policy.load import call_options
 from flowrl.policy.modelled import ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
@@ -200,18 +200,18 @@ class Planner:
                 self.device,
                 low=self.low,
                 checkpointing=cfg.train.gradient_checkpointing,
-                blocks=repeated_blocks(network) if compiled else [],
+                blocks=blocks(network) if compiled else [],
             )
         return self.costs[key]
 
     def _moved(self, cfg: Config, phases: dict[str, Phase], weights: WeightCosts) -> None:
         """Weights that leave the device are there in some phases alone, and come back once an
         iteration after each."""
-        if getattr(cfg.model, "encoders", "stay") == "leave":
-            size = encoders_size(cfg, self.policy)
+        if cfg.model.encoders == "leave":
+            size = encoders_size(self.policy)
             phases["encode"].gb += size / GIB
             phases["encode"].spend("upload", size / self.device.upload)
-        if (part := getattr(cfg.model, "offload", "none")) in AWAY:
+        if (part := cfg.model.offload) in AWAY:
             for name, phase in phases.items():
                 if name not in AWAY[part]:
                     phase.gb += weights.stays / GIB
@@ -222,7 +222,9 @@ class Planner:
         self, cfg: Config, numbers: int, views: int, costs: Costs, weights: WeightCosts
     ) -> dict[str, float]:
         """Gigabytes that stay: weights, and what belongs to those that are trained."""
-        low_moments = getattr(cfg.optimizer, "name", "adamw") == "adamw8bit"
+        low_moments = cfg.optimizer.name == "adamw8bit"
+        shared = cfg.train.mode == "full" and cfg.train.shard  # copies are split likewise
+        numbers = numbers // self.gpus if shared else numbers
         copies = {
             "trained": 1 if cfg.train.mode == "lora" else 0,
             "views": views,
@@ -230,13 +232,13 @@ class Planner:
             "moments": 2 * (1 / 4 + 1 / 256) if low_moments else 2,  # a byte, a scale for 256
             "average": 1 if cfg.ema.decay else 0,
         }
-        leaving = getattr(cfg.model, "encoders", "stay") == "leave"
+        leaving = cfg.model.encoders == "leave"
         prompts = cfg.iterations * cfg.batch.prompts // self.gpus
         answers = costs.of(Asked(what="encode", rows=cfg.batch.prompts // self.gpus)).saved
         filled = min(LARGEST, answers * prompts / max(1, cfg.batch.prompts // self.gpus))
         found = {
-            "network": 0.0 if getattr(cfg.model, "offload", "none") in AWAY else weights.stays,
-            "text encoders": 0.0 if leaving else encoders_size(cfg, self.policy),
+            "network": 0.0 if cfg.model.offload in AWAY else weights.stays,
+            "text encoders": 0.0 if leaving else encoders_size(self.policy),
             "vae": _size(dict(self.policy.vae.named_parameters())),
             **{name: 4.0 * count * numbers for name, count in copies.items()},
             "kept answers of encoders": filled,

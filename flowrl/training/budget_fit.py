@@ -51,22 +51,22 @@ def _switch(name: str, value: Any) -> Callable[[Config, int], Settings | None]:
     """A setting at a value, once."""
 
     def settings(cfg: Config, gpus: int) -> Settings | None:
-        return None if setting(cfg, name, value) == value else {name: value}
+        return None if setting(cfg, name) == value else {name: value}
 
     return settings
 
 
-def setting(cfg: Config, name: str, default: Any) -> Any:
-    """The value of a setting; `default` of one that this version does not have."""
+def setting(cfg: Config, name: str) -> Any:
+    """The value of a setting of a section."""
     section, key = name.split(".")
-    return getattr(getattr(cfg, section), key, default)
+    return getattr(getattr(cfg, section), key)
 
 
 def _offload(cfg: Config, gpus: int) -> Settings | None:
     """Whole weights alone can leave the device."""
     if cfg.train.mode != "lora" or cfg.train.shard or cfg.batch.overlap:
         return None
-    if setting(cfg, "model.quantize", "none") != "none":
+    if cfg.model.quantize != "none":
         return None
     return _switch("model.offload", "denoiser")(cfg, gpus)
 
@@ -75,9 +75,9 @@ def _shard(cfg: Config, gpus: int) -> Settings | None:
     """Whole weights are shared out, of blocks that are not compiled."""
     if gpus == 1 or cfg.train.mode != "lora" or cfg.train.shard or cfg.train.compile != "none":
         return None
-    if "text_encoder" in cfg.train.parts or setting(cfg, "model.quantize", "none") != "none":
+    if "text_encoder" in cfg.train.parts or cfg.model.quantize != "none":
         return None
-    if setting(cfg, "model.offload", "none") != "none":
+    if cfg.model.offload != "none":
         return None
     return {"train.shard": ["denoiser"]}
 
@@ -86,10 +86,10 @@ def _quantize(kind: str) -> Callable[[Config, int], Settings | None]:
     """Frozen weights that stay on the device."""
 
     def settings(cfg: Config, gpus: int) -> Settings | None:
-        now = setting(cfg, "model.quantize", kind)
+        now = cfg.model.quantize
         if cfg.train.mode != "lora" or cfg.train.shard or now in (kind, "nf4"):
             return None
-        stays = setting(cfg, "model.offload", "none") == "none"
+        stays = cfg.model.offload == "none"
         return {"model.quantize": kind} | ({} if stays else {"model.offload": "none"})
 
     return settings

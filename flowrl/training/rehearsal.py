@@ -247,8 +247,8 @@ class Rehearsal(Trainer):
         algorithm.check(plan)
         check_batch(cfg, processes=1, leaves=plan.leaves)
         guidance = check_guidance(cfg, algorithm, policy)
-        count = 4 * cfg.batch.prompts
-        prompts = [{"prompt": f"prompt {k}", "tag": str(k % 4)} for k in range(count)]
+        numbers = range(4 * cfg.batch.prompts)
+        prompts = [{"prompt": f"prompt {k}", "tag": str(k % 4)} for k in numbers]
         rewards = load_set(
             {
                 label: {"reward": scores(label), "weight": entry["weight"]}
@@ -300,7 +300,7 @@ class Rehearsal(Trainer):
             done = self.iterate(1)
             self.notes.add("other")
         events = self.notes.events
-        if getattr(self.cfg.batch, "states", "device") == "host":
+        if self.cfg.batch.states == "host":
             states = done.rollout.states
             events = [event.without(states.numel() * states.element_size()) for event in events]
         return first, events, done.metrics

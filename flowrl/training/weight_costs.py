@@ -6,7 +6,6 @@ block is gathered when it runs), or away in host memory while others need the de
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from flowrl.config.schema import Config
 from flowrl.policy.blocks import blocks
 from flowrl.policy.modelled import ModelledPolicy
+from flowrl.policy.quantised import layers
 from flowrl.runtime.roofline import Device
 
 # bytes of a number: int8 with a scale for each output, and nf4 with one for each 64 numbers
@@ -47,16 +47,16 @@ def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
     """Of the denoiser."""
     (network,) = policy.networks.values()
     whole = size_of(network)
-    kind = str(getattr(cfg.model, "quantize", "none"))
+    kind = cfg.model.quantize
     if kind in PACKED:
-        layers = [m.weight for _, m in linears(network)]
-        numbers = sum(w.numel() for w in layers)
-        width = layers[0].element_size()
+        quantised = [m.weight for *_, m in layers(network) if not m.weight.requires_grad]
+        numbers = sum(w.numel() for w in quantised)
+        width = quantised[0].element_size()
         return WeightCosts(
             stays=whole - numbers * (width - PACKED[kind]),
-            above=width * max(w.numel() for w in layers),
+            above=width * max(w.numel() for w in quantised),
             moved=numbers * (PACKED[kind] + width),
-            operators=KERNELS[kind] * len(layers),
+            operators=KERNELS[kind] * len(quantised),
         )
     if cfg.train.shard and gpus > 1:
         sizes = [size_of(block) for block in blocks(network)]
@@ -66,21 +66,9 @@ def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
     return WeightCosts(stays=whole)
 
 
-def encoders_size(cfg: Config, policy: ModelledPolicy) -> float:
+def encoders_size(policy: ModelledPolicy) -> float:
     """Bytes of the text encoders."""
-    kind = str(getattr(cfg.model, "quantize_encoders", "none"))
-    whole = sum(map(size_of, policy.others.values()))
-    if kind not in PACKED:
-        return whole
-    packed = [m.weight for module in policy.others.values() for _, m in linears(module)]
-    return whole - sum(w.numel() * (w.element_size() - PACKED[kind]) for w in packed)
-
-
-def linears(network: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Frozen linear layers: what is quantised."""
-    for name, module in network.named_modules():
-        if isinstance(module, nn.Linear) and "lora_" not in name:
-            yield name, module
+    return sum(map(size_of, policy.others.values()))
 
 
 def size_of(module: nn.Module) -> float:

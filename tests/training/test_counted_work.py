@@ -1,25 +1,15 @@
-"""The work of one iteration, counted: network calls and rows, FLOPs, operators and bytes, reads of
-the device; and what a tree or a window saves of chains."""
+"""The work of one iteration, counted: network calls and rows, FLOPs, operators and bytes; and
+what a tree or a window saves of chains. Reads of the device: tests/rollouts/test_no_waiting.py."""
 
-from collections import Counter
-
-import far
 import pytest
 import torch
-from far import Away, send
-from torch import Tensor
 
-from flowrl.config.build import make_algorithm
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
-from flowrl.policy.replay.arguments import map_tensors
-from flowrl.rollouts.roll_out import roll_out
-from flowrl.runtime.ledger import FlopCounter, Ledger
+from flowrl.runtime.ledger import FlopCounter
 from flowrl.runtime.meter import Meter
 from flowrl.samplers import plan as plans
-from flowrl.training import gradient
 from flowrl.training.loop import Trainer
-from flowrl.types import PromptBatch
 
 PROMPTS, MICRO, WINNERS = 1, 4, 16  # WINNERS: rows that policy/winner_gain looks at, at most
 SHARED = [
@@ -160,62 +150,3 @@ def test_what_a_plan_saves_of_chains(walked, chain, samples, update, iteration):
     assert samples * chain / states == pytest.approx(update)
     whole = samples * (8 + 3 * chain) / (seen + 3 * states)
     assert whole == pytest.approx(iteration)
-
-
-@pytest.fixture(scope="module")
-def away():
-    """The embedded model on a device that is not there, and two prompts encoded before."""
-    made = fresh_policy()
-    cond = made.encode(["a red circle", "two blue squares"])
-    made.schedule(4)
-    made.add_view("old")
-    with torch.no_grad():
-        made.copy_view("default", "old")
-        next(iter(made.trainable.named("old").values())).add_(1)
-    for group in cond.groups:
-        group.kept, group.shared = (map_tensors(far.far, v) for v in (group.kept, group.shared))
-    send(made.modules["transformer"])
-    made.encode = lambda *prompts: cond
-    return made
-
-
-READS = {  # by a micro-batch: which states are distinct; is a sigma 1; the keys of noise
-    "flow_grpo": {"_unique2": 1, "_local_scalar_dense": 1},
-    "tree_grpo": {"_unique2": 1, "_local_scalar_dense": 1},
-    "nft": {"download": 1},
-}
-
-
-@pytest.mark.parametrize("method", READS)
-def test_an_update_reads_its_device_a_fixed_number_of_times_a_micro_batch(
-    method, away, monkeypatch
-):
-    """Beside three reads that tell the micro-batches, and the one comparison of old and new
-    weights; no row and no layer reads."""
-    generator = torch.Generator
-    monkeypatch.setattr(torch, "Generator", lambda device=None: generator("cpu"))
-    cfg = config(method, "algorithm.kl_weight=0")
-    algorithm = make_algorithm(cfg)
-    plan = algorithm.plan(away.schedule(4).sigmas, sampler=cfg.sampler, iteration=0, seed=0)
-    batch = PromptBatch(text=["a", "b"], ids=torch.arange(2), meta=[{}, {}])
-    how = {"guidance": "none", "seed": 0, "iteration": 0, "micro": 64, "group": cfg.batch.group}
-    with Away():
-        rollout = roll_out(away, batch, plan, ledger=Ledger("cpu"), **how)
-        leaf = far.far(torch.linspace(-1, 1, len(rollout.leaf)))
-        advantages = algorithm.advantages(rollout, leaf)
-        columns = algorithm.columns(rollout, advantages, seed=0, iteration=0)
-        for micro in (2, 4):
-            parts = len(gradient.split(algorithm, columns, micro))
-            far.waits.clear()
-            gradient.accumulate(
-                algorithm,
-                away,
-                rollout,
-                columns,
-                micro=micro,
-                total_weight=1.0,
-                backward=Tensor.backward,
-            )
-            reads = far.waits - Counter(_unique2=1, bincount=1, download=1, equal=1)
-            del reads["upload"]
-            assert reads == {name: n * parts for name, n in READS[method].items()}, parts
