@@ -147,7 +147,7 @@ def lighter(cfg: Config) -> str:
     """The nearest setting that makes what stays smaller; "" where none is left."""
     if cfg.model.dtype == "fp32":
         return "set model.dtype=bf16"
-    if getattr(cfg.model, "encoders", None) == "stay":
+    if cfg.model.encoders == "stay":
         return "set model.encoders=leave"
     if cfg.train.mode == "full":
         if cfg.optimizer.name == "adamw":

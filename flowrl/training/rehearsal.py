@@ -225,6 +225,13 @@ class NotedLearner(Learner):
             super().apply()
 
 
+def plainer(cfg: Config) -> Config:
+    """Without what has no part in a rehearsal: features of media, and the package of an optimizer,
+    which may be missing."""
+    plain = cfg.optimizer.model_copy(update={"name": "adamw"})
+    return cfg.model_copy(update={"diversity": DiversityConfig(), "optimizer": plain})
+
+
 class Rehearsal(Trainer):
     """The trainer of a run without its folder, its weights and its rewards. shape, media: of a
     sample, as small as one likes."""
@@ -232,9 +239,7 @@ class Rehearsal(Trainer):
     def __init__(
         self, cfg: Config, shapes: CallShapes, shape: tuple[int, ...], media: tuple[int, ...]
     ) -> None:
-        plain = cfg.optimizer.model_copy(update={"name": "adamw"})  # its package may be missing
-        cfg = cfg.model_copy(update={"diversity": DiversityConfig(), "optimizer": plain})
-        self.cfg, self.meter = cfg, Meter()
+        self.cfg, self.meter = (cfg := plainer(cfg)), Meter()
         self.notes = Notes(self.meter)
         self.algorithm = algorithm = make_algorithm(cfg)
         self.policy = policy = ToyPolicy(cfg, shapes, shape, media)

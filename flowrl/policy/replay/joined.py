@@ -53,8 +53,8 @@ def arguments(passes: list[Pass]) -> dict[Path, Any]:
 
 def _axes(plan: CallPlan) -> dict[Path, int]:
     """The batch axis of every argument that has one entry a row."""
-    batched = {part.path: 0 for part in [*plan.slots, *plan.times]}
-    return batched | {rows.path: rows.axis for rows in plan.rows}
+    slots, times = ({part.path: 0 for part in parts} for parts in (plan.slots, plan.times))
+    return slots | times | {rows.path: rows.axis for rows in plan.rows}
 
 
 def _cat(values: list[Any], axis: int) -> Any:
