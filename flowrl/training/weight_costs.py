@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from flowrl.config.schema import Config
 from flowrl.policy.blocks import blocks
@@ -17,8 +17,6 @@ from flowrl.policy.modelled import ModelledPolicy
 from flowrl.policy.quantised import layers
 from flowrl.runtime.roofline import Device
 
-# bytes of a number: int8 with a scale for each output, and nf4 with one for each 64 numbers
-PACKED = {"int8": 1.0, "nf4": 0.5 + 4 / 64}
 KERNELS = {"int8": 2, "nf4": 1}  # operators that unpack a layer
 # phases in which weights that leave are away
 AWAY = {"denoiser": ("encode", "decode", "reward")}
@@ -48,14 +46,14 @@ def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
     (network,) = policy.networks.values()
     whole = size_of(network)
     kind = cfg.model.quantize
-    if kind in PACKED:
+    if kind != "none":
         quantised = [m.weight for *_, m in layers(network) if not m.weight.requires_grad]
         numbers = sum(w.numel() for w in quantised)
-        width = quantised[0].element_size()
+        width, packed = quantised[0].element_size(), packed_size(quantised, kind)
         return WeightCosts(
-            stays=whole - numbers * (width - PACKED[kind]),
+            stays=whole - numbers * width + packed,
             above=width * max(w.numel() for w in quantised),
-            moved=numbers * (PACKED[kind] + width),
+            moved=packed + numbers * width,
             operators=KERNELS[kind] * len(quantised),
         )
     if cfg.train.shard and gpus > 1:
@@ -64,6 +62,14 @@ def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
             stays=whole / gpus, above=2 * max(sizes), gathered=whole * (gpus - 1) / gpus
         )
     return WeightCosts(stays=whole)
+
+
+def packed_size(quantised: list[Tensor], kind: str) -> float:
+    """Bytes of matrices: int8 with a scale for each output, nf4 with one for each 64 numbers."""
+    numbers = sum(w.numel() for w in quantised)
+    if kind == "nf4":
+        return numbers / 2 + 4 * numbers / 64
+    return numbers + 4 * sum(len(w) for w in quantised)
 
 
 def encoders_size(policy: ModelledPolicy) -> float:

@@ -32,13 +32,14 @@ HEAD = """# Configuration
 A run is described by one tree of keys. It is put together in this order, later wins:
 
 ```text
-schema (the defaults below) <- model <- data <- reward <- algorithm
+schema (the defaults below) <- model <- memory <- data <- reward <- algorithm
     <- experiment <- a YAML file <- command line
 ```
 
-`model=`, `data=`, `reward=`, `algorithm=` and `experiment=` choose a file of `configs/`, which
-states only what differs from the schema; any other `key.sub=value` sets one value. `flowrl list`
-shows what can be chosen and `flowrl show` prints the result without running it:
+`model=`, `memory=` (what fits a card of 24, 40 or 80 GB), `data=`, `reward=`, `algorithm=` and
+`experiment=` choose a file of `configs/`, which states only what differs from the schema; any other
+`key.sub=value` sets one value. `flowrl list` shows what can be chosen and `flowrl show` prints the
+result without running it:
 
 ```bash
 flowrl show experiment=quickstart optimizer.lr=5e-4

@@ -1,0 +1,76 @@
+"""What the budget says of weights that are held otherwise is what they then take."""
+
+from dataclasses import replace
+
+import pytest
+
+from flowrl.config.load import load_config
+from flowrl.policy import load_policy
+from flowrl.runtime.roofline import GIB, GPUS
+from flowrl.training.budget import Planner
+
+CPU = replace(GPUS["h100"], name="cpu", cuda=False, reserve=0.0, memory=None)
+SMALL = [
+    "model=shapes-sd3",
+    "algorithm=flow_grpo",
+    "reward=jpeg",
+    "data=shapes",
+    "batch.prompts=2",
+    "batch.group=2",
+    "batch.updates=1",
+    "sampler.steps=2",
+]
+
+
+def budget(*words):
+    cfg = load_config(None, [*SMALL, *words])
+    return Planner(cfg, CPU).budget()
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return budget()
+
+
+@pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
+def test_quantised_weights_take_the_bytes_of_a_quantised_network(kind, package):
+    pytest.importorskip(package)
+    from flowrl.policy.quantised import held_bytes
+
+    policy = load_policy("shapes-sd3", quantize=kind)
+    (network,) = policy.networks.values()
+    held = held_bytes(network) - sum(b.numel() * b.element_size() for b in network.buffers())
+    assert budget(f"model.quantize={kind}").fixed["network"] * GIB == pytest.approx(held, rel=0.02)
+
+
+def test_encoders_that_leave_are_there_while_prompts_are_encoded(plain):
+    away = budget("model.encoders=leave")
+    assert plain.fixed["text encoders"] > 0 == away.fixed["text encoders"]
+    above = away.phases["encode"].gb - plain.phases["encode"].gb
+    assert above == pytest.approx(plain.fixed["text encoders"])
+    assert away.phases["update"].gb == plain.phases["update"].gb
+
+
+def test_a_denoiser_that_leaves_takes_no_memory_while_media_are_decoded(plain):
+    away = budget("model.offload=denoiser")
+    own = plain.fixed["network"]
+    assert away.fixed["network"] == 0
+    for name in ("rollout", "update"):
+        assert away.phases[name].gb == pytest.approx(plain.phases[name].gb + own)
+    assert away.phases["decode"].gb == pytest.approx(plain.phases["decode"].gb)
+
+
+def test_moments_in_eight_bits_are_a_quarter_and_states_on_the_host_are_none(plain):
+    small = budget("optimizer.name=adamw8bit", "batch.states=host")
+    assert small.fixed["moments"] < 0.26 * plain.fixed["moments"]
+    assert small.phases["update"].gb < plain.phases["update"].gb
+    assert small.rows == plain.rows
+
+
+@pytest.mark.parametrize("model", ["sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-14b"])
+def test_presets_come_on_top_of_a_model_and_under_what_is_said(model):
+    words = [f"model={model}", "algorithm=flow_grpo", "reward=pickscore", "data=ocr"]
+    cfg = load_config(None, [*words, "memory=24gb", "batch.micro=1"])
+    assert (cfg.model.quantize, cfg.model.encoders, cfg.batch.states) == ("nf4", "leave", "host")
+    assert cfg.model.source == load_config(None, words).model.source
+    assert cfg.batch.micro == 1
