@@ -42,6 +42,16 @@ def setup(level: str = "INFO", *, libraries: bool = False) -> None:
     logger.setLevel(level)
 
 
+# What importing torchao and bitsandbytes says, of which nothing follows: where, and its words.
+CHATTER = {
+    "torch.utils._pytree": "is now natively supported by torch.compile",
+    "bitsandbytes.backends.cpu.ops": "from kernels-community",
+    "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor",
+}
+for _name, _words in CHATTER.items():
+    logging.getLogger(_name).addFilter(lambda r, words=_words: words not in r.getMessage())
+
+
 def _hush() -> list[tuple[Any, int, bool]]:
     """Errors only and no progress bars of diffusers and transformers.
 

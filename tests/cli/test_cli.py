@@ -159,7 +159,8 @@ def test_list_names_every_choice():
     assert result.exit_code == 0
     listed = dict(line.split(": ") for line in result.output.splitlines())
     kinds = {"models", "algorithms", "rewards", "samplers", "data", "experiments", "suites"}
-    assert listed.keys() == kinds and "flow_sde" in listed["samplers"]
+    assert listed.keys() == kinds | {"memory"} and "24gb" in listed["memory"]
+    assert "flow_sde" in listed["samplers"]
     assert "shapes-sd3" in listed["models"]
     assert {"nft", "mix_grpo"} <= set(listed["algorithms"].split(", "))
     assert small.invoke("list", "rewards").output == f"rewards: {listed['rewards']}\n"

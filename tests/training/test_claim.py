@@ -245,7 +245,7 @@ def test_a_checkpoint_is_due_by_iterations_by_minutes_and_at_the_end():
         cfg = SimpleNamespace(iterations=100, checkpoint=SimpleNamespace(every=50, minutes=minutes))
         return state.due(
             SimpleNamespace(
-                parts=SimpleNamespace(cfg=cfg),
+                parts=SimpleNamespace(cfg=cfg, source=SimpleNamespace(world=ALONE)),
                 iteration=iteration,
                 stopped=stopped,
                 saved_time=time.monotonic() - waited,

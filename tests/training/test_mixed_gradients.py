@@ -22,7 +22,14 @@ from flowrl.training.terms import Means, Term
 from flowrl.training.update import Learner
 from flowrl.types import Columns
 
-ALONE = World(SimpleNamespace(process_index=0, num_processes=1, is_main_process=True))
+ALONE = World(
+    SimpleNamespace(
+        process_index=0,
+        num_processes=1,
+        is_main_process=True,
+        clip_grad_norm_=torch.nn.utils.clip_grad_norm_,
+    )
+)
 
 
 def climb(**settings):
@@ -39,7 +46,6 @@ def learner(policy):
     made.weights = SimpleNamespace(
         parameters=parameters,
         optimizer=torch.optim.SGD(parameters.values()),
-        accelerator=SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_),
     )
     return made
 

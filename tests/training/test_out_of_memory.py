@@ -87,7 +87,12 @@ def test_at_the_start_the_weights_are_what_is_too_large(tmp_path):
         ("update", ["train.gradient_checkpointing=true", "batch.micro=6"], "set batch.micro=3"),
         ("decode", ["batch.decode=1"], "set model.tiling=true"),
         ("reward", ["batch.decode=1"], "serve the reward on another device"),
-        ("start-up", ["model.dtype=bf16", "train.mode=full"], "set optimizer.name=adamw8bit"),
+        ("start-up", ["model.dtype=bf16"], "set model.encoders=leave"),
+        (
+            "start-up",
+            ["model.dtype=bf16", "model.encoders=leave", "train.mode=full"],
+            "set optimizer.name=adamw8bit",
+        ),
     ],
 )
 def test_the_next_setting_follows_from_those_there_are(phase, words, fix):

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from flowrl.policy.replay.arguments import CallPlan, nest
+from flowrl.policy.replay.arguments import CallPlan
 from flowrl.policy.replay.coords import Coords
 from flowrl.policy.replay.guidance import Guidance
-from flowrl.policy.replay.joined import Pass, arguments, joined
-from flowrl.policy.replay.record import prediction_of
+from flowrl.policy.replay.joined import Pass, outputs
 from flowrl.policy.replay.request import Request, together
 
 
@@ -81,18 +80,13 @@ class Replay:
             request.guidance == "pipeline" or any(plan.out is None for plan in regime.calls)
         )
         outs: dict[int, Tensor] = {}
-        passes = self._passes(which, request, time)
-        for alike in joined(passes, apart=self.apart or self.alone):
-            first = alike[0].plan
-            with torch.set_grad_enabled(alike[0].grad):
-                made = modules[first.module](**nest(arguments(alike)))
-                output = prediction_of(made, first.streams)
-            for one, own in zip(alike, output.chunk(len(alike)), strict=True):
-                if combined:
-                    parts = one.plan.raw(own, len(one.blocks), len(x))
-                else:
-                    parts = one.plan.pieces(own, len(one.blocks), x.shape)
-                outs.update(zip(one.branches, parts, strict=True))
+        apart = self.apart or self.alone
+        for one, out in outputs(modules, self._passes(which, request, time), apart=apart):
+            if combined:
+                parts = one.plan.raw(out, len(one.blocks), len(x))
+            else:
+                parts = one.plan.pieces(out, len(one.blocks), x.shape)
+            outs.update(zip(one.branches, parts, strict=True))
         ordered = [outs[branch] for branch in sorted(outs)]
         network_rows = len(x) * len(ordered)
         if not combined:

@@ -7,14 +7,15 @@ have the same shapes but for the batch, are one call of twice the rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flowrl.policy.replay.arguments import CallPlan, Path, tensors_in
+from flowrl.policy.replay.arguments import CallPlan, Path, nest, tensors_in
+from flowrl.policy.replay.record import prediction_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,18 @@ class Pass:
     branches: list[int]
     grad: bool
     flat: dict[Path, Any]
+
+
+def outputs(
+    modules: Mapping[str, nn.Module], passes: Iterable[Pass], *, apart: bool
+) -> Iterator[tuple[Pass, Tensor]]:
+    """Every pass with the prediction of its rows; apart: each is a call of its own."""
+    for alike in joined(passes, apart=apart):
+        first = alike[0]
+        with torch.set_grad_enabled(first.grad):
+            made = modules[first.plan.module](**nest(arguments(alike)))
+            output = prediction_of(made, first.plan.streams)
+        yield from zip(alike, output.chunk(len(alike)), strict=True)
 
 
 def joined(passes: Iterable[Pass], *, apart: bool) -> list[list[Pass]]:
