@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from flowrl.runtime.text import one_line, printable
@@ -48,8 +49,14 @@ CHATTER = {
     "bitsandbytes.backends.cpu.ops": "from kernels-community",
     "diffusers.quantizers.torchao.torchao_quantizer": "Unable to import `torchao` Tensor",
 }
+
+
+def _tells(words: str, record: logging.LogRecord) -> bool:
+    return words not in record.getMessage()
+
+
 for _name, _words in CHATTER.items():
-    logging.getLogger(_name).addFilter(lambda r, words=_words: words not in r.getMessage())
+    logging.getLogger(_name).addFilter(partial(_tells, _words))
 
 
 def _hush() -> list[tuple[Any, int, bool]]:

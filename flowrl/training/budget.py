@@ -12,6 +12,7 @@ size, so that a line gives those of the real ones. Gigabytes are 2**30 bytes, as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -43,6 +44,7 @@ from flowrl.training.weight_costs import (
 
 PHASES = ("encode", "rollout", "decode", "reward", "advantages", "reference", "update", "optimizer")
 EXACT = 1 << 21  # numbers of all latents of an iteration up to which they are rehearsed as they are
+ENOUGH = 64  # samples from which on a rehearsal tells larger ones
 SMALL = (4, 8)  # sides of latents that stand in for larger ones
 
 
@@ -155,13 +157,9 @@ class Planner:
         and how weights are held."""
         cfg = cfg or self.cfg
         own = share(cfg, self.gpus)
-        costs = self._costs(cfg)
-        if (batch := f"{own.batch} {cfg.train.compile}") not in self.rehearsals:
-            self.rehearsals[batch] = rehearsed(own, self.policy.shapes)
-        first, events, metrics, views = self.rehearsals[batch]
         weights = weight_costs(cfg, self.policy, self.gpus)
-        cond = _cond_bytes(self.policy, own)
-        phases = simulated(events, costs, self.device, cond, weights)
+        told = [self._of_prompts(with_prompts(own, few), weights) for few in enough(own)]
+        first, rows, phases, views = told[0] if len(told) == 1 else on_line(own, *told)
         self._moved(cfg, phases, weights)
         step = _optimizer(self.policy, self.device)
         phases["optimizer"].gb = max(phases["optimizer"].gb, step.peak / GIB)
@@ -177,10 +175,10 @@ class Planner:
             device=self.device,
             gpus=self.gpus,
             samples=cfg.batch.prompts * cfg.batch.group,
-            fixed=self._fixed(cfg, numbers, views, costs, weights),
+            fixed=self._fixed(cfg, numbers, views, weights),
             phases=phases,
-            rows=_rows(metrics),
-            first=_rows(first),
+            rows=rows,
+            first=first,
             reduced={
                 "gb": 4 * numbers * updates / GIB if self.gpus > 1 else 0.0,
                 "seconds": updates * self.device.all_reduce(4 * numbers, self.gpus, len(trained)),
@@ -188,6 +186,15 @@ class Planner:
             parameters={"network": self.parameters, "trained": numbers},
             notes=_notes(cfg, self.device),
         )
+
+    def _of_prompts(self, own: Config, weights: WeightCosts) -> Told:
+        """What a rehearsal of one process tells."""
+        if (batch := f"{own.batch} {own.train.compile}") not in self.rehearsals:
+            self.rehearsals[batch] = rehearsed(own, self.policy.shapes)
+        first, events, metrics, views = self.rehearsals[batch]
+        cond = _cond_bytes(self.policy, own)
+        phases = simulated(events, self._costs(own), self.device, cond, weights)
+        return _rows(first), _rows(metrics), phases, views
 
     def _costs(self, cfg: Config) -> Costs:
         """Costs of calls under the settings that change them."""
@@ -219,7 +226,7 @@ class Planner:
             phases["update"].spend("upload", weights.stays / self.device.upload)
 
     def _fixed(
-        self, cfg: Config, numbers: int, views: int, costs: Costs, weights: WeightCosts
+        self, cfg: Config, numbers: int, views: int, weights: WeightCosts
     ) -> dict[str, float]:
         """Gigabytes that stay: weights, and what belongs to those that are trained."""
         low_moments = cfg.optimizer.name == "adamw8bit"
@@ -234,7 +241,9 @@ class Planner:
         }
         leaving = cfg.model.encoders == "leave"
         prompts = cfg.iterations * cfg.batch.prompts // self.gpus
-        answers = costs.of(Asked(what="encode", rows=cfg.batch.prompts // self.gpus)).saved
+        answers = (
+            self._costs(cfg).of(Asked(what="encode", rows=cfg.batch.prompts // self.gpus)).saved
+        )
         filled = min(LARGEST, answers * prompts / max(1, cfg.batch.prompts // self.gpus))
         found = {
             "network": 0.0 if cfg.model.offload in AWAY else weights.stays,
@@ -267,8 +276,54 @@ def share(cfg: Config, gpus: int) -> Config:
     if gpus == 1:
         return cfg
     check_batch(cfg, processes=gpus, leaves=1)
-    own = cfg.batch.model_copy(update={"prompts": cfg.batch.prompts // gpus})
-    return cfg.model_copy(update={"batch": own})
+    return with_prompts(cfg, cfg.batch.prompts // gpus)
+
+
+def with_prompts(cfg: Config, prompts: int) -> Config:
+    """The config with so many prompts an iteration."""
+    return cfg.model_copy(update={"batch": cfg.batch.model_copy(update={"prompts": prompts})})
+
+
+def enough(cfg: Config) -> tuple[int, ...]:
+    """Numbers of prompts whose rehearsals tell that of the config's: its own, or two smaller ones.
+
+    Prompts are alike, so that rows, FLOPs, seconds and bytes lie on a line once an update fills its
+    micro-batches and policy/winner_gain has its 16 rows; micro-batches of a few rows would make a
+    rehearsal of all prompts long.
+    """
+    b = cfg.batch
+    samples = max(ENOUGH, 2 * b.micro, 2 * b.decode)
+    least = b.updates * math.ceil(samples / (b.group * b.updates))
+    plain = cfg.draw.mode == "once" and not cfg.replay.size
+    return (least, 2 * least) if plain and b.prompts > 2 * least else (b.prompts,)
+
+
+# rows of the first and the second iteration, phases of the second, copies of the weights
+Told = tuple[dict[str, int], dict[str, int], dict[str, Phase], int]
+
+
+def on_line(cfg: Config, small: Told, large: Told) -> Told:
+    """What is told of all prompts by the two rehearsals of fewer (see enough)."""
+    least = enough(cfg)[0]
+    share = cfg.batch.prompts / least - 1  # of the step between the two, from the first
+
+    def line(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    def counts(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+        return {name: round(line(a[name], b[name])) for name in b}
+
+    def phase(a: Phase, b: Phase) -> Phase:
+        return Phase(
+            gb=max(b.gb, line(a.gb, b.gb)),
+            seconds=line(a.seconds, b.seconds),
+            flops=line(a.flops, b.flops),
+            rows=round(line(a.rows, b.rows)),
+            ledger={kind: line(a.ledger.get(kind, 0.0), t) for kind, t in b.ledger.items()},
+        )
+
+    phases = {name: phase(small[2][name], large[2][name]) for name in large[2]}
+    return counts(small[0], large[0]), counts(small[1], large[1]), phases, large[3]
 
 
 # metrics of the first iteration, events and metrics of the second one, copies of the weights

@@ -74,3 +74,19 @@ def test_presets_come_on_top_of_a_model_and_under_what_is_said(model):
     assert (cfg.model.quantize, cfg.model.encoders, cfg.batch.states) == ("nf4", "leave", "host")
     assert cfg.model.source == load_config(None, words).model.source
     assert cfg.batch.micro == 1
+
+
+@pytest.mark.parametrize("method", ["flow_grpo", "nft"])
+def test_two_smaller_rehearsals_tell_a_large_one(method, monkeypatch):
+    from flowrl.training import budget as module
+
+    many = ["batch.prompts=10", "batch.group=16", "batch.micro=16", "batch.decode=4"]
+    told = budget(f"algorithm={method}", *many)
+    monkeypatch.setattr(module, "enough", lambda cfg: (cfg.batch.prompts,))
+    whole = budget(f"algorithm={method}", *many)
+    assert (told.rows, told.first) == (whole.rows, whole.first)
+    assert told.flops == pytest.approx(whole.flops, rel=1e-12)
+    assert told.seconds == pytest.approx(whole.seconds, rel=0.01)
+    for name, phase in whole.phases.items():
+        assert told.phases[name].rows == phase.rows
+        assert told.phases[name].gb == pytest.approx(phase.gb, rel=0.02), name
