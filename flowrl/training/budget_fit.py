@@ -154,7 +154,9 @@ def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> F
         if settings is None:
             break
         cfg = changed(cfg, settings)
-        step = Step(settings={**steps[-1].settings, **settings}, budget=planner.budget(cfg))
+        since = {**steps[-1].settings, **settings}
+        differ = {name: v for name, v in since.items() if setting(planner.cfg, name) != v}
+        step = Step(settings=differ, budget=planner.budget(cfg))
         steps.append(step)
     return Fit(steps=steps)
 
