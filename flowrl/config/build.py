@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.find import algorithm_class
-from flowrl.config import load
+from flowrl.config import combine, load
 from flowrl.config.live import Live, check_given
 from flowrl.config.schema import Config
 from flowrl.data import conditions
@@ -75,7 +75,8 @@ def make_policy(
     live: a policy or prompts that a script handed over."""
     live = live or Live()
     check_init(cfg)
-    check_quantize(cfg)
+    combine.check(cfg)
+    check_kind(cfg.model.quantize)
     own = [part for part in cfg.train.parts if part not in heads.KINDS]
     adapted = cfg.train.mode == "lora" and (own or cfg.train.init_lora)
     lora = cfg.train.lora.model_dump() if adapted else None
@@ -200,25 +201,6 @@ def check_init(cfg: Config) -> None:
         )
     if start and not Path(start).exists():
         raise ValueError(f"train.init_lora={start} does not exist")
-
-
-def check_quantize(cfg: Config) -> None:
-    """ValueError where model.quantize does not go with what is trained, or its package is missing;
-    before a model is loaded."""
-    what = f"model.quantize={cfg.model.quantize}"
-    check_kind(cfg.model.quantize)
-    if cfg.model.quantize == "none":
-        return
-    if cfg.train.mode == "full":
-        raise ValueError(
-            f"{what} freezes the weights, and train.mode=full trains them all; use train.mode=lora,"
-            " or leave one of the two out"
-        )
-    if cfg.train.shard:
-        raise ValueError(
-            f"{what}: only whole floating-point weights are split by"
-            f" train.shard=[{','.join(cfg.train.shard)}]; leave one of the two out"
-        )
 
 
 def check_trained(cfg: Config, policy: Policy) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from flowrl.config import combine
 from flowrl.config.build import DTYPES, autocast, decodes_with_gradient, make_algorithm
 from flowrl.config.schema import Config
 from flowrl.data import conditions
@@ -256,7 +257,8 @@ class Planner:
 
 
 def check_known(cfg: Config, gpus: int) -> None:
-    """ValueError where the budget does not know what a run would do."""
+    """ValueError where a run would not start, or the budget does not know what it would do."""
+    combine.check(cfg)
     if gpus < 1:
         raise ValueError(f"--gpus {gpus} should be a whole number from 1")
     if cfg.data.offline:

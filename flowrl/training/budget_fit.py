@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flowrl.config.combine import Settings, changed, combines, words
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
 from flowrl.runtime.roofline import GIB, Device, of_cuda
@@ -23,8 +24,6 @@ from flowrl.training.budget import PHASES, Budget, Planner
 CARDS = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8}
 MOST = 16  # changes that are tried
 LARGE = 300_000_000  # weights of a network from which a run's budget is worth seconds at its start
-
-Settings = dict[str, Any]  # by their names, as {"batch.micro": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,32 +61,15 @@ def setting(cfg: Config, name: str) -> Any:
     return getattr(getattr(cfg, section), key)
 
 
-def _offload(cfg: Config, gpus: int) -> Settings | None:
-    """Whole weights alone can leave the device."""
-    if cfg.train.mode != "lora" or cfg.train.shard or cfg.batch.overlap:
-        return None
-    if cfg.model.quantize != "none":
-        return None
-    return _switch("model.offload", "denoiser")(cfg, gpus)
-
-
 def _shard(cfg: Config, gpus: int) -> Settings | None:
-    """Whole weights are shared out, of blocks that are not compiled."""
-    if gpus == 1 or cfg.train.mode != "lora" or cfg.train.shard or cfg.train.compile != "none":
-        return None
-    if "text_encoder" in cfg.train.parts or cfg.model.quantize != "none":
-        return None
-    if cfg.model.offload != "none":
-        return None
-    return {"train.shard": ["denoiser"]}
+    return None if gpus == 1 or cfg.train.shard else {"train.shard": ["denoiser"]}
 
 
 def _quantize(kind: str) -> Callable[[Config, int], Settings | None]:
-    """Frozen weights that stay on the device."""
+    """Weights that then stay on the device."""
 
     def settings(cfg: Config, gpus: int) -> Settings | None:
-        now = cfg.model.quantize
-        if cfg.train.mode != "lora" or cfg.train.shard or now in (kind, "nf4"):
+        if cfg.model.quantize in (kind, "nf4"):
             return None
         stays = cfg.model.offload == "none"
         return {"model.quantize": kind} | ({} if stays else {"model.offload": "none"})
@@ -105,7 +87,11 @@ ALL = frozenset(PHASES)
 CHANGES = (
     Change(phases=frozenset({"decode", "reward"}), settings=_half("decode", 16)),
     Change(phases=ALL - {"encode"}, settings=_switch("model.encoders", "leave"), stays=True),
-    Change(phases=frozenset({"encode", "decode", "reward"}), settings=_offload, stays=True),
+    Change(
+        phases=frozenset({"encode", "decode", "reward"}),
+        settings=_switch("model.offload", "denoiser"),
+        stays=True,
+    ),
     Change(
         phases=ALL - {"encode", "rollout", "optimizer"}, settings=_switch("batch.states", "host")
     ),
@@ -150,7 +136,7 @@ def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> F
             break
         free = [card for card in cards if card > budget.resident + budget.device.reserve]
         held = not free or budget.needed <= min(free)  # by what stays, from the next smaller card
-        settings = _next(cfg, budget.highest, planner.gpus, held)
+        settings = next_change(cfg, budget.highest, planner.gpus, held)
         if settings is None:
             break
         cfg = changed(cfg, settings)
@@ -161,32 +147,15 @@ def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> F
     return Fit(steps=steps)
 
 
-def _next(cfg: Config, phase: str, gpus: int, held: bool) -> Settings | None:
+def next_change(cfg: Config, phase: str, gpus: int, held: bool) -> Settings | None:
     """The settings of the first change that makes a phase smaller; held: what stays, too."""
     for change in CHANGES:
         if held and not change.stays:
             continue
-        if phase in change.phases and (settings := change.settings(cfg, gpus)) is not None:
+        settings = change.settings(cfg, gpus) if phase in change.phases else None
+        if settings is not None and combines(cfg, settings):
             return settings
     return None
-
-
-def changed(cfg: Config, settings: Settings) -> Config:
-    """The config with other values of settings of its sections."""
-    for name, value in settings.items():
-        section, key = name.split(".")
-        own = getattr(cfg, section).model_copy(update={key: value})
-        cfg = cfg.model_copy(update={section: own})
-    return cfg
-
-
-def words(settings: Settings) -> str:
-    """Settings as a command line takes them."""
-    values = {
-        name: f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
-        for name, value in settings.items()
-    }
-    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def record(found: Fit) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from flowrl.rollouts import from_files
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
-from flowrl.training.offload import check_moving
 from flowrl.training.shard import check_shard
 from flowrl.types import Plan
 
@@ -157,7 +156,6 @@ def check_method(
     check_diversity(cfg, algorithm)
     check_climbed(cfg, rewards, algorithm)
     check_shard(cfg, algorithm, rewards)
-    check_moving(cfg)
 
 
 def check_combined(rewards: RewardSet, algorithm: Algorithm) -> None:

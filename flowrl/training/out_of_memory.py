@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from flowrl.config.combine import Settings, combines, words
 from flowrl.config.schema import Config
 from flowrl.runtime import checkpoint
 from flowrl.runtime.memory import OutOfMemory, ran_out
@@ -126,33 +127,35 @@ def used(known: Iterable[tuple[str, int]]) -> str:
 
 
 def advised(cfg: Config, phase: str) -> str:
-    """The nearest setting that needs less in a phase."""
-    b, samples = cfg.batch, cfg.batch.prompts * cfg.batch.group
-    small = "ask for smaller pictures (model.pipeline.height and width)"
-    if phase == "update" and not cfg.train.gradient_checkpointing:
-        return "set train.gradient_checkpointing=true"
-    if phase in FORWARD:
-        return f"set batch.micro={b.micro // 2}" if b.micro > 1 else lighter(cfg) or small
-    if phase in ("decode", "reward"):
-        most = min(b.decode, samples)
-        if most > 1:
-            return f"set batch.decode={most // 2}"
-        if phase == "reward":
-            return "serve the reward on another device (flowrl serve, reward=remote)"
-        return small if cfg.model.tiling else "set model.tiling=true"
-    return lighter(cfg) or small
-
-
-def lighter(cfg: Config) -> str:
-    """The nearest setting that makes what stays smaller; "" where none is left."""
-    if cfg.model.dtype == "fp32":
-        return "set model.dtype=bf16"
-    if cfg.model.encoders == "stay":
-        return "set model.encoders=leave"
-    if cfg.train.mode == "full":
-        if cfg.optimizer.name == "adamw":
-            return "set optimizer.name=adamw8bit"
+    """The nearest setting that needs less in a phase, of those that go with the config's others."""
+    for settings in lighter(cfg, phase):
+        if combines(cfg, settings):
+            return f"set {words(settings)}"
+    if phase == "reward":
+        return "serve the reward on another device (flowrl serve, reward=remote)"
+    if phase != "decode" and cfg.train.mode == "full":
         return "set train.mode=lora, or train.shard on more GPUs"
+    return "ask for smaller pictures (model.pipeline.height and width)"
+
+
+def lighter(cfg: Config, phase: str) -> Iterator[Settings]:
+    """Settings that need less in a phase, each by itself, the nearest first."""
+    b = cfg.batch
+    if phase in ("decode", "reward"):
+        if (most := min(b.decode, b.prompts * b.group)) > 1:
+            yield {"batch.decode": most // 2}
+        if phase == "decode" and not cfg.model.tiling:
+            yield {"model.tiling": True}
+        return
+    if phase == "update" and not cfg.train.gradient_checkpointing:
+        yield {"train.gradient_checkpointing": True}
+    if phase in FORWARD and b.micro > 1:
+        yield {"batch.micro": b.micro // 2}
+    if cfg.model.dtype == "fp32":
+        yield {"model.dtype": "bf16"}
+    if cfg.model.encoders == "stay":
+        yield {"model.encoders": "leave"}
+    if cfg.train.mode == "full" and cfg.optimizer.name == "adamw":
+        yield {"optimizer.name": "adamw8bit"}
     if cfg.model.quantize != "nf4":
-        return f"set model.quantize={'nf4' if cfg.model.quantize == 'int8' else 'int8'}"
-    return ""
+        yield {"model.quantize": "int8" if cfg.model.quantize == "none" else "nf4"}

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from flowrl.algorithms.common.base import Algorithm
+from flowrl.config import combine
 from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.data.prompts import Prompts
@@ -39,34 +40,13 @@ STEPS = 8  # of the schedule whose noise levels are tried, to reach every networ
 
 
 def check_shard(cfg: Config, algorithm: Algorithm, rewards: RewardSet) -> None:
-    """ValueError where weights that are to be split cannot be; no model is needed."""
-    if not cfg.train.shard:
-        return
-    what = f"train.shard=[{','.join(cfg.train.shard)}]"
-    if cfg.train.mode == "full" and cfg.train.precision == "fp16":
+    """ValueError where a run's gradient is not one for split weights; no model is needed. Settings
+    that do not go with train.shard: flowrl/config/combine.py."""
+    if cfg.train.shard and ("reward" in algorithm.needs or rewards.climbers):
         raise ValueError(
-            f"{what} and train.mode=full: the scaler of fp16 looks for overflow in whole gradients,"
-            " and each process holds a share; use train.precision=bf16, or leave train.shard out"
-        )
-    if cfg.train.mode == "full" and cfg.optimizer.name != "adamw":
-        raise ValueError(
-            f"{what} and train.mode=full: moments are split as the weights are, and those of"
-            f" optimizer.name={cfg.optimizer.name} are not; use optimizer.name=adamw"
-        )
-    if cfg.train.compile != "none":
-        raise ValueError(
-            f"{what} gathers blocks as they are, and train.compile={cfg.train.compile} compiles"
-            " them; leave one of the two out"
-        )
-    if "text_encoder" in cfg.train.parts:
-        raise ValueError(
-            f"{what} keeps calls of the denoiser in step, and a trained text encoder is called"
-            " between them; leave one of the two out"
-        )
-    if "reward" in algorithm.needs or rewards.climbers:
-        raise ValueError(
-            f"{what}: the gradient of a reward computes calls of the network again in its backward,"
-            " where processes cannot be kept in step; leave train.shard, or that gradient, out"
+            f"{combine.said(cfg, 'train.shard')}: the gradient of a reward computes calls of the"
+            " network again in its backward, where processes cannot be kept in step; leave"
+            " train.shard, or that gradient, out"
         )
 
 

@@ -2,12 +2,9 @@
 without; what cannot leave is refused."""
 
 import away
-import pytest
 import small
 import torch
 
-from flowrl.config.load import load_config
-from flowrl.training.offload import check_moving
 from flowrl.training.resume import check_resume
 
 
@@ -41,17 +38,3 @@ def test_a_second_run_makes_no_encoder_call_and_may_go_on_without_its_cache(tmp_
     assert second.policy.turns.encoders.visits == 0 and not calls
     same(tmp_path / "first", tmp_path / "second")
     check_resume(small.config(tmp_path / "second", iterations="2"), tmp_path / "second")
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["model.encoders=leave", "train.parts=[text_encoder]"], "use model.encoders=stay"),
-        (["model.offload=denoiser", "train.mode=full"], "train.mode=full trains them all"),
-        (["model.offload=denoiser", "train.shard=[denoiser]"], r"shard=\[denoiser\] splits them"),
-        (["model.offload=denoiser", "batch.overlap=2"], "batch.overlap=2 others are sampled"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(words, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        check_moving(load_config(None, words))
