@@ -27,6 +27,7 @@ from flowrl.policy.quantised import BACKENDS, kind_of
 from flowrl.rewards import Reward, RewardSet, load_set
 from flowrl.rewards.core.reward_set import by_label
 from flowrl.runtime import registry
+from flowrl.runtime.log import logger
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 ARGUMENTS = ("policy", "rewards", "algorithm", "prompts", "features")
@@ -174,8 +175,13 @@ def place_policy(tree: dict[str, Any], given: Any) -> Any:
     model, train = tree.setdefault("model", {}), tree.setdefault("train", {})
     usual, before = composed()[0]["model"], model.get("source")
     if before == usual["source"]:  # nobody chose it, nor its arguments
-        own = model.get("pipeline", {}).items()
-        model["pipeline"] = {k: v for k, v in own if usual["pipeline"].get(k) != v}
+        own = model.get("pipeline", {})
+        model["pipeline"] = {k: v for k, v in own.items() if usual["pipeline"].get(k) != v}
+        if dropped := sorted(own.keys() - model["pipeline"].keys()):
+            logger.info(
+                f"model.pipeline: {', '.join(dropped)} are those of the usual model;"
+                f" {registry.label_of(name)} is called with its own"
+            )
     elif before != ModelConfig.model_fields["source"].default and not registry.is_live(before):
         _refuse_both(before, given)
     model["source"] = name

@@ -87,11 +87,17 @@ def test_a_config_of_live_objects_is_read_again(tmp_path):
     assert named(read_config(path)) == {"policy": "Net", "rewards": "red"}
 
 
-def test_the_usual_model_gives_a_live_policy_none_of_its_settings():
+def test_the_usual_model_gives_a_live_policy_none_of_its_settings(monkeypatch):
+    told = []
+    monkeypatch.setattr("flowrl.config.live.logger.info", told.append)
     cfg, _ = settle(SETTINGS, policy=policy())
-    assert cfg.model.pipeline == {} and cfg.eval.baseline_guidance is None
+    assert cfg.model.pipeline == {} and cfg.eval.baseline_guidance is None and not told
     cfg, _ = settle(load_config(None), policy=policy())
     assert cfg.model.pipeline == {}
+    assert told == [
+        "model.pipeline: guidance_scale, max_sequence_length are those of the usual model; Net is"
+        " called with its own"
+    ]
 
 
 def test_a_policy_says_itself_what_is_trained():
