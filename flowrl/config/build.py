@@ -105,7 +105,7 @@ def make_policy(
     if cfg.train.init_lora:
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
-        policy.gradient_checkpointing(True)
+        policy.gradient_checkpointing(cfg.train.gradient_checkpointing)
     if live.policy is None and not decodes_with_gradient(cfg, live.algorithm):
         policy.narrow_decoder()
     if cfg.model.tiling:

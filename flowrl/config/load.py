@@ -29,7 +29,7 @@ from flowrl.runtime.text import printable, visible
 Given = str | Path | Mapping[str, Any] | None
 LONGEST_VALUE = 120  # characters of a wrong value in a sentence
 # how pydantic names the part of a union in an error's place
-UNION_PARTS = ("literal[", "float", "constrained")
+UNION_PARTS = ("literal[", "bool", "float", "constrained")
 
 
 def load_config(name: Given = None, overrides: Sequence[str] = (), **values: Any) -> Config:

@@ -12,6 +12,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    StrictBool,
     field_validator,
 )
 
@@ -142,9 +143,12 @@ class TrainConfig(Section):
         "no",
         description="Mixed precision of the forward: none, bf16 or fp16 with a gradient scaler.",
     )
-    gradient_checkpointing: bool = Field(
+    gradient_checkpointing: StrictBool | Annotated[float, Field(gt=0, lt=1)] = Field(
         False,
-        description="Recompute activations in the backward: less memory, a quarter more time.",
+        description=(
+            "Recompute activations in the backward: less memory, a quarter more time. A number"
+            " below 1: of this share of the network's blocks."
+        ),
     )
     attention: str | None = Field(
         None,

@@ -14,6 +14,7 @@ from flowrl.policy import heads, lora
 from flowrl.policy.compiled import Compiled, compile_blocks
 from flowrl.policy.offload import Turns
 from flowrl.policy.parts import Parts
+from flowrl.policy.recompute import Recompute
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.request import Request
@@ -352,13 +353,16 @@ class Policy:
         if self.heads is not None:
             self.heads.load(name, {k: v for k, v in state.items() if k in small})
 
-    def gradient_checkpointing(self, on: bool = True) -> None:
-        """Recompute activations in the backward pass, for networks that can (diffusers models)."""
+    def gradient_checkpointing(self, on: bool | float = True) -> None:
+        """Recompute activations in the backward pass, for networks that can (diffusers models). on:
+        of this share of the blocks, in (0, 1); true: of all, false: of none."""
         for module in self.networks.values():
             if not hasattr(module, "enable_gradient_checkpointing"):
                 continue
-            if on:
+            if on is True:
                 module.enable_gradient_checkpointing()
+            elif on:
+                module.enable_gradient_checkpointing(Recompute(on))
             else:
                 module.disable_gradient_checkpointing()
 

@@ -78,7 +78,9 @@ def _quantize(kind: str) -> Callable[[Config, int], Settings | None]:
 
 
 def _checkpointing(cfg: Config, gpus: int) -> Settings | None:
-    return None if cfg.train.gradient_checkpointing else {"train.gradient_checkpointing": True}
+    """Of every second block, then of all."""
+    now = float(cfg.train.gradient_checkpointing)
+    return None if now == 1 else {"train.gradient_checkpointing": 0.5 if now < 0.5 else True}
 
 
 NETWORK = frozenset({"rollout", "reference", "update"})

@@ -77,7 +77,7 @@ class Cost:
 
 class Costs:
     """Of the calls of a policy. low: the precision of autocast, None without; checkpointing:
-    whether activations are computed again; blocks: what is compiled of the network."""
+    whether activations are computed again, or of which share of the blocks; blocks: what is compiled of the network."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Costs:
         device: Device,
         *,
         low: torch.dtype | None,
-        checkpointing: bool,
+        checkpointing: bool | float,
         blocks: list[nn.Module] | None = None,
     ) -> None:
         self.policy, self.device, self.low = policy, device, low

@@ -147,7 +147,7 @@ def lighter(cfg: Config, phase: str) -> Iterator[Settings]:
         if phase == "decode" and not cfg.model.tiling:
             yield {"model.tiling": True}
         return
-    if phase == "update" and not cfg.train.gradient_checkpointing:
+    if phase == "update" and cfg.train.gradient_checkpointing is not True:
         yield {"train.gradient_checkpointing": True}
     if phase in FORWARD and b.micro > 1:
         yield {"batch.micro": b.micro // 2}

@@ -100,6 +100,9 @@ def test_checkpointing_trades_memory_for_flops(planner):
     plain = planner.budget()
     saved = planner.budget(budget_fit.changed(planner.cfg, {"train.gradient_checkpointing": True}))
     assert saved.phases["update"].gb < 0.6 * plain.phases["update"].gb
+    half = planner.budget(budget_fit.changed(planner.cfg, {"train.gradient_checkpointing": 0.5}))
+    assert saved.phases["update"].gb < half.phases["update"].gb < plain.phases["update"].gb
+    assert saved.phases["update"].flops > half.phases["update"].flops > plain.phases["update"].flops
     forward = plain.phases["update"].flops / 2.14  # its backward has no gradient of frozen weights
     assert saved.phases["update"].flops == pytest.approx(
         plain.phases["update"].flops + forward, rel=0.03

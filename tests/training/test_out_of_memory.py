@@ -85,6 +85,7 @@ def test_at_the_start_the_weights_are_what_is_too_large(tmp_path):
     [
         ("rollout", ["batch.micro=1"], "set model.dtype=bf16"),
         ("update", ["train.gradient_checkpointing=true", "batch.micro=6"], "set batch.micro=3"),
+        ("update", ["train.gradient_checkpointing=0.5"], "set train.gradient_checkpointing=true"),
         ("decode", ["batch.decode=1"], "set model.tiling=true"),
         ("reward", ["batch.decode=1"], "serve the reward on another device"),
         ("start-up", ["model.dtype=bf16"], "set model.encoders=leave"),

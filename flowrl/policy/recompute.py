@@ -1,0 +1,32 @@
+"""Gradient checkpointing of a share of a network's blocks: the others keep their activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class Recompute:
+    """What diffusers' models call in place of a block (their gradient_checkpointing_func).
+
+    share: of the blocks whose activations are computed again in the backward, in (0, 1]; they are
+    spread evenly over the blocks, in the order in which a forward comes to them first.
+    """
+
+    def __init__(self, share: float) -> None:
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share} of recomputed blocks should lie above 0, up to 1")
+        self.share = share
+        self.numbers: dict[nn.Module, int] = {}
+
+    def __call__(self, block: nn.Module, *args: Any) -> Any:
+        if not self.chosen(block):
+            return block(*args)
+        return checkpoint(block, *args, use_reentrant=False)
+
+    def chosen(self, block: nn.Module) -> bool:
+        """Whether a block's activations are computed again."""
+        number = self.numbers.setdefault(block, len(self.numbers))
+        return int((number + 1) * self.share) > int(number * self.share)
