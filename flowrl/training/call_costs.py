@@ -77,7 +77,8 @@ class Cost:
 
 class Costs:
     """Of the calls of a policy. low: the precision of autocast, None without; checkpointing:
-    whether activations are computed again, or of which share of the blocks; blocks: what is compiled of the network."""
+    whether activations are computed again, or of which share of the blocks; blocks: what is
+    compiled of the network."""
 
     def __init__(
         self,
