@@ -5,9 +5,11 @@ boolean indices, `unique`), and tensors of two devices in one operator, which is
 """
 
 from collections import Counter
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -47,9 +49,20 @@ class Far(Tensor):
     def __repr__(self):
         return f"Far({self.near})"
 
+    @property
+    def data(self):
+        return Far(self.near.detach())
+
+    @data.setter
+    def data(self, other):  # as the views of fully trained weights do
+        self.near = near(other)
+
     def tolist(self):  # torch has none for subclasses
         waits["download"] += 1
         return self.near.tolist()
+
+    def __getitem__(self, index):  # torch makes a tensor of a list on the spot, out of our sight
+        return super().__getitem__(torch.tensor(index) if isinstance(index, list) else index)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -130,3 +143,49 @@ def send(module):
         for name, b in part._buffers.items():
             part._buffers[name] = far(b)
     return module
+
+
+class Listed(TorchFunctionMode):
+    """Inside it tensors can be made there of numbers and lists, which torch does out of sight of a
+    dispatch mode."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        made = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
+        if made and is_far(kwargs.get("device")):
+            waits["upload"] += 1
+            return far(func(*args, **{**kwargs, "device": "cpu"}))
+        if func is Tensor.new_tensor and isinstance(args[0], Far):
+            waits["upload"] += 1
+            return far(torch.tensor(args[1], **{"dtype": args[0].dtype, **kwargs}))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def whole_runs(monkeypatch):
+    """Inside it models are loaded far away, and a whole run of them stays there: random numbers are
+    drawn on the CPU, and what torch asks a backend for by its name is there."""
+    from flowrl.policy import load
+
+    prepare, generator, autocast = load._prepare, torch.Generator, torch.autocast
+
+    class Generator(generator):
+        def __new__(cls, device=None):
+            return generator("cpu")
+
+    def prepared(pipe, *args, **options):
+        prepare(pipe, *args, **options)
+        for part in pipe.components.values():
+            if isinstance(part, torch.nn.Module):
+                send(part)
+
+    def cast(kind, *args, **options):
+        return nullcontext() if kind == DEVICE.type else autocast(kind, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "_prepare", prepared)
+        patch.setattr(torch, "Generator", Generator)
+        patch.setattr(torch, "autocast", cast)
+        patch.setattr(torch, DEVICE.type, torch.cpu, raising=False)
+        with Away(), Listed():
+            yield

@@ -196,9 +196,11 @@ class Coords:
         try:
             sigmas = self.sigmas_of(scheduler, times.double().cpu())
             for j in {0, len(times) // 2}:
-                made = first_order(scheduler, j, prediction, sample, extra)
+                near = [prediction.to(times.device), sample.to(times.device)]  # as in a run
+                made = first_order(scheduler, j, *near, extra)
                 if made is None:
                     return None
+                made = made.cpu()
                 x = sample / self.scale(sigmas[j]).item()
                 v = self.velocity(prediction, x, sigmas[j])
                 ours = x + v * (sigmas[j + 1] - sigmas[j]).item()
