@@ -151,6 +151,7 @@ def self_check(policy: Replayed) -> SelfCheck:
         decoded = tail(policy.prober, policy.steps, x, record[::-1])
         parts = zip(x.split(1), torch.tensor([1, 0]).split(1), strict=True)
         media = torch.cat([policy.decoder(latents, cond, row) for latents, row in parts])
+        decoded = decoded.to(media.device)  # some pipelines return media on the CPU
         errors["decode"], size = _beside(media, decoded), tuple(media.shape[-2:])
     tolerance = _tolerance(policy)
     if not max(errors.values()) <= tolerance:

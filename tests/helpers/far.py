@@ -61,8 +61,11 @@ class Far(Tensor):
         waits["download"] += 1
         return self.near.tolist()
 
-    def __getitem__(self, index):  # torch makes a tensor of a list on the spot, out of our sight
-        return super().__getitem__(torch.tensor(index) if isinstance(index, list) else index)
+    def __getitem__(self, index):  # torch makes tensors of lists on the spot, out of our sight
+        parts = index if isinstance(index, tuple) else (index,)
+        return super().__getitem__(
+            tuple(torch.tensor(part) if isinstance(part, list) else part for part in parts)
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -151,10 +154,12 @@ class Listed(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
-        made = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
-        if made and is_far(kwargs.get("device")):
+        if func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+            values = tree_map(lambda v: v.item() if isinstance(v, Far) else v, args[0])
+            if not is_far(kwargs.get("device")):
+                return func(values, *args[1:], **kwargs)
             waits["upload"] += 1
-            return far(func(*args, **{**kwargs, "device": "cpu"}))
+            return far(func(values, *args[1:], **{**kwargs, "device": "cpu"}))
         if func is Tensor.new_tensor and isinstance(args[0], Far):
             waits["upload"] += 1
             return far(torch.tensor(args[1], **{"dtype": args[0].dtype, **kwargs}))
