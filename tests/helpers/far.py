@@ -184,8 +184,9 @@ def whole_runs(monkeypatch):
             if isinstance(part, torch.nn.Module):
                 send(part)
 
-    def cast(kind, *args, **options):
-        return nullcontext() if kind == DEVICE.type else autocast(kind, *args, **options)
+    def cast(device_type, *args, **options):
+        away = device_type == DEVICE.type
+        return nullcontext() if away else autocast(device_type, *args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(load, "_prepare", prepared)

@@ -1,5 +1,5 @@
-"""A whole run whose model is on another device (tests/helpers/far.py): tensors of two devices in one
-operator are an error there, and all that it makes is what a run on the CPU makes."""
+"""A whole run whose model is on another device (tests/helpers/far.py), where tensors of two devices
+in one operator are an error: all that it makes is what a run on the CPU makes."""
 
 import far
 import pytest
