@@ -145,7 +145,7 @@ class Planner:
         )
         context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
         self.low = None if context is nullcontext else DTYPES[cfg.train.precision]
-        self.costs: dict[tuple[bool, str], Costs] = {}
+        self.costs: dict[tuple[bool | float, str], Costs] = {}
         self.rehearsals: dict[str, Rehearsed] = {}  # by batch, of which they depend
 
     @property
@@ -398,7 +398,7 @@ def simulated(
         asked, cost = event.asked, costs.of(event.asked)
         part: Part = cost.backward if event.backward else cost.forward
         if asked.what == "velocity":
-            passes = 1 + (event.backward and costs.checkpointing)
+            passes = 1 + (float(costs.checkpointing) if event.backward else 0.0)
             part = part.paying(weights, device, passes)
         own = phases["encode"] if asked.what == "encode" else phase
         own.gb = max(own.gb, (event.live + held + part.peak) / GIB)

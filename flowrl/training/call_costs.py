@@ -52,14 +52,14 @@ class Part:
             },
         )
 
-    def paying(self, weights: WeightCosts, device: Device, passes: int) -> Part:
+    def paying(self, weights: WeightCosts, device: Device, passes: float) -> Part:
         """The same with what `passes` over weights take that are not there as they are."""
         seconds = weights.seconds(device, self.seconds, passes)
         kinds = {"weights": seconds - self.seconds} if seconds > self.seconds else {}
         return replace(
             self,
             seconds=seconds,
-            operators=self.operators + passes * weights.operators,
+            operators=self.operators + round(passes * weights.operators),
             peak=self.peak + weights.above,
             kinds=self.kinds | kinds,
         )

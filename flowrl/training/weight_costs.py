@@ -34,7 +34,7 @@ class WeightCosts:
     operators: int = 0
     gathered: float = 0.0
 
-    def seconds(self, device: Device, own: float, passes: int) -> float:
+    def seconds(self, device: Device, own: float, passes: float) -> float:
         """Of a call with so many passes over the weights that takes `own` seconds otherwise; the
         next block is gathered while one computes."""
         unpacking = passes * self.moved / device.bandwidth[""]

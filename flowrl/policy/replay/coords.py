@@ -196,8 +196,8 @@ class Coords:
         try:
             sigmas = self.sigmas_of(scheduler, times.double().cpu())
             for j in {0, len(times) // 2}:
-                near = [prediction.to(times.device), sample.to(times.device)]  # as in a run
-                made = first_order(scheduler, j, *near, extra)
+                latents = sample.to(times.device)  # as in a run
+                made = first_order(scheduler, j, prediction.to(times.device), latents, extra)
                 if made is None:
                     return None
                 made = made.cpu()
