@@ -27,7 +27,6 @@ from flowrl.policy.load import call_options
 from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
 from flowrl.policy.lora import read_settings
 from flowrl.policy.module import ModulePolicy
-from flowrl.policy.quantised import check_kind
 from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.record import Encoding
 from flowrl.rewards import RewardSet, load_set
@@ -76,7 +75,6 @@ def make_policy(
     live = live or Live()
     check_init(cfg)
     combine.check(cfg)
-    check_kind(cfg.model.quantize)
     own = [part for part in cfg.train.parts if part not in heads.KINDS]
     adapted = cfg.train.mode == "lora" and (own or cfg.train.init_lora)
     lora = cfg.train.lora.model_dump() if adapted else None

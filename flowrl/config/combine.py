@@ -6,11 +6,13 @@ records, so that it names nothing that a start would refuse.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from flowrl.config.schema import Config
 
+DEFAULTS = Config()
 Settings = dict[str, Any]  # by their names, as {"batch.micro": 8}
 
 
@@ -80,16 +82,21 @@ REFUSED = (
 
 def check(cfg: Config) -> None:
     """ValueError where settings of a config do not combine."""
-    for refused in REFUSED:
-        given = [said(cfg, setting) for setting in refused.settings]
-        if all(given):
-            raise ValueError(refused.why.format(*given))
+    for sentence in refusals(cfg):
+        raise ValueError(sentence)
 
 
 def combines(cfg: Config, settings: Settings | None = None) -> bool:
     """Whether `check` passes, with other values of some settings."""
-    cfg = changed(cfg, settings or {})
-    return not any(all(said(cfg, one) for one in refused.settings) for refused in REFUSED)
+    return not any(refusals(changed(cfg, settings or {})))
+
+
+def refusals(cfg: Config) -> Iterator[str]:
+    """Why a config is refused, a sentence each."""
+    for refused in REFUSED:
+        given = [said(cfg, setting) for setting in refused.settings]
+        if all(given):
+            yield refused.why.format(*given)
 
 
 def changed(cfg: Config, settings: Settings) -> Config:
@@ -110,14 +117,18 @@ def said(cfg: Config, setting: str) -> str | None:
     """A setting of a record as the command line takes it; None where the config does not have it
     so."""
     name, _, wanted = setting.partition("=")
-    section, key = name.split(".")
-    settings = getattr(cfg, section)
-    value = getattr(settings, key)
+    value = value_of(cfg, name)
     if wanted:
         has = wanted in value if isinstance(value, list) else value == wanted
     else:
-        has = value != type(settings).model_fields[key].get_default(call_default_factory=True)
+        has = value != value_of(DEFAULTS, name)
     return f"{name}={written(value)}" if has else None
+
+
+def value_of(cfg: Config, name: str) -> Any:
+    """The value of a setting of a section."""
+    section, key = name.split(".")
+    return getattr(getattr(cfg, section), key)
 
 
 def written(value: Any) -> str:

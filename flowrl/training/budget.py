@@ -159,7 +159,10 @@ class Planner:
         cfg = cfg or self.cfg
         own = share(cfg, self.gpus)
         weights = weight_costs(cfg, self.policy, self.gpus)
-        told = [self._of_prompts(with_prompts(own, few), weights) for few in enough(own)]
+        told = [
+            self._of_prompts(combine.changed(own, {"batch.prompts": few}), weights)
+            for few in enough(own)
+        ]
         first, rows, phases, views = told[0] if len(told) == 1 else on_line(own, *told)
         self._moved(cfg, phases, weights)
         step = _optimizer(self.policy, self.device)
@@ -278,12 +281,7 @@ def share(cfg: Config, gpus: int) -> Config:
     if gpus == 1:
         return cfg
     check_batch(cfg, processes=gpus, leaves=1)
-    return with_prompts(cfg, cfg.batch.prompts // gpus)
-
-
-def with_prompts(cfg: Config, prompts: int) -> Config:
-    """The config with so many prompts an iteration."""
-    return cfg.model_copy(update={"batch": cfg.batch.model_copy(update={"prompts": prompts})})
+    return combine.changed(cfg, {"batch.prompts": cfg.batch.prompts // gpus})
 
 
 def enough(cfg: Config) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flowrl.config.combine import Settings, changed, combines, words
+from flowrl.config.combine import Settings, changed, combines, value_of, words
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
 from flowrl.runtime.roofline import GIB, Device, of_cuda
@@ -50,15 +50,9 @@ def _switch(name: str, value: Any) -> Callable[[Config, int], Settings | None]:
     """A setting at a value, once."""
 
     def settings(cfg: Config, gpus: int) -> Settings | None:
-        return None if setting(cfg, name) == value else {name: value}
+        return None if value_of(cfg, name) == value else {name: value}
 
     return settings
-
-
-def setting(cfg: Config, name: str) -> Any:
-    """The value of a setting of a section."""
-    section, key = name.split(".")
-    return getattr(getattr(cfg, section), key)
 
 
 def _shard(cfg: Config, gpus: int) -> Settings | None:
@@ -143,7 +137,7 @@ def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> F
             break
         cfg = changed(cfg, settings)
         since = {**steps[-1].settings, **settings}
-        differ = {name: v for name, v in since.items() if setting(planner.cfg, name) != v}
+        differ = {name: v for name, v in since.items() if value_of(planner.cfg, name) != v}
         step = Step(settings=differ, budget=planner.budget(cfg))
         steps.append(step)
     return Fit(steps=steps)

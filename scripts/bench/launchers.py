@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from processes import apart, free_port
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -66,12 +66,6 @@ def launchers(port: int) -> dict[str, list[list[str]]]:
     }
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def train(machines: list[list[str]], output: Path, words: list[str]) -> Tensor:
     """A run by launchers that start together -> what it learned, flat. SystemExit where one
     fails."""
@@ -97,10 +91,6 @@ def train(machines: list[list[str]], output: Path, words: list[str]) -> Tensor:
     return torch.cat(moved)
 
 
-def apart(found: Tensor, one: Tensor) -> float:
-    return float((found - one).norm() / one.norm())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--most", type=float, default=1e-6, help="largest figure that passes")
@@ -111,7 +101,8 @@ def main() -> None:
         print("| launcher | base | LoRA |\n|---|---|---|")
         for base, words in (("replicated", []), ("sharded", ["train.shard=[denoiser]"])):
             for name, machines in launchers(free_port()).items():
-                figures.append(apart(train(machines, Path(where) / str(len(figures)), words), one))
+                found = train(machines, Path(where) / str(len(figures)), words)
+                figures.append(apart({"": one}, {"": found})[""])
                 print(f"| {name} | {base} | {figures[-1]:.1e} |", flush=True)
     raise SystemExit(max(figures) > asked.most)
 

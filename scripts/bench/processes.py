@@ -113,10 +113,7 @@ def follow(trainer: Trainer, seen: dict[str, list[Tensor]]) -> None:
 
 def on(size: int, work: Callable[[], Any]) -> list[Any]:
     """What `work` returns in each of `size` processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    told = FORK.Queue()
+    port, told = free_port(), FORK.Queue()
     started = [FORK.Process(target=_rank, args=(r, size, port, work, told)) for r in range(size)]
     for process in started:
         process.start()
@@ -129,6 +126,12 @@ def on(size: int, work: Callable[[], Any]) -> list[Any]:
     if errors := [f"rank {rank}: {said}" for rank, said, _ in found if said]:
         raise SystemExit("\n".join(errors))
     return [value for *_, value in sorted(found, key=lambda part: part[0])]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _rank(rank: int, size: int, port: int, work: Callable[[], Any], told: Any) -> None:

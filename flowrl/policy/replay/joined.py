@@ -1,8 +1,8 @@
 """Calls of one network that a loop makes one after the other, made as one where they are alike.
 
-Some pipelines (Wan) run guidance's branches in a call each. Rows of a call do not know
-of one another, or prompts could not share one; so two calls with the same arguments, whose tensors
-have the same shapes but for the batch, are one call of twice the rows.
+Some pipelines (Wan) run guidance's branches in a call each. Rows of a call do not know of one
+another, or prompts could not share one; so two calls with the same arguments, whose tensors have
+the same shapes but for the batch, are one call of twice the rows.
 """
 
 from __future__ import annotations
