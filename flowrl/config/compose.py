@@ -87,6 +87,7 @@ def compose(
             *(in_full(without_overruled(layer, line)) for layer in files),
             line.own,
         )
+        start_over(merged, line)
         for override in line.values:
             apply_override(merged, override, problems)
         say(source, unnamed, merged)
@@ -176,6 +177,14 @@ def section_of(group: str, value: str) -> Tree:
 def installed(group: str) -> list[str]:
     """Names that installed packages bring for `group=`."""
     return list(registry.installed(INSTALLED[group])) if group in INSTALLED else []
+
+
+def start_over(tree: Any, line: CommandLine) -> None:
+    """`algorithm.name=` of another method than the chosen file's builds on no file, as a section of
+    a YAML file that names its method does."""
+    named = [o.value for o in line.values if o.key == "algorithm.name" and o.sign != "~"]
+    if named and named[-1] != tree.algorithm.get("name"):
+        tree.algorithm = {"name": named[-1]}
 
 
 def apply_override(tree: Any, override: Override, problems: list[str]) -> None:

@@ -403,3 +403,12 @@ def test_a_batch_that_does_not_divide_offers_the_nearest_sizes():
 def test_a_config_cannot_be_changed_after_validation():
     with pytest.raises(ValueError, match="frozen"):
         load_config().batch.group = 3
+
+
+def test_another_method_by_its_name_starts_from_its_own_defaults():
+    """As in a YAML file that names its method: nft's file, chosen by config.yaml, holds settings
+    that the reward's gradient knows nothing of."""
+    composed = load_config(None, ["algorithm.last=2", "algorithm.name=reward_gradient"])
+    assert composed.algorithm.name == "reward_gradient" and composed.algorithm.last == 2
+    same = load_config(None, ["algorithm.name=nft"])
+    assert same == load_config(None, [])
