@@ -409,6 +409,7 @@ def test_another_method_by_its_name_starts_from_its_own_defaults():
     """As in a YAML file that names its method: nft's file, chosen by config.yaml, holds settings
     that the reward's gradient knows nothing of."""
     composed = load_config(None, ["algorithm.last=2", "algorithm.name=reward_gradient"])
-    assert composed.algorithm.name == "reward_gradient" and composed.algorithm.last == 2
+    assert composed.algorithm["name"] == "reward_gradient"
+    assert composed.algorithm["last"] == 2
     same = load_config(None, ["algorithm.name=nft"])
     assert same == load_config(None, [])
