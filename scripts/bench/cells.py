@@ -147,7 +147,7 @@ def _few_steps(method: str, counts: tuple[int, ...]) -> dict[str, Claim]:
 
 READ = ["reward.preference.rounding=false"]  # the preference beside the verifier
 KL = "algorithm.kl_weight="
-KLS = ("0", "1e-4", "1e-3", "1e-2")
+KLS = ("0", "1e-4", "1e-3", "1e-2", "1", "10")
 BEYOND = {  # against nft's own runs: what is trained, and on which prompts
     "text_alone": Claim("nft", ["train.parts=[text_encoder]"], 1),
     "text_too": Claim("nft", ["train.parts=[denoiser,text_encoder]"], 1),

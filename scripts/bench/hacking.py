@@ -4,15 +4,15 @@
 
 The proxy (`proxy` below) is the strict shapes verifier plus `pay` times the colour saturation of
 the whole picture: a scorer that mostly agrees with the truth and likes colour too much. Held out is
-the strict verifier itself. A seed is one run: with stop.watch=stop until the watch ends it, and
-then resumed with stop.watch=none, to see what would have come. A seed whose folder holds a finished
-run is not run again.
+the same verifier with partial credit. A seed is one run: with stop.watch=stop until the watch ends
+it, and then resumed with stop.watch=none, to see what would have come. A seed whose folder holds a
+finished run is not run again. With OMP_NUM_THREADS=1 two seeds can run side by side.
 
 With hindsight the held-out curve is smoothed by a running mean centred on each iteration (5 wide,
 over the whole resumed run). "peak" is its highest value, "delivered" its value where the exported
 LoRA (lora-peak, of the stopped run) sampled, "at the stop" its value where the run stopped, and
-"end" that of the last iteration. Exit code 1 where what is delivered lies more than 10% below the
-peak.
+"end" that of the last iteration. Exit code 1 where what is delivered, or what the policy was worth
+at the stop, lies more than 10% below the peak, or where the fall was not one: an end above 90%.
 """
 
 from __future__ import annotations
@@ -68,19 +68,20 @@ def words(output: Path, prompts: Path, iterations: int) -> list[str]:
         "experiment=quickstart",
         f"reward={Path(__file__).resolve()}:proxy",
         "reward.strict.name=shapes",
-        "reward.strict.reading=strict",
+        "reward.strict.reading=partial",
         "reward.strict.weight=0",
         f"data.train={prompts}",
         "data.eval=null",
         "algorithm.kl_weight=0",  # nothing else keeps the policy near its base
         "algorithm.steps=1",
         "sampler.steps=4",
-        "batch.group=8",
+        "batch.group=48",  # so that a small fall can be told from noise
+        "optimizer.lr=1.5e-4",
         "watch.held_out=strict",
         "watch.detectors=[sharpness,saturation,tiling,diversity,drift]",
         "watch.smooth=5",
-        "watch.errors=3",
-        "watch.patience=2",
+        "watch.errors=2",
+        "watch.patience=1",
         "checkpoint.every=1",
         "trackers=[]",
         f"iterations={iterations}",
@@ -125,7 +126,7 @@ def centred(values: list[float]) -> list[float]:
 
 
 def row(folder: Path, seed: int) -> tuple[str, bool]:
-    """A line of the table, and whether what was delivered is near the peak."""
+    """A line of the table, and whether the watch ended the run near the peak of a real fall."""
     metrics, stopped = lines(folder), json.loads((folder / "stopped.json").read_text())
     kept = json.loads((folder / "peak-stopped.json").read_text())
     held_out = centred([line["reward/strict/mean"] for line in metrics])
@@ -142,7 +143,8 @@ def row(folder: Path, seed: int) -> tuple[str, bool]:
         f"{held_out[-1]:.3f} ({held_out[-1] / peak:.0%})",
         " / ".join(f"{trained[i]:.2f}" for i in (top, stopped - 1, len(metrics) - 1)),
     ]
-    return f"| {' | '.join(cells)} |", delivered >= LEAST * peak
+    near = min(delivered, at_stop) >= LEAST * peak > held_out[-1]
+    return f"| {' | '.join(cells)} |", near
 
 
 def main() -> None:
@@ -150,7 +152,7 @@ def main() -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--iterations", type=int, default=110)
     parser.add_argument("--output", type=Path, default=Path("runs/hacking"))
     # --seeds would take them for numbers
     overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]
