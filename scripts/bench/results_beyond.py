@@ -98,6 +98,22 @@ def rewards_table(runs: Runs) -> str:
     return table(head, rows)
 
 
+def climbing_said(method: str, runs: list[Cell]) -> str:
+    """What the runs of a method that climbs a reward's gradient say, for its page."""
+    gains = {
+        "the preference": [c["paired"]["preference"]["difference"] for c in runs],
+        "strict accuracy": gains_of(runs),
+    }
+    of = ", ".join(f"{said(v)} {spread(v)} of {name}" for name, v in gains.items())
+    rate = dict(word.split("=", 1) for word in runs[0]["words"])["optimizer.lr"]
+    return (
+        f"Trained on the tiny preference model of `shapes-sd3` at `optimizer.lr={rate}`, within the"
+        f" budget of all methods, {len(runs)} seeds, intervals over them:\n{of}.\n"
+        "[Results](../results.md#a-reward-with-a-gradient) says what else was trained on it.\n\n"
+        f"    python scripts/bench/algorithms.py run {method}"
+    )
+
+
 def said(values: list[float]) -> str:
     return f"{statistics.mean(values):+.3f}"
 

@@ -64,6 +64,9 @@ def write() -> None:
         few = claims.get(f"{method}_few", [])
         said = [run_said(method, runs), *(few_said(method, c) for c in few)]
         fill(PAGE.parent / "algorithms" / f"{method}.md", "\n\n".join(said))
+    for method, runs in _finished(cells.CLIMBING, cells.finals).items():
+        text = results_beyond.climbing_said(method, runs)
+        fill(PAGE.parent / "algorithms" / f"{method}.md", text)
     print(PAGE)
 
 
