@@ -68,6 +68,29 @@ REFUSED = (
         " between them; leave one of the two out",
     ),
     Refused(
+        ("train.sequence_parallel", "train.shard"),
+        "{0} and {1} both split the network over the same processes; leave one of the two out",
+    ),
+    Refused(
+        ("train.sequence_parallel", "train.compile"),
+        "{0} hooks blocks that {1} would compile; leave one of the two out",
+    ),
+    Refused(
+        ("train.sequence_parallel", "model.offload"),
+        "{0}: the calls that a team shares were tried with weights that stay, and {1} moves them;"
+        " leave one of the two out",
+    ),
+    Refused(
+        ("train.sequence_parallel", "model.quantize"),
+        "{0}: the calls that a team shares were tried with whole weights, and not with {1}; leave"
+        " one of the two out",
+    ),
+    Refused(
+        ("train.sequence_parallel", "train.parts=text_encoder"),
+        "{0} adds up what each process has of the gradient of the denoiser alone, and {1} trains a"
+        " text encoder; leave one of the two out",
+    ),
+    Refused(
         ("train.shard", "train.mode=full", "train.precision=fp16"),
         "{0} and {1}: the scaler of fp16 looks for overflow in whole gradients, and each process"
         " holds a share; use train.precision=bf16, or leave train.shard out",

@@ -172,6 +172,14 @@ class TrainConfig(Section):
             " process keeps all of them."
         ),
     )
+    sequence_parallel: PositiveInt = Field(
+        1,
+        description=(
+            "Processes that share each call of the network, a part of its tokens each; prompts are"
+            " dealt to teams of so many. For transformers with a context-parallel plan in"
+            " diffusers."
+        ),
+    )
 
 
 class OptimizerConfig(Section):

@@ -8,6 +8,7 @@ depend on how prompts are dealt out to processes.
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ def draw(source: Source, iteration: int, plan: Plan) -> Drawn:
     if source.references:
         with source.ledger.phase("reward"), world.all_or_none(RewardUnavailable):
             drawn = from_files.with_references(source, drawn)
+            drawn = replace(drawn, rewards=world.alike(drawn.rewards))
     return drawn
 
 
@@ -74,7 +76,7 @@ def sample(source: Source, iteration: int, plan: Plan, ids: Tensor, round_: int 
             made.append((batch, rollout))
             if len(shown) < SHOWN:
                 shown = torch.cat([shown, media]) if len(shown) else media
-        rewards = scorer.scores()
+        rewards = source.world.alike(scorer.scores())
     if len(made) > 1:
         batch = prompts.select(source.prompts, ids)
         rollout = redraw.joined(source, made, batch)

@@ -5,6 +5,10 @@ after the last micro-batch, so ranks may differ in their number of micro-batches
 split, they keep in step (flowrl/runtime/in_step.py). Statistics are made from gathered rewards, so
 they do not depend on the number of processes.
 
+With train.sequence_parallel=k, k processes in a row are a team: they hold the same prompts and the
+same samples, and share each call of the network (flowrl/training/sequence.py). To everything else a
+team is one process, whose numbers are those of its first member; prompts are dealt to teams.
+
 A process that died is noticed at once, by the connections that close; one that hangs after
 guard.rank_seconds, where all of them meet: when rewards are gathered, before gradients are summed,
 and wherever they agree. Whoever is left says which one it was and ends with an error.
@@ -12,17 +16,18 @@ and wherever they agree. Whoever is left says which one it was and ends with an 
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import accelerate
 import torch
@@ -36,11 +41,13 @@ from torch.nn.utils import get_total_norm
 
 from flowrl.runtime import shares
 from flowrl.runtime.in_step import InStep
+from flowrl.runtime.launcher import check_launcher, check_teams
 from flowrl.runtime.log import logger
 from flowrl.runtime.signals import Aborted
 from flowrl.types import Rewards
 
 NOTICED = 0.5  # seconds: by then every connection of a process that stopped is known to be closed
+T = TypeVar("T")
 BUCKET = 2**26  # gradients that are summed in one piece: 256 MB in fp32
 
 
@@ -79,29 +86,6 @@ def start(precision: str, trackers: list[str], folder: Path, seconds: float = 36
     return accelerator
 
 
-PLUGINS = {  # what accelerate's launcher asks for by the environment, and what does it here
-    "ACCELERATE_USE_FSDP": ("--use_fsdp", "train.shard=[denoiser]"),
-    "ACCELERATE_USE_DEEPSPEED": ("--use_deepspeed", "train.shard=[denoiser]"),
-    "ACCELERATE_USE_MEGATRON_LM": ("--use_megatron_lm", "train.shard=[denoiser]"),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", "train.shard=[denoiser]"),
-}
-
-
-def check_launcher(environment: Mapping[str, str]) -> None:
-    """ValueError for what accelerate's launcher was asked for and flowrl does in another way."""
-    for name, (flag, instead) in PLUGINS.items():
-        if environment.get(name, "false").lower() in ("1", "true", "yes", "y", "on", "t"):
-            raise ValueError(
-                f"{flag} wraps models in a plugin of accelerate, which LoRA on a replayed pipeline"
-                f" does not fit; launch with --multi_gpu, and set {instead} to split the weights"
-            )
-    if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() not in ("no", ""):
-        raise ValueError(
-            f"--dynamo_backend={environment['ACCELERATE_DYNAMO_BACKEND'].lower()} compiles models"
-            " that accelerate prepares, and flowrl's are not; leave it out"
-        )
-
-
 def place(accelerator: Accelerator, folder: Path) -> None:
     """Where trackers write."""
     project = accelerator.project_configuration
@@ -132,38 +116,54 @@ def all_start() -> Iterator[None]:
 
 
 class World:
-    """The processes of a run. rank in [0, size); main is rank 0.
+    """The processes of a run, in teams of `members`. process in [0, processes); rank in [0, size):
+    its team; main is process 0.
 
     seconds: most that one waits for the others. asked: the signal that asked this process to end
     the run, as a sentence; hurry: and not to finish the iteration.
     """
 
-    def __init__(self, accelerator: Accelerator, seconds: float = 3600) -> None:
-        self.accelerator, self.seconds = accelerator, seconds
-        self.rank, self.size = accelerator.process_index, accelerator.num_processes
+    def __init__(
+        self, accelerator: Accelerator, seconds: float = 3600, *, members: int = 1
+    ) -> None:
+        """ValueError where teams of so many cannot be made of the processes."""
+        self.accelerator, self.seconds, self.members = accelerator, seconds, members
+        self.process, self.processes = accelerator.process_index, accelerator.num_processes
+        check_teams(self.processes, members)
+        self.rank, self.size = self.process // members, self.processes // members
         self.main = accelerator.is_main_process
         self.asked: str | None = None
         self.hurry = False
         self.control: Any = None  # the group of meetings, on the CPU
+        self.team: Any = None  # the group of this process's team, on the CPU
         self.in_step: InStep | None = None  # where networks are split over the processes
-        if self.size > 1 and dist.is_initialized():
+        if self.processes > 1 and dist.is_initialized():
             limit = timedelta(seconds=2 * seconds)
             with all_start():
                 self.control = dist.new_group(backend="gloo", timeout=limit)
+                for first in range(0, self.processes if members > 1 else 0, members):
+                    ranks = [*range(first, first + members)]  # all take part in making each group
+                    group = dist.new_group(ranks, backend="gloo", timeout=limit)
+                    self.team = group if self.process in ranks else self.team
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is the first of its team."""
+        return self.process % self.members == 0
 
     def share(self, count: int) -> slice:
-        """This process's part of `count` prompts; count divides by the number of processes."""
-        # every size-th, so that an update trains the same prompts on any number of processes
+        """This team's part of `count` prompts; count divides by the number of teams."""
+        # every size-th, so that an update trains the same prompts on any number of teams
         return slice(self.rank, count, self.size)
 
     def part(self, rows: int) -> slice:
-        """Where this process's `rows` rows lie in what `gather` returns."""
-        before = sum(self._counts(rows)[: self.rank]) if self.size > 1 else 0
+        """Where this team's `rows` rows lie in what `gather` returns."""
+        before = sum(self._counts(rows)[: self.rank])
         return slice(before, before + rows)
 
     def gather(self, value: Tensor) -> Tensor:
-        """Concatenate (n, ...) over processes, in rank order; n may differ."""
-        if self.size == 1:
+        """Concatenate (n, ...) over teams, in rank order; n may differ."""
+        if self.processes == 1:
             return value
         counts = self._counts(len(value))
         if not max(counts):
@@ -171,28 +171,44 @@ class World:
         padded = torch.cat([value, value.new_zeros(max(counts) - len(value), *value.shape[1:])])
         with self._together():
             pieces = self.accelerator.gather(padded.contiguous()).split(max(counts))
+        pieces = self._leaders(pieces)
         return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
 
     def _counts(self, rows: int) -> list[int]:
-        """Rows of every process."""
-        if self.size == 1:
+        """Rows of every team."""
+        if self.processes == 1:
             return [rows]
         mine = torch.tensor([rows], device=self.accelerator.device)
         with self._together():
-            return self.accelerator.gather(mine).tolist()
+            return self._leaders(self.accelerator.gather(mine).tolist())
+
+    def _leaders(self, everyone: Sequence[T]) -> list[T]:
+        """Of what all processes gave, that of the first of each team."""
+        return [*everyone[:: self.members]]
+
+    def alike(self, value: T) -> T:
+        """In a team, its first member's value. Scores of a judge may differ from one call to the
+        next, and what a team samples and trains next depends on them."""
+        if self.team is None:
+            return value
+        sent = [packed(value) if self.leads else b""]
+        with self._together():
+            dist.broadcast_object_list(sent, self.rank * self.members, group=self.team)
+        return value if self.leads else unpacked(sent[0], self.accelerator.device)
 
     def gather_rewards(self, rewards: Rewards) -> Rewards:
         """Rewards of all processes, and the first error of each.
 
         Aborted, on all of them, where one was asked to hurry.
         """
-        if self.size == 1:
+        if self.processes == 1:
             return rewards
         self.meet()
         hurry = self.asked if self.hurry else None
         told = self._everyone((hurry, rewards.errors[:1], rewards.kinds))
         if reason := next((reason for reason, *_ in told if reason), None):
             raise Aborted(reason)
+        told = self._leaders(told)
         return replace(
             rewards,
             raw={name: self.gather(value) for name, value in rewards.raw.items()},
@@ -213,31 +229,35 @@ class World:
         return self.gather(pad(features, (0, width - features.shape[1]), value=float("nan")))
 
     def gather_groups(self, group: Tensor) -> Tensor:
-        """Groups (B,) of all processes, numbered apart."""
+        """Groups (B,) of all teams, numbered apart."""
         return self.gather(group + self.rank * (1 << 32))
 
     def sum(self, value: Tensor) -> Tensor:
+        """Sum of equal shapes over teams."""
+        return self._add_up(value if self.leads else torch.zeros_like(value))
+
+    def _add_up(self, value: Tensor) -> Tensor:
         """Sum of equal shapes over processes."""
-        if self.size == 1:
+        if self.processes == 1:
             return value
         with self._together():
             return self.accelerator.reduce(value, "sum")
 
     def sum_metrics(self, metrics: dict[str, Tensor]) -> dict[str, float]:
-        """Sum by name over processes; one that trained no row has no names."""
+        """Sum by name over teams; one that trained no row has no names."""
         mine = {name: float(value) for name, value in metrics.items()}
-        if self.size == 1:
+        if self.processes == 1:
             return mine
-        everyone = self._everyone(mine)
+        everyone = self.collect(mine)
         return {
             name: sum(m.get(name, 0.0) for m in everyone) for name in sorted(set().union(*everyone))
         }
 
     def mean_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Mean by name over the processes that have it."""
-        if self.size == 1:
+        """Mean by name over the teams that have it."""
+        if self.processes == 1:
             return metrics
-        everyone = self._everyone(metrics)
+        everyone = self.collect(metrics)
         return {
             name: sum(v := [m[name] for m in everyone if name in m]) / len(v)
             for name in sorted(set().union(*everyone))
@@ -265,8 +285,8 @@ class World:
                     )
 
     def collect(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order, on every one of them."""
-        return self._everyone(value)
+        """The values of all teams, in their order, on every process."""
+        return self._leaders(self._everyone(value))
 
     def told(self, value: Any) -> Any:
         """The main process's value, on every process."""
@@ -285,8 +305,8 @@ class World:
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Add up gradients over processes, a missing one counting as zero. Those of split weights
-        were added up in their backward."""
-        if self.size == 1:
+        were added up in their backward. Each member of a team has the part of its own tokens."""
+        if self.processes == 1:
             return
         self.meet()
         grads = []
@@ -294,7 +314,7 @@ class World:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             grads.append(p.grad)
         for some in buckets(grads):  # hundreds of small sums are slow
-            whole = self.sum(torch.cat([grad.flatten() for grad in some]))
+            whole = self._add_up(torch.cat([grad.flatten() for grad in some]))
             for grad, own in zip(some, whole.split([g.numel() for g in some]), strict=True):
                 grad.copy_(own.view_as(grad))
 
@@ -322,14 +342,15 @@ class World:
 
     def backward(self, loss: Tensor) -> None:
         """Add up the gradient of a loss; with split networks, when all processes do."""
-        if self.in_step is None:
-            self.accelerator.backward(loss)
-        else:
+        if self.in_step is not None:
             self.in_step.backward(loss)
+        else:
+            with self.safely() if self.members > 1 else nullcontext():
+                self.accelerator.backward(loss)
 
     def keep_in_step(self, rows: list[Callable[[], Tensor]]) -> InStep:
         """From here on all processes call networks together. rows: see InStep."""
-        self.in_step = InStep(self._largest, self.accelerator.backward, self._safely, rows)
+        self.in_step = InStep(self._largest, self.accelerator.backward, self.safely, rows)
         return self.in_step
 
     def _largest(self, value: int) -> int:
@@ -341,15 +362,15 @@ class World:
         return int(found)
 
     @contextmanager
-    def _safely(self) -> Iterator[None]:
-        """A call of a split network: Lost where it fails because a process is gone."""
+    def safely(self) -> Iterator[None]:
+        """A call that processes make together: Lost where it fails because a process is gone."""
         try:
             yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             time.sleep(NOTICED)
-            if any(rank != self.rank and self._gone(rank) for rank in range(self.size)):
+            if self._all_gone():
                 raise self._lost(error) from error
             raise
 
@@ -365,9 +386,9 @@ class World:
 
     def _everyone(self, value: Any) -> list[Any]:
         """The values of all processes, in their order."""
-        if self.size == 1:
+        if self.processes == 1:
             return [value]
-        out = [None] * self.size
+        out = [None] * self.processes
         self.meet()
         with self._together():
             dist.all_gather_object(out, value, group=self.control)
@@ -393,9 +414,9 @@ class World:
 
     def _lost(self, error: RuntimeError) -> Lost:
         return Lost(
-            f"of the {self.size} processes, {self._missing(error)} stopped, or did not come within"
-            f" guard.rank_seconds={self.seconds:g} seconds; its own last message says why, and the"
-            " others cannot go on without it"
+            f"of the {self.processes} processes, {self._missing(error)} stopped, or did not come"
+            f" within guard.rank_seconds={self.seconds:g} seconds; its own last message says why,"
+            " and the others cannot go on without it"
         )
 
     def _missing(self, error: RuntimeError) -> str:
@@ -403,14 +424,18 @@ class World:
         if found := re.search(r"Ranks ([\d, ]+) failed", str(error)):
             return f"rank {found[1]}"
         time.sleep(NOTICED)
-        if gone := [rank for rank in range(self.size) if rank != self.rank and self._gone(rank)]:
+        if gone := self._all_gone():
             return f"rank {', '.join(map(str, gone))}"
         return "one" if self.main else "rank 0, or one that rank 0 misses and names,"
 
-    def _gone(self, rank: int) -> bool:
+    def _all_gone(self) -> list[int]:
+        """The processes whose connection is closed."""
+        return [p for p in range(self.processes) if p != self.process and self._gone(p)]
+
+    def _gone(self, process: int) -> bool:
         """Whether the connection to a process is closed."""
         try:
-            dist.irecv(torch.zeros(1), src=rank, group=self.control)
+            dist.irecv(torch.zeros(1), src=process, group=self.control)
         except RuntimeError:
             return True
         return False
@@ -432,6 +457,22 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+def packed(value: Any) -> bytes:
+    """A value with tensors, for a process whose device has another number."""
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def unpacked(value: bytes, device: torch.device) -> Any:
+    """What was packed; its tensors that are not on the CPU are on this device."""
+
+    def place(storage: Any, where: str) -> Any:
+        return storage if where == "cpu" else storage.to(device=device)
+
+    return torch.load(io.BytesIO(value), map_location=place, weights_only=False)
 
 
 def buckets(tensors: Iterable[Tensor], most: int = BUCKET) -> list[list[Tensor]]:

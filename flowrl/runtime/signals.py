@@ -57,6 +57,6 @@ class StopRequest:
         # once weights were touched, the iteration ends soon, and only then they are whole
         if self.trainer.learner.touched:
             return
-        if self.world.size == 1:
+        if self.world.processes == 1:
             raise Aborted(self.world.asked)
         self.world.hurry = True  # the others must give it up too

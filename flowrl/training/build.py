@@ -73,7 +73,8 @@ def build(
         folder or Path(cfg.output or "runs"),
         cfg.guard.rank_seconds,
     )
-    world = World(accelerator, cfg.guard.rank_seconds)
+    members = cfg.train.sequence_parallel
+    world = World(accelerator, cfg.guard.rank_seconds, members=members)
     world.check_alike(flatten(cfg.model_dump(mode="json", exclude={"output"})))
     with explained_start(cfg), claimed(cfg, folder, world) as (path, lock):
         place(accelerator, path)
@@ -109,6 +110,10 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     if cfg.train.shard:
         shard(policy, world, prompts, guidance=guidance, autocast=casts)
     own = weights(cfg, algorithm, policy, accelerator)
+    if world.members > 1:
+        from flowrl.training.sequence import share_calls  # what diffusers needs for it loads slowly
+
+        share_calls(policy, world, prompts, guidance=guidance, autocast=casts)
     source = Source(
         cfg=cfg,
         world=world,

@@ -34,8 +34,10 @@ def check_batch(cfg: Config, *, processes: int, leaves: int) -> None:
     batch, problems = cfg.batch, []
     unit = processes * batch.updates
     if batch.prompts % unit:
+        kind = "process" if cfg.train.sequence_parallel == 1 else "team"
+        many = "es" if kind == "process" else "s"
         what = (
-            f"{processes} process{'es' * (processes > 1)} x {batch.updates}"
+            f"{processes} {kind}{many * (processes > 1)} x {batch.updates}"
             f" update{'s' * (batch.updates > 1)}"
         )
         problems.append(
@@ -156,6 +158,25 @@ def check_method(
     check_diversity(cfg, algorithm)
     check_climbed(cfg, rewards, algorithm)
     check_shard(cfg, algorithm, rewards)
+    check_sequence(cfg, algorithm, rewards)
+
+
+def check_sequence(cfg: Config, algorithm: Algorithm, rewards: RewardSet) -> None:
+    """ValueError where a run's gradient is not a sum over the tokens of single calls; no model is
+    needed. Settings that do not go with it: flowrl/config/combine.py."""
+    if cfg.train.sequence_parallel == 1:
+        return
+    asked = f"train.sequence_parallel={cfg.train.sequence_parallel}"
+    if "reward" in algorithm.needs or rewards.climbers:
+        raise ValueError(
+            f"{asked}: the gradient of a reward passes through several calls of the network, and"
+            " members of a team know that of their own tokens alone; leave one of the two out"
+        )
+    if algorithm.heads:
+        raise ValueError(
+            f"{asked}: algorithm.name={cfg.algorithm['name']} trains a head beside the network,"
+            " which members of a team do not share; leave one of the two out"
+        )
 
 
 def check_combined(rewards: RewardSet, algorithm: Algorithm) -> None:

@@ -45,6 +45,7 @@ RESUMABLE = (
     "guard.",
     "trackers",
     "train.shard",
+    "train.sequence_parallel",
     "model.encoders",
     "model.prompt_cache",
     "model.offload",

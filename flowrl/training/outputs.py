@@ -16,6 +16,7 @@ from flowrl.policy.lora import SETTINGS
 from flowrl.report import grids
 from flowrl.rollouts.velocity import passes
 from flowrl.runtime import files, history
+from flowrl.runtime.distributed import World
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import during
 from flowrl.runtime.run_folder import (
@@ -64,7 +65,7 @@ def start(trainer: Running) -> None:
     if trainer.started:
         return
     if main:
-        processes = parts.source.world.size
+        processes = parts.source.world.processes
         history.add(parts.path, "started", iteration=0, processes=processes)
     if cfg.guard.check_rewards and parts.source.dataset is None:
         trainer.noise_watch.noise = try_rewards(parts)
@@ -218,12 +219,18 @@ def describe(trainer: Running) -> str:
             f"model      {cfg.model.source}, {weights:,} trained weights on {source.policy.device}",
             f"algorithm  {cfg.algorithm['name']}, reward {_rewards(parts)}",
             f"iteration  {batch.prompts} prompts x {batch.group} = {batch.prompts * batch.group}"
-            f" samples on {source.world.size} process(es); {_sampling(parts)}",
+            f" samples on {_processes(source.world)}; {_sampling(parts)}",
             f"update     at most {rows:,} trained rows in {batch.updates} optimizer step(s),"
             f" {batch.micro} network rows a forward",
             f"run        {left}, in {parts.path}",
         ]
     )
+
+
+def _processes(world: World) -> str:
+    if world.members == 1:
+        return f"{world.processes} process(es)"
+    return f"{world.size} team(s) of {world.members} processes"
 
 
 def _rewards(parts: Parts) -> str:

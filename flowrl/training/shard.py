@@ -88,7 +88,7 @@ def shard(
     check_policy(policy)
     whole = sum(map(size_of, policy.networks.values()))
     with autocast():
-        calls = one_row(policy, prompts, guidance)
+        calls = one_row(policy, prompts, guidance, "train.shard")
     mesh = init_device_mesh(policy.device.type, (world.size,))
     roots = {name: split(network, mesh) for name, network in policy.networks.items()}
     rows = [_call(roots[name], calls[name], autocast) for name in roots]
@@ -102,15 +102,7 @@ def shard(
 
 def check_policy(policy: Policy) -> None:
     """ValueError where a policy's networks cannot be split."""
-    if isinstance(policy, PipelinePolicy) and isinstance(policy.replay, BodyReplay):
-        raise ValueError(
-            f"train.shard: {policy.replay.pipeline} is run by its own loop body, whose calls cannot"
-            " be kept in step; leave train.shard out"
-        )
-    if not policy.networks:
-        raise ValueError(
-            "train.shard: the model is a generator, which has no weights; leave train.shard out"
-        )
+    check_replayed(policy, "train.shard")
     for name, network in policy.networks.items():
         kind = type(network).__name__
         if not blocks(network):
@@ -135,14 +127,31 @@ def check_policy(policy: Policy) -> None:
             )
 
 
-def one_row(policy: Policy, prompts: Prompts, guidance: float | str) -> dict[str, dict[str, Any]]:
-    """The arguments of a call with one row, by network: what is called where others have rows."""
+def check_replayed(policy: Policy, setting: str) -> None:
+    """ValueError where a policy calls no network of ours that processes could share."""
+    if isinstance(policy, PipelinePolicy) and isinstance(policy.replay, BodyReplay):
+        raise ValueError(
+            f"{setting}: {policy.replay.pipeline} is run by its own loop body, whose calls cannot"
+            f" be kept in step; leave {setting} out"
+        )
+    if not policy.networks:
+        raise ValueError(
+            f"{setting}: the model is a generator, which has no weights; leave {setting} out"
+        )
+
+
+def one_row(
+    policy: Policy, prompts: Prompts, guidance: float | str, setting: str
+) -> dict[str, dict[str, Any]]:
+    """The arguments of a call with one row, by network. setting: what a refusal names."""
     calls: dict[str, dict[str, Any]] = {}
     known, counted = policy.modules, policy.calls
     policy.modules = {name: Noted(module, name, calls) for name, module in known.items()}
     try:
         cond = policy.encode([prompts[0]["prompt"]], conditions.of(prompts[:1]))
-        noise = torch.zeros((1, *policy.latent_shape), device=policy.device)
+        # drawn, so that its tokens differ
+        drawn = torch.randn((1, *policy.latent_shape), generator=torch.Generator().manual_seed(0))
+        noise = drawn.to(policy.device)
         rows = torch.zeros(1, dtype=torch.int64)
         for sigma in policy.schedule(STEPS).sigmas[:-1]:
             with torch.no_grad():
@@ -153,8 +162,8 @@ def one_row(policy: Policy, prompts: Prompts, guidance: float | str) -> dict[str
         policy.modules, policy.calls = known, counted
     if missing := known.keys() - calls.keys():
         raise ValueError(
-            f"train.shard: the {sorted(missing)[0]} is called at no noise level of the schedule;"
-            " leave train.shard out"
+            f"{setting}: the {sorted(missing)[0]} is called at no noise level of the schedule;"
+            f" leave {setting} out"
         )
     return calls
 

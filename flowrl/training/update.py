@@ -84,7 +84,7 @@ class Learner:
         if self.weights.accelerator.scaler is not None:
             self.weights.optimizer.step()  # the fp16 scaler skips it and lowers its scale
         self.weights.optimizer.zero_grad(set_to_none=True)
-        name = f"step-{self.step:06d}-rank-{self.world.rank}"
+        name = f"step-{self.step:06d}-rank-{self.world.process}"
         write_out(self.path, name, rollout, part)
         if self.nonfinite >= self.cfg.guard.nonfinite:
             raise given_up(self.path, self.nonfinite)

@@ -3,12 +3,15 @@
     python scripts/bench/processes.py
     python scripts/bench/processes.py --sizes 2 --methods flow_grpo nft --bases sharded
     python scripts/bench/processes.py --full --methods flow_grpo nft
+    python scripts/bench/processes.py --model wan --bases shared --methods flow_grpo nft
 
 An iteration of each method on one process, and on processes that talk by gloo, with the whole
-network on each of them (replicated) or a share of it (sharded). --full trains all of its weights in
-place of LoRA. Compared are the prompts, the final
-states of samples, their rewards, the advantages of trained rows, the gradient of each update and
-the weights after it. A figure is the norm of the difference over the norm of one process's values.
+network on each of them (replicated), a share of it (sharded), or all of it, each call shared by two
+processes (shared: train.sequence_parallel=2, which needs --model flux or wan, tiny pipelines of
+tests/helpers with random weights). --full trains all weights in place of LoRA. Compared are the
+prompts, the final states of samples, their rewards, the advantages of trained rows, the gradient of
+each update and the weights after it. A figure is the norm of the difference over the norm of one
+process's values.
 With --micro 1 each row goes through the network alone. With more, processes may call it with other
 numbers of rows than one process does, and kernels round differently then. A second update starts
 from weights that differ in their last digits. Then a run that is resumed on 4, 2 and 1 processes,
@@ -21,6 +24,7 @@ import argparse
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +38,9 @@ import flowrl
 from flowrl.runtime import shares
 from flowrl.training.loop import Trainer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
+
 COMMON = [
-    "model=shapes-sd3",
     "iterations=1",
     "batch.prompts=4",
     "ema.every=1",
@@ -43,6 +48,7 @@ COMMON = [
     "sampler.steps=4",
     "sampler.guidance=none",
     "data.eval=null",
+    "eval.baseline_guidance=null",
     "model.self_check=false",
     "guard.check_rewards=false",
     "optimizer.eps=1e-3",  # Adam's first step is g / (|g| + eps): a small eps blows rounding up
@@ -55,7 +61,11 @@ METHODS = {
     "tree_grpo": ["batch.group=9", "algorithm.window.size=2"],  # a tree
     "nft": ["batch.group=4", "algorithm.steps=2"],  # the forward process
 }
-BASES = {"replicated": [], "sharded": ["train.shard=[denoiser]"]}
+BASES = {
+    "replicated": [],
+    "sharded": ["train.shard=[denoiser]"],
+    "shared": ["train.sequence_parallel=2"],
+}
 FORK = multiprocessing.get_context("fork")
 Seen = dict[str, Tensor]
 
@@ -154,11 +164,12 @@ def _rank(rank: int, size: int, port: int, work: Callable[[], Any], told: Any) -
     os._exit(0)
 
 
-def together(parts: list[dict[str, Any]]) -> Seen:
+def together(parts: list[dict[str, Any]], members: int = 1) -> Seen:
     """What all processes saw, as one would: samples in the order of their names, rows in that of
-    their values; sums over processes are everybody's."""
+    their values; sums over processes are everybody's, and so are samples of a team's members."""
     each = [{name: torch.from_numpy(value) for name, value in part.items()} for part in parts]
-    whole = {name: torch.cat([part[name] for part in each]) for name in each[0]}
+    teams = each[::members]
+    whole = {name: torch.cat([part[name] for part in teams]) for name in teams[0]}
     order = whole.pop("keys").argsort()
     for name in ("samples", "rewards"):
         whole[name] = whole[name][order]
@@ -195,7 +206,8 @@ def methods(policy: Any, folder: Path, names: list[str], bases: list[str], sizes
         for base in bases:
             for size in sizes:
                 asked = words(method, base, folder / f"{method}-{base}-{size}")
-                found = together(on(size, lambda asked=asked: train(policy, asked)))
+                parts = on(size, lambda asked=asked: train(policy, asked))
+                found = together(parts, members=2 if base == "shared" else 1)
                 yield method, base, size, apart(one, found)
 
 
@@ -222,10 +234,21 @@ def stage_of(policy: Any, cfg: Any, run: Path, stage: int) -> Seen:
     return {"weights": torch.cat([(after[k] - before[k]).flatten() for k in sorted(after)])}
 
 
+def policy_of(model: str, lora: dict[str, Any] | None) -> Any:
+    """The embedded model, or a tiny pipeline of tests/helpers."""
+    if model == "shapes-sd3":
+        return flowrl.load_policy(model, lora=lora)
+    import tiny
+
+    return tiny.policy(model, lora=lora)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--bases", nargs="+", default=list(BASES), choices=BASES)
+    bases = ["replicated", "sharded"]
+    parser.add_argument("--model", default="shapes-sd3", choices=("shapes-sd3", "flux", "wan"))
+    parser.add_argument("--bases", nargs="+", default=bases, choices=BASES)
     parser.add_argument("--sizes", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--micro", type=int, default=1, help="batch.micro")
     parser.add_argument("--updates", type=int, default=1, choices=(1, 2), help="batch.updates")
@@ -238,7 +261,7 @@ def main() -> None:
         COMMON.append("train.mode=full")
     torch.set_num_threads(1)
     torch.manual_seed(0)  # of the adapters' first values
-    policy = flowrl.load_policy("shapes-sd3", lora=None if asked.full else {"rank": 4, "alpha": 4})
+    policy = policy_of(asked.model, None if asked.full else {"rank": 4, "alpha": 4})
     names = ("prompts", "samples", "rewards", "advantages", "gradient", "weights")
     worst = 0.0
     print("| method | base | processes | " + " | ".join(names) + " |")
@@ -252,7 +275,7 @@ def main() -> None:
             row = " | ".join(f"{found[name]:.1e}" for name in names)
             print(f"| {method} | {base} | {size} | {row} |", flush=True)
         for base in () if asked.no_resume else asked.bases:
-            for sizes in ([4, 2, 1], [1, 2, 4]):
+            for sizes in ([4, 2], [2, 4]) if base == "shared" else ([4, 2, 1], [1, 2, 4]):
                 found = resumed(policy, folder, sizes, base)
                 worst = max(worst, *found.values())
                 way = " then ".join(map(str, sizes))

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flowrl.runtime import distributed, signals
+from flowrl.runtime import distributed, launcher, signals
 from flowrl.runtime.in_step import Together
 from flowrl.training import shard
 from flowrl.types import Rewards
@@ -146,14 +146,14 @@ def test_processes_that_are_not_alike_are_refused_by_all_of_them(tmp_path, monke
 @pytest.mark.parametrize("flag", ["fsdp", "deepspeed", "megatron_lm", "parallelism_config"])
 def test_plugins_of_the_launcher_are_refused_with_what_does_it_here(flag):
     with pytest.raises(ValueError, match=f"--use_{flag} wraps .* set train.shard"):
-        distributed.check_launcher({f"ACCELERATE_USE_{flag.upper()}": "true"})
-    distributed.check_launcher({f"ACCELERATE_USE_{flag.upper()}": "false"})
+        launcher.check_launcher({f"ACCELERATE_USE_{flag.upper()}": "true"})
+    launcher.check_launcher({f"ACCELERATE_USE_{flag.upper()}": "false"})
 
 
 def test_compiling_by_the_launcher_is_refused():
-    distributed.check_launcher({"ACCELERATE_DYNAMO_BACKEND": "no"})
+    launcher.check_launcher({"ACCELERATE_DYNAMO_BACKEND": "no"})
     with pytest.raises(ValueError, match="--dynamo_backend=inductor compiles models"):
-        distributed.check_launcher({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})
+        launcher.check_launcher({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})
 
 
 def test_tensors_are_sent_in_few_pieces_of_one_type():
