@@ -269,6 +269,11 @@ def check_known(cfg: Config, gpus: int) -> None:
             "flowrl budget knows runs that sample, and data.offline trains on a folder; leave it"
             " out"
         )
+    if cfg.train.sequence_parallel > 1:
+        raise ValueError(
+            "flowrl budget does not know what a member of a team keeps of an activation; leave"
+            " train.sequence_parallel out, which gives the memory of a process alone"
+        )
     if "text_encoder" in cfg.train.parts:
         raise ValueError(
             "flowrl budget does not know what training the text encoder costs; leave text_encoder"

@@ -107,13 +107,8 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
     known = identity.of_parts(cfg, rewards, policy, media, live)
     casts = autocast(cfg, policy.device)
-    if cfg.train.shard:
-        shard(policy, world, prompts, guidance=guidance, autocast=casts)
+    share_networks(cfg, world, policy, prompts, guidance)
     own = weights(cfg, algorithm, policy, accelerator)
-    if world.members > 1:
-        from flowrl.training.sequence import share_calls  # what diffusers needs for it loads slowly
-
-        share_calls(policy, world, prompts, guidance=guidance, autocast=casts)
     source = Source(
         cfg=cfg,
         world=world,
@@ -145,6 +140,19 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         identity=known,
         lock=lock,
     )
+
+
+def share_networks(
+    cfg: Config, world: World, policy: Policy, prompts: Prompts, guidance: float | str
+) -> None:
+    """Split the weights over processes, or deal the tokens of each call to a team of them."""
+    casts = autocast(cfg, policy.device)
+    if cfg.train.shard:
+        shard(policy, world, prompts, guidance=guidance, autocast=casts)
+    if world.members > 1:
+        from flowrl.training.sequence import share_calls  # what diffusers needs for it loads slowly
+
+        share_calls(policy, world, prompts, guidance=guidance, autocast=casts)
 
 
 def warn(cfg: Config, algorithm: Algorithm, policy: Policy, plan: Plan, spare: int) -> None:

@@ -12,6 +12,7 @@ copy, and of scores those of a team's first member count.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -32,6 +33,8 @@ from flowrl.runtime.distributed import Lost, World
 from flowrl.runtime.log import logger
 from flowrl.training.shard import check_replayed, one_row
 
+# torch 2.12 on, of a call that diffusers makes
+warnings.filterwarnings("ignore", message=".*_functional_collectives.all_gather_tensor")
 SETTING = "train.sequence_parallel"
 Autocast = Callable[[], AbstractContextManager[object]]
 
@@ -146,6 +149,10 @@ def _compared(
         shape = "x".join(map(str, policy.latent_shape))
         why = str(error).partition("\n")[0]
         return f"its tokens of a latent {shape} cannot be dealt out: {why}"
+    if together.shape != whole.shape:
+        return (
+            f"a team predicts {[*together.shape]} for one row, and a process alone {[*whole.shape]}"
+        )
     apart = float((together - whole).norm() / whole.norm())
     if apart <= torch.finfo(whole.dtype).eps ** 0.5:
         return ""

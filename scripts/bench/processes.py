@@ -3,11 +3,11 @@
     python scripts/bench/processes.py
     python scripts/bench/processes.py --sizes 2 --methods flow_grpo nft --bases sharded
     python scripts/bench/processes.py --full --methods flow_grpo nft
-    python scripts/bench/processes.py --model wan --bases shared --methods flow_grpo nft
+    python scripts/bench/processes.py --model wan21 --bases shared --methods flow_grpo nft
 
 An iteration of each method on one process, and on processes that talk by gloo, with the whole
 network on each of them (replicated), a share of it (sharded), or all of it, each call shared by two
-processes (shared: train.sequence_parallel=2, which needs --model flux or wan, tiny pipelines of
+processes (shared: train.sequence_parallel=2, which needs --model flux or wan21, tiny pipelines of
 tests/helpers with random weights). --full trains all weights in place of LoRA. Compared are the
 prompts, the final states of samples, their rewards, the advantages of trained rows, the gradient of
 each update and the weights after it. A figure is the norm of the difference over the norm of one
@@ -247,7 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     bases = ["replicated", "sharded"]
-    parser.add_argument("--model", default="shapes-sd3", choices=("shapes-sd3", "flux", "wan"))
+    parser.add_argument("--model", default="shapes-sd3", choices=("shapes-sd3", "flux", "wan21"))
     parser.add_argument("--bases", nargs="+", default=bases, choices=BASES)
     parser.add_argument("--sizes", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--micro", type=int, default=1, help="batch.micro")

@@ -10,6 +10,7 @@ from flowrl.training.budget_fit import next_change
 from flowrl.training.out_of_memory import advised
 
 SHARD = "train.shard=[denoiser]"
+TEAMS = "train.sequence_parallel=2"
 CASES = [
     (["model.encoders=leave", "train.parts=[text_encoder]"], "use model.encoders=stay"),
     (["model.quantize=int8", "train.mode=full"], "int8 freezes the weights, and train.mode=full"),
@@ -20,6 +21,11 @@ CASES = [
     (["model.offload=denoiser", "batch.overlap=2"], "batch.overlap=2 others are sampled"),
     ([SHARD, "train.compile=blocks"], "train.compile=blocks compiles them"),
     ([SHARD, "train.parts=[denoiser,text_encoder]"], "a trained text encoder is called between"),
+    ([TEAMS, SHARD], r"shard=\[denoiser\] both split the network"),
+    ([TEAMS, "train.compile=blocks"], "hooks blocks that train.compile=blocks would compile"),
+    ([TEAMS, "model.offload=denoiser"], "model.offload=denoiser moves them"),
+    ([TEAMS, "model.quantize=int8"], "and not with model.quantize=int8"),
+    ([TEAMS, "train.parts=[denoiser,text_encoder]"], "trains a text encoder"),
     ([SHARD, "train.mode=full", "train.precision=fp16"], "the scaler of fp16 looks for overflow"),
     ([SHARD, "train.mode=full", "optimizer.name=adamw8bit"], "of optimizer.name=adamw8bit are not"),
 ]

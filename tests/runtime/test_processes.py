@@ -5,8 +5,11 @@ import os
 import signal
 import socket
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
+import tiny
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from torch import nn
@@ -133,6 +136,35 @@ def test_an_error_within_a_split_network_is_its_own_where_nobody_is_gone(tmp_pat
     assert all(said.startswith(expected) for said, _ in found.values())
 
 
+def test_a_member_that_dies_within_a_shared_call_is_named_at_once(tmp_path, monkeypatch):
+    def work(world):
+        from flowrl.training.sequence import share_calls
+
+        policy = tiny.policy("flux", lora={"rank": 2})
+        world = distributed.World(world.accelerator, SECONDS, members=2)
+        prompts = [{"prompt": tiny.PROMPTS[0]}]
+        share_calls(policy, world, prompts, guidance="none", autocast=nullcontext)
+        if world.process == 1:
+            os._exit(3)
+        noise = torch.zeros((1, *policy.latent_shape))
+        cond, rows = policy.encode(tiny.PROMPTS[:1]), torch.zeros(1, dtype=torch.int64)
+        policy.velocity(noise, 0.5, cond, rows, guidance="none")
+
+    said, _ = together(work, tmp_path, monkeypatch, ranks=1)[0]
+    assert said.startswith("Lost: of the 2 processes, rank 1 stopped")
+
+
+def test_of_a_team_the_first_members_value_counts(tmp_path, monkeypatch):
+    def work(world):
+        world = distributed.World(world.accelerator, SECONDS, members=2)
+        told = world.alike(rewards(SimpleNamespace(rank=world.process)))
+        mine = torch.full((1,), float(world.process))
+        return told.total.tolist(), world.gather(mine).tolist(), world.sum(mine + 1).tolist()
+
+    found = together(work, tmp_path, monkeypatch)
+    assert found[0][0] == found[1][0] == ([0, 0], [0], [1])
+
+
 def test_processes_that_are_not_alike_are_refused_by_all_of_them(tmp_path, monkeypatch):
     def work(world):
         world.check_alike({"seed": 7})
@@ -175,8 +207,8 @@ def test_gradients_are_summed_in_one_piece_and_missing_ones_count_as_zero(tmp_pa
         a.grad = torch.full((2, 1), 1.0 + world.rank)
         if world.rank:
             b.grad = torch.arange(6.0).view(2, 3)
-        count, total = [], world.sum
-        world.sum = lambda value: count.append(1) or total(value)
+        count, total = [], world._add_up
+        world._add_up = lambda value: count.append(1) or total(value)
         world.sum_gradients([a, b])
         return a.grad.tolist(), b.grad.tolist(), len(count)
 
