@@ -294,13 +294,19 @@ def enough(cfg: Config) -> tuple[int, ...]:
 
     Prompts are alike, so that rows, FLOPs, seconds and bytes lie on a line once an update fills its
     micro-batches and policy/winner_gain has its 16 rows; micro-batches of a few rows would make a
-    rehearsal of all prompts long.
+    rehearsal of all prompts long. Compiled blocks pad the last micro-batch of an update: numbers of
+    prompts that differ by whole micro-batches are padded alike.
     """
     b = cfg.batch
     samples = max(ENOUGH, 2 * b.micro, 2 * b.decode)
     least = b.updates * math.ceil(samples / (b.group * b.updates))
+    step = least
+    if cfg.train.compile == "blocks":
+        whole = b.updates * b.micro // math.gcd(b.micro, b.group)
+        least += (b.prompts - least) % whole
+        step = whole * math.ceil(least / whole)
     plain = cfg.draw.mode == "once" and not cfg.replay.size
-    return (least, 2 * least) if plain and b.prompts > 2 * least else (b.prompts,)
+    return (least, least + step) if plain and b.prompts > least + step else (b.prompts,)
 
 
 # rows of the first and the second iteration, phases of the second, copies of the weights
@@ -309,8 +315,8 @@ Told = tuple[dict[str, int], dict[str, int], dict[str, Phase], int]
 
 def on_line(cfg: Config, small: Told, large: Told) -> Told:
     """What is told of all prompts by the two rehearsals of fewer (see enough)."""
-    least = enough(cfg)[0]
-    share = cfg.batch.prompts / least - 1  # of the step between the two, from the first
+    few, more = enough(cfg)
+    share = (cfg.batch.prompts - few) / (more - few)  # of the step between the two, from the first
 
     def line(a: float, b: float) -> float:
         return a + share * (b - a)

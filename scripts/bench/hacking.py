@@ -1,6 +1,6 @@
 """A planted proxy that is hacked, and whether stop.watch=stop ends the run at the right place.
 
-    python scripts/bench/hacking.py --seeds 0 1 2 [watch.smooth=8 ...]
+    python scripts/bench/hacking.py --seeds 5 6 7 [watch.smooth=8 ...]
 
 The proxy (`proxy` below) is the strict shapes verifier plus `pay` times the colour saturation of
 the whole picture: a scorer that mostly agrees with the truth and likes colour too much. Held out is
@@ -76,12 +76,12 @@ def words(output: Path, prompts: Path, iterations: int) -> list[str]:
         "algorithm.steps=1",
         "sampler.steps=4",
         "batch.group=48",  # so that a small fall can be told from noise
-        "optimizer.lr=1.5e-4",
+        "optimizer.lr=1e-4",
         "watch.held_out=strict",
         "watch.detectors=[sharpness,saturation,tiling,diversity,drift]",
-        "watch.smooth=5",
+        "watch.smooth=4",
         "watch.errors=2",
-        "watch.patience=1",
+        "watch.patience=5",
         "checkpoint.every=1",
         "trackers=[]",
         f"iterations={iterations}",
@@ -151,8 +151,8 @@ def main() -> None:
     torch.set_num_threads(1)
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--iterations", type=int, default=110)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7])
+    parser.add_argument("--iterations", type=int, default=150)
     parser.add_argument("--output", type=Path, default=Path("runs/hacking"))
     # --seeds would take them for numbers
     overrides = [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")]

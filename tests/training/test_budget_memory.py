@@ -76,11 +76,19 @@ def test_presets_come_on_top_of_a_model_and_under_what_is_said(model):
     assert cfg.batch.micro == 1
 
 
-@pytest.mark.parametrize("method", ["flow_grpo", "nft"])
-def test_two_smaller_rehearsals_tell_a_large_one(method, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ("flow_grpo", ["batch.prompts=10", "batch.group=16"]),
+        ("nft", ["batch.prompts=10", "batch.group=16"]),
+        # the last micro-batch of an update is padded
+        ("flow_grpo", ["batch.prompts=37", "batch.group=6", "train.compile=blocks"]),
+    ],
+)
+def test_two_smaller_rehearsals_tell_a_large_one(method, words, monkeypatch):
     from flowrl.training import budget as module
 
-    many = ["batch.prompts=10", "batch.group=16", "batch.micro=16", "batch.decode=4"]
+    many = [*words, "batch.micro=16", "batch.decode=4"]
     told = budget(f"algorithm={method}", *many)
     monkeypatch.setattr(module, "enough", lambda cfg: (cfg.batch.prompts,))
     whole = budget(f"algorithm={method}", *many)
