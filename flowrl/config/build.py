@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,9 +120,10 @@ def make_policy(
 def encoding(cfg: Config) -> Encoding | None:
     """How prompts are encoded; None: as usual."""
     model, leave = cfg.model, cfg.model.encoders == "leave"
+    own = Encoding(leave=leave, offload=leave and model.offload == "denoiser")
     if model.prompt_cache is not None:
-        return Encoding(leave=leave, cache=PromptCache(model.prompt_cache, model.prompt_cache_gb))
-    return Encoding(leave=True) if leave else None
+        return replace(own, cache=PromptCache(model.prompt_cache, model.prompt_cache_gb))
+    return own if leave else None
 
 
 def decodes_with_gradient(cfg: Config, algorithm: Algorithm | None) -> bool:

@@ -50,10 +50,6 @@ REFUSED = (
         "{0} moves whole weights, and {1} splits them; leave one of the two out",
     ),
     Refused(
-        ("model.offload", "model.quantize"),
-        "{0} moves weights as they are, and those of {1} cannot be; leave one of the two out",
-    ),
-    Refused(
         ("model.offload", "batch.overlap"),
         "{0} frees the device while samples are scored, and with {1} others are sampled meanwhile;"
         " leave one of the two out",

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.policy.quantised import plain_tensors, scales
+
 
 class Guest:
     """Weights that have their place in host memory, and a copy on the device while it is used."""
@@ -65,8 +67,8 @@ class Turns:
                 module.register_forward_pre_hook(self._encode)
 
     def send_denoisers(self, networks: Mapping[str, nn.Module]) -> None:
-        """The frozen weights of these networks may leave from now on; ValueError where they are
-        not plain numbers, or are trained."""
+        """The frozen weights of these networks, quantised ones too, may leave from now on;
+        ValueError where they are trained."""
         tensors = unique(t for name, net in networks.items() for t in frozen(name, net))
         self.denoisers = Guest(tensors, self.device)
         for network in networks.values():
@@ -119,22 +121,24 @@ def stubbed(module: nn.Module) -> bool:
 
 
 def frozen(name: str, network: nn.Module) -> Iterator[Tensor]:
-    """Weights of a network that are not of an adapter; ValueError for what cannot be moved."""
+    """What the weights of a network that are not of an adapter are stored as; ValueError for those
+    that are trained, or stored in a way of which nothing is known."""
     what = f"model.offload=denoiser: weights of the {name} ({type(network).__name__})"
     for key, p in network.named_parameters():
         if "lora_" in key:
             continue
-        if type(p.data) is not Tensor or not p.is_floating_point():
-            raise ValueError(
-                f"{what} are {type(p.data).__name__} of {p.dtype}, and only whole floating-point"
-                " weights are moved; leave quantisation or model.offload out"
-            )
         if p.requires_grad:
             raise ValueError(
                 f"{what} are trained, and only frozen ones are moved; use train.mode=lora, or leave"
                 " model.offload out"
             )
-        yield p
+        for part in (*(part for _, part in plain_tensors(key, p)), *scales(p)):
+            if type(part.data) is not Tensor:
+                raise ValueError(
+                    f"{what} are {type(part.data).__name__}, and only whole ones and those of"
+                    " model.quantize are moved; leave model.offload out"
+                )
+            yield part
 
 
 def unique(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -64,6 +64,7 @@ class PipelinePolicy(Policy):
         # what is drawn here moves no adapter's first values
         with torch.random.fork_rng(), self.turns.running(pipe):
             self._infer(runner, example)
+        self.turns.summon()  # adapters are made where the weights are
         trained = {**(runner.denoisers if "denoiser" in parts else {}), **text}
         super().__init__(runner.denoisers, adapter, self.replay.shape, trained)
         self.encodings: Encodings | None = None

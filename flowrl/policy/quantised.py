@@ -167,6 +167,12 @@ def plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield from plain_tensors(f"{name}.{part}", own)
 
 
+def scales(weight: Tensor) -> list[Tensor]:
+    """What a weight of bitsandbytes has beside itself, a scale for each 64 numbers."""
+    state = getattr(weight, "quant_state", None)
+    return [] if state is None else [state.absmax]
+
+
 def _inner(tensor: Tensor) -> Iterable[str]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return () if flatten is None else flatten()[0]

@@ -165,22 +165,24 @@ class Costs:
 
     @torch.no_grad()
     def _encode(self, prompts: int) -> Cost:
-        """Prompts are asked for one by one, and what encoders answer is kept, copied and joined."""
+        """Prompts are asked for one by one; what encoders answer waits in host memory, and is
+        joined on the device."""
         meter = Meter(self.device)
         with meter, Attention(self.low, cuda=self.device.cuda):
             answers = self.policy.encode_one()
         one = _part(meter, 0)
         sizes = [prompts * _bytes(answer) for answer in answers]
-        kept = min(sum(sizes), LARGEST)
-        copies = 2 * max(sizes, default=0)
+        joined, host = max(sizes, default=0), 0
+        if not self.device.cuda:  # one memory for both
+            host = min(sum(sizes), LARGEST) + joined
         forward = Part(
             flops=prompts * one.flops,
             seconds=prompts * one.seconds,
             operators=prompts * one.operators,
-            peak=one.peak + kept + copies,
+            peak=one.peak + host + joined,
             kinds={kind: prompts * took for kind, took in one.kinds.items()},
         )
-        return Cost(forward=forward, saved=kept)
+        return Cost(forward=forward, saved=0 if self.device.cuda else min(sum(sizes), LARGEST))
 
 
 def _part(meter: Meter, before: int) -> Part:

@@ -17,7 +17,6 @@ CASES = [
     (["model.quantize=int8", SHARD], r"only whole .* are split by train.shard=\[denoiser\]"),
     (["model.offload=denoiser", "train.mode=full"], "train.mode=full trains them all"),
     (["model.offload=denoiser", SHARD], r"shard=\[denoiser\] splits them"),
-    (["model.offload=denoiser", "model.quantize=nf4"], "those of model.quantize=nf4 cannot be"),
     (["model.offload=denoiser", "batch.overlap=2"], "batch.overlap=2 others are sampled"),
     ([SHARD, "train.compile=blocks"], "train.compile=blocks compiles them"),
     ([SHARD, "train.parts=[denoiser,text_encoder]"], "a trained text encoder is called between"),

@@ -4,6 +4,8 @@ import torch
 
 from flowrl.policy.offload import Guest
 
+U8 = torch.uint8
+
 
 def spoil(monkeypatch):
     """Numbers that no network can compute with stand for weights that are in host memory, so that
@@ -13,7 +15,7 @@ def spoil(monkeypatch):
     def left(self):
         leave(self)
         for tensor in self.tensors:
-            odd = float("nan") if tensor.is_floating_point() else -7
+            odd = float("nan") if tensor.is_floating_point() else 7 if tensor.dtype == U8 else -7
             tensor.data = torch.full_like(tensor.data, odd)
 
     monkeypatch.setattr(Guest, "leave", left)

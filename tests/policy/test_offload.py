@@ -60,6 +60,27 @@ def test_encoders_and_denoisers_that_leave_change_no_bit(name):
     assert not turns.encoders.here and not turns.denoisers.here
 
 
+@pytest.mark.parametrize("kind", ["none", "int8", "nf4"])
+def test_denoisers_never_meet_the_encoders_not_even_when_a_policy_is_made(kind, monkeypatch):
+    """Quantised ones leave, too."""
+    met, run = [], Turns._encode
+
+    def noted(turns, module, *call):
+        run(turns, module, *call)
+        met.append(turns.encoders.here and turns.denoisers.here)
+
+    monkeypatch.setattr(Turns, "_encode", noted)
+    plain = tiny.policy("sd3", lora={"rank": 2}, quantize=kind)
+    apart = Encoding(leave=True, offload=True)
+    policy = tiny.policy("sd3", lora={"rank": 2}, encoding=apart, quantize=kind)
+    policy.load_state("default", plain.state())
+    policy.self_check()
+    policy.rest()
+    for made, wanted in zip(velocities(policy), velocities(plain), strict=True):
+        assert torch.equal(made, wanted)
+    assert met and not any(met) and policy.turns.denoisers.visits > 2
+
+
 def test_encoders_come_for_new_prompts_alone_and_take_the_place_of_the_denoiser():
     policy = tiny.policy("sd3", encoding=LEAVE)
     policy.freeze()
@@ -116,13 +137,17 @@ def test_a_pipeline_computes_where_it_is_told_and_its_class_is_as_it_was():
     assert one.device == one._execution_device == CPU and dict(kind.__dict__) == before
 
 
+class Odd(torch.Tensor):
+    """Another type of weights."""
+
+
 def test_what_cannot_leave_is_refused():
     policy = load_policy(tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond)
     with pytest.raises(ValueError, match="are trained, and only frozen ones are moved"):
         policy.offload_denoiser()
-    odd = nn.Linear(2, 2)
-    odd.weight = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match="torch.uint8, and only whole floating-point weights"):
+    odd = nn.Linear(2, 2).requires_grad_(False)
+    odd.weight = nn.Parameter(torch.zeros(2, 2).as_subclass(Odd), requires_grad=False)
+    with pytest.raises(ValueError, match="are Odd, and only whole ones and those of"):
         Turns(CPU).send_denoisers({"transformer": odd})
     with pytest.raises(ValueError, match="no text encoder; leave encoding .model.encoders"):
         load_policy(tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond, encoding=LEAVE)

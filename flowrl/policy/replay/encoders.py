@@ -64,6 +64,7 @@ class Answers:
         except TypeError:
             return self(name, real, args, kwargs)
         first = {key: row for row, key in reversed([*enumerate(keys)])}
+        device = next(_tensors((args, kwargs))).device
         known = {key: self._kept(key) for key in first if key in self.kept}
         for key, row in first.items():
             if key in known:
@@ -77,9 +78,10 @@ class Answers:
                 except TypeError:  # it holds something without rows
                     return self(name, real, args, kwargs)
                 stored.put(answer)
-            known[key] = answer
-            self._keep(key, answer)
-        return _joined([known[key] for key in keys])
+            # the states of all layers, of which pipelines read one or two, wait in host memory
+            known[key] = _changed(answer, Tensor.cpu)
+            self._keep(key, known[key])
+        return _joined([known[key] for key in keys], device)
 
     def _stored(self, name: str, network: nn.Module, row: tuple[tuple, dict]) -> Stored:
         """The place of an answer on disk, if it has one."""
@@ -223,6 +225,17 @@ def _at(value: Any, rows: list[int], n: int) -> Any:
     return _plain(value)
 
 
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with other tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return type(value)(**{key: _changed(entry, change) for key, entry in value.items()})
+    if isinstance(value, list | tuple):
+        return type(value)(_changed(entry, change) for entry in value)
+    return value
+
+
 def _without_caches(answer: Any) -> Any:
     """An answer without keys and values for a next token, for which a pipeline has no use."""
     if not isinstance(answer, dict):
@@ -237,13 +250,14 @@ def _plain(value: Any) -> Any:
     raise TypeError(type(value).__name__)
 
 
-def _joined(parts: list[Any]) -> Any:
-    """Answers to single rows as one answer."""
+def _joined(parts: list[Any], device: torch.device) -> Any:
+    """Answers to single rows as one answer, on this device."""
     first = parts[0]
     if isinstance(first, Tensor):
-        return torch.cat(parts)
+        return torch.cat(parts).to(device)
     if isinstance(first, dict):
-        return type(first)(**{key: _joined([part[key] for part in parts]) for key in first})
+        each = {key: [part[key] for part in parts] for key in first}
+        return type(first)(**{key: _joined(own, device) for key, own in each.items()})
     if isinstance(first, list | tuple):
-        return type(first)(_joined(list(entries)) for entries in zip(*parts, strict=True))
+        return type(first)(_joined(list(own), device) for own in zip(*parts, strict=True))
     return first

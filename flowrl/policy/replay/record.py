@@ -118,9 +118,11 @@ def by_name(signature: inspect.Signature, args: tuple, kwargs: dict) -> dict[str
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoding:
     """How prompts are encoded. leave: text encoders are on the device only while a prompt is new;
-    cache: where their answers are kept on disk."""
+    offload: and the denoisers never meet them there; cache: where their answers are kept on disk.
+    """
 
     leave: bool = False
+    offload: bool = False
     cache: PromptCache | None = None
 
 
@@ -174,8 +176,11 @@ class Runner:
         encoding = encoding or Encoding()
         self.answers = Answers(encoding.cache)
         self.turns = Turns(next(next(iter(self.denoisers.values())).parameters()).device)
+        self.apart = encoding.leave and encoding.offload
         if encoding.leave:
             self.turns.send_encoders(self._text_encoders())
+        if self.apart:
+            self.turns.send_denoisers(self.denoisers)
         self.form = "batch"
         self.pattern = StepPattern()
         # components that are switched off: not part of the policy, and not differentiable
@@ -332,7 +337,8 @@ class Runner:
         networks = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
         encoders = {k: v for k, v in networks.items() if k not in self.denoisers}
         stepper = Stepper(self.pattern, on_step, following, on_done, on_raw, skip_step)
-        with _LOCK, self._quiet(), self.turns.running(self.pipe), contextlib.ExitStack() as stack:
+        running = self.turns.running(self.pipe, instead=self.apart and not grad)
+        with _LOCK, self._quiet(), running, contextlib.ExitStack() as stack:
             self.answers.paused = False
             for name, module in self.denoisers.items():
                 stack.enter_context(_patched_forward(name, module, called))
