@@ -15,6 +15,13 @@ from flowrl.runtime import roofline
 from flowrl.training.budget import Budget, Planner
 
 SHARED = ["reward=pickscore", "data=ocr", "sampler.init_noise=sample"]
+FLUX = [
+    "model=flux.1-dev",
+    "algorithm=mix_grpo",
+    "algorithm.window.size=3",
+    "sampler.steps=10",
+    "batch.prompts=4",
+]
 CASES = {
     # 512 px, 205 text tokens (77 of CLIP, 128 of T5), a window of 3 of 10 steps
     "sd3.5-medium": [
@@ -23,14 +30,11 @@ CASES = {
         "algorithm.window.size=3",
         "sampler.steps=10",
         "sampler.guidance=none",
+        "batch.group=24",
+        "batch.micro=24",
     ],
-    "flux.1-dev": [
-        "model=flux.1-dev",
-        "algorithm=mix_grpo",
-        "algorithm.window.size=3",
-        "sampler.steps=10",
-        "batch.prompts=4",
-    ],
+    "flux.1-dev": FLUX,
+    "flux.1-dev, 24 GB": [*FLUX, "memory=24gb"],
 }
 COMPILE = ("none", "blocks")
 # kinds of operators by what they are

@@ -87,6 +87,26 @@ def test_names_views_and_values_stay_and_nothing_is_compiled_twice():
     assert all(b._compiled_call_impl is None for b in blocks(policy.modules["transformer"]))
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantised_blocks_are_compiled_and_leave_and_come_back(kind):
+    policy, plain = (tiny.policy("flux", lora=LORA, quantize=kind) for _ in range(2))
+    plain.load_state("default", policy.state())
+    policy.compile_blocks()
+    policy.offload_denoiser()
+    for _ in range(2):
+        with torch.no_grad():
+            expected = velocity(plain)
+            assert torch.allclose(velocity(policy), expected, atol=1e-5 * expected.abs().max())
+        policy.rest()
+    grads = []
+    for made in (policy, plain):
+        velocity(made).square().sum().backward()
+        grads.append([p.grad for p in made.trainable.named().values()])
+    assert not policy.compiled.failed
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_padded_rows_change_neither_values_nor_gradients_and_are_counted():
     policy = tiny.policy("sd3", lora=LORA)
     with torch.no_grad():
