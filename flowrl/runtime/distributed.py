@@ -461,9 +461,9 @@ ALONE = Alone()
 
 def packed(value: Any) -> bytes:
     """A value with tensors, for a process whose device has another number."""
-    out = io.BytesIO()
-    torch.save(value, out)
-    return out.getvalue()
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def unpacked(value: bytes, device: torch.device) -> Any:
