@@ -191,8 +191,8 @@ def writes(path):
         reads = called == "open" and name != "os.open" and _reads(node)
         if called not in WRITERS or name in NOT_FILES or reads:
             continue
-        into = ast.unparse(node.args[0]) if node.args else ""
-        if "buffer" not in into and (called not in ("replace", "copy") or name.startswith("os.")):
+        in_memory = any(ast.unparse(value) == "buffer" for value in node.args)
+        if not in_memory and (called not in ("replace", "copy") or name.startswith("os.")):
             yield name
 
 
@@ -236,6 +236,6 @@ def test_a_bare_write_is_found(tmp_path, source):
     (tmp_path / "x.py").write_text(source)
     assert list(writes(tmp_path / "x.py"))
     (tmp_path / "x.py").write_text(
-        "text.replace(a, b); open(path); path.open('rb'); trainer.save()"
+        "text.replace(a, b); open(path); path.open('rb'); trainer.save(); torch.save(x, buffer)"
     )
     assert not list(writes(tmp_path / "x.py"))
