@@ -32,7 +32,7 @@ from flowrl.policy.modelled import ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
 from flowrl.runtime.meter import Meter
 from flowrl.runtime.roofline import GIB, Device
-from flowrl.training.build import keeps_reference
+from flowrl.training.build import check_guidance, keeps_reference
 from flowrl.training.call_costs import Cost, Costs, Part
 from flowrl.training.checks import check_batch
 from flowrl.training.rehearsal import Asked, Event, Rehearsal
@@ -152,6 +152,13 @@ class Planner:
     def parameters(self) -> int:
         """Of the network, without adapters."""
         return sum(p.numel() for p in _frozen(self.policy).values())
+
+    @property
+    def state(self) -> int:
+        """Network rows of one state: a batch.micro below it changes nothing."""
+        algorithm = make_algorithm(self.cfg)
+        guidance = check_guidance(self.cfg, algorithm, self.policy)
+        return max(map(self.policy.branches, (guidance, algorithm.reference_guidance)))
 
     def budget(self, cfg: Config | None = None) -> Budget:
         """The budget of the config, or of one that differs in its batch, checkpointing, compiling,

@@ -132,7 +132,7 @@ def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> F
             break
         free = [card for card in cards if card > budget.resident + budget.device.reserve]
         held = not free or budget.needed <= min(free)  # by what stays, from the next smaller card
-        settings = next_change(cfg, budget.highest, planner.gpus, held)
+        settings = next_change(cfg, budget.highest, planner.gpus, held, state=planner.state)
         if settings is None:
             break
         cfg = changed(cfg, settings)
@@ -143,13 +143,18 @@ def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> F
     return Fit(steps=steps)
 
 
-def next_change(cfg: Config, phase: str, gpus: int, held: bool) -> Settings | None:
-    """The settings of the first change that makes a phase smaller; held: what stays, too."""
+def next_change(
+    cfg: Config, phase: str, gpus: int, held: bool, *, state: int = 1
+) -> Settings | None:
+    """The settings of the first change that makes a phase smaller; held: what stays, too. state:
+    network rows of one state, the least that a forward has."""
     for change in CHANGES:
         if held and not change.stays:
             continue
         settings = change.settings(cfg, gpus) if phase in change.phases else None
-        if settings is not None and combines(cfg, settings):
+        if settings is None or settings.get("batch.micro", state) < state:
+            continue
+        if combines(cfg, settings):
             return settings
     return None
 

@@ -1,6 +1,7 @@
 """What a run takes against loops of published research code, in pairs, on a free machine.
 
     python scripts/bench/against_reference.py [--threads 2] [--only tree_grpo] [--pairs 7]
+    python scripts/bench/against_reference.py --arch middle --prompts 1 --only tree_grpo
 
 tree_grpo: against chains whose steps in the same window are trained. mix_grpo: against chains of
 which all steps but the last are trained. Both save rows; `counted` is the ratio of trained network
@@ -81,9 +82,9 @@ def took(line: Metrics) -> float:
     return line["time/iteration"] - left_out
 
 
-def ours(method: str, cfg: Config, folder: Path) -> tuple[Trainer, Iterate]:
+def ours(method: str, arch: str, cfg: Config, folder: Path) -> tuple[Trainer, Iterate]:
     """flowrl's loop at its best micro-batch, warm."""
-    pipe = random_pipeline.build("shapes-sd3", torch.device("cpu"), torch.float32)
+    pipe = random_pipeline.build(arch, torch.device("cpu"), torch.float32)
     trainer = trainer_of(cfg, pipe, folder, 0)
     iterate = numbered(trainer)
     iterate()
@@ -106,9 +107,9 @@ def set_micro(trainer: Trainer, rows: int) -> None:
     trainer.learner.micro = max(1, rows // branches)
 
 
-def theirs(method: str, cfg: Config) -> Iterate:
+def theirs(method: str, arch: str, cfg: Config) -> Iterate:
     """The reference loop at its best micro-batch, warm."""
-    pipe = random_pipeline.build("shapes-sd3", torch.device("cpu"), torch.float32)
+    pipe = random_pipeline.build(arch, torch.device("cpu"), torch.float32)
     loop = reference_of(cfg, method, pipe, micro=1, trained=WINDOW.get(method))
     branches = 2 if guidance_of(cfg, method) > 1 else 1
     loop.set_micro(16)
@@ -203,6 +204,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=7)
+    archs = ("shapes-sd3", "middle")
+    parser.add_argument("--arch", default=archs[0], choices=archs)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--only", nargs="+", default=list(LIMITS), choices=LIMITS)
     given = parser.parse_args()
@@ -214,17 +217,19 @@ def main() -> None:
             pairs = 4 * given.pairs
             found = [rollout(pairs, 16, held=True), rollout(pairs, 4, held=False)]
         else:
-            cfg = config("shapes-sd3", what, [*SETTINGS[what], f"batch.prompts={given.prompts}"])
+            cfg = config(given.arch, what, [*SETTINGS[what], f"batch.prompts={given.prompts}"])
             with tempfile.TemporaryDirectory() as folder:
-                _, own = ours(what, cfg, Path(folder) / "run")
-                pairs = paired(own, theirs(what, cfg), given.pairs)
+                _, own = ours(what, given.arch, cfg, Path(folder) / "run")
+                pairs = paired(own, theirs(what, given.arch, cfg), given.pairs)
             found = by_hand(what, pairs) if what == "nft" else saving(what, pairs)
         for entry in found:
             rows.append(entry.row(most, LIMITS[what]))
             middle = statistics.median(entry.reached)
             missed = middle > LIMITS[what] if most else middle < LIMITS[what]
             failed |= entry.held and missed
-    print(f"\n{given.threads} threads, torch {torch.__version__}, {given.pairs} pairs\n")
+    print(
+        f"\n{given.arch}, {given.threads} threads, torch {torch.__version__}, {given.pairs} pairs\n"
+    )
     print(HEAD, *rows, sep="\n")
     raise SystemExit(failed)
 

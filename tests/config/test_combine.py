@@ -63,6 +63,15 @@ def test_a_budget_proposes_what_would_start(words, phase, passed_over, instead):
     assert next_change(cfg, phase, gpus=2, held=False) == instead
 
 
+def test_a_micro_batch_is_not_halved_below_the_rows_of_one_state():
+    words = ["train.gradient_checkpointing=true", "model.quantize=nf4", "batch.states=host"]
+    small = ["batch.micro=2", "batch.decode=1", "model.encoders=leave", "model.offload=denoiser"]
+    cfg = load_config(None, [*words, *small])
+    assert next_change(cfg, "update", gpus=1, held=False, state=1) == {"batch.micro": 1}
+    other = {"optimizer.name": "adamw8bit"}
+    assert next_change(cfg, "update", gpus=1, held=False, state=2) == other
+
+
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
