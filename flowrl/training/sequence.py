@@ -113,6 +113,7 @@ def plan_of(world: World) -> ContextParallelConfig:
     names = ("team", "ring", "ulysses")
     mesh = init_device_mesh(device.type, (world.size, 1, world.members), mesh_dim_names=names)
     plan.setup(world.process, world.processes, device, mesh["ring", "ulysses"])
+    world.meet()  # a process that leaves while others still connect would break their connections
     return plan
 
 
