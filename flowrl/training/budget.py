@@ -32,7 +32,7 @@ from flowrl.policy.modelled import ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
 from flowrl.runtime.meter import Meter
 from flowrl.runtime.roofline import GIB, Device
-from flowrl.training.build import check_guidance, keeps_reference
+from flowrl.training.build import check_guidance, dearest, keeps_reference
 from flowrl.training.call_costs import Cost, Costs, Part
 from flowrl.training.checks import check_batch
 from flowrl.training.rehearsal import Asked, Event, Rehearsal
@@ -158,7 +158,7 @@ class Planner:
         """Network rows of one state: a batch.micro below it changes nothing."""
         algorithm = make_algorithm(self.cfg)
         guidance = check_guidance(self.cfg, algorithm, self.policy)
-        return max(map(self.policy.branches, (guidance, algorithm.reference_guidance)))
+        return self.policy.branches(dearest(guidance, algorithm, self.policy))
 
     def budget(self, cfg: Config | None = None) -> Budget:
         """The budget of the config, or of one that differs in its batch, checkpointing, compiling,

@@ -125,14 +125,14 @@ class Fit:
 
 def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> Fit:
     """Change settings until the smallest of the cards is enough, or nothing is left to change."""
-    steps, cfg = [Step(settings={}, budget=planner.budget())], planner.cfg
+    steps, cfg, state = [Step(settings={}, budget=planner.budget())], planner.cfg, planner.state
     while len(steps) <= MOST:
         budget = steps[-1].budget
         if budget.needed <= min(cards):
             break
         free = [card for card in cards if card > budget.resident + budget.device.reserve]
         held = not free or budget.needed <= min(free)  # by what stays, from the next smaller card
-        settings = next_change(cfg, budget.highest, planner.gpus, held, state=planner.state)
+        settings = next_change(cfg, budget.highest, planner.gpus, held, state=state)
         if settings is None:
             break
         cfg = changed(cfg, settings)

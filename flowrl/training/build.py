@@ -125,7 +125,6 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         helped_plan=helped_plan(cfg, algorithm, policy),
     )
-    dearest = max((guidance, algorithm.reference_guidance), key=policy.branches)
     return Parts(
         cfg=cfg,
         guards=Guards(cfg.guard, rewards),
@@ -133,7 +132,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         path=path,
         algorithm=algorithm,
         plan=plan,
-        micro=policy.states(cfg.batch.micro, dearest),
+        micro=policy.states(cfg.batch.micro, dearest(guidance, algorithm, policy)),
         source=source,
         held_out=held_out,
         weights=own,
@@ -210,6 +209,11 @@ def check_guidance(cfg: Config, algorithm: Algorithm, policy: Policy) -> float |
     for used in (guidance, *evaluated, algorithm.reference_guidance, helped):
         policy.branches(used)
     return guidance
+
+
+def dearest(guidance: float | str, algorithm: Algorithm, policy: Policy) -> float | str:
+    """Of the guidance of rollouts and of references, the one whose states cost more rows."""
+    return max((guidance, algorithm.reference_guidance), key=policy.branches)
 
 
 def helped_plan(cfg: Config, algorithm: Algorithm, policy: Policy) -> Callable[[int], Plan] | None:

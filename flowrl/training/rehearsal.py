@@ -37,7 +37,7 @@ from flowrl.runtime.distributed import World
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.meter import Meter
 from flowrl.samplers import keys
-from flowrl.training.build import check_guidance, weights
+from flowrl.training.build import check_guidance, dearest, weights
 from flowrl.training.checks import check_batch
 from flowrl.training.guards import Guards
 from flowrl.training.loop import Trainer
@@ -276,13 +276,12 @@ class Rehearsal(Trainer):
             rewards=rewards,
             buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         )
-        dearest = max((guidance, algorithm.reference_guidance), key=policy.branches)
         self.parts = Parts(
             cfg=cfg,
             path=Path(),
             algorithm=algorithm,
             plan=plan,
-            micro=policy.states(cfg.batch.micro, dearest),
+            micro=policy.states(cfg.batch.micro, dearest(guidance, algorithm, policy)),
             source=self.source,
             held_out=[],
             weights=weights(cfg, algorithm, policy, accelerator),

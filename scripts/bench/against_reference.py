@@ -214,8 +214,8 @@ def main() -> None:
     for what in given.only:
         most = what in ("nft", "rollout")
         if what == "rollout":
-            pairs = 4 * given.pairs
-            found = [rollout(pairs, 16, held=True), rollout(pairs, 4, held=False)]
+            sizes = {16: True, 4: False}  # pictures, and whether they are held to the limit
+            found = [rollout(4 * given.pairs, n, held=held) for n, held in sizes.items()]
         else:
             cfg = config(given.arch, what, [*SETTINGS[what], f"batch.prompts={given.prompts}"])
             with tempfile.TemporaryDirectory() as folder:
