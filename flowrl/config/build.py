@@ -219,6 +219,11 @@ def check_trained(cfg: Config, policy: Policy) -> None:
         )
 
 
+def dearest(guidance: float | str, algorithm: Algorithm, policy: Policy) -> float | str:
+    """Of the guidance of rollouts and of references, the one whose states cost more rows."""
+    return max((guidance, algorithm.reference_guidance), key=policy.branches)
+
+
 def schedule(cfg: Config, policy: Policy) -> Tensor:
     """Sigmas (T+1,) fp64 of rollouts."""
     own = policy.schedule(cfg.sampler.steps).sigmas

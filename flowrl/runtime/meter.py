@@ -59,6 +59,11 @@ class Meter(TorchDispatchMode):
         self.stretch: Stretch | None = None  # of a block that is booked as compiled
         self.unwritten: dict[int, int] = {}  # results of fused kernels that none has read yet
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing compiles in here: torch's guard against it would cost as much as the books."""
+        return False
+
     def reset_peak(self) -> int:
         """Start a new peak -> the highest bytes since the last one."""
         highest, self.peak = self.peak, self.live

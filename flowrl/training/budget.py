@@ -16,12 +16,19 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from flowrl.config import combine
-from flowrl.config.build import DTYPES, autocast, decodes_with_gradient, make_algorithm
+from flowrl.config.build import (
+    DTYPES,
+    autocast,
+    dearest,
+    decodes_with_gradient,
+    make_algorithm,
+)
 from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.policy.architecture import read
@@ -32,10 +39,10 @@ from flowrl.policy.modelled import ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
 from flowrl.runtime.meter import Meter
 from flowrl.runtime.roofline import GIB, Device
-from flowrl.training.build import check_guidance, dearest, keeps_reference
+from flowrl.training.build import check_guidance, keeps_reference
 from flowrl.training.call_costs import Cost, Costs, Part
 from flowrl.training.checks import check_batch
-from flowrl.training.rehearsal import Asked, Event, Rehearsal
+from flowrl.training.rehearsal import WINNERS, Asked, Event, Rehearsal
 from flowrl.training.weight_costs import (
     AWAY,
     WeightCosts,
@@ -45,14 +52,19 @@ from flowrl.training.weight_costs import (
 
 PHASES = ("encode", "rollout", "decode", "reward", "advantages", "reference", "update", "optimizer")
 EXACT = 1 << 21  # numbers of all latents of an iteration up to which they are rehearsed as they are
-ENOUGH = 64  # samples from which on a rehearsal tells larger ones
+ENOUGH = 40  # samples from which on a rehearsal tells larger ones
 SMALL = (4, 8)  # sides of latents that stand in for larger ones
+
+
+# what is asked for (of any number of rows), whether it is the gradient of that, and whether it is
+# the call itself or what lies between the call before and it
+Moment = tuple[Asked | None, bool, bool]
 
 
 @dataclass(slots=True)
 class Phase:
     """gb: highest memory while it lasts, above weights and what stays; seconds, flops, rows: of an
-    iteration, of one process."""
+    iteration, of one process. moments: the highest memory at each kind of its moments."""
 
     gb: float = 0.0
     seconds: float = 0.0
@@ -60,6 +72,20 @@ class Phase:
     rows: int = 0
     # of the device by kind of operator; "host": what it waits for; "loop": its own operators
     ledger: dict[str, float] = field(default_factory=dict)
+    moments: dict[Moment, float] = field(default_factory=dict)
+
+    def reach(self, moment: Moment, gb: float) -> None:
+        """Memory was this high at a moment of this kind."""
+        self.moments[moment] = max(self.moments.get(moment, 0.0), gb)
+        self.gb = max(self.gb, gb)
+
+    def join(self, other: Phase) -> None:
+        """Add another phase."""
+        self.gb = max(self.gb, other.gb)
+        self.flops += other.flops
+        self.rows += other.rows
+        for kind, seconds in other.ledger.items():
+            self.spend(kind, seconds)
 
     def take(self, part: Part, device: Device) -> None:
         """Add the time of a call."""
@@ -146,7 +172,7 @@ class Planner:
         context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
         self.low = None if context is nullcontext else DTYPES[cfg.train.precision]
         self.costs: dict[tuple[bool | float, str], Costs] = {}
-        self.rehearsals: dict[str, Rehearsed] = {}  # by batch, of which they depend
+        self.rehearsals: dict[str, Rehearsed] = {}  # by what they depend on
 
     @property
     def parameters(self) -> int:
@@ -171,8 +197,11 @@ class Planner:
             for few in enough(own)
         ]
         first, rows, phases, views = told[0] if len(told) == 1 else on_line(own, *told)
+        phases["reference"].join(phases.pop(WINNERS))
+        for counts in (first, rows):
+            del counts["nfe/winners"]
         self._moved(cfg, phases, weights)
-        step = _optimizer(self.policy, self.device)
+        step = self._step
         phases["optimizer"].gb = max(phases["optimizer"].gb, step.peak / GIB)
         for _ in range(cfg.batch.updates):
             phases["optimizer"].take(replace(step, flops=0.0), self.device)
@@ -198,11 +227,19 @@ class Planner:
             notes=_notes(cfg, self.device),
         )
 
+    @cached_property
+    def _step(self) -> Part:
+        return _optimizer(self.policy, self.device)
+
     def _of_prompts(self, own: Config, weights: WeightCosts) -> Told:
         """What a rehearsal of one process tells."""
-        if (batch := f"{own.batch} {own.train.compile}") not in self.rehearsals:
+        # it is the same wherever states are kept
+        batch = f"{own.batch.model_copy(update={'states': 'device'})} {own.train.compile}"
+        if batch not in self.rehearsals:
             self.rehearsals[batch] = rehearsed(own, self.policy.shapes)
-        first, events, metrics, views = self.rehearsals[batch]
+        first, events, metrics, views, states = self.rehearsals[batch]
+        if own.batch.states == "host":
+            events = [event.without(states) for event in events]
         cond = _cond_bytes(self.policy, own)
         phases = simulated(events, self._costs(own), self.device, cond, weights)
         return _rows(first), _rows(metrics), phases, views
@@ -300,9 +337,9 @@ def enough(cfg: Config) -> tuple[int, ...]:
     """Numbers of prompts whose rehearsals tell that of the config's: its own, or two smaller ones.
 
     Prompts are alike, so that rows, FLOPs, seconds and bytes lie on a line once an update fills its
-    micro-batches and policy/winner_gain has its 16 rows; micro-batches of a few rows would make a
-    rehearsal of all prompts long. Compiled blocks pad the last micro-batch of an update: numbers of
-    prompts that differ by whole micro-batches are padded alike.
+    micro-batches and policy/winner_gain has its 16 rows of the better half; micro-batches of a few
+    rows would make a rehearsal of all prompts long. Compiled blocks pad the last micro-batch of an
+    update: numbers of prompts that differ by whole micro-batches are padded alike.
     """
     b = cfg.batch
     samples = max(ENOUGH, 2 * b.micro, 2 * b.decode)
@@ -329,28 +366,34 @@ def on_line(cfg: Config, small: Told, large: Told) -> Told:
         return a + share * (b - a)
 
     def counts(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
-        return {name: round(line(a[name], b[name])) for name in b}
+        found = {name: round(line(a[name], b[name])) for name in b}
+        found["nfe/reference"] += b["nfe/winners"] - found["nfe/winners"]
+        return found
 
     def phase(a: Phase, b: Phase) -> Phase:
+        # each kind of moment has a line of its own, and the highest is another with many prompts
+        lines = [line(a.moments.get(moment, gb), gb) for moment, gb in b.moments.items()]
         return Phase(
-            gb=max(b.gb, line(a.gb, b.gb)),
+            gb=max(b.gb, *lines, 0.0),
             seconds=line(a.seconds, b.seconds),
             flops=line(a.flops, b.flops),
             rows=round(line(a.rows, b.rows)),
             ledger={kind: line(a.ledger.get(kind, 0.0), t) for kind, t in b.ledger.items()},
         )
 
-    phases = {name: phase(small[2][name], large[2][name]) for name in large[2]}
+    phases = {name: phase(small[2][name], large[2][name]) for name in PHASES}
+    phases[WINNERS] = large[2][WINNERS]
     return counts(small[0], large[0]), counts(small[1], large[1]), phases, large[3]
 
 
-# metrics of the first iteration, events and metrics of the second one, copies of the weights
-Rehearsed = tuple[dict[str, float], list[Event], dict[str, float], int]
+# metrics of the first iteration, events and metrics of the second one, copies of the weights, bytes
+# of the states
+Rehearsed = tuple[dict[str, float], list[Event], dict[str, float], int, float]
 
 
 def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
     """(metrics of the first iteration, events and metrics of the second one, copies of the trained
-    weights), with the bytes of latents and media as they are."""
+    weights, bytes of the rollout's states), with the bytes of latents and media as they are."""
     numbers, media = torch.Size(shapes.latent).numel(), torch.Size(shapes.media).numel()
     samples = cfg.batch.prompts * cfg.batch.group
     runs, sizes = [], []
@@ -361,14 +404,15 @@ def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
         drawn = shapes.media if exact else _media(shapes, sizes[-1] / numbers)
         run = Rehearsal(cfg, shapes, latent, drawn)
         runs.append((*run.rehearse(), len(run.algorithm.views)))
-    first, events, metrics, views = runs[-1]
+    first, events, metrics, states, views = runs[-1]
     if len(runs) == 2:
         slope = (numbers - sizes[0]) / (sizes[1] - sizes[0])
         pairs = zip(runs[0][1], runs[1][1], strict=True)
         events = [_extrapolated(small, large, slope) for small, large in pairs]
+        states *= numbers / sizes[1]
     if keeps_reference(cfg, make_algorithm(cfg)):
         views += 1
-    return first, events, metrics, views
+    return first, events, metrics, views, states
 
 
 def smaller(shape: Sequence[int], side: int) -> tuple[int, ...]:
@@ -402,11 +446,12 @@ def simulated(
 
     A forward with a gradient leaves what its backward reads, `held` until that is over.
     """
-    phases = {name: Phase() for name in PHASES}
+    phases = {name: Phase() for name in (*PHASES, WINNERS)}
     held = 0.0
     for event in events:
         phase = phases[event.phase] if event.phase in phases else Phase()
-        phase.gb = max(phase.gb, (event.since + held) / GIB)
+        kind = replace(event.asked, rows=0) if event.asked else None
+        phase.reach((kind, event.backward, False), (event.since + held) / GIB)
         loop = device.call(device.seconds("", 0, event.moved), event.operators)
         phase.spend("loop", loop if event.operators else 0.0)
         if event.asked is None:
@@ -417,7 +462,7 @@ def simulated(
             passes = 1 + (float(costs.checkpointing) if event.backward else 0.0)
             part = part.paying(weights, device, passes)
         own = phases["encode"] if asked.what == "encode" else phase
-        own.gb = max(own.gb, (event.live + held + part.peak) / GIB)
+        own.reach((kind, event.backward, True), (event.live + held + part.peak) / GIB)
         own.take(part, device)
         held += _kept(asked, cost, event.backward, cond)
         if asked.what == "velocity" and not event.backward:
@@ -467,7 +512,7 @@ def _optimizer(policy: ModelledPolicy, device: Device) -> Part:
 
 def _rows(metrics: dict[str, float]) -> dict[str, int]:
     """The counts of a line of metrics."""
-    names = ("nfe/rollout", "nfe/reference", "nfe/update", "policy/rows")
+    names = ("nfe/rollout", "nfe/reference", "nfe/update", "nfe/winners", "policy/rows")
     return {name: round(metrics.get(name, 0.0)) for name in names}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from flowrl.algorithms.common.base import Algorithm
-from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
+from flowrl.config.build import autocast, dearest, make_algorithm, make_policy, schedule
 from flowrl.config.live import Live, check_given
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
@@ -209,11 +209,6 @@ def check_guidance(cfg: Config, algorithm: Algorithm, policy: Policy) -> float |
     for used in (guidance, *evaluated, algorithm.reference_guidance, helped):
         policy.branches(used)
     return guidance
-
-
-def dearest(guidance: float | str, algorithm: Algorithm, policy: Policy) -> float | str:
-    """Of the guidance of rollouts and of references, the one whose states cost more rows."""
-    return max((guidance, algorithm.reference_guidance), key=policy.branches)
 
 
 def helped_plan(cfg: Config, algorithm: Algorithm, policy: Policy) -> Callable[[int], Plan] | None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from flowrl.config.build import dearest
 from flowrl.config.combine import Settings, combines, words
 from flowrl.config.schema import Config
 from flowrl.runtime import checkpoint
@@ -54,7 +55,8 @@ def explained(trainer: Trained) -> Iterator[None]:
         phase, path = getattr(error, "phase", "between phases"), trainer.parts.path
         raise OutOfMemory(
             f"memory ran out in the phase {phase} ({said(error)}){used(held(trainer.parts))};"
-            f" {advised(trainer.cfg, phase)}; {kept(trainer.parts)}: flowrl train SETTINGS --resume"
+            f" {advised(trainer.cfg, phase, state=rows_of_a_state(trainer.parts))};"
+            f" {kept(trainer.parts)}: flowrl train SETTINGS --resume"
             f" {path} --accept-changes"
         ) from error
 
@@ -126,9 +128,16 @@ def used(known: Iterable[tuple[str, int]]) -> str:
     return f", which holds {', '.join(words)}" if words else ""
 
 
-def advised(cfg: Config, phase: str) -> str:
-    """The nearest setting that needs less in a phase, of those that go with the config's others."""
-    for settings in lighter(cfg, phase):
+def rows_of_a_state(parts: Parts) -> int:
+    """Network rows of one state of a run, the least that a forward has."""
+    policy = parts.source.policy
+    return policy.branches(dearest(parts.source.guidance, parts.algorithm, policy))
+
+
+def advised(cfg: Config, phase: str, *, state: int = 1) -> str:
+    """The nearest setting that needs less in a phase, of those that go with the config's others.
+    state: network rows of one state, where they are known."""
+    for settings in lighter(cfg, phase, state=state):
         if combines(cfg, settings):
             return f"set {words(settings)}"
     if phase == "reward":
@@ -138,8 +147,9 @@ def advised(cfg: Config, phase: str) -> str:
     return "ask for smaller pictures (model.pipeline.height and width)"
 
 
-def lighter(cfg: Config, phase: str) -> Iterator[Settings]:
-    """Settings that need less in a phase, each by itself, the nearest first."""
+def lighter(cfg: Config, phase: str, *, state: int = 1) -> Iterator[Settings]:
+    """Settings that need less in a phase, each by itself, the nearest first. batch.micro is not
+    halved below the rows of one state, which would change nothing."""
     b = cfg.batch
     if phase in ("decode", "reward"):
         if (most := min(b.decode, b.prompts * b.group)) > 1:
@@ -149,7 +159,7 @@ def lighter(cfg: Config, phase: str) -> Iterator[Settings]:
         return
     if phase == "update" and cfg.train.gradient_checkpointing is not True:
         yield {"train.gradient_checkpointing": True}
-    if phase in FORWARD and b.micro > 1:
+    if phase in FORWARD and b.micro // 2 >= state:
         yield {"batch.micro": b.micro // 2}
     if cfg.model.dtype == "fp32":
         yield {"model.dtype": "bf16"}

@@ -2,8 +2,8 @@
 
 The loop, the engine, the method and the update are the run's; the policy's latents are a few
 numbers, its networks one, and it writes down what it is asked: how many rows in a forward, under
-which guidance and view, with a gradient or not. Rewards are random and all differ, so that every
-group has a signal, as with rewards that are no whole numbers. The second iteration is the usual
+which guidance and view, with a gradient or not. Rewards all differ, so that every group has a
+signal, as with rewards that are no whole numbers. The second iteration is the usual
 one: the first also checks ratios, and old weights are still the present ones.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.config.build import give_heads, make_algorithm, schedule
+from flowrl.config.build import dearest, give_heads, make_algorithm, schedule
 from flowrl.config.schema import Config
 from flowrl.config.training import DiversityConfig
 from flowrl.policy import Policy
@@ -37,7 +37,7 @@ from flowrl.runtime.distributed import World
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.meter import Meter
 from flowrl.samplers import keys
-from flowrl.training.build import check_guidance, dearest, weights
+from flowrl.training.build import check_guidance, weights
 from flowrl.training.checks import check_batch
 from flowrl.training.guards import Guards
 from flowrl.training.loop import Trainer
@@ -46,6 +46,9 @@ from flowrl.training.records import Parts
 from flowrl.training.reward_trial import NoiseWatch
 from flowrl.training.update import Learner
 from flowrl.training.watch import Watch
+
+GOLDEN = (5**0.5 - 1) / 2
+WINNERS = "winners"  # the phase of policy/winner_gain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +122,25 @@ class Notes:
 
 
 class NotedLedger(Ledger):
-    """Writes down where phases begin and end."""
+    """Writes down where phases begin and end. References after the update, of policy/winner_gain,
+    are a phase of their own: they are not more with more prompts."""
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes
         super().__init__("cpu")
 
+    def reset(self) -> None:
+        self.updated, self.winners = False, 0  # network rows of that phase
+        super().reset()
+
+    def iteration(self) -> dict[str, float]:
+        winners = float(self.winners)
+        return super().iteration() | {"nfe/winners": winners}
+
     @property
     def now(self) -> str:
+        if self.updated and self.stack:
+            return WINNERS
         return self.stack[-1] if self.stack else "other"
 
     @contextmanager
@@ -135,6 +149,7 @@ class NotedLedger(Ledger):
         with super().phase(name):
             yield
             self.notes.add(self.now)
+        self.updated |= name == "update"
 
     @contextmanager
     def work(self, kind: str, *, rows: int = 0, call: str = "forward") -> Iterator[None]:
@@ -213,8 +228,12 @@ class ToyPolicy(Policy):
         return Called.apply(x, weight, lambda: self._note(asked, backward=True), media)
 
     def _note(self, asked: Asked, *, backward: bool = False) -> None:
-        if self.ledger is not None:
-            self.ledger.notes.add(self.ledger.now, asked, backward=backward)
+        if self.ledger is None:
+            return
+        phase = self.ledger.now
+        self.ledger.notes.add(phase, asked, backward=backward)
+        if phase == WINNERS and asked.what == "velocity":
+            self.ledger.winners += asked.rows * asked.branches
 
 
 class NotedLearner(Learner):
@@ -295,19 +314,16 @@ class Rehearsal(Trainer):
         self.noise_watch = NoiseWatch()
         policy.ledger = ledger
 
-    def rehearse(self) -> tuple[dict[str, float], list[Event], dict[str, float]]:
-        """(metrics of the first iteration, events and metrics of the second one); metrics are what
-        a line of metrics.jsonl would hold."""
+    def rehearse(self) -> tuple[dict[str, float], list[Event], dict[str, float], float]:
+        """(metrics of the first iteration, events and metrics of the second one, bytes of its
+        states); metrics are what a line of metrics.jsonl would hold, and nfe/winners."""
         first = self.iterate(0).metrics
         with self.meter:
             self.notes.begin()
             done = self.iterate(1)
             self.notes.add("other")
-        events = self.notes.events
-        if self.cfg.batch.states == "host":
-            states = done.rollout.states
-            events = [event.without(states.numel() * states.element_size()) for event in events]
-        return first, events, done.metrics
+        states = done.rollout.states
+        return first, self.notes.events, done.metrics, states.numel() * states.element_size()
 
 
 def _alone() -> SimpleNamespace:
@@ -325,15 +341,17 @@ def _alone() -> SimpleNamespace:
 
 
 def scores(label: str) -> Callable[[Tensor, list[str], Any], Tensor]:
-    """A reward that scores the k-th sample that it sees by a number drawn for k, uniform in
-    [0, 1)."""
-    seen = 0
+    """A reward that scores the k-th sample that it sees by the fraction of k times the golden
+    ratio: in [0, 1), all differ, and any few in a row are spread evenly, so that half of a group is
+    better than its mean, as with most rewards."""
+    seen, first = 0, keys.uniform(keys.key("rehearsal", label, torch.arange(1)))
 
     def score(media: Tensor, prompts: list[str], context: Any = None) -> Tensor:
         nonlocal seen
-        drawn = keys.uniform(keys.key("rehearsal", label, torch.arange(seen, seen + len(media))))
+        places = torch.arange(seen, seen + len(media), dtype=torch.float64)
         seen += len(media)
+        spread = (first + places * GOLDEN) % 1
         # a gradient may pass, and changes nothing
-        return drawn.float() + 0.0 * media.float().flatten(1).mean(1)
+        return spread.float() + 0.0 * media.float().flatten(1).mean(1)
 
     return score

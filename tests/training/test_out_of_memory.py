@@ -98,3 +98,9 @@ def test_at_the_start_the_weights_are_what_is_too_large(tmp_path):
 )
 def test_the_next_setting_follows_from_those_there_are(phase, words, fix):
     assert advised(load_config(None, words), phase).startswith(fix)
+
+
+def test_a_micro_batch_is_not_halved_below_the_rows_of_one_state():
+    cfg = load_config(None, ["batch.micro=2"])
+    assert advised(cfg, "rollout", state=1).startswith("set batch.micro=1")
+    assert advised(cfg, "rollout", state=2).startswith("set model.dtype=bf16")
