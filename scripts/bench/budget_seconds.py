@@ -1,0 +1,42 @@
+"""How long `flowrl budget` takes for every named config, each in a process of its own.
+
+    python scripts/bench/budget_seconds.py [--algorithm flow_grpo] [--device h100]
+
+Prints Markdown; exit code 1 where one takes more than a minute. It wants a free machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MODELS = Path(__file__).resolve().parents[2] / "configs" / "model"
+MOST = 60.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--algorithm", default="nft")
+    parser.add_argument("--device", default="h100")
+    given = parser.parse_args()
+    slow = []
+    print("| model | seconds |\n|---|---|")
+    for model in sorted(path.stem for path in MODELS.glob("*.yaml")):
+        words = [f"model={model}", f"algorithm={given.algorithm}", "--device", given.device]
+        began = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "flowrl", "budget", *words], check=True, stdout=subprocess.PIPE
+        )
+        took = time.perf_counter() - began
+        print(f"| {model} | {took:.1f} |", flush=True)
+        if took > MOST:
+            slow.append(model)
+    if slow:
+        raise SystemExit(f"more than {MOST:.0f} s: {', '.join(slow)}")
+
+
+if __name__ == "__main__":
+    main()
