@@ -101,7 +101,8 @@ def test_of_a_tree_all_rows_are_told_but_for_the_few_winners_that_are_looked_at(
     """16 rows of the better half, which may share states, in two forwards."""
     from flowrl.training import budget as module
 
-    words = ["algorithm=tree_grpo", "batch.prompts=10", "batch.group=9", "algorithm.window.size=2"]
+    words = ["algorithm=tree_grpo", "algorithm.window.size=2", "sampler.steps=4"]
+    words += ["batch.prompts=16", "batch.group=9"]
     told = budget(*words, "batch.micro=16")
     monkeypatch.setattr(module, "enough", lambda cfg: (cfg.batch.prompts,))
     whole = budget(*words, "batch.micro=16")
