@@ -63,12 +63,12 @@ class Device:
         issued = operators * self.host
         return max(device, issued) if self.cuda else device + issued
 
-    def all_reduce(self, nbytes: float, processes: int, tensors: int) -> float:
-        """Seconds of summing `tensors` tensors over processes in a ring: 2 (N - 1) / N of the
-        bytes pass each link, and each tensor costs a round of latency."""
+    def all_reduce(self, nbytes: float, processes: int, calls: int) -> float:
+        """Seconds of summing so many bytes over processes in a ring, in `calls` calls: 2 (N - 1) /
+        N of the bytes pass each link, and each call costs a round of latency."""
         if processes == 1:
             return 0.0
-        return 2 * (processes - 1) / processes * nbytes / self.link + 3e-5 * tensors
+        return 2 * (processes - 1) / processes * nbytes / self.link + 3e-5 * calls
 
 
 def _gpu(name: str, peak: float, bandwidth: float, memory: float, link: float) -> Device:

@@ -37,6 +37,7 @@ from flowrl.policy.call_shapes import CallShapes
 from flowrl.policy.load import call_options
 from flowrl.policy.modelled import ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
+from flowrl.runtime.distributed import buckets
 from flowrl.runtime.meter import Meter
 from flowrl.runtime.roofline import GIB, Device
 from flowrl.training.build import check_guidance, keeps_reference
@@ -207,7 +208,6 @@ class Planner:
             phases["optimizer"].take(replace(step, flops=0.0), self.device)
         trained = self.policy.trainable.named()
         numbers = sum(p.numel() for p in trained.values())
-        updates = cfg.batch.updates
         return Budget(
             model=cfg.model.source,
             pipeline=self.policy.architecture.pipeline,
@@ -219,10 +219,7 @@ class Planner:
             phases=phases,
             rows=rows,
             first=first,
-            reduced={
-                "gb": 4 * numbers * updates / GIB if self.gpus > 1 else 0.0,
-                "seconds": updates * self.device.all_reduce(4 * numbers, self.gpus, len(trained)),
-            },
+            reduced=self._reduced(cfg, [*trained.values()]),
             parameters={"network": self.parameters, "trained": numbers},
             notes=_notes(cfg, self.device),
         )
@@ -258,6 +255,15 @@ class Planner:
                 blocks=blocks(network) if compiled else [],
             )
         return self.costs[key]
+
+    def _reduced(self, cfg: Config, trained: list[torch.nn.Parameter]) -> dict[str, float]:
+        """What processes send each other in the updates of an iteration to sum their gradients.
+        Those of split weights are summed in each backward (weight_costs.py)."""
+        if self.gpus == 1 or (cfg.train.mode == "full" and cfg.train.shard):
+            return {"gb": 0.0, "seconds": 0.0}
+        size, updates = 4 * sum(p.numel() for p in trained), cfg.batch.updates
+        seconds = self.device.all_reduce(size, self.gpus, len(buckets(trained)))
+        return {"gb": updates * size / GIB, "seconds": updates * seconds}
 
     def _moved(self, cfg: Config, phases: dict[str, Phase], weights: WeightCosts) -> None:
         """Weights that leave the device are there in some phases alone, and come back once an
@@ -460,7 +466,7 @@ def simulated(
         part: Part = cost.backward if event.backward else cost.forward
         if asked.what == "velocity":
             passes = 1 + (float(costs.checkpointing) if event.backward else 0.0)
-            part = part.paying(weights, device, passes)
+            part = part.paying(weights, device, passes, backward=event.backward)
         own = phases["encode"] if asked.what == "encode" else phase
         own.reach((kind, event.backward, True), (event.live + held + part.peak) / GIB)
         own.take(part, device)

@@ -52,9 +52,11 @@ class Part:
             },
         )
 
-    def paying(self, weights: WeightCosts, device: Device, passes: float) -> Part:
+    def paying(
+        self, weights: WeightCosts, device: Device, passes: float, *, backward: bool
+    ) -> Part:
         """The same with what `passes` over weights take that are not there as they are."""
-        seconds = weights.seconds(device, self.seconds, passes)
+        seconds = weights.seconds(device, self.seconds, passes, backward=backward)
         kinds = {"weights": seconds - self.seconds} if seconds > self.seconds else {}
         return replace(
             self,

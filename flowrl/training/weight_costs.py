@@ -24,21 +24,25 @@ AWAY = {"denoiser": ("encode", "decode", "reward")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCosts:
-    """Of a network's frozen weights, in bytes. stays: on a device while it is used; above: what a
-    call adds, a layer unpacked or blocks gathered; moved, layers: what unpacking all layers reads
-    and writes, and its operators; gathered: what comes from other processes in a pass."""
+    """Of a network's weights, in bytes. stays: on a device while it is used; above: what a call
+    adds, a layer unpacked or blocks gathered; moved, operators: what unpacking all layers reads and
+    writes, and its operators; gathered: what comes from other processes in a forward or a backward;
+    scattered: gradients that go to them in a backward."""
 
     stays: float
     above: float = 0.0
     moved: float = 0.0
     operators: int = 0
     gathered: float = 0.0
+    scattered: float = 0.0
 
-    def seconds(self, device: Device, own: float, passes: float) -> float:
-        """Of a call with so many passes over the weights that takes `own` seconds otherwise; the
-        next block is gathered while one computes."""
+    def seconds(self, device: Device, own: float, passes: float, *, backward: bool) -> float:
+        """Of a call with so many passes over the weights that takes `own` seconds otherwise. The
+        next block is gathered while one computes, and stays while its activations are computed
+        again."""
         unpacking = passes * self.moved / device.bandwidth[""]
-        return max(own + unpacking, passes * self.gathered / device.link)
+        sent = self.gathered + (self.scattered if backward else 0.0)
+        return max(own + unpacking, sent / device.link)
 
 
 def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
@@ -58,8 +62,12 @@ def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
         )
     if cfg.train.shard and gpus > 1:
         sizes = [size_of(block) for block in blocks(network)]
+        others = whole * (gpus - 1) / gpus
         return WeightCosts(
-            stays=whole / gpus, above=2 * max(sizes), gathered=whole * (gpus - 1) / gpus
+            stays=whole / gpus,
+            above=2 * max(sizes),
+            gathered=others,
+            scattered=others if cfg.train.mode == "full" else 0.0,
         )
     return WeightCosts(stays=whole)
 

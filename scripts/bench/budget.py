@@ -199,9 +199,10 @@ def main() -> None:
         for model in given.model or ["shapes-sd3", "middle"]:
             source = model if model == "shapes-sd3" else str(middle(Path(folder) / model))
             for method in given.method or METHODS:
-                words = [] if model == "shapes-sd3" else MIDDLE
+                words = []
                 if source != model:
-                    words = [f"model.source={source}", *words]
+                    leaves = ["batch.group=27"] if method == "tree_grpo" else []
+                    words = [f"model.source={source}", *MIDDLE, *leaves]
                 cfg = config("shapes-sd3", method, *words, *given.settings)
                 print(f"{model} {method}")
                 if not compare(cfg, Planner(cfg, device).budget(), timed=not given.no_time):
@@ -210,7 +211,14 @@ def main() -> None:
         raise SystemExit(f"beyond the limits: {', '.join(failed)}")
 
 
-MIDDLE = ["batch.prompts=4", "batch.group=12", "batch.micro=8", "batch.decode=8", "sampler.steps=6"]
+MIDDLE = [
+    "batch.prompts=1",
+    "batch.updates=1",
+    "batch.group=12",
+    "batch.micro=8",
+    "batch.decode=8",
+    "sampler.steps=6",
+]
 
 
 if __name__ == "__main__":
