@@ -37,7 +37,8 @@ ROUNDED = 30.0  # times what rounding its latents changes, a prediction may diff
 @dataclass(frozen=True, kw_only=True)
 class SelfCheck:
     """The largest relative error of each comparison; wrong_rows: how much swapped prompts show, NaN
-    where there are no conditions."""
+    where there are no conditions. tolerance: what each may be; media: what media may differ by
+    where the decoder computes in a lower precision."""
 
     meaning: ClassVar[Mapping[str, str]] = MEANING
     tried: ClassVar[str] = "replayed at {} steps"
@@ -48,7 +49,17 @@ class SelfCheck:
     wrong_rows: float
     tolerance: float
     steps: int
+    media: float = 0.0
     notes: list[str] = field(default_factory=list)
+
+    def allowed(self, key: str) -> float:
+        """What a comparison may differ by."""
+        return max(self.tolerance, self.media) if key == "decode" else self.tolerance
+
+    @property
+    def holds(self) -> bool:
+        """Whether every comparison does; none that is NaN does."""
+        return all(value <= self.allowed(key) for key, value in self.errors.items())
 
     def __str__(self) -> str:
         tried = self.tried.format(self.steps)
@@ -153,17 +164,18 @@ def self_check(policy: Replayed) -> SelfCheck:
         media = torch.cat([policy.decoder(latents, cond, row) for latents, row in parts])
         decoded = decoded.to(media.device)  # some pipelines return media on the CPU
         errors["decode"], size = _beside(media, decoded), tuple(media.shape[-2:])
-    tolerance = _tolerance(policy)
-    if not max(errors.values()) <= tolerance:
-        tolerance = max(tolerance, ROUNDED * _sensitivity(policy, real, cond, ours))
     result = SelfCheck(
         pipeline=policy.replay.pipeline,
         errors=errors,
         wrong_rows=wrong_rows,
-        tolerance=tolerance,
+        tolerance=_tolerance(policy),
         steps=policy.steps,
+        media=_media_tolerance(policy),
         notes=_notes(policy, real.scheduler, size, noisy=euler is None),
     )
+    if not result.holds:
+        rounded = ROUNDED * _sensitivity(policy, real, cond, ours)
+        result = replace(result, tolerance=max(result.tolerance, rounded))
     return _judge(result)
 
 
@@ -227,13 +239,21 @@ def _tolerance(policy: Replayed) -> float:
     return torch.finfo(lowest).eps * max(4.0, weight)
 
 
+def _media_tolerance(policy: Replayed) -> float:
+    """What a VAE of lower precision rounds; 0 in fp32."""
+    vae = getattr(policy.prober.runner.pipe, "vae", None)
+    kinds = {p.dtype for p in vae.parameters()} if isinstance(vae, nn.Module) else set()
+    lowest = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
+    return 4.0 * lowest if lowest > torch.finfo(torch.float32).eps else 0.0
+
+
 def _judge(result: SelfCheck) -> SelfCheck:
     """The result; UnreplayableError if a comparison failed, or could not have."""
     for key, value in result.errors.items():
-        if not value <= result.tolerance:  # also NaN
+        if not value <= result.allowed(key):  # also NaN
             raise UnreplayableError(
                 f"{result.pipeline}: the replay differs in {MEANING[key]} by {value:.1e} (allowed"
-                f" {result.tolerance:.0e}); see policy.describe() and"
+                f" {result.allowed(key):.0e}); see policy.describe() and"
                 " flowrl.policy.replay.hints.register for what can be declared"
             )
     if not result.wrong_rows > max(1e-3, 10 * result.errors["prediction"]):

@@ -47,3 +47,27 @@ def test_tiles_are_switched_on_where_the_decoder_has_them():
     assert policy.pipe.vae.use_tiling
     with pytest.raises(ValueError, match="model.tiling=true: this model's decoder has no tiles"):
         load_policy(tiny.ToyFlow(), shape=(2,)).tile_decoder()
+
+
+def test_a_pipeline_whose_vae_alone_is_narrow_is_taken_as_it_is():
+    pipe = tiny.pipeline("sd3")
+    pipe.vae.to(torch.bfloat16)
+    policy = load_policy(pipe, **tiny.CALLS["sd3"])
+    check = policy.self_check()
+    assert 1e-4 < check.errors["decode"] <= check.allowed("decode") == 4 * 2**-7
+    assert policy.dtype == torch.float32 and check.allowed("loop") == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("narrow", "types"),
+    [
+        (lambda net: net, "bfloat16"),
+        (lambda net: net.transformer_blocks[0], "bfloat16 and float32"),
+    ],
+)
+def test_networks_of_types_that_do_not_fit_together_are_one_sentence(narrow, types):
+    pipe = tiny.pipeline("sd3")
+    narrow(pipe.transformer).to(torch.bfloat16)
+    said = rf"its networks are of different types .*transformer {types}\W.* give them one"
+    with pytest.raises(ValueError, match=said):
+        load_policy(pipe, **tiny.CALLS["sd3"])

@@ -379,6 +379,18 @@ def copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
+def types_of(pipe: Any) -> str:
+    """The floating-point types of each network of a pipeline; "" where all are of one."""
+    networks = {k: m for k, m in pipe.components.items() if isinstance(m, torch.nn.Module)}
+    found = {
+        name: sorted({str(p.dtype)[6:] for p in network.parameters() if p.is_floating_point()})
+        for name, network in networks.items()
+    }
+    if len({kind for kinds in found.values() for kind in kinds}) < 2:
+        return ""
+    return ", ".join(f"{name} {' and '.join(kinds)}" for name, kinds in found.items() if kinds)
+
+
 @contextlib.contextmanager
 def blaming(pipe: Any, kwargs: Mapping[str, Any], *, but: type[ValueError]) -> Iterator[None]:
     """An error inside, other than `but`, becomes a ValueError that names the arguments of the
@@ -396,6 +408,11 @@ def blaming(pipe: Any, kwargs: Mapping[str, Any], *, but: type[ValueError]) -> I
             ) from error
         given = ", ".join(f"{name}={_brief(value)}" for name, value in kwargs.items())
         said = f"{type(error).__name__}: {printable(error)}"
+        if isinstance(error, RuntimeError) and (types := types_of(pipe)):
+            raise ValueError(
+                f"{own} fails: {said}; its networks are of different types ({types}): give them"
+                " one, as pipe.to(torch.bfloat16) does"
+            ) from error
         raise ValueError(
             f"{own} fails with the arguments {printable(given)}: {said}; correct or leave out what"
             " model.pipeline or the prompts give it"
