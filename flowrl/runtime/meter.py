@@ -206,12 +206,18 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 class Attention(TorchFunctionMode):
     """Inside, scaled dot product attention is one fused operator on meta tensors too, and networks
-    run as under torch.autocast with `low`: what the GPU's autocast casts, or the CPU's."""
+    run as under torch.autocast with `low`: what the GPU's autocast casts, or the CPU's. As there,
+    a trained weight is cast once and kept to the end."""
 
     def __init__(self, low: torch.dtype | None = None, *, cuda: bool = True) -> None:
         super().__init__()
         self.low = low
         self.raised = RAISED if cuda else set()
+        self.weights: dict[int, Tensor] = {}  # what trained weights were cast to
+
+    def __exit__(self, *error: Any) -> None:
+        self.weights.clear()
+        super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -233,8 +239,13 @@ class Attention(TorchFunctionMode):
         return tuple(map(self._cast_one, given))
 
     def _cast_one(self, value: Any) -> Any:
-        own = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(self.low) if own else value
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if not (value.is_leaf and value.requires_grad) or value.dtype == self.low:
+            return value.to(self.low)
+        if id(value) not in self.weights:
+            self.weights[id(value)] = value.to(self.low)
+        return self.weights[id(value)]
 
 
 LOWERED: set[Callable[..., Any]] = {

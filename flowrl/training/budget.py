@@ -170,6 +170,7 @@ class Planner:
             dtype=DTYPES[cfg.model.dtype],
             decoder=torch.float32 if decodes_with_gradient(cfg, None) else DTYPES[cfg.model.dtype],
         )
+        self.policy.trainable.named()  # in full mode its weights are fp32 from here on
         context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
         self.low = None if context is nullcontext else DTYPES[cfg.train.precision]
         self.costs: dict[tuple[bool | float, str], Costs] = {}

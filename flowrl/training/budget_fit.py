@@ -92,7 +92,8 @@ CHANGES = (
         phases=ALL - {"encode", "rollout", "optimizer"}, settings=_switch("batch.states", "host")
     ),
     Change(phases=ALL, settings=_shard, stays=True),
-    Change(phases=frozenset({"update"}), settings=_checkpointing),
+    # a reference inside of an update is on top of what that keeps
+    Change(phases=frozenset({"update", "reference"}), settings=_checkpointing),
     Change(phases=ALL, settings=_quantize("int8"), stays=True),
     Change(phases=NETWORK, settings=_half("micro", 1 << 30)),
     Change(phases=ALL, settings=_switch("optimizer.name", "adamw8bit"), stays=True),

@@ -48,7 +48,17 @@ def policy():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_rows_flops_and_peaks_are_those_of_the_run(method, policy, tmp_path):
-    cfg = shapes(method)
+    told_as_run(shapes(method), policy, tmp_path)
+
+
+def test_full_weights_are_fp32_and_their_bf16_copies_are_counted(tmp_path):
+    cfg = shapes("nft", "train.mode=full", "train.precision=bf16")
+    told = told_as_run(cfg, load_policy("shapes-sd3", **cfg.model.pipeline), tmp_path)
+    assert told.fixed["network"] * 2**30 == 4 * told.parameters["trained"]
+
+
+def told_as_run(cfg, policy, tmp_path):
+    """Compare a budget with the run -> the budget."""
     told = Planner(cfg, CPU).budget()
     prompts = [{"prompt": f"a red circle {k}"} for k in range(4 * cfg.batch.prompts)]
     cfg = cfg.model_copy(update={"output": str(tmp_path / "run")})
@@ -65,6 +75,7 @@ def test_rows_flops_and_peaks_are_those_of_the_run(method, policy, tmp_path):
     assert max(above.values()) == pytest.approx(max(peaks.values()), rel=0.15)
     for name in ("rollout", "update"):
         assert above[name] == pytest.approx(peaks[name], rel=0.15)
+    return told
 
 
 @pytest.fixture(scope="module")
