@@ -181,6 +181,9 @@ class ToyPolicy(Policy):
         lora = cfg.train.mode == "lora"
         adapter = {"rank": 1, "alpha": 1, "targets": ["to_q"]} if lora else None
         super().__init__({shapes.network: network}, adapter, shape)
+        with torch.no_grad():  # where a step is not rounded away, so that views differ after it
+            for weight in self.trainable.named().values():
+                weight.zero_()
         self.regime = replay_of(shapes, torch.float32).regimes[0]
         self.media = media
         self.ledger: NotedLedger | None = None

@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +118,13 @@ def marked(trainer: Trainer) -> Any:
 
 
 def allocated(trainer: Trainer, iteration: int) -> tuple[dict[str, float], dict[str, float]]:
-    """(peak GiB of each phase above where the iteration begins, by the profiler; its metrics)"""
-    cpu = [ProfilerActivity.CPU]
+    """(peak GiB of each phase above where the iteration begins, by the profiler; its metrics)
+
+    Gradients stay where they are and are zeroed: the profiler does not see that memory is freed
+    which was taken before it began, and would count them twice.
+    """
+    cpu, optimizer = [ProfilerActivity.CPU], trainer.learner.weights.optimizer
+    optimizer.zero_grad = partial(_zeroed, optimizer.zero_grad)
     with marked(trainer), profile(activities=cpu, profile_memory=True) as trace:
         metrics = trainer.iterate(iteration).metrics
     events = [
@@ -134,6 +141,10 @@ def allocated(trainer: Trainer, iteration: int) -> tuple[dict[str, float], dict[
             phase = name.removeprefix(MARK)
         peaks[phase] = max(peaks.get(phase, 0.0), live / GIB)
     return peaks, metrics
+
+
+def _zeroed(zero_grad: Callable[..., None], *, set_to_none: bool = True) -> None:
+    zero_grad(set_to_none=False)
 
 
 def seconds(trainer: Trainer, iteration: int) -> dict[str, float]:
