@@ -76,6 +76,8 @@ def evaluate(velocity: Velocity, level: Level, micro: int | None) -> Tensor:
     """v (n, *L) of all nodes of a level, at most `micro` in a call."""
     n = len(level.row)
     most = micro or n
+    if most >= n:
+        return velocity(level.x, level.sigma, level.row).float()
     chunks = [slice(i, i + most) for i in range(0, n, most)]
     return torch.cat([velocity(level.x[c], level.sigma[c], level.row[c]).float() for c in chunks])
 
@@ -105,7 +107,9 @@ class Forest:
         # Edges that lead to one node are walked once.
         first, place = distinct(self.names.node[:, edges].flatten())
         copy, edge, start = first // len(edges), edges[first % len(edges)], source.flatten()[first]
-        before, v = level.take(start), v[start.to(v.device, non_blocking=True)]
+        before = level.take(start)
+        if before is not level:
+            v = v[start.to(v.device, non_blocking=True)]
         y, log_prob = self.walk(before, v, copy, edge)
         after = Level(
             x=y,

@@ -31,6 +31,8 @@ class Level:
 
     def take(self, rows: Tensor) -> Level:
         """The nodes at `rows`, in that order."""
+        if is_all(rows, len(self.row)):
+            return self
         there = rows.to(self.x.device, non_blocking=True)
         return Level(
             x=self.x[there],
@@ -234,11 +236,18 @@ def distinct(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     unique, inverse = torch.unique(values, return_inverse=True)
     places = torch.arange(len(values))
+    if len(unique) == len(values):
+        return places, places
     first = torch.full_like(unique, len(values)).scatter_reduce_(0, inverse, places, "amin")
     order = first.argsort()
     number = torch.empty_like(order)
     number[order] = torch.arange(len(order))
     return first[order], number[inverse]
+
+
+def is_all(rows: Tensor, n: int) -> bool:
+    """Whether rows, on the CPU, are 0 to n - 1 in order: nothing is to be gathered."""
+    return len(rows) == n and torch.equal(rows, torch.arange(n))
 
 
 def own_noise(noise: Callable[[Tensor], Tensor], path: Tensor) -> Tensor:

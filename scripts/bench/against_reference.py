@@ -10,20 +10,23 @@ what it took, in rollout and update. nft: against a loop written by hand that ma
 forwards, but for the few of policy/winner_gain; `reached` is our seconds over its. rollout: a
 network call of our engine against one of the pipeline's own loop (scripts/bench/sampler.py), for 16
 pictures and, held to nothing, for 4: bookkeeping takes the same time at any size.
-Decoding and rewards are left out. Every loop runs at its own best micro-batch. Pairs take turns in
-alternating order; figures are medians over pairs with a 95% bootstrap interval. Both sides keep the
-memory that they free: which of them returns pages to the system, and takes them again, depends on
-what was allocated before, and would be measured too. Prints Markdown; exit code 1 beyond a limit.
+Decoding and rewards are left out. Every loop runs at its own best micro-batch, each comparison in a
+process of its own. Pairs take turns in alternating order; figures are medians over pairs with a 95%
+bootstrap interval. Both sides keep the memory that they free: which of them returns pages to the
+system, and takes them again, depends on what was allocated before, and would be measured too.
+Prints Markdown; exit code 1 beyond a limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -197,6 +200,19 @@ def rollout(pairs: int, pictures: int, *, held: bool) -> Found:
     return Found(what=what, counted="1x", measured=told, reached=ratios, held=held)
 
 
+def compared(what: str, arch: str, prompts: int, pairs: int, threads: int) -> list[Found]:
+    """The figures of one of LIMITS."""
+    torch.set_num_threads(threads)
+    if what == "rollout":
+        sizes = {16: True, 4: False}  # pictures, and whether they are held to the limit
+        return [rollout(4 * pairs, n, held=held) for n, held in sizes.items()]
+    cfg = config(arch, what, [*SETTINGS[what], f"batch.prompts={prompts}"])
+    with tempfile.TemporaryDirectory() as folder:
+        _, own = ours(what, arch, cfg, Path(folder) / "run")
+        found = paired(own, theirs(what, arch, cfg), pairs)
+    return by_hand(what, found) if what == "nft" else saving(what, found)
+
+
 def main() -> None:
     if not KEPT.items() <= os.environ.items():  # read when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEPT})
@@ -209,19 +225,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--only", nargs="+", default=list(LIMITS), choices=LIMITS)
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
     rows, failed = [], False
     for what in given.only:
         most = what in ("nft", "rollout")
-        if what == "rollout":
-            sizes = {16: True, 4: False}  # pictures, and whether they are held to the limit
-            found = [rollout(4 * given.pairs, n, held=held) for n, held in sizes.items()]
-        else:
-            cfg = config(given.arch, what, [*SETTINGS[what], f"batch.prompts={given.prompts}"])
-            with tempfile.TemporaryDirectory() as folder:
-                _, own = ours(what, given.arch, cfg, Path(folder) / "run")
-                pairs = paired(own, theirs(what, given.arch, cfg), given.pairs)
-            found = by_hand(what, pairs) if what == "nft" else saving(what, pairs)
+        asked = (what, given.arch, given.prompts, given.pairs, given.threads)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            found = process.submit(compared, *asked).result()
         for entry in found:
             rows.append(entry.row(most, LIMITS[what]))
             middle = statistics.median(entry.reached)
