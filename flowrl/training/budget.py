@@ -6,14 +6,11 @@ of call is then run once on the meta device by the run's own policy code, with t
 architecture and its LoRA (call_costs.py). The rest is bookkeeping: peaks of the loop's own tensors
 and of the calls on top of them, and a roofline of the device (flowrl/runtime/roofline.py).
 
-The loop's own tensors are rehearsed with small latents of two sizes; their bytes are affine in the
-size, so that a line gives those of the real ones. Gigabytes are 2**30 bytes, as in the ledger.
+What is rehearsed is small (from_small.py). Gigabytes are 2**30 bytes, as in the ledger.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,72 +30,24 @@ from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.policy.architecture import read
 from flowrl.policy.blocks import blocks
-from flowrl.policy.call_shapes import CallShapes
 from flowrl.policy.load import call_options
 from flowrl.policy.modelled import ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
 from flowrl.runtime.distributed import buckets
 from flowrl.runtime.meter import Meter
 from flowrl.runtime.roofline import GIB, Device
-from flowrl.training.build import check_guidance, keeps_reference
-from flowrl.training.call_costs import Cost, Costs, Part
+from flowrl.training.build import check_guidance
+from flowrl.training.call_costs import Costs, Part
 from flowrl.training.checks import check_batch
-from flowrl.training.rehearsal import WINNERS, Asked, Event, Rehearsal
+from flowrl.training.from_small import Rehearsed, Told, enough, on_line, rehearsed
+from flowrl.training.phases import Phase, simulated
+from flowrl.training.rehearsal import WINNERS, Asked
 from flowrl.training.weight_costs import (
     AWAY,
     WeightCosts,
     encoders_size,
     weight_costs,
 )
-
-PHASES = ("encode", "rollout", "decode", "reward", "advantages", "reference", "update", "optimizer")
-EXACT = 1 << 21  # numbers of all latents of an iteration up to which they are rehearsed as they are
-ENOUGH = 40  # samples from which on a rehearsal tells larger ones
-SMALL = (4, 8)  # sides of latents that stand in for larger ones
-
-
-# what is asked for (of any number of rows), whether it is the gradient of that, and whether it is
-# the call itself or what lies between the call before and it
-Moment = tuple[Asked | None, bool, bool]
-
-
-@dataclass(slots=True)
-class Phase:
-    """gb: highest memory while it lasts, above weights and what stays; seconds, flops, rows: of an
-    iteration, of one process. moments: the highest memory at each kind of its moments."""
-
-    gb: float = 0.0
-    seconds: float = 0.0
-    flops: float = 0.0
-    rows: int = 0
-    # of the device by kind of operator; "host": what it waits for; "loop": its own operators
-    ledger: dict[str, float] = field(default_factory=dict)
-    moments: dict[Moment, float] = field(default_factory=dict)
-
-    def reach(self, moment: Moment, gb: float) -> None:
-        """Memory was this high at a moment of this kind."""
-        self.moments[moment] = max(self.moments.get(moment, 0.0), gb)
-        self.gb = max(self.gb, gb)
-
-    def join(self, other: Phase) -> None:
-        """Add another phase."""
-        self.gb = max(self.gb, other.gb)
-        self.flops += other.flops
-        self.rows += other.rows
-        for kind, seconds in other.ledger.items():
-            self.spend(kind, seconds)
-
-    def take(self, part: Part, device: Device) -> None:
-        """Add the time of a call."""
-        took = device.call(part.seconds, part.operators)
-        for kind, seconds in (part.kinds | {"host": took - part.seconds}).items():
-            self.spend(kind, seconds)
-        self.flops += part.flops
-
-    def spend(self, kind: str, seconds: float) -> None:
-        if seconds:
-            self.seconds += seconds
-            self.ledger[kind] = self.ledger.get(kind, 0.0) + seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,150 +287,6 @@ def share(cfg: Config, gpus: int) -> Config:
         return cfg
     check_batch(cfg, processes=gpus, leaves=1)
     return combine.changed(cfg, {"batch.prompts": cfg.batch.prompts // gpus})
-
-
-def enough(cfg: Config) -> tuple[int, ...]:
-    """Numbers of prompts whose rehearsals tell that of the config's: its own, or two smaller ones.
-
-    Prompts are alike, so that rows, FLOPs, seconds and bytes lie on a line once an update fills its
-    micro-batches and policy/winner_gain has its 16 rows of the better half; micro-batches of a few
-    rows would make a rehearsal of all prompts long. Compiled blocks pad the last micro-batch of an
-    update: numbers of prompts that differ by whole micro-batches are padded alike.
-    """
-    b = cfg.batch
-    samples = max(ENOUGH, 2 * b.micro, 2 * b.decode)
-    least = b.updates * math.ceil(samples / (b.group * b.updates))
-    step = least
-    if cfg.train.compile == "blocks":
-        whole = b.updates * b.micro // math.gcd(b.micro, b.group)
-        least += (b.prompts - least) % whole
-        step = whole * math.ceil(least / whole)
-    plain = cfg.draw.mode == "once" and not cfg.replay.size
-    return (least, least + step) if plain and b.prompts > least + step else (b.prompts,)
-
-
-# rows of the first and the second iteration, phases of the second, copies of the weights
-Told = tuple[dict[str, int], dict[str, int], dict[str, Phase], int]
-
-
-def on_line(cfg: Config, small: Told, large: Told) -> Told:
-    """What is told of all prompts by the two rehearsals of fewer (see enough)."""
-    few, more = enough(cfg)
-    share = (cfg.batch.prompts - few) / (more - few)  # of the step between the two, from the first
-
-    def line(a: float, b: float) -> float:
-        return a + share * (b - a)
-
-    def counts(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
-        found = {name: round(line(a[name], b[name])) for name in b}
-        found["nfe/reference"] += b["nfe/winners"] - found["nfe/winners"]
-        return found
-
-    def phase(a: Phase, b: Phase) -> Phase:
-        # each kind of moment has a line of its own, and the highest is another with many prompts
-        lines = [line(a.moments.get(moment, gb), gb) for moment, gb in b.moments.items()]
-        return Phase(
-            gb=max(b.gb, *lines, 0.0),
-            seconds=line(a.seconds, b.seconds),
-            flops=line(a.flops, b.flops),
-            rows=round(line(a.rows, b.rows)),
-            ledger={kind: line(a.ledger.get(kind, 0.0), t) for kind, t in b.ledger.items()},
-        )
-
-    phases = {name: phase(small[2][name], large[2][name]) for name in PHASES}
-    phases[WINNERS] = large[2][WINNERS]
-    return counts(small[0], large[0]), counts(small[1], large[1]), phases, large[3]
-
-
-# metrics of the first iteration, events and metrics of the second one, copies of the weights, bytes
-# of the states
-Rehearsed = tuple[dict[str, float], list[Event], dict[str, float], int, float]
-
-
-def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
-    """(metrics of the first iteration, events and metrics of the second one, copies of the trained
-    weights, bytes of the rollout's states), with the bytes of latents and media as they are."""
-    numbers, media = torch.Size(shapes.latent).numel(), torch.Size(shapes.media).numel()
-    samples = cfg.batch.prompts * cfg.batch.group
-    runs, sizes = [], []
-    exact = samples * max(numbers, media) <= EXACT
-    for side in SMALL[:1] if exact else SMALL:
-        latent = shapes.latent if exact else smaller(shapes.latent, side)
-        sizes.append(torch.Size(latent).numel())
-        drawn = shapes.media if exact else _media(shapes, sizes[-1] / numbers)
-        run = Rehearsal(cfg, shapes, latent, drawn)
-        runs.append((*run.rehearse(), len(run.algorithm.views)))
-    first, events, metrics, states, views = runs[-1]
-    if len(runs) == 2:
-        slope = (numbers - sizes[0]) / (sizes[1] - sizes[0])
-        pairs = zip(runs[0][1], runs[1][1], strict=True)
-        events = [_extrapolated(small, large, slope) for small, large in pairs]
-        states *= numbers / sizes[1]
-    if keeps_reference(cfg, make_algorithm(cfg)):
-        views += 1
-    return first, events, metrics, views, states
-
-
-def smaller(shape: Sequence[int], side: int) -> tuple[int, ...]:
-    """Latents of the same number of axes: channels as they are, other axes `side` long."""
-    channels, *rest = shape
-    return (channels, *(side if size > side else size for size in rest))
-
-
-def _media(shapes: CallShapes, factor: float) -> tuple[int, ...]:
-    """Media with `factor` times the numbers of the real ones, in one long row."""
-    *lead, height, width = shapes.media
-    return (*lead, 1, max(1, round(height * width * factor)))
-
-
-def _extrapolated(small: Event, large: Event, slope: float) -> Event:
-    """The event at a size that lies `slope` times the step between two others above the first."""
-    assert (small.phase, small.asked, small.backward) == (large.phase, large.asked, large.backward)
-    names = ("live", "since", "moved")
-    line = {
-        name: getattr(small, name) + slope * (getattr(large, name) - getattr(small, name))
-        for name in names
-    }
-    return replace(large, **line)
-
-
-def simulated(
-    events: list[Event], costs: Costs, device: Device, cond: float, weights: WeightCosts
-) -> dict[str, Phase]:
-    """Peaks, seconds, FLOPs and network rows of each phase of an iteration. cond: bytes of its
-    prompts, bound to the calls.
-
-    A forward with a gradient leaves what its backward reads, `held` until that is over.
-    """
-    phases = {name: Phase() for name in (*PHASES, WINNERS)}
-    held = 0.0
-    for event in events:
-        phase = phases[event.phase] if event.phase in phases else Phase()
-        kind = replace(event.asked, rows=0) if event.asked else None
-        phase.reach((kind, event.backward, False), (event.since + held) / GIB)
-        loop = device.call(device.seconds("", 0, event.moved), event.operators)
-        phase.spend("loop", loop if event.operators else 0.0)
-        if event.asked is None:
-            continue
-        asked, cost = event.asked, costs.of(event.asked)
-        part: Part = cost.backward if event.backward else cost.forward
-        if asked.what == "velocity":
-            passes = 1 + (float(costs.checkpointing) if event.backward else 0.0)
-            part = part.paying(weights, device, passes, backward=event.backward)
-        own = phases["encode"] if asked.what == "encode" else phase
-        own.reach((kind, event.backward, True), (event.live + held + part.peak) / GIB)
-        own.take(part, device)
-        held += _kept(asked, cost, event.backward, cond)
-        if asked.what == "velocity" and not event.backward:
-            own.rows += asked.rows * asked.branches
-    return phases
-
-
-def _kept(asked: Asked, cost: Cost, backward: bool, cond: float) -> float:
-    """Bytes that live on after a call, above what the loop holds."""
-    if asked.what == "encode":
-        return cost.saved + cond
-    return -cost.saved if backward else cost.saved
 
 
 def _cond_bytes(policy: ModelledPolicy, cfg: Config) -> float:

@@ -18,7 +18,8 @@ from flowrl.config.combine import Settings, changed, combines, value_of, words
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
 from flowrl.runtime.roofline import GIB, Device, of_cuda
-from flowrl.training.budget import PHASES, Budget, Planner
+from flowrl.training.budget import Budget, Planner
+from flowrl.training.phases import PHASES
 
 # GiB that programs find free on cards of so many gigabytes
 CARDS = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8}

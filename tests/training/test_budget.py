@@ -100,7 +100,7 @@ def test_costs_are_affine_in_rows(planner):
 
 def test_small_latents_stand_in_for_large_ones(planner, monkeypatch):
     exact = planner.budget()
-    monkeypatch.setattr("flowrl.training.budget.EXACT", 0)
+    monkeypatch.setattr("flowrl.training.from_small.EXACT", 0)
     drawn = Planner(planner.cfg, H100).budget()
     assert drawn.rows == exact.rows
     for name, phase in exact.phases.items():

@@ -1,0 +1,127 @@
+"""Small rehearsals tell of large runs: latents of two small sizes of the real ones, and two numbers
+of prompts of all of them. Bytes, rows and seconds are affine in both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from flowrl.config.build import make_algorithm
+from flowrl.config.schema import Config
+from flowrl.policy.call_shapes import CallShapes
+from flowrl.training.build import keeps_reference
+from flowrl.training.phases import PHASES, Phase
+from flowrl.training.rehearsal import WINNERS, Event, Rehearsal
+
+EXACT = 1 << 21  # numbers of all latents of an iteration up to which they are rehearsed as they are
+ENOUGH = 40  # samples from which on a rehearsal tells larger ones
+SMALL = (4, 8)  # sides of latents that stand in for larger ones
+
+
+def enough(cfg: Config) -> tuple[int, ...]:
+    """Numbers of prompts whose rehearsals tell that of the config's: its own, or two smaller ones.
+
+    Prompts are alike, so that rows, FLOPs, seconds and bytes lie on a line once an update fills its
+    micro-batches and policy/winner_gain has its 16 rows of the better half; micro-batches of a few
+    rows would make a rehearsal of all prompts long. Compiled blocks pad the last micro-batch of an
+    update: numbers of prompts that differ by whole micro-batches are padded alike.
+    """
+    b = cfg.batch
+    samples = max(ENOUGH, 2 * b.micro, 2 * b.decode)
+    least = b.updates * math.ceil(samples / (b.group * b.updates))
+    step = least
+    if cfg.train.compile == "blocks":
+        whole = b.updates * b.micro // math.gcd(b.micro, b.group)
+        least += (b.prompts - least) % whole
+        step = whole * math.ceil(least / whole)
+    plain = cfg.draw.mode == "once" and not cfg.replay.size
+    return (least, least + step) if plain and b.prompts > least + step else (b.prompts,)
+
+
+# rows of the first and the second iteration, phases of the second, copies of the weights
+Told = tuple[dict[str, int], dict[str, int], dict[str, Phase], int]
+
+
+def on_line(cfg: Config, small: Told, large: Told) -> Told:
+    """What is told of all prompts by the two rehearsals of fewer (see enough)."""
+    few, more = enough(cfg)
+    share = (cfg.batch.prompts - few) / (more - few)  # of the step between the two, from the first
+
+    def line(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    def counts(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
+        found = {name: round(line(a[name], b[name])) for name in b}
+        found["nfe/reference"] += b["nfe/winners"] - found["nfe/winners"]
+        return found
+
+    def phase(a: Phase, b: Phase) -> Phase:
+        # each kind of moment has a line of its own, and the highest is another with many prompts
+        lines = [line(a.moments.get(moment, gb), gb) for moment, gb in b.moments.items()]
+        return Phase(
+            gb=max(b.gb, *lines, 0.0),
+            seconds=line(a.seconds, b.seconds),
+            flops=line(a.flops, b.flops),
+            rows=round(line(a.rows, b.rows)),
+            ledger={kind: line(a.ledger.get(kind, 0.0), t) for kind, t in b.ledger.items()},
+        )
+
+    phases = {name: phase(small[2][name], large[2][name]) for name in PHASES}
+    phases[WINNERS] = large[2][WINNERS]
+    return counts(small[0], large[0]), counts(small[1], large[1]), phases, large[3]
+
+
+# metrics of the first iteration, events and metrics of the second one, copies of the weights, bytes
+# of the states
+Rehearsed = tuple[dict[str, float], list[Event], dict[str, float], int, float]
+
+
+def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
+    """(metrics of the first iteration, events and metrics of the second one, copies of the trained
+    weights, bytes of the rollout's states), with the bytes of latents and media as they are."""
+    numbers, media = torch.Size(shapes.latent).numel(), torch.Size(shapes.media).numel()
+    samples = cfg.batch.prompts * cfg.batch.group
+    runs, sizes = [], []
+    exact = samples * max(numbers, media) <= EXACT
+    for side in SMALL[:1] if exact else SMALL:
+        latent = shapes.latent if exact else smaller(shapes.latent, side)
+        sizes.append(torch.Size(latent).numel())
+        drawn = shapes.media if exact else _media(shapes, sizes[-1] / numbers)
+        run = Rehearsal(cfg, shapes, latent, drawn)
+        runs.append((*run.rehearse(), len(run.algorithm.views)))
+    first, events, metrics, states, views = runs[-1]
+    if len(runs) == 2:
+        slope = (numbers - sizes[0]) / (sizes[1] - sizes[0])
+        pairs = zip(runs[0][1], runs[1][1], strict=True)
+        events = [_extrapolated(small, large, slope) for small, large in pairs]
+        states *= numbers / sizes[1]
+    if keeps_reference(cfg, make_algorithm(cfg)):
+        views += 1
+    return first, events, metrics, views, states
+
+
+def smaller(shape: Sequence[int], side: int) -> tuple[int, ...]:
+    """Latents of the same number of axes: channels as they are, other axes `side` long."""
+    channels, *rest = shape
+    return (channels, *(side if size > side else size for size in rest))
+
+
+def _media(shapes: CallShapes, factor: float) -> tuple[int, ...]:
+    """Media with `factor` times the numbers of the real ones, in one long row."""
+    *lead, height, width = shapes.media
+    return (*lead, 1, max(1, round(height * width * factor)))
+
+
+def _extrapolated(small: Event, large: Event, slope: float) -> Event:
+    """The event at a size that lies `slope` times the step between two others above the first."""
+    assert (small.phase, small.asked, small.backward) == (large.phase, large.asked, large.backward)
+    names = ("live", "since", "moved")
+    line = {
+        name: getattr(small, name) + slope * (getattr(large, name) - getattr(small, name))
+        for name in names
+    }
+    return replace(large, **line)
