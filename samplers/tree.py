@@ -75,10 +75,7 @@ def grow(
 def evaluate(velocity: Velocity, level: Level, micro: int | None) -> Tensor:
     """v (n, *L) of all nodes of a level, at most `micro` in a call."""
     n = len(level.row)
-    most = micro or n
-    if most >= n:
-        return velocity(level.x, level.sigma, level.row).float()
-    chunks = [slice(i, i + most) for i in range(0, n, most)]
+    chunks = [slice(i, i + (micro or n)) for i in range(0, n, micro or n)]
     return torch.cat([velocity(level.x[c], level.sigma[c], level.row[c]).float() for c in chunks])
 
 
@@ -108,8 +105,7 @@ class Forest:
         first, place = distinct(self.names.node[:, edges].flatten())
         copy, edge, start = first // len(edges), edges[first % len(edges)], source.flatten()[first]
         before = level.take(start)
-        if before is not level:
-            v = v[start.to(v.device, non_blocking=True)]
+        v = v if before is level else v[start.to(v.device, non_blocking=True)]
         y, log_prob = self.walk(before, v, copy, edge)
         after = Level(
             x=y,

@@ -64,6 +64,8 @@ class SelfCheck:
     def __str__(self) -> str:
         tried = self.tried.format(self.steps)
         lines = [f"{self.pipeline}: {tried}, tolerance {self.tolerance:g}"]
+        if self.media > self.tolerance:
+            lines[0] += f", of media {self.media:g}"
         for key, value in self.errors.items():
             lines += [f"  {key:<11}{value:9.1e}  {self.meaning[key]}"]
         if not math.isnan(self.wrong_rows):
@@ -243,8 +245,8 @@ def _media_tolerance(policy: Replayed) -> float:
     """What a VAE of lower precision rounds; 0 in fp32."""
     vae = getattr(policy.prober.runner.pipe, "vae", None)
     kinds = {p.dtype for p in vae.parameters()} if isinstance(vae, nn.Module) else set()
-    lowest = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
-    return 4.0 * lowest if lowest > torch.finfo(torch.float32).eps else 0.0
+    eps = max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
+    return 4.0 * eps if eps > torch.finfo(torch.float32).eps else 0.0
 
 
 def _judge(result: SelfCheck) -> SelfCheck:

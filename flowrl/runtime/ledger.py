@@ -73,10 +73,12 @@ class Ledger:
         self.memory: dict[str, int] = defaultdict(int)  # peak bytes a phase
         self.flops: dict[str, float] = defaultdict(float)  # a phase
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         if self.cuda:
             torch.cuda.synchronize(self.device)
         self.graphs = compiled_graphs()
-        self.began = self.mark = time.perf_counter()
+        self.began = time.perf_counter()
+        self.mark: Any = self._now()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -99,9 +101,8 @@ class Ledger:
         """
         key = (self.stack[-1] if self.stack else "", kind, call)
         counter = FlopCounter() if rows and key not in self.flops_per_row else None
-        if self.cuda:  # events, because a synchronisation at each call would stall the device
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(torch.cuda.current_stream(self.device))
+        if self.cuda:
+            start = self._now()
         began = time.perf_counter()
         try:
             if counter is None:
@@ -112,8 +113,7 @@ class Ledger:
                 self.flops_per_row[key] = counter.total / rows
         finally:
             if self.cuda:
-                end.record(torch.cuda.current_stream(self.device))
-                self.events.append((kind, start, end))
+                self.events.append((kind, start, self._now()))
             else:
                 self.kinds[kind] += time.perf_counter() - began
         if rows:
@@ -142,8 +142,9 @@ class Ledger:
         """
         if self.cuda:
             torch.cuda.synchronize(self.device)
-        for kind, start, end in self.events:
-            self.kinds[kind] += start.elapsed_time(end) / 1000
+        for booked, spans in ((self.kinds, self.events), (self.time, self.spans)):
+            for name, start, end in spans:
+                booked[name] += start.elapsed_time(end) / 1000
         wall = time.perf_counter() - self.began
         worked = sum(self.kinds[kind] for kind in ("network", "vae", "reward"))
         out = {f"time/{name}": seconds for name, seconds in self.time.items()}
@@ -171,16 +172,25 @@ class Ledger:
 
     def _close_span(self) -> None:
         """Book the time since the last change of phase to the innermost open phase."""
+        now = self._now()
         if self.cuda:
-            torch.cuda.synchronize(self.device)
             if self.stack:
                 phase, highest = self.stack[-1], torch.cuda.max_memory_allocated(self.device)
                 self.memory[phase] = max(self.memory[phase], highest)
+                self.spans.append((phase, self.mark, now))
             torch.cuda.reset_peak_memory_stats(self.device)
-        now = time.perf_counter()
-        if self.stack:
+        elif self.stack:
             self.time[self.stack[-1]] += now - self.mark
         self.mark = now
+
+    def _now(self) -> Any:
+        """A moment: of a GPU an event, because to wait for it at each change of phase would stall
+        it; they are read at the end of the iteration."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
 
 def compiled_graphs() -> int:

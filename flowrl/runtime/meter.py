@@ -206,12 +206,14 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 class Attention(TorchFunctionMode):
     """Inside, scaled dot product attention is one fused operator on meta tensors too, and networks
-    run as under torch.autocast with `low`: what the GPU's autocast casts, or the CPU's. As there,
-    a trained weight is cast once and kept to the end."""
+    run as under torch.autocast with `low`: what the GPU's autocast casts, or the CPU's. keep: a
+    trained weight is cast once and kept to the end, as there; a backward is outside of autocast."""
 
-    def __init__(self, low: torch.dtype | None = None, *, cuda: bool = True) -> None:
+    def __init__(
+        self, low: torch.dtype | None = None, *, cuda: bool = True, keep: bool = True
+    ) -> None:
         super().__init__()
-        self.low = low
+        self.low, self.keep = low, keep
         self.raised = RAISED if cuda else set()
         self.weights: dict[int, Tensor] = {}  # what trained weights were cast to
 
@@ -241,10 +243,12 @@ class Attention(TorchFunctionMode):
     def _cast_one(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        if not (value.is_leaf and value.requires_grad) or value.dtype == self.low:
+        trained = value.is_leaf and value.requires_grad and value.dtype != self.low
+        if not (trained and self.keep):
             return value.to(self.low)
         if id(value) not in self.weights:
-            self.weights[id(value)] = value.to(self.low)
+            with torch.enable_grad():  # a branch without a gradient may be the first to ask
+                self.weights[id(value)] = value.to(self.low)
         return self.weights[id(value)]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flowrl.config.combine import Settings, changed, combines, value_of, words
+from flowrl.config.device import usual_device
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
 from flowrl.runtime.roofline import GIB, Device, of_cuda
@@ -249,8 +250,8 @@ def summary(found: Fit) -> str:
 
 def before(cfg: Config) -> str | None:
     """What `flowrl train` says of a run that is to start on this machine's GPU. DoesNotFit where
-    guard.fits is true and it does not; None without a GPU."""
-    if not torch.cuda.is_available():
+    guard.fits is true and it does not; None without a GPU, and in all processes but the first."""
+    if os.environ.get("RANK", "0") != "0" or usual_device() != "cuda":
         return None
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
     device = of_cuda(found.name, found.total_memory / GIB)

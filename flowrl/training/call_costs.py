@@ -149,7 +149,7 @@ class Costs:
         saved = meter.live - out.numel() * out.element_size()
         grad, before = torch.empty_like(out), meter.live
         meter.reset_peak()
-        with meter, Attention(low, cuda=cuda):
+        with meter, Attention(low, cuda=cuda, keep=False):
             # what backward() comes down to; by itself it leaves Attention, and what checkpointing
             # computes again would be other operators
             torch.autograd.Variable._execution_engine.run_backward(

@@ -71,7 +71,8 @@ def on_line(cfg: Config, small: Told, large: Told) -> Told:
         )
 
     phases = {name: phase(small[2][name], large[2][name]) for name in PHASES}
-    phases[WINNERS] = large[2][WINNERS]
+    winners = [told[2][WINNERS] for told in (small, large)]
+    phases[WINNERS] = replace(winners[1], gb=phase(*winners).gb)
     return counts(small[0], large[0]), counts(small[1], large[1]), phases, large[3]
 
 

@@ -123,7 +123,7 @@ class Notes:
 
 class NotedLedger(Ledger):
     """Writes down where phases begin and end. References after the update, of policy/winner_gain,
-    are a phase of their own: they are not more with more prompts."""
+    are a phase of their own: its rows are not more with more prompts."""
 
     def __init__(self, notes: Notes) -> None:
         self.notes = notes

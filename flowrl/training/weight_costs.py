@@ -1,4 +1,4 @@
-"""What frozen weights take on a device, as they are held there, and what each call pays for it.
+"""What a network's weights take on a device, as they are held there, and what calls pay for it.
 
 Weights can be whole, quantised (a layer is unpacked when it runs), shared out over processes (a
 block is gathered when it runs), or away in host memory while others need the device.

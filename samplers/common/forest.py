@@ -30,7 +30,7 @@ class Level:
         return cls(x=x, row=row, sigma=sigma, stored=stored, x0=None, sigma_x0=none)
 
     def take(self, rows: Tensor) -> Level:
-        """The nodes at `rows`, in that order."""
+        """The nodes at `rows`, in that order; itself where these are all, as they are."""
         if is_all(rows, len(self.row)):
             return self
         there = rows.to(self.x.device, non_blocking=True)

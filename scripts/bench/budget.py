@@ -124,9 +124,13 @@ def allocated(trainer: Trainer, iteration: int) -> tuple[dict[str, float], dict[
     which was taken before it began, and would count them twice.
     """
     cpu, optimizer = [ProfilerActivity.CPU], trainer.learner.weights.optimizer
-    optimizer.zero_grad = partial(_zeroed, optimizer.zero_grad)
-    with marked(trainer), profile(activities=cpu, profile_memory=True) as trace:
-        metrics = trainer.iterate(iteration).metrics
+    zero_grad = optimizer.zero_grad
+    optimizer.zero_grad = partial(_zeroed, zero_grad)
+    try:
+        with marked(trainer), profile(activities=cpu, profile_memory=True) as trace:
+            metrics = trainer.iterate(iteration).metrics
+    finally:
+        optimizer.zero_grad = zero_grad
     events = [
         (event.start_ns(), event.name(), event.nbytes() if event.name() == "[memory]" else 0)
         for event in trace.profiler.kineto_results.events()

@@ -32,8 +32,7 @@ from reference_loop import LOOPS, Loop, Settings
 
 from flowrl.config.build import DTYPES
 from flowrl.config.load import load_config
-from flowrl.config.schema import Config
-from flowrl.policy import load_policy
+from flowrl.config.schema import Config, ModelConfig
 from flowrl.policy.parts import ATTENTION
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.meter import Meter
@@ -82,10 +81,11 @@ def prompts(cfg: Config, iterations: int) -> list[dict[str, str]]:
 
 def trainer_of(cfg: Config, pipe: Any, folder: Path, iterations: int) -> Trainer:
     """The run on a live pipeline, with random rewards, encoding booked apart."""
-    cfg = cfg.model_copy(update={"output": str(folder)})
+    # the pipeline stands in for the source; how it is called and held is the config's
+    model = cfg.model.model_copy(update={"source": ModelConfig.model_fields["source"].default})
+    cfg = cfg.model_copy(update={"output": str(folder), "model": model})
     rewards = {"random": scores("random")}
-    policy = load_policy(pipe, lora=cfg.train.lora.model_dump(), **cfg.model.pipeline)
-    trainer = Trainer(cfg, policy=policy, prompts=prompts(cfg, iterations), rewards=rewards)
+    trainer = Trainer(cfg, policy=pipe, prompts=prompts(cfg, iterations), rewards=rewards)
     encode = type(trainer.policy).encode
 
     def booked(*asked: Any) -> Any:

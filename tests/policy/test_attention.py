@@ -23,7 +23,9 @@ def test_native_by_name_computes_what_the_default_does_and_none_takes_it_away():
     for name in ("native", "_native_math", None):
         set_attention(networks, name)
         assert {p._attention_backend for p in asked} == {name}
-        assert torch.allclose(velocity(policy), own, atol=1e-6)
+        off = (velocity(policy) - own).abs().max() / own.abs().max()
+        # another kernel rounds otherwise: by 9e-7 on some CPUs
+        assert off < 5e-6 if name == "_native_math" else off == 0
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,13 @@ def test_a_narrow_decoder_decodes_alike_with_half_the_bytes():
     assert (narrow - wide).abs().max() < 0.05
 
 
+def test_an_argument_that_is_wrong_is_named_also_beside_a_vae_of_another_type():
+    pipe = tiny.pipeline("sd3").to(torch.bfloat16)
+    pipe.vae.float()
+    with pytest.raises(ValueError, match="fails with the arguments height=17"):
+        load_policy(pipe, **{**tiny.CALLS["sd3"], "height": 17})
+
+
 def test_tiles_are_switched_on_where_the_decoder_has_them():
     policy = tiny.policy("sd3")
     policy.tile_decoder()

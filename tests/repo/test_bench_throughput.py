@@ -5,6 +5,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 import flowrl
@@ -38,6 +39,18 @@ def test_throughput_prints_every_phase_of_both_loops(script):
         assert 0 < float(mfu.rstrip("%")) < 200
     # the rollout makes the same forwards in both
     assert cells["flowrl", "rollout"][2] == cells["reference", "rollout"][2]
+
+
+def test_the_config_of_a_real_model_goes_with_its_random_weights(script, tmp_path):
+    """And with how it is held: here a tiny pipeline, quantised, whose encoders leave."""
+    pytest.importorskip("torchao")
+    throughput = script("throughput")
+    words = ["model.pipeline.height=16", "model.pipeline.width=16", "model.dtype=fp32"]
+    words += ["train.precision=no", "model.quantize=int8", "model.encoders=leave"]
+    cfg = throughput.config("sd3.5-medium", "nft", [*SMALL, "batch.group=2", *words])
+    trainer = throughput.trainer_of(cfg, tiny.pipeline("sd3"), tmp_path / "run", 1)
+    assert trainer.policy.latent_shape[-2:] == (8, 8) and trainer.cfg.model.quantize == "int8"
+    assert trainer.cfg.model.encoders == "leave" and trainer.iterate(0).metrics["nfe/update"] > 0
 
 
 def test_the_reference_steps_as_flow_sde_and_recomputes_its_own_log_probs(script):

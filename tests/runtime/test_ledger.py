@@ -53,6 +53,44 @@ def test_overhead_is_what_network_vae_and_reward_leave(sleep):
     )
 
 
+def test_on_a_gpu_phases_are_timed_by_events_and_nothing_waits_for_it(sleep, monkeypatch):
+    """A stand-in for torch.cuda, whose clock is the same."""
+    waited = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            self.at = time.perf_counter()
+
+        def elapsed_time(self, end):
+            assert len(waited) == 2  # when the books are begun and when they are read
+            return 1000 * (end.at - self.at)
+
+    for name, value in {
+        "Event": Event,
+        "synchronize": waited.append,
+        "current_stream": lambda device: None,
+        "get_device_name": lambda device: "NVIDIA H100",
+        "max_memory_allocated": lambda device: 2**30,
+        "reset_peak_memory_stats": lambda device: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    ledger = Ledger("cuda")
+    with ledger.phase("update"):
+        sleep(1)
+        for _ in range(3):
+            with ledger.phase("reference"), ledger.work("network"):
+                sleep(2)
+        sleep(4)
+    assert len(waited) == 1
+    books = ledger.iteration()
+    assert (books["time/update"], books["time/reference"]) == (5, 6)
+    assert books["time/network_work"] == 6 and books["memory/reference_gb"] == 1
+    assert len(waited) == 3  # the last one begins the next books
+
+
 def test_an_iteration_closes_the_books():
     ledger = Ledger()
     ledger.nfe["rollout"] += 128

@@ -98,6 +98,18 @@ def test_costs_are_affine_in_rows(planner):
     assert line.saved == pytest.approx(real.saved, rel=1e-9)
 
 
+def test_a_weight_that_a_branch_without_a_gradient_casts_first_has_its_gradient(planner):
+    """Under autocast, with guidance's other branch detached."""
+    asked = Asked(what="velocity", rows=2, branches=2, guidance="guided", grad=True)
+    told = []
+    for detached in (False, True):
+        costs = Costs(planner.policy, H100, low=torch.bfloat16, checkpointing=False)
+        told.append(costs.of(replace(asked, detach_uncond=detached)))
+    both, one = told
+    assert one.forward.flops == both.forward.flops and 0 < one.saved < both.saved
+    assert one.backward.flops == pytest.approx(both.backward.flops / 2, rel=1e-6)
+
+
 def test_small_latents_stand_in_for_large_ones(planner, monkeypatch):
     exact = planner.budget()
     monkeypatch.setattr("flowrl.training.from_small.EXACT", 0)

@@ -102,10 +102,13 @@ def test_of_a_tree_all_rows_are_told_but_for_the_few_winners_that_are_looked_at(
     from flowrl.training import budget as module
 
     words = ["algorithm=tree_grpo", "algorithm.window.size=2", "sampler.steps=4"]
-    words += ["batch.prompts=16", "batch.group=9"]
-    told = budget(*words, "batch.micro=16")
+    words += ["batch.prompts=16", "batch.group=9", "batch.micro=16", "batch.decode=4"]
+    told = budget(*words)
+    more = module.enough(load_config(None, [*SMALL, *words]))[1]
+    few = budget(*words, f"batch.prompts={more}")
+    assert told.rows["nfe/reference"] == few.rows["nfe/reference"]  # kl_weight is 0: all winners
     monkeypatch.setattr(module, "enough", lambda cfg: (cfg.batch.prompts,))
-    whole = budget(*words, "batch.micro=16")
+    whole = budget(*words)
     for ours, theirs in ((told.rows, whole.rows), (told.first, whole.first)):
         others = ours.pop("nfe/reference"), theirs.pop("nfe/reference")
         assert ours == theirs and abs(others[0] - others[1]) < 2 * 16

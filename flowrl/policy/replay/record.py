@@ -379,9 +379,14 @@ def copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
+ABOUT_TYPES = r"dtype|scalar type|Input type|should be the same"  # what torch says of them
+
+
 def types_of(pipe: Any) -> str:
-    """The floating-point types of each network of a pipeline; "" where all are of one."""
-    networks = {k: m for k, m in pipe.components.items() if isinstance(m, torch.nn.Module)}
+    """The floating-point types of each network of a pipeline but the VAE, which may have one of its
+    own; "" where all are of one."""
+    named = {name: part for name, part in pipe.components.items() if name != "vae"}
+    networks = {name: m for name, m in named.items() if isinstance(m, torch.nn.Module)}
     found = {
         name: sorted({str(p.dtype)[6:] for p in network.parameters() if p.is_floating_point()})
         for name, network in networks.items()
@@ -408,7 +413,7 @@ def blaming(pipe: Any, kwargs: Mapping[str, Any], *, but: type[ValueError]) -> I
             ) from error
         given = ", ".join(f"{name}={_brief(value)}" for name, value in kwargs.items())
         said = f"{type(error).__name__}: {printable(error)}"
-        if isinstance(error, RuntimeError) and (types := types_of(pipe)):
+        if re.search(ABOUT_TYPES, str(error)) and (types := types_of(pipe)):
             raise ValueError(
                 f"{own} fails: {said}; its networks are of different types ({types}): give them"
                 " one, as pipe.to(torch.bfloat16) does"
