@@ -46,6 +46,7 @@ from flowrl.training.weight_costs import (
     AWAY,
     WeightCosts,
     encoders_size,
+    size_of,
     weight_costs,
 )
 
@@ -53,7 +54,8 @@ from flowrl.training.weight_costs import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """Of one process. fixed: gigabytes that stay, by what they are; phases: of the second
-    iteration; rows: what its metrics would say; first: rows of the first iteration."""
+    iteration; rows: what its metrics would say; first: rows of the first iteration; start:
+    gigabytes before weights are split, when each process has all of them."""
 
     model: str
     pipeline: str
@@ -67,6 +69,7 @@ class Budget:
     first: dict[str, int]
     reduced: dict[str, float]  # gradients summed over processes: gigabytes and seconds
     parameters: dict[str, int]
+    start: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -77,7 +80,7 @@ class Budget:
     @property
     def peak(self) -> float:
         """Gigabytes of tensors at the highest moment."""
-        return self.resident + max(phase.gb for phase in self.phases.values())
+        return max(self.start, self.resident + max(phase.gb for phase in self.phases.values()))
 
     @property
     def needed(self) -> float:
@@ -86,7 +89,9 @@ class Budget:
 
     @property
     def highest(self) -> str:
-        """The phase with the peak."""
+        """The phase with the peak, or "start-up"."""
+        if self.peak == self.start:
+            return "start-up"
         return max(self.phases, key=lambda name: self.phases[name].gb)
 
     @property
@@ -171,6 +176,7 @@ class Planner:
             first=first,
             reduced=self._reduced(cfg, [*trained.values()]),
             parameters={"network": self.parameters, "trained": numbers},
+            start=self._start(cfg),
             notes=_notes(cfg, self.device),
         )
 
@@ -205,6 +211,15 @@ class Planner:
                 blocks=blocks(network) if compiled else [],
             )
         return self.costs[key]
+
+    def _start(self, cfg: Config) -> float:
+        """Gigabytes of a process that loads the network whole and splits it then."""
+        if self.gpus == 1 or not cfg.train.shard:
+            return 0.0
+        encoders = 0.0 if cfg.model.encoders == "leave" else encoders_size(self.policy)
+        (network,) = self.policy.networks.values()
+        vae = _size(dict(self.policy.vae.named_parameters()))
+        return (size_of(network) + encoders + vae) / GIB
 
     def _reduced(self, cfg: Config, trained: list[torch.nn.Parameter]) -> dict[str, float]:
         """What processes send each other in the updates of an iteration to sum their gradients.

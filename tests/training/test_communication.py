@@ -3,6 +3,7 @@ process group takes every call and sends nothing."""
 
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -57,6 +58,16 @@ def fake_processes():
 
 def planned(*words):
     return Planner(load_config(None, [*WORDS, *words]), GPUS["h100"], gpus=SIZE)
+
+
+def test_weights_that_are_split_are_whole_at_the_start():
+    planner = planned("train.shard=[denoiser]")
+    told = planner.budget()
+    whole = planner.parameters * 4 / GIB + told.fixed["text encoders"] + told.fixed["vae"]
+    assert told.start == pytest.approx(whole) > told.resident
+    assert planned().budget().start == 0
+    assert replace(told, start=1e3).peak == 1e3
+    assert replace(told, start=1e3).highest == "start-up" != told.highest
 
 
 def reduce(tensor, _):
