@@ -31,7 +31,7 @@ METHODS = {
     "tree_grpo": ["batch.group=9", "algorithm.window.size=2"],
     "nft": ["batch.group=4", "batch.updates=2"],
 }
-SMALL = ["batch.prompts=4", "batch.micro=8", "batch.decode=4", "sampler.steps=4"]
+SMALL = ["batch.prompts=2", "batch.micro=8", "batch.decode=4", "sampler.steps=4"]
 
 
 def shapes(method="mix_grpo", *more):
@@ -80,7 +80,7 @@ def told_as_run(cfg, policy, tmp_path):
 
 @pytest.fixture(scope="module")
 def planner():
-    return Planner(shapes("flow_grpo"), H100)
+    return Planner(shapes("flow_grpo", "batch.prompts=4"), H100)
 
 
 def test_costs_are_affine_in_rows(planner):
@@ -238,6 +238,10 @@ def _fewer(config):
     thin = {name: 2 for name in names if name in config}  # the last block of some has fewer layers
     if "dual_attention_layers" in config:
         thin["dual_attention_layers"] = [0]
+    if "cross_attention_dim" in config:  # a UNet
+        thin["layers_per_block"] = 1
+    if "transformer_layers_per_block" in config:
+        thin["transformer_layers_per_block"] = [1, 1, 1]
     if "text_config" in config:
         thin["text_config"] = {**config["text_config"], "num_hidden_layers": 1}
     return thin
