@@ -31,7 +31,7 @@ PROMPTS = [
     "a green triangle left of a red square",
     "three yellow circles",
 ]
-MOST = 1.03
+MOST = 1.02
 Call = Callable[..., None]
 Pair = dict[Call, float]  # seconds a network call
 
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     add("--width", type=int)
     add("--steps", type=int, default=10)
     add("--pairs", type=int, default=61)
-    add("--prompts", type=int, default=4)
+    add("--prompts", type=int, default=16)
     add("--threads", type=int, help="CPU threads (default: torch's)")
     return out
 
