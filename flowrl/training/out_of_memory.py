@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flowrl.config.build import dearest
 from flowrl.config.combine import Settings, combines, words
 from flowrl.config.schema import Config
-from flowrl.runtime import checkpoint
+from flowrl.runtime import checkpoint, shares
 from flowrl.runtime.memory import OutOfMemory, ran_out
 from flowrl.runtime.text import printable
 from flowrl.training.records import Parts
@@ -107,8 +107,9 @@ def size_of(found: Iterable[Any], device: torch.device, seen: set[int]) -> int:
     total = 0
     for tensor in found:
         if isinstance(tensor, Tensor) and tensor.device == device:
-            parts = getattr(tensor, "__tensor_flatten__", None)
-            inner = [getattr(tensor, name) for name in parts()[0]] if parts else [tensor]
+            own = shares.held(tensor)  # of a split tensor, the share
+            parts = getattr(own, "__tensor_flatten__", None)
+            inner = [getattr(own, name) for name in parts()[0]] if parts else [own]
             for part in inner:
                 storage = part.untyped_storage()
                 if storage.data_ptr() not in seen:

@@ -1,8 +1,13 @@
 """Memory that runs out: one sentence with the phase, what holds memory, the nearest setting and the
 checkpoint that stands."""
 
+import importlib
+import os
+from pathlib import Path
+
 import pytest
 import small
+import tiny
 import torch
 
 import flowrl
@@ -13,6 +18,7 @@ from flowrl.runtime.memory import OutOfMemory, advice, during, ran_out
 from flowrl.training.out_of_memory import advised, explained_start
 from flowrl.training.update import Learner
 
+BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 QUICK = {"guard__check_rewards": "false", "eval__at_start": "false", "iterations": "2"}
 
 
@@ -46,6 +52,29 @@ def test_the_phase_is_named_and_the_setting_that_needs_less(phase, tmp_path, mon
     assert f"set {setting};" in said and "GB weights of the model" in said
     assert "the checkpoint of iteration 1 is intact" in said and f"--resume {tmp_path}" in said
     assert checkpoint.iteration_of(checkpoint.latest(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("base", ["replicated", "sharded"])
+def test_of_two_processes_one_runs_out_and_both_end_with_a_sentence(base, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    processes = importlib.import_module("processes")
+    policy = tiny.policy("sd3", lora={"rank": 2, "alpha": 2})
+    asked = processes.words("nft", base, tmp_path / "run", "iterations=2", "batch.micro=16")
+
+    def work():
+        cfg = load_config(None, asked)
+        made = flowrl.Trainer(cfg, policy=policy, rewards={"spread": processes.spread})
+        decode = policy.decode
+        last = os.environ["RANK"] == "1"
+        policy.decode = lambda *a, **k: (full if last and made.iteration else decode)(*a, **k)
+        made.run()
+
+    with pytest.raises(SystemExit) as ended:
+        processes.on(2, work)
+    said = str(ended.value)
+    assert "rank 1: OutOfMemory: memory ran out in the phase decode" in said
+    assert "the checkpoint of iteration 1 is intact" in said
+    assert "rank 0: Lost: of the 2 processes, rank 1 stopped" in said
 
 
 def test_a_reward_whose_single_samples_are_too_large_stops_the_run(tmp_path):
