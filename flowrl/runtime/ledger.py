@@ -101,9 +101,7 @@ class Ledger:
         """
         key = (self.stack[-1] if self.stack else "", kind, call)
         counter = FlopCounter() if rows and key not in self.flops_per_row else None
-        if self.cuda:
-            start = self._now()
-        began = time.perf_counter()
+        began = self._now()
         try:
             if counter is None:
                 yield
@@ -113,9 +111,9 @@ class Ledger:
                 self.flops_per_row[key] = counter.total / rows
         finally:
             if self.cuda:
-                self.events.append((kind, start, self._now()))
+                self.events.append((kind, began, self._now()))
             else:
-                self.kinds[kind] += time.perf_counter() - began
+                self.kinds[kind] += self._now() - began
         if rows:
             self.flops[key[0]] += rows * self.flops_per_row.get(key, 0.0)
 

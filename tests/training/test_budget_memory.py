@@ -112,13 +112,14 @@ def test_of_a_tree_all_rows_are_told_but_for_the_few_winners_that_are_looked_at(
     for ours, theirs in ((told.rows, whole.rows), (told.first, whole.first)):
         others = ours.pop("nfe/reference"), theirs.pop("nfe/reference")
         assert ours == theirs and abs(others[0] - others[1]) < 2 * 16
-    near(told, whole, seconds=0.02, rows=2 * 16)
+    near(told, whole, seconds=0.02, references=2 * 16)
 
 
-def near(told, whole, *, seconds=0.01, rows=0):
-    """Two budgets of one run."""
+def near(told, whole, *, seconds=0.01, references=0):
+    """Two budgets of one run. references: rows of that phase by which they may differ."""
     assert told.seconds == pytest.approx(whole.seconds, rel=seconds)
     for name, phase in whole.phases.items():
-        assert told.phases[name].rows == pytest.approx(phase.rows, abs=rows)
+        rows = references if name == "reference" else 0
+        assert abs(told.phases[name].rows - phase.rows) <= rows, name
         close = pytest.approx(phase.gb, rel=0.02, abs=0.005 * whole.peak)
         assert told.phases[name].gb == close, name
