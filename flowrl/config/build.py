@@ -68,11 +68,15 @@ def make_algorithm(cfg: Config) -> Algorithm:
 
 
 def make_policy(
-    cfg: Config, *, device: torch.device | str | None = None, live: Live | None = None
+    cfg: Config,
+    *,
+    device: torch.device | str | None = None,
+    live: Live | None = None,
+    split: bool = False,
 ) -> Policy:
     """The policy that a config trains, with fresh adapters or those of train.init_lora.
 
-    live: a policy or prompts that a script handed over."""
+    live: a policy or prompts that a script handed over. split: see load_policy."""
     live = live or Live()
     check_init(cfg)
     combine.check(cfg)
@@ -91,6 +95,7 @@ def make_policy(
             hints=cfg.model.hints,
             encoding=encoding(cfg),
             quantize="none" if isinstance(live.policy, Policy) else cfg.model.quantize,
+            split=split,
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
     policy.freeze(False)

@@ -20,6 +20,7 @@ from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.policy.quantised import check_kind, kind_of, quantise
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.record import Encoding, blaming, denoisers_of
+from flowrl.policy.waiting import Waiting
 from flowrl.runtime import hub, registry
 from flowrl.runtime.log import quiet
 from flowrl.runtime.memory import ran_out
@@ -39,6 +40,7 @@ LOADED_WITH = (
     "parts",
     "encoding",
     "quantize",
+    "split",
 )
 PARTS = ("denoiser", "text_encoder")
 ENCODING = "encoding (model.encoders, model.prompt_cache)"  # as errors name it
@@ -59,6 +61,7 @@ def load_policy(
     parts: Sequence[str] | None = None,
     encoding: Encoding | None = None,
     quantize: str = "none",
+    split: bool = False,
     **pipeline_kwargs: Any,
 ) -> Policy:
     """A Policy from `source`: a live DiffusionPipeline, its folder or hub id, a name in
@@ -70,13 +73,13 @@ def load_policy(
     whatever dtype is; None trains all their weights. dtype: of the networks (default: fp32; of a
     live pipeline, as it is). quantize: frozen weights of a pipeline's denoiser as "int8" or "nf4"
     (a pipeline that is quantised is taken as it is). shape, kind, cond, decode: for an nn.Module,
-    see ModulePolicy.
-    pipeline_kwargs: arguments of the pipeline's own call (height, width, num_frames,
-    guidance_scale, negative_prompt, max_sequence_length, image ...); they hold for the policy's
-    life. example: conditions that differ from prompt to prompt, of one prompt (Policy.encode takes
-    those of all). hints: of the pipeline's class, see `hints_of` in flowrl/policy/named.py.
-    encoding: where text encoders are, and their answers kept. A pipeline whose loop cannot be
-    inferred raises UnreplayableError (a ValueError).
+    see ModulePolicy. pipeline_kwargs: arguments of the pipeline's own call (height, width,
+    num_frames, negative_prompt, image ...); they hold for the policy's life. example: conditions
+    that differ from prompt to prompt, of one prompt (Policy.encode takes those of all). hints: of
+    the pipeline's class, see `hints_of` in flowrl/policy/named.py. encoding: where text encoders
+    are, and their answers kept. split: a pipeline's networks are to be split over processes, and
+    their blocks wait for that in host memory. A pipeline whose loop cannot be inferred raises
+    UnreplayableError (a ValueError).
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)
@@ -86,8 +89,8 @@ def load_policy(
         source, named = found(source)
         dtype, device = dtype or torch.float32, device or _usual_device()
     if isinstance(source, Policy):
-        given = {**described, ENCODING: encoding, "hints": hints, **pipeline_kwargs}
-        given |= {} if quantize == "none" else {"quantize": quantize}
+        quantized = {"quantize": None if quantize == "none" else quantize}
+        given = {**described, **quantized, ENCODING: encoding, "hints": hints, **pipeline_kwargs}
         return _unchanged(source, lora, parts, given)
     parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
@@ -100,10 +103,9 @@ def load_policy(
     _check_fresh(source)
     declare(source, own_hints)
     with quiet():  # loading and probing make the libraries warn of nothing real
-        leave = encoding is not None and encoding.leave
-        _prepare(source, dtype, device, quantize, leave=leave)
+        waiting = _prepare(source, dtype, device, quantize, encoding, split=split)
         with blaming(source, pipeline_kwargs, but=ValueError):
-            return PipelinePolicy(source, lora, pipeline_kwargs, example, parts, encoding)
+            return PipelinePolicy(source, lora, pipeline_kwargs, example, parts, encoding, waiting)
 
 
 def _check_undescribed(described: Mapping[str, Any]) -> None:
@@ -304,17 +306,22 @@ def _check_whole(source: str, pipe: Any) -> None:
                 )
 
 
-def _move(pipe: Any, device: torch.device | str, *, leave: bool) -> None:
+def _move(
+    pipe: Any, device: torch.device | str, *, leave: bool, waiting: Sequence[nn.Module]
+) -> None:
     """The pipeline to a device; its own `to` asks each part for a dtype, which a plain nn.Module
-    does not have. leave: text encoders stay where they are, in host memory."""
+    does not have. leave: text encoders stay where they are, in host memory; waiting: so do
+    these."""
     parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    staying = [part for part in parts if any(part is network for network in waiting)]
     if leave:
-        parts = [part for part in parts if not isinstance(part, PreTrainedModel)]
-    elif all(hasattr(part, "dtype") for part in parts):
+        staying += [part for part in parts if isinstance(part, PreTrainedModel)]
+    elif not staying and all(hasattr(part, "dtype") for part in parts):
         pipe.to(device)
         return
     for part in parts:
-        part.to(device)
+        if not any(part is other for other in staying):
+            part.to(device)
 
 
 def _prepare(
@@ -322,19 +329,23 @@ def _prepare(
     dtype: torch.dtype | None,
     device: torch.device | str | None,
     kind: str,
+    encoding: Encoding | None,
     *,
-    leave: bool,
-) -> None:
+    split: bool = False,
+) -> Waiting | None:
     """A pipeline in its type, its denoisers quantised, each layer on the device; None: as it is.
-    leave: see _move."""
+    encoding, split: what of it is not put there, see load_policy."""
+    leave = encoding is not None and encoding.leave
     if dtype is not None:
         _cast(pipe, dtype)
+    own = denoisers_of(pipe, hints_for(pipe)) if split or kind != "none" else {}
     if kind != "none":
-        own = denoisers_of(pipe, hints_for(pipe))
         here = next(next(iter(own.values())).parameters()).device
         quantise(own, kind, here if device is None else device)
+    waits = split and device is not None
     if device is not None:
-        _move(pipe, device, leave=leave)
+        _move(pipe, device, leave=leave, waiting=list(own.values()) if waits else [])
+    return Waiting(own.values(), device) if waits else None
 
 
 def _cast(pipe: Any, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.quantised import plain_tensors, scales
+from flowrl.policy.waiting import Waiting
 
 
 class Guest:
@@ -42,10 +43,12 @@ class Guest:
 
 
 class Turns:
-    """Who is on the device: the text encoders, where they leave it, or the denoisers."""
+    """Who is on the device: the text encoders, where they leave it, or the denoisers. waiting:
+    denoisers that come a block at a time, until they are split over processes."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, waiting: Waiting | None = None) -> None:
         self.device = device
+        self.waiting = waiting
         self.encoders: Guest | None = None
         self.denoisers: Guest | None = None
         self.open = 0  # runs of the pipeline, one within another, that are going on
@@ -54,7 +57,7 @@ class Turns:
     @property
     def used(self) -> bool:
         """Whether any weights leave."""
-        return self.encoders is not None or self.denoisers is not None
+        return any(kind is not None for kind in (self.encoders, self.denoisers, self.waiting))
 
     def send_encoders(self, networks: Iterable[nn.Module]) -> None:
         """These networks are frozen, and come when any part of them is called."""
@@ -74,6 +77,12 @@ class Turns:
         for network in networks.values():
             for module in (network, *network.children()):  # blocks below may be compiled
                 module.register_forward_pre_hook(self._denoise)
+
+    def end_waiting(self) -> None:
+        """The denoisers are to be split: their blocks come no more when they run."""
+        if self.waiting is not None:
+            self.waiting.end()
+            self.waiting = None
 
     def _encode(self, module: nn.Module, *call: Any) -> None:
         if self.encoders is None or self.encoders.here or stubbed(module):

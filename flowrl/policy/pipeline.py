@@ -31,6 +31,7 @@ from flowrl.policy.replay.record import Encoding, Runner
 from flowrl.policy.replay.reentry import reenter
 from flowrl.policy.replay.request import Request
 from flowrl.policy.text import Encodings, check_encoded, check_staying, placed_in, text_encoders
+from flowrl.policy.waiting import Waiting
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
 from flowrl.types import expand
@@ -39,7 +40,8 @@ from flowrl.types import expand
 class PipelinePolicy(Policy):
     """See Policy. kwargs: arguments of the pipeline's own call, for recording and all after it.
     example: conditions of one prompt, by which the loop is recorded. parts: what is trained,
-    "denoiser", "text_encoder" or both. encoding: how prompts are encoded."""
+    "denoiser", "text_encoder" or both. encoding: how prompts are encoded. waiting: its networks,
+    where they wait in host memory to be split."""
 
     def __init__(
         self,
@@ -49,6 +51,7 @@ class PipelinePolicy(Policy):
         example: Mapping[str, Any] | None = None,
         parts: Sequence[str] = ("denoiser",),
         encoding: Encoding | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         self.pipe = pipe
         text = text_encoders(pipe) if "text_encoder" in parts else {}
@@ -59,7 +62,7 @@ class PipelinePolicy(Policy):
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)
         self._schedules: dict[int, Schedule] = {}
-        runner = Runner(pipe, kwargs, hints_for(pipe), encoding)
+        runner = Runner(pipe, kwargs, hints_for(pipe), encoding, waiting)
         self.turns = runner.turns
         # what is drawn here moves no adapter's first values
         with torch.random.fork_rng(), self.turns.running(pipe):
@@ -67,6 +70,8 @@ class PipelinePolicy(Policy):
         self.turns.summon()  # adapters are made where the weights are
         trained = {**(runner.denoisers if "denoiser" in parts else {}), **text}
         super().__init__(runner.denoisers, adapter, self.replay.shape, trained)
+        if waiting is not None:
+            waiting.bring_adapters()
         self.encodings: Encodings | None = None
         if text:
             assert isinstance(self.trainable, Parts)  # nothing is frozen yet

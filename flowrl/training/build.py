@@ -90,7 +90,8 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     check_alike([*prompts, *held_out])
     algorithm = live.algorithm or make_algorithm(cfg)
     check_method(cfg, algorithm, prompts, rewards)
-    policy = make_policy(cfg, device=accelerator.device, live=live)
+    split = bool(cfg.train.shard) and world.size > 1
+    policy = make_policy(cfg, device=accelerator.device, live=live, split=split)
     check_media(rewards, algorithm, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
 
@@ -103,7 +104,8 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
     warn(cfg, algorithm, policy, plan, (len(prompts) - cfg.batch.prompts) // world.size)
 
-    _ = policy.parts  # in full mode fp32 from here on
+    # in full mode fp32 from here on; who kept what it returns would keep split weights whole
+    policy.trainable.named()
     media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
     known = identity.of_parts(cfg, rewards, policy, media, live)
     casts = autocast(cfg, policy.device)
@@ -112,7 +114,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     source = Source(
         cfg=cfg,
         world=world,
-        ledger=Ledger(policy.device),
+        ledger=Ledger(policy.device, profile=cfg.train.profile_memory),
         prompts=prompts,
         chooser=choice,
         dataset=dataset,

@@ -1,6 +1,7 @@
 """train.shard: the weights of networks are split, and each process keeps its share.
 
-A block is gathered from all processes when it runs and let go of after it (torch's FSDP2,
+Until then the blocks wait in host memory (flowrl/policy/waiting.py), and each comes to the device
+alone. A block is gathered from all processes when it runs and let go of after it (torch's FSDP2,
 `fully_shard`), so that a forward holds one block whole. LoRA stays whole on every process:
 optimizer, averages, views, checkpoints and exports know nothing of it. In full mode all of these
 are shares as well (flowrl/runtime/shares.py), gradients are added up over processes in the
@@ -89,6 +90,8 @@ def shard(
     whole = sum(map(size_of, policy.networks.values()))
     with autocast():
         calls = one_row(policy, prompts, guidance, "train.shard")
+    if policy.turns is not None:
+        policy.turns.end_waiting()
     mesh = init_device_mesh(policy.device.type, (world.size,))
     roots = {name: split(network, mesh) for name, network in policy.networks.items()}
     rows = [_call(roots[name], calls[name], autocast) for name in roots]

@@ -1,11 +1,14 @@
 """Networks whose weights are split over processes: the same numbers, a share of the bytes, and the
 same calls on all processes, whatever rows they have."""
 
+import gc
 import importlib.util
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import long
 import pytest
 import small
 import tiny
@@ -132,7 +135,7 @@ def test_processes_that_call_other_networks_a_different_number_of_times_stay_in_
 def test_a_sharded_run_in_which_a_process_has_nothing_to_train_equals_one_process(tmp_path):
     """Rank 1's prompts score alike, so that it has no row. The other's are drawn again in rounds,
     and the run ends with an evaluation of three images and an exported LoRA."""
-    policy = load_policy("shapes-sd3", lora={"rank": 2, "alpha": 2})
+    policy = tiny.policy("sd3", lora={"rank": 2, "alpha": 2})
 
     def uneven(media, prompts, context):
         even = torch.tensor(["red" in prompt for prompt in prompts])
@@ -164,6 +167,7 @@ def test_a_sharded_run_in_which_a_process_has_nothing_to_train_equals_one_proces
     assert (folder / "pytorch_lora_weights.safetensors").is_file()
 
 
+@long.mark
 def test_all_weights_in_shares_are_trained_averaged_and_saved_as_by_one_process(tmp_path):
     """An update of NFT, which keeps an old copy: weights, averages, moments and copies are those of
     one process, and each of two holds half of them. One process and two read what the others
@@ -197,6 +201,31 @@ def test_all_weights_in_shares_are_trained_averaged_and_saved_as_by_one_process(
     assert (fewer["read"] == both[0]["read"]).all()
     wider = processes.on(2, lambda: run("one", "sharded", resume=True))
     assert all((part["read"] == one["read"]).all() for part in wider)
+
+
+def test_a_network_that_is_split_was_never_whole_on_a_device(tmp_path, monkeypatch):
+    """All weights, made fp32: a block at a time comes from the host, and nobody keeps it whole."""
+    split, whole = shard.split, []
+
+    def followed(network, mesh):
+        assert {p.dtype for p in network.parameters()} == {torch.float32}
+        refs = [weakref.ref(p) for p in network.parameters()]
+        made = split(network, mesh)
+        gc.collect()
+        whole.append(sum(ref() is not None for ref in refs))
+        return made
+
+    monkeypatch.setattr(shard, "split", followed)
+    more = ["train.mode=full", "model.dtype=bf16", "train.precision=bf16", "batch.prompts=2"]
+
+    def work():
+        cfg = load_config(None, processes.words("nft", "sharded", tmp_path / "run", *more))
+        made = Trainer(cfg, rewards={"spread": processes.spread})
+        turns = made.policy.turns
+        return {"whole": torch.tensor(whole), "waits": torch.tensor(turns.waiting is not None)}
+
+    for part in processes.on(2, work):
+        assert part["whole"].tolist() == [0] and not part["waits"]
 
 
 def test_a_gradient_in_shares_is_clipped_by_the_norm_of_all(tmp_path):

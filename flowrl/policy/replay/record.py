@@ -26,6 +26,7 @@ from flowrl.policy.replay.errors import Halt, UnreplayableError
 from flowrl.policy.replay.items import Item, is_media, is_text
 from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.steps import StepPattern, Stepper, patched_scheduler
+from flowrl.policy.waiting import Waiting
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.text import printable
@@ -163,6 +164,7 @@ class Runner:
         kwargs: dict[str, Any],
         hints: dict[str, Any],
         encoding: Encoding | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         self.pipe, self.hints = pipe, hints
         call = type(pipe).__call__
@@ -175,7 +177,8 @@ class Runner:
         self.denoisers = denoisers_of(pipe, hints)
         encoding = encoding or Encoding()
         self.answers = Answers(encoding.cache)
-        self.turns = Turns(next(next(iter(self.denoisers.values())).parameters()).device)
+        first = next(next(iter(self.denoisers.values())).parameters()).device
+        self.turns = Turns(waiting.device if waiting else first, waiting)
         self.apart = encoding.leave and encoding.offload
         if encoding.leave:
             self.turns.send_encoders(self._text_encoders())
