@@ -33,6 +33,7 @@ from flowrl.rewards.core.pictures import (
 )
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, warn_unpublished
 from flowrl.types import MediaContext
@@ -42,6 +43,7 @@ PUBLISHED = (4.883285, 5.310305, 4.545052)
 FILES = {"v2": "sac+logos+ava1-l14-linearMSE.pth", "v1": "sa_0_4_vit_l_14_linear.pth"}
 # v2 on the hub, and its name there; its values are checked against PUBLISHED.
 MIRROR, MIRRORED = "trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth"
+NUMBERS = {"openai/clip-vit-large-patch14": 303_966_208}  # of weights, of the picture tower
 WITH_RELU = (0, 3, 6, 9, 11)  # places of the linear layers in ava+logos-l14-reluMSE.pth
 
 
@@ -89,6 +91,10 @@ class Aesthetic(Reward):
         if s.scale == "vbench":
             self.scale = "predicted rating over 10, mostly 0.3 to 0.7"
         self.differentiable = not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return published(NUMBERS, settings.backbone)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -30,10 +30,12 @@ from flowrl.rewards.core.pictures import (
 )
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, warn_unpublished
 from flowrl.types import MediaContext
 
+NUMBERS = {"google/siglip-so400m-patch14-384": 428_225_600}  # of weights, of the picture tower
 # What the published head gives for the inputs of networks.clip.probe.
 PUBLISHED = (3.618320, 2.672634, 2.709308)
 
@@ -80,6 +82,10 @@ class AestheticV25(Reward):
         self.backbone = _picture_tower(s.backbone).to(self.dtype)
         self.head = _head(s.weights, self.backbone.config.hidden_size)
         self.differentiable = not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return published(NUMBERS, settings.backbone, settings.dtype)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

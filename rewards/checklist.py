@@ -34,9 +34,16 @@ from torch import Tensor
 from flowrl.data import checklists
 from flowrl.rewards.core.pictures import frames_of
 from flowrl.rewards.core.questions import InCode, Question, check_of, complaint, parents
-from flowrl.rewards.core.reward import SHOWN, Reward, RewardBug, forgetful, load
+from flowrl.rewards.core.reward import (
+    SHOWN,
+    Reward,
+    RewardBug,
+    forgetful,
+    load,
+    network_bytes,
+)
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.wrap import load_inner
+from flowrl.rewards.core.wrap import inner_bytes, load_inner
 from flowrl.rewards.networks import detector
 from flowrl.runtime import files
 from flowrl.shapes import verify
@@ -107,6 +114,15 @@ class Checklist(Reward):
         self.last_answers: list[list[float]] = []
         self._asked = ""
         self.remembers = True
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        if settings.questions == "given":
+            return None  # a prompt's questions may ask for GenEval's detector
+        if settings.answerer is not None:
+            return inner_bytes(settings.answerer, settings.answerer_settings)
+        geneval = settings.questions == "geneval"
+        return network_bytes("geneval", **settings.geneval_settings) if geneval else 0.0
 
     def to(self, device: Any) -> Checklist:
         for reward in (self.answerer, self.geneval):

@@ -30,12 +30,22 @@ from torchvision.transforms.functional import resize
 
 from flowrl.rewards.core.pictures import by_pil, cropped, normalized, pil_cropped, rounded
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.sizes import of_open_clip
 from flowrl.rewards.core.weights import fetch_open_clip, path_of, unfetched
 from flowrl.rewards.networks.clip import HubClip, OpenClip, TwoTowers
+from flowrl.runtime import hub
 from flowrl.runtime.registry import did_you_mean
 from flowrl.shapes.clip import SOURCE as SHAPES
 
+SCHEMES = ("hf-hub:", "local-dir:")  # of names that open_clip reads
 VIT_L14 = "openai/clip-vit-large-patch14"
+NUMBERS = {  # of weights, of CLIPs that transformers loads
+    VIT_L14: 427_616_513,
+    "openai/clip-vit-large-patch14-336": 427_944_193,
+    "openai/clip-vit-base-patch16": 149_620_737,
+    "openai/clip-vit-base-patch32": 151_277_313,
+    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": 986_109_441,
+}
 # What a preset fixes. dance_grpo: the 378-pixel DFN5B weights in open_clip's plain ViT-H-14, so at
 # 224 pixels (position embeddings are resized) and with another activation than they were trained
 # with; mix_grpo: the same weights in their own architecture.
@@ -129,11 +139,26 @@ class Clip(TwoTowers):
             self.range = (0.0, 2.5)
         self.differentiable = s.transform != "pil" and not s.rounding
 
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        resolved = _resolved(settings)
+        # the network is the preset's wherever its weights lie
+        return bytes_of(PRESETS[settings.preset]["model"] if settings.preset else resolved.model)
+
     def pixels(self, frames: Tensor) -> Tensor:
         return self.transform(rounded(frames) if self.settings.rounding else frames)
 
     def value(self, cosine: Tensor) -> Tensor:
         return 2.5 * cosine.clamp(min=0) if self.settings.scale == "hessel" else cosine
+
+
+def bytes_of(model: str) -> float | None:
+    """Bytes of a CLIP in fp32, told without its weights; None: not known."""
+    if _of_transformers(model):
+        numbers = NUMBERS.get(hub.split(model)[0])
+        return None if numbers is None else 4.0 * numbers
+    _check_name(model)
+    return of_open_clip(model)
 
 
 def _resolved(s: Settings) -> Settings:
@@ -229,12 +254,9 @@ def _check_source(s: Settings) -> None:
     import open_clip
 
     model, weights = s.model, s.pretrained
-    if model.startswith(("hf-hub:", "local-dir:")):
-        return
-    if model not in open_clip.list_models():
-        close = did_you_mean(model, open_clip.list_models())
-        raise ValueError(f'unknown CLIP model "{model}"{close}')
-    if weights is None or os.path.exists(weights) or _is_hub_name(weights):
+    _check_name(model)
+    elsewhere = weights is None or os.path.exists(weights) or _is_hub_name(weights)
+    if elsewhere or model.startswith(SCHEMES):
         return
     tags = open_clip.list_pretrained_tags_by_model(model)
     if weights not in tags:
@@ -243,6 +265,14 @@ def _check_source(s: Settings) -> None:
             f" exists{did_you_mean(weights, tags)}"
         )
     _check_activation(model, weights)
+
+
+def _check_name(model: str) -> None:
+    import open_clip
+
+    known = open_clip.list_models()
+    if not model.startswith(SCHEMES) and model not in known:
+        raise ValueError(f'unknown CLIP model "{model}"{did_you_mean(model, known)}')
 
 
 def _is_hub_name(source: str) -> bool:

@@ -40,11 +40,18 @@ from torchvision.transforms.functional import center_crop, resize
 from flowrl.rewards.core.pictures import normalized, rounded
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import path_of
 from flowrl.rewards.motion_smoothness import dynamic_degree
 from flowrl.rewards.video import softmin
 from flowrl.types import MediaContext
 
+NUMBERS = {  # of weights, of encoder and predictor
+    "facebook/vjepa2-vitl-fpc64-256": 325_971_328,
+    "facebook/vjepa2-vith-fpc64-256": 653_930_880,
+    "facebook/vjepa2-vitg-fpc64-256": 1_034_555_264,
+    "facebook/vjepa2-vitg-fpc64-384": 1_034_555_264,
+}
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 # (windows (n, W, 3, h, w), context frames) -> predicted and actual features of the other frames,
@@ -97,6 +104,10 @@ class Coherence(Reward):
         s = self.settings
         self.world = VJepa2(s.weights, s.window, s.context) if world is None else world
         self.differentiable = not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return published(NUMBERS, settings.weights)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

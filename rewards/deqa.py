@@ -39,10 +39,12 @@ from flowrl.rewards.core.pictures import (
     rounded,
 )
 from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, path_of, tokenizer
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
+NUMBERS = {"zhiyuanyou/DeQA-Score-Mix3": 8_197_859_328}  # of weights
 WORDS = ("excellent", "good", "fair", "poor", "bad")  # worth 5, 4, 3, 2, 1
 # The picture stands between the two.
 QUESTION = (
@@ -84,6 +86,10 @@ class DeQA(Reward):
             self.factor, self.scale = 0.2, f"{self.scale}, divided by 5"
         self.range = (self.factor, 5 * self.factor)
         self.differentiable = not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return published(NUMBERS, settings.weights, settings.dtype)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

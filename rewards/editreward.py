@@ -19,12 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.rewards.core.pictures import refuse_gradient
+from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.source import Settings as SourceSettings
 from flowrl.rewards.core.source import Sourced
 from flowrl.rewards.core.weights import path_of, template, tensors
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
+NUMBERS = {  # of weights, without language head
+    "XiaomiMiMo/MiMo-VL-7B-SFT-2508": 7_680_509_952,
+    "Qwen/Qwen2.5-VL-7B-Instruct": 7_747_169_280,
+}
 # sha256 of the texts, in the order of head_0 and head_1.
 RUBRICS = {"following": "da5bfc26898cc8e0", "quality": "89bbc5c2ac1bbea9"}
 WHERE = (
@@ -90,6 +95,10 @@ class EditReward(Sourced):
             reward="editreward",
         )
         self.differentiable = not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return published(NUMBERS, settings.base, settings.dtype)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from flowrl.rewards.core.reward import Reward, parse, reward_class
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.reward_set import load_set
+from flowrl.rewards.core.reward_set import load_set, sizes
 from flowrl.rewards.core.rules import parse_rule, settings_of
 from flowrl.rewards.core.score import held
+from flowrl.rewards.core.sizes import together
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
@@ -70,6 +71,10 @@ class Ensemble(Reward):
         self.verifies = frozenset.intersection(*(r.verifies for r in shown))
         if s.how == "min" and all(r.range for r in shown):
             self.range = self._worst("low"), self._worst("high")
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return together(*sizes(settings.members).values())
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -31,6 +31,7 @@ from flowrl.data.media import from_pil, to_pil
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames, normalized, rounded
 from flowrl.rewards.core.reward import SHOWN, Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.sizes import of_open_clip, published, together
 from flowrl.rewards.core.weights import fetch_open_clip, path_of
 from flowrl.rewards.networks import detector
 from flowrl.rewards.networks.detector import Found
@@ -48,6 +49,7 @@ TEMPLATES = (
     "a photo of a {color}-colored {name}",
     "a photo of a {color} object",
 )
+NUMBERS = {"facebook/mask2former-swin-small-coco-instance": 68_741_083}  # of weights
 GREY = (153, 153, 153)  # what is not the object, in the crop whose colour is asked for
 
 
@@ -133,6 +135,10 @@ class Geneval(Reward):
         self.detector = _load_detector(s.weights)
         self.clip, self.preprocess, self.tokenizer = _load_clip(s.clip, s.clip_weights)
         self._classifiers: dict[str, Tensor] = {}
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return together(published(NUMBERS, settings.weights), of_open_clip(settings.clip))
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         return detector.complaint(meta)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from flowrl.rewards.core.pictures import fitted, normalized, rounded
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.sizes import of_open_clip
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.rewards.networks.clip import OpenClip, TwoTowers
 
@@ -83,6 +84,10 @@ class Hpsv2(TwoTowers):
         fill(model, tensors(path, under="state_dict"), path=path)
         self.towers = OpenClip(model, open_clip.get_tokenizer(self.architecture))
         self.differentiable = not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return of_open_clip(cls.architecture)
 
     def pixels(self, frames: Tensor) -> Tensor:
         frames = rounded(frames) if self.settings.rounding else frames

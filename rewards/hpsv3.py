@@ -17,10 +17,12 @@ from torch import Tensor
 
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames, refuse_gradient
 from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import path_of, template, tensors
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
+NUMBERS = {"Qwen/Qwen2-VL-7B-Instruct": 7_746_378_240}  # of weights, without language head
 RUBRIC = "0393599dad45a971"  # sha256 of the text
 ORIGIN = (
     "the literal INSTRUCTION of hpsv3/dataset/data_collator_qwen.py in github.com/MizzenAI/HPSv3,"
@@ -68,6 +70,10 @@ class HPSv3(Reward):
             reward="hpsv3",
         )
         self.differentiable = not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return published(NUMBERS, settings.base, settings.dtype)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -30,6 +30,7 @@ from flowrl.rewards.core.pictures import (
 )
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.tokens import warn_cut
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.rewards.networks.blip import Blip, renamed
@@ -37,6 +38,7 @@ from flowrl.types import MediaContext
 
 TOKENS = 35  # of a prompt, [CLS] and [SEP] among them
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output over the training set
+NUMBERS = {"THUDM/ImageReward": 446_206_689}  # of weights: BLIP-large and the head
 # BLIP's contrastive heads, and a buffer.
 UNUSED = ("blip.vision_proj.", "blip.text_proj.", "blip.text.embeddings.position_ids")
 
@@ -80,6 +82,10 @@ class ImageReward(Reward):
         # BLIP's, read only where a prompt spells them.
         self.tokenizer.add_special_tokens(["[DEC]", "[ENC]"])
         self.differentiable = not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return published(NUMBERS, settings.weights)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -39,6 +39,7 @@ class Jpeg(Reward):
 
     Settings = Settings
     name = "jpeg"
+    networks = False
     scale = "minus kilobytes at JPEG quality 95, divided by 500"
 
     def __init__(self, settings: Any = None):

@@ -72,6 +72,7 @@ class MotionSmoothness(Reward):
 
     Settings = Settings
     name = "motion_smoothness"
+    networks = False
     scale = "0 to 1: evenness of the change between frames, 0 for a frozen video"
     range = (0.0, 1.0)
     video = "only"

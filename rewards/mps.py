@@ -36,11 +36,13 @@ from flowrl.rewards.core.pictures import (
 )
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.sizes import WIDTH
 from flowrl.rewards.core.tokens import warn_cut
 from flowrl.rewards.core.weights import fill, path_of, template, tensors
 from flowrl.types import MediaContext
 
 HEADS = 16  # of both towers of CLIP-H
+NUMBERS = 1_104_614_913  # of weights: CLIP-H and 4 layers of cross attention
 CONDITION = "b9d60155529e0ad3"  # sha256 of the overall condition, 182 bytes
 ORIGIN = "the condition sentence in eval_overall_mps_on_hpdv2.py of github.com/Kwai-Kolors/MPS"
 WHERE = (
@@ -107,6 +109,10 @@ class Mps(Reward):
         self.model = load_network(path).to(getattr(torch, s.dtype))
         self.condition = self._tokens([condition])
         self.differentiable = not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return NUMBERS * WIDTH[settings.dtype]
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -31,10 +31,12 @@ from flowrl.rewards.core.pictures import (
 )
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.types import MediaContext
 
 CARE = 0.01  # by how much a special-care hit lowers the thresholds of the concepts
+NUMBERS = {"CompVis/stable-diffusion-safety-checker": 303_981_588}  # of weights
 # the picture tower in transformers 5 and later, and before it (so in the published files)
 FLAT, NESTED = "vision_model", "vision_model.vision_model"
 
@@ -79,6 +81,10 @@ class Nsfw(Reward):
                 "cosine left to the nearest unsafe concept's threshold: positive safe, negative"
                 " unsafe"
             )
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return published(NUMBERS, settings.weights)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -68,6 +68,7 @@ class Ocr(Reward):
 
     Settings = Settings
     name = "ocr"
+    networks = False
     scale = (
         "0 to 1: 1 if the text asked for was read, else 1 minus the edit distance over its length,"
         " at least 0"

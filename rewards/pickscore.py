@@ -20,6 +20,7 @@ from torch import Tensor
 
 from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.sizes import published
 from flowrl.rewards.networks.clip import HubClip, TwoTowers
 
 SCALES = {
@@ -28,6 +29,7 @@ SCALES = {
     "mix_grpo": "(PickScore - 18) / 8, about 0 to 0.75 (MixGRPO)",
     "cosine": "cosine of image and prompt embeddings, about 0.18 to 0.24 (DanceGRPO, Pref-GRPO)",
 }
+NUMBERS = {"yuvalkirstain/PickScore_v1": 986_109_441}  # of weights: CLIP-H
 # (score - first) / second
 AFFINE = {"raw": (0.0, 1.0), "flow_grpo": (0.0, 26.0), "mix_grpo": (18.0, 8.0)}
 
@@ -72,6 +74,10 @@ class PickScore(TwoTowers):
         self.towers = HubClip(s.weights, reward="pickscore", tokenizer=s.tokenizer)
         self.scale, self.differentiable = SCALES[s.scale], not s.rounding
         self.range = (-1.0, 1.0) if s.scale == "cosine" else None
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return published(NUMBERS, settings.weights)
 
     def pixels(self, frames: Tensor) -> Tensor:
         resize = pil_cropped if self.settings.rounding else cropped

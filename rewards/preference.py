@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -19,7 +20,12 @@ from flowrl.rewards.core.pictures import frames_of, mean_of_frames, refuse_gradi
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import path_of
-from flowrl.rewards.networks.bradley_terry import EMBEDDED, Backbone, load_head
+from flowrl.rewards.networks.bradley_terry import (
+    EMBEDDED,
+    Backbone,
+    backbone_bytes,
+    load_head,
+)
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
@@ -72,6 +78,13 @@ class Preference(Reward):
         self.backbone = self._load_backbone()
         self.reads_prompt = self.config.features != ["image"]
         self.differentiable = not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        folder = Path(settings.weights).expanduser() if settings.weights else EMBEDDED
+        if settings.backbone is None and not folder.is_dir():
+            return None  # the head says which CLIP it reads
+        return backbone_bytes(settings.backbone or load_head(folder)[1].model)
 
     def _load_backbone(self) -> Backbone:
         """The CLIP of the settings, else that of the head; one that does not fit -> ValueError."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.wrap import Around, load_inner
+from flowrl.rewards.core.wrap import Around, inner_bytes, load_inner
 from flowrl.rewards.judge.compare import alone, groups_of
 from flowrl.types import MediaContext
 
@@ -65,6 +65,10 @@ class Rank(Around):
             )
         self.scale = SCALES[s.form]
         self.range = (-1.0 if s.form == "centred" else 0.0, 1.0)
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return inner_bytes(settings.reward, settings.reward_settings)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -31,6 +31,7 @@ from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.types import MediaContext
 
+NUMBERS = {"alex": 2_470_848, "vgg": 14_716_160, "squeeze": 724_736}  # of weights of LPIPS
 WINDOW, SIGMA, K1, K2 = 11, 1.5, 0.01, 0.03
 
 
@@ -96,6 +97,10 @@ class Reference(Reward):
         self.reads = frozenset({s.key} if s.key else ())
         self.differentiable = not s.rounding
         self.lpips = _lpips(s.net, s.backbone) if s.metric == "lpips" else None
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return 4.0 * NUMBERS[settings.net] if settings.metric == "lpips" else 0.0
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         if self.settings.key is None:

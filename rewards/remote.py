@@ -135,6 +135,7 @@ class Remote(core_reward.Reward):
 
     Settings = Settings
     name = "remote"
+    networks = False
     scale = "as the server's reward states it"
 
     def __init__(self, settings: Any):

@@ -34,6 +34,7 @@ class Saturation(Reward):
 
     Settings = Settings
     name = "saturation"
+    networks = False
     scale = "mean HSV saturation: 0 grey, 0.3 to 0.7 photos, 1 pure colours"
     range = (0.0, 1.0)
 

@@ -36,6 +36,7 @@ class Shapes(Reward):
 
     Settings = Settings
     name = "shapes"
+    networks = False
     scale = (
         "0 to 1: share of the prompt's clauses that hold (partial), 1 only when all hold and"
         " nothing else is in the picture (strict)"

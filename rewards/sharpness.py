@@ -42,6 +42,7 @@ class Sharpness(Reward):
 
     Settings = Settings
     name = "sharpness"
+    networks = False
     scale = (
         "log10(1 + variance of the Laplacian of luma in 0..255): 0 flat, 0.5 to 1.5 blurred, 2 to"
         " 3.5 photos, 4.7 noise"

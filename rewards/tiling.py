@@ -61,6 +61,7 @@ class Tiling(Reward):
 
     Settings = Settings
     name = "tiling"
+    networks = False
     scale = (
         "how much the picture repeats itself: below 0.2 photos, 1 exact copies or a pure grid;"
         " higher is worse"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.score import take
-from flowrl.rewards.core.wrap import Around, load_inner
+from flowrl.rewards.core.wrap import Around, inner_bytes, load_inner
 from flowrl.types import MediaContext
 
 WHOLE = ("reference",)  # rewards that compare a whole video with one of as many frames
@@ -87,6 +87,10 @@ class Video(Around):
         self.video = "yes"
         self.differentiable, self.range = self.inner.differentiable, self.inner.range
         self.scale = f"{self.inner.scale} ({s.pool} over frames)"
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return inner_bytes(settings.reward, settings.reward_settings)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -27,10 +27,13 @@ from torch import Tensor, nn
 
 from flowrl.rewards.core.pictures import refuse_gradient
 from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, path_of, template, tensors
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
 
+# of weights, without language head and LoRA, whose rank the checkpoint states
+NUMBERS = {"Qwen/Qwen2-VL-2B-Instruct": 2_208_985_600}
 DIMS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{dim}_reward|>" for dim in DIMS)
 RUBRIC = "fdb6309bac618dd0"
@@ -116,6 +119,10 @@ class VideoAlign(Reward):
         kind = "z-scored" if s.z_score else "raw"
         self.scale = f"sum of {kind} {', '.join(s.dims)} by VideoReward"
         self.differentiable = not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return published(NUMBERS, settings.base, settings.dtype)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

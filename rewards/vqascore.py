@@ -42,6 +42,7 @@ from flowrl.rewards.core.pictures import (
     rounded,
 )
 from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.tokens import warn_cut
 from flowrl.rewards.core.weights import fill, network, path_of, tokenizer
 from flowrl.rewards.networks import vlm
@@ -58,6 +59,16 @@ QUESTIONS = {
     "qwen": 'Does this image show "{}"?',
 }
 WEIGHTS = {"clip-flant5": "zhiqiulin/clip-flant5-xxl", "qwen": "Qwen/Qwen2.5-VL-7B-Instruct"}
+NUMBERS = {  # of weights; of clip-flant5 with the projector and CLIP's tower
+    "clip-flant5": {
+        "zhiqiulin/clip-flant5-xxl": 11_459_819_520,
+        "zhiqiulin/clip-flant5-xl": 3_159_560_192,
+    },
+    "qwen": {
+        "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656,
+        "Qwen/Qwen2-VL-7B-Instruct": 8_291_375_616,
+    },
+}
 LIMIT = 2048  # tokens that the reference keeps of a question
 OTHERS = {  # settings that a model never reads
     "clip-flant5": {"max_pixels"},
@@ -131,6 +142,11 @@ class VQAScore(Reward):
         self.model = ClipT5(s) if s.model == "clip-flant5" else Qwen(s)
         self.question = s.question or QUESTIONS[s.model]
         self.differentiable = s.model == "clip-flant5" and not s.rounding
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        source = settings.weights or WEIGHTS[settings.model]
+        return published(NUMBERS[settings.model], source, settings.dtype)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

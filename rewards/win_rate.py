@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.wrap import Around, load_inner
+from flowrl.rewards.core.wrap import Around, inner_bytes, load_inner
 from flowrl.rewards.judge.compare import (
     Comparator,
     alone,
@@ -106,6 +106,10 @@ class WinRate(Around):
                 f" judges that score, and {name} compares; leave them out"
             )
         self.judge = inner
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return inner_bytes(settings.judge, settings.judge_settings)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -87,6 +87,14 @@ class ModelledPolicy(Policy):
     ) -> Tensor:
         return self.decoder(x)
 
+    def tile_decoder(self, on: bool = True) -> None:
+        """See Policy.tile_decoder. on: False: whole media again."""
+        vae: Any = self.vae
+        if on and not hasattr(vae, "enable_tiling"):
+            super().tile_decoder()
+        if hasattr(vae, "enable_tiling"):
+            (vae.enable_tiling if on else vae.disable_tiling)()
+
 
 def evenly(steps: int) -> Schedule:
     """Evenly spaced: costs depend on how many steps there are, not on where they lie."""

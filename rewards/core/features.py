@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from flowrl.rewards.core.reward import RewardBug, load
+from flowrl.rewards.core.reward import RewardBug, load, network_bytes
+from flowrl.rewards.core.sizes import published
 from flowrl.runtime import registry
 
 NETWORKS = {  # name -> the weights that it has unless others are named
@@ -26,6 +27,7 @@ NETWORKS = {  # name -> the weights that it has unless others are named
     "dino": "facebook/dinov2-base",
     "shapes": None,
 }
+DINO = {"facebook/dinov2-base": 86_580_480, "facebook/dinov2-large": 304_368_640}  # of weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +110,17 @@ def load_features(
     return Features(label=name, function=of_media, pictures=True, network=network)
 
 
+def features_bytes(name: str, weights: str | None = None) -> float | None:
+    """Bytes of what diversity.features names on a device, told without loading it; None: not
+    known."""
+    if name not in NETWORKS:
+        return None
+    source = weights or NETWORKS[name]
+    if name == "dino":
+        return published(DINO, str(source))
+    return network_bytes("clip", **_clip(name, source))
+
+
 def check_name(name: str) -> None:
     """ValueError unless it is a network of ours, a place or a live function."""
     if name not in NETWORKS and not registry.is_place(name) and not registry.is_live(name):
@@ -125,9 +138,13 @@ def _network(name: str, source: str | None) -> tuple[Any, Callable[[Tensor], Ten
         assert source is not None
         dino = Dino(source)
         return dino, dino
-    own = {"preset": "shapes"} if name == "shapes" else {"model": source}
-    reward: Any = load("clip", **own)
+    reward: Any = load("clip", **_clip(name, source))
     return reward, reward.pictures
+
+
+def _clip(name: str, source: str | None) -> dict[str, Any]:
+    """Settings of the clip reward, whose picture tower gives `clip` and `shapes`."""
+    return {"preset": "shapes"} if name == "shapes" else {"model": source}
 
 
 def _reworded(message: str, name: str) -> str:

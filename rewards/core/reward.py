@@ -72,6 +72,7 @@ class Reward:
     where it does not.
     problem: why samples of the last call failed.
     answers: whether `told` has answers about pictures, which evaluation keeps.
+    networks: whether it may hold networks on the device; see network_bytes.
     """
 
     Settings: ClassVar[type[Settings]] = Settings
@@ -89,6 +90,7 @@ class Reward:
     verifies: frozenset[str] = frozenset()
     problem: str | None = None
     answers: bool = False
+    networks: bool = True
 
     def __init__(self, settings: Any = None):
         """settings: an instance of this class's Settings; None: their defaults."""
@@ -125,6 +127,12 @@ class Reward:
 
     def begin(self, run: Path) -> None:
         """A training run in the folder `run` begins, or goes on; most keep nothing there."""
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        """Bytes that the networks of a reward with these settings take on a device, told without
+        loading them; None: not known."""
+        return None if cls.networks else 0.0
 
     def uncached(self) -> AbstractContextManager[None]:
         """Within it, no score or answer comes from a store of earlier ones.
@@ -293,10 +301,7 @@ def reward_class(name: str) -> type[Reward]:
 def load(name: str, **settings: Any) -> Reward:
     """Load reward `name` with its settings. Unknown reward or setting -> ValueError naming the
     nearest valid ones."""
-    cls = reward_class(name)
-    checked = parse(
-        cls.Settings, settings, what=f'reward "{name}"', prefix=f"{name.rpartition(':')[2]}."
-    )
+    cls, checked = _chosen(name, settings)
     try:
         return cls(checked)
     except ImportError as error:
@@ -305,6 +310,19 @@ def load(name: str, **settings: Any) -> Reward:
         ) from error
     except SystemExit as error:
         raise ValueError(f'reward "{name}" called sys.exit({error}) while it was loaded') from error
+
+
+def network_bytes(name: str, **settings: Any) -> float | None:
+    """Reward.network_bytes of reward `name` with its settings; ValueError: see `load`."""
+    cls, checked = _chosen(name, settings)
+    return cls.network_bytes(checked)
+
+
+def _chosen(name: str, settings: Mapping[str, Any]) -> tuple[type[Reward], Settings]:
+    """The class of a reward and its settings, checked."""
+    cls = reward_class(name)
+    prefix = f"{name.rpartition(':')[2]}."
+    return cls, parse(cls.Settings, settings, what=f'reward "{name}"', prefix=prefix)
 
 
 def parse(

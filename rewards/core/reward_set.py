@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import FunctionReward, Reward, load
+from flowrl.rewards.core.reward import FunctionReward, Reward, load, network_bytes
 from flowrl.rewards.core.rules import Rule, parse_rules, settings_of
-from flowrl.runtime.registry import label_of, live_name
+from flowrl.runtime.registry import is_live, label_of, live_name
 
 
 class Detectors(Protocol):
@@ -162,6 +162,20 @@ def load_set(spec: Spec | RewardSet) -> RewardSet:
         weights={label: rule.weight.at(None) for label, rule in rules.items()},
         rules={label: rule for label, rule in rules.items() if not rule.plain},
     )
+
+
+def sizes(spec: Labelled) -> dict[str, float | None]:
+    """Bytes that the networks of each reward take on a device, by its label, told without loading
+    any; None: not known, as of what Python hands over."""
+    return {label: _size(label, _options(entry)) for label, entry in spec.items()}
+
+
+def _size(label: str, entry: Mapping[str, Any]) -> float | None:
+    options = settings_of(entry)
+    name = options.pop("name", label)
+    if is_live(name) or callable(options.get("reward")):
+        return None
+    return network_bytes(name, **options)
 
 
 def by_label(spec: Any) -> Any:

@@ -157,12 +157,17 @@ def _local(source: str, file: str | None, reward: str, setting: str) -> Path | N
         local = local / file
     if local.exists():
         return local
-    name = hub.split(source)[0]
-    of_hub = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if of_hub and Path(name).suffix not in FILES and not Path(source).is_dir():
+    if on_hub(source):
         return None
     where = f" ({local})" if str(local) != source else ""
     raise ValueError(f"reward.{reward}.{setting}={source}: there is no such file or folder{where}")
+
+
+def on_hub(source: str) -> bool:
+    """Whether `source` is a name on the hub: neither a path nor a folder of this machine."""
+    name = hub.split(source)[0]
+    named = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    return named and Path(name).suffix not in FILES and not Path(source).exists()
 
 
 def unfetched(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flowrl.rewards.core.reward import FunctionReward, Reward, load
+from flowrl.rewards.core.reward import FunctionReward, Reward, load, network_bytes
 
 
 def load_inner(value: Any, settings: Mapping[str, Any], *, reward: str, setting: str) -> Any:
@@ -25,6 +25,11 @@ def load_inner(value: Any, settings: Mapping[str, Any], *, reward: str, setting:
     if isinstance(value, str):
         return load(value, **settings)
     return _loaded(value, settings, key)
+
+
+def inner_bytes(value: Any, settings: Mapping[str, Any]) -> float | None:
+    """Reward.network_bytes of the reward that a setting names; None for what Python hands over."""
+    return network_bytes(value, **settings) if isinstance(value, str) else None
 
 
 def _loaded(value: Any, settings: Mapping[str, Any], key: str) -> Any:

@@ -37,6 +37,7 @@ class JudgeReward(Reward):
 
     Settings = client.Settings
     reads_prompt = True
+    networks = False  # the judge is served
     fields: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, settings: Any = None):

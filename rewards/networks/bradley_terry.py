@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowrl.rewards.clip import Clip
+from flowrl.rewards.clip import Clip, bytes_of
 from flowrl.rewards.clip import Settings as ClipSettings
 from flowrl.rewards.core.reward import Settings, parse
 from flowrl.rewards.core.weights import fill, tensors
@@ -94,7 +94,7 @@ class Backbone(Clip):
         self, model: str, pretrained: str | None = None, *, rounding: bool = True, chunk: int = 64
     ):
         """model: as clip.model, or "shapes" for the embedded CLIP."""
-        name = shapes_clip.SOURCE if model == "shapes" else model
+        name = _source(model)
         if pretrained is None and ":" not in name and "/" not in name:
             raise ValueError(
                 f'the CLIP "{model}" needs weights: give pretrained=TAG or a file, or a model with'
@@ -105,6 +105,15 @@ class Backbone(Clip):
         )
         with torch.no_grad():
             self.width = self.towers.text([model], "cpu").shape[-1]
+
+
+def backbone_bytes(model: str) -> float | None:
+    """Bytes of a Backbone on a device, told without its weights; None: not known."""
+    return bytes_of(_source(model))
+
+
+def _source(model: str) -> str:
+    return shapes_clip.SOURCE if model == "shapes" else model
 
 
 def loss(difference: Tensor, preference: Tensor) -> Tensor:
