@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from flowrl.runtime.allocations import OTHER, Allocations
 from flowrl.runtime.memory import during
 
 # latents, rollout, samples, noise level of the latents -> rewards (n,)
@@ -50,11 +51,18 @@ class FlopCounter(TorchDispatchMode):
 
 class Ledger:
     """Books one iteration at a time. device: what to synchronise with; peak: FLOP/s for the mfu,
-    None: from PEAK by the device's name."""
+    None: from PEAK by the device's name; profile: count what phases allocate on a CPU, too."""
 
-    def __init__(self, device: torch.device | str = "cpu", *, peak: float | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        peak: float | None = None,
+        profile: bool = False,
+    ) -> None:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
+        self.allocations = Allocations() if profile and not self.cuda else None
         if peak is None and self.cuda:
             device_name = torch.cuda.get_device_name(self.device)
             peak = next((flops for name, flops in PEAK.items() if name in device_name), None)
@@ -62,10 +70,16 @@ class Ledger:
         # (phase, kind, call), measured at the first call
         self.flops_per_row: dict[tuple[str, str, str], float] = {}
         self.stack: list[str] = []
-        self.reset()
+        self._clear()
 
     def reset(self) -> None:
         """Forget what was booked and start an iteration's clock; not inside a phase."""
+        self._clear()
+        if self.allocations is not None:
+            self.allocations.start()
+            self._clear()  # of the time that this took
+
+    def _clear(self) -> None:
         assert not self.stack, f"phase {self.stack} is open"
         self.time: dict[str, float] = defaultdict(float)  # of a phase, without the phases inside it
         self.kinds: dict[str, float] = defaultdict(float)  # seconds a kind of work
@@ -85,12 +99,14 @@ class Ledger:
         """Book time and peak memory to a phase; nested phases are booked to themselves only."""
         self._close_span()
         self.stack.append(name)
+        self._enter()
         try:
             with during(name):
                 yield
         finally:
             self._close_span()
             self.stack.pop()
+            self._enter()
 
     @contextmanager
     def work(self, kind: str, *, rows: int = 0, call: str = "forward") -> Iterator[None]:
@@ -136,7 +152,8 @@ class Ledger:
         nfe/<phase>, flops/<phase>, flops, mfu, compile/graphs, memory/...
 
         overhead_fraction = 1 - (network + vae + reward) / iteration. mfu is there when the device's
-        peak is known.
+        peak is known. memory/<phase>_gb: of a GPU, all that is allocated at the highest moment of
+        the phase; of a CPU that is profiled, what is above the beginning of the iteration.
         """
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -157,16 +174,22 @@ class Ledger:
             out |= {"mfu": total / (wall * self.peak)} if self.peak else {}
         if new := compiled_graphs() - self.graphs:
             out["compile/graphs"] = float(new)
+        if self.allocations is not None:
+            self.memory |= self.allocations.peaks()
+        out |= {f"memory/{name}_gb": size / 2**30 for name, size in self.memory.items()}
         # Peak memory of the device; on a CPU, the process's highest resident size so far.
         if self.cuda:
-            out |= {f"memory/{name}_gb": size / 2**30 for name, size in self.memory.items()}
             highest = max([torch.cuda.max_memory_allocated(self.device), *self.memory.values()])
         else:
             unit = 1 if sys.platform == "darwin" else 1024  # bytes in ru_maxrss
             highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         out["memory/peak_gb"] = highest / 2**30
-        self.reset()
+        self._clear()
         return out
+
+    def _enter(self) -> None:
+        if self.allocations is not None:
+            self.allocations.enter(self.stack[-1] if self.stack else OTHER)
 
     def _close_span(self) -> None:
         """Book the time since the last change of phase to the innermost open phase."""

@@ -44,6 +44,7 @@ RESUMABLE = (
     "checkpoint.",
     "guard.",
     "trackers",
+    "train.profile_memory",
     "train.shard",
     "train.sequence_parallel",
     "model.encoders",

@@ -65,8 +65,7 @@ class Learner:
         metrics = [part.accumulate(self.policy, rollout, self.micro) for part in parts]
         parameters = list(self.weights.parameters.values())
         self.world.sum_gradients(parameters)
-        most = self.cfg.optimizer.max_grad_norm
-        return metrics, self.world.clip_gradients(parameters, most)
+        return metrics, self.world.clip_gradients(parameters, self.cfg.optimizer.max_grad_norm)
 
     def apply(self) -> None:
         """One optimizer step, and the averaged weights after it."""
@@ -75,6 +74,7 @@ class Learner:
             group["lr"] = self.watch.rate * learning_rate(self.cfg, self.step)
         self.touched = True
         self.weights.optimizer.step()
+        self.weights.optimizer.zero_grad(set_to_none=True)  # its memory is free until the next
         self.step += 1
         self.weights.ema.step()
 
