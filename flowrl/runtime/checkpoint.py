@@ -201,7 +201,8 @@ def unpack_optimizer(
     """Inverse of `pack_optimizer`: moments go to their parameter's device, step counts stay where
     AdamW keeps them.
 
-    A name that is not trained now, or a moment of another shape -> CheckpointError.
+    A name that is not trained now, a moment of another shape or of another optimizer ->
+    CheckpointError.
     """
     states: dict[str, dict[str, Tensor]] = {}
     for full, value in packed.items():
@@ -212,6 +213,13 @@ def unpack_optimizer(
         raise CheckpointError(
             f"the checkpoint holds optimizer state of {unknown[0]}, which is not trained by this"
             " config"
+        )
+    plain = isinstance(optimizer, torch.optim.AdamW)
+    other = "state1" if plain else "exp_avg"
+    if any(other in state for state in states.values()):
+        raise CheckpointError(
+            "the checkpoint holds the moments of another optimizer.name, which are not converted;"
+            " go on with the one that it was written with"
         )
     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for name, state in states.items():
@@ -226,7 +234,7 @@ def unpack_optimizer(
                 state[key] = value.to(parameter.device if fused else "cpu", copy=True)
             else:
                 state[key] = shares.split_as(value, parameter)
-        if not isinstance(optimizer, torch.optim.AdamW):
+        if not plain:
             state["step"] = int(state["step"])  # bitsandbytes counts in a number
         optimizer.state[parameter] = state
 

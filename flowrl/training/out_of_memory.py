@@ -3,23 +3,29 @@ which checkpoint is whole."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from flowrl.config.build import dearest
-from flowrl.config.combine import Settings, combines, words
+from flowrl.config.combine import words
+from flowrl.config.device import usual_device
 from flowrl.config.schema import Config
 from flowrl.runtime import checkpoint, shares
 from flowrl.runtime.memory import OutOfMemory, ran_out
 from flowrl.runtime.text import printable
+from flowrl.training.lighter import BETWEEN, START, Shortage, next_change
 from flowrl.training.records import Parts
 
-START = "start-up"
-FORWARD = ("rollout", "reference", "evaluation", "update")
+# what torch's allocator for GPUs says, and how many of a unit a GiB has
+TRIED = re.compile(r"Tried to allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)\b")
+UNITS = {"bytes": 2**30, "KiB": 2**20, "MiB": 2**10, "GiB": 1}
 
 
 class Trained(Protocol):
@@ -27,6 +33,21 @@ class Trained(Protocol):
 
     cfg: Config
     parts: Parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Memory that ran out. tried: GiB that were asked of a GPU, where that is known. what, kept:
+    the first and the last part of the sentence."""
+
+    cfg: Config
+    short: Shortage
+    tried: float | None
+    what: str
+    kept: str
+
+    def error(self, advice: str) -> OutOfMemory:
+        return OutOfMemory(f"{self.what}; {advice}; {self.kept}", self)
 
 
 @contextmanager
@@ -37,11 +58,18 @@ def explained_start(cfg: Config) -> Iterator[None]:
     except Exception as error:
         if not ran_out(error):
             raise
-        phase = getattr(error, "phase", START)
-        raise OutOfMemory(
-            f"memory ran out at the start, in the phase {phase} ({said(error)}){used(())};"
-            f" {advised(cfg, phase)}; nothing was trained yet"
-        ) from error
+        case = Case(
+            cfg=cfg,
+            short=Shortage(
+                phase=START,
+                gpus=int(os.environ.get("WORLD_SIZE", "1")),
+                cuda=usual_device() == "cuda" and not of_host(error),
+            ),
+            tried=tried(error),
+            what=f"memory ran out at the start, in the phase {START} ({said(error)}){used(())}",
+            kept="nothing was trained yet",
+        )
+        raise case.error(advised(cfg, case.short)) from error
 
 
 @contextmanager
@@ -52,13 +80,41 @@ def explained(trainer: Trained) -> Iterator[None]:
     except Exception as error:
         if not ran_out(error) or isinstance(error, OutOfMemory):
             raise
-        phase, path = getattr(error, "phase", "between phases"), trainer.parts.path
-        raise OutOfMemory(
-            f"memory ran out in the phase {phase} ({said(error)}){used(held(trainer.parts))};"
-            f" {advised(trainer.cfg, phase, state=rows_of_a_state(trainer.parts))};"
-            f" {kept(trainer.parts)}: flowrl train SETTINGS --resume"
-            f" {path} --accept-changes"
-        ) from error
+        cfg, parts = trainer.cfg, trainer.parts
+        short = shortage(parts, error)
+        what = f"memory ran out in the phase {short.phase} ({said(error)}){used(held(parts))}"
+        go_on = f"flowrl train SETTINGS --resume {parts.path} --accept-changes"
+        case = Case(
+            cfg=cfg,
+            short=short,
+            tried=tried(error),
+            what=what,
+            kept=f"{kept(parts)}: {go_on}",
+        )
+        raise case.error(advised(cfg, short)) from error
+
+
+def shortage(parts: Parts, error: Exception) -> Shortage:
+    """Where memory is short in a run."""
+    found, world = checkpoint.steps(parts.path), parts.source.world
+    return Shortage(
+        phase=getattr(error, "phase", BETWEEN),
+        gpus=world.processes,
+        state=rows_of_a_state(parts),
+        cuda=parts.source.policy.device.type == "cuda" and not of_host(error),
+        moments=bool(found) and checkpoint.iteration_of(found[-1]) > 0,
+    )
+
+
+def tried(error: Exception) -> float | None:
+    """GiB of a GPU that were asked for when there were fewer; None where the error does not say."""
+    found = TRIED.search(str(error)) if isinstance(error, torch.OutOfMemoryError) else None
+    return None if found is None else float(found[1]) / UNITS[found[2]]
+
+
+def of_host(error: Exception) -> bool:
+    """Whether it was host memory that ran out, also where there is a GPU."""
+    return isinstance(error, MemoryError | OSError) or "CPUAllocator" in str(error)
 
 
 def said(error: Exception) -> str:
@@ -135,38 +191,12 @@ def rows_of_a_state(parts: Parts) -> int:
     return policy.branches(dearest(parts.source.guidance, parts.algorithm, policy))
 
 
-def advised(cfg: Config, phase: str, *, state: int = 1) -> str:
-    """The nearest setting that needs less in a phase, of those that go with the config's others.
-    state: network rows of one state, where they are known."""
-    for settings in lighter(cfg, phase, state=state):
-        if combines(cfg, settings):
-            return f"set {words(settings)}"
-    if phase == "reward":
+def advised(cfg: Config, short: Shortage) -> str:
+    """The next lighter setting, of those that go with the config's others."""
+    if settings := next_change(cfg, short):
+        return f"set {words(settings)}"
+    if short.phase == "reward":
         return "serve the reward on another device (flowrl serve, reward=remote)"
-    if phase != "decode" and cfg.train.mode == "full":
+    if short.phase != "decode" and cfg.train.mode == "full":
         return "set train.mode=lora, or train.shard on more GPUs"
     return "ask for smaller pictures (model.pipeline.height and width)"
-
-
-def lighter(cfg: Config, phase: str, *, state: int = 1) -> Iterator[Settings]:
-    """Settings that need less in a phase, each by itself, the nearest first. batch.micro is not
-    halved below the rows of one state, which would change nothing."""
-    b = cfg.batch
-    if phase in ("decode", "reward"):
-        if (most := min(b.decode, b.prompts * b.group)) > 1:
-            yield {"batch.decode": most // 2}
-        if phase == "decode" and not cfg.model.tiling:
-            yield {"model.tiling": True}
-        return
-    if phase == "update" and cfg.train.gradient_checkpointing is not True:
-        yield {"train.gradient_checkpointing": True}
-    if phase in FORWARD and b.micro // 2 >= state:
-        yield {"batch.micro": b.micro // 2}
-    if cfg.model.dtype == "fp32":
-        yield {"model.dtype": "bf16"}
-    if cfg.model.encoders == "stay":
-        yield {"model.encoders": "leave"}
-    if cfg.train.mode == "full" and cfg.optimizer.name == "adamw":
-        yield {"optimizer.name": "adamw8bit"}
-    if cfg.model.quantize != "nf4":
-        yield {"model.quantize": "int8" if cfg.model.quantize == "none" else "nf4"}

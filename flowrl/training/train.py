@@ -9,6 +9,7 @@ from flowrl.config.load import Given
 from flowrl.config.schema import Config
 from flowrl.training.loop import Trainer
 from flowrl.training.records import Run
+from flowrl.training.what_fits import naming_what_fits
 
 
 def train(
@@ -45,4 +46,5 @@ def train(
         "prompts": prompts,
         "features": features,
     }
-    return Trainer(cfg, resume=resume, accept_changes=accept_changes, **live).run()
+    with naming_what_fits():
+        return Trainer(cfg, resume=resume, accept_changes=accept_changes, **live).run()

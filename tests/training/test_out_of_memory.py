@@ -11,11 +11,14 @@ import tiny
 import torch
 
 import flowrl
+from flowrl.config import combine
 from flowrl.config.load import load_config
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.runtime import checkpoint
 from flowrl.runtime.memory import OutOfMemory, advice, during, ran_out
+from flowrl.training.lighter import ALL, START, Shortage, next_change
 from flowrl.training.out_of_memory import advised, explained_start
+from flowrl.training.phases import PHASES
 from flowrl.training.update import Learner
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
@@ -32,8 +35,8 @@ def hungry(media, prompts, context=None):
 
 
 FAULTS = {
-    "rollout": (PipelinePolicy, "_velocity", "batch.micro=32"),
-    "update": (Learner, "gradient", "train.gradient_checkpointing=true"),
+    "rollout": (PipelinePolicy, "_velocity", "model.dtype=bf16"),
+    "update": (Learner, "gradient", "train.gradient_checkpointing=0.5"),
     "decode": (PipelinePolicy, "decode", "batch.decode=2"),
 }
 
@@ -109,27 +112,81 @@ def test_at_the_start_the_weights_are_what_is_too_large(tmp_path):
     assert ran_out(e.value) and advice(e.value) == str(e.value)
 
 
+LIGHT = ["model.dtype=bf16", "model.quantize=nf4"]
+AWAY = ["model.encoders=leave", "model.offload=denoiser", "batch.states=host"]
+CHECKPOINTED = "train.gradient_checkpointing=true"
+
+
 @pytest.mark.parametrize(
     "phase, words, fix",
     [
-        ("rollout", ["batch.micro=1"], "set model.dtype=bf16"),
-        ("update", ["train.gradient_checkpointing=true", "batch.micro=6"], "set batch.micro=3"),
-        ("update", ["train.gradient_checkpointing=0.5"], "set train.gradient_checkpointing=true"),
+        ("rollout", [], "set model.encoders=leave"),
+        ("rollout", AWAY, "set model.dtype=bf16"),
+        ("rollout", [*AWAY, "model.dtype=bf16"], "set model.quantize=int8 model.offload=none"),
+        ("rollout", [*AWAY, *LIGHT], "set batch.micro=32"),
+        ("rollout", [*AWAY, *LIGHT, "batch.prompts=1", "batch.group=4"], "set batch.micro=2"),
+        ("rollout", [*AWAY, *LIGHT, "batch.micro=1"], "set optimizer.name=adamw8bit"),
+        ("evaluation", ["model.encoders=leave"], "set batch.states=host"),
+        ("update", AWAY, "set train.gradient_checkpointing=0.5"),
+        ("update", [*AWAY, "train.gradient_checkpointing=0.5"], f"set {CHECKPOINTED}"),
+        ("update", [*AWAY, *LIGHT, CHECKPOINTED, "batch.micro=6"], "set batch.micro=3"),
+        ("decode", [], "set batch.decode=8"),
         ("decode", ["batch.decode=1"], "set model.tiling=true"),
-        ("reward", ["batch.decode=1"], "serve the reward on another device"),
-        ("start-up", ["model.dtype=bf16"], "set model.encoders=leave"),
+        ("decode", ["batch.decode=1", "model.tiling=true"], "set model.encoders=leave"),
+        ("reward", ["batch.decode=1", "model.encoders=leave"], "set model.offload=denoiser"),
+        ("reward", ["batch.decode=1", *AWAY], "set model.dtype=bf16"),
         (
-            "start-up",
-            ["model.dtype=bf16", "model.encoders=leave", "train.mode=full"],
-            "set optimizer.name=adamw8bit",
+            "reward",
+            ["batch.decode=1", *AWAY, *LIGHT, "optimizer.name=adamw8bit"],
+            "serve the reward on another device",
         ),
+        (START, [], "set model.encoders=leave"),
+        (START, ["model.encoders=leave", *LIGHT], "ask for smaller pictures"),
+        (
+            START,
+            ["model.dtype=bf16", "model.encoders=leave", "train.mode=full"],
+            "set train.mode=lora, or train.shard on more GPUs",
+        ),
+        ("somewhere", [], "ask for smaller pictures"),
     ],
 )
 def test_the_next_setting_follows_from_those_there_are(phase, words, fix):
-    assert advised(load_config(None, words), phase).startswith(fix)
+    assert advised(load_config(None, words), Shortage(phase=phase)).startswith(fix)
+
+
+@pytest.mark.parametrize("words", [[], ["train.mode=full"]])
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_budget_and_a_run_that_is_out_of_memory_name_the_same_settings(phase, words):
+    """With bf16, as a budget keeps the model.dtype that it is given."""
+    assert phase in ALL
+    cfg, short = load_config(None, ["model.dtype=bf16", *words]), Shortage(phase=phase, gpus=2)
+    while settings := next_change(cfg, short, modelled=True):
+        assert advised(cfg, short) == f"set {combine.words(settings)}"
+        cfg = combine.changed(cfg, settings)
+    assert not advised(cfg, short).startswith(("set model", "set batch"))
+
+
+def test_host_memory_is_not_freed_by_what_moves_there():
+    cfg = load_config(None, ["batch.decode=1", "model.tiling=true"])
+    assert advised(cfg, Shortage(phase="decode", cuda=False)) == "set model.dtype=bf16"
+
+
+def test_weights_are_split_where_there_are_several_processes():
+    cfg = load_config(None, AWAY[:1])
+    assert advised(cfg, Shortage(phase="rollout", gpus=2)) == "set train.shard=[denoiser]"
+    assert advised(cfg, Shortage(phase="rollout")) == "set model.dtype=bf16"
+
+
+def test_moments_of_a_checkpoint_do_not_become_those_of_8_bits():
+    cfg = load_config(None, ["train.mode=full", *AWAY[:1], "batch.states=host"])
+    assert advised(cfg, Shortage(phase="optimizer")) == "set model.dtype=bf16"
+    cfg = load_config(None, ["train.mode=full", *AWAY[:1], "batch.states=host", LIGHT[0]])
+    assert advised(cfg, Shortage(phase="optimizer")) == "set optimizer.name=adamw8bit"
+    started = Shortage(phase="optimizer", moments=True)
+    assert advised(cfg, started).startswith("set train.mode=lora, or train.shard")
 
 
 def test_a_micro_batch_is_not_halved_below_the_rows_of_one_state():
-    cfg = load_config(None, ["batch.micro=2"])
-    assert advised(cfg, "rollout", state=1).startswith("set batch.micro=1")
-    assert advised(cfg, "rollout", state=2).startswith("set model.dtype=bf16")
+    cfg = load_config(None, ["batch.micro=2", *AWAY, *LIGHT])
+    assert advised(cfg, Shortage(phase="rollout", state=1)) == "set batch.micro=1"
+    assert advised(cfg, Shortage(phase="rollout", state=2)) == "set optimizer.name=adamw8bit"
