@@ -1,5 +1,6 @@
 # make quickstart   install, align the embedded model, show before and after
-# make test         install, run the whole test suite
+# make test         install, run the test suite but for its long tests
+# make long         the long tests: siblings of tests that make test runs
 # make check        lint, types, spelling, budgets
 # make docs         build the documentation into site/
 # make lock         write requirements.lock anew: the newest versions that pyproject.toml allows, with hashes
@@ -11,6 +12,7 @@ LOCK ?= requirements.lock
 BIN := .venv/bin
 STAMP := .venv/.installed
 TOOLS := .venv-tools/bin
+PYTEST = $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 LOWEST := .venv-lowest
 # Not those that compare digits, which newer libraries made.
 LOWEST_TESTS ?= tests/cli tests/config tests/data tests/policy tests/samplers
@@ -19,13 +21,16 @@ TREE := .mypy_cache/tree/flowrl
 # Other packages count as Any (reading torch's types takes a minute from cold), and optional record fields may be used without an assert.
 MYPY := --follow-imports=skip --no-strict-optional --disable-error-code=var-annotated
 
-.PHONY: quickstart test check docs lock lowest release
+.PHONY: quickstart test long check docs lock lowest release
 
 quickstart: $(STAMP)
 	$(BIN)/flowrl train experiment=quickstart
 
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+	HF_HUB_OFFLINE=1 $(PYTEST) -m "not long"
+
+long: $(STAMP)
+	HF_HUB_OFFLINE=1 $(PYTEST) -m long
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -51,7 +56,7 @@ lowest: $(TOOLS)/uv
 	$(TOOLS)/uv pip install --quiet --python $(LOWEST) --no-deps --editable .
 	HF_HUB_OFFLINE=1 $(LOWEST)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder $(LOWEST_TESTS)
 
-release: test check $(TOOLS)/uv
+release: test long check $(TOOLS)/uv
 	$(BIN)/python -m pip check
 	$(TOOLS)/pip-audit --strict --require-hashes --disable-pip --requirement requirements.lock
 	$(TOOLS)/python -m build

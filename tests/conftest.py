@@ -2,6 +2,7 @@
 model hub, and skips where none answers."""
 
 import functools
+import logging
 import os
 import re
 
@@ -85,3 +86,10 @@ def one_thread_and_a_fixed_seed():
 def no_power_cuts(monkeypatch):
     """Files need not reach the disk here: thousands of flushes are a good part of a minute."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """caplog hears flowrl's messages, once each, also after a test of the command line, which sends
+    them to stderr alone."""
+    monkeypatch.setattr(logging.getLogger("flowrl"), "propagate", True)

@@ -12,14 +12,19 @@ from flowrl.cli.common import Overrides, one_sentence_errors, parse_config, show
 Device = Annotated[
     str, typer.Option(help="h100, h200, a100, a100-40gb, l40s, rtx4090, or cpu: this machine's.")
 ]
-Gpus = Annotated[int, typer.Option(help="Processes, one a device.")]
+Gpus = Annotated[int, typer.Option(help="Processes, one a device, on all machines together.")]
+Machines = Annotated[int, typer.Option(help="Machines that they are on.")]
 Json = Annotated[
     str | None, typer.Option("--json", help="Write the numbers to this file; -: print them.")
 ]
 
 
 def budget(
-    overrides: Overrides = None, device: Device = "h100", gpus: Gpus = 1, json_: Json = None
+    overrides: Overrides = None,
+    device: Device = "h100",
+    gpus: Gpus = 1,
+    machines: Machines = 1,
+    json_: Json = None,
 ) -> None:
     """Say what a run needs, without a GPU and without weights: memory, seconds, rows and FLOPs of
     each phase, which cards it fits, and what makes it fit."""
@@ -31,8 +36,9 @@ def budget(
     log.setup()
     with one_sentence_errors():
         cfg = parse_config(overrides)
-        check_known(cfg, gpus)
-        found = budget_fit.fit(Planner(cfg, roofline.device(device), gpus=gpus))
+        check_known(cfg, gpus, machines)
+        where = roofline.device(device).over(machines, gpus)
+        found = budget_fit.fit(Planner(cfg, where, gpus=gpus))
         content = json.dumps(budget_fit.record(found), indent=2)
         if json_ == "-":
             typer.echo(content)

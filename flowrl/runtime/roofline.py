@@ -44,6 +44,7 @@ class Device:
     ceiling: float  # FLOP/s of large matmuls: what utilisation is a share of
     memory: float | None  # GiB that a process can use; None: not the device's limit
     link: float  # bytes/s of an all-reduce between neighbours, one direction
+    network: float  # bytes/s of a device's adapter to other machines, one direction
     upload: float  # bytes/s from pinned host memory
     reserve: float  # GiB that the driver, its libraries and the allocator take
     cuda: bool
@@ -63,6 +64,13 @@ class Device:
         issued = operators * self.host
         return max(device, issued) if self.cuda else device + issued
 
+    def over(self, machines: int, processes: int) -> Device:
+        """The device where processes are on several machines: rings cross from one to the next,
+        over all adapters of a machine at once."""
+        if machines == 1:
+            return self
+        return replace(self, link=min(self.link, self.network * processes / machines))
+
     def all_reduce(self, nbytes: float, processes: int, calls: int) -> float:
         """Seconds of summing so many bytes over processes in a ring, in `calls` calls: 2 (N - 1) /
         N of the bytes pass each link, and each call costs a round of latency."""
@@ -71,8 +79,11 @@ class Device:
         return 2 * (processes - 1) / processes * nbytes / self.link + 3e-5 * calls
 
 
-def _gpu(name: str, peak: float, bandwidth: float, memory: float, link: float) -> Device:
-    """A GPU scaled from the H100: peak dense bf16 FLOP/s, bytes/s, GiB, and bytes/s of its link."""
+def _gpu(
+    name: str, peak: float, bandwidth: float, memory: float, link: float, network: float
+) -> Device:
+    """A GPU scaled from the H100: peak dense bf16 FLOP/s, bytes/s, GiB, and bytes/s of its link and
+    of the network adapter that it has in its vendor's servers."""
     ceiling = 700e12 * peak / 989e12  # what large matmuls reach
     return Device(
         name=name,
@@ -83,6 +94,7 @@ def _gpu(name: str, peak: float, bandwidth: float, memory: float, link: float) -
         ceiling=ceiling,
         memory=memory,
         link=link,
+        network=network,
         upload=20e9,  # of PCIe 4.0 with 16 lanes
         reserve=0.8,
         cuda=True,
@@ -93,12 +105,12 @@ def _gpu(name: str, peak: float, bandwidth: float, memory: float, link: float) -
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("h100", 989e12, 3.35e12, 79.1, 300e9),
-        _gpu("h200", 989e12, 4.8e12, 139.8, 300e9),
-        _gpu("a100", 312e12, 2.04e12, 79.1, 200e9),
-        _gpu("a100-40gb", 312e12, 1.56e12, 39.4, 200e9),
-        _gpu("l40s", 362e12, 0.864e12, 44.4, 20e9),
-        _gpu("rtx4090", 165e12, 1.01e12, 23.5, 10e9),
+        _gpu("h100", 989e12, 3.35e12, 79.1, 300e9, 50e9),
+        _gpu("h200", 989e12, 4.8e12, 139.8, 300e9, 50e9),
+        _gpu("a100", 312e12, 2.04e12, 79.1, 200e9, 25e9),
+        _gpu("a100-40gb", 312e12, 1.56e12, 39.4, 200e9, 25e9),
+        _gpu("l40s", 362e12, 0.864e12, 44.4, 20e9, 12.5e9),
+        _gpu("rtx4090", 165e12, 1.01e12, 23.5, 10e9, 1.25e9),
     )
 }
 NAMES = [*GPUS, "cpu"]
@@ -175,6 +187,7 @@ def this_cpu() -> Device:
         ceiling=t.rates["gemm"],
         memory=None,
         link=2e9,
+        network=1.25e9,
         upload=t.bandwidth[""],
         reserve=0.0,
         cuda=False,

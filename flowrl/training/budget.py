@@ -33,11 +33,13 @@ from flowrl.policy.blocks import blocks
 from flowrl.policy.load import call_options
 from flowrl.policy.modelled import ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
+from flowrl.rewards.core.features import features_bytes
+from flowrl.rewards.core.reward_set import sizes
 from flowrl.runtime.distributed import buckets
 from flowrl.runtime.meter import Meter
 from flowrl.runtime.roofline import GIB, Device
 from flowrl.training.build import check_guidance
-from flowrl.training.call_costs import Costs, Part
+from flowrl.training.call_costs import Cost, Costs, Part
 from flowrl.training.checks import check_batch
 from flowrl.training.from_small import Rehearsed, Told, enough, on_line, rehearsed
 from flowrl.training.phases import Phase, simulated
@@ -46,7 +48,6 @@ from flowrl.training.weight_costs import (
     AWAY,
     WeightCosts,
     encoders_size,
-    size_of,
     weight_costs,
 )
 
@@ -54,8 +55,7 @@ from flowrl.training.weight_costs import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """Of one process. fixed: gigabytes that stay, by what they are; phases: of the second
-    iteration; rows: what its metrics would say; first: rows of the first iteration; start:
-    gigabytes before weights are split, when each process has all of them."""
+    iteration; rows: what its metrics would say; first: rows of the first iteration."""
 
     model: str
     pipeline: str
@@ -69,7 +69,6 @@ class Budget:
     first: dict[str, int]
     reduced: dict[str, float]  # gradients summed over processes: gigabytes and seconds
     parameters: dict[str, int]
-    start: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -80,7 +79,7 @@ class Budget:
     @property
     def peak(self) -> float:
         """Gigabytes of tensors at the highest moment."""
-        return max(self.start, self.resident + max(phase.gb for phase in self.phases.values()))
+        return self.resident + max(phase.gb for phase in self.phases.values())
 
     @property
     def needed(self) -> float:
@@ -89,9 +88,7 @@ class Budget:
 
     @property
     def highest(self) -> str:
-        """The phase with the peak, or "start-up"."""
-        if self.peak == self.start:
-            return "start-up"
+        """The phase with the peak."""
         return max(self.phases, key=lambda name: self.phases[name].gb)
 
     @property
@@ -115,6 +112,7 @@ class Planner:
     def __init__(self, cfg: Config, device: Device, *, gpus: int = 1) -> None:
         check_known(cfg, gpus)
         self.cfg, self.device, self.gpus = cfg, device, gpus
+        self.scorers = scorers(cfg)
         architecture = read(cfg.model.source)
         lora = cfg.train.lora.model_dump() if cfg.train.mode == "lora" else None
         self.policy = ModelledPolicy(
@@ -127,7 +125,8 @@ class Planner:
         self.policy.trainable.named()  # in full mode its weights are fp32 from here on
         context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
         self.low = None if context is nullcontext else DTYPES[cfg.train.precision]
-        self.costs: dict[tuple[bool | float, str], Costs] = {}
+        self.costs: dict[tuple[bool | float, str, bool], Costs] = {}
+        self.apart: dict[bool, dict[Asked, Cost]] = {True: {}, False: {}}  # by tiling
         self.rehearsals: dict[str, Rehearsed] = {}  # by what they depend on
 
     @property
@@ -152,17 +151,19 @@ class Planner:
             self._of_prompts(combine.changed(own, {"batch.prompts": few}), weights)
             for few in enough(own)
         ]
-        first, rows, phases, views = told[0] if len(told) == 1 else on_line(own, *told)
+        whole = told[0] if len(told) == 1 else on_line(own, *told)
+        phases = whole.phases
         phases["reference"].join(phases.pop(WINNERS))
-        for counts in (first, rows):
+        for counts in (whole.first, whole.rows):
             del counts["nfe/winners"]
         self._moved(cfg, phases, weights)
         step = self._step
-        phases["optimizer"].gb = max(phases["optimizer"].gb, step.peak / GIB)
+        phases["optimizer"].gb = max(
+            phases["optimizer"].gb, (self._gradients(cfg) + step.peak) / GIB
+        )
         for _ in range(cfg.batch.updates):
             phases["optimizer"].take(replace(step, flops=0.0), self.device)
         trained = self.policy.trainable.named()
-        numbers = sum(p.numel() for p in trained.values())
         return Budget(
             model=cfg.model.source,
             pipeline=self.policy.architecture.pipeline,
@@ -170,15 +171,19 @@ class Planner:
             device=self.device,
             gpus=self.gpus,
             samples=cfg.batch.prompts * cfg.batch.group,
-            fixed=self._fixed(cfg, numbers, views, weights),
+            fixed=self._fixed(cfg, whole.views, weights),
             phases=phases,
-            rows=rows,
-            first=first,
+            rows=whole.rows,
+            first=whole.first,
             reduced=self._reduced(cfg, [*trained.values()]),
-            parameters={"network": self.parameters, "trained": numbers},
-            start=self._start(cfg),
-            notes=_notes(cfg, self.device),
+            parameters={"network": self.parameters, "trained": self._numbers},
+            notes=_notes(cfg, self.device, self.scorers),
         )
+
+    @cached_property
+    def _numbers(self) -> int:
+        """Of the trained weights."""
+        return sum(p.numel() for p in self.policy.trainable.named().values())
 
     @cached_property
     def _step(self) -> Part:
@@ -190,16 +195,27 @@ class Planner:
         batch = f"{own.batch.model_copy(update={'states': 'device'})} {own.train.compile}"
         if batch not in self.rehearsals:
             self.rehearsals[batch] = rehearsed(own, self.policy.shapes)
-        first, events, metrics, views, states = self.rehearsals[batch]
+        known = self.rehearsals[batch]
+        events = known.events
         if own.batch.states == "host":
-            events = [event.without(states) for event in events]
+            events = [event.without(known.states) for event in events]
         cond = _cond_bytes(self.policy, own)
-        phases = simulated(events, self._costs(own), self.device, cond, weights)
-        return _rows(first), _rows(metrics), phases, views
+        phases = simulated(
+            events,
+            self._costs(own),
+            self.device,
+            cond=cond,
+            gradients=self._gradients(own),
+            weights=weights,
+        )
+        return Told(
+            first=_rows(known.first), rows=_rows(known.metrics), phases=phases, views=known.views
+        )
 
     def _costs(self, cfg: Config) -> Costs:
         """Costs of calls under the settings that change them."""
-        key = (cfg.train.gradient_checkpointing, cfg.train.compile)
+        tiled = cfg.model.tiling
+        key = (cfg.train.gradient_checkpointing, cfg.train.compile, tiled)
         if key not in self.costs:
             compiled = cfg.train.compile == "blocks"
             (network,) = self.policy.networks.values()
@@ -209,17 +225,10 @@ class Planner:
                 low=self.low,
                 checkpointing=cfg.train.gradient_checkpointing,
                 blocks=blocks(network) if compiled else [],
+                tiled=tiled,
+                apart=self.apart[tiled],
             )
         return self.costs[key]
-
-    def _start(self, cfg: Config) -> float:
-        """Gigabytes of a process that loads the network whole and splits it then."""
-        if self.gpus == 1 or not cfg.train.shard:
-            return 0.0
-        encoders = 0.0 if cfg.model.encoders == "leave" else encoders_size(self.policy)
-        (network,) = self.policy.networks.values()
-        vae = _size(dict(self.policy.vae.named_parameters()))
-        return (size_of(network) + encoders + vae) / GIB
 
     def _reduced(self, cfg: Config, trained: list[torch.nn.Parameter]) -> dict[str, float]:
         """What processes send each other in the updates of an iteration to sum their gradients.
@@ -244,17 +253,22 @@ class Planner:
             phases["rollout"].spend("upload", weights.stays / self.device.upload)
             phases["update"].spend("upload", weights.stays / self.device.upload)
 
-    def _fixed(
-        self, cfg: Config, numbers: int, views: int, weights: WeightCosts
-    ) -> dict[str, float]:
+    def _own(self, cfg: Config, numbers: int) -> int:
+        """How many of the trained numbers a process has: copies and gradients are split as the
+        weights are."""
+        return numbers // self.gpus if cfg.train.mode == "full" and cfg.train.shard else numbers
+
+    def _gradients(self, cfg: Config) -> float:
+        """Bytes of the gradients of an update."""
+        return 4.0 * self._own(cfg, self._numbers)
+
+    def _fixed(self, cfg: Config, views: int, weights: WeightCosts) -> dict[str, float]:
         """Gigabytes that stay: weights, and what belongs to those that are trained."""
         low_moments = cfg.optimizer.name == "adamw8bit"
-        shared = cfg.train.mode == "full" and cfg.train.shard  # copies are split likewise
-        numbers = numbers // self.gpus if shared else numbers
+        numbers = self._own(cfg, self._numbers)
         copies = {
             "trained": 1 if cfg.train.mode == "lora" else 0,
             "views": views,
-            "gradients": 1,
             "moments": 2 * (1 / 4 + 1 / 256) if low_moments else 2,  # a byte, a scale for 256
             "average": 1 if cfg.ema.decay else 0,
         }
@@ -268,17 +282,22 @@ class Planner:
             "network": 0.0 if cfg.model.offload in AWAY else weights.stays,
             "text encoders": 0.0 if leaving else encoders_size(self.policy),
             "vae": _size(dict(self.policy.vae.named_parameters())),
+            "rewards": sum(size or 0.0 for size in self.scorers.values()),
             **{name: 4.0 * count * numbers for name, count in copies.items()},
             "kept answers of encoders": filled,
         }
         return {name: size / GIB for name, size in found.items()}
 
 
-def check_known(cfg: Config, gpus: int) -> None:
+def check_known(cfg: Config, gpus: int, machines: int = 1) -> None:
     """ValueError where a run would not start, or the budget does not know what it would do."""
     combine.check(cfg)
     if gpus < 1:
         raise ValueError(f"--gpus {gpus} should be a whole number from 1")
+    if machines < 1 or gpus % machines:
+        raise ValueError(
+            f"--machines {machines} should be a whole number from 1 that divides --gpus {gpus}"
+        )
     if cfg.data.offline:
         raise ValueError(
             "flowrl budget knows runs that sample, and data.offline trains on a folder; leave it"
@@ -294,6 +313,14 @@ def check_known(cfg: Config, gpus: int) -> None:
             "flowrl budget does not know what training the text encoder costs; leave text_encoder"
             " out of train.parts"
         )
+
+
+def scorers(cfg: Config) -> dict[str, float | None]:
+    """Bytes of the networks that score or compare samples, by what they are; None: not known."""
+    found = {f'reward "{label}"': size for label, size in sizes(cfg.reward).items()}
+    if cfg.diversity.features is not None:
+        found["diversity.features"] = features_bytes(cfg.diversity.features, cfg.diversity.weights)
+    return found
 
 
 def share(cfg: Config, gpus: int) -> Config:
@@ -343,9 +370,17 @@ def _rows(metrics: dict[str, float]) -> dict[str, int]:
     return {name: round(metrics.get(name, 0.0)) for name in names}
 
 
-def _notes(cfg: Config, device: Device) -> list[str]:
+def _notes(cfg: Config, device: Device, scorers: dict[str, float | None]) -> list[str]:
     """What the numbers do not hold."""
-    notes = ["rewards and evaluations are not counted: neither their networks nor their seconds"]
+    notes = [
+        "of rewards, the weights alone are counted: neither what they take above these while they"
+        " score nor their seconds; nor are evaluations"
+    ]
+    notes += [
+        f"{what}: the size of its networks is not known, and not counted"
+        for what, size in scorers.items()
+        if size is None
+    ]
     if cfg.train.precision != "no" or cfg.model.dtype != "fp32":
         notes.append(
             "where the ratio's self-test finds that low precision is not exact enough, old"

@@ -1,9 +1,5 @@
-"""Which cards a run fits, and which settings make it fit: one change after the other to the phase
-with the peak, each a budget of its own.
-
-A way to save memory is one record of CHANGES: the phases that it makes smaller, and the settings
-that it would have, from a config; None where it has nothing left to give.
-"""
+"""Which cards a run fits, and which settings make it fit: one change after the other (lighter.py)
+to the phase with the peak, each a budget of its own."""
 
 from __future__ import annotations
 
@@ -14,93 +10,18 @@ from typing import Any
 
 import torch
 
-from flowrl.config.combine import Settings, changed, combines, value_of, words
+from flowrl.config.combine import Settings, changed, value_of, words
 from flowrl.config.device import usual_device
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
 from flowrl.runtime.roofline import GIB, Device, of_cuda
 from flowrl.training.budget import Budget, Planner
-from flowrl.training.phases import PHASES
+from flowrl.training.lighter import Shortage, next_change
 
 # GiB that programs find free on cards of so many gigabytes
 CARDS = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8}
 MOST = 16  # changes that are tried
 LARGE = 300_000_000  # weights of a network from which a run's budget is worth seconds at its start
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
-    """A way to save memory in some phases. settings(cfg, gpus): None where it has nothing left;
-    stays: whether what stays is less."""
-
-    phases: frozenset[str]
-    settings: Callable[[Config, int], Settings | None]
-    stays: bool = False
-
-
-def _half(name: str, most: int) -> Callable[[Config, int], Settings | None]:
-    """Half of batch.<name>, from at most `most` on."""
-
-    def settings(cfg: Config, gpus: int) -> Settings | None:
-        now = min(getattr(cfg.batch, name), most)
-        return {f"batch.{name}": now // 2} if now > 1 else None
-
-    return settings
-
-
-def _switch(name: str, value: Any) -> Callable[[Config, int], Settings | None]:
-    """A setting at a value, once."""
-
-    def settings(cfg: Config, gpus: int) -> Settings | None:
-        return None if value_of(cfg, name) == value else {name: value}
-
-    return settings
-
-
-def _shard(cfg: Config, gpus: int) -> Settings | None:
-    return None if gpus == 1 or cfg.train.shard else {"train.shard": ["denoiser"]}
-
-
-def _quantize(kind: str) -> Callable[[Config, int], Settings | None]:
-    """Weights that then stay on the device."""
-
-    def settings(cfg: Config, gpus: int) -> Settings | None:
-        if cfg.model.quantize in (kind, "nf4"):
-            return None
-        stays = cfg.model.offload == "none"
-        return {"model.quantize": kind} | ({} if stays else {"model.offload": "none"})
-
-    return settings
-
-
-def _checkpointing(cfg: Config, gpus: int) -> Settings | None:
-    """Of every second block, then of all."""
-    now = float(cfg.train.gradient_checkpointing)
-    return None if now == 1 else {"train.gradient_checkpointing": 0.5 if now < 0.5 else True}
-
-
-NETWORK = frozenset({"rollout", "reference", "update"})
-ALL = frozenset(PHASES)
-# what costs the least time first
-CHANGES = (
-    Change(phases=frozenset({"decode", "reward"}), settings=_half("decode", 16)),
-    Change(phases=ALL - {"encode"}, settings=_switch("model.encoders", "leave"), stays=True),
-    Change(
-        phases=frozenset({"encode", "decode", "reward"}),
-        settings=_switch("model.offload", "denoiser"),
-        stays=True,
-    ),
-    Change(
-        phases=ALL - {"encode", "rollout", "optimizer"}, settings=_switch("batch.states", "host")
-    ),
-    Change(phases=ALL, settings=_shard, stays=True),
-    # a reference inside of an update is on top of what that keeps
-    Change(phases=frozenset({"update", "reference"}), settings=_checkpointing),
-    Change(phases=ALL, settings=_quantize("int8"), stays=True),
-    Change(phases=NETWORK, settings=_half("micro", 1 << 30)),
-    Change(phases=ALL, settings=_switch("optimizer.name", "adamw8bit"), stays=True),
-    Change(phases=ALL, settings=_quantize("nf4"), stays=True),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,38 +49,37 @@ class Fit:
 
 def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> Fit:
     """Change settings until the smallest of the cards is enough, or nothing is left to change."""
-    steps, cfg, state = [Step(settings={}, budget=planner.budget())], planner.cfg, planner.state
-    while len(steps) <= MOST:
-        budget = steps[-1].budget
+
+    def short(budget: Budget) -> Shortage | None:
         if budget.needed <= min(cards):
-            break
+            return None
         free = [card for card in cards if card > budget.resident + budget.device.reserve]
         held = not free or budget.needed <= min(free)  # by what stays, from the next smaller card
-        settings = next_change(cfg, budget.highest, planner.gpus, held, state=state)
+        return shortage(planner, budget.highest, held)
+
+    return Fit(steps=search(planner, short))
+
+
+def shortage(planner: Planner, phase: str, held: bool) -> Shortage:
+    """Memory is short in a phase of the planner's run."""
+    gpus, cuda = planner.gpus, planner.device.cuda
+    return Shortage(phase=phase, held=held, gpus=gpus, state=planner.state, cuda=cuda)
+
+
+def search(planner: Planner, short: Callable[[Budget], Shortage | None]) -> list[Step]:
+    """The config's own budget, then those with ever more settings changed, until `short` finds
+    nothing, or nothing is left to change."""
+    steps, cfg = [Step(settings={}, budget=planner.budget())], planner.cfg
+    while len(steps) <= MOST:
+        found = short(steps[-1].budget)
+        settings = None if found is None else next_change(cfg, found, modelled=True)
         if settings is None:
             break
         cfg = changed(cfg, settings)
         since = {**steps[-1].settings, **settings}
         differ = {name: v for name, v in since.items() if value_of(planner.cfg, name) != v}
-        step = Step(settings=differ, budget=planner.budget(cfg))
-        steps.append(step)
-    return Fit(steps=steps)
-
-
-def next_change(
-    cfg: Config, phase: str, gpus: int, held: bool, *, state: int = 1
-) -> Settings | None:
-    """The settings of the first change that makes a phase smaller; held: what stays, too. state:
-    network rows of one state, the least that a forward has."""
-    for change in CHANGES:
-        if held and not change.stays:
-            continue
-        settings = change.settings(cfg, gpus) if phase in change.phases else None
-        if settings is None or settings.get("batch.micro", state) < state:
-            continue
-        if combines(cfg, settings):
-            return settings
-    return None
+        steps.append(Step(settings=differ, budget=planner.budget(cfg)))
+    return steps
 
 
 def record(found: Fit) -> dict[str, Any]:
@@ -251,11 +171,20 @@ def summary(found: Fit) -> str:
 def before(cfg: Config) -> str | None:
     """What `flowrl train` says of a run that is to start on this machine's GPU. DoesNotFit where
     guard.fits is true and it does not; None without a GPU, and in all processes but the first."""
-    if os.environ.get("RANK", "0") != "0" or usual_device() != "cuda":
+    device = this_gpu() if os.environ.get("RANK", "0") == "0" else None
+    if device is None:
+        return None
+    gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    machines = max(1, gpus // int(os.environ.get("LOCAL_WORLD_SIZE", gpus)))
+    return planned(cfg, device.over(machines, gpus), gpus=gpus)
+
+
+def this_gpu() -> Device | None:
+    """The GPU that a run of this process is on; None where it is on a CPU."""
+    if usual_device() != "cuda":
         return None
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    device = of_cuda(found.name, found.total_memory / GIB)
-    return planned(cfg, device, gpus=int(os.environ.get("WORLD_SIZE", "1")))
+    return of_cuda(found.name, found.total_memory / GIB)
 
 
 def planned(cfg: Config, device: Device, *, gpus: int = 1) -> str | None:

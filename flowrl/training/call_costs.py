@@ -55,7 +55,8 @@ class Part:
     def paying(
         self, weights: WeightCosts, device: Device, passes: float, *, backward: bool
     ) -> Part:
-        """The same with what `passes` over weights take that are not there as they are."""
+        """The same with what `passes` over weights take that are not there as they are: unpacked,
+        or gathered. backward: whether it is one, in which gradients of split weights are sent."""
         seconds = weights.seconds(device, self.seconds, passes, backward=backward)
         kinds = {"weights": seconds - self.seconds} if seconds > self.seconds else {}
         return replace(
@@ -80,7 +81,8 @@ class Cost:
 class Costs:
     """Of the calls of a policy. low: the precision of autocast, None without; checkpointing:
     whether activations are computed again, or of which share of the blocks; blocks: what is
-    compiled of the network."""
+    compiled of the network; tiled: whether a tile is decoded at a time. apart: known costs of
+    encoding and decoding, which neither checkpointing nor blocks change."""
 
     def __init__(
         self,
@@ -90,19 +92,24 @@ class Costs:
         low: torch.dtype | None,
         checkpointing: bool | float,
         blocks: list[nn.Module] | None = None,
+        tiled: bool = False,
+        apart: dict[Asked, Cost] | None = None,
     ) -> None:
         self.policy, self.device, self.low = policy, device, low
         self.checkpointing, self.blocks = checkpointing, blocks or []
+        self.tiled = tiled
         self.known: dict[Asked, Cost] = {}
+        self.apart = {} if apart is None else apart
         for weight in policy.trainable.named().values():
             weight.grad = torch.empty_like(weight)  # micro-batches add to it
 
     def of(self, asked: Asked) -> Cost:
         """The cost of a call."""
-        if asked not in self.known:
+        known = self.known if asked.what == "velocity" else self.apart
+        if asked not in known:
             near = self._near(asked) if asked.what == "velocity" and asked.rows > 1 else []
-            self.known[asked] = _line(asked, near) if len(near) == 2 else self._run(asked)
-        return self.known[asked]
+            known[asked] = _line(asked, near) if len(near) == 2 else self._run(asked)
+        return known[asked]
 
     def _near(self, asked: Asked) -> list[tuple[int, Cost]]:
         """The same call at two other numbers of rows, both above 1, that were run."""
@@ -120,6 +127,7 @@ class Costs:
         x = torch.empty(asked.rows, *policy.latent_shape, device=META)
         if asked.what == "decode":
             x.requires_grad_(asked.grad)
+            policy.tile_decoder(self.tiled)
             return self._traced(asked, lambda: policy.decode(x), low=None)
         cond = policy.encode(["a", "b"])
         rows = torch.zeros(asked.rows, dtype=torch.int64, device=META)

@@ -5,8 +5,9 @@ of prompts of all of them. Bytes, rows and seconds are affine in both.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,8 +43,15 @@ def enough(cfg: Config) -> tuple[int, ...]:
     return (least, least + step) if plain and b.prompts > least + step else (b.prompts,)
 
 
-# rows of the first and the second iteration, phases of the second, copies of the weights
-Told = tuple[dict[str, int], dict[str, int], dict[str, Phase], int]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What is told of a run: network rows of the first iteration and of a usual one, the phases of
+    that, and how many copies of the trained weights there are."""
+
+    first: dict[str, int]
+    rows: dict[str, int]
+    phases: dict[str, Phase]
+    views: int
 
 
 def on_line(cfg: Config, small: Told, large: Told) -> Told:
@@ -70,20 +78,31 @@ def on_line(cfg: Config, small: Told, large: Told) -> Told:
             ledger={kind: line(a.ledger.get(kind, 0.0), t) for kind, t in b.ledger.items()},
         )
 
-    phases = {name: phase(small[2][name], large[2][name]) for name in PHASES}
-    winners = [told[2][WINNERS] for told in (small, large)]
+    phases = {name: phase(small.phases[name], large.phases[name]) for name in PHASES}
+    winners = [told.phases[WINNERS] for told in (small, large)]
     phases[WINNERS] = replace(winners[1], gb=phase(*winners).gb)
-    return counts(small[0], large[0]), counts(small[1], large[1]), phases, large[3]
+    return Told(
+        first=counts(small.first, large.first),
+        rows=counts(small.rows, large.rows),
+        phases=phases,
+        views=large.views,
+    )
 
 
-# metrics of the first iteration, events and metrics of the second one, copies of the weights, bytes
-# of the states
-Rehearsed = tuple[dict[str, float], list[Event], dict[str, float], int, float]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsed:
+    """Metrics of the first iteration; events and metrics of a usual one; how many copies of the
+    trained weights there are; bytes of a rollout's states."""
+
+    first: dict[str, float]
+    events: list[Event]
+    metrics: dict[str, float]
+    views: int
+    states: float
 
 
 def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
-    """(metrics of the first iteration, events and metrics of the second one, copies of the trained
-    weights, bytes of the rollout's states), with the bytes of latents and media as they are."""
+    """A rehearsal, with the bytes of latents and media as they are."""
     numbers, media = torch.Size(shapes.latent).numel(), torch.Size(shapes.media).numel()
     samples = cfg.batch.prompts * cfg.batch.group
     runs, sizes = [], []
@@ -92,17 +111,35 @@ def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
         latent = shapes.latent if exact else smaller(shapes.latent, side)
         sizes.append(torch.Size(latent).numel())
         drawn = shapes.media if exact else _media(shapes, sizes[-1] / numbers)
-        run = Rehearsal(cfg, shapes, latent, drawn)
-        runs.append((*run.rehearse(), len(run.algorithm.views)))
-    first, events, metrics, states, views = runs[-1]
+        with _one_thread():
+            run = Rehearsal(cfg, shapes, latent, drawn)
+            runs.append(run.rehearse())
+    first, events, metrics, states = runs[-1]
     if len(runs) == 2:
         slope = (numbers - sizes[0]) / (sizes[1] - sizes[0])
         pairs = zip(runs[0][1], runs[1][1], strict=True)
         events = [_extrapolated(small, large, slope) for small, large in pairs]
         states *= numbers / sizes[1]
-    if keeps_reference(cfg, make_algorithm(cfg)):
-        views += 1
-    return first, events, metrics, views, states
+    algorithm = make_algorithm(cfg)
+    return Rehearsed(
+        first=first,
+        events=events,
+        metrics=metrics,
+        views=len(algorithm.views) + keeps_reference(cfg, algorithm),
+        states=states,
+    )
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors are small: threads would wait for each other longer than they compute, and where
+    other programs have the cores, many times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def smaller(shape: Sequence[int], side: int) -> tuple[int, ...]:

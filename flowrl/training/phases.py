@@ -59,22 +59,30 @@ class Phase:
 
 
 def simulated(
-    events: list[Event], costs: Costs, device: Device, cond: float, weights: WeightCosts
+    events: list[Event],
+    costs: Costs,
+    device: Device,
+    *,
+    cond: float,
+    gradients: float,
+    weights: WeightCosts,
 ) -> dict[str, Phase]:
     """Peaks, seconds, FLOPs and network rows of each phase of an iteration. cond: bytes of its
-    prompts, bound to the calls.
+    prompts, bound to the calls; gradients: of those of all trained weights.
 
-    A forward with a gradient leaves what its backward reads, `held` until that is over.
+    A forward with a gradient leaves what its backward reads, `held` until that is over. Gradients
+    are there from the end of an update's first backward to the end of the optimizer's step.
     """
     phases = {name: Phase() for name in (*PHASES, WINNERS)}
-    held = 0.0
+    held, summed = 0.0, 0.0
     for event in events:
         phase = phases[event.phase] if event.phase in phases else Phase()
         kind = replace(event.asked, rows=0) if event.asked else None
-        phase.reach((kind, event.backward, False), (event.since + held) / GIB)
+        phase.reach((kind, event.backward, False), (event.since + held + summed) / GIB)
         loop = device.call(device.seconds("", 0, event.moved), event.operators)
         phase.spend("loop", loop if event.operators else 0.0)
         if event.asked is None:
+            summed = 0.0 if event.phase == "optimizer" else summed
             continue
         asked, cost = event.asked, costs.of(event.asked)
         part: Part = cost.backward if event.backward else cost.forward
@@ -82,9 +90,12 @@ def simulated(
             passes = 1 + (float(costs.checkpointing) if event.backward else 0.0)
             part = part.paying(weights, device, passes, backward=event.backward)
         own = phases["encode"] if asked.what == "encode" else phase
-        own.reach((kind, event.backward, True), (event.live + held + part.peak) / GIB)
+        own.reach((kind, event.backward, True), (event.live + held + part.peak + summed) / GIB)
         own.take(part, device)
         held += _kept(asked, cost, event.backward, cond)
+        if event.backward:
+            summed = gradients
+            own.reach((kind, event.backward, True), (event.live + held + summed) / GIB)
         if asked.what == "velocity" and not event.backward:
             own.rows += asked.rows * asked.branches
     return phases

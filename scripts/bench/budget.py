@@ -3,12 +3,12 @@
     python scripts/bench/budget.py [--model shapes-sd3] [--model middle] [--method mix_grpo ...]
         [--threads 1] [--no-time]
 
-Memory is the peak of what torch's profiler counts as allocated above the beginning of the second
-iteration, by phase; seconds are those of the third iteration without the profiler, CPU seconds with
-one thread. Rows and FLOPs are compared exactly. "middle" is an SD3 of 8 blocks and width 384 with
-random weights. Keep the machine free: rates of the CPU are tried in the same process. Exit code 1
-where rows or FLOPs differ, a peak is more than 15% off, or seconds are 25% (shapes-sd3: a factor of
-two, since its tensors are too small to take time themselves).
+Memory is what the ledger counts with train.profile_memory: the most that each phase allocates above
+the beginning of the second iteration. Seconds are those of the third iteration without the
+profiler, CPU seconds with one thread. Rows and FLOPs are compared exactly. "middle" is an SD3 of 8
+blocks and width 384 with random weights. Keep the machine free: rates of the CPU are tried in the
+same process. Exit code 1 where rows or FLOPs differ, a peak is more than 15% off, or seconds are
+25% (shapes-sd3: a factor of two, since its tensors are too small to take time themselves).
 """
 
 from __future__ import annotations
@@ -16,18 +16,13 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from flowrl.config.load import load_config
 from flowrl.config.schema import Config
-from flowrl.runtime.roofline import GIB, this_cpu
+from flowrl.runtime.roofline import this_cpu
 from flowrl.training.budget import Budget, Planner
 from flowrl.training.loop import Trainer
 from flowrl.training.rehearsal import scores
@@ -42,8 +37,9 @@ SHARED = [
     "guard.check_rewards=false",
     "eval.at_start=false",
     "eval.baseline_guidance=null",
+    "train.profile_memory=true",
 ]
-MARK = "phase:"
+PHASES = ("rollout", "decode", "reward", "reference", "update")
 SECONDS = {"shapes-sd3": (0.5, 2.0), "middle": (0.75, 1.25)}  # predicted over measured
 
 
@@ -89,70 +85,9 @@ def trainer_of(cfg: Config) -> Trainer:
     return Trainer(cfg, prompts=prompts, rewards=reward)
 
 
-@contextmanager
-def marked(trainer: Trainer) -> Any:
-    """Inside, phases are marks in the profiler's trace, the optimizer's step apart."""
-    ledger, learner = trainer.ledger, trainer.learner
-    phase, apply = ledger.phase, learner.apply
-
-    def mark(name: str) -> None:
-        with record_function(MARK + name):
-            pass
-
-    @contextmanager
-    def own(name: str) -> Any:
-        mark(name)
-        with phase(name):
-            yield
-        mark(ledger.stack[-1] if ledger.stack else "other")
-
-    def step() -> None:
-        with own("optimizer"):
-            apply()
-
-    ledger.phase, learner.apply = own, step
-    try:
-        yield
-    finally:
-        ledger.phase, learner.apply = phase, apply
-
-
-def allocated(trainer: Trainer, iteration: int) -> tuple[dict[str, float], dict[str, float]]:
-    """(peak GiB of each phase above where the iteration begins, by the profiler; its metrics)
-
-    Gradients stay where they are and are zeroed: the profiler does not see that memory is freed
-    which was taken before it began, and would count them twice.
-    """
-    cpu, optimizer = [ProfilerActivity.CPU], trainer.learner.weights.optimizer
-    zero_grad = optimizer.zero_grad
-    optimizer.zero_grad = partial(_zeroed, zero_grad)
-    try:
-        with marked(trainer), profile(activities=cpu, profile_memory=True) as trace:
-            metrics = trainer.iterate(iteration).metrics
-    finally:
-        optimizer.zero_grad = zero_grad
-    events = [
-        (event.start_ns(), event.name(), event.nbytes() if event.name() == "[memory]" else 0)
-        for event in trace.profiler.kineto_results.events()
-        if event.name() == "[memory]" or event.name().startswith(MARK)
-    ]
-    peaks: dict[str, float] = {}
-    phase, live = "other", 0
-    for _, name, nbytes in sorted(events):
-        if name == "[memory]":
-            live += nbytes
-        else:
-            phase = name.removeprefix(MARK)
-        peaks[phase] = max(peaks.get(phase, 0.0), live / GIB)
-    return peaks, metrics
-
-
-def _zeroed(zero_grad: Callable[..., None], *, set_to_none: bool = True) -> None:
-    zero_grad(set_to_none=False)
-
-
 def seconds(trainer: Trainer, iteration: int) -> dict[str, float]:
-    """Of an iteration and its phases; CPU seconds with one thread."""
+    """Of an iteration and its phases, which is not profiled; CPU seconds with one thread."""
+    trainer.ledger.allocations = None
     if torch.get_num_threads() > 1:
         return trainer.iterate(iteration).metrics
     clock = time.perf_counter
@@ -163,12 +98,27 @@ def seconds(trainer: Trainer, iteration: int) -> dict[str, float]:
         time.perf_counter = clock
 
 
+def above_the_start(predicted: Budget) -> dict[str, float]:
+    """Predicted GiB of the ledger's phases above what stays."""
+    gb = {name: phase.gb for name, phase in predicted.phases.items()}
+    inside = {"rollout": "encode", "update": "optimizer"}
+    for phase, other in inside.items():
+        gb[phase] = max(gb[phase], gb.pop(other))
+    return gb
+
+
+def allocated(metrics: dict[str, float]) -> dict[str, float]:
+    """Measured GiB of the ledger's phases above what an iteration began with."""
+    found = {name: metrics.get(f"memory/{name}_gb", 0.0) for name in PHASES}
+    return {name: gb for name, gb in found.items() if gb}
+
+
 def compare(cfg: Config, predicted: Budget, limits: tuple[float, float] | None) -> bool:
     """Print both -> whether memory, rows and FLOPs hold, and seconds, where they have limits."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(cfg.model_copy(update={"output": str(Path(folder) / "run")}))
         first = trainer.iterate(0).metrics
-        peaks, metrics = allocated(trainer, 1)
+        metrics = trainer.iterate(1).metrics
         took = seconds(trainer, 2) if limits else {}
         trainer.parts.lock.release() if trainer.parts.lock else None
     rows = {name: round(metrics.get(name, 0.0)) for name in predicted.rows}
@@ -177,12 +127,11 @@ def compare(cfg: Config, predicted: Budget, limits: tuple[float, float] | None) 
     flops = {name: predicted.phases[name].flops for name in ("rollout", "update")}
     counted = {name: metrics[f"flops/{name}"] for name in flops}
     same = all(abs(flops[name] / counted[name] - 1) < 1e-9 for name in flops)
-    above = {name: phase.gb for name, phase in predicted.phases.items()}
-    above["rollout"] = max(above["rollout"], above.pop("encode"))
+    above, peaks = above_the_start(predicted), allocated(metrics)
     whole = max(above.values()) / max(peaks.values())
     print(f"  rows {'equal' if exact else f'{rows} {own}'}; FLOPs {'equal' if same else counted}")
     print(f"  peak {max(above.values()):.3f} of {max(peaks.values()):.3f} GB: {whole:.2f}")
-    for name in ("rollout", "decode", "reference", "update", "optimizer"):
+    for name in above:
         if peaks.get(name):
             gb, real = above[name], peaks[name]
             print(f"    {name:10} {gb:.4f} of {real:.4f} GB: {gb / real:.2f}")

@@ -15,7 +15,7 @@ from flowrl.config.load import load_config
 from flowrl.runtime import roofline
 from flowrl.training.budget import Budget, Planner
 
-SHARED = ["reward=pickscore", "data=ocr", "sampler.init_noise=sample"]
+SHARED = ["reward=jpeg", "data=ocr", "sampler.init_noise=sample"]
 FLUX = [
     "model=flux.1-dev",
     "algorithm=mix_grpo",
@@ -56,34 +56,38 @@ KINDS = {
 }
 
 
+def an_image(b: Budget, seconds: float) -> float:
+    """Seconds of an iteration as milliseconds an image."""
+    return 1e3 * seconds / (b.samples / b.gpus)
+
+
+def reached(b: Budget, phase: str) -> float:
+    """What a phase has of the matmul ceiling."""
+    cost = b.phases[phase]
+    return cost.flops / (cost.seconds * b.device.ceiling)
+
+
 def show(name: str, b: Budget) -> None:
     """A case: its time, and its ledger by phase, in milliseconds an image."""
-
-    def an_image(seconds: float) -> float:
-        return 1e3 * seconds / (b.samples / b.gpus)
-
     print(
-        f"{name}: {an_image(b.seconds):.1f} ms an image, {b.utilisation:.1%} of the ceiling,"
+        f"{name}: {an_image(b, b.seconds):.1f} ms an image, {b.utilisation:.1%} of the ceiling,"
         f" {b.needed:.1f} GB"
     )
     print(f"  {'phase':10}{'ms':>8}{'ceiling':>9}" + "".join(f"{kind:>12}" for kind in KINDS))
     for phase, cost in b.phases.items():
-        if an_image(cost.seconds) < 0.05:
+        if an_image(b, cost.seconds) < 0.05:
             continue
-        used = cost.flops / (cost.seconds * b.device.ceiling)
         parts = [sum(cost.ledger.get(k, 0.0) for k in kinds) for kinds in KINDS.values()]
         print(
-            f"  {phase:10}{an_image(cost.seconds):8.1f}{used:9.1%}"
-            + "".join(f"{an_image(part):12.2f}" for part in parts)
+            f"  {phase:10}{an_image(b, cost.seconds):8.1f}{reached(b, phase):9.1%}"
+            + "".join(f"{an_image(b, part):12.2f}" for part in parts)
         )
 
 
 def holds(b: Budget, most: float, ceiling: float, update: float) -> bool:
     """Whether a case reaches its targets."""
-    phase = b.phases["update"]
-    reached = phase.flops / (phase.seconds * b.device.ceiling)
-    image = 1e3 * b.seconds / (b.samples / b.gpus)
-    return image <= most and b.utilisation >= ceiling and reached >= update
+    fast = an_image(b, b.seconds) <= most
+    return fast and b.utilisation >= ceiling and reached(b, "update") >= update
 
 
 def main() -> None:

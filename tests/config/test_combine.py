@@ -6,7 +6,7 @@ from flowrl.config.build import make_policy
 from flowrl.config.combine import REFUSED, check, combines
 from flowrl.config.load import load_config
 from flowrl.training.budget import check_known
-from flowrl.training.budget_fit import next_change
+from flowrl.training.lighter import Shortage, next_change
 from flowrl.training.out_of_memory import advised
 
 SHARD = "train.shard=[denoiser]"
@@ -60,16 +60,17 @@ def test_less_than_all_of_them_combines(words):
 def test_a_budget_proposes_what_would_start(words, phase, passed_over, instead):
     base = ["batch.decode=1", "model.encoders=leave"] if "encoders" not in passed_over else []
     cfg = load_config(None, [*base, *words])
-    assert next_change(cfg, phase, gpus=2, held=False) == instead
+    assert next_change(cfg, Shortage(phase=phase, gpus=2), modelled=True) == instead
 
 
 def test_a_micro_batch_is_not_halved_below_the_rows_of_one_state():
     words = ["train.gradient_checkpointing=true", "model.quantize=nf4", "batch.states=host"]
     small = ["batch.micro=2", "batch.decode=1", "model.encoders=leave", "model.offload=denoiser"]
     cfg = load_config(None, [*words, *small])
-    assert next_change(cfg, "update", gpus=1, held=False, state=1) == {"batch.micro": 1}
-    other = {"optimizer.name": "adamw8bit"}
-    assert next_change(cfg, "update", gpus=1, held=False, state=2) == other
+    found = [
+        next_change(cfg, Shortage(phase="update", state=state), modelled=True) for state in (1, 2)
+    ]
+    assert found == [{"batch.micro": 1}, {"optimizer.name": "adamw8bit"}]
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,10 @@ def test_a_micro_batch_is_not_halved_below_the_rows_of_one_state():
     [
         (["train.parts=[text_encoder]"], "set model.quantize=int8"),
         ([SHARD, "train.mode=full", "model.encoders=leave"], "set train.mode=lora"),
-        ([SHARD, "model.encoders=leave"], "ask for smaller pictures"),
+        ([SHARD, "model.encoders=leave"], "set optimizer.name=adamw8bit"),
+        ([SHARD, "model.encoders=leave", "optimizer.name=adamw8bit"], "ask for smaller pictures"),
     ],
 )
 def test_the_sentence_of_a_run_out_of_memory_names_what_would_start(words, fix):
     cfg = load_config(None, [*words, "model.dtype=bf16"])
-    assert advised(cfg, "optimizer").startswith(fix)
+    assert advised(cfg, Shortage(phase="optimizer")).startswith(fix)

@@ -44,8 +44,7 @@ def test_a_name_that_is_unknown_or_whose_package_is_missing_is_one_sentence(name
     assert "\n" not in str(caught.value)
 
 
-def test_networks_with_older_processors_are_said_to_keep_theirs(caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("flowrl"), "propagate", True)
+def test_networks_with_older_processors_are_said_to_keep_theirs(heard, caplog):
     with caplog.at_level(logging.WARNING, logger="flowrl"):
         set_attention(tiny.policy("sd3").networks.values(), "native")
     assert "has no effect on SD3Transformer2DModel" in caplog.text

@@ -2,6 +2,7 @@
 
 import logging
 
+import long
 import pytest
 import small
 import tiny
@@ -87,7 +88,7 @@ def test_names_views_and_values_stay_and_nothing_is_compiled_twice():
     assert all(b._compiled_call_impl is None for b in blocks(policy.modules["transformer"]))
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.parametrize("kind", long.but(["int8", "nf4"], {"int8"}))
 def test_quantised_blocks_are_compiled_and_leave_and_come_back(kind):
     policy, plain = (tiny.policy("flux", lora=LORA, quantize=kind) for _ in range(2))
     plain.load_state("default", policy.state())
@@ -131,14 +132,15 @@ def test_sizes_at_most_double_a_forward():
     assert [made.size(n) for n in (64, 40, 31, 20, 64, 5)] == [64, 64, 31, 31, 64, 5]
 
 
-def test_a_backend_that_fails_is_one_line_and_the_blocks_run_as_they_are(monkeypatch, caplog):
+def test_a_backend_that_fails_is_one_line_and_the_blocks_run_as_they_are(
+    monkeypatch, heard, caplog
+):
     def broken(graph, inputs):
         raise OSError("no C++ compiler\nat all")
 
     plain, policy = tiny.policy("sd3"), tiny.policy("sd3")
     monkeypatch.setattr(compiled, "BACKEND", broken)
     policy.compile_blocks()
-    monkeypatch.setattr(logging.getLogger("flowrl"), "propagate", True)
     with torch.no_grad(), caplog.at_level(logging.WARNING, logger="flowrl"):
         for seed in (1, 2):
             assert torch.equal(velocity(policy, seed=seed), velocity(plain, seed=seed))
@@ -149,6 +151,7 @@ def test_a_backend_that_fails_is_one_line_and_the_blocks_run_as_they_are(monkeyp
         policy.velocity(torch.zeros(1, 1), 0.5, None, torch.zeros(1, dtype=torch.int64))
 
 
+@long.mark
 def test_a_compiled_run_learns_what_a_plain_one_does_and_counts_its_graphs(tmp_path):
     """Also its FLOPs, in calls of their own: inside a counter nothing compiled runs."""
     made = {}

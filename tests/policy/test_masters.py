@@ -1,5 +1,6 @@
 """fp32 LoRA masters over a bf16 network: its own type throughout, gradients on the masters."""
 
+import long
 import pytest
 import small
 import tiny
@@ -129,6 +130,7 @@ def test_equal_views_are_compared_once_until_one_is_written():
     assert policy.same("default", "old")
 
 
+@long.mark
 def test_a_bf16_run_resumes_bit_for_bit_and_its_masters_are_fp32(tmp_path, caplog):
     """Its ratio proof passes too: samples and loss are of the same bf16 forward. On some CPUs a
     forward of other rows rounds otherwise; then the old log-probs are computed anew, as is said."""

@@ -1,4 +1,5 @@
-"""The documentation holds: its snippets run, its commands, files and links exist."""
+"""The documentation holds: its snippets run, its files and links exist. Of its commands, see
+test_commands.py."""
 
 import ast
 import importlib
@@ -6,76 +7,33 @@ import importlib.metadata
 import importlib.util
 import math
 import re
-import shlex
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 import torch
-import typer
 import yaml
+from pages import OURS, PAGES, ROOT, blocks, commands
 from toy import ToyPolicy, advantages_of, rewards_of, roll_out
 
 import flowrl
 from flowrl.algorithms.common.planning import window_start, windowed
-from flowrl.cli.main import app
 from flowrl.config import build, load, schema
-from flowrl.rewards import reward_class
 from flowrl.samplers import sigmas
-from flowrl.training import checks
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = {
-    p.relative_to(ROOT).as_posix(): p.read_text(encoding="utf-8")
-    for p in [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-}
-FENCE = re.compile(r"^(<!-- run -->\n)?(`{3,})(\w+)\n(.*?)^\2$", re.M | re.S)
 # of an algorithm's page
 SECTIONS = ["Usage", "Equations", "Logged metrics", "Departures from paper and code", "Results"]
-
-
-def blocks(page, text):
-    """(place, language, text, whether it is marked to run) of every fenced block."""
-    return [
-        (f"{page}:{text[: m.start()].count(chr(10)) + 1}", m[3], m[4], bool(m[1]))
-        for m in FENCE.finditer(text)
-    ]
-
-
-def shell(page, text):
-    """(place, words) of every command line."""
-    lines = [
-        (where, line)
-        for where, language, code, _ in blocks(page, text)
-        if language == "bash"
-        for line in code.splitlines()
-        if line
-    ]
-    return [(where, shlex.split(line, comments=True)) for where, line in lines]
-
-
-def commands(page, text):
-    """(place, words after `flowrl`) of every command of ours."""
-    return [(where, words[1:]) for where, words in shell(page, text) if words[0] == "flowrl"]
-
-
-# Files of these pages are the reader's: see test_extending.py, test_plugins.py, test_own_module.py.
-READERS = ("docs/extending.md", "docs/your_own_module.md")
-OURS = {page: text for page, text in PAGES.items() if page not in READERS}
 BLOCKS = [block for page, text in OURS.items() for block in blocks(page, text)]
 PYTHON = {where: code for where, language, code, _ in BLOCKS if language == "python"}
 RUN = {where: code for where, _, code, run in BLOCKS if run}
-COMMANDS = [command for page, text in OURS.items() for command in shell(page, text)]
-FLOWRL = [command for page, text in OURS.items() for command in commands(page, text)]
 ALGORITHMS = schema.options("algorithm")
 
 
-def test_every_page_has_snippets_or_commands_where_they_are_expected():
+def test_pages_have_snippets_where_they_are_expected():
     assert {"README.md", "docs/quickstart.md", "docs/rewards.md"} <= {
         where.split(":")[0] for where in RUN
     }
-    assert len(FLOWRL) > 20 and len(PYTHON) >= len(RUN) >= 6
+    assert len(PYTHON) >= len(RUN) >= 6
 
 
 # --- snippets
@@ -122,64 +80,6 @@ def test_the_readme_reward_scores_pictures_and_videos_as_it_says():
     video = red.view(1, 2, 3, 4, 4)
     assert flowrl.score(red, ["", ""], reward).total.tolist() == [1.0, -1.0]
     assert flowrl.score(video, [""], reward).total.tolist() == [0.0]
-
-
-# --- commands
-
-
-def check_run(where, words):
-    """A command exists and takes its options; one that trains could start."""
-    group = typer.main.get_command(app)
-    assert words[0] in group.commands, f"{where}: flowrl has no command {words[0]}"
-    command = group.commands[words[0]]
-    context = command.make_context(words[0], words[1:])  # parses and checks options; runs nothing
-    if words[0] in ("train", "show") and not context.params.get("resume"):
-        check_start(where, load.load_config(None, list(context.params["overrides"] or [])))
-
-
-def check_start(where, cfg):
-    """The prompts carry what rewards read, and plans fit the batch all through the run."""
-    classes = [reward_class(entry.get("name", label)) for label, entry in cfg.reward.items()]
-    reads = {key for cls in classes for key in cls.reads}
-    carried = not reads or cfg.data.train.startswith("shapes:") or ".jsonl" in cfg.data.train
-    assert carried, f"{where}: a text file does not carry {reads}"
-    algorithm, grid = build.make_algorithm(cfg), sigmas.linear(cfg.sampler.steps)
-    for iteration in {0, 1, cfg.iterations // 2, cfg.iterations - 1}:
-        plan = algorithm.plan(grid, sampler=cfg.sampler, iteration=iteration, seed=cfg.seed)
-        algorithm.check(plan)
-        checks.check_batch(cfg, processes=1, leaves=plan.leaves)
-    checks.check_signal(cfg, algorithm, plan, frozenset().union(*(cls.needs for cls in classes)))
-
-
-@pytest.mark.parametrize(("where", "words"), FLOWRL, ids=[" ".join(words) for _, words in FLOWRL])
-def test_commands_exist_take_their_options_compose_and_fit_their_plans(where, words, monkeypatch):
-    monkeypatch.setenv("REWARD_SERVER", "http://127.0.0.1:8000")
-    check_run(where, words)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["algorithm=branch_grpo", "batch.group=24"], "plan's 16 leaves; try 16 or 32"),
-        (["algorithm=mix_grpo", "batch.prompts=6"], "1 process x 4 updates; try 4 or 8"),
-        (["algorithm=awm", "sampler.steps=4"], "sampler.steps=4 offers 2"),
-        (["algorithm=dpo", "batch.group=1"], "use at least 2"),
-    ],
-)
-def test_a_command_that_composes_but_could_not_start_is_found(words, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        check_run("here", ["train", *words])
-
-
-def test_scripts_and_make_targets_exist():
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M)
-    for where, words in COMMANDS:
-        if words[0] == "make":
-            assert set(words[1:]) <= set(targets), where
-        elif words[0] == "python" and words[1] != "-m":
-            source = (ROOT / words[1]).read_text(encoding="utf-8")
-            unknown = [w for w in words[2:] if w.startswith("--") and f'"{w}"' not in source]
-            assert not unknown, f"{where}: {words[1]} has no {unknown}"
 
 
 # --- links and paths

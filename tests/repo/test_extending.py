@@ -10,7 +10,9 @@ import sys
 import pytest
 import small
 import torch
-from test_docs import PAGES, ROOT, SECTIONS, check_run, commands, load_script
+from pages import PAGES, ROOT, commands
+from test_commands import check_run
+from test_docs import SECTIONS, load_script
 from toy import ToyPolicy, advantages_of, gradient, rewards_of, roll_out
 
 import flowrl.algorithms

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import small
 import torch
-from test_docs import PAGES, ROOT
+from pages import PAGES, ROOT
 
 import flowrl
 from flowrl.report import run_page

@@ -11,7 +11,7 @@ import tomllib
 
 import pytest
 import small
-from test_docs import PAGES
+from pages import PAGES
 
 import flowrl
 from flowrl.config import load

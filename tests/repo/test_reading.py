@@ -5,7 +5,8 @@ import ast
 import re
 
 import pytest
-from test_docs import PAGES, ROOT, load_script
+from pages import PAGES, ROOT
+from test_docs import load_script
 
 import flowrl
 

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import far
+import long
 import pytest
 import torch
 from far import Away, send
@@ -71,7 +72,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", long.but(METHODS, {"mix_grpo", "tree_grpo"}))
 def test_an_update_waits_before_its_first_micro_batch_alone(name, policy, monkeypatch):
     """Places, keys and noise levels are brought to the host once; gradients arrive far away."""
     generator = torch.Generator

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import long
 import pytest
 
 from flowrl.config.load import load_config
@@ -79,10 +80,14 @@ def test_presets_come_on_top_of_a_model_and_under_what_is_said(model):
 @pytest.mark.parametrize(
     ("method", "words"),
     [
-        ("flow_grpo", ["batch.prompts=10", "batch.group=16"]),
+        pytest.param("flow_grpo", ["batch.prompts=10", "batch.group=16"], marks=long.mark),
         ("nft", ["batch.prompts=10", "batch.group=16"]),
         # the last micro-batch of an update is padded
-        ("flow_grpo", ["batch.prompts=37", "batch.group=6", "train.compile=blocks"]),
+        pytest.param(
+            "flow_grpo",
+            ["batch.prompts=37", "batch.group=6", "train.compile=blocks"],
+            marks=long.mark,
+        ),
     ],
 )
 def test_two_smaller_rehearsals_tell_a_large_one(method, words, monkeypatch):
@@ -97,6 +102,7 @@ def test_two_smaller_rehearsals_tell_a_large_one(method, words, monkeypatch):
     near(told, whole)
 
 
+@long.mark
 def test_of_a_tree_all_rows_are_told_but_for_the_few_winners_that_are_looked_at(monkeypatch):
     """16 rows of the better half, which may share states, in two forwards."""
     from flowrl.training import budget as module

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import long
 import pytest
 import small
 import tiny
@@ -31,7 +32,7 @@ MICRO = ["batch.micro=2", "batch.updates=2"]
 @pytest.mark.parametrize(
     ("name", "method", "size", "words"),
     [
-        ("flux", "flow_grpo", 4, []),  # two teams
+        pytest.param("flux", "flow_grpo", 4, [], marks=long.mark),  # two teams
         ("wan21", "nft", 2, ["train.gradient_checkpointing=true"]),
     ],
 )
