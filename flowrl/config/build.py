@@ -116,7 +116,7 @@ def make_policy(
         policy.tile_decoder()
     policy.compile_blocks(cfg.train.compile == "blocks")
     policy.freeze(not own)
-    if cfg.model.offload == "denoiser":
+    if cfg.model.offload != "none":
         policy.offload_denoiser()
     give_heads(cfg, policy, live.algorithm)
     return policy
@@ -125,10 +125,21 @@ def make_policy(
 def encoding(cfg: Config) -> Encoding | None:
     """How prompts are encoded; None: as usual."""
     model, leave = cfg.model, cfg.model.encoders == "leave"
-    own = Encoding(leave=leave, offload=leave and model.offload == "denoiser")
+    own = Encoding(leave=leave, offload=leave and model.offload != "none")
     if model.prompt_cache is not None:
         return replace(own, cache=PromptCache(model.prompt_cache, model.prompt_cache_gb))
     return own if leave else None
+
+
+def placed(cfg: Config, rewards: RewardSet, policy: Policy) -> RewardSet:
+    """Rewards on the policy's device, or in host memory until they score."""
+    if cfg.model.offload != "all":
+        return rewards.to(policy.device)
+    assert policy.turns is not None  # the denoiser leaves, too
+    if rewards.features is not None:  # which compare samples after these are scored
+        rewards.features.to(policy.device)
+    policy.turns.send_scorers(replace(rewards, features=None))
+    return replace(rewards, ready=policy.turns.score)
 
 
 def decodes_with_gradient(cfg: Config, algorithm: Algorithm | None) -> bool:
@@ -259,7 +270,7 @@ def load_run(
     rewards = live.rewards or load_set(cfg.reward)
     prompts = live.prompts or data_prompts.load_prompts(str(cfg.data.eval), cfg.data.columns)
     score.check_meta(rewards, {"data.eval": prompts})
-    return cfg, policy, rewards.to(policy.device), prompts
+    return cfg, policy, placed(cfg, rewards, policy), prompts
 
 
 def newest_of(run: Path) -> Checkpoint:

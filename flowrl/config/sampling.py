@@ -59,11 +59,12 @@ class ModelConfig(Section):
     prompt_cache_gb: Annotated[PositiveFloat, read_with("model.prompt_cache")] = Field(
         20.0, description="Most that it holds; what was used longest ago goes first."
     )
-    offload: Literal["none", "denoiser"] = Field(
+    offload: Literal["none", "denoiser", "all"] = Field(
         "none",
         description=(
             "denoiser: its frozen weights wait in host memory while samples are decoded and scored,"
-            " and while a text encoder is there that leaves."
+            " and while a text encoder is there that leaves. all: and so do the networks of rewards"
+            " while none is scored."
         ),
     )
     self_check: bool = Field(

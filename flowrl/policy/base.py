@@ -252,7 +252,7 @@ class Policy:
         forward. ValueError where they cannot."""
         if not self.networks:
             raise ValueError(
-                "model.offload=denoiser: the model is a generator, which has no weights to move;"
+                "model.offload: the model is a generator, which has no weights to move;"
                 " leave it out"
             )
         self.turns = self.turns or Turns(self.device)

@@ -1,16 +1,17 @@
 """Frozen weights that wait in host memory while others need the device.
 
-Two kinds of weights take turns. Text encoders (model.encoders=leave) are on the device only while
+Three kinds of weights take turns. Text encoders (model.encoders=leave) are on the device only while
 a prompt is new. Denoisers (model.offload=denoiser) leave it when media are decoded and scored, or
-when a text encoder comes, and are back at their next forward. Weights that are frozen never change,
-so that to leave is to let go of the copy on the device: nothing is written back.
+when a text encoder comes, and are back at their next forward. Networks of rewards
+(model.offload=all) are there from the first score to that forward. Weights of the first two never
+change, so that to leave is to let go of the copy on the device: nothing is written back.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +43,44 @@ class Guest:
         self.here = False
 
 
+class Movable(Protocol):
+    """Rewards."""
+
+    def to(self, device: torch.device | str) -> Any: ...
+
+
+class Scorers:
+    """Rewards whose networks have their place in host memory, and are on the device while samples
+    are scored. They move themselves: each knows what it holds."""
+
+    def __init__(self, rewards: Movable, device: torch.device) -> None:
+        self.rewards, self.device = rewards, device
+        self.here, self.visits = True, 0
+        self.leave()
+
+    def come(self) -> None:
+        """Put the networks on the device, if they are not there."""
+        if not self.here:
+            self.rewards.to(self.device)
+            self.here, self.visits = True, self.visits + 1
+
+    def leave(self) -> None:
+        """Put them into host memory."""
+        if self.here:
+            self.rewards.to("cpu")
+            self.here = False
+
+
 class Turns:
-    """Who is on the device: the text encoders, where they leave it, or the denoisers. waiting:
-    denoisers that come a block at a time, until they are split over processes."""
+    """Who is on the device: the text encoders, where they leave it, the denoisers, or rewards.
+    waiting: denoisers that come a block at a time, until they are split over processes."""
 
     def __init__(self, device: torch.device, waiting: Waiting | None = None) -> None:
         self.device = device
         self.waiting = waiting
         self.encoders: Guest | None = None
         self.denoisers: Guest | None = None
+        self.scorers: Scorers | None = None
         self.open = 0  # runs of the pipeline, one within another, that are going on
         self.instead = False  # encoders may take the place of the denoisers
 
@@ -78,6 +108,10 @@ class Turns:
             for module in (network, *network.children()):  # blocks below may be compiled
                 module.register_forward_pre_hook(self._denoise)
 
+    def send_scorers(self, rewards: Movable) -> None:
+        """The networks of these rewards wait in host memory until `score`."""
+        self.scorers = Scorers(rewards, self.device)
+
     def end_waiting(self) -> None:
         """The denoisers are to be split: their blocks come no more when they run."""
         if self.waiting is not None:
@@ -87,6 +121,7 @@ class Turns:
     def _encode(self, module: nn.Module, *call: Any) -> None:
         if self.encoders is None or self.encoders.here or stubbed(module):
             return
+        self.scored()
         if self.instead:
             self.rest()
         self.encoders.come()
@@ -99,6 +134,7 @@ class Turns:
     def summon(self) -> None:
         """The denoisers are to be used: whoever is in their place goes."""
         if self.denoisers is not None and not self.denoisers.here:
+            self.scored()
             if self.encoders is not None and self.encoders.here:
                 self.encoders.leave()
             self.denoisers.come()
@@ -107,6 +143,17 @@ class Turns:
         """The denoisers are not needed for a while, and no gradient through them is to come."""
         if self.denoisers is not None and self.denoisers.here:
             self.denoisers.leave()
+
+    def score(self) -> None:
+        """Samples are to be scored: rewards come, and the denoisers are not needed for a while."""
+        if self.scorers is not None:
+            self.rest()
+            self.scorers.come()
+
+    def scored(self) -> None:
+        """Others need the device: rewards go."""
+        if self.scorers is not None:
+            self.scorers.leave()
 
     @contextlib.contextmanager
     def running(self, pipe: Any, *, instead: bool = False) -> Iterator[None]:
@@ -132,7 +179,7 @@ def stubbed(module: nn.Module) -> bool:
 def frozen(name: str, network: nn.Module) -> Iterator[Tensor]:
     """What the weights of a network that are not of an adapter are stored as; ValueError for those
     that are trained, or stored in a way of which nothing is known."""
-    what = f"model.offload=denoiser: weights of the {name} ({type(network).__name__})"
+    what = f"model.offload: weights of the {name} ({type(network).__name__})"
     for key, p in network.named_parameters():
         if "lora_" in key:
             continue

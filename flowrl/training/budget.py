@@ -42,10 +42,10 @@ from flowrl.training.build import check_guidance
 from flowrl.training.call_costs import Cost, Costs, Part
 from flowrl.training.checks import check_batch
 from flowrl.training.from_small import Rehearsed, Told, enough, on_line, rehearsed
+from flowrl.training.lighter import AWAY
 from flowrl.training.phases import Phase, simulated
 from flowrl.training.rehearsal import WINNERS, Asked
 from flowrl.training.weight_costs import (
-    AWAY,
     WeightCosts,
     encoders_size,
     weight_costs,
@@ -106,6 +106,10 @@ class Budget:
         return self.flops / (self.seconds * self.device.ceiling)
 
 
+FEATURES = "diversity.features"
+SCORING = ("decode", "reward", "advantages")  # when rewards are there that leave (model.offload)
+
+
 class Planner:
     """Budgets of a config and of changes to it: the architecture is built once."""
 
@@ -113,6 +117,8 @@ class Planner:
         check_known(cfg, gpus)
         self.cfg, self.device, self.gpus = cfg, device, gpus
         self.scorers = scorers(cfg)
+        self.features = self.scorers.get(FEATURES) or 0.0  # bytes
+        self.rewards = sum(size or 0.0 for size in self.scorers.values()) - self.features
         architecture = read(cfg.model.source)
         lora = cfg.train.lora.model_dump() if cfg.train.mode == "lora" else None
         self.policy = ModelledPolicy(
@@ -246,12 +252,16 @@ class Planner:
             size = encoders_size(self.policy)
             phases["encode"].gb += size / GIB
             phases["encode"].spend("upload", size / self.device.upload)
-        if (part := cfg.model.offload) in AWAY:
+        if cfg.model.offload != "none":
             for name, phase in phases.items():
-                if name not in AWAY[part]:
+                if name not in AWAY:
                     phase.gb += weights.stays / GIB
             phases["rollout"].spend("upload", weights.stays / self.device.upload)
             phases["update"].spend("upload", weights.stays / self.device.upload)
+        if cfg.model.offload == "all":  # rewards come with the first score, and go back after all
+            for name in SCORING:
+                phases[name].gb += self.rewards / GIB
+            phases["reward"].spend("upload", 2 * self.rewards / self.device.upload)
 
     def _own(self, cfg: Config, numbers: int) -> int:
         """How many of the trained numbers a process has: copies and gradients are split as the
@@ -279,10 +289,10 @@ class Planner:
         )
         filled = min(LARGEST, answers * prompts / max(1, cfg.batch.prompts // self.gpus))
         found = {
-            "network": 0.0 if cfg.model.offload in AWAY else weights.stays,
+            "network": weights.stays if cfg.model.offload == "none" else 0.0,
             "text encoders": 0.0 if leaving else encoders_size(self.policy),
             "vae": _size(dict(self.policy.vae.named_parameters())),
-            "rewards": sum(size or 0.0 for size in self.scorers.values()),
+            "rewards": self.features + (0.0 if cfg.model.offload == "all" else self.rewards),
             **{name: 4.0 * count * numbers for name, count in copies.items()},
             "kept answers of encoders": filled,
         }
@@ -319,7 +329,7 @@ def scorers(cfg: Config) -> dict[str, float | None]:
     """Bytes of the networks that score or compare samples, by what they are; None: not known."""
     found = {f'reward "{label}"': size for label, size in sizes(cfg.reward).items()}
     if cfg.diversity.features is not None:
-        found["diversity.features"] = features_bytes(cfg.diversity.features, cfg.diversity.weights)
+        found[FEATURES] = features_bytes(cfg.diversity.features, cfg.diversity.weights)
     return found
 
 

@@ -9,7 +9,14 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from flowrl.algorithms.common.base import Algorithm
-from flowrl.config.build import autocast, dearest, make_algorithm, make_policy, schedule
+from flowrl.config.build import (
+    autocast,
+    dearest,
+    make_algorithm,
+    make_policy,
+    placed,
+    schedule,
+)
 from flowrl.config.live import Live, check_given
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
@@ -123,7 +130,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         view=algorithm.rollout_view,
         guidance=guidance,
         autocast=casts,
-        rewards=rewards.to(policy.device),
+        rewards=placed(cfg, rewards, policy),
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         helped_plan=helped_plan(cfg, algorithm, policy),
     )

@@ -159,6 +159,17 @@ def check_method(
     check_climbed(cfg, rewards, algorithm)
     check_shard(cfg, algorithm, rewards)
     check_sequence(cfg, algorithm, rewards)
+    check_offload(cfg, algorithm, rewards)
+
+
+def check_offload(cfg: Config, algorithm: Algorithm, rewards: RewardSet) -> None:
+    """ValueError where a gradient needs networks of rewards and the denoiser at once."""
+    if cfg.model.offload == "all" and ("reward" in algorithm.needs or rewards.climbers):
+        raise ValueError(
+            "model.offload=all: the gradient of a reward passes through its networks and on through"
+            " the denoiser, and only one of them would be there; use model.offload=denoiser, or"
+            " leave that gradient out"
+        )
 
 
 def check_sequence(cfg: Config, algorithm: Algorithm, rewards: RewardSet) -> None:

@@ -13,11 +13,14 @@ from typing import Any
 
 from flowrl.config.combine import Settings, combines, value_of
 from flowrl.config.schema import Config
+from flowrl.rewards.core.reward_set import sizes
 
 START, BETWEEN = "start-up", "between phases"  # where a run is, outside of its phases
 NETWORK = frozenset({"rollout", "evaluation", "reference", "update"})
-AWAY = frozenset({"encode", "decode", "reward"})  # where model.offload=denoiser is on the host
-ALL = NETWORK | AWAY | {"advantages", "optimizer", BETWEEN}
+# when a denoiser that leaves is in host memory: from the first decoding to the update, and while
+# text encoders are there
+AWAY = frozenset({"encode", "decode", "reward", "advantages"})
+ALL = NETWORK | AWAY | {"optimizer", BETWEEN}
 WHOLE_BATCH = 16  # samples from which on decoding more at once is hardly faster
 
 
@@ -87,6 +90,17 @@ def _switch(name: str, value: Any) -> Callable[[Config, Shortage], Settings | No
     return settings
 
 
+def _denoiser(cfg: Config, short: Shortage) -> Settings | None:
+    return {"model.offload": "denoiser"} if cfg.model.offload == "none" else None
+
+
+def _rewards(cfg: Config, short: Shortage) -> Settings | None:
+    """Networks of rewards, where they have any, leave with the denoiser."""
+    known = sizes(cfg.reward).values()
+    leave = cfg.model.offload == "all" or not any(size is None or size for size in known)
+    return None if leave else {"model.offload": "all"}
+
+
 def _shard(cfg: Config, short: Shortage) -> Settings | None:
     return None if short.gpus == 1 or cfg.train.shard else {"train.shard": ["denoiser"]}
 
@@ -131,7 +145,13 @@ CHANGES = (
     ),
     Change(
         phases=AWAY,
-        settings=_switch("model.offload", "denoiser"),
+        settings=_denoiser,
+        stays=True,
+        hosts=True,
+    ),
+    Change(
+        phases=ALL - {"decode", "reward", "advantages"} | {START},
+        settings=_rewards,
         stays=True,
         hosts=True,
     ),

@@ -50,6 +50,7 @@ def try_rewards(parts: Parts) -> dict[str, float]:
     context = conditions.context_of([batch.meta[g] for g in rows], media, members)
     mine = dict([*source.rewards.rewards.items()][world.rank :: world.size])
     own = replace(source.rewards, rewards=mine)
+    own.arrive()
     with world.all_or_none(RewardBug):
         said, noise = before_training(own, media, [batch.text[g] for g in rows], context)
     told = world.collect((said, noise))

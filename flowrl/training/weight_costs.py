@@ -18,8 +18,6 @@ from flowrl.policy.quantised import layers
 from flowrl.runtime.roofline import Device
 
 KERNELS = {"int8": 2, "nf4": 1}  # operators that unpack a layer
-# phases in which weights that leave are away
-AWAY = {"denoiser": ("encode", "decode", "reward")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

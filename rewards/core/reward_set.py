@@ -37,7 +37,8 @@ class RewardSet:
     rewards that depend on others, or whose weight changes. iteration: in which weights and
     thresholds hold; None: at the end of their schedules. detectors: what else a run reads off its
     samples; see flowrl/rollouts/detectors.py. apart: rewards that are no part of the total, and
-    whose failure invalidates all the same; see credited.
+    whose failure invalidates all the same; see credited. ready: brings networks that wait in host
+    memory to their device (model.offload=all); None: they are there.
     """
 
     rewards: dict[str, Reward]
@@ -49,6 +50,7 @@ class RewardSet:
     features: Any = None
     detectors: Detectors | None = None
     apart: frozenset[str] = frozenset()
+    ready: Callable[[], None] | None = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -130,7 +132,14 @@ class RewardSet:
             features=None,
         )
 
+    def arrive(self) -> None:
+        """Before rewards are asked: their networks are on their device."""
+        if self.ready is not None:
+            self.ready()
+
     def to(self, device: torch.device | str) -> RewardSet:
+        if self.ready is not None:  # they come by themselves
+            return self
         for reward in self.rewards.values():
             reward.to(device)
         if self.features is not None:

@@ -132,7 +132,8 @@ def score(
 def score_with(
     chosen: RewardSet, media: Tensor, prompts: list[str], context: MediaContext
 ) -> Rewards:
-    """`score` of media that check_media passed, with rewards that are on their device."""
+    """`score` of media that check_media passed, with rewards that are on their device, or come."""
+    chosen.arrive()
     # Refuse what no reward can score.
     check_columns(chosen, given_columns(context))
     check_kind(chosen.rewards, media, prompts)

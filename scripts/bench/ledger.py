@@ -15,7 +15,7 @@ from flowrl.config.load import load_config
 from flowrl.runtime import roofline
 from flowrl.training.budget import Budget, Planner
 
-SHARED = ["reward=jpeg", "data=ocr", "sampler.init_noise=sample"]
+SHARED = ["reward=pickscore", "data=ocr", "sampler.init_noise=sample"]
 FLUX = [
     "model=flux.1-dev",
     "algorithm=mix_grpo",

@@ -3,7 +3,7 @@
     python scripts/bench/presets.py [--model flux.1-dev] [--algorithm flow_grpo] [SETTING ...]
 
 Prints a table of every model with every preset and fails where one needs more than its card has.
-The reward is jpeg, which holds nothing there; networks of others (reward=pickscore) are on top.
+The reward is PickScore, whose weights are counted, unless a setting names others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     device, large = roofline.device("h100"), []
     print(HEAD, "|---|---|---|---|---|---|", sep="\n")
     for model in given.model or MODELS:
-        shared = [f"model={model}", f"algorithm={given.algorithm}", "reward=jpeg", "data=ocr"]
+        shared = [f"model={model}", f"algorithm={given.algorithm}", "reward=pickscore", "data=ocr"]
         cfgs = {
             preset: load_config(None, [*shared, f"memory={preset}", *given.settings])
             for preset in options("memory")

@@ -61,6 +61,16 @@ def test_a_denoiser_that_leaves_takes_no_memory_while_media_are_decoded(plain):
     assert away.phases["decode"].gb == pytest.approx(plain.phases["decode"].gb)
 
 
+def test_rewards_that_leave_are_there_from_the_first_decoding_to_the_update():
+    words = ["reward=preference", "model.offload=denoiser"]
+    stays, away = budget(*words), budget(*words, "model.offload=all")
+    own = stays.fixed["rewards"]
+    assert own > 0 == away.fixed["rewards"] and away.resident == stays.resident - own
+    for name, phase in stays.phases.items():
+        there = own if name in ("decode", "reward", "advantages") else 0
+        assert away.phases[name].gb == pytest.approx(phase.gb + there), name
+
+
 def test_moments_in_eight_bits_are_a_quarter_and_states_on_the_host_are_none(plain):
     small = budget("optimizer.name=adamw8bit", "batch.states=host")
     assert small.fixed["moments"] < 0.26 * plain.fixed["moments"]

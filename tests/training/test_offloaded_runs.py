@@ -1,10 +1,19 @@
 """Runs whose weights and states leave the device, and whose prompts were encoded before, are those
 without; what cannot leave is refused."""
 
+from contextlib import nullcontext
+
 import away
+import pytest
 import small
 import torch
 
+from flowrl.config.build import make_algorithm
+from flowrl.config.load import load_config
+from flowrl.policy.offload import Scorers
+from flowrl.rewards import Reward, load_set
+from flowrl.training.checks import check_offload
+from flowrl.training.loop import Trainer
 from flowrl.training.resume import check_resume
 
 
@@ -38,3 +47,68 @@ def test_a_second_run_makes_no_encoder_call_and_may_go_on_without_its_cache(tmp_
     assert second.policy.turns.encoders.visits == 0 and not calls
     same(tmp_path / "first", tmp_path / "second")
     check_resume(small.config(tmp_path / "second", iterations="2"), tmp_path / "second")
+
+
+class Seen(Reward):
+    """Scores by a network, and notes whether the denoiser is there meanwhile."""
+
+    name = "seen"
+    scale = "0 to 1"
+
+    def __init__(self):
+        super().__init__()
+        self.network = torch.nn.Linear(3, 1)
+        torch.nn.init.ones_(self.network.weight)
+        self.beside, self.turns = [], None
+
+    def __call__(self, media, prompts, context):
+        if self.turns is not None:
+            self.beside.append(self.turns.denoisers.here)
+        return self.network(media.mean((2, 3))).flatten().detach()
+
+
+def test_rewards_that_leave_score_the_same_and_never_meet_the_denoiser(tmp_path, monkeypatch):
+    """While they are away, their weights are NaN here. Scored are trials of the rewards, samples
+    and evaluations."""
+    torch.manual_seed(5)
+    reward = Seen()
+    own = {k: v.clone() for k, v in reward.network.state_dict().items()}
+
+    def run(name, **changes):
+        cfg = small.config(tmp_path / name, "mix_grpo", iterations="2", reward=None, **changes)
+        made = Trainer(cfg, rewards={"seen": reward})
+        reward.turns = made.policy.turns if changes else None
+        made.run()
+        return made
+
+    run("plain")
+    come, leave = Scorers.come, Scorers.leave
+
+    def came(self):
+        come(self)
+        reward.network.load_state_dict(own)
+
+    def left(self):
+        leave(self)
+        torch.nn.init.constant_(reward.network.weight, float("nan"))
+
+    monkeypatch.setattr(Scorers, "come", came)
+    monkeypatch.setattr(Scorers, "leave", left)
+    away.spoil(monkeypatch)
+    made = run("leaving", model__offload="all", model__encoders="leave")
+    assert made.policy.turns.scorers.visits >= 4
+    assert reward.beside and not any(reward.beside)
+    same(tmp_path / "plain", tmp_path / "leaving")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["algorithm=draft"], ["algorithm=nft", "reward.preference.mode=grad"]],
+)
+def test_a_gradient_through_rewards_that_leave_is_refused(words):
+    words = ["reward=preference", "reward.preference.rounding=false", *words]
+    for offload, refused in (("denoiser", False), ("all", True)):
+        cfg = load_config(None, [*words, f"model.offload={offload}"])
+        said = pytest.raises(ValueError, match="model.offload=all: the gradient of a reward")
+        with said if refused else nullcontext():
+            check_offload(cfg, make_algorithm(cfg), load_set(cfg.reward))

@@ -122,6 +122,7 @@ CHECKPOINTED = "train.gradient_checkpointing=true"
     [
         ("rollout", [], "set model.encoders=leave"),
         ("rollout", AWAY, "set model.dtype=bf16"),
+        ("rollout", [*AWAY, "reward=preference"], "set model.offload=all"),
         ("rollout", [*AWAY, "model.dtype=bf16"], "set model.quantize=int8 model.offload=none"),
         ("rollout", [*AWAY, *LIGHT], "set batch.micro=32"),
         ("rollout", [*AWAY, *LIGHT, "batch.prompts=1", "batch.group=4"], "set batch.micro=2"),
