@@ -48,6 +48,9 @@ def pytest_collection_modifyitems(items):
 def pytest_configure(config):
     """Before any test module imports the hub's client, which reads the variable once."""
     os.environ.setdefault("HF_HUB_OFFLINE", offline(config.option.markexpr))
+    # the first backward decides whether autograd has threads: after a compiled graph it would, and
+    # tests of several processes, which fork, could take no gradient
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 def offline(markexpr):

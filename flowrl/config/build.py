@@ -73,10 +73,12 @@ def make_policy(
     device: torch.device | str | None = None,
     live: Live | None = None,
     split: bool = False,
+    main: bool = True,
 ) -> Policy:
     """The policy that a config trains, with fresh adapters or those of train.init_lora.
 
-    live: a policy or prompts that a script handed over. split: see load_policy."""
+    live: a policy or prompts that a script handed over. split: see load_policy; where each forward
+    brings all blocks from the host, main alone checks the policy against its pipeline."""
     live = live or Live()
     check_init(cfg)
     combine.check(cfg)
@@ -99,10 +101,10 @@ def make_policy(
             **conditions.loaded(call_options(cfg.model.pipeline)),
         )
     policy.freeze(False)
-    set_attention(policy.networks.values(), cfg.train.attention)
+    set_attention(policy.networks.values(), cfg.train.attention, policy.device)
     if own:
         check_trained(cfg, policy)
-    if cfg.model.self_check and hasattr(policy, "self_check"):
+    if cfg.model.self_check and (main or not split) and hasattr(policy, "self_check"):
         told = isinstance(policy, ModulePolicy | GeneratorPolicy)
         for note in policy.self_check(*[_texts(cfg, live)] * told).notes:
             logger.info(f"model: {note}")
@@ -110,14 +112,14 @@ def make_policy(
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
         policy.gradient_checkpointing(cfg.train.gradient_checkpointing)
-    if live.policy is None and not decodes_with_gradient(cfg, live.algorithm):
+    if live.policy is None and not climbs(cfg, live.algorithm):
         policy.narrow_decoder()
     if cfg.model.tiling:
         policy.tile_decoder()
     policy.compile_blocks(cfg.train.compile == "blocks")
     policy.freeze(not own)
     if cfg.model.offload != "none":
-        policy.offload_denoiser()
+        policy.offload_denoiser(scorers=cfg.model.offload == "all")
     give_heads(cfg, policy, live.algorithm)
     return policy
 
@@ -131,20 +133,9 @@ def encoding(cfg: Config) -> Encoding | None:
     return own if leave else None
 
 
-def placed(cfg: Config, rewards: RewardSet, policy: Policy) -> RewardSet:
-    """Rewards on the policy's device, or in host memory until they score."""
-    if cfg.model.offload != "all":
-        return rewards.to(policy.device)
-    assert policy.turns is not None  # the denoiser leaves, too
-    if rewards.features is not None:  # which compare samples after these are scored
-        rewards.features.to(policy.device)
-    policy.turns.send_scorers(replace(rewards, features=None))
-    return replace(rewards, ready=policy.turns.score)
-
-
-def decodes_with_gradient(cfg: Config, algorithm: Algorithm | None) -> bool:
-    """Whether a gradient passes through the decoder: the method climbs a reward, or one is climbed
-    beside it. Then the decoder stays in fp32."""
+def climbs(cfg: Config, algorithm: Algorithm | None = None) -> bool:
+    """Whether a gradient passes through rewards and the decoder: the method climbs a reward, or one
+    is climbed beside it. Then the decoder stays in fp32."""
     climbed = any(entry.get("mode") == "grad" for entry in cfg.reward.values())
     return climbed or "reward" in (algorithm or make_algorithm(cfg)).needs
 
@@ -270,7 +261,7 @@ def load_run(
     rewards = live.rewards or load_set(cfg.reward)
     prompts = live.prompts or data_prompts.load_prompts(str(cfg.data.eval), cfg.data.columns)
     score.check_meta(rewards, {"data.eval": prompts})
-    return cfg, policy, placed(cfg, rewards, policy), prompts
+    return cfg, policy, rewards.beside(policy), prompts
 
 
 def newest_of(run: Path) -> Checkpoint:

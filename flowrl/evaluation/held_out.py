@@ -247,7 +247,7 @@ def evaluate(
     )
     policy, prompts = as_policy(policy), records(prompts)
     ledger, rewards = ledger or Ledger(policy.device), load_set(rewards).pointwise()
-    rewards = rewards.to(policy.device)
+    rewards = rewards.beside(policy)
     evaluator = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=how, ledger=ledger)
     return evaluator.evaluation(images)
 

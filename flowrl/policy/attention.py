@@ -14,17 +14,21 @@ from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.text import printable
 
 
-def set_attention(networks: Iterable[nn.Module], name: str | None) -> None:
+def set_attention(
+    networks: Iterable[nn.Module], name: str | None, device: torch.device | None = None
+) -> None:
     """Let the networks compute attention by backend `name` (native, flash, sage, xformers, ...);
     None: by diffusers' own choice. A warning where a network's processors know no backends.
+    device: where they compute; None: where their weights are.
 
     ValueError for a name that diffusers does not know, or one that does not work on this machine in
     the networks' type, gradient included.
     """
     networks, backend = list(networks), None if name is None else find(name)
     if backend is not None:
-        for like in {(p.device, p.dtype) for p in (next(n.parameters()) for n in networks)}:
-            try_out(backend, *like)
+        first = [next(network.parameters()) for network in networks]
+        for where, dtype in {(device or p.device, p.dtype) for p in first}:
+            try_out(backend, where, dtype)
     for network in networks:
         own = [getattr(module, "processor", None) for module in network.modules()]
         known = [p for p in own if hasattr(p, "_attention_backend")]

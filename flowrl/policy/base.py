@@ -247,9 +247,10 @@ class Policy:
             " batch.decode to save memory"
         )
 
-    def offload_denoiser(self) -> None:
+    def offload_denoiser(self, *, scorers: bool = False) -> None:
         """Let the frozen weights of the networks wait in host memory from `rest` to their next
-        forward. ValueError where they cannot."""
+        forward. scorers: networks of rewards take turns with them (RewardSet.beside). ValueError
+        where they cannot."""
         if not self.networks:
             raise ValueError(
                 "model.offload: the model is a generator, which has no weights to move;"
@@ -258,6 +259,7 @@ class Policy:
         self.turns = self.turns or Turns(self.device)
         if self.turns.denoisers is None:  # of a run before, of the same live policy
             self.turns.send_denoisers(self.networks)
+        self.turns.takes_scorers = scorers
 
     def rest(self) -> None:
         """The networks are not needed for a while, and no gradient through them is to come."""

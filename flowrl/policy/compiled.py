@@ -45,9 +45,7 @@ class Compiled:
 
     def gives_up(self, error: Exception) -> bool:
         """Whether an error is the compiler's; if so, the blocks run uncompiled from now on."""
-        from torch._dynamo.exc import TorchDynamoException
-
-        if self.failed or not isinstance(error, TorchDynamoException):
+        if self.failed or not of_compiler(error):
             return False
         self.failed = True
         self.off()
@@ -56,6 +54,14 @@ class Compiled:
             f" ({type(error).__name__}: {printable(error, 200)})"
         )
         return True
+
+
+def of_compiler(error: Exception) -> bool:
+    """Whether an error is one of compiling, or of a kernel of Triton's that does not start here."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    theirs = type(error).__module__.partition(".")[0] == "triton"
+    return theirs or isinstance(error, TorchDynamoException)
 
 
 def compile_blocks(networks: list[nn.Module]) -> Compiled:

@@ -3,15 +3,15 @@
 Three kinds of weights take turns. Text encoders (model.encoders=leave) are on the device only while
 a prompt is new. Denoisers (model.offload=denoiser) leave it when media are decoded and scored, or
 when a text encoder comes, and are back at their next forward. Networks of rewards
-(model.offload=all) are there from the first score to that forward. Weights of the first two never
+(model.offload=all) are there from the first score to that forward. Weights that are frozen never
 change, so that to leave is to let go of the copy on the device: nothing is written back.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,34 +43,6 @@ class Guest:
         self.here = False
 
 
-class Movable(Protocol):
-    """Rewards."""
-
-    def to(self, device: torch.device | str) -> Any: ...
-
-
-class Scorers:
-    """Rewards whose networks have their place in host memory, and are on the device while samples
-    are scored. They move themselves: each knows what it holds."""
-
-    def __init__(self, rewards: Movable, device: torch.device) -> None:
-        self.rewards, self.device = rewards, device
-        self.here, self.visits = True, 0
-        self.leave()
-
-    def come(self) -> None:
-        """Put the networks on the device, if they are not there."""
-        if not self.here:
-            self.rewards.to(self.device)
-            self.here, self.visits = True, self.visits + 1
-
-    def leave(self) -> None:
-        """Put them into host memory."""
-        if self.here:
-            self.rewards.to("cpu")
-            self.here = False
-
-
 class Turns:
     """Who is on the device: the text encoders, where they leave it, the denoisers, or rewards.
     waiting: denoisers that come a block at a time, until they are split over processes."""
@@ -80,14 +52,16 @@ class Turns:
         self.waiting = waiting
         self.encoders: Guest | None = None
         self.denoisers: Guest | None = None
-        self.scorers: Scorers | None = None
+        self.takes_scorers = False  # networks of rewards take turns, too
+        self.scorers: list[Guest] = []  # of each set of rewards
         self.open = 0  # runs of the pipeline, one within another, that are going on
         self.instead = False  # encoders may take the place of the denoisers
 
     @property
     def used(self) -> bool:
         """Whether any weights leave."""
-        return any(kind is not None for kind in (self.encoders, self.denoisers, self.waiting))
+        kinds = (self.encoders, self.denoisers, self.waiting)
+        return any(kind is not None for kind in kinds)
 
     def send_encoders(self, networks: Iterable[nn.Module]) -> None:
         """These networks are frozen, and come when any part of them is called."""
@@ -108,9 +82,23 @@ class Turns:
             for module in (network, *network.children()):  # blocks below may be compiled
                 module.register_forward_pre_hook(self._denoise)
 
-    def send_scorers(self, rewards: Movable) -> None:
-        """The networks of these rewards wait in host memory until `score`."""
-        self.scorers = Scorers(rewards, self.device)
+    def send_scorers(self, networks: Iterable[nn.Module]) -> Callable[[], None]:
+        """These networks of rewards, which are frozen, wait in host memory -> what brings them
+        before samples are scored. Weights of which nothing is known stay on the device."""
+        tensors = unique(t for net in networks for t in (*net.parameters(), *net.buffers()))
+        known = [t for t in tensors if type(t.data) is Tensor]
+        for tensor in tensors:
+            if type(tensor.data) is not Tensor:
+                tensor.data = tensor.data.to(self.device)
+        guest = Guest(known, self.device)
+        guest.leave()
+        self.scorers.append(guest)
+
+        def come() -> None:
+            self.rest()  # the denoisers are not needed for a while
+            guest.come()
+
+        return come
 
     def end_waiting(self) -> None:
         """The denoisers are to be split: their blocks come no more when they run."""
@@ -144,16 +132,11 @@ class Turns:
         if self.denoisers is not None and self.denoisers.here:
             self.denoisers.leave()
 
-    def score(self) -> None:
-        """Samples are to be scored: rewards come, and the denoisers are not needed for a while."""
-        if self.scorers is not None:
-            self.rest()
-            self.scorers.come()
-
     def scored(self) -> None:
         """Others need the device: rewards go."""
-        if self.scorers is not None:
-            self.scorers.leave()
+        for guest in self.scorers:
+            if guest.here:
+                guest.leave()
 
     @contextlib.contextmanager
     def running(self, pipe: Any, *, instead: bool = False) -> Iterator[None]:

@@ -128,7 +128,8 @@ class Candidates:
 
     def __init__(self, asked: Asked, rewards: RewardSet) -> None:
         policy = asked.policy
-        self.asked, self.rewards, self.ledger = asked, rewards, Ledger(policy.device)
+        self.asked, self.rewards = asked, rewards.beside(policy)
+        self.ledger = Ledger(policy.device)
         self.cond, self.rows = encoded(policy, asked.texts, asked.conditions)
         self.velocity = velocity_of(
             policy, self.cond, guidance=asked.guidance, ledger=self.ledger, rlg=asked.rlg

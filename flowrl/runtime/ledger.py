@@ -103,6 +103,10 @@ class Ledger:
         try:
             with during(name):
                 yield
+        except BaseException:
+            if self.allocations is not None:
+                self.allocations.stop()
+            raise
         finally:
             self._close_span()
             self.stack.pop()

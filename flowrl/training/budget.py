@@ -22,8 +22,8 @@ from flowrl.config import combine
 from flowrl.config.build import (
     DTYPES,
     autocast,
+    climbs,
     dearest,
-    decodes_with_gradient,
     make_algorithm,
 )
 from flowrl.config.schema import Config
@@ -40,9 +40,9 @@ from flowrl.runtime.meter import Meter
 from flowrl.runtime.roofline import GIB, Device
 from flowrl.training.build import check_guidance
 from flowrl.training.call_costs import Cost, Costs, Part
-from flowrl.training.checks import check_batch
+from flowrl.training.checks import check_apart, check_batch
 from flowrl.training.from_small import Rehearsed, Told, enough, on_line, rehearsed
-from flowrl.training.lighter import AWAY
+from flowrl.training.lighter import SCORING, away
 from flowrl.training.phases import Phase, simulated
 from flowrl.training.rehearsal import WINNERS, Asked
 from flowrl.training.weight_costs import (
@@ -107,7 +107,7 @@ class Budget:
 
 
 FEATURES = "diversity.features"
-SCORING = ("decode", "reward", "advantages")  # when rewards are there that leave (model.offload)
+UNKNOWN = "the size of its networks is not known, and not counted"
 
 
 class Planner:
@@ -126,7 +126,7 @@ class Planner:
             conditions.loaded(call_options(cfg.model.pipeline)),
             lora=lora,
             dtype=DTYPES[cfg.model.dtype],
-            decoder=torch.float32 if decodes_with_gradient(cfg, None) else DTYPES[cfg.model.dtype],
+            decoder=torch.float32 if climbs(cfg) else DTYPES[cfg.model.dtype],
         )
         self.policy.trainable.named()  # in full mode its weights are fp32 from here on
         context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
@@ -254,14 +254,15 @@ class Planner:
             phases["encode"].spend("upload", size / self.device.upload)
         if cfg.model.offload != "none":
             for name, phase in phases.items():
-                if name not in AWAY:
+                if name not in away(cfg):
                     phase.gb += weights.stays / GIB
-            phases["rollout"].spend("upload", weights.stays / self.device.upload)
             phases["update"].spend("upload", weights.stays / self.device.upload)
-        if cfg.model.offload == "all":  # rewards come with the first score, and go back after all
+            if cfg.model.encoders == "leave":  # and it was away for these
+                phases["rollout"].spend("upload", weights.stays / self.device.upload)
+        if cfg.model.offload == "all":  # rewards come with the first score
             for name in SCORING:
                 phases[name].gb += self.rewards / GIB
-            phases["reward"].spend("upload", 2 * self.rewards / self.device.upload)
+            phases["reward"].spend("upload", self.rewards / self.device.upload)
 
     def _own(self, cfg: Config, numbers: int) -> int:
         """How many of the trained numbers a process has: copies and gradients are split as the
@@ -302,6 +303,7 @@ class Planner:
 def check_known(cfg: Config, gpus: int, machines: int = 1) -> None:
     """ValueError where a run would not start, or the budget does not know what it would do."""
     combine.check(cfg)
+    check_apart(cfg, climbs(cfg))
     if gpus < 1:
         raise ValueError(f"--gpus {gpus} should be a whole number from 1")
     if machines < 1 or gpus % machines:
@@ -386,11 +388,7 @@ def _notes(cfg: Config, device: Device, scorers: dict[str, float | None]) -> lis
         "of rewards, the weights alone are counted: neither what they take above these while they"
         " score nor their seconds; nor are evaluations"
     ]
-    notes += [
-        f"{what}: the size of its networks is not known, and not counted"
-        for what, size in scorers.items()
-        if size is None
-    ]
+    notes += [f"{what}: {UNKNOWN}" for what, size in scorers.items() if size is None]
     if cfg.train.precision != "no" or cfg.model.dtype != "fp32":
         notes.append(
             "where the ratio's self-test finds that low precision is not exact enough, old"

@@ -15,7 +15,7 @@ from flowrl.config.device import usual_device
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
 from flowrl.runtime.roofline import GIB, Device, of_cuda
-from flowrl.training.budget import Budget, Planner
+from flowrl.training.budget import UNKNOWN, Budget, Planner
 from flowrl.training.lighter import Shortage, next_change
 
 # GiB that programs find free on cards of so many gigabytes
@@ -161,10 +161,11 @@ def summary(found: Fit) -> str:
     parts = ", ".join(
         f"{name} {phase.seconds:.3g} s" for name, phase in b.phases.items() if phase.flops
     )
+    unknown = "".join(f"; {note}" for note in b.notes if UNKNOWN in note)
     return (
         f"budget     {b.needed:.1f} GB in the phase {b.highest}, {b.resident:.1f} of them all the"
         f" time; {b.seconds:.3g} s an iteration without rewards ({parts}),"
-        f" {b.utilisation:.0%} of {b.device.name}'s matmul ceiling; {b.device.source}"
+        f" {b.utilisation:.0%} of {b.device.name}'s matmul ceiling; {b.device.source}{unknown}"
     )
 
 

@@ -9,14 +9,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from flowrl.algorithms.common.base import Algorithm
-from flowrl.config.build import (
-    autocast,
-    dearest,
-    make_algorithm,
-    make_policy,
-    placed,
-    schedule,
-)
+from flowrl.config.build import autocast, dearest, make_algorithm, make_policy, schedule
 from flowrl.config.live import Live, check_given
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
@@ -98,7 +91,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     algorithm = live.algorithm or make_algorithm(cfg)
     check_method(cfg, algorithm, prompts, rewards)
     split = bool(cfg.train.shard) and world.size > 1
-    policy = make_policy(cfg, device=accelerator.device, live=live, split=split)
+    policy = make_policy(cfg, device=accelerator.device, live=live, split=split, main=world.main)
     check_media(rewards, algorithm, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
 
@@ -130,7 +123,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         view=algorithm.rollout_view,
         guidance=guidance,
         autocast=casts,
-        rewards=placed(cfg, rewards, policy),
+        rewards=rewards.beside(policy),
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         helped_plan=helped_plan(cfg, algorithm, policy),
     )

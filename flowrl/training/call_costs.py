@@ -63,7 +63,7 @@ class Part:
             self,
             seconds=seconds,
             operators=self.operators + round(passes * weights.operators),
-            peak=self.peak + weights.above,
+            peak=self.peak + (weights.backward if backward else weights.above),
             kinds=self.kinds | kinds,
         )
 

@@ -8,6 +8,7 @@ from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.transition_config import FORKING, OWN_STATISTICS
 from flowrl.algorithms.dpo import DPOConfig
 from flowrl.algorithms.raft import RAFTConfig
+from flowrl.config import combine
 from flowrl.config.build import check_parts
 from flowrl.config.compose import ConfigError
 from flowrl.config.schema import Config
@@ -21,7 +22,6 @@ from flowrl.rollouts import from_files
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
-from flowrl.training.shard import check_shard
 from flowrl.types import Plan
 
 MOST_KINDS = 8  # of conditions that are tried before a run
@@ -157,18 +157,24 @@ def check_method(
     check_combined(rewards, algorithm)
     check_diversity(cfg, algorithm)
     check_climbed(cfg, rewards, algorithm)
-    check_shard(cfg, algorithm, rewards)
+    check_apart(cfg, "reward" in algorithm.needs or bool(rewards.climbers))
     check_sequence(cfg, algorithm, rewards)
-    check_offload(cfg, algorithm, rewards)
 
 
-def check_offload(cfg: Config, algorithm: Algorithm, rewards: RewardSet) -> None:
-    """ValueError where a gradient needs networks of rewards and the denoiser at once."""
-    if cfg.model.offload == "all" and ("reward" in algorithm.needs or rewards.climbers):
+def check_apart(cfg: Config, climbed: bool) -> None:
+    """ValueError where the gradient of a reward is climbed, and needs at once what a run holds
+    apart."""
+    if climbed and cfg.model.offload == "all":
         raise ValueError(
             "model.offload=all: the gradient of a reward passes through its networks and on through"
             " the denoiser, and only one of them would be there; use model.offload=denoiser, or"
             " leave that gradient out"
+        )
+    if climbed and cfg.train.shard:
+        raise ValueError(
+            f"{combine.said(cfg, 'train.shard')}: the gradient of a reward computes calls of the"
+            " network again in its backward, where processes cannot be kept in step; leave"
+            " train.shard, or that gradient, out"
         )
 
 

@@ -11,16 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from flowrl.config.build import climbs
 from flowrl.config.combine import Settings, combines, value_of
 from flowrl.config.schema import Config
 from flowrl.rewards.core.reward_set import sizes
 
 START, BETWEEN = "start-up", "between phases"  # where a run is, outside of its phases
 NETWORK = frozenset({"rollout", "evaluation", "reference", "update"})
-# when a denoiser that leaves is in host memory: from the first decoding to the update, and while
-# text encoders are there
-AWAY = frozenset({"encode", "decode", "reward", "advantages"})
-ALL = NETWORK | AWAY | {"optimizer", BETWEEN}
+SCORING = frozenset({"decode", "reward", "advantages"})  # from the first decoding to the update
+ALL = NETWORK | SCORING | {"encode", "optimizer", BETWEEN}
 WHOLE_BATCH = 16  # samples from which on decoding more at once is hardly faster
 
 
@@ -50,6 +49,11 @@ class Change:
     stays: bool = False
     hosts: bool = False
     modelled: bool = True
+
+
+def away(cfg: Config) -> frozenset[str]:
+    """Phases in which a denoiser that leaves (model.offload) is in host memory."""
+    return SCORING | {"encode"} if cfg.model.encoders == "leave" else SCORING
 
 
 def next_change(cfg: Config, short: Shortage, *, modelled: bool = False) -> Settings | None:
@@ -91,18 +95,27 @@ def _switch(name: str, value: Any) -> Callable[[Config, Shortage], Settings | No
 
 
 def _denoiser(cfg: Config, short: Shortage) -> Settings | None:
-    return {"model.offload": "denoiser"} if cfg.model.offload == "none" else None
+    """It makes room for text encoders only where these leave in turn."""
+    wanted = {"model.offload": "denoiser"} if cfg.model.offload == "none" else {}
+    if short.phase == "encode" and cfg.model.encoders == "stay":
+        wanted["model.encoders"] = "leave"
+    return wanted or None
 
 
 def _rewards(cfg: Config, short: Shortage) -> Settings | None:
-    """Networks of rewards, where they have any, leave with the denoiser."""
-    known = sizes(cfg.reward).values()
-    leave = cfg.model.offload == "all" or not any(size is None or size for size in known)
-    return None if leave else {"model.offload": "all"}
+    """Networks of rewards, where they are known to have any, leave with the denoiser."""
+    if cfg.model.offload == "all" or climbs(cfg):
+        return None
+    try:
+        found = any(sizes(cfg.reward).values())
+    except Exception:  # of files that are missing: the sentence that is asked for matters more
+        return None
+    return {"model.offload": "all"} if found else None
 
 
 def _shard(cfg: Config, short: Shortage) -> Settings | None:
-    return None if short.gpus == 1 or cfg.train.shard else {"train.shard": ["denoiser"]}
+    no = short.gpus == 1 or cfg.train.shard or climbs(cfg)
+    return None if no else {"train.shard": ["denoiser"]}
 
 
 def _bf16(cfg: Config, short: Shortage) -> Settings | None:
@@ -110,13 +123,15 @@ def _bf16(cfg: Config, short: Shortage) -> Settings | None:
 
 
 def _quantize(kind: str) -> Callable[[Config, Shortage], Settings | None]:
-    """Weights that then stay on the device; nothing is gained where they were away."""
+    """Weights that then stay on the device, if rewards do; nothing is gained where they were
+    away."""
 
     def settings(cfg: Config, short: Shortage) -> Settings | None:
-        stays = cfg.model.offload == "none"
-        if cfg.model.quantize in (kind, "nf4") or (short.phase in AWAY and not stays):
+        gone = cfg.model.offload != "none" and short.phase in away(cfg)
+        if cfg.model.quantize in (kind, "nf4") or gone:
             return None
-        return {"model.quantize": kind} | ({} if stays else {"model.offload": "none"})
+        alone = cfg.model.offload == "denoiser"
+        return {"model.quantize": kind} | ({"model.offload": "none"} if alone else {})
 
     return settings
 
@@ -144,13 +159,13 @@ CHANGES = (
         hosts=True,
     ),
     Change(
-        phases=AWAY,
+        phases=SCORING | {"encode"},
         settings=_denoiser,
         stays=True,
         hosts=True,
     ),
     Change(
-        phases=ALL - {"decode", "reward", "advantages"} | {START},
+        phases=ALL - SCORING | {START},
         settings=_rewards,
         stays=True,
         hosts=True,

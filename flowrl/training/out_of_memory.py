@@ -17,6 +17,7 @@ from flowrl.config.build import dearest
 from flowrl.config.combine import words
 from flowrl.config.device import usual_device
 from flowrl.config.schema import Config
+from flowrl.rewards.core.reward import networks
 from flowrl.runtime import checkpoint, shares
 from flowrl.runtime.memory import OutOfMemory, ran_out
 from flowrl.runtime.text import printable
@@ -143,10 +144,8 @@ def held(parts: Parts) -> list[tuple[str, int]]:
     tensors = [t for module in model for t in (*module.parameters(), *module.buffers())]
     rewards = [
         tensor
-        for reward in parts.source.rewards.rewards.values()
-        for value in vars(reward).values()
-        if isinstance(value, nn.Module)
-        for tensor in value.parameters()
+        for network in networks(parts.source.rewards.rewards)
+        for tensor in network.parameters()
     ]
     seen: set[int] = set()
     named = (

@@ -21,9 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from flowrl.algorithms.common.base import Algorithm
-from flowrl.config import combine
-from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.data.prompts import Prompts
 from flowrl.policy import Policy
@@ -31,24 +28,12 @@ from flowrl.policy.blocks import blocks
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.policy.replay.body import BodyReplay
 from flowrl.policy.replay.record import prediction_of
-from flowrl.rewards import RewardSet
 from flowrl.runtime import shares
 from flowrl.runtime.distributed import World
 from flowrl.runtime.in_step import Together
 from flowrl.runtime.log import logger
 
 STEPS = 8  # of the schedule whose noise levels are tried, to reach every network
-
-
-def check_shard(cfg: Config, algorithm: Algorithm, rewards: RewardSet) -> None:
-    """ValueError where a run's gradient is not one for split weights; no model is needed. Settings
-    that do not go with train.shard: flowrl/config/combine.py."""
-    if cfg.train.shard and ("reward" in algorithm.needs or rewards.climbers):
-        raise ValueError(
-            f"{combine.said(cfg, 'train.shard')}: the gradient of a reward computes calls of the"
-            " network again in its backward, where processes cannot be kept in step; leave"
-            " train.shard, or that gradient, out"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +75,10 @@ def shard(
     whole = sum(map(size_of, policy.networks.values()))
     with autocast():
         calls = one_row(policy, prompts, guidance, "train.shard")
+    # a network that waits has weights on the host, which would pass for its device
+    mesh = init_device_mesh(policy.device.type, (world.size,))
     if policy.turns is not None:
         policy.turns.end_waiting()
-    mesh = init_device_mesh(policy.device.type, (world.size,))
     roots = {name: split(network, mesh) for name, network in policy.networks.items()}
     rows = [_call(roots[name], calls[name], autocast) for name in roots]
     in_step = world.keep_in_step(rows)

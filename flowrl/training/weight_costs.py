@@ -22,13 +22,14 @@ KERNELS = {"int8": 2, "nf4": 1}  # operators that unpack a layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCosts:
-    """Of a network's weights, in bytes. stays: on a device while it is used; above: what a call
-    adds, a layer unpacked or blocks gathered; moved, operators: what unpacking all layers reads and
-    writes, and its operators; gathered: what comes from other processes in a forward or a backward;
-    scattered: gradients that go to them in a backward."""
+    """Of a network's weights, in bytes. stays: on a device while it is used; above: what a forward
+    adds, a layer unpacked or blocks gathered; backward: and a backward; moved, operators: what
+    unpacking all layers reads and writes, and its operators; gathered: what comes from other
+    processes in a forward or a backward; scattered: gradients that go to them in a backward."""
 
     stays: float
     above: float = 0.0
+    backward: float = 0.0
     moved: float = 0.0
     operators: int = 0
     gathered: float = 0.0
@@ -52,20 +53,26 @@ def weight_costs(cfg: Config, policy: ModelledPolicy, gpus: int) -> WeightCosts:
         quantised = [m.weight for *_, m in layers(network) if not m.weight.requires_grad]
         numbers = sum(w.numel() for w in quantised)
         width, packed = quantised[0].element_size(), packed_size(quantised, kind)
+        unpacked = width * max(w.numel() for w in quantised)
         return WeightCosts(
             stays=whole - numbers * width + packed,
-            above=width * max(w.numel() for w in quantised),
+            above=unpacked,
+            backward=unpacked,
             moved=packed + numbers * width,
             operators=KERNELS[kind] * len(quantised),
         )
     if cfg.train.shard and gpus > 1:
         sizes = [size_of(block) for block in blocks(network)]
-        others = whole * (gpus - 1) / gpus
+        block, outside = max(sizes), whole - sum(sizes)
+        others, trained = whole * (gpus - 1) / gpus, cfg.train.mode == "full"
+        # a block and the next, and all the while what is outside of blocks; in a backward the next
+        # comes as it is sent, too, and a block has its gradients
         return WeightCosts(
             stays=whole / gpus,
-            above=2 * max(sizes),
+            above=2 * block + outside,
+            backward=3 * block + outside + (block + outside if trained else 0.0),
             gathered=others,
-            scattered=others if cfg.train.mode == "full" else 0.0,
+            scattered=others if trained else 0.0,
         )
     return WeightCosts(stays=whole)
 

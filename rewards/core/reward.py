@@ -152,6 +152,27 @@ class Reward:
         return f"<reward {self.name}: {self.scale}>"
 
 
+def networks(thing: Any, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """The networks that a reward holds, also in rewards and other objects of ours inside it."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, nn.Module):
+        yield thing
+        return
+    if isinstance(thing, Mapping):
+        inner = list(thing.values())
+    elif isinstance(thing, list | tuple):
+        inner = list(thing)
+    elif type(thing).__module__.startswith("flowrl.") or isinstance(thing, Reward):
+        inner = list(getattr(thing, "__dict__", {}).values())
+    else:
+        return
+    for part in inner:
+        yield from networks(part, seen)
+
+
 @contextmanager
 def forgetful(holder: Any) -> Iterator[None]:
     """holder.remembers is False inside, and restored afterwards: `uncached` is made of this."""

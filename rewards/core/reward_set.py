@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.reward import FunctionReward, Reward, load, network_bytes
+from flowrl.rewards.core.reward import FunctionReward, Reward, load, network_bytes, networks
 from flowrl.rewards.core.rules import Rule, parse_rules, settings_of
 from flowrl.runtime.registry import is_live, label_of, live_name
 
@@ -136,6 +136,16 @@ class RewardSet:
         """Before rewards are asked: their networks are on their device."""
         if self.ready is not None:
             self.ready()
+
+    def beside(self, policy: Any) -> RewardSet:
+        """On a policy's device; where its networks make room there (model.offload=all), in host
+        memory until samples are scored."""
+        turns = policy.turns
+        if self.ready is not None or turns is None or not turns.takes_scorers:
+            return self.to(policy.device)
+        if self.features is not None:  # which compare samples after they are scored
+            self.features.to(policy.device)
+        return replace(self, ready=turns.send_scorers(networks(self.rewards)))
 
     def to(self, device: torch.device | str) -> RewardSet:
         if self.ready is not None:  # they come by themselves

@@ -88,7 +88,8 @@ def test_names_views_and_values_stay_and_nothing_is_compiled_twice():
     assert all(b._compiled_call_impl is None for b in blocks(policy.modules["transformer"]))
 
 
-@pytest.mark.parametrize("kind", long.but(["int8", "nf4"], {"int8"}))
+@long.mark
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_quantised_blocks_are_compiled_and_leave_and_come_back(kind):
     policy, plain = (tiny.policy("flux", lora=LORA, quantize=kind) for _ in range(2))
     plain.load_state("default", policy.state())
@@ -149,6 +150,11 @@ def test_a_backend_that_fails_is_one_line_and_the_blocks_run_as_they_are(
     assert "\n" not in line and policy.compiled.failed
     with pytest.raises(ValueError, match="expected"):  # other errors are errors
         policy.velocity(torch.zeros(1, 1), 0.5, None, torch.zeros(1, dtype=torch.int64))
+
+
+def test_a_kernel_that_does_not_start_is_the_compilers_fault():
+    kernel = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
+    assert compiled.of_compiler(kernel()) and not compiled.of_compiler(ValueError())
 
 
 @long.mark

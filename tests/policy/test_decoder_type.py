@@ -5,7 +5,7 @@ import small
 import tiny
 import torch
 
-from flowrl.config.build import decodes_with_gradient, make_policy
+from flowrl.config.build import climbs, make_policy
 from flowrl.policy import load_policy
 
 
@@ -24,7 +24,7 @@ def test_a_gradient_passes_where_the_method_or_a_reward_climbs(tmp_path, monkeyp
         ("draft", {}, True),
     ):
         cfg = small.config(tmp_path, algorithm, **changes)
-        assert decodes_with_gradient(cfg, None) is through
+        assert climbs(cfg) is through
 
 
 def test_a_narrow_decoder_decodes_alike_with_half_the_bytes():

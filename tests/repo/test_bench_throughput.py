@@ -4,6 +4,7 @@ refuse."""
 import importlib
 from pathlib import Path
 
+import long
 import pytest
 import tiny
 import torch
@@ -25,6 +26,7 @@ def script(monkeypatch):
     return importlib.import_module
 
 
+@long.mark
 def test_throughput_prints_every_phase_of_both_loops(script):
     throughput = script("throughput")
     cfg = throughput.config("shapes-sd3", "nft", [*SMALL, "batch.group=2"])

@@ -120,6 +120,7 @@ def test_an_iteration_that_failed_does_not_keep_the_next_from_being_counted():
     ledger.reset()
     with pytest.raises(ValueError, match="no"), ledger.phase("rollout"):
         raise ValueError("no")
+    assert Allocations.running is None
     other = Ledger(profile=True)
     other.reset()
     with other.phase("rollout"):

@@ -59,6 +59,11 @@ def test_a_denoiser_that_leaves_takes_no_memory_while_media_are_decoded(plain):
     for name in ("rollout", "update"):
         assert away.phases[name].gb == pytest.approx(plain.phases[name].gb + own)
     assert away.phases["decode"].gb == pytest.approx(plain.phases["decode"].gb)
+    # it makes room for encoders that leave, and not for others
+    assert away.phases["encode"].gb == pytest.approx(plain.phases["encode"].gb + own)
+    both = budget("model.offload=denoiser", "model.encoders=leave")
+    encoders = plain.fixed["text encoders"]
+    assert both.phases["encode"].gb == pytest.approx(plain.phases["encode"].gb + encoders)
 
 
 def test_rewards_that_leave_are_there_from_the_first_decoding_to_the_update():

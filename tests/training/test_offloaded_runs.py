@@ -4,15 +4,15 @@ without; what cannot leave is refused."""
 from contextlib import nullcontext
 
 import away
+import long
 import pytest
 import small
 import torch
 
-from flowrl.config.build import make_algorithm
+from flowrl.config.build import climbs
 from flowrl.config.load import load_config
-from flowrl.policy.offload import Scorers
-from flowrl.rewards import Reward, load_set
-from flowrl.training.checks import check_offload
+from flowrl.rewards import Reward
+from flowrl.training.checks import check_apart
 from flowrl.training.loop import Trainer
 from flowrl.training.resume import check_resume
 
@@ -35,6 +35,7 @@ def test_a_run_is_the_same_whatever_leaves_the_device(tmp_path, monkeypatch):
     same(tmp_path / "plain", tmp_path / "leaving")
 
 
+@long.mark
 def test_a_second_run_makes_no_encoder_call_and_may_go_on_without_its_cache(tmp_path):
     how = {"model__prompt_cache": str(tmp_path / "cache"), "model__encoders": "leave"}
     small.trainer(tmp_path / "first", iterations="1", **how).run()
@@ -72,7 +73,6 @@ def test_rewards_that_leave_score_the_same_and_never_meet_the_denoiser(tmp_path,
     and evaluations."""
     torch.manual_seed(5)
     reward = Seen()
-    own = {k: v.clone() for k, v in reward.network.state_dict().items()}
 
     def run(name, **changes):
         cfg = small.config(tmp_path / name, "mix_grpo", iterations="2", reward=None, **changes)
@@ -82,21 +82,10 @@ def test_rewards_that_leave_score_the_same_and_never_meet_the_denoiser(tmp_path,
         return made
 
     run("plain")
-    come, leave = Scorers.come, Scorers.leave
-
-    def came(self):
-        come(self)
-        reward.network.load_state_dict(own)
-
-    def left(self):
-        leave(self)
-        torch.nn.init.constant_(reward.network.weight, float("nan"))
-
-    monkeypatch.setattr(Scorers, "come", came)
-    monkeypatch.setattr(Scorers, "leave", left)
     away.spoil(monkeypatch)
     made = run("leaving", model__offload="all", model__encoders="leave")
-    assert made.policy.turns.scorers.visits >= 4
+    (scorers,) = made.policy.turns.scorers
+    assert scorers.visits >= 4
     assert reward.beside and not any(reward.beside)
     same(tmp_path / "plain", tmp_path / "leaving")
 
@@ -111,4 +100,4 @@ def test_a_gradient_through_rewards_that_leave_is_refused(words):
         cfg = load_config(None, [*words, f"model.offload={offload}"])
         said = pytest.raises(ValueError, match="model.offload=all: the gradient of a reward")
         with said if refused else nullcontext():
-            check_offload(cfg, make_algorithm(cfg), load_set(cfg.reward))
+            check_apart(cfg, climbs(cfg))

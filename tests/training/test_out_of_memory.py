@@ -113,6 +113,7 @@ def test_at_the_start_the_weights_are_what_is_too_large(tmp_path):
 
 
 LIGHT = ["model.dtype=bf16", "model.quantize=nf4"]
+ALL_AWAY = ["reward=preference", "model.offload=all", "model.dtype=bf16"]
 AWAY = ["model.encoders=leave", "model.offload=denoiser", "batch.states=host"]
 CHECKPOINTED = "train.gradient_checkpointing=true"
 
@@ -123,6 +124,8 @@ CHECKPOINTED = "train.gradient_checkpointing=true"
         ("rollout", [], "set model.encoders=leave"),
         ("rollout", AWAY, "set model.dtype=bf16"),
         ("rollout", [*AWAY, "reward=preference"], "set model.offload=all"),
+        ("rollout", [*AWAY, "reward=preference", "algorithm=draft"], "set model.dtype=bf16"),
+        ("rollout", [*AWAY, *ALL_AWAY], "set model.quantize=int8"),
         ("rollout", [*AWAY, "model.dtype=bf16"], "set model.quantize=int8 model.offload=none"),
         ("rollout", [*AWAY, *LIGHT], "set batch.micro=32"),
         ("rollout", [*AWAY, *LIGHT, "batch.prompts=1", "batch.group=4"], "set batch.micro=2"),

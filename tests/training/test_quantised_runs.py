@@ -1,6 +1,7 @@
 """Runs over a quantised base and with an 8-bit optimizer: resumed bit for bit, loaded again as they
 were, refused where they cannot be."""
 
+import long
 import pytest
 import small
 import torch
@@ -30,6 +31,7 @@ def backends():
     pytest.importorskip("bitsandbytes")
 
 
+@long.mark
 def test_a_run_resumes_bit_for_bit_and_is_loaded_quantised_again(tmp_path):
     small.trainer(tmp_path / "whole", **FEW).run()
     first = small.trainer(tmp_path / "parts", **FEW)

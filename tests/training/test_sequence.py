@@ -51,6 +51,7 @@ def test_teams_train_what_one_process_trains(tmp_path, name, method, size, words
     assert all(found[key] < 2e-5 for key in ("advantages", "gradient", "step", "moved")), found
 
 
+@long.mark
 def test_a_team_evaluates_and_writes_a_run_as_one_process_does(tmp_path):
     """A reward that differs from call to call: that of the first member counts."""
     policy = tiny.policy("wan22", lora={"rank": 2, "alpha": 2})

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from flowrl.config.build import climbs
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
 from flowrl.policy.blocks import blocks
 from flowrl.runtime import distributed, shares
 from flowrl.training import shard
+from flowrl.training.checks import check_apart
 from flowrl.training.loop import Trainer
 
 SPEC = importlib.util.spec_from_file_location(
@@ -61,11 +63,9 @@ def test_blocks_of_a_plain_module_are_the_members_of_its_outermost_lists():
 
 
 def test_the_gradient_of_a_reward_does_not_go_with_shard():
-    from flowrl.config.build import make_algorithm
-
     cfg = load_config(None, ["train.shard=[denoiser]", "algorithm=draft"])
     with pytest.raises(ValueError, match=r"train.shard=\[denoiser\]: the gradient of a reward"):
-        shard.check_shard(cfg, make_algorithm(cfg), SimpleNamespace(climbers=[]))
+        check_apart(cfg, climbs(cfg))
 
 
 def test_a_network_without_blocks_or_of_quantised_weights_is_refused():
@@ -203,20 +203,24 @@ def test_all_weights_in_shares_are_trained_averaged_and_saved_as_by_one_process(
     assert all((part["read"] == one["read"]).all() for part in wider)
 
 
-def test_a_network_that_is_split_was_never_whole_on_a_device(tmp_path, monkeypatch):
-    """All weights, made fp32: a block at a time comes from the host, and nobody keeps it whole."""
+@pytest.mark.parametrize("mode", long.but(["full", "lora"], {"lora"}))
+def test_a_network_that_is_split_was_never_whole_on_a_device(mode, tmp_path, monkeypatch):
+    """A block at a time comes from the host, and nobody keeps the weights whole, which were made
+    fp32 where all are trained."""
     split, whole = shard.split, []
 
     def followed(network, mesh):
-        assert {p.dtype for p in network.parameters()} == {torch.float32}
-        refs = [weakref.ref(p) for p in network.parameters()]
+        own = [p for name, p in network.named_parameters() if "lora_" not in name]
+        assert {p.dtype for p in own} == {torch.float32 if mode == "full" else torch.bfloat16}
+        refs = [weakref.ref(p) for p in own]
+        del own
         made = split(network, mesh)
         gc.collect()
         whole.append(sum(ref() is not None for ref in refs))
         return made
 
     monkeypatch.setattr(shard, "split", followed)
-    more = ["train.mode=full", "model.dtype=bf16", "train.precision=bf16", "batch.prompts=2"]
+    more = [f"train.mode={mode}", "model.dtype=bf16", "train.precision=bf16", "batch.prompts=2"]
 
     def work():
         cfg = load_config(None, processes.words("nft", "sharded", tmp_path / "run", *more))
@@ -226,6 +230,21 @@ def test_a_network_that_is_split_was_never_whole_on_a_device(tmp_path, monkeypat
 
     for part in processes.on(2, work):
         assert part["whole"].tolist() == [0] and not part["waits"]
+
+
+def test_a_network_that_waits_is_split_where_it_computes(monkeypatch):
+    """Its first weights may lie in a block, on the host."""
+    policy = load_policy(tiny.pipeline("sd3"), lora={"rank": 2}, device="cpu", split=True)
+    policy.turns.device = torch.device("meta")
+    asked = []
+    monkeypatch.setattr(shard, "one_row", lambda *call: {"transformer": None})
+    monkeypatch.setattr(shard, "init_device_mesh", lambda kind, size: asked.append((kind, size)))
+    monkeypatch.setattr(shard, "split", lambda network, mesh: network)
+    monkeypatch.setattr(shard, "_call", lambda *call: None)
+    world = SimpleNamespace(size=2, keep_in_step=lambda rows: None)
+    monkeypatch.setattr(shard, "Together", lambda *call: None)
+    shard.shard(policy, world, [], guidance="none", autocast=nullcontext)
+    assert asked == [("meta", (2,))] and not policy.turns.used
 
 
 def test_a_gradient_in_shares_is_clipped_by_the_norm_of_all(tmp_path):

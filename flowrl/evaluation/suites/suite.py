@@ -276,7 +276,7 @@ def run_suite(
     baseline: guidance of one more row, "base, guided". known: rows of the base model that were
     measured before with this sampling; new ones are added.
     """
-    rewards, images = task.rewards.to(policy.device), task.suite.images
+    rewards, images = task.rewards.beside(policy), task.suite.images
     known = {} if known is None else known
     out: dict[str, Measured] = {}
     for name, view, guidance in _settings(sampling.guidance, baseline):
