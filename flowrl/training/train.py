@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from flowrl.config.live import settle
 from flowrl.config.load import Given
 from flowrl.config.schema import Config
+from flowrl.runtime.log import logger
+from flowrl.training import budget_fit
 from flowrl.training.loop import Trainer
 from flowrl.training.records import Run
 from flowrl.training.what_fits import naming_what_fits
@@ -37,7 +40,8 @@ def train(
     features: a function media (n, ...) -> (n, d) by which samples are compared (section diversity).
 
     Objects stand in the place of what the config names; see flowrl.config.live. They are not
-    stored: a run goes on when they are passed again.
+    stored: a run goes on when they are passed again. On a GPU that cannot hold the run, by its
+    budget, a ValueError says which settings fit (guard.fits).
     """
     live = {
         "policy": policy,
@@ -46,5 +50,9 @@ def train(
         "prompts": prompts,
         "features": features,
     }
+    asked = resume is None and budget_fit.this_gpu() is not None
+    needed = budget_fit.before(settle(cfg, **live)[0]) if asked else None
+    if needed:
+        logger.info(needed)
     with naming_what_fits():
         return Trainer(cfg, resume=resume, accept_changes=accept_changes, **live).run()

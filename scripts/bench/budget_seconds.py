@@ -1,6 +1,6 @@
 """How long `flowrl budget` takes for every named config, each in a process of its own.
 
-    python scripts/bench/budget_seconds.py [--algorithm flow_grpo] [--device h100]
+    python scripts/bench/budget_seconds.py [--algorithm flow_grpo] [--device h100] [--gpus 8]
 
 Prints Markdown; exit code 1 where one takes more than a minute. It wants a free machine.
 """
@@ -21,11 +21,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--algorithm", default="nft")
     parser.add_argument("--device", default="h100")
+    parser.add_argument("--gpus", type=int, default=1)
     given = parser.parse_args()
     slow = []
     print("| model | seconds |\n|---|---|")
     for model in sorted(path.stem for path in MODELS.glob("*.yaml")):
         words = [f"model={model}", f"algorithm={given.algorithm}", "--device", given.device]
+        words += ["--gpus", str(given.gpus)]
         began = time.perf_counter()
         subprocess.run(
             [sys.executable, "-m", "flowrl", "budget", *words], check=True, stdout=subprocess.PIPE

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import flowrl
 from flowrl.cli.main import app
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
@@ -177,6 +178,16 @@ def test_train_refuses_what_its_gpu_cannot_hold(monkeypatch):
         update={"model": shapes().model.model_copy(update={"source": "some/thing"})}
     )
     assert budget_fit.planned(other, device) is None  # unknown: it starts without a budget
+
+
+def test_a_run_from_python_is_refused_likewise(monkeypatch, tmp_path):
+    device = of_cuda("NVIDIA H100 80GB HBM3", 0.1)
+    monkeypatch.setattr(budget_fit, "this_gpu", lambda: device)
+    monkeypatch.setattr(budget_fit, "LARGE", 0)
+    cfg = shapes().model_copy(update={"output": str(tmp_path / "run")})
+    with pytest.raises(budget_fit.DoesNotFit, match="guard.fits=false starts it all the same"):
+        flowrl.train(cfg)
+    assert not (tmp_path / "run").exists()
 
 
 def test_several_processes_share_the_prompts_and_sum_gradients(planner):
