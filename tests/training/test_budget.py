@@ -8,6 +8,7 @@ from pathlib import Path
 
 import long
 import pytest
+import thin
 import torch
 from typer.testing import CliRunner
 
@@ -257,13 +258,13 @@ MODELS = ["sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-1.3b", "sdxl", "sd
 def test_real_architectures_run_with_fewer_layers(model, monkeypatch):
     from flowrl.training import budget as module
 
-    def thin(source):
+    def small(source):
         known = module_read(source)
-        parts = {part: {**config, **_fewer(config)} for part, config in known.parts.items()}
+        parts = {part: {**config, **thin.fewer(config)} for part, config in known.parts.items()}
         return replace(known, parts=parts)
 
     module_read = module.read
-    monkeypatch.setattr(module, "read", thin)
+    monkeypatch.setattr(module, "read", small)
     cfg = load_config(
         None,
         [f"model={model}", "algorithm=nft", "reward=pickscore", "data=ocr", "batch.prompts=1"]
@@ -274,20 +275,6 @@ def test_real_architectures_run_with_fewer_layers(model, monkeypatch):
     assert found.fixed["network"] > 0 and found.seconds > 0
     assert found.phases["decode"].flops > 1e12
     assert found.fixed["rewards"] * 2**30 == 4 * 986_109_441  # PickScore's CLIP-H
-
-
-def _fewer(config):
-    names = ("num_layers", "num_single_layers", "num_hidden_layers")
-    thin = {name: 2 for name in names if name in config}  # the last block of some has fewer layers
-    if "dual_attention_layers" in config:
-        thin["dual_attention_layers"] = [0]
-    if "cross_attention_dim" in config:  # a UNet
-        thin["layers_per_block"] = 1
-    if "transformer_layers_per_block" in config:
-        thin["transformer_layers_per_block"] = [1, 1, 1]
-    if "text_config" in config:
-        thin["text_config"] = {**config["text_config"], "num_hidden_layers": 1}
-    return thin
 
 
 def test_attention_is_counted_as_torch_counts_it():
