@@ -116,9 +116,7 @@ def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
             runs.append(run.rehearse())
     first, events, metrics, states = runs[-1]
     if len(runs) == 2:
-        slope = (numbers - sizes[0]) / (sizes[1] - sizes[0])
-        pairs = zip(runs[0][1], runs[1][1], strict=True)
-        events = [_extrapolated(small, large, slope) for small, large in pairs]
+        events = at_size(runs[0][1], events, sizes, numbers)
         states *= numbers / sizes[1]
     algorithm = make_algorithm(cfg)
     return Rehearsed(
@@ -152,6 +150,27 @@ def _media(shapes: CallShapes, factor: float) -> tuple[int, ...]:
     """Media with `factor` times the numbers of the real ones, in one long row."""
     *lead, height, width = shapes.media
     return (*lead, 1, max(1, round(height * width * factor)))
+
+
+def at_size(
+    small: list[Event], large: list[Event], sizes: Sequence[int], numbers: int
+) -> list[Event]:
+    """The events of latents of so many numbers, by those of two smaller sizes.
+
+    The rows that policy/winner_gain looks at are drawn among those of positive advantage, which of
+    a tree depends on log-probs, and so on the size: its events are those of the larger one.
+    """
+    slope = (numbers - sizes[0]) / (sizes[1] - sizes[0])
+    both = ([e for e in events if e.phase != WINNERS] for events in (small, large))
+    lines = iter([_extrapolated(*pair, slope) for pair in zip(*both, strict=True)])
+    return [_scaled(e, numbers / sizes[1]) if e.phase == WINNERS else next(lines) for e in large]
+
+
+def _scaled(event: Event, factor: float) -> Event:
+    """The event with `factor` times the bytes."""
+    return replace(
+        event, live=factor * event.live, since=factor * event.since, moved=factor * event.moved
+    )
 
 
 def _extrapolated(small: Event, large: Event, slope: float) -> Event:

@@ -9,6 +9,8 @@ from flowrl.config.load import load_config
 from flowrl.policy import load_policy
 from flowrl.runtime.roofline import GIB, GPUS
 from flowrl.training.budget import Planner
+from flowrl.training.from_small import at_size
+from flowrl.training.rehearsal import WINNERS, Event
 
 CPU = replace(GPUS["h100"], name="cpu", cuda=False, reserve=0.0, memory=None)
 SMALL = [
@@ -115,6 +117,21 @@ def test_two_smaller_rehearsals_tell_a_large_one(method, words, monkeypatch):
     assert (told.rows, told.first) == (whole.rows, whole.first)
     assert told.flops == pytest.approx(whole.flops, rel=1e-12)
     near(told, whole)
+
+
+def test_rows_that_the_winners_gain_looks_at_may_be_others_in_smaller_latents():
+    """Which advantages of a tree are positive depends on log-probs, and these on the latents."""
+    one = Event(
+        phase="rollout", asked=None, backward=False, live=10.0, since=20.0, moved=4.0, operators=1
+    )
+    large = replace(one, live=20.0, since=30.0, moved=6.0)
+    winners = replace(large, phase=WINNERS)
+    found = at_size([one], [large, winners], [2, 4], 8)
+    assert [event.phase for event in found] == ["rollout", WINNERS]
+    assert (found[0].live, found[0].since, found[0].moved) == (40, 50, 10)
+    assert (found[1].live, found[1].since, found[1].moved) == (40, 60, 12)
+    with pytest.raises(ValueError, match="shorter"):
+        at_size([one, one], [large, winners], [2, 4], 8)
 
 
 @long.mark
