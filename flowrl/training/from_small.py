@@ -161,8 +161,8 @@ def at_size(
     a tree depends on log-probs, and so on the size: its events are those of the larger one.
     """
     slope = (numbers - sizes[0]) / (sizes[1] - sizes[0])
-    both = ([e for e in events if e.phase != WINNERS] for events in (small, large))
-    lines = iter([_extrapolated(*pair, slope) for pair in zip(*both, strict=True)])
+    few, more = ([e for e in events if e.phase != WINNERS] for events in (small, large))
+    lines = iter([_extrapolated(a, b, slope) for a, b in zip(few, more, strict=True)])
     return [_scaled(e, numbers / sizes[1]) if e.phase == WINNERS else next(lines) for e in large]
 
 
