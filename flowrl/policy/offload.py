@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.quantised import plain_tensors, scales
-from flowrl.policy.waiting import Waiting
+from flowrl.policy.waiting import Waiting, put, tensors_of
 
 
 class Guest:
@@ -60,13 +60,12 @@ class Turns:
     @property
     def used(self) -> bool:
         """Whether any weights leave."""
-        kinds = (self.encoders, self.denoisers, self.waiting)
-        return any(kind is not None for kind in kinds)
+        return bool(self.encoders or self.denoisers or self.waiting)
 
     def send_encoders(self, networks: Iterable[nn.Module]) -> None:
         """These networks are frozen, and come when any part of them is called."""
         networks = list(networks)
-        tensors = unique(t for net in networks for t in (*net.parameters(), *net.buffers()))
+        tensors = unique(t for net in networks for t in tensors_of(net))
         self.encoders = Guest(tensors, self.device)
         self.encoders.leave()
         for network in networks:
@@ -85,12 +84,9 @@ class Turns:
     def send_scorers(self, networks: Iterable[nn.Module]) -> Callable[[], None]:
         """These networks of rewards, which are frozen, wait in host memory -> what brings them
         before samples are scored. Weights of which nothing is known stay on the device."""
-        tensors = unique(t for net in networks for t in (*net.parameters(), *net.buffers()))
-        known = [t for t in tensors if type(t.data) is Tensor]
-        for tensor in tensors:
-            if type(tensor.data) is not Tensor:
-                tensor.data = tensor.data.to(self.device)
-        guest = Guest(known, self.device)
+        tensors = unique(t for net in networks for t in tensors_of(net))
+        put((t for t in tensors if type(t.data) is not Tensor), self.device)
+        guest = Guest((t for t in tensors if type(t.data) is Tensor), self.device)
         guest.leave()
         self.scorers.append(guest)
 

@@ -264,19 +264,20 @@ class Planner:
                 phases[name].gb += self.rewards / GIB
             phases["reward"].spend("upload", self.rewards / self.device.upload)
 
-    def _own(self, cfg: Config, numbers: int) -> int:
+    def _own(self, cfg: Config) -> int:
         """How many of the trained numbers a process has: copies and gradients are split as the
         weights are."""
-        return numbers // self.gpus if cfg.train.mode == "full" and cfg.train.shard else numbers
+        shared = cfg.train.mode == "full" and cfg.train.shard
+        return self._numbers // self.gpus if shared else self._numbers
 
     def _gradients(self, cfg: Config) -> float:
         """Bytes of the gradients of an update."""
-        return 4.0 * self._own(cfg, self._numbers)
+        return 4.0 * self._own(cfg)
 
     def _fixed(self, cfg: Config, views: int, weights: WeightCosts) -> dict[str, float]:
         """Gigabytes that stay: weights, and what belongs to those that are trained."""
         low_moments = cfg.optimizer.name == "adamw8bit"
-        numbers = self._own(cfg, self._numbers)
+        numbers = self._own(cfg)
         copies = {
             "trained": 1 if cfg.train.mode == "lora" else 0,
             "views": views,

@@ -17,6 +17,7 @@ from flowrl.config.build import dearest
 from flowrl.config.combine import words
 from flowrl.config.device import usual_device
 from flowrl.config.schema import Config
+from flowrl.policy.waiting import tensors_of
 from flowrl.rewards.core.reward import networks
 from flowrl.runtime import checkpoint, shares
 from flowrl.runtime.memory import OutOfMemory, ran_out
@@ -141,12 +142,8 @@ def held(parts: Parts) -> list[tuple[str, int]]:
     gradients = [p.grad for p in own if p.grad is not None]
     copies = [t for view in getattr(policy.trainable, "copies", {}).values() for t in view.values()]
     trained = [*own, *moments, *gradients, *copies, *weights.ema.state_dict().values()]
-    tensors = [t for module in model for t in (*module.parameters(), *module.buffers())]
-    rewards = [
-        tensor
-        for network in networks(parts.source.rewards.rewards)
-        for tensor in network.parameters()
-    ]
+    tensors = [t for module in model for t in tensors_of(module)]
+    rewards = [t for net in networks(parts.source.rewards.rewards) for t in tensors_of(net)]
     seen: set[int] = set()
     named = (
         ("trained weights, their copies, gradients and moments", trained),
