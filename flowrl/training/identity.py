@@ -238,7 +238,8 @@ def _sampled(tensors: Mapping[str, Tensor]) -> str:
             flat = tensor.detach().reshape(-1)
             if flat.element_size() == 1:  # of 8 bits, whose arithmetic not every device has
                 flat = flat.view(torch.uint8)
-            places = torch.linspace(0, flat.numel() - 1, min(SAMPLED, flat.numel())).long()
+            count = min(SAMPLED, flat.numel())  # whole numbers: fp32 cannot name a place past 2^24
+            places = torch.arange(count) * (flat.numel() - 1) // max(count - 1, 1)
             hashed.update(str(flat[places.to(flat.device)].double().tolist()).encode())
     return hashed.hexdigest()
 

@@ -98,8 +98,8 @@ def stubbed(
     if outputs is None:  # not ones: some loops divide by what varies in an output
         value = torch.randn(shape, generator=torch.Generator().manual_seed(key[1]))
     else:
-        value = outputs(key, shape)
-    value = value.to(first.dtype)
+        value = outputs(key, shape)  # fp32: what a loop makes of them is then not rounded
+    value = value.to(first.dtype) if outputs is None else value
     return like_output(template, value.to(first.device, copy=True), streams)
 
 
