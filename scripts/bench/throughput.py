@@ -9,7 +9,8 @@ loop trains it with random rewards. Beside it, for Stable Diffusion 3, Flow-GRPO
 as its authors' code runs it (reference_loop.py), with all steps trained. MFU is FLOPs over those of
 large matmuls in the same time, which are measured first, in the same process and type. FLOPs, and
 on a CPU memory, are counted in an iteration of their own; on a GPU memory is the highest that its
-allocator held, weights included. Further words are settings of the config. Prints Markdown.
+allocator held, weights included. `--budget h100` prints what `flowrl budget` says for that device
+as a loop of its own. Further words are settings of the config. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ from flowrl.config.build import DTYPES
 from flowrl.config.load import load_config
 from flowrl.config.schema import Config, ModelConfig
 from flowrl.policy.parts import ATTENTION
+from flowrl.runtime import roofline
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.meter import Meter
 from flowrl.runtime.roofline import GIB
+from flowrl.training.budget import Planner
 from flowrl.training.loop import Trainer
 from flowrl.training.rehearsal import scores
 
@@ -186,10 +189,26 @@ def measured(iterate: Callable[[], dict[str, float]], ledger: Ledger, times: int
     return dict(found)
 
 
-def numbered(trainer: Trainer) -> Callable[[], dict[str, float]]:
-    """The next iteration at each call -> its metrics."""
+def numbered(trainer: Trainer, seen: list[dict[str, float]]) -> Callable[[], dict[str, float]]:
+    """The next iteration at each call -> its metrics, which are appended to `seen`."""
     count = iter(range(1 << 30))
-    return lambda: trainer.iterate(next(count)).metrics
+
+    def iterate() -> dict[str, float]:
+        seen.append(dict(trainer.iterate(next(count)).metrics))
+        return seen[-1]
+
+    return iterate
+
+
+def predicted(cfg: Config, device: str) -> Phases:
+    """What the budget says of an iteration on a device, as roofline.device names it."""
+    budget = Planner(cfg, roofline.device(device)).budget(cfg)
+    found = {
+        name: Phase(seconds=cost.seconds, flops=cost.flops, gb=budget.resident + cost.gb)
+        for name, cost in budget.phases.items()
+    }
+    found["iteration"] = Phase(seconds=budget.seconds, flops=budget.flops, gb=budget.peak)
+    return found
 
 
 def ceilings(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -231,8 +250,8 @@ def _seconds(call: Callable[[], object], device: torch.device, *, repeats: int =
 # what is printed
 
 
-def table(loops: dict[str, Phases], images: int, ceiling: float) -> str:
-    """Markdown: a row for each phase of each loop."""
+def table(loops: dict[str, Phases], images: int, ceilings: dict[str, float]) -> str:
+    """Markdown: a row for each phase of each loop. ceilings: FLOP/s that MFU is a share of."""
     head = "| loop | phase | seconds | images/s | GFLOP | MFU | peak GB |"
     lines = [head, "|-|-|-|-|-|-|-|"]
     for loop, phases in loops.items():
@@ -240,7 +259,7 @@ def table(loops: dict[str, Phases], images: int, ceiling: float) -> str:
             p = phases.get(name, Phase())
             if not p.seconds:
                 continue
-            share = p.flops / (p.seconds * ceiling)
+            share = p.flops / (p.seconds * ceilings[loop])
             lines.append(
                 f"| {loop} | {name} | {p.seconds:.3g} | {images / p.seconds:.3g} |"
                 f" {p.flops / 1e9:.4g} | {share:.1%} | {p.gb:.3g} |"
@@ -261,12 +280,16 @@ def where(device: torch.device, dtype: torch.dtype, cfg: Config) -> str:
     )
 
 
-def of_flowrl(arch: str, cfg: Config, device: torch.device, iterations: int) -> Phases:
-    """The run's own loop, measured."""
+def of_flowrl(
+    arch: str, cfg: Config, device: torch.device, iterations: int
+) -> tuple[Phases, dict[str, float]]:
+    """The run's own loop, measured, and what its first iteration says about ratios."""
     pipe = random_pipeline.build(arch, device, DTYPES[cfg.model.dtype])
+    seen: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(cfg, pipe, Path(folder) / "run", iterations + 2)
-        return measured(numbered(trainer), trainer.ledger, iterations)
+        phases = measured(numbered(trainer, seen), trainer.ledger, iterations)
+    return phases, {k: v for k, v in seen[0].items() if k.startswith("policy/ratio")}
 
 
 def of_reference(
@@ -279,19 +302,35 @@ def of_reference(
     return measured(loop.iterate, loop.ledger, iterations)
 
 
-def run(arch: str, algorithm: str, cfg: Config, *, iterations: int, reference: bool) -> str:
+def run(
+    arch: str,
+    algorithm: str,
+    cfg: Config,
+    *,
+    iterations: int,
+    reference: bool,
+    budget: str | None = None,
+) -> str:
     """Measure -> what is printed."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[cfg.model.dtype]
     found = ceilings(device, dtype)
     rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in found.items())
-    loops = {"flowrl": of_flowrl(arch, cfg, device, iterations)}
+    own, ratios = of_flowrl(arch, cfg, device, iterations)
+    loops = {"flowrl": own}
     gc.collect()  # the policy's parts know each other
+    if budget:
+        loops["budget"] = predicted(cfg, budget)
     if reference and (arch in random_pipeline.EMBEDDED or arch.startswith("sd3")):
         loops["reference"] = of_reference(arch, algorithm, cfg, device, iterations)
     images = cfg.batch.prompts * cfg.batch.group
-    title = f"{arch}, {algorithm}: {where(device, dtype, cfg)}\nceilings: {rates}\n\n"
-    return title + table(loops, images, found["matmul"])
+    title = f"{arch}, {algorithm}: {where(device, dtype, cfg)}\nceilings: {rates}\n"
+    if ratios:
+        title += ", ".join(f"{name} {value:.3g}" for name, value in ratios.items()) + "\n"
+    shares = dict.fromkeys(loops, found["matmul"])
+    if budget:
+        shares["budget"] = roofline.device(budget).ceiling
+    return title + "\n" + table(loops, images, shares)
 
 
 def main() -> None:
@@ -302,6 +341,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=3, help="that are timed")
     parser.add_argument("--no-reference", action="store_true")
     parser.add_argument("--random-weights", action="store_true", help="as always")
+    parser.add_argument("--budget", help="a device of flowrl budget, as h100")
     parser.add_argument("--threads", type=int, help="of a CPU")
     parser.add_argument("settings", nargs="*", help="as batch.micro=16")
     given = parser.parse_args()
@@ -310,7 +350,8 @@ def main() -> None:
     arch = random_pipeline.named(given.arch)
     cfg = config(arch, given.algorithm, given.settings)
     reference = not given.no_reference
-    print(run(arch, given.algorithm, cfg, iterations=given.iterations, reference=reference))
+    how = {"iterations": given.iterations, "reference": reference, "budget": given.budget}
+    print(run(arch, given.algorithm, cfg, **how))
 
 
 if __name__ == "__main__":

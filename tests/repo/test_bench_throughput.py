@@ -30,7 +30,8 @@ def script(monkeypatch):
 def test_throughput_prints_every_phase_of_both_loops(script):
     throughput = script("throughput")
     cfg = throughput.config("shapes-sd3", "nft", [*SMALL, "batch.group=2"])
-    told = throughput.run("shapes-sd3", "nft", cfg, iterations=1, reference=True)
+    how = {"iterations": 1, "reference": True, "budget": "h100"}
+    told = throughput.run("shapes-sd3", "nft", cfg, **how)
     rows = [line.split("|") for line in told.splitlines() if line.startswith("| ")][1:]
     cells = {(row[1].strip(), row[2].strip()): [c.strip() for c in row[3:-1]] for row in rows}
     wanted = {"encode", "rollout", "decode", "reference", "update", "iteration"}
@@ -41,6 +42,7 @@ def test_throughput_prints_every_phase_of_both_loops(script):
         assert 0 < float(mfu.rstrip("%")) < 200
     # the rollout makes the same forwards in both
     assert cells["flowrl", "rollout"][2] == cells["reference", "rollout"][2]
+    assert cells["flowrl", "rollout"][2] == cells["budget", "rollout"][2]
 
 
 def test_the_config_of_a_real_model_goes_with_its_random_weights(script, tmp_path):
