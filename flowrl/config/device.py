@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 
 from flowrl.runtime import registry
+from flowrl.runtime.launcher import is_on
 from flowrl.runtime.log import logger
 
 ON_A_GPU: dict[str, dict[str, Any]] = {
@@ -26,7 +27,7 @@ ON_A_GPU: dict[str, dict[str, Any]] = {
 
 def usual_device() -> str:
     """The kind of device that a run will be on: that of accelerate's launcher."""
-    on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    on_cpu = is_on(os.environ, "ACCELERATE_USE_CPU")
     return "cuda" if torch.cuda.is_available() and not on_cpu else "cpu"
 
 

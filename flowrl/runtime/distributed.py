@@ -51,13 +51,16 @@ T = TypeVar("T")
 BUCKET = 2**26  # gradients that are summed in one piece: 256 MB in fp32
 
 
-def start(precision: str, trackers: list[str], folder: Path, seconds: float = 3600) -> Accelerator:
+def start(
+    precision: str | None, trackers: list[str], folder: Path, seconds: float = 3600
+) -> Accelerator:
     """An Accelerator that writes nothing yet. An unknown or missing tracker, or fp16 without a GPU
     -> ValueError.
 
-    seconds: most that a process waits for the others.
+    precision: train.precision; None: nothing is trained. seconds: most that a process waits for the
+    others.
     """
-    check_launcher(os.environ)
+    check_launcher(os.environ, precision)
     if precision == "fp16" and not torch.cuda.is_available():
         raise ValueError("train.precision=fp16 needs a GPU, and there is none; use bf16 or no")
     # an earlier run of this process may have had another precision
@@ -66,7 +69,7 @@ def start(precision: str, trackers: list[str], folder: Path, seconds: float = 36
     try:
         with all_start():
             accelerator = Accelerator(
-                mixed_precision=precision,
+                mixed_precision=precision or "no",
                 log_with=trackers or None,
                 project_config=project,
                 # longer than meetings wait, which know the name of who is missing
@@ -100,7 +103,7 @@ def here() -> World | Alone:
     """The processes that a launcher started this command in, or this one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return ALONE
-    return World(start("no", [], Path()))
+    return World(start(None, [], Path()))
 
 
 @contextmanager

@@ -1,30 +1,72 @@
-"""What a launcher asked for and started, checked before anything is built."""
+"""What a launcher asked for and started, checked before anything is built.
+
+accelerate reads many variables ACCELERATE_* of the environment, which its launcher sets; those that
+would change what a run computes are refused, since a run is what its config says.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-PLUGINS = {  # what accelerate's launcher asks for by the environment, and what does it here
-    "ACCELERATE_USE_FSDP": ("--use_fsdp", "train.shard=[denoiser]"),
-    "ACCELERATE_USE_DEEPSPEED": ("--use_deepspeed", "train.shard=[denoiser]"),
-    "ACCELERATE_USE_MEGATRON_LM": ("--use_megatron_lm", "train.shard=[denoiser]"),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", "train.shard=[denoiser]"),
+from flowrl.runtime.log import logger
+
+ON = ("1", "true", "yes", "y", "on", "t")
+PLUGINS = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # of accelerate's launcher
+# ACCELERATE_NAME -> (the values that change nothing, why others are refused and what to do)
+CHANGES = {
+    "GRADIENT_ACCUMULATION_STEPS": (
+        ("1",),
+        "divides gradients, and an update here sums its micro-batches whatever their number; leave"
+        " it out, and set batch.micro (rows in a forward) and batch.updates (updates an iteration)",
+    ),
+    "GRADIENT_CLIPPING": (
+        ("", "none"),
+        "is not read here; leave it out, and set optimizer.max_grad_norm",
+    ),
+    "DYNAMO_BACKEND": (
+        ("", "no"),
+        "compiles models that accelerate prepares, and flowrl's are not; leave it out, and set"
+        " train.compile=blocks",
+    ),
 }
 
 
-def check_launcher(environment: Mapping[str, str]) -> None:
-    """ValueError for what accelerate's launcher was asked for and flowrl does in another way."""
-    for name, (flag, instead) in PLUGINS.items():
-        if environment.get(name, "false").lower() in ("1", "true", "yes", "y", "on", "t"):
+def is_on(environment: Mapping[str, str], name: str) -> bool:
+    """Whether a variable is a yes, as accelerate reads it."""
+    return environment.get(name, "").lower() in ON
+
+
+def check_launcher(environment: Mapping[str, str], precision: str | None = None) -> None:
+    """ValueError for what accelerate's environment asks for and flowrl does in another way.
+
+    precision: train.precision of the run; None: nothing is trained.
+    """
+    for plugin in PLUGINS:
+        if is_on(environment, f"ACCELERATE_USE_{plugin}"):
             raise ValueError(
-                f"{flag} wraps models in a plugin of accelerate, which LoRA on a replayed pipeline"
-                f" does not fit; launch with --multi_gpu, and set {instead} to split the weights"
+                f"--use_{plugin.lower()} wraps models in a plugin of accelerate, which LoRA on a"
+                " replayed pipeline does not fit; launch with --multi_gpu, and set"
+                " train.shard=[denoiser] to split the weights"
             )
-    if environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() not in ("no", ""):
+    for name, (neutral, why) in CHANGES.items():
+        value = environment.get(f"ACCELERATE_{name}", neutral[0]).lower()
+        if value not in neutral:
+            raise ValueError(f"{_said(name, value)} {why}")
+    asked = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() or "no"
+    if precision is None and asked != "no":
+        said = _said("MIXED_PRECISION", asked)
+        logger.warning(f"{said} has no effect: networks are in the precision of their run")
+    elif asked not in ("no", precision):
+        ours = f"set train.precision={asked}" if asked in ("bf16", "fp16") else "leave it out"
         raise ValueError(
-            f"--dynamo_backend={environment['ACCELERATE_DYNAMO_BACKEND'].lower()} compiles models"
-            " that accelerate prepares, and flowrl's are not; leave it out"
+            f"{_said('MIXED_PRECISION', asked)} is not read here, and the config has"
+            f" train.precision={precision}; {ours}, or launch with --mixed_precision no"
         )
+
+
+def _said(name: str, value: str) -> str:
+    """A variable as the launcher's option and as itself."""
+    return f"--{name.lower()}={value} (ACCELERATE_{name} of the environment)"
 
 
 def check_teams(processes: int, members: int) -> None:

@@ -184,8 +184,35 @@ def test_plugins_of_the_launcher_are_refused_with_what_does_it_here(flag):
 
 def test_compiling_by_the_launcher_is_refused():
     launcher.check_launcher({"ACCELERATE_DYNAMO_BACKEND": "no"})
-    with pytest.raises(ValueError, match="--dynamo_backend=inductor compiles models"):
+    with pytest.raises(ValueError, match="--dynamo_backend=inductor .* compiles models"):
         launcher.check_launcher({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("GRADIENT_ACCUMULATION_STEPS", "4", "set batch.micro"),
+        ("GRADIENT_CLIPPING", "0.5", "set optimizer.max_grad_norm"),
+        ("MIXED_PRECISION", "bf16", "set train.precision=bf16"),
+        ("MIXED_PRECISION", "fp8", "launch with --mixed_precision no"),
+        ("DYNAMO_BACKEND", "eager", "set train.compile=blocks"),
+    ],
+)
+def test_what_the_environment_would_change_is_refused_with_the_setting(name, value, instead):
+    named = f"--{name.lower()}={value} .ACCELERATE_{name} .*{instead}"
+    with pytest.raises(ValueError, match=named):
+        launcher.check_launcher({f"ACCELERATE_{name}": value}, "no")
+
+
+def test_what_the_launcher_sets_by_itself_and_what_the_config_says_too_is_accepted():
+    usual = {"MIXED_PRECISION": "bf16", "DYNAMO_BACKEND": "no", "DYNAMO_MODE": "default"}
+    usual |= {"GRADIENT_ACCUMULATION_STEPS": "1", "GRADIENT_CLIPPING": "none", "USE_CPU": "true"}
+    launcher.check_launcher({f"ACCELERATE_{k}": v for k, v in usual.items()}, "bf16")
+
+
+def test_precision_that_the_launcher_names_for_an_evaluation_is_said_to_have_no_effect(caplog):
+    launcher.check_launcher({"ACCELERATE_MIXED_PRECISION": "fp16"})
+    assert "ACCELERATE_MIXED_PRECISION" in caplog.text and "has no effect" in caplog.text
 
 
 def test_tensors_are_sent_in_few_pieces_of_one_type():
