@@ -355,6 +355,6 @@ def scores(label: str) -> Callable[[Tensor, list[str], Any], Tensor]:
         seen += len(media)
         spread = (first + places * GOLDEN) % 1
         # a gradient may pass, and changes nothing
-        return spread.float() + 0.0 * media.float().flatten(1).mean(1)
+        return spread.float().to(media.device) + 0.0 * media.float().flatten(1).mean(1)
 
     return score

@@ -39,7 +39,7 @@ def test_throughput_prints_every_phase_of_both_loops(script):
     assert {phase for loop, phase in cells if loop == "reference"} == wanted - {"reference"}
     for seconds, images, gflop, mfu, gb in cells.values():
         assert float(seconds) > 0 and float(images) > 0 and float(gflop) > 0 and float(gb) > 0
-        assert 0 < float(mfu.rstrip("%")) < 200
+        assert 0 <= float(mfu.rstrip("%")) < 200
     # the rollout makes the same forwards in both
     assert cells["flowrl", "rollout"][2] == cells["reference", "rollout"][2]
     assert cells["flowrl", "rollout"][2] == cells["budget", "rollout"][2]

@@ -10,7 +10,7 @@ import torch
 from flowrl.policy import load_policy
 from flowrl.rollouts.roll_out import roll_out
 from flowrl.runtime.ledger import Ledger
-from flowrl.samplers import plan
+from flowrl.samplers import keys, plan
 from flowrl.types import PromptBatch
 
 pytestmark = [
@@ -60,6 +60,17 @@ def exact(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
+@pytest.fixture
+def noise_of_the_cpu(monkeypatch):
+    """The same noise on both devices, whose generators differ."""
+    drawn = keys.gaussian
+
+    def gaussian(names, shape, device="cpu"):
+        return drawn(names.cpu(), shape, "cpu").to(device)
+
+    monkeypatch.setattr(keys, "gaussian", gaussian)
+
+
 def settings(method, **changes):
     how = {"iterations": "2", "eval__images": "2", "sampler__steps": "3", "optimizer__eps": "1e-3"}
     return {**how, **METHODS[method], **changes}
@@ -85,7 +96,7 @@ def close(one, other, atol):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_is_that_on_the_cpu(method, tmp_path, monkeypatch):
+def test_a_run_is_that_on_the_cpu(method, tmp_path, monkeypatch, noise_of_the_cpu):
     metrics, weights = ran(tmp_path / "gpu", method, monkeypatch)
     for name in ("time/rollout", "time/update", "memory/update_gb", "memory/peak_gb"):
         assert metrics[-1][name] > 0
