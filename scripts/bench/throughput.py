@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -172,11 +173,14 @@ def metered(ledger: Ledger) -> Iterator[Phases]:
 
 
 def measured(iterate: Callable[[], dict[str, float]], ledger: Ledger, times: int) -> Phases:
-    """One iteration to warm up, one that is counted, and the medians of `times` that are timed."""
-    iterate()
-    with metered(ledger) as found:
-        iterate()
-    lines = [iterate() for _ in range(times)]
+    """One iteration to warm up, the medians of `times` that are timed, and one that is counted."""
+    say("warm-up", iterate())
+    lines = []
+    for _ in range(times):
+        lines.append(iterate())
+        say("timed", lines[-1])
+    with metered(ledger) as found:  # each operator passes through Python: the last one
+        say("counted", iterate())
     for name, phase in found.items():
         phase.seconds = statistics.median(line.get(f"time/{name}", 0.0) for line in lines)
         if ledger.cuda:
@@ -187,6 +191,13 @@ def measured(iterate: Callable[[], dict[str, float]], ledger: Ledger, times: int
         gb=max(phase.gb for phase in found.values()),
     )
     return dict(found)
+
+
+def say(what: str, line: dict[str, float]) -> None:
+    """An iteration's seconds and gigabytes on stderr, as soon as it is done."""
+    names = [name for name in (*PHASES, "iteration") if line.get(f"time/{name}")]
+    seconds = ", ".join(f"{name} {line[f'time/{name}']:.3g} s" for name in names)
+    print(f"{what}: {seconds}; {line['memory/peak_gb']:.3g} GB", file=sys.stderr, flush=True)
 
 
 def numbered(trainer: Trainer, seen: list[dict[str, float]]) -> Callable[[], dict[str, float]]:
