@@ -334,7 +334,7 @@ def load_network(folder: Path, *, dtype: str) -> Owl:
 
 def _config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if config.get("model_type") != "mplug_owl2":
         raise ValueError(
             f"reward.deqa.weights={folder}: expected config.json of an mplug_owl2 model (found:"

@@ -127,7 +127,7 @@ def _files(weights: str) -> tuple[Path, dict[str, Any]]:
     checkpoint = path_of(weights, names[0], reward="imagereward", beside=names[1])
     source = str(checkpoint.parent) if Path(weights).expanduser().is_file() else weights
     config = path_of(source, names[1], reward="imagereward", beside=names[0])
-    return checkpoint, json.loads(config.read_text())
+    return checkpoint, json.loads(config.read_text(encoding="utf-8"))
 
 
 class Network(nn.Module):

@@ -181,7 +181,7 @@ def _checkpoint(folder: Path) -> tuple[dict[str, Any], Path]:
             f"reward.videoalign.weights={folder}: expected model_config.json and"
             " checkpoint-<step>/model.pth in it"
         )
-    return json.loads(config.read_text()), weights
+    return json.loads(config.read_text(encoding="utf-8")), weights
 
 
 def _last_step(folder: Path) -> Path | None:

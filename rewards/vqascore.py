@@ -302,7 +302,7 @@ class ClipT5(nn.Module):
 def _config(folder: Path) -> dict[str, Any]:
     """config.json of CLIP-FlanT5; of another network -> ValueError."""
     file = folder / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     kind, projector = config.get("model_type"), config.get("mm_projector_type", "mlp2x_gelu")
     if kind != "clip_t5" or projector != "mlp2x_gelu":
         raise ValueError(

@@ -42,8 +42,6 @@ def one_sentence_errors(*, disk: int = 2) -> Iterator[None]:
     """
     try:
         yield
-    except BrokenPipeError:  # of `| head`
-        raise typer.Exit(0) from None
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         from flowrl.rewards import RewardBug, RewardUnavailable
         from flowrl.runtime.files import WriteError
@@ -82,7 +80,8 @@ def stop(error: BaseException, code: int, *, hint: str = "") -> NoReturn:
 
 def complain(*problems: object) -> None:
     """Print problems, a line each."""
-    typer.secho("flowrl: " + "\n".join(map(one_line, problems)), fg="red", err=True)
+    text = visible("\n".join(map(one_line, problems)), sys.stderr.encoding or "utf-8")
+    typer.secho(f"flowrl: {text}", fg="red", err=True)
 
 
 def parse_config(overrides: list[str] | None) -> Any:
@@ -149,4 +148,4 @@ def show(printed: object, *, wrap: bool = False) -> None:
 
 def echo(text: object) -> None:
     """Print lines of text without colours, control characters visible."""
-    typer.echo(visible(text))
+    typer.echo(visible(text, sys.stdout.encoding or "utf-8"))

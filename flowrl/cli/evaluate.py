@@ -130,11 +130,13 @@ def _evaluate_suite(
         records = suite_runs.evaluate_runs(runs, suite, options, into=into, world=world)
         if not world.main:
             return
+        said = [
+            f"Results: {place}" if output else f"Report: {run_page.build(run)}"
+            for run, place in into.items()
+        ]
         for record in records:
             for part in terminal.suite_tables(record):
                 show(part)
         if len(records) > 1:
             show(terminal.matrix_table(records[0]["matrix"]))
-        for run, place in into.items():
-            said = f"Results: {place}" if output else f"Report: {run_page.build(run)}"
-            show(said, wrap=True)
+        show("\n".join(said), wrap=True)

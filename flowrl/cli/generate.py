@@ -196,6 +196,7 @@ def _save(made: Any, output: Path | None) -> None:
     if output != wanted and wanted != Path("out.png"):
         logger.warning(f"{wanted.name} does not suit what was made; it is saved as {output.name}")
     files.clean(output.parent)
-    for i, item in enumerate(made):
-        name = output if len(made) == 1 else output.with_stem(f"{output.stem}-{i}")
-        show(f"{media.save(item, name)}", wrap=True)
+    several = [output.with_stem(f"{output.stem}-{i}") for i in range(len(made))]
+    names = several if len(made) > 1 else [output]
+    saved = [media.save(item, name) for item, name in zip(made, names, strict=True)]
+    show("\n".join(map(str, saved)), wrap=True)

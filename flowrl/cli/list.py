@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flowrl.cli.common import one_sentence_errors
+from flowrl.cli.common import echo, one_sentence_errors
 
 
 def list_choices(
@@ -38,4 +38,4 @@ def list_choices(
         if what is not None and what not in kinds:
             raise ValueError(f'unknown list "{what}"{did_you_mean(what, kinds)}')
     for name in [what] if what else kinds:
-        typer.echo(f"{name}: " + ", ".join(kinds[name]()))
+        echo(f"{name}: " + ", ".join(kinds[name]()))

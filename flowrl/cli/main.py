@@ -11,6 +11,7 @@ import typer
 
 from flowrl.cli import budget, check, evaluate, generate, report, score, serve, show, train
 from flowrl.cli import list as list_
+from flowrl.runtime.streams import keep_streams_open
 
 COMMANDS = {  # in the order of `flowrl --help`
     "train": train.train,
@@ -39,6 +40,7 @@ for _name, _command in COMMANDS.items():
 
 def main() -> None:
     """Entry point of the `flowrl` command."""
+    keep_streams_open()
     try:
         app()
     except SystemExit as end:

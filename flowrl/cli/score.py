@@ -81,9 +81,10 @@ def score(
         kept = scored if top is None else scored_folder.keep_top(scored, top)
         # written before the table is printed, whose reader may leave
         place = _write(output, kept, rewards.weights, problems) if output and kept else None
-        show(terminal.score_table(kept, rewards.weights))
-        if place is not None:
-            show(f"{len(kept)} of {len(samples)} images: {place}", wrap=True)
+        with one_sentence_errors(disk=1):
+            show(terminal.score_table(kept, rewards.weights))
+            if place is not None:
+                show(f"{len(kept)} of {len(samples)} images: {place}", wrap=True)
     for problem in problems:
         complain(problem)
     if problems:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 from flowrl.cli.common import Overrides, one_sentence_errors, parse_config
@@ -12,4 +14,4 @@ def show(overrides: Overrides = None) -> None:
     from flowrl.config.load import dump
 
     with one_sentence_errors():
-        typer.echo(dump(parse_config(overrides)), nl=False)
+        typer.echo(dump(parse_config(overrides), sys.stdout.encoding or "utf-8"), nl=False)

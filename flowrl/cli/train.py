@@ -43,9 +43,9 @@ def train(
         needed = budget_fit.before(cfg)
         with naming_what_fits():
             trainer = loop.Trainer(cfg, resume=resume, accept_changes=accept_changes)
-    if trainer.world.main:
-        show("\n".join(filter(None, [trainer.describe(), needed])), wrap=True)
     try:
+        if trainer.world.main:
+            show("\n".join(filter(None, [trainer.describe(), needed])), wrap=True)
         with naming_what_fits():
             run = trainer.run()
     except NothingTrained as error:

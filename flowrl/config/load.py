@@ -99,12 +99,12 @@ def read_config(path: str | Path) -> Config:
     return validated(read_yaml(Path(path)), [])
 
 
-def dump(cfg: Config) -> str:
-    """The resolved config as YAML, in the order of the schema, control characters as escapes;
-    `read_config` gives an equal Config."""
+def dump(cfg: Config, encoding: str = "utf-8") -> str:
+    """The resolved config as YAML, in the order of the schema, control characters as escapes, and
+    so what the encoding does not have; `read_config` gives an equal Config."""
     tree = cfg.model_dump(mode="json")
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    return text if text == visible(text) else yaml.safe_dump(tree, sort_keys=False)
+    return text if text == visible(text, encoding) else yaml.safe_dump(tree, sort_keys=False)
 
 
 def diff(old: Config, new: Config) -> list[str]:

@@ -71,6 +71,10 @@ def _commit(name: str, revision: str, dataset: bool) -> str | None:
         return revision
     folder = f"{'datasets' if dataset else 'models'}--{name.replace('/', '--')}"
     try:
-        return (Path(constants.HF_HUB_CACHE) / folder / "refs" / revision).read_text().strip()
+        return (
+            (Path(constants.HF_HUB_CACHE) / folder / "refs" / revision)
+            .read_text(encoding="utf-8")
+            .strip()
+        )
     except OSError:
         return None

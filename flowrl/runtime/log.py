@@ -149,7 +149,7 @@ class Progress:
         if now - self.last >= self.every or iteration >= self.total:
             self.last = now
             line = f"{self.title} {iteration}/{self.total}  {text}{self._left(now, iteration)}"
-            print(line, file=sys.stderr, flush=True)
+            _console().print(line, soft_wrap=True, highlight=False)
 
     def _left(self, now: float, iteration: int) -> str:
         """Seconds left at the pace of this process; "" before there is one."""

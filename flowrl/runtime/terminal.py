@@ -18,4 +18,9 @@ class Terminal(Console):
         super().__init__(markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(visible(text), **options)
+        """Escapes take their place in a table before its columns are measured."""
+        return super().render_str(visible(text, self.encoding), **options)
+
+    def on_broken_pipe(self) -> None:
+        """Print no more; rich would end the process here."""
+        self.quiet = True

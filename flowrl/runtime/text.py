@@ -17,14 +17,16 @@ KEPT = frozenset("\n\t\u200c\u200d")  # lines, columns, and joiners, which scrip
 DEEPEST = 10  # causes of causes
 
 
-def visible(text: object) -> str:
-    """The same text, its lines and tabs as they are, other control characters as escapes.
+def visible(text: object, encoding: str = "utf-8") -> str:
+    """The same text, its lines and tabs as they are, other control characters as escapes, and so
+    what an encoding does not have.
 
     >>> print(visible("a\\x1b[31m red\\u202e circle"))
     a\\x1b[31m red\\u202e circle
     """
     text = str(text)
-    return text if text.isprintable() else "".join(map(_shown, text))
+    text = text if text.isprintable() else "".join(map(_shown, text))
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def printable(text: object, limit: int = LIMIT) -> str:

@@ -132,6 +132,6 @@ os.register_at_fork(after_in_child=caller.forget)
 
 def leave(code: int) -> NoReturn:
     """End the process without waiting for any thread, with everything printed."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.flush()
     os._exit(code)

@@ -49,8 +49,10 @@ def tokenizer() -> CLIPTokenizer:
         vocab[special] = len(vocab)
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "vocab.json"), Path(folder, "merges.txt")
-        files[0].write_text(json.dumps(vocab))
-        files[1].write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
+        files[0].write_text(json.dumps(vocab), encoding="utf-8")
+        files[1].write_text(
+            "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8"
+        )
         return CLIPTokenizer.from_pretrained(folder, model_max_length=TEXT_TOKENS)
 
 

@@ -447,7 +447,7 @@ def _log_file(path: str | None, reward: str) -> Path | None:
     file = Path(path).expanduser()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("a").close()
+        file.open("ab").close()
     except OSError as error:
         raise ValueError(f"reward.{reward}.log={path} cannot be written: {error}") from error
     return file

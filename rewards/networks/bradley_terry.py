@@ -164,7 +164,7 @@ def save_head(head: Head, config: HeadConfig, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = {key: value.contiguous() for key, value in head.state_dict().items()}
     save_file(state, str(folder / WEIGHTS))
-    (folder / CONFIG).write_text(json.dumps(config.model_dump(), indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(config.model_dump(), indent=2) + "\n", encoding="utf-8")
 
 
 def load_head(folder: Path) -> tuple[Head, HeadConfig]:
@@ -175,7 +175,7 @@ def load_head(folder: Path) -> tuple[Head, HeadConfig]:
             f"{folder} holds no {CONFIG}; give one that scripts/embedded/train_preference.py wrote"
         )
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not (folder / WEIGHTS).is_file():

@@ -50,6 +50,10 @@ An unknown key, option or value stops with a sentence that names the nearest val
 2), and nothing is written. A YAML file holds at most 1 MB, 50 levels, each key once, and a million
 characters with its aliases written out.
 
+No command loses its work to printing: a character that the console does not have is printed as an
+escape (`\\u5706`), what nobody reads any more (`| head`, a closed terminal) is dropped and the
+command goes on, and files are UTF-8 whatever the console is.
+
 The defaults below are those of the schema; the files of `configs/model` and `configs/algorithm`
 change some of them. "Read with" says under which other settings a key has an effect; a run that
 sets it under others says so when it starts.

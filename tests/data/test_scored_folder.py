@@ -239,12 +239,12 @@ def test_what_was_scored_before_a_judge_went_away_is_kept_and_the_rest_is_named(
     assert not Path("none").exists()
 
 
-def test_the_list_is_written_before_the_table_whose_reader_may_leave(monkeypatch):
+def test_the_list_is_written_before_the_table_that_may_have_no_place(monkeypatch):
     noise("a.png")
-    leaving = (_ for _ in ()).throw
-    monkeypatch.setattr(terminal, "score_table", lambda *_: leaving(BrokenPipeError))
+    full = (_ for _ in ()).throw
+    monkeypatch.setattr(terminal, "score_table", lambda *_: full(OSError(28, "no space")))
     result = small.invoke("score", "a.png", "--prompt", "x", "--reward", "jpeg", "-o", "out")
-    assert result.exit_code == 0
+    assert result.exit_code == 1
     assert len(lines("out/scores.jsonl")) == 1
 
 
