@@ -19,8 +19,10 @@ from torch import Tensor
 from torchvision.transforms.functional import resize
 
 from flowrl.data import media as pictures
+from flowrl.data.as_seen import as_seen
 from flowrl.data.media import from_pil, media_kind
 from flowrl.data.stored import Stored
+from flowrl.runtime.log import logger
 from flowrl.runtime.text import printable
 from flowrl.types import MediaContext
 
@@ -36,6 +38,10 @@ def is_picture(name: str) -> bool:
     """Whether an argument of this name takes pictures, from paths in a file."""
     parts = name.split("_")
     return name not in NOT and any(part in PICTURES for part in parts) and "num" not in parts
+
+
+def is_mask(name: str) -> bool:
+    return not {"mask", "masks"}.isdisjoint(name.split("_"))
 
 
 def is_condition(name: str) -> bool:
@@ -96,7 +102,7 @@ def _kind(name: str, value: Any) -> Any:
         return tuple(_kind(name, entry) for entry in value)
     if isinstance(value, Image.Image):
         return value.size
-    if is_picture(name) and isinstance(value, str) and Path(value).suffix.lower() not in VIDEOS:
+    if is_picture(name) and isinstance(value, str) and not _moves(name, value):
         return pictures.image_size(Path(value))
     return type(value).__name__
 
@@ -142,21 +148,37 @@ def load(name: str, value: Any) -> Any:
         return value
     if isinstance(value, list):
         return [load(name, entry) for entry in value]
+    if isinstance(value, Image.Image):
+        return as_seen(value, alpha=is_mask(name))
     if isinstance(value, Stored):
-        return _stored(value)
+        return _stored(value, is_mask(name))
     if not isinstance(value, str | Path):
         return value
-    return _frames(str(value)) if Path(value).suffix.lower() in VIDEOS else _picture(str(value))
+    return _frames(str(value)) if _moves(name, value) else _picture(str(value), is_mask(name))
+
+
+def _moves(name: str, value: str | Path) -> bool:
+    """Whether a file is given as frames: to an argument that takes videos, or by its kind."""
+    if {"video", "videos"}.intersection(name.split("_")):
+        return True
+    return Path(value).suffix.lower() in VIDEOS and pictures.has_frames(Path(value))
 
 
 @functools.lru_cache(KEPT)
-def _picture(path: str) -> Image.Image:
-    return pictures.to_pil(pictures.read_image(Path(path)))[0]
+def _picture(path: str, alpha: bool) -> Image.Image:
+    picture = pictures.read_picture(Path(path), alpha=alpha)
+    (red, green, blue, *clear) = picture.getextrema()
+    if clear and all(low == high for low, high in (red, green, blue)):
+        logger.warning(
+            f"mask {path} has one colour and says by its transparency alone where it masks; a"
+            " pipeline that reads colours sees an even mask. Save it as white on black"
+        )
+    return picture
 
 
 @functools.lru_cache(KEPT)
-def _stored(picture: Stored) -> Any:
-    return picture.picture()
+def _stored(picture: Stored, alpha: bool) -> Any:
+    return picture.picture(alpha)
 
 
 @functools.lru_cache(16)
@@ -187,7 +209,7 @@ def _sources(rows: Sequence[Mapping[str, Any]], media: Tensor) -> Tensor | None:
     a row has none, or the media are no pictures."""
     if not rows or not has_source(rows) or media_kind(media.shape) == "arrays":
         return None
-    own = [from_pil(load("image", _source(row)).convert("RGB"))[0] for row in rows]
+    own = [from_pil(load("image", _source(row)))[0] for row in rows]
     size = tuple(media.shape[-2:])
     fitted = [
         p if p.shape[-2:] == size else resize(p, list(size), antialias=True).clamp(0, 1)

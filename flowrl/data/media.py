@@ -11,15 +11,17 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
+from flowrl.data.as_seen import ORIENTATION, as_seen, frame_as_seen, is_plain
 from flowrl.runtime import files
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
@@ -30,8 +32,7 @@ MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", *PYAV_SUFFIXES)  # that are read
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # whatever the suffix says
 MAX_PIXELS = 2**26  # of a picture: 8192 x 8192
 MAX_VIDEO_PIXELS = 2**29  # of all frames together: 258 of 1920 x 1080
-ORIENTATION = 0x0112  # of EXIF
-TURNED = (5, 6, 7, 8)  # its values with which width and height change places
+TURNED = (5, 6, 7, 8)  # of EXIF's orientation: width and height change places
 
 Kind = Literal["images", "videos", "arrays"]
 T = TypeVar("T")
@@ -67,14 +68,15 @@ def to_pil(media: Tensor) -> list[Image.Image]:
 
 
 def from_pil(images: Image.Image | Sequence[Image.Image]) -> Tensor:
-    """Images of one size -> (B, 3, H, W) fp32 in [0, 1]."""
+    """Images of one size, as they are seen -> (B, 3, H, W) fp32 in [0, 1]."""
     images = [images] if isinstance(images, Image.Image) else list(images)
+    images = [as_seen(image) for image in images]
     sizes = sorted({image.size for image in images})
     if len(sizes) != 1:
         raise ValueError(
             f"images of one size make a batch; there are {len(images)} images of sizes {sizes}"
         )
-    pixels = np.stack([np.asarray(image.convert("RGB")) for image in images])
+    pixels = np.stack([np.asarray(image) for image in images])
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous().float() / 255
 
 
@@ -111,21 +113,38 @@ def _too_large(name: object, size: str, most: int) -> Unreadable:
 
 
 def read_image(path: Path) -> Tensor:
-    """(3, H, W) fp32 in [0, 1], upright as its EXIF says, without alpha.
+    """(3, H, W) fp32 in [0, 1], as it is seen (flowrl/data/as_seen.py).
 
     What cannot be read, has more than MAX_PIXELS or is animated -> ValueError that names the file.
     """
-    return _read(path, lambda image: from_pil(ImageOps.exif_transpose(image))[0])
+    return from_pil(read_picture(path))[0]
 
 
-def decode_image(content: bytes, called: str) -> Tensor:
-    """As `read_image`, of the bytes of a file; errors name them as `called`."""
-    return _read(Path(called), lambda image: from_pil(ImageOps.exif_transpose(image))[0], content)
+def read_picture(path: Path, *, content: bytes | None = None, alpha: bool = False) -> Image.Image:
+    """As `read_image`, as a PIL image. content: the bytes of the file, which errors call `path`.
+    alpha: what is transparent stays so, as RGBA."""
+    return _read(path, partial(as_seen, alpha=alpha), content)
 
 
 def image_size(path: Path) -> tuple[int, int]:
     """(width, height) of `read_image`, from the file's head alone."""
     return _read(path, lambda image: image.size[::-1] if _turned(image) else image.size)
+
+
+def has_frames(path: Path) -> bool:
+    """Whether a file is a video or an animated picture."""
+    return path.suffix.lower() in PYAV_SUFFIXES or _guarded(path, _frames_of)[1] > 1
+
+
+def depends_on_reader(path: Path) -> bool:
+    """Whether a file's pixels say less than how it is seen, so that another version of the reader
+    may make other numbers of it: a video, transparency, a colour profile, a turned animation."""
+    if path.suffix.lower() in PYAV_SUFFIXES:
+        return True
+    plain, turned, count = _guarded(
+        path, lambda image: (is_plain(image), _oriented(image) != 1, _frames_of(image)[1])
+    )
+    return not plain or (turned and count > 1)
 
 
 def check_readable(path: Path) -> None:
@@ -151,9 +170,7 @@ def read_media(path: Path, *, frames: int) -> Tensor:
 
     frames: the most that are read, evenly spaced from the first to the last.
     """
-    if path.suffix.lower() in IMAGE_SUFFIXES and _guarded(path, _frames_of)[1] == 1:
-        return read_image(path)
-    return read_frames(path, most=frames)
+    return read_frames(path, most=frames) if has_frames(path) else read_image(path)
 
 
 def read_frames(path: Path, *, most: int | None = None) -> Tensor:
@@ -175,7 +192,7 @@ def _seek(image: Image.Image, path: Path, most: int | None) -> Iterator[Image.Im
     _check_video(path, width, height, count)
     for place in spaced(count, most):
         image.seek(first + place)
-        yield image.convert("RGB")
+        yield as_seen(image)
 
 
 def spaced(count: int, most: int | None) -> list[int]:
@@ -209,18 +226,38 @@ def _of_video(path: Path, most: int | None) -> Tensor:
     try:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
+            square = stream.sample_aspect_ratio or 1  # the width of a pixel by its height
             count = sum(packet.size > 0 for packet in container.demux(stream))
-            _check_video(path, stream.width, stream.height, count)
+            _check_video(path, round(stream.width * square), stream.height, count)
         wanted, found = set(spaced(count, most)), []
         with av.open(str(path)) as container:
-            for place, frame in enumerate(container.decode(video=0)):
-                _check_video(path, frame.width, frame.height, place + 1)
-                found += [frame.to_image()] if place in wanted else []
+            for place, frame in enumerate(_decoded(container, av)):
+                size = (round(frame.width * square), frame.height)
+                _check_video(path, *size, place + 1)
+                found += [frame_as_seen(frame, size)] if place in wanted else []
         return from_pil(found)
     except Unreadable:
         raise
     except Exception as error:  # PyAV raises a kind for each of FFmpeg's errors
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{path} cannot be read: {_reason(error)}") from None
+
+
+def _decoded(container: Any, av: Any) -> Iterator[Any]:
+    """Frames of an open video, with their transparency, which FFmpeg's own decoders of VP8 and VP9
+    leave out."""
+    stream = container.streams.video[0]
+    library = {"vp8": "libvpx", "vp9": "libvpx-vp9"}.get(stream.codec_context.name)
+    if library is None or stream.metadata.get("alpha_mode") != "1":
+        yield from container.decode(video=0)
+        return
+    decoder = av.CodecContext.create(library, "r")
+    for packet in container.demux(stream):
+        yield from decoder.decode(packet)
+
+
+def _reason(error: Exception) -> str:
+    """What a library says, by its kind, or a sentence of ours."""
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
 def _pyav(doing: str, instead: str) -> Any:
@@ -234,7 +271,26 @@ def _pyav(doing: str, instead: str) -> Any:
 
 
 def _turned(image: Image.Image) -> bool:
-    return "exif" in image.info and image.getexif().get(ORIENTATION) in TURNED
+    return _oriented(image) in TURNED
+
+
+def _oriented(image: Image.Image) -> int:
+    """EXIF's orientation of an open picture; a PNG may say it behind its pixels."""
+    tagged = any(key == "exif" or "xmp" in key.lower() for key in image.info)
+    if not tagged and not (image.format == "PNG" and _tagged_at_end(image.fp)):
+        return 1
+    return int(image.getexif().get(ORIENTATION, 1))
+
+
+def _tagged_at_end(file: Any) -> bool:
+    """Whether chunks of an open PNG hold EXIF or XMP; none is decoded."""
+    here, found = file.tell(), False
+    file.seek(8)
+    while not found and len(head := file.read(8)) == 8:
+        found = head[4:] in (b"eXIf", b"iTXt")
+        file.seek(int.from_bytes(head[:4]) + 4, 1)
+    file.seek(here)
+    return found
 
 
 def _read(path: Path, read: Callable[[Image.Image], T], content: bytes | None = None) -> T:
@@ -259,18 +315,13 @@ def _guarded(path: Path, read: Callable[[Image.Image], T], content: bytes | None
     try:
         source = path if content is None else content
         with open_image(source, called=str(path)) as image:
-            if image.mode.startswith(("I", "F")):
-                raise Unreadable(  # Pillow would clip these to white
-                    f"{path} cannot be read: its pixels are of mode {image.mode}; save it with 8"
-                    " bits a channel"
-                )
             return read(image)
     except Unreadable:
         raise
     # Pillow raises OSError, SyntaxError, struct.error ... for broken files and broken EXIF
     except Exception as error:
         here = content is not None or path.is_file()
-        reason = f"{type(error).__name__}: {error}" if here else "it does not exist"
+        reason = _reason(error) if here else "it does not exist"
         raise ValueError(f"{path} cannot be read: {reason}") from None
 
 

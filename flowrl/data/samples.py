@@ -14,6 +14,8 @@ from typing import Any
 
 from flowrl.data import tables
 from flowrl.data.media import IMAGE_SUFFIXES
+from flowrl.runtime.log import logger
+from flowrl.runtime.text import listed
 
 LIST = "scores.jsonl"
 OWN_LISTS = (
@@ -57,7 +59,8 @@ def collect(
     if prompt is None and prompts is None:
         samples = [sample for place in media for sample in _own(place, suffixes)]
     else:
-        paths = [path for place in media for path in images(place, suffixes)]
+        lists = [prompts] if prompts else []
+        paths = [path for place in media for path in images(place, suffixes, lists)]
         samples = (
             [Sample(path=path, prompt=prompt, meta={}) for path in paths]
             if prompt is not None
@@ -79,17 +82,25 @@ def _check_distinct(samples: Sequence[Sample]) -> None:
         seen.add(name)
 
 
-def images(place: Path, suffixes: Sequence[str] = IMAGE_SUFFIXES) -> list[Path]:
-    """The file itself, or every image below a folder but hidden ones.
+def images(
+    place: Path, suffixes: Sequence[str] = IMAGE_SUFFIXES, lists: Sequence[Path] = ()
+) -> list[Path]:
+    """The file itself, or every image below a folder but hidden ones. Other files there, apart from
+    lists (paths) and the folder's own, are counted and named in a warning.
 
     None there, or a file of another kind -> ValueError.
     """
     known = ", ".join(suffixes)
     if place.is_dir():
-        files = (path for path in place.rglob("*") if path.suffix.lower() in suffixes)
-        found = sorted(path for path in files if path.name[0] != ".")
+        files = sorted(path for path in place.rglob("*") if path.name[0] != "." and path.is_file())
+        found = [path for path in files if path.suffix.lower() in suffixes]
+        read = {*found, *lists, *(place / name for name in OWN_LISTS)}
+        left = [str(path.relative_to(place)) for path in files if path not in read]
+        said = f"{len(left)} of {len(files)} files in {place} are not read: {listed(left)}"
         if not found:
-            raise ValueError(f"{place} holds no image ({known})")
+            raise ValueError(f"{place} holds no image ({known}){f'; {said}' if left else ''}")
+        if left:
+            logger.warning(f"{said}; what is read ends in {known}")
         return found
     if not place.is_file():
         raise ValueError(f"{place} does not exist; give image files, or a folder of them")

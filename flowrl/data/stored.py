@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from flowrl.data import media
 
 
@@ -27,26 +25,24 @@ class Stored:
     folder: Path
     cell: Callable[[], Any] = field(compare=False, repr=False)
 
-    def picture(self) -> Any:
-        """The decoded picture, RGB and upright. What cannot be read -> ValueError that names it."""
-        return self._decoded(self.cell())
+    def picture(self, alpha: bool = False) -> Any:
+        """The decoded picture, as it is seen; alpha: see media.read_picture. What cannot be read ->
+        ValueError that names it."""
+        return self._decoded(self.cell(), alpha)
 
     def tobytes(self) -> bytes:
         """What stands for it in the identity of a run."""
         return f"{self.version} {self.where} {self.column}".encode()
 
-    def _decoded(self, cell: Any) -> Any:
+    def _decoded(self, cell: Any, alpha: bool) -> Any:
         if isinstance(cell, list):
-            return [self._decoded(entry) for entry in cell]
+            return [self._decoded(entry, alpha) for entry in cell]
         what = f'{self.where}: "{self.column}"'
         if cell is None or (not cell.get("bytes") and not cell.get("path")):
             raise ValueError(f"{what} holds no picture")
         if content := cell.get("bytes"):
-            return media.to_pil(media.decode_image(content, what))[0]
-        return self._opened(self.folder / cell["path"])
-
-    def _opened(self, path: Path) -> Image.Image:
-        return media.to_pil(media.read_image(path))[0]
+            return media.read_picture(Path(what), content=content, alpha=alpha)
+        return media.read_picture(self.folder / cell["path"], alpha=alpha)
 
 
 def is_struct(names: set[str]) -> bool:

@@ -8,13 +8,14 @@ escapes, such as \\x1b and \\u202e, and long text is cut.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 LIMIT = 300  # characters of a sentence from elsewhere
 LONGEST = 2000  # characters of a sentence of flowrl, with all that it quotes
 OBEYED = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # categories of Unicode
 KEPT = frozenset("\n\t\u200c\u200d")  # lines, columns, and joiners, which scripts and emoji need
 DEEPEST = 10  # causes of causes
+NAMED = 8  # most items of a list in a sentence
 
 
 def visible(text: object, encoding: str = "utf-8") -> str:
@@ -43,6 +44,12 @@ def printable(text: object, limit: int = LIMIT) -> str:
 def one_line(text: object) -> str:
     """A sentence of flowrl: as `printable`, spaces as they are (of a path), and longer."""
     return _cut(" ".join(str(text).splitlines()), LONGEST)
+
+
+def listed(items: Sequence[str]) -> str:
+    """Items of a sentence: the first few, and how many more there are."""
+    more = f" and {len(items) - NAMED} more" if len(items) > NAMED else ""
+    return ", ".join(items[:NAMED]) + more
 
 
 def told(error: object) -> str:

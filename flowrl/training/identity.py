@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from flowrl.config.live import Live
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
-from flowrl.data import hf
-from flowrl.data.media import MEDIA_SUFFIXES
+from flowrl.data import as_seen, hf
+from flowrl.data.media import MEDIA_SUFFIXES, depends_on_reader
 from flowrl.data.scored_folder import list_of
 from flowrl.policy import Policy
 from flowrl.policy.quantised import plain_tensors
@@ -53,6 +53,7 @@ RESUMABLE = (
     "batch.states",
 )  # change no number either
 
+READ = "the reader of videos, transparency and colour profiles"
 NOTHING = Live()  # no live objects
 
 Identity = dict[str, dict[str, Any]]  # config, files, networks, code, sources: name -> value
@@ -81,7 +82,13 @@ def of_parts(
     if sizes := [f"{path} {path.stat().st_size}" for path in media]:
         known["files"]["images of the data"] = _hex("\n".join(sizes).encode())
     known["live"] = of_live(live)
+    known["reader"] = of_reader(media)
     return {**known, "networks": networks, "sources": {"flowrl": _sources()}}
+
+
+def of_reader(media: Iterable[Path]) -> dict[str, str]:
+    """The version of what reads pictures and videos, where another one may read these otherwise."""
+    return {READ: as_seen.READER} if any(map(depends_on_reader, media)) else {}
 
 
 def of_live(live: Live) -> dict[str, str]:
@@ -119,6 +126,7 @@ def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
     Other sources of the same version may: a comment is one too.
     """
     found = []
+    old = {"reader": {}, **old}  # versions before kept none
     for section in (old.keys() & new.keys()) - {"sources"}:
         before, now = flatten(old[section]), flatten(new[section])
         for key in sorted(before.keys() | now.keys()):

@@ -13,10 +13,9 @@ from flowrl.runtime import checkpoint, files, history
 from flowrl.runtime.checkpoint import Checkpoint, CheckpointError
 from flowrl.runtime.log import logger
 from flowrl.runtime.run_folder import config_file, metrics_digest, recorded
+from flowrl.runtime.text import listed
 from flowrl.training import identity, state
 from flowrl.training.identity import Identity
-
-NAMED = 8  # most changes or numbers in a sentence
 
 
 def config_of(run: Path, overrides: list[str] | None = None) -> Config:
@@ -106,7 +105,7 @@ def _changes(run: Path, meta: dict[str, Any], now: Identity) -> list[str]:
 def _refuse(changes: list[str], run: Path) -> None:
     if changes:
         raise ValueError(
-            f"{run} has changed since its newest checkpoint: {_listed(changes)}; undo that, start"
+            f"{run} has changed since its newest checkpoint: {listed(changes)}; undo that, start"
             " a new run, or add --accept-changes to go on with it"
         )
 
@@ -133,10 +132,10 @@ def _tell(run: Path, found: Checkpoint, changes: list[str], sources: dict[str, s
         what = "flowrl's source code was edited since then, so that numbers may differ"
         _note(run, "edited", iteration, what)
     if changes:
-        what = f"accepted: {_listed(changes)}"
+        what = f"accepted: {listed(changes)}"
         _note(run, "changed", iteration, what, changes=changes)
     if lost := _lost(run, iteration):
-        numbers = _listed([str(number) for number in lost])
+        numbers = listed([str(number) for number in lost])
         _note(
             run,
             "lost",
@@ -163,8 +162,3 @@ def _lost(run: Path, iteration: int) -> list[int]:
     """Iterations up to a checkpoint that metrics.jsonl does not hold: lines lost or damaged."""
     found = recorded(run) if (run / "metrics.jsonl").exists() else {}
     return [i for i in range(1, iteration + 1) if i not in found]
-
-
-def _listed(items: list[str]) -> str:
-    more = f" and {len(items) - NAMED} more" if len(items) > NAMED else ""
-    return ", ".join(items[:NAMED]) + more

@@ -48,10 +48,13 @@ def write_parquet(path, rows, group=2):
 @pytest.fixture
 def decoded(monkeypatch):
     """How often a picture was decoded."""
-    seen, real = [], media.decode_image
-    monkeypatch.setattr(
-        stored.media, "decode_image", lambda content, name: seen.append(name) or real(content, name)
-    )
+    seen, real = [], media.read_picture
+
+    def counted(path, *, content=None, alpha=False):
+        seen.extend([str(path)] if content else [])
+        return real(path, content=content, alpha=alpha)
+
+    monkeypatch.setattr(stored.media, "read_picture", counted)
     return seen
 
 

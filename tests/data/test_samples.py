@@ -98,3 +98,35 @@ def test_copies_get_names_that_a_folder_may_list():
     words = ["score", "one\\two.png", "--prompt", "x", "--reward", "jpeg", "-o", "out"]
     assert small.invoke(*words).exit_code == 0
     assert scored_dataset.load("out").paths == [Path("out/media/one_two.png")]
+
+
+def test_files_of_a_folder_that_are_not_read_are_counted_and_named(caplog):
+    noise("all/a.png")
+    noise("all/deep/b.png", seed=1)
+    listing("all/own.jsonl", {"file": "a.png", "prompt": "x"})
+    assert len(collect([Path("all")], prompt="x")) == 2
+    assert "1 of 3 files in all are not read: own.jsonl; what is read ends in .png" in caplog.text
+    caplog.clear()
+    listing("all/metadata.jsonl", {"file": "a.png", "prompt": "x"})
+    for name in ("all/photo.HEIC", "all/deep/scan.tif", "all/.hidden", "all/a.txt"):
+        Path(name).write_text("x")
+    collect([Path("all")], prompt="x")
+    assert "4 of 7 files in all are not read: a.txt, deep/scan.tif, own.jsonl, pho" in caplog.text
+    caplog.clear()
+    for i in range(20):
+        Path(f"all/{i:02}.avif").write_text("x")
+    collect([Path("all")], prompt="x")
+    assert "24 of 27 files in all" in caplog.text and "07.avif and 16 more" in caplog.text
+    Path("none").mkdir()
+    Path("none/a.bmp").write_text("x")
+    with pytest.raises(
+        ValueError, match=r"none holds no image .*1 of 1 files in none are not read"
+    ):
+        collect([Path("none")], prompt="x")
+
+
+def test_a_list_that_is_given_counts_as_read(caplog):
+    noise("all/a.png")
+    listing("all/own.jsonl", {"file": "a.png", "prompt": "x"})
+    collect([Path("all")], prompts=Path("all/own.jsonl"))
+    assert "not read" not in caplog.text

@@ -141,12 +141,11 @@ def test_a_broken_image_is_named_and_skipped_and_the_exit_code_is_1():
     whole = [noise(f"{name}.png", seed=ord(name)) for name in "acd"]
     Path("b.png").write_bytes(whole[0].read_bytes()[:200])
     Path("e.png").write_text("no picture")
-    Image.new("I;16", (16, 16), 40000).save("f.png")
+    Path("f.png").write_bytes(whole[0].read_bytes()[:90])
     result = small.invoke("score", ".", "--prompt", "x", "--reward", "jpeg", "-o", "out")
     said = [line for line in result.stderr.splitlines() if line.startswith("flowrl: left out: ")]
     assert result.exit_code == 1 and len(said) == 3
     assert all(f"{name}.png cannot be read" in line for name, line in zip("bef", said, strict=True))
-    assert "pixels are of mode I" in said[2]
     assert [line["file"] for line in lines("out/scores.jsonl")] == [
         "media/a.png",
         "media/c.png",
