@@ -67,6 +67,10 @@ class Letters:
             {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
         )
 
+    def tokenize(self, text: str) -> list[str]:
+        """What is asked for by pipelines that look for learned words in a prompt."""
+        return list(text)
+
     def batch_decode(self, ids: torch.Tensor) -> list[str]:
         return ["" for _ in ids]
 
