@@ -45,6 +45,7 @@ class Letters:
 
     def __init__(self, vocabulary: int, length: int) -> None:
         self.vocabulary, self.model_max_length = vocabulary, length
+        self.added_tokens_encoder: dict[str, int] = {}  # words that a prompt may have learned
 
     def __call__(
         self,
