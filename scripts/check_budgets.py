@@ -45,14 +45,25 @@ def imports(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def graph(files: dict[str, Path]) -> dict[str, set[str]]:
-    """Module -> modules of ours that it imports; a name of a package counts as the package."""
+    """Module -> modules of ours that it needs: what it imports, and the packages on the way there,
+    whose __init__ runs first (but for those that the module itself lies in, which run already).
+
+    `from package import module` needs the package, from inside it too.
+    """
     out: dict[str, set[str]] = {}
     for module, path in files.items():
-        found = {
-            f"{base}.{name}" if f"{base}.{name}" in files else base for base, name in imports(path)
-        }
+        found: set[str] = set()
+        for base, name in imports(path):
+            parts = base.split(".")
+            above = {".".join(parts[:n]) for n in range(1, len(parts))}
+            found |= {base, f"{base}.{name}"} | {p for p in above if not within(module, p)}
         out[module] = found & files.keys() - {module}
+    out.pop("flowrl", None)  # its names load lazily
     return out
+
+
+def within(module: str, package: str) -> bool:
+    return module.startswith(f"{package}.")
 
 
 def folder_of(module: str) -> str:
@@ -76,9 +87,9 @@ def levels(edges: dict[str, set[str]]) -> tuple[int, list[str]]:
 def folder_graph(files: dict[str, Path]) -> dict[str, set[str]]:
     """Top-level folder -> others that its files import. flowrl/__init__ names them all, lazily."""
     out: dict[str, set[str]] = {}
-    for module, found in graph({m: p for m, p in files.items() if m != "flowrl"}).items():
+    for module, found in graph(files).items():
         here = folder_of(module)
-        out.setdefault(here, set()).update({folder_of(m) for m in found} - {here})
+        out.setdefault(here, set()).update({folder_of(m) for m in found - {"flowrl"}} - {here})
     return out
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from flowrl.runtime.text import one_line, told, visible
 
@@ -29,7 +30,22 @@ Hints = Annotated[
 ]
 
 LARGEST_SEED = 2**63 - 1
+MAY_BE_EMPTY = ("prompts", "--prompt")  # texts of prompts
 MOST = 20  # lines of wrong settings that are printed
+
+
+class Command(TyperCommand):
+    """A command that refuses an option or an argument without a text, as of an unset variable."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = self.make_parser(ctx).parse_args([*args])[0]  # an empty path would become "."
+        for param in self.params:
+            given, name = words.get(param.name or ""), max(param.opts, key=len)
+            empty = "" in (given if isinstance(given, list | tuple) else (given,))
+            if empty and name not in MAY_BE_EMPTY:
+                complain(f"{name} is empty; was a shell variable unset? give it, or leave it out")
+                raise typer.Exit(2)
+        return super().parse_args(ctx, args)
 
 
 @contextmanager
@@ -132,7 +148,7 @@ def named_values(option: str, words: list[str] | None, example: str) -> dict[str
         if not equals or not name:
             raise ValueError(f"{option} {word} should be NAME=VALUE, such as {example}")
         try:
-            out[name] = yaml_text.load(value)
+            out[name] = yaml_text.load(value) if value else ""
         except yaml.YAMLError:
             out[name] = value
     return out

@@ -11,6 +11,7 @@ import typer
 
 from flowrl.cli import budget, check, evaluate, generate, report, score, serve, show, train
 from flowrl.cli import list as list_
+from flowrl.cli.common import Command
 from flowrl.runtime.streams import keep_streams_open
 
 COMMANDS = {  # in the order of `flowrl --help`
@@ -35,7 +36,7 @@ app = typer.Typer(
     help="Align image and video generators with reinforcement learning.",
 )
 for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
+    app.command(_name, cls=Command)(_command)
 
 
 def main() -> None:

@@ -29,6 +29,8 @@ def report(
     from flowrl.runtime import run_folder
 
     with one_sentence_errors():
+        if output and output.suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f'"{output.name}": the page is an .html file; end --output in .html')
         if output is None:
             run_folder.read(run)  # it is a run
         with nullcontext() if output else own(run, "flowrl report"):

@@ -43,6 +43,11 @@ def parse_override(text: str) -> Override:
     word = WORD.fullmatch(text)
     if word is None or (word["value"] is None and word["sign"] != "~"):
         raise ValueError(f'"{printable(text)}" is not key=value')
+    if word["value"] == "":
+        raise ValueError(
+            f'"{printable(text)}" has no value; was a shell variable unset? give one, or'
+            f" {word['key']}=null for none, or {word['key']}='\"\"' for an empty text"
+        )
     try:
         values = parse_values(word["value"] or "")
     except (GrammarParseError, UserWarning, ValueError) as error:
@@ -55,8 +60,7 @@ def parse_override(text: str) -> Override:
             f'"{printable(text)}" gives several values; a run takes one, and a list is written'
             f" {word['key']}=[...]"
         )
-    empty = None if word["value"] is None else ""
-    value = values[0] if values else empty
+    value = values[0] if values else None
     return Override(text=text, sign=word["sign"], key=word["key"], value=value)
 
 

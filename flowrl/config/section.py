@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
+
+from flowrl.runtime.filled import Filled
 
 Guidance = float | Literal["none", "pipeline"]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class Section(BaseModel):
+class Section(Filled):
     """Base of all sections: unknown keys are errors, values cannot change after validation."""
 
     model_config = ConfigDict(

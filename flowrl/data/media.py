@@ -26,7 +26,7 @@ from flowrl.runtime import files
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".gif")  # that are written
-ARRAY = ".npy"  # of media that are no pictures
+ARRAY = ".npy"  # numbers as they are, of any media
 PYAV_SUFFIXES = (".mp4", ".mov", ".mkv", ".webm", ".avi")  # that are read with the extra "video"
 MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", *PYAV_SUFFIXES)  # that are read
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # whatever the suffix says
@@ -35,6 +35,11 @@ MAX_VIDEO_PIXELS = 2**29  # of all frames together: 258 of 1920 x 1080
 TURNED = (5, 6, 7, 8)  # of EXIF's orientation: width and height change places
 
 Kind = Literal["images", "videos", "arrays"]
+WRITTEN: dict[Kind, tuple[str, ...]] = {
+    "images": (*IMAGE_SUFFIXES, ARRAY),
+    "videos": (*VIDEO_SUFFIXES, ARRAY),
+    "arrays": (ARRAY,),
+}
 T = TypeVar("T")
 
 
@@ -329,8 +334,8 @@ def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:
     """Write one image (3, H, W) or one video (F, 3, H, W), float in [0, 1], or one array of any
     other shape, as it is.
 
-    The suffix chooses the format; one that does not fit the media -> ValueError. .mp4 needs the
-    extra "video"; .gif does without. Folders are made.
+    The suffix chooses the format; one that does not fit the media -> ValueError. .npy holds the
+    numbers of any media in fp32. .mp4 needs the extra "video"; .gif does without. Folders are made.
     """
     path = Path(path)
     _check_suffix(path, tuple(media.shape))
@@ -362,11 +367,10 @@ def fitting(path: Path, media: Tensor) -> Path:
     """The path, with another suffix where its own does not suit the media (one of them, as `save`
     takes it)."""
     kind = media_kind((1, *media.shape))
-    suffixes = {"images": IMAGE_SUFFIXES, "videos": VIDEO_SUFFIXES, "arrays": (ARRAY,)}[kind]
     even = kind == "videos" and all(side % 2 == 0 for side in media.shape[-2:])
     if path.suffix.lower() == ".mp4" and kind == "videos" and not even:
         return path.with_suffix(".gif")
-    if path.suffix.lower() in suffixes:
+    if path.suffix.lower() in WRITTEN[kind]:
         return path
     mp4 = even and find_spec("av") is not None
     usual = {"images": ".png", "videos": ".mp4" if mp4 else ".gif", "arrays": ARRAY}
@@ -388,14 +392,12 @@ def array_bytes(media: Tensor) -> bytes:
 
 
 def _check_suffix(path: Path, shape: tuple[int, ...]) -> None:
-    what, suffixes = {
-        "images": ("an image", IMAGE_SUFFIXES),
-        "videos": ("a video", VIDEO_SUFFIXES),
-        "arrays": (f"an array of shape {shape}, which is no picture,", (ARRAY,)),
-    }[media_kind((1, *shape))]
-    if path.suffix.lower() not in suffixes:
+    kind = media_kind((1, *shape))
+    array = f"an array of shape {shape}, which is no picture,"
+    what = {"images": "an image", "videos": "a video", "arrays": array}[kind]
+    if path.suffix.lower() not in WRITTEN[kind]:
         raise ValueError(
-            f'"{path.name}": {what} is saved as {", ".join(suffixes)}; the suffix is'
+            f'"{path.name}": {what} is saved as {", ".join(WRITTEN[kind])}; the suffix is'
             f' "{path.suffix}"'
         )
 

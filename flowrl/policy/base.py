@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.policy import heads, lora
+import flowrl.policy.heads as heads
+import flowrl.policy.lora as lora
 from flowrl.policy.compiled import Compiled, compile_blocks
 from flowrl.policy.offload import Turns
 from flowrl.policy.parts import Parts

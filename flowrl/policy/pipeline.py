@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.policy import lora
+import flowrl.policy.lora as lora
 from flowrl.policy.base import Policy
 from flowrl.policy.check import SelfCheck, self_check
 from flowrl.policy.parts import Parts

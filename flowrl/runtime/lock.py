@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from errno import EACCES, EINVAL, ENOLCK, ENOSYS, ENOTSUP, EOPNOTSUPP, EWOULDBLOCK
 from pathlib import Path
@@ -108,9 +109,10 @@ class _Handle:
         self.close()  # its holder removed it in between
         return False
 
-    def close(self) -> None:
+    def close(self, close: Callable[[int], None] = os.close) -> None:
+        """close: bound, because a module is empty by the time the interpreter ends."""
         if self.number >= 0:
-            os.close(self.number)
+            close(self.number)
             self.number = -1
 
     __del__ = close

@@ -106,9 +106,9 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
 
     # in full mode fp32 from here on; who kept what it returns would keep split weights whole
     policy.trainable.named()
+    data = {"prompts": prompts, "held-out prompts": held_out}
     media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
-    known = identity.of_parts(cfg, rewards, policy, media, live)
-    casts = autocast(cfg, policy.device)
+    known = identity.of_parts(cfg, rewards, policy, data, media, live)
     share_networks(cfg, world, policy, prompts, guidance)
     own = weights(cfg, algorithm, policy, accelerator)
     source = Source(
@@ -122,7 +122,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         policy=policy,
         view=algorithm.rollout_view,
         guidance=guidance,
-        autocast=casts,
+        autocast=autocast(cfg, policy.device),
         rewards=rewards.beside(policy),
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         helped_plan=helped_plan(cfg, algorithm, policy),

@@ -12,7 +12,7 @@ import importlib.metadata
 import inspect
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -35,6 +35,7 @@ from flowrl.runtime.side_files import shortened
 
 WHOLE = 2**26  # bytes: larger files are hashed by their size, their first and their last MiB
 ENDS = 2**20
+MEDIA_ENDS = 2**12  # of images and videos, of which there may be many
 SAMPLED = 64  # values of each tensor of a network
 WRITTEN = ("journal", "log")  # settings of rewards that name files which a run writes
 UNCOUNTED = ("cli", "report")  # folders of flowrl that change no number
@@ -55,6 +56,7 @@ RESUMABLE = (
 
 READ = "the reader of videos, transparency and colour profiles"
 NOTHING = Live()  # no live objects
+NO_DATA: Mapping[str, Any] = {}
 
 Identity = dict[str, dict[str, Any]]  # config, files, networks, code, sources: name -> value
 
@@ -69,36 +71,52 @@ def of_config(cfg: Config) -> Identity:
 
 
 def of_parts(
-    cfg: Config, rewards: RewardSet, policy: Policy, media: Iterable[Path], live: Live = NOTHING
+    cfg: Config,
+    rewards: RewardSet,
+    policy: Policy,
+    data: Mapping[str, Any] = NO_DATA,
+    media: Sequence[Path] = (),
+    live: Live = NOTHING,
 ) -> Identity:
-    """All of it. media: images that prompts or data.offline name, known by their sizes."""
+    """All of it. data: prompts as they were read, by what they are for; media: files that they or
+    data.offline name.
+
+    What is known only now has sections of its own, because two identities are compared by the
+    sections that both have.
+    """
     networks = {f"weights of {cfg.model.source}": _sampled(_frozen(policy))}
     for label, reward in rewards.rewards.items():
         if tensors := dict(_tensors(reward, "")):
             networks[f"weights of reward.{label}"] = _sampled(tensors)
     if rewards.features and (tensors := dict(_tensors(rewards.features, ""))):
         networks["weights of diversity.features"] = _sampled(tensors)
-    known = of_config(cfg)
-    if sizes := [f"{path} {path.stat().st_size}" for path in media]:
-        known["files"]["images of the data"] = _hex("\n".join(sizes).encode())
-    known["live"] = of_live(live)
-    known["reader"] = of_reader(media)
-    return {**known, "networks": networks, "sources": {"flowrl": _sources()}}
+    return {
+        **of_config(cfg),
+        "data": of_data(data, media),
+        "live": of_live(live),
+        "reader": of_reader(media),
+        "networks": networks,
+        "sources": {"flowrl": _sources()},
+    }
 
 
-def of_reader(media: Iterable[Path]) -> dict[str, str]:
+def of_data(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
+    """Hashes of prompts with all that they bring, and of the files that are named."""
+    read = {**data, "images of the data": [f"{path} {digest(path)}" for path in media]}
+    return {
+        name: _hex(json.dumps(things, default=_content, skipkeys=True).encode())
+        for name, things in read.items()
+    }
+
+
+def of_reader(media: Sequence[Path]) -> dict[str, str]:
     """The version of what reads pictures and videos, where another one may read these otherwise."""
     return {READ: as_seen.READER} if any(map(depends_on_reader, media)) else {}
 
 
 def of_live(live: Live) -> dict[str, str]:
-    """Hashes of the texts of live prompts, and of the code of live rewards and of an algorithm as
-    far as it can be read."""
-    found = {
-        name: _hex(json.dumps(prompts, default=_content, sort_keys=True).encode())
-        for name, prompts in (("prompts", live.prompts), ("held-out prompts", live.held_out))
-        if prompts is not None
-    }
+    """Hashes of the code of live rewards and of an algorithm as far as it can be read."""
+    found: dict[str, str] = {}
     coded: dict[str, Any] = {}
     if live.rewards:
         coded |= {f"reward.{label}": reward for label, reward in live.rewards.rewards.items()}
@@ -183,20 +201,20 @@ def _datasets(cfg: Config) -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """Hash of a file, or of the names and files of a folder; of images and videos, of the size."""
+    """Hash of a file, or of the names and files of a folder; of a large file, and of an image or a
+    video, of the size and both ends."""
     if path.is_dir():
         inside = sorted(place for place in path.rglob("*") if place.is_file())
         lines = (f"{place.relative_to(path)} {digest(place)}" for place in inside)
         return _hex("\n".join(lines).encode())
-    size = path.stat().st_size
-    if path.suffix.lower() in MEDIA_SUFFIXES:
-        return _hex(str(size).encode())
+    size, media = path.stat().st_size, path.suffix.lower() in MEDIA_SUFFIXES
+    whole, ends = (2 * MEDIA_ENDS, MEDIA_ENDS) if media else (WHOLE, ENDS)
     with path.open("rb") as file:
-        if size <= WHOLE:
+        if size <= whole:
             return hashlib.file_digest(file, "sha256").hexdigest()
-        first = file.read(ENDS)
-        file.seek(size - ENDS)
-        return _hex(str(size).encode() + first + file.read(ENDS))
+        first = file.read(ends)
+        file.seek(size - ends)
+        return _hex(str(size).encode() + first + file.read(ends))
 
 
 def _sources() -> str:

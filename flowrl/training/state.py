@@ -79,6 +79,7 @@ def save(trainer: Resumable) -> Path | None:
         "guards": parts.guards.state,
         "watch": parts.watch.state,
         "scaler": distributed.scaler_state(parts.weights.accelerator),
+        "flops": [[*call, flops] for call, flops in parts.source.ledger.flops_per_row.items()],
         "identity": parts.identity,
         "metrics": metrics_digest(path, trainer.iteration),
     }
@@ -142,6 +143,8 @@ def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
     parts.source.chooser.helper.restore(meta.get("help", {}))
     if "watch" in meta:
         parts.watch.state = meta["watch"]
+    measured = {(phase, kind, call): flops for phase, kind, call, flops in meta.get("flops", ())}
+    parts.source.ledger.flops_per_row = measured
     trainer.noise_watch.noise = dict(meta["noise"])
     trainer.ratio_check.restore(done=meta["ratio_checked"], recompute=meta["recompute"])
     trainer.learner.step, trainer.learner.nonfinite = meta["step"], meta["nonfinite"]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.runtime import registry
+from flowrl.runtime.filled import Filled
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
@@ -50,7 +51,7 @@ class RewardUnavailable(RuntimeError):
     """
 
 
-class Settings(pydantic.BaseModel):
+class Settings(Filled):
     """Base of every reward's settings: unknown keys are errors, and values stay as loaded."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)

@@ -82,6 +82,8 @@ def _check_new(word: Word, given: set[tuple[str, str]]) -> None:
 
 def _entered(word: Word, entry: dict[str, Any]) -> bool:
     """Put what a word gives into its reward's entry; False: it is not of a known form."""
+    if word.value == "":  # of a shell variable that is unset
+        return False
     try:
         if word.setting and word.value is not None:
             _put(entry, word.setting.split("."), yaml_text.load(word.value))

@@ -70,7 +70,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "nft": {"algorithm.steps": 2},
     "mix_grpo": {"algorithm.window.every": 1, "algorithm.window.size": 1, "checkpoint.every": 2},
 }
-CHANGING = ("time/", "flops", "memory/", "mfu")  # metrics that depend on the machine
+CHANGING = ("time/", "memory/", "mfu")  # metrics that depend on the machine
 Problems = list[str]
 
 

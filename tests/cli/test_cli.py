@@ -27,6 +27,12 @@ def run(tmp_path_factory):
     return result.output, folder
 
 
+@pytest.mark.parametrize("name", ["page.pdf", "page", "page.md", "page.html.zip"])
+def test_a_page_of_another_suffix_is_refused(tmp_path, name):
+    result = small.invoke("report", tmp_path, "--output", tmp_path / name)
+    assert result.exit_code == 2 and "the page is an .html file" in result.output
+
+
 def test_train_says_what_will_happen_and_what_came_out(run):
     output, folder = run
     plan = "2 prompts x 2 = 4 samples on 1 process(es); 4 steps, guidance none: 16 network calls"

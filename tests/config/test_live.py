@@ -189,17 +189,13 @@ def test_each_object_that_is_missing_is_asked_for():
     )
 
 
-def test_identity_knows_live_code_and_prompts_by_their_content():
-    _, live = settle(SETTINGS, rewards=[red, Mean()], algorithm=Own, prompts=["a"])
+def test_identity_knows_live_code_by_its_text():
+    _, live = settle(SETTINGS, rewards=[red, Mean()], algorithm=Own)
     known = of_live(live)
-    assert known.keys() == {
-        "prompts",
-        "code of reward.red",
-        "code of reward.mean",
-        "code of algorithm",
-    }
-    _, other = settle(SETTINGS, rewards=[red, Mean()], algorithm=Own, prompts=["b"])
-    assert {key for key, value in of_live(other).items() if value != known[key]} == {"prompts"}
+    assert known.keys() == {"code of reward.red", "code of reward.mean", "code of algorithm"}
+    _, other = settle(SETTINGS, rewards={"red": Mean(), "mean": Mean()}, algorithm=Own)
+    differ = {key for key, value in of_live(other).items() if value != known[key]}
+    assert differ == {"code of reward.red"}
 
 
 def test_a_run_goes_on_with_the_same_policy_and_refuses_other_prompts(tmp_path):

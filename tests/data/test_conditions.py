@@ -274,8 +274,9 @@ def test_a_run_trains_an_editor_on_its_pictures_and_knows_them(tmp_path):
     ]
     it = next(iter(flowrl.Trainer(flowrl.load_config(None, words))))
     assert it.metrics["policy/grad_norm"] > 0 and -1 < it.metrics["reward/total"] < 0
-    picture(3).resize((18, 18)).save(tmp_path / "1.png")
     again = flowrl.load_config(None, words)
+    flowrl.Trainer(again, resume=tmp_path / "run")  # nothing changed
+    picture(3).resize((18, 18)).save(tmp_path / "1.png")
     with pytest.raises(ValueError, match="images of the data"):
         flowrl.Trainer(again, resume=tmp_path / "run")
     (tmp_path / "text.txt").write_text("\n".join(PROMPTS))

@@ -4,7 +4,9 @@ import importlib.util
 import sys
 import warnings
 import zlib
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -95,6 +97,29 @@ def test_mp4_is_written_where_the_extra_is_installed(tmp_path):
 def test_a_suffix_that_does_not_fit_the_media_is_refused(tmp_path, shape, name, said):
     with pytest.raises(ValueError, match=said):
         media.save(torch.rand(shape), tmp_path / name)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 3, 8, 8), (1, 8, 8), (5, 2)])
+def test_the_numbers_of_any_media_are_an_array_whose_name_is_kept(tmp_path, shape):
+    made = torch.rand(shape).bfloat16()
+    for name in ("x.npy", "y.NPY"):
+        assert media.fitting(tmp_path / name, made) == tmp_path / name
+        found = np.load(media.save(made, tmp_path / name))
+        assert found.dtype == np.float32 and np.array_equal(found, made.float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "suits"),
+    [
+        ((3, 8, 8), "x.mp4", "x.png"),
+        ((3, 8, 8), "x.gif", "x.png"),
+        ((2, 3, 9, 8), "x.mp4", "x.gif"),
+        ((2, 3, 9, 8), "x.webp", "x.gif"),
+        ((4, 2), "x.gif", "x.npy"),
+    ],
+)
+def test_what_was_made_gets_the_usual_suffix_where_its_own_does_not_suit(shape, given, suits):
+    assert str(media.fitting(Path(given), torch.rand(shape))) == suits
 
 
 def _find(sheet, colour):

@@ -78,6 +78,55 @@ def test_no_file_imports_itself_through_others():
     ) == (3, [])
 
 
+CYCLES = {
+    "a package whose __init__ imports back": {
+        "flowrl.p": "from flowrl.p.base import Base",
+        "flowrl.p.base": "from flowrl.p import other",
+        "flowrl.p.other": "",
+    },
+    "the same through a neighbour": {
+        "flowrl.p": "import flowrl.p.base",
+        "flowrl.p.base": "import flowrl.p.load",
+        "flowrl.p.load": "def late():\n    from flowrl.p import base",
+    },
+    "a package on the way to what is imported": {
+        "flowrl.p": "from flowrl.q import one",
+        "flowrl.p.other": "",
+        "flowrl.q": "",
+        "flowrl.q.one": "from flowrl.p.other import name",
+    },
+    "a package above": {
+        "flowrl.p": "from flowrl.p.inner.base import Base",
+        "flowrl.p.inner": "",
+        "flowrl.p.inner.base": "from flowrl.p import Base",
+    },
+}
+
+
+def edges_of(folder, texts):
+    files = {name: folder / f"{name}.py" for name in texts}
+    for name, path in files.items():
+        path.write_text(texts[name])
+    return budgets.graph(files)
+
+
+@pytest.mark.parametrize("kind", CYCLES)
+def test_a_cycle_through_the_init_of_a_package_is_seen(tmp_path, kind):
+    assert "flowrl.p" in budgets.levels(edges_of(tmp_path, CYCLES[kind]))[1]
+
+
+def test_a_package_that_imports_its_own_modules_is_no_cycle(tmp_path):
+    own = {
+        "flowrl": "from flowrl.p import Base",
+        "flowrl.p": "from flowrl.p.base import Base",
+        "flowrl.p.base": "import flowrl.p.other as other\nfrom flowrl.p.inner.more import most",
+        "flowrl.p.inner": "",
+        "flowrl.p.inner.more": "from flowrl.p.other import name",
+        "flowrl.p.other": "",
+    }
+    assert budgets.levels(edges_of(tmp_path, own)) == (4, [])
+
+
 def test_no_file_imports_a_private_name_of_another():
     assert not budgets.private_imports(budgets.modules())
 

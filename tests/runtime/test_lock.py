@@ -24,6 +24,26 @@ sys.stdin.read()
 """
 
 
+KEPT = {
+    "sys": "stat.kept = held",
+    "a cycle": "stat.kept = [held]; stat.kept.append(stat.kept)",
+    "a generator that was left": """
+def steps():
+    with held:
+        yield 1
+stat.kept = steps()
+next(stat.kept)""",
+    "what was raised": """
+def fail():
+    own = held
+    raise KeyError("left")
+try:
+    fail()
+except KeyError as error:
+    stat.kept = error""",
+}
+
+
 def free(folder):
     """Whether nobody holds the lock: a file opened anew is asked, as another process would."""
     with open(folder / lock.FILE, "rb+") as file:
@@ -49,6 +69,18 @@ def test_a_second_process_learns_who_holds_the_folder_and_a_killed_one_blocks_no
     assert json.loads((tmp_path / lock.FILE).read_text())["pid"] == holder.pid
     with Lock(tmp_path, "flowrl report"):
         assert json.loads((tmp_path / lock.FILE).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_lock_that_lives_as_long_as_the_interpreter_ends_without_a_word(tmp_path, kept):
+    """Extensions such as torch leave references behind, as here to both modules: then the names in
+    lock.py are gone when the last object is."""
+    left = "import ctypes, stat\nfor module in (stat, sys.modules[Lock.__module__]):\n"
+    left += "    ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))\n"
+    code = HOLD.rpartition("print")[0] + left + KEPT[kept]
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert not done.stdout + done.stderr and free(tmp_path)
 
 
 def test_one_process_may_lock_a_folder_twice_and_lets_go_with_the_last(tmp_path):

@@ -160,7 +160,7 @@ def two(tmp_path_factory):
 
 def step_by_step(run):
     return [
-        {k: v for k, v in line.items() if not k.startswith((*small.CHANGING, "nfe/"))}
+        {k: v for k, v in line.items() if not k.startswith((*small.CHANGING, "nfe/", "flops"))}
         for line in small.lines(run)
     ]
 
