@@ -70,9 +70,9 @@ class ModelledPolicy(Policy):
         """What is bound of each prompt; the encoders are run by `encode_one`."""
         return cond_of(self.shapes, prompts, self.dtype, META)
 
-    def encode_one(self) -> list[Any]:
-        """One prompt through every text encoder, as a run asks them, row by row -> what they
-        answer, which a run keeps."""
+    def encode_one(self) -> list[Tensor]:
+        """One prompt through every text encoder, as a run asks them, row by row -> what a run keeps
+        of their answers: the states of a layer."""
         return [_encoded(self.others[e.part], e) for e in self.shapes.encoders]
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
@@ -102,20 +102,22 @@ def evenly(steps: int) -> Schedule:
     return Schedule(sigmas=sigmas, times=sigmas[:-1])
 
 
-def _encoded(module: Any, encoder: Encoder) -> Any:
-    """What a text encoder answers to a row of tokens."""
+def _encoded(module: Any, encoder: Encoder) -> Tensor:
+    """The states that a text encoder makes of a row of tokens."""
     tokens = torch.zeros(1, encoder.tokens, dtype=torch.int64, device=META)
     if hasattr(module, "model") and hasattr(module.model, "language_model"):  # of Qwen2.5-VL
         inner = module.model.language_model
         places = torch.zeros(3, 1, encoder.tokens, dtype=torch.int64, device=META)
         # without a mask: its values decide how one is made, and here there are none
-        return inner(
+        answer = inner(
             inputs_embeds=inner.embed_tokens(tokens),
             position_ids=places,
             output_hidden_states=encoder.hidden_states,
             use_cache=False,
         )
-    return module(tokens, output_hidden_states=encoder.hidden_states)
+    else:
+        answer = module(tokens, output_hidden_states=encoder.hidden_states)
+    return answer.hidden_states[-1] if encoder.hidden_states else answer[0]
 
 
 def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:

@@ -1,28 +1,38 @@
 """What loading a pipeline and its self-check cost, against a run of four steps of two prompts.
 
     python scripts/bench/loading.py [NAME ...]
+    python scripts/bench/loading.py --encoders [NAME ...]
 
-NAME: a case of tests/helpers/zoo; default: CASES below. For each network, the rows that it computes
-in loading and in the self-check, as a multiple of those of the run: denoisers are allowed 3 in all.
-Text encoders compute each prompt once: those of the run, and where that settles the length of
-texts, one more. Exit code 1 beyond.
+NAME: a case of tests/helpers/zoo; default: CASES below, with --encoders all of them. For each
+network, the rows that it computes in loading and in the self-check, as a multiple of those of the
+run: denoisers are allowed 3 in all. --encoders: the seconds of loading, the calls of each network
+of transformers in it beside the distinct prompts (and pictures) that it was asked, and the bytes
+kept of its answers beside those of them that the denoisers are given something of. Calls may be as
+many as prompts, and bytes 5% more. Exit code 1 beyond.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.table import Table
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import flowrl
+from flowrl.policy.replay.arguments import tensors_in
+from flowrl.policy.replay.unread import leaves, mapped
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
@@ -41,7 +51,8 @@ CASES = [
     "hyvideo",
     "qwen_edit",
 ]
-MOST = 3.0
+MOST, SURPLUS = 3.0, 1.05
+IN_VAIN = {"bria_fibo"}  # it reads all layers, and gives its denoiser some of them
 
 
 @contextlib.contextmanager
@@ -87,20 +98,171 @@ def costs(name: str) -> dict[str, tuple[float, float]]:
     return {k: (loaded[k] / own, checked[k] / own) for k, own in once.items()}
 
 
+# ---------------------------------------------------------------------------
+# what encoders are asked
+
+
+@dataclass
+class Asked:
+    """Calls of a network, and which prompts or pictures they were about."""
+
+    calls: int = 0
+    inside: bool = False  # of a call
+    distinct: set[Any] = field(default_factory=set)
+
+
+def questions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Any]:
+    """A question for each row of tokens: those that are not masked, and the pictures beside."""
+    found = [t for t in tensors_in((args, kwargs)) if isinstance(t, Tensor)]
+    pictures = tuple(hash(t.cpu().numpy().tobytes()) for t in found if t.is_floating_point())
+    tokens = [t for t in found if t.ndim == 2 and not t.is_floating_point()]
+    if not tokens:
+        return {pictures}
+    mask = kwargs.get("attention_mask")
+    if mask is None or mask.shape != tokens[0].shape:
+        mask = torch.ones_like(tokens[0])
+    rows = zip(tokens[0], mask, strict=True)
+    return {(tuple(row[own.bool()].tolist()), pictures) for row, own in rows}
+
+
+@contextlib.contextmanager
+def asked(pipe: Any) -> Iterator[dict[str, Asked]]:
+    """Calls of the pipeline's networks of transformers by component, while inside; a text that is
+    generated is one call."""
+    parts = {k: m for k, m in pipe.components.items() if isinstance(m, PreTrainedModel)}
+    seen = {name: Asked() for name in parts}
+
+    def counting(own: Asked, real: Any) -> Any:
+        @functools.wraps(real)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if own.inside:
+                return real(*args, **kwargs)
+            own.inside = True
+            try:
+                answer = real(*args, **kwargs)
+            finally:
+                own.inside = False
+            own.calls += 1  # not those that fail, as a form of call may that is tried
+            own.distinct |= questions(args, kwargs)
+            return answer
+
+        return call
+
+    methods = [(k, m, name) for k, m in parts.items() for name in ("forward", "generate")]
+    methods = [(k, m, name) for k, m, name in methods if hasattr(m, name)]
+    for key, module, name in methods:
+        setattr(module, name, counting(seen[key], getattr(module, name)))
+    try:
+        yield seen
+    finally:
+        for _, module, name in methods:
+            module.__dict__.pop(name, None)
+
+
+def kept_and_given(policy: Any, component: str) -> tuple[int, int]:
+    """(bytes kept of a network's answers, those of them that matter: what the denoisers are given
+    changes with them)."""
+    prober, answers = policy.prober, policy.prober.runner.answers
+    held: dict[tuple[Any, ...], int] = {}
+    for key, answer in answers.kept.items():
+        if key[0].rpartition(".")[0] == component:
+            for path, t in leaves(answer).items():
+                if not t.is_meta:
+                    place = (key[0], path)
+                    held[place] = held.get(place, 0) + t.numel() * t.element_size()
+
+    def given() -> list[Tensor]:
+        """What the first calls of runs on the record are given."""
+        out: list[Tensor] = []
+        for items in prober.apart(prober.record):
+            for it in prober.run(items, policy.steps, stop=lambda j, it: j > 0)[:2]:
+                out += [t.clone() for call in it.calls for t in tensors_in(call.args)]
+        return out
+
+    usual, matter = given(), 0
+    for (name, at), size in held.items():
+        before = dict(answers.kept)
+        for key, answer in before.items():
+            if key[0] == name:
+                answers.kept[key] = altered(answer, at)
+        changed = given()
+        answers.kept.update(before)
+        same = [
+            a.shape == b.shape and torch.equal(a, b) for a, b in zip(usual, changed, strict=True)
+        ]
+        matter += 0 if all(same) else size
+    return sum(held.values()), matter
+
+
+def altered(answer: Any, at: tuple[Any, ...]) -> Any:
+    """The answer with other values of the same kind at a place."""
+
+    def other(path: tuple[Any, ...], t: Tensor) -> Tensor:
+        if path != at or t.is_meta:
+            return t
+        return t * 1.5 + 0.5 if t.is_floating_point() else t.flip(-1)
+
+    return mapped(other, answer)
+
+
+def encoders(name: str) -> tuple[float, dict[str, tuple[int, int, int, int]]]:
+    """Seconds of loading; by network: calls, distinct prompts, bytes kept, those that matter."""
+    case = cases()[name]
+    pipe = case.make()
+    example = case.conditions[0] if case.conditions else None
+    with asked(pipe) as seen:
+        began = time.perf_counter()
+        policy = flowrl.load_policy(pipe, example=example, **case.call)
+        took = time.perf_counter() - began
+    found = {k: own for k, own in seen.items() if own.calls}
+    return took, {
+        k: (own.calls, len(own.distinct), *kept_and_given(policy, k)) for k, own in found.items()
+    }
+
+
+def show_encoders(names: list[str]) -> int:
+    out = Table("case", "seconds", "network", "calls", "prompts", "kept", "given", box=None)
+    beyond, whole = False, 0.0
+    for name in names:
+        try:
+            took, found = encoders(name)
+        except ValueError as error:
+            if not cases()[name].refused:
+                raise
+            out.add_row(name, "", f"refused: {str(error)[:60]}")
+            continue
+        whole += took
+        for network, numbers in found.items():
+            out.add_row(name, f"{took:.1f}", network, *(f"{n:,}" for n in numbers))
+            calls, prompts, kept, given = numbers
+            beyond |= calls > prompts or (kept > SURPLUS * given and name not in IN_VAIN)
+    out.add_row("all", f"{whole:.0f}")
+    show(out)
+    return int(beyond)
+
+
+def show(table: Table) -> None:
+    from flowrl.cli.common import show
+
+    show(table)
+
+
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("names", nargs="*")
-    names = parser.parse_args().names or CASES
+    parser.add_argument("--encoders", action="store_true")
+    args = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
+    if args.encoders:
+        return show_encoders(args.names or list(cases()))
+    names = args.names or CASES
     out = Table("case", "network", "load", "self-check", "both", box=None)
     beyond = False
     for name in names:
         for network, (load, check) in costs(name).items():
             out.add_row(name, network, f"{load:.2f}", f"{check:.2f}", f"{load + check:.2f}")
             beyond |= load + check > MOST
-    from flowrl.cli.common import show
-
     show(out)
     return int(beyond)
 

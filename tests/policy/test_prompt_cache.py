@@ -12,9 +12,8 @@ from flowrl.policy.replay import prompt_cache
 from flowrl.policy.replay.encoders import Answers
 from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.record import Encoding
+from flowrl.policy.replay.unread import mapped, plain
 from flowrl.runtime import files
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +35,9 @@ TOKENS = torch.randint(3, 10, (3, 12), generator=torch.Generator().manual_seed(0
 
 
 def asked(net, cache, tokens=TOKENS, **how):
-    """What a new process would be answered."""
+    """What a new process would be answered, read as a whole."""
     with Answers(cache).of({"text_encoder": net}), torch.no_grad():
-        return net(tokens, output_hidden_states=True, **how)
+        return mapped(lambda path, t: plain(t), net(tokens, output_hidden_states=True, **how))
 
 
 def stored(folder):
@@ -105,18 +104,18 @@ def test_what_was_used_longest_ago_goes_first(tmp_path):
         cache.put(f"{k:064d}", [torch.full((1, 1024), float(k))])
         os.utime(cache._path(f"{k:064d}"), (k, k))
         if k == 1:
-            assert cache.get(f"{0:064d}", CPU)[0][0, 0] == 0  # used again: now the newest
+            assert cache.get(f"{0:064d}")[0][0, 0] == 0  # used again: now the newest
         cache.tidy()
-    left = [k for k in range(5) if cache.get(f"{k:064d}", CPU) is not None]
+    left = [k for k in range(5) if cache.get(f"{k:064d}") is not None]
     assert 0 in left and 4 in left and 1 not in left and len(left) < 4
     cache.put("f" * 64, [torch.zeros(1, 4096)])  # larger than all that may be kept
-    assert cache.get("f" * 64, CPU) is None
+    assert cache.get("f" * 64) is None
 
 
 def test_equal_tensors_are_stored_once(tmp_path):
     cache, t = PromptCache(tmp_path), torch.randn(1, 4096)
     cache.put("a" * 64, BaseModelOutput(last_hidden_state=t, hidden_states=(t - 1, t.clone())))
-    answer = cache.get("a" * 64, CPU)
+    answer = cache.get("a" * 64)
     assert torch.equal(answer.hidden_states[1], t) and torch.equal(answer[0], t)
     (path,) = stored(tmp_path)
     assert path.stat().st_size < 2.2 * t.numel() * 4

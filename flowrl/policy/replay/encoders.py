@@ -1,123 +1,222 @@
 """Text encoders and VAE encoders of a pipeline, asked the same thing once.
 
 Probing and re-entry run the pipeline from its beginning many times, with the same few prompts; a
-training run asks for the same prompts again. Answers of text encoders may be kept on disk, too
+training run asks for the same prompts again. Of an answer is kept what the pipeline reads of it
+(one of the states of all layers, no logits). Answers of text encoders may be kept on disk, too
 (replay/prompt_cache.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import hashlib
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from flowrl.policy.replay.arguments import Path, tensors_in
+from flowrl.policy.replay.errors import Unknown
 from flowrl.policy.replay.prompt_cache import PromptCache
+from flowrl.policy.replay.unread import LOGITS, leaves, mapped, row_axis, unread
 
 LARGEST = 2**29  # bytes of answers that are kept
 KINDS = ("cpu", "cuda")  # of devices, whose autocast changes answers
+METHODS = ("forward", "encode", "generate")
+FEW_LOGITS = "logits_to_keep"  # argument of language models: for how many of the last tokens
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """A call of a network, or what is one row of it. tokens: it is of a text encoder, and its
+    answer waits in host memory."""
+
+    network: nn.Module
+    name: str
+    real: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    tokens: bool
+    key: Key
+
+    def other(self, given: tuple[tuple, dict[str, Any]]) -> Question:
+        """The same with other arguments; TypeError where one cannot be compared."""
+        return replace(self, args=given[0], kwargs=given[1], key=_key(self.name, *given))
+
+    @property
+    def device(self) -> torch.device | None:
+        return next((t.device for t in tensors_in((self.args, self.kwargs))), None)
+
+    def ask(self, only: set[Path] | None, *, logits: bool) -> Any:
+        """The network's own answer. only: the tensors whose values are kept (None: of all). logits:
+        whether those of all tokens are read; else the network makes one."""
+        given, generates = self.kwargs, self.name.endswith(".generate")
+        known = () if logits or generates else inspect.signature(self.real).parameters
+        few = FEW_LOGITS in known and FEW_LOGITS not in given
+        if few:
+            given = {**given, FEW_LOGITS: 1}
+        devices = [self.device] if self.device is not None and self.device.type == "cuda" else []
+        # what is drawn for a row does not depend on the rows before it
+        with torch.random.fork_rng(devices, enabled=generates):
+            answer = _without_caches(self.real(*self.args, **given))
+
+        def kept(path: Path, t: Tensor) -> Tensor:
+            if (few and path == LOGITS) or (only is not None and path not in only):
+                return t.detach().to("meta")
+            return t.detach().to("cpu" if self.tokens else t.device, copy=True)
+
+        return mapped(kept, answer)
 
 
 class Answers:
     """Outputs of frozen networks by the content of their arguments, the latest ones.
 
     A text encoder of transformers treats the rows of its batch apart, so each row is asked for
-    once, whichever rows are beside it. disk: where its answers are stored and looked for as well.
+    once, whichever rows are beside it, and alone: the last bits of a row depend on how many are
+    computed with it, and a resumed run, which knows no answers yet, would compute others together.
+    read: which tensors the pipeline has read of each network's answers. The first run in which it
+    read some tells; other tensors are then not kept, and the network is asked again where one is
+    read after all. disk: where answers are stored and looked for.
     """
 
     def __init__(self, disk: PromptCache | None = None) -> None:
         self.disk = disk
-        self.kept: OrderedDict[tuple[Any, ...], tuple[Any, int]] = OrderedDict()
-        self.size = 0
+        self.kept: OrderedDict[Key, Any] = OrderedDict()  # on meta: values that are not kept
+        self.read: dict[str, set[Path]] = {}
+        self.told: set[str] = set()  # networks of which it is known what is read
+        # answers that may hold more than is read: of which network, what they held before, and
+        # their places on disk
+        self.fresh: dict[Key, tuple[str, set[Path], str | None]] = {}
+        self.runs = 0  # that are going on, one within another
         self.paused = False  # in the loop, networks beside the denoiser see other latents each time
+        self.closed = False  # whether a new question is an error, Unknown
 
-    def __call__(self, name: str, real: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """real(*args, **kwargs), or its answer to equal arguments; a copy, since callers edit."""
-        try:
-            key = _key(name, args, kwargs)
-        except TypeError:  # an argument that cannot be compared
-            return real(*args, **kwargs)
-        if key not in self.kept:
-            answer = real(*args, **kwargs)
-            if not self._keep(key, answer):
-                return answer
-        return self._kept(key)
+    @property
+    def size(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(map(_bytes, self.kept.values()))
 
-    def rowwise(
+    def __call__(
         self, name: str, network: nn.Module, real: Callable[..., Any], args: tuple, kwargs: dict
     ) -> Any:
-        """The same of a text encoder, with an answer for each row of the tokens, which is asked for
-        alone: the last bits of a row depend on how many are computed with it, and a resumed run,
-        which knows no answers yet, would compute others together."""
+        """real(*args, **kwargs), or its answer to equal arguments; a copy, since callers edit."""
         try:
-            rows = _rows_of_tokens((args, kwargs))
-            each = [_at((args, kwargs), [row], rows) for row in range(rows)]
-            keys = [_key(name, *given) for given in each]
-        except TypeError:
-            return self(name, real, args, kwargs)
-        first = {key: row for row, key in reversed([*enumerate(keys)])}
-        device = next(_tensors((args, kwargs))).device
-        known = {key: self._kept(key) for key in first if key in self.kept}
-        for key, row in first.items():
-            if key in known:
-                continue
-            stored = self._stored(name, network, each[row])
-            answer = stored.get()
+            asked = self._questions(name, network, real, args, kwargs)
+        except TypeError:  # an argument that cannot be compared
+            return real(*args, **kwargs)
+        answers = [self._answer(question) for question in asked]
+        found = [asked[0].device, *(t.device for t in leaves(answers[0]).values())]
+        device = next((device for device in found if device), torch.device("cpu"))
+
+        def look(path: Path) -> Tensor:
+            self.read.setdefault(name, set()).add(path)
+            parts = [self._value(question, path) for question in asked]
+            axis = row_axis(parts[0])
+            if len(parts) > 1 and (axis is None or len({part.shape for part in parts}) > 1):
+                parts = [self._value(asked[0].other((args, kwargs)), path)]  # it has no rows
+            return (
+                torch.cat(parts, axis).to(device) if parts[1:] else parts[0].to(device, copy=True)
+            )
+
+        return unread(answers, device, look)
+
+    def _questions(
+        self, name: str, network: nn.Module, real: Callable[..., Any], args: tuple, kwargs: dict
+    ) -> list[Question]:
+        """One for each row of tokens, or a single one."""
+        given = (args, kwargs)
+        rows = _rows(given) if isinstance(network, PreTrainedModel) else 1
+        one = Question(network, name, real, *given, tokens=_has_tokens(given), key=())
+        each = [_row(given, k, rows) for k in range(rows)] if rows > 1 else [given]
+        return [one.other(own) for own in each]
+
+    def _answer(self, question: Question) -> Any:
+        """What is kept of the answer to a question, which is asked if there is none."""
+        key = question.key
+        if key not in self.kept:
+            stored = self._stored(question)
+            answer = self.disk.get(stored) if self.disk and stored else None
             if answer is None:
-                own_args, own_kwargs = each[row]
-                try:
-                    answer = _at(_without_caches(real(*own_args, **own_kwargs)), [0], 1)
-                except TypeError:  # it holds something without rows
-                    return self(name, real, args, kwargs)
-                stored.put(answer)
-            # the states of all layers, of which pipelines read one or two, wait in host memory
-            known[key] = _changed(answer, Tensor.cpu)
-            self._keep(key, known[key])
-        return _joined([known[key] for key in keys], device)
-
-    def _stored(self, name: str, network: nn.Module, row: tuple[tuple, dict]) -> Stored:
-        """The place of an answer on disk, if it has one."""
-        if self.disk is None:
-            return Stored()
-        device = next(_tensors(row)).device
-        method = name.rpartition(".")[2]  # not the component: pipelines share their encoders
-        own = _key(method, *row, where=device.type)
-        return Stored(self.disk, self.disk.key(network, method, own, device), device)
-
-    def _keep(self, key: tuple[Any, ...], answer: Any) -> bool:
-        size = sum(t.numel() * t.element_size() for t in _tensors(answer))
-        if any(t.requires_grad for t in _tensors(answer)) or size > LARGEST:
-            return False
-        self.kept[key] = (copy.deepcopy(answer), size)
-        self.size += size
-        while self.size > LARGEST:
-            self.size -= self.kept.popitem(last=False)[1][1]
-        return key in self.kept
-
-    def _kept(self, key: tuple[Any, ...]) -> Any:
+                answer = self._asked(question)
+                self.fresh[key] = (question.name, set(), stored)
+            self.kept[key] = answer
         self.kept.move_to_end(key)
-        return copy.deepcopy(self.kept[key][0])
+        return self.kept[key]
+
+    def _stored(self, question: Question) -> str | None:
+        """The name of its answer on disk."""
+        # not the component: pipelines share their encoders
+        method, device = question.name.rpartition(".")[2], question.device
+        if self.disk is None or device is None or not question.tokens or method == "generate":
+            return None
+        content = _key(method, question.args, question.kwargs, where=device.type)
+        return self.disk.key(question.network, method, content, device)
+
+    def _asked(self, question: Question) -> Any:
+        if self.closed:
+            raise Unknown
+        read = self.read.get(question.name, set())
+        before, self.paused = self.paused, True  # networks that it calls are no questions
+        try:
+            only = read if question.name in self.told else None
+            return question.ask(only, logits=LOGITS in read)
+        finally:
+            self.paused = before
+
+    def _value(self, question: Question, path: Path) -> Tensor:
+        """A tensor of the answer to a question."""
+        old = leaves(self._answer(question))
+        if old[path].is_meta:
+            held = {path for path, t in old.items() if not t.is_meta}
+            answer = mapped(lambda at, t: old[at] if at in held else t, self._asked(question))
+            self.kept[question.key] = answer
+            self.fresh[question.key] = (question.name, held, self._stored(question))
+            old = leaves(answer)
+        return old[path]
+
+    def _ended(self) -> None:
+        """After a run: keep what was read, and forget the oldest answers if all are too much."""
+        self.runs -= 1
+        if self.runs or not self.fresh:
+            return
+        for key, (name, held, stored) in list(self.fresh.items()):
+            if not (read := self.read.get(name)):
+                continue  # the pipeline failed before it read anything
+            self.told.add(name)
+            self.kept[key] = answer = _only(read | held, self.kept[key])
+            if self.disk and stored:
+                self.disk.put(stored, answer)
+            del self.fresh[key]
+            if _bytes(answer) > LARGEST:
+                del self.kept[key]
+        size = self.size
+        while size > LARGEST:
+            key, answer = self.kept.popitem(last=False)
+            self.fresh.pop(key, None)
+            size -= _bytes(answer)
 
     def clear(self) -> None:
         self.kept.clear()
-        self.size = 0
+        self.fresh.clear()
 
     @contextlib.contextmanager
     def of(self, networks: dict[str, nn.Module]) -> Iterator[None]:
         """Inside, `forward` and `encode` of these networks are answered from here."""
+        self.runs += 1
         with contextlib.ExitStack() as stack:
+            stack.callback(self._ended)
             for name, module in networks.items():
                 if any(p.requires_grad for p in module.parameters()):
                     continue  # it is trained: its answers change
-                for method in ("forward", "encode"):
+                for method in METHODS:
                     if hasattr(module, method):
                         stack.enter_context(self._patched(name, module, method))
             yield
@@ -125,14 +224,12 @@ class Answers:
     @contextlib.contextmanager
     def _patched(self, name: str, module: nn.Module, method: str) -> Iterator[None]:
         had, real = module.__dict__.get(method), getattr(module, method)
-        text = isinstance(module, PreTrainedModel)
-        asked = functools.partial(self.rowwise, network=module) if text else self
 
         @functools.wraps(real)  # pipelines read its signature
         def answered(*args: Any, **kwargs: Any) -> Any:
             if self.paused or _followed((args, kwargs)):
                 return real(*args, **kwargs)
-            return asked(f"{name}.{method}", real=real, args=args, kwargs=kwargs)
+            return self(f"{name}.{method}", module, real, args, kwargs)
 
         module.__dict__[method] = answered
         try:
@@ -143,25 +240,9 @@ class Answers:
                 module.__dict__[method] = had
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """An answer's place on disk; without a disk it holds nothing."""
-
-    disk: PromptCache | None = None
-    key: str = ""
-    device: torch.device | None = None
-
-    def get(self) -> Any | None:
-        return None if self.disk is None else self.disk.get(self.key, self.device)
-
-    def put(self, answer: Any) -> None:
-        if self.disk is not None and not any(t.requires_grad for t in _tensors(answer)):
-            self.disk.put(self.key, answer)
-
-
 def _followed(given: Any) -> bool:
     """Whether a gradient is to pass: what comes from a trained encoder is not answered."""
-    return torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(given))
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(given))
 
 
 def _key(name: str, args: tuple, kwargs: dict, *, where: str | None = None) -> tuple[Any, ...]:
@@ -188,52 +269,49 @@ def _content(value: Any, *, where: str | None = None) -> Any:
     return _plain(value)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Tensors in an output: nested containers and attributes of plain objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            yield from _tensors(entry)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(vars(value))
+def _rows(given: Any) -> int:
+    """Rows of a batch of token ids (n, L), if all else in the call has as many rows, or is the same
+    for each (pictures); 1 else. Without tokens: how many times the call asks the same."""
+    found, tokens = list(tensors_in(given)), _has_tokens(given)
+    counts = [len(t) for t in found if t.ndim and (_is_tokens(t) or not tokens)]
+    rows = min(counts, default=1)
+    return rows if rows and all(_has_rows(t, rows, same=not tokens) for t in found) else 1
 
 
-def _rows_of_tokens(given: Any) -> int:
-    """Rows of a batch of token ids (n, L); TypeError where there are none, or another tensor has
-    other rows."""
-    found = list(_tensors(given))
-    rows = {len(t) if t.ndim else 0 for t in found}
-    if len(rows) != 1 or not any(t.ndim == 2 and not t.is_floating_point() for t in found):
-        raise TypeError("no batch of tokens")
-    return rows.pop()
+def _is_tokens(t: Tensor) -> bool:
+    return t.ndim == 2 and not t.is_floating_point()
 
 
-def _at(value: Any, rows: list[int], n: int) -> Any:
-    """The same structure with some rows of its tensors; TypeError where one has not n rows."""
-    if isinstance(value, Tensor):
-        if value.ndim == 0 or len(value) != n:
-            raise TypeError("a tensor without rows")
-        return value[rows]
-    if isinstance(value, dict):
-        return type(value)(**{key: _at(entry, rows, n) for key, entry in value.items()})
-    if isinstance(value, list | tuple):
-        return type(value)(_at(entry, rows, n) for entry in value)
-    return _plain(value)
+def _has_tokens(given: Any) -> bool:
+    return any(map(_is_tokens, tensors_in(given)))
 
 
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same structure with other tensors."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return type(value)(**{key: _changed(entry, change) for key, entry in value.items()})
-    if isinstance(value, list | tuple):
-        return type(value)(_changed(entry, change) for entry in value)
-    return value
+def _has_rows(t: Tensor, rows: int, *, same: bool) -> bool:
+    """Whether a tensor has one entry a row (not where they are to be the same), or several that are
+    the same for each."""
+    if t.ndim == 0 or len(t) % rows:
+        return False
+    parts = t.reshape(rows, -1)
+    return (len(t) == rows and not same) or bool((parts == parts[:1]).all())
+
+
+def _row(given: tuple[tuple, dict], k: int, rows: int) -> tuple[tuple, dict]:
+    """Row k of a batch of tokens."""
+
+    def own(path: Path, t: Tensor) -> Tensor:
+        size = len(t) // rows
+        return t[k * size : (k + 1) * size].clone()
+
+    return mapped(own, given)
+
+
+def _only(paths: set[Path], answer: Any) -> Any:
+    """The answer with the values at these paths."""
+    return mapped(lambda path, t: t if path in paths else t.to("meta"), answer)
+
+
+def _bytes(answer: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in leaves(answer).values() if not t.is_meta)
 
 
 def _without_caches(answer: Any) -> Any:
@@ -248,16 +326,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
         return value
     raise TypeError(type(value).__name__)
-
-
-def _joined(parts: list[Any], device: torch.device) -> Any:
-    """Answers to single rows as one answer, on this device."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(parts).to(device)
-    if isinstance(first, dict):
-        each = {key: [part[key] for part in parts] for key in first}
-        return type(first)(**{key: _joined(own, device) for key, own in each.items()})
-    if isinstance(first, list | tuple):
-        return type(first)(_joined(list(own), device) for own in zip(*parts, strict=True))
-    return first

@@ -10,3 +10,7 @@ class UnreplayableError(ValueError):
 
 class Halt(BaseException):
     """Raised by a callback to leave the loop. Not an Exception: pipelines must not catch it."""
+
+
+class Unknown(BaseException):
+    """An encoder was asked something new in a run that was to do without."""

@@ -15,7 +15,6 @@ from flowrl.policy.replay.call import Replay
 from flowrl.policy.replay.classify import Leaf, differs, fit_time, leaves, name
 from flowrl.policy.replay.coords import Coords, TimeMap, unmarked
 from flowrl.policy.replay.errors import UnreplayableError
-from flowrl.policy.replay.items import Item
 from flowrl.policy.replay.outputs import infer_regime
 from flowrl.policy.replay.probe import Prober, always
 from flowrl.policy.replay.record import Iteration, Runner
@@ -45,8 +44,6 @@ def infer(prober: Prober, coords: Coords) -> tuple[Replay, int]:
     """The Replay of prober's pipeline, and the number of steps at which it was recorded (enough for
     every regime to be seen twice)."""
     runner = prober.runner
-    if not runner.single:
-        _fix_text_length(prober, 8)
     zero, segments, steps = _first_runs(prober)
     times = torch.stack([i.time for i in zero])
     all_times = runner.pipe.scheduler.timesteps.double().cpu()
@@ -129,25 +126,6 @@ def _run(prober: Prober, count: int, steps: int, key: str) -> list[Iteration]:
     rows = count + len(prober.runner.pad)
     x = patterns(rows, prober.shape)[key]
     return prober.run(prober.rows(count), steps, latents=always(x))
-
-
-def _fix_text_length(prober: Prober, steps: int) -> None:
-    """Where the text length follows the longest prompt of the batch, add one overlong and one empty
-    prompt to every run: one length, always masked."""
-    runner = prober.runner
-    default = runner.parameters.get("max_sequence_length")
-    tokens = runner.kwargs.get("max_sequence_length") or (default.default if default else 512)
-    filler = Item(" ".join(["word"] * (int(tokens) + 8)), prober.record[0].conditions)
-    short, long = (
-        prober.run(p, steps, stop=lambda j, it: True)[0]
-        for p in (prober.rows(2), [prober.record[0], filler])
-    )
-    for a, b in zip(short.calls, long.calls, strict=True):
-        shapes = [
-            [tuple(v.shape) for v in c.args.values() if isinstance(v, Tensor)] for c in (a, b)
-        ]
-        if shapes[0] != shapes[1]:
-            runner.pad = (filler, Item("", prober.record[0].conditions))
 
 
 def _segments(run: list[Iteration]) -> list[list[int]]:

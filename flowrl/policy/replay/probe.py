@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.policy.replay.arguments import map_tensors
 from flowrl.policy.replay.coords import Coords, Schedule
-from flowrl.policy.replay.errors import Halt, UnreplayableError
+from flowrl.policy.replay.errors import Halt, Unknown, UnreplayableError
 from flowrl.policy.replay.items import Item, altered, is_media
 from flowrl.policy.replay.noise import StartMap, start_map
 from flowrl.policy.replay.record import Call, Iteration, Runner, like_output, prediction_of
@@ -103,6 +103,11 @@ def stubbed(
     return like_output(template, value.to(first.device, copy=True), streams)
 
 
+def _shapes(call: Call) -> list[tuple[int, ...]]:
+    """Of the tensors that a network is given."""
+    return [tuple(value.shape) for value in call.args.values() if isinstance(value, Tensor)]
+
+
 def always(x: Tensor) -> Callable[[int], Tensor]:
     """The same latents after each iteration."""
     return lambda j: x
@@ -128,11 +133,18 @@ class Prober:
         media = {k: v for k, v in {**runner.always, **example}.items() if is_media(v)}
         other = {**example, **{k: altered(v) for k, v in media.items()}}
         self.record = [Item(RECORD[0], example), Item(RECORD[1], other)]
+        self.overlong = Item(" ".join(["word"] * (self._longest() + 8)), example)
         self._settle(bool(media))
 
     def rows(self, count: int) -> list[Item]:
         """Items of a probing run: those of the record in turn, or copies of the first one."""
         return [self.record[0 if self.runner.single else k % 2] for k in range(count)]
+
+    def _longest(self) -> int:
+        """Tokens of the longest text that the pipeline says it takes."""
+        default = self.runner.parameters.get("max_sequence_length")
+        asked = self.runner.kwargs.get("max_sequence_length")
+        return int(asked or (default.default if default else 512))
 
     def apart(self, items: Sequence[Item]) -> list[list[Item]]:
         """The same items, in the runs that they take."""
@@ -151,14 +163,16 @@ class Prober:
         forms += ["copies"] if runner.count else []
         forms += ["repeated", "lists"] if prompted else []
         first: Exception | None = None
-        off = runner.off
+        present = tuple(name for name in runner.off if getattr(runner.pipe, name, None) is not None)
         for form in [*forms, "alone"]:
             self.count = 1 if form == "alone" else 2
-            for runner.off in (off, ()):  # some pipelines insist on their safety checker
+            for runner.off in dict.fromkeys(
+                (present, ())
+            ):  # some pipelines insist on their safety checker
                 runner.form = form
                 try:
                     if self._scanned():
-                        return
+                        return self._fix_text_length() if form == "batch" else None
                 except Exception as error:
                     if ran_out(error):
                         raise
@@ -176,7 +190,10 @@ class Prober:
         held = []
         self.templates.clear()
         for rows in sorted({self.count, min(3, 2 * self.count - 1)}):
-            iterations = self._scan(self.rows(rows))
+            items = self.rows(rows)
+            if not self.runner.single:  # with its length, texts have one that later runs give them
+                items[-1] = self.overlong
+            iterations = self._scan(items)
             self.runner.pattern = read_pattern(iterations, rows)
             shapes = [tuple(step["sample"].shape) for step in iterations[0]]
             held.append(all(shape[0] == rows for shape in self._moved(shapes)))
@@ -189,6 +206,28 @@ class Prober:
             self.shape = moved[0][1:] if len(moved) == 1 else (sum(sizes),)
             assert len(pattern.updates) >= len(moved)
         return all(held)
+
+    def _fix_text_length(self) -> None:
+        """Where the text length follows the longest prompt of the batch, add one overlong and one
+        short prompt to every run: one length, always masked. It does where an encoder would be
+        asked something new without the overlong one, or where the denoisers are."""
+        short, answers = self.record[0], self.runner.answers
+        if self._longest() < 2 * len(RECORD[0]):  # it may be no shorter than the longest
+            short = Item("", short.conditions)
+        pad = (self.overlong, short)
+        answers.closed = True
+        try:
+            usual, long = (
+                self.run(items, 8, stop=lambda j, it: True)[0]
+                for items in (self.record, [self.record[0], self.overlong])
+            )
+        except Unknown:
+            self.runner.pad = pad
+            return
+        finally:
+            answers.closed = False
+        if [_shapes(call) for call in usual.calls] != [_shapes(call) for call in long.calls]:
+            self.runner.pad = pad
 
     def _moved(self, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         updates = self.runner.pattern.updates

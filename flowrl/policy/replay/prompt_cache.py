@@ -1,10 +1,11 @@
 """Answers of text encoders on disk (model.prompt_cache), for runs to come and processes beside.
 
-A file holds the answer to one row of tokens, as safetensors. Its name is a hash of all that the
-answer depends on: the encoder's weights to the last bit, its configuration and type, the tokens
-(the prompt, or a negative one, cut or padded to its length) and the other arguments, autocast, the
-kind of device and the versions of torch and transformers. So a hit has the bits that the encoder
-would give, and nothing has to be declared old.
+A file holds what is read of the answer to one row of tokens, as safetensors. Its name is a hash of
+all that the answer depends on: the encoder's weights to the last bit, its configuration and type,
+the tokens (the prompt, or a negative one, cut or padded to its length) and the other arguments,
+autocast, the kind of device and the versions of torch and transformers. So a hit has the bits that
+the encoder would give, and nothing has to be declared old. Where a pipeline reads more than another
+one did, the prompt is encoded again and the file holds both.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import hashlib
 import importlib
 import json
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -63,8 +63,8 @@ class PromptCache:
         told = (FORMAT, self.known[id(network)][1], method, content, surroundings(device))
         return hashlib.sha256(repr(told).encode()).hexdigest()
 
-    def get(self, key: str, device: torch.device) -> Any | None:
-        """The answer on a device; None: there is none, or what is there is damaged."""
+    def get(self, key: str) -> Any | None:
+        """The answer, in host memory; None: there is none, or what is there is damaged."""
         path = self._path(key)
         try:
             answer = read(path, key)
@@ -75,7 +75,7 @@ class PromptCache:
             return None
         with suppress(OSError):
             os.utime(path)  # it was used now
-        return mapped(lambda t: t.to(device), answer)
+        return answer
 
     def put(self, key: str, answer: Any) -> None:
         """Store an answer, if it is made of what a file can hold."""
@@ -171,6 +171,8 @@ def read(path: Path, key: str) -> Any:
 
 def _described(value: Any, tensors: dict[str, Tensor]) -> Any:
     """A structure in plain words, its tensors by their hash: equal ones are stored once."""
+    if isinstance(value, Tensor) and value.is_meta:  # nothing reads it
+        return {"unread": [list(value.shape), str(value.dtype).removeprefix("torch.")]}
     if isinstance(value, Tensor):
         name = bits(value)
         tensors[name] = value.detach().cpu().contiguous()
@@ -193,6 +195,8 @@ def _built(told: Any, tensors: dict[str, Tensor]) -> Any:
         (what, value), *more = told.items()
         if what == "tensor":
             return tensors[value]
+        if what == "unread":
+            return torch.empty(value[0], dtype=getattr(torch, value[1]), device="meta")
         if what == "record":
             return _record(value)(**{k: _built(v, tensors) for k, v in told["entries"].items()})
         if what in ("list", "tuple"):
@@ -218,14 +222,3 @@ def _record(kind: str) -> Any:
     if not (isinstance(found, type) and issubclass(found, ModelOutput)):
         raise TypeError(f"{kind} is no record of outputs")
     return found
-
-
-def mapped(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with fn applied to its tensors."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, dict):
-        return type(value)(**{k: mapped(fn, v) for k, v in value.items()})
-    if isinstance(value, list | tuple):
-        return type(value)(mapped(fn, v) for v in value)
-    return value

@@ -26,6 +26,7 @@ from flowrl.policy.replay.errors import Halt, UnreplayableError
 from flowrl.policy.replay.items import Item, is_media, is_text
 from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.steps import StepPattern, Stepper, patched_scheduler
+from flowrl.policy.replay.unread import plain
 from flowrl.policy.waiting import Waiting
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.registry import did_you_mean
@@ -443,6 +444,7 @@ def _patched_forward(name: str, module: nn.Module, on_call: Callable) -> Iterato
 
     @functools.wraps(real)  # pipelines read its signature
     def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = plain((args, kwargs))  # answers of encoders, as they are
         return on_call(name, by_name(signature, args, kwargs), lambda: real(*args, **kwargs))
 
     module.forward = forward
