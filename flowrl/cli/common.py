@@ -24,6 +24,10 @@ Call = Annotated[
         help="NAME=VALUE of the pipeline's call, as height=512; with --lora RUN, its own."
     ),
 ]
+Columns = Annotated[
+    list[str] | None,
+    typer.Option(help="Of a list of prompts: NAME=COLUMN, as prompt=Caption; once for each."),
+]
 Hints = Annotated[
     str | None,
     typer.Option(help="For a pipeline of your own: path/to/file.py:NAME of hints.register's."),
@@ -126,6 +130,13 @@ def parse_number(option: str, text: str) -> float:
 
 def parse_guidance(text: str) -> float | str:
     return text if text in ("none", "pipeline") else parse_number("--guidance", text)
+
+
+def parse_columns(words: list[str] | None) -> dict[str, str]:
+    """--columns NAME=COLUMN ..., as data.columns of a config."""
+    if wrong := [word for word in words or [] if not all(word.partition("="))]:
+        raise ValueError(f"--columns {wrong[0]} should be NAME=COLUMN, such as prompt=Caption")
+    return {name: column for name, _, column in (word.partition("=") for word in words or [])}
 
 
 def call_arguments(words: list[str] | None) -> dict[str, Any]:

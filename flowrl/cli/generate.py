@@ -10,10 +10,12 @@ import typer
 from flowrl.cli.common import (
     LARGEST_SEED,
     Call,
+    Columns,
     Hints,
     call_arguments,
     named_values,
     one_sentence_errors,
+    parse_columns,
     parse_guidance,
     show,
 )
@@ -25,7 +27,9 @@ Model = Annotated[
         help="A run folder, a name of configs/model, a folder in diffusers layout, or a hub id."
     ),
 ]
-Prompts = Annotated[list[str], typer.Argument(help="One or more prompts.")]
+Prompts = Annotated[
+    list[str], typer.Argument(help="Prompts, files of them, or other sources as of data.train.")
+]
 Lora = Annotated[Path | None, typer.Option(help="A run folder, or a folder with LoRA weights.")]
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
 Guidance = Annotated[
@@ -94,10 +98,12 @@ def generate(
     reward: Chooser = None,
     pipeline: Call = None,
     hints: Hints = None,
+    columns: Columns = None,
     seed: Seed = 0,
     output: Output = None,
 ) -> None:
     """Make images or videos."""
+    from flowrl.data import prompts as data_prompts
     from flowrl.data.media import check_output
     from flowrl.rewards import load_set, parse_words
     from flowrl.rollouts import generate as generation
@@ -113,8 +119,9 @@ def generate(
             raise ValueError("--rlg compares the LoRA with the base model; give --lora too")
         how |= {"search": _search(search, calls), "refine": _refine(refine, enough)}
         chooser = load_set(parse_words(reward)) if reward else None
-        how |= {"reward": chooser, "meta": _meta_of(chooser, prompts)}
-        made = generation.generate(_load(model, lora, pipeline, hints), prompts, **how)
+        asked = data_prompts.of_words(prompts, parse_columns(columns))
+        how |= {"reward": chooser, "meta": _meta_of(chooser, asked)}
+        made = generation.generate(_load(model, lora, pipeline, hints), asked, **how)
         with one_sentence_errors(disk=1):
             _save(made, output)
 
@@ -176,9 +183,14 @@ def _refine(rounds: int | None, enough: float | None) -> Any:
     return Refine(rounds=rounds, enough=enough)
 
 
-def _meta_of(rewards: Any, prompts: list[str]) -> list[dict[str, Any]] | None:
-    """What the shapes reward, if it is in the set, reads about prompts of its world."""
-    if rewards is None or not any(reward.name == "shapes" for reward in rewards.rewards.values()):
+def _meta_of(rewards: Any, prompts: list[Any]) -> list[dict[str, Any]] | None:
+    """What the shapes reward, if it is in the set, reads about prompts of its world that bring
+    nothing else."""
+    if (
+        rewards is None
+        or not isinstance(prompts[0], str)
+        or not any(reward.name == "shapes" for reward in rewards.rewards.values())
+    ):
         return None
     from flowrl.shapes.prompts import find
 

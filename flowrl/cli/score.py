@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import complain, one_sentence_errors, show
+from flowrl.cli.common import Columns, complain, one_sentence_errors, parse_columns, show
 
 Media = Annotated[list[Path], typer.Argument(help="Files of images or videos, or folders of them.")]
 Rewards = Annotated[
@@ -20,9 +20,7 @@ Rewards = Annotated[
 Prompt = Annotated[str | None, typer.Option(help="The prompt of all images.")]
 Prompts = Annotated[
     Path | None,
-    typer.Option(
-        help="A .jsonl, .csv or .parquet list of files and prompts; default: the folder's own."
-    ),
+    typer.Option(help="A list of files and prompts (.jsonl, .csv ...); default: the folder's own."),
 ]
 KeepTop = Annotated[
     str | None,
@@ -51,6 +49,7 @@ def score(
     reward: Rewards,
     prompt: Prompt = None,
     prompts: Prompts = None,
+    columns: Columns = None,
     keep_top: KeepTop = None,
     chunk: Chunk = 16,
     frames: Frames = 16,
@@ -71,7 +70,8 @@ def score(
         # everything the user gave is checked before anything is scored
         top = scored_folder.parse_keep(keep_top) if keep_top is not None else None
         rewards = load_set(parse_words(reward))
-        found = collect(media, prompt=prompt, prompts=prompts, suffixes=MEDIA_SUFFIXES)
+        chosen: Any = {"prompts": prompts, "columns": parse_columns(columns)}
+        found = collect(media, prompt=prompt, **chosen, suffixes=MEDIA_SUFFIXES)
         samples = files.with_meta(found, rewards)
         if output is not None:
             scored_folder.check_target(output, samples)

@@ -158,7 +158,7 @@ class DataConfig(Section):
     train: str = Field(
         "shapes:train",
         description=(
-            "Prompts: a .txt (one a line), .jsonl, .csv or .parquet file, shapes:train,"
+            "Prompts: a file (one a line, JSON, a table, parquet, a tar shard), shapes:train,"
             " hf:OWNER/NAME (a dataset), or path/to/file.py:NAME."
         ),
     )

@@ -27,6 +27,7 @@ def as_seen(image: Image.Image, *, alpha: bool = False) -> Image.Image:
             f"its pixels are of mode {image.mode}, whose range is not known; save it with 8 or 16"
             " bits a channel"
         )
+    image.load()  # an open file is closed soon
     if image.mode == "RGB" and not image.info and ORIENTATION not in image.getexif():
         return image
     upright = _in_8_bits(ImageOps.exif_transpose(image))

@@ -27,17 +27,17 @@ from flowrl.runtime.text import printable
 from flowrl.types import MediaContext
 
 Conditions = Mapping[str, Any]
-# in the name of an argument that takes pictures
+# the last word in the name of an argument that takes pictures, apart from a number
 PICTURES = ("image", "images", "mask", "masks", "video", "videos")
 VIDEOS = (".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif")
-NOT = frozenset({"image_id", "image_size", "video_id", "num_images", "num_videos"})
+NOT = {"num", "attention"}  # before the last word: num_images, attention_mask
 KEPT = 256  # pictures that stay loaded
 
 
 def is_picture(name: str) -> bool:
     """Whether an argument of this name takes pictures, from paths in a file."""
-    parts = name.split("_")
-    return name not in NOT and any(part in PICTURES for part in parts) and "num" not in parts
+    *before, last = name.rstrip("_0123456789").split("_")
+    return last in PICTURES and NOT.isdisjoint(before)
 
 
 def is_mask(name: str) -> bool:

@@ -2,66 +2,71 @@
 
 from __future__ import annotations
 
-import json
+import codecs
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flowrl.data import conditions
 from flowrl.runtime.registry import did_you_mean
+from flowrl.runtime.text import listed
 
 Columns = Mapping[str, str]  # name in the entry -> column that holds it; empty: all, as they are
 
 
-def lines(path: Path, columns: Columns) -> list[tuple[int, dict[str, Any]]]:
-    """(number of the line, entry) of a .jsonl file; blank lines are skipped. A missing, empty,
-    non-UTF-8 or malformed file -> ValueError that names the file and the line or byte."""
-    numbered = enumerate(text(path).split("\n"), 1)
-    found = [(number, line.strip()) for number, line in numbered if line.strip()]
-    if not found:
-        raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
-    out = []
-    for number, line in found:
-        where = f"prompt file {path}, line {number}"
-        row = taken(_json(line, where), columns, where)
-        out.append((number, check_entry(row, where, path.parent)))
-    return out
+# what columns of prompts are called
+LIKELY = ("prompt", "prompts", "caption", "captions", "text", "txt", "description", "instruction")
 
 
-def text(path: Path) -> str:
+def content(path: Path, most: int = -1) -> bytes:
+    """The bytes of a file, or the first of them. One that is not there -> ValueError."""
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            return file.read(most)
     except FileNotFoundError:
         raise ValueError(
             f"prompt file {path} does not exist; give a .txt file with one prompt a line, or a"
-            " .jsonl or .csv file"
-        ) from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(
-            f"prompt file {path} is not UTF-8: byte {error.start}, in line {line}; save it as UTF-8"
+            " .jsonl, .csv, .tsv, .parquet or .tar file"
         ) from None
     except OSError as error:
         raise ValueError(f"prompt file {path} cannot be read: {error.strerror}") from None
 
 
-def _json(line: str, where: str) -> Any:
+def text(path: Path) -> str:
+    """What a text file says, in UTF-8, or in UTF-16 with its mark. Anything else -> ValueError."""
+    held = content(path)
+    utf16 = held.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error.msg} at column {error.colno}") from None
+        found = held.decode("utf-16" if utf16 else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = held[: error.start].count(b"\n") + 1
+        raise ValueError(
+            f"prompt file {path} is not UTF-8: byte {error.start}, in line {line}; save it as UTF-8"
+            " (an archive is unpacked first)"
+        ) from None
+    if not found.strip():
+        raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
+    return found
 
 
 def taken(row: Any, columns: Columns, where: str) -> Any:
-    """The columns of a row that are asked for, under their names in an entry. One that is not there
-    -> ValueError."""
-    if not columns or not isinstance(row, dict):
+    """The columns of a row that are asked for, under their names in an entry; empty: all, with
+    "prompt" among them. One that is not there -> ValueError."""
+    if not isinstance(row, dict):
         return row
     for column in columns.values():
         if column not in row:
             near = did_you_mean(column, map(str, row))
             raise ValueError(f'{where} has no column "{column}" (data.columns){near}')
-    return {name: row[column] for name, column in columns.items()}
+    if not columns and "prompt" not in row:
+        names = [str(name) for name in row]
+        likely = [name for name in names if name.strip().casefold() in LIKELY]
+        raise ValueError(
+            f'{where} needs a "prompt" and has no column "prompt"; say which one holds it, as'
+            f" data.columns.prompt={[*likely, *names, 'NAME'][0]} (after a command without data,"
+            f" --columns prompt=NAME): it has {listed(names)}"
+        )
+    return {name: row[column] for name, column in columns.items()} if columns else row
 
 
 def check_entry(entry: Any, where: str, folder: Path) -> dict[str, Any]:
@@ -71,6 +76,8 @@ def check_entry(entry: Any, where: str, folder: Path) -> dict[str, Any]:
         raise ValueError(
             f'{where} needs a "prompt" that is a non-empty text, as in {{"prompt": "a red circle"}}'
         )
+    if "\0" in text:
+        raise ValueError(f"{where} holds a NUL byte, so it is no text; save it as UTF-8")
     if isinstance(entry.get("reference"), str):
         entry["reference"] = str(folder / entry["reference"])
     return conditions.check_entry(entry, where, folder)

@@ -1,5 +1,5 @@
 """Datasets of Hugging Face by name: hf:OWNER/NAME, hf:OWNER/NAME@REVISION, or hf:FOLDER with what
-save_to_disk wrote or with parquet, csv or json files; then :SPLIT, or "train"."""
+save_to_disk wrote or with parquet, csv or json files or tar shards; then :SPLIT, or "train"."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def fingerprint(source: str) -> str:
     return opened(source)[0]
 
 
-def rows(source: str) -> tuple[list[str], Iterator[tuple[str, dict[str, Any]]]]:
-    """(names of its columns, (where, row) of each row); pictures are Stored. What cannot be loaded,
-    or has no rows -> ValueError."""
+def rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of each row; pictures are Stored. What cannot be loaded, or has no rows ->
+    ValueError."""
     data = opened(source)[1]
     if not len(data):
         raise ValueError(f"data {source} has no rows; it needs one prompt or more")
-    return list(data.column_names), _rows(source, data)
+    return _rows(source, data)
 
 
 def _rows(source: str, data: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -93,6 +93,8 @@ def opened(source: str) -> tuple[str, Any]:
 def _loaded(library: Any, source: str) -> Any:
     name, split = _parts(source)
     folder = folder_of(source)
+    if Path(name).is_file():  # a tar shard
+        return library.load_dataset("webdataset", data_files={split: name}, split=split)
     if folder is None:
         repository = hub.split(name)[0]
         data = library.load_dataset(repository, split=split, **hub.options(name))

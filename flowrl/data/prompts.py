@@ -1,16 +1,17 @@
-"""Prompts: a text file, JSONL, or generated ones, and which of them an iteration sees."""
+"""Prompts: a file, a dataset, or generated ones, and which of them an iteration sees."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.data import conditions, entries, given, hf, tables
+from flowrl.data import conditions, given, hf, tables, texts
 from flowrl.data.entries import Columns
 from flowrl.runtime.registry import did_you_mean, is_place
 from flowrl.samplers import keys
@@ -25,17 +26,16 @@ WORLDS = {
 
 
 def load_prompts(source: str, columns: Columns = tables.NOTHING) -> Prompts:
-    """Prompts of a .txt, .jsonl, .csv or .parquet file, or generated ones (shapes:train|eval,
+    """Prompts of a file, whose form its content decides, or generated ones (shapes:train|eval,
     geneval:, ocr:), or what a function of the user's gives (path/to/file.py:NAME), or those of a
     dataset (hf:OWNER/NAME, see flowrl/data/hf.py).
 
-    .txt: one a line; blank lines are skipped. .jsonl: {"prompt": ..., **meta} a line; .csv and
-    .parquet: a column "prompt" and others, see flowrl/data/tables.py. "reference" is the path of an
-    image, from the file's folder, that joins the prompt's group as one more scored member;
-    conditions ("image", "mask" ..., see flowrl/data/conditions.py) are arguments of the pipeline's
-    call. columns: of a table, those that are taken, by their names here; empty: all of them. A
-    missing, empty, non-UTF-8 or malformed file -> ValueError that names the file and the
-    line or byte.
+    Forms of files: one prompt a line (plain.py), JSON, tables (texts.py), parquet, tar shards of
+    webdataset; a row is {"prompt": ..., **meta}. "reference" is the path of an image, from the
+    file's folder, that joins the prompt's group as one more scored member; conditions ("image",
+    "mask" ..., see flowrl/data/conditions.py) are arguments of the pipeline's call. columns: of a
+    table, those that are taken, by their names here; empty: all of them. A missing, empty,
+    non-UTF-8 or malformed file -> ValueError that names the file and the line or byte.
     """
     if source.partition(":")[0] in WORLDS:
         return _generated(source)
@@ -46,14 +46,26 @@ def load_prompts(source: str, columns: Columns = tables.NOTHING) -> Prompts:
     path = Path(source)
     if path.suffix == ".py":
         raise ValueError(f"prompts {source}: say what in the file gives them, {source}:NAME")
-    if path.suffix in tables.SUFFIXES:
-        return [entry for _, entry in tables.read(path, columns)]
-    lines = [line.strip() for line in entries.text(path).split("\n") if line.strip()]
-    if not lines:
-        raise ValueError(f"prompt file {path} is empty; it needs one prompt a line")
-    if path.suffix == ".json":
-        return [entry for _, entry in entries.lines(path, columns)]
-    return [{"prompt": line} for line in lines]
+    return [entry for _, entry in tables.read(path, columns)]
+
+
+def of_words(words: Sequence[str], columns: Columns = tables.NOTHING) -> list[str] | Prompts:
+    """Prompts of a command: each word is one, or what `load_prompts` takes. Texts, if none of them
+    brings more."""
+    found: Prompts = []
+    for word in words:
+        found += load_prompts(word, columns) if _is_source(word) else [{"prompt": word}]
+    return found if any(len(row) > 1 for row in found) else [row["prompt"] for row in found]
+
+
+def _is_source(word: str) -> bool:
+    """Whether a word names prompts, and is none itself."""
+    suffix = Path(word).suffix
+    if len(word.split()) > 1 or (os.path.isfile(word) and (suffix or os.sep in word)):
+        return os.path.isfile(word)
+    listed = suffix in (".txt", ".tar", *tables.SUFFIXES, *texts.JSON, *texts.TABLES)
+    own = word.partition(":")[0] in WORLDS and ":" in word
+    return listed or own or hf.is_dataset(word) or is_place(word)
 
 
 def example(source: str | None, columns: Columns = tables.NOTHING) -> conditions.Conditions | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data import tables
+from flowrl.data.entries import Columns
 from flowrl.data.media import IMAGE_SUFFIXES
 from flowrl.runtime.log import logger
 from flowrl.runtime.text import listed
@@ -42,15 +43,16 @@ def collect(
     *,
     prompt: str | None = None,
     prompts: Path | None = None,
+    columns: Columns = tables.NOTHING,
     suffixes: Sequence[str] = IMAGE_SUFFIXES,
 ) -> list[Sample]:
     """Images with their prompts; a folder stands for every image below it, sorted by path.
 
     suffixes: of what counts as an image; MEDIA_SUFFIXES: videos too. prompt: of all. prompts: a
     list (see tables.py); "file" is a path from its folder, or a bare name; an image may have
-    several lines. Neither: each folder's own list, the first of OWN_LISTS ("file_name" is read as
-    "file"), whose lines are the samples. An image without a prompt, given twice for one, or
-    sharing a line with another -> ValueError.
+    several lines. columns: of the list, as in `load_prompts`. Neither: each folder's own list, the
+    first of OWN_LISTS ("file_name" is read as "file"), whose lines are the samples. An image
+    without a prompt, given twice for one, or sharing a line with another -> ValueError.
     """
     if prompt is not None and prompts is not None:
         raise ValueError("give --prompt, for all images, or --prompts, a list; not both")
@@ -64,7 +66,7 @@ def collect(
         samples = (
             [Sample(path=path, prompt=prompt, meta={}) for path in paths]
             if prompt is not None
-            else _listed(paths, prompts)
+            else _listed(paths, prompts, columns)
         )
     _check_distinct(samples)
     return samples
@@ -109,14 +111,16 @@ def images(
     return [place]
 
 
-def read_list(path: Path, *, contained: bool = False) -> list[tuple[str, dict[str, Any]]]:
+def read_list(
+    path: Path, columns: Columns = tables.NOTHING, *, contained: bool = False
+) -> list[tuple[str, dict[str, Any]]]:
     """(where, entry) of each line of a list, every entry with a "file" and a "prompt".
 
     contained: no "file" may leave the list's folder, also not by a link; a list that comes with a
     folder was often written by somebody else. Else ValueError that names file and line.
     """
     out = []
-    for where, entry in tables.read(path):
+    for where, entry in tables.read(path, columns):
         file = entry.get("file", entry.get("file_name"))
         if not isinstance(file, str) or not file:
             raise ValueError(
@@ -149,9 +153,9 @@ def _sample(path: Path, entry: Mapping[str, Any]) -> Sample:
     return Sample(path=path, prompt=entry["prompt"], meta=meta_of(entry))
 
 
-def _listed(paths: Sequence[Path], source: Path) -> list[Sample]:
+def _listed(paths: Sequence[Path], source: Path, columns: Columns) -> list[Sample]:
     """Samples of the lines that name each image, by path or by bare name."""
-    by_file = _by_file(source)
+    by_file = _by_file(source, columns)
     out, served = [], {}
     for path in paths:
         lines = by_file.get(path.resolve()) or by_file.get(path.name)
@@ -170,10 +174,10 @@ def _listed(paths: Sequence[Path], source: Path) -> list[Sample]:
     return out
 
 
-def _by_file(source: Path) -> dict[str | Path, list[tuple[str, dict[str, Any]]]]:
+def _by_file(source: Path, columns: Columns) -> dict[str | Path, list[tuple[str, dict[str, Any]]]]:
     """Lines of a list by the path of their file, and by its bare name where they give no path."""
     out: dict[str | Path, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
-    for where, entry in read_list(source):
+    for where, entry in read_list(source, columns):
         out[(source.parent / entry["file"]).resolve()].append((where, entry))
         if Path(entry["file"]).name == entry["file"]:
             out[entry["file"]].append((where, entry))

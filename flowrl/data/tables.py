@@ -1,9 +1,9 @@
-"""Lists of samples as files: .jsonl, .csv and .parquet, by the file's ending.
+"""Lists of prompts and of samples as files, read by their content and written by their ending.
 
 An entry is {"file", "prompt", **meta}, with "scores", "weights" and "total" where it was scored. In
 .jsonl it is a line of JSON. In .csv and .parquet "scores" and "weights" are a column for each
 reward (scores.jpeg, weights.jpeg), and what else is no text is JSON; the same entry comes back from
-each of the three.
+each of the three. What else a list may be is in texts.py.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import functools
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
-from flowrl.data import entries, hf
+from flowrl.data import entries, hf, texts
 from flowrl.data.entries import Columns, check_entry, taken
 from flowrl.data.stored import Stored, is_struct
+from flowrl.data.texts import Form, Row
 from flowrl.runtime import files as disk
 
 Entry = dict[str, Any]
 
 NOTHING: Columns = MappingProxyType({})
-SUFFIXES = (".jsonl", ".csv", ".parquet")
+SUFFIXES = (".jsonl", ".csv", ".parquet")  # that are written
 PLAIN = ("file", "file_name", "prompt")  # columns of text, which is never read as JSON
 NESTED = ("scores", "weights")
 NUMBERS = ("total", *(f"{name}." for name in NESTED))  # beginnings of columns of numbers
@@ -35,7 +36,31 @@ NUMBERS = ("total", *(f"{name}." for name in NESTED))  # beginnings of columns o
 
 def is_table(source: str) -> bool:
     """Whether prompts of this source have columns."""
-    return hf.is_dataset(source) or Path(source).suffix in (*SUFFIXES, ".json")
+    path = Path(source)
+    if path.is_file():
+        return rows(path)[0] != "plain"
+    return hf.is_dataset(source) or path.suffix in (*SUFFIXES, *texts.JSON, *texts.TABLES)
+
+
+def rows(path: Path, columns: Columns = NOTHING) -> tuple[Form, list[Row]]:
+    """(form, (where, row) of each row) of a list of prompts, decided by what it holds."""
+    head, form = entries.content(path, 512), cast(Form, "table")
+    found: Iterable[Row]
+    if head.startswith(b"PAR1") or path.suffix == ".parquet":
+        found = _parquet(path)
+    elif head[257:262] == b"ustar" or path.suffix == ".tar":
+        found = map(_captioned, hf.rows(f"{hf.PREFIX}{path}"))
+    else:
+        form, found = texts.rows(entries.text(path), path, columns.values())
+    if not (out := list(found)):
+        raise ValueError(f"prompt file {path} is empty; it needs a row for each prompt")
+    return form, out
+
+
+def _captioned(row: Row) -> Row:
+    """A row of a tar shard (webdataset), whose captions are .txt files."""
+    where, cells = row
+    return where, {"prompt": cells["txt"], **cells} if "txt" in cells else cells
 
 
 def read(path: Path, columns: Columns = NOTHING) -> list[tuple[str, Entry]]:
@@ -44,19 +69,15 @@ def read(path: Path, columns: Columns = NOTHING) -> list[tuple[str, Entry]]:
     Else ValueError that names the file and the line or row. .parquet needs the extra "parquet".
     columns: those that are taken, by their names in an entry; empty: all.
     """
-    if path.suffix == ".jsonl":
-        return [(f"{path}, line {n}", entry) for n, entry in entries.lines(path, columns)]
-    if path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"{path} is not a .jsonl, .csv or .parquet list; each line of a .jsonl list is like"
-            ' {"file": "a.png", "prompt": "a red circle"}'
-        )
-    if not path.is_file():
-        raise ValueError(f"prompt file {path} does not exist; give a list of files and prompts")
-    rows = _csv(path) if path.suffix == ".csv" else _parquet(path)
-    out = [(where, _checked(row, columns, where, path.parent)) for where, row in rows]
-    if not out:
-        raise ValueError(f"prompt file {path} is empty; it needs a row for each image")
+    form, found = rows(path, columns)
+    columns = NOTHING if form == "plain" else columns
+    out = []
+    for where, row in found:
+        if form == "table":
+            entry = _checked(row, columns, where, path.parent)
+        else:
+            entry = check_entry(taken(row, columns, where), where, path.parent)
+        out.append((where.removeprefix("prompt file "), entry))
     return out
 
 
@@ -89,12 +110,7 @@ def check_suffix(path: Path) -> None:
 
 def of_dataset(source: str, columns: Columns = NOTHING) -> list[Entry]:
     """Entries of "hf:NAME", see flowrl/data/hf.py; columns and errors: as `read`."""
-    names, rows = hf.rows(source)
-    if "prompt" not in columns and "prompt" not in names:
-        raise ValueError(
-            f'data {source} has no column "prompt"; say which one holds it, as'
-            f" data.columns.prompt={names[0]}: it has {', '.join(names)}"
-        )
+    rows = hf.rows(source)
     return [_checked(row, columns, where, hf.folder_of(source) or Path()) for where, row in rows]
 
 
@@ -103,23 +119,6 @@ def _checked(row: Entry, columns: Columns, where: str, folder: Path) -> Entry:
     cells = taken(row, columns, where)
     filled = {name: cell for name, cell in cells.items() if cell is not None}
     return check_entry(_entry(filled), where, folder)
-
-
-def _csv(path: Path) -> Iterator[tuple[str, Entry]]:
-    where = str(path)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            names = reader.fieldnames or []
-            if len(set(names)) != len(names):
-                raise csv.Error(f"two columns have the same name: {', '.join(names)}")
-            for row in reader:
-                where = f"{path}, line {reader.line_num}"
-                if None in row or None in row.values():
-                    raise csv.Error(f"it does not have the {len(names)} cells of the first line")
-                yield where, {name: cell or None for name, cell in row.items()}
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{where} cannot be read: {error}") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Entry]]:

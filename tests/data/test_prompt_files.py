@@ -45,7 +45,7 @@ def test_jsonl_keeps_what_rewards_may_read(tmp_path):
         ),
         ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b"\n', "a.jsonl, line 2 is not JSON"),
         ("b.jsonl", b'{"text": "a"}\n', 'b.jsonl, line 1 needs a "prompt"'),
-        ("c.jsonl", b'"a"\n', 'c.jsonl, line 1 needs a "prompt"'),
+        ("c.jsonl", b"3\n", 'c.jsonl, line 1 needs a "prompt"'),
     ],
 )
 def test_a_bad_file_is_one_sentence_that_names_it(tmp_path, name, content, message):

@@ -352,7 +352,7 @@ def test_a_list_without_copies_names_the_files_where_they_are():
         (["imgs", "--prompt", " "], "--prompt is empty"),
         (["imgs", "--prompt", "x", "--prompts", "some.jsonl"], "not both"),
         (["imgs", "--prompts", "nowhere.jsonl"], "prompt file nowhere.jsonl does not exist"),
-        (["imgs", "--prompts", "imgs/notes.txt"], "imgs/notes.txt is not a .jsonl, .csv or"),
+        (["imgs", "--prompts", "imgs/notes.txt"], 'imgs/notes.txt, line 1 needs a "file"'),
         (["imgs", "--prompts", "broken.jsonl"], "broken.jsonl, line 3 is not JSON"),
         (["imgs", "--prompts", "nofile.jsonl"], 'nofile.jsonl, line 2 needs a "file"'),
         (["imgs", "--prompts", "some.jsonl"], "imgs/b.png has no line in some.jsonl"),

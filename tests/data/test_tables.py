@@ -86,7 +86,7 @@ def test_score_writes_and_reads_lists_by_their_ending(suffix):
         ("file,prompt\n", "x.csv is empty"),
         ("", "x.csv is empty"),
         ('file,prompt\na.png,"x\n', "x.csv cannot be read: unexpected end of data"),
-        ("\udcff", "x.csv cannot be read: 'utf-8' codec"),
+        ("\udcff", "x.csv is not UTF-8: byte 0, in line 1"),
     ],
 )
 def test_a_broken_table_is_named(text, sentence):

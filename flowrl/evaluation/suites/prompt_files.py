@@ -1,7 +1,7 @@
 """Prompt files of evaluation suites in the forms in which benchmarks publish them.
 
-Texts come from the user's disk or the hub; flowrl ships none of them. flowrl.data.prompts reads
-.txt, .jsonl and generated prompts. Of a .csv or .tsv file the suite says what it is:
+Texts come from the user's disk or the hub; flowrl ships none of them, and flowrl.data.prompts reads
+them. Of a table the suite says what it is:
 * table: one prompt a line; `columns` names what is kept of it (DrawBench's sheet,
   PartiPrompts.tsv).
 * dpg: ELLA's dpg_bench.csv (arXiv:2403.05135), one question a line -> a checklist for each prompt,
@@ -15,20 +15,20 @@ Texts come from the user's disk or the hub; flowrl ships none of them. flowrl.da
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from flowrl.data import tables
 from flowrl.data.prompts import WORLDS, Prompts, load_prompts
 from flowrl.runtime import hub
 from flowrl.runtime.log import logger
 from flowrl.runtime.registry import did_you_mean
 
 Form = Literal["table", "dpg", "unigenbench"]
-Rows = list[dict[str, str]]
+Rows = list[dict[str, Any]]
 HUB = "hf:"
 POINT = 'Does the picture hold what the caption asks for under "{dimension}", namely: {text}?'
 
@@ -53,8 +53,9 @@ def load(
     if source.partition(":")[0] in WORLDS:
         return load_prompts(source)
     path = _file(source, suite, origin)
-    if path.suffix in (".csv", ".tsv"):
-        return _of_rows(path, form, columns or {"prompt": "prompt"})
+    how, rows = tables.rows(path, columns or {})
+    if how == "table":
+        return _of_rows([row for _, row in rows], path, form, columns or {"prompt": "prompt"})
     return load_prompts(str(path))
 
 
@@ -68,8 +69,8 @@ def _file(source: str, suite: str, origin: str) -> Path:
     return path
 
 
-def _of_rows(path: Path, form: Form, columns: Mapping[str, str]) -> Prompts:
-    rows = read_rows(path)
+def _of_rows(given: Rows, path: Path, form: Form, columns: Mapping[str, str]) -> Prompts:
+    rows = [{name: cell or "" for name, cell in row.items()} for row in given]
     if form == "dpg":
         prompts = _dpg(rows, path)
     elif form == "unigenbench":
@@ -103,19 +104,6 @@ def _from_hub(source: str, suite: str, origin: str) -> Path:
             f" is not here and could not be fetched ({type(error).__name__}); download"
             f" it{f' or {origin}' if origin else ''} and give it with --prompts /path/to/{file}"
         ) from error
-
-
-def read_rows(path: Path) -> Rows:
-    """Lines of a .csv, or of a .tsv (whose quotes are text), by the names in the first line."""
-    how: dict[str, Any] = {}
-    if path.suffix == ".tsv":
-        how = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            lines = list(csv.DictReader(file, **how))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"prompt file {path} cannot be read: {error}; save it as UTF-8") from None
-    return [{k: value or "" for k, value in line.items() if k is not None} for line in lines]
 
 
 def _column(rows: Rows, names: Sequence[str], path: Path) -> str:
