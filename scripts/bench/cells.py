@@ -58,7 +58,7 @@ FIRST = {
     "tree_grpo": ["algorithm.tree.children=2", "algorithm.window.size=4"],
     "tempflow_grpo": ["algorithm.tree.children=4", "batch.group=28"],
     "nft": FORWARD,
-    "awm": FORWARD,
+    "awm": [*FORWARD, "algorithm.kl_weight=3e-3"],  # the code's of then
     "dgpo": FORWARD,
     "dpo": FORWARD,
     "raft": FORWARD,
