@@ -27,6 +27,7 @@ from flowrl.config.schema import Config
 from flowrl.data import as_seen, hf
 from flowrl.data.media import MEDIA_SUFFIXES, depends_on_reader
 from flowrl.data.scored_folder import list_of
+from flowrl.data.stored import Stored
 from flowrl.policy import Policy
 from flowrl.policy.quantised import plain_tensors
 from flowrl.rewards import Reward, RewardSet
@@ -94,7 +95,7 @@ def of_parts(
         **of_config(cfg),
         "data": of_data(data, media),
         "live": of_live(live),
-        "reader": of_reader(media),
+        "reader": of_reader(data, media),
         "networks": networks,
         "sources": {"flowrl": _sources()},
     }
@@ -109,9 +110,12 @@ def of_data(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
     }
 
 
-def of_reader(media: Sequence[Path]) -> dict[str, str]:
-    """The version of what reads pictures and videos, where another one may read these otherwise."""
-    return {READ: as_seen.READER} if any(map(depends_on_reader, media)) else {}
+def of_reader(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
+    """The version of what reads pictures and videos, where another one may read these otherwise,
+    as it may those inside tables, which are not looked at here."""
+    held = (value for rows in data.values() for row in rows for value in row.values())
+    depends = any(isinstance(value, Stored) for value in held) or any(map(depends_on_reader, media))
+    return {READ: as_seen.READER} if depends else {}
 
 
 def of_live(live: Live) -> dict[str, str]:

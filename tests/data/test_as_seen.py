@@ -11,6 +11,7 @@ from PIL import Image, ImageCms
 
 from flowrl.data import conditions, media
 from flowrl.data.as_seen import as_seen
+from flowrl.data.stored import Stored
 from flowrl.training import identity
 
 RED = (255, 0, 0)
@@ -303,14 +304,16 @@ def test_what_was_seen_once_stays_as_it_is(tmp_path):
 def test_the_version_of_the_reader_is_in_the_identity_where_it_matters(tmp_path, monkeypatch):
     plain, clear = tmp_path / "plain.png", see_through(tmp_path / "clear.png")
     Image.fromarray(corners()).save(plain)
-    assert identity.of_reader([plain]) == {} and identity.of_reader([]) == {}
-    now = {"reader": identity.of_reader([plain, clear])}
+    assert identity.of_reader({}, [plain]) == {} and identity.of_reader({}, []) == {}
+    now = {"reader": identity.of_reader({}, [plain, clear])}
     said = identity.differences({"config": {}}, {"config": {}, **now}, tmp_path)
     assert said == ["the reader of videos, transparency and colour profiles (absent -> 2)"]
     assert identity.differences({"config": {}}, {"config": {}, "reader": {}}, tmp_path) == []
     assert identity.differences(now, now, tmp_path) == []
+    inside = Stored("a.parquet, row 1", "image", "1", tmp_path, dict)
+    assert identity.of_reader({"prompts": [{"prompt": "x", "image": inside}]}, []) == now["reader"]
     monkeypatch.setattr(identity.as_seen, "READER", "3")
     assert (
         "(2 -> 3)"
-        in identity.differences(now, {"reader": identity.of_reader([clear])}, tmp_path)[0]
+        in identity.differences(now, {"reader": identity.of_reader({}, [clear])}, tmp_path)[0]
     )
