@@ -77,6 +77,8 @@ def _check_model(
         own["prompts"] = list(texts)[:2]
     echo(policy.describe())
     echo(policy.self_check(**own))
+    if found := policy.readers():
+        echo(f"  tokens of a prompt that are read: {', '.join(map(str, found))}")
 
 
 def _check_rewards(words: list[str], pictures: dict[str, Any]) -> None:

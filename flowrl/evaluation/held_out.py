@@ -248,6 +248,7 @@ def evaluate(
     policy, prompts = as_policy(policy), records(prompts)
     ledger, rewards = ledger or Ledger(policy.device), load_set(rewards).pointwise()
     rewards = rewards.beside(policy)
+    policy.say_cut(prompt["prompt"] for prompt in prompts)
     evaluator = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=how, ledger=ledger)
     return evaluator.evaluation(images)
 

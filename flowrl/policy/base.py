@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,13 @@ class Policy:
         mask, a negative prompt).
         """
         raise NotImplementedError
+
+    def say_cut(self, prompts: Iterable[str | None]) -> None:
+        """Warn of prompts whose ends are not read, of each once."""
+
+    def readers(self) -> Sequence[Any]:
+        """The text encoders, and how much of a prompt each of them reads, in words."""
+        return ()
 
     def schedule(self, steps: int) -> Schedule:
         """Sigmas and exact model times of a run with `steps` steps, from the pipeline's own

@@ -27,14 +27,18 @@ from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.infer import find_coords, infer
 from flowrl.policy.replay.items import Item, is_own, items_of
 from flowrl.policy.replay.probe import Prober
+from flowrl.policy.replay.reach import Reader, cut, readers, surely_read
 from flowrl.policy.replay.record import Encoding, Runner
 from flowrl.policy.replay.reentry import reenter
 from flowrl.policy.replay.request import Request
 from flowrl.policy.text import Encodings, check_encoded, check_staying, placed_in, text_encoders
 from flowrl.policy.waiting import Waiting
+from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
 from flowrl.types import expand
+
+LOOKED = 50_000  # prompts at once whose length is looked at
 
 
 class PipelinePolicy(Policy):
@@ -62,6 +66,8 @@ class PipelinePolicy(Policy):
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)
         self._schedules: dict[int, Schedule] = {}
+        self._readers: list[Reader] | None = None
+        self._looked: set[str] = set()  # prompts whose length was looked at
         runner = Runner(pipe, kwargs, hints_for(pipe), encoding, waiting)
         self.turns = runner.turns
         # what is drawn here moves no adapter's first values
@@ -153,6 +159,20 @@ class PipelinePolicy(Policy):
                     f'the prompts have "{printable(name, 60)}", which is no argument of'
                     f' {self.replay.pipeline}; "{near[0]}" is one: rename it, or leave it out'
                 )
+
+    def say_cut(self, prompts: Iterable[str | None]) -> None:
+        new = [p for p in dict.fromkeys(prompts) if p and p not in self._looked][:LOOKED]
+        self._looked.update(new)
+        if surely_read(self.prober, new):
+            return
+        if (sentence := cut(self.readers(), new)) is not None:
+            logger.warning(sentence)
+
+    def readers(self) -> Sequence[Reader]:
+        if self._readers is None:
+            with torch.random.fork_rng(), self.turns.running(self.pipe, instead=True):
+                self._readers = readers(self.prober)
+        return self._readers
 
     def _picture(self, item: Item) -> Tensor | None:
         """x0 (*L) of the picture that the loop starts from; None where it starts from noise."""

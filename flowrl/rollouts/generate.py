@@ -57,6 +57,7 @@ def generate(
     texts, rows = _texts(prompts)
     if steps < 1 or micro < 1 or decode < 1:
         raise ValueError(f"steps={steps}, micro={micro} and decode={decode} should be at least 1")
+    policy.say_cut(texts)
     asked = Asked(
         policy=policy,
         texts=texts,

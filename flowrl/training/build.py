@@ -102,7 +102,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     guidance = check_guidance(cfg, algorithm, policy)
     check_signal(cfg, algorithm, plan, rewards.needs)
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
-    warn(cfg, algorithm, policy, plan, (len(prompts) - cfg.batch.prompts) // world.size)
+    warn(cfg, algorithm, policy, plan, (prompts, held_out), processes=world.size)
 
     # in full mode fp32 from here on; who kept what it returns would keep split weights whole
     policy.trainable.named()
@@ -156,9 +156,18 @@ def share_networks(
         share_calls(policy, world, prompts, guidance=guidance, autocast=casts)
 
 
-def warn(cfg: Config, algorithm: Algorithm, policy: Policy, plan: Plan, spare: int) -> None:
-    """Say what a run can do, and hardly means. spare: prompts that an iteration leaves over, of a
-    process."""
+def warn(
+    cfg: Config,
+    algorithm: Algorithm,
+    policy: Policy,
+    plan: Plan,
+    prompts: tuple[Prompts, Prompts],
+    *,
+    processes: int,
+) -> None:
+    """Say what a run can do, and hardly means. prompts: to train on, and held-out ones."""
+    policy.say_cut(row["prompt"] for own in prompts for row in own)
+    spare = (len(prompts[0]) - cfg.batch.prompts) // processes  # that an iteration leaves over
     warn_distilled(algorithm, policy, cfg.model.source)
     warn_large(cfg, policy)
     for sentence in unused_options(cfg, algorithm, plan, spare=spare):

@@ -73,6 +73,7 @@ def measure(
     Image k of prompt p has the noise of (seed, p, k).
     """
     ledger, journal = Ledger(policy.device), journal or Journal()
+    policy.say_cut(prompt["prompt"] for prompt in prompts)
     asked = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=sampling, ledger=ledger)
     features = features_of(rewards, images)
     world, chunks = sampling.world, _chunks(len(prompts), images)

@@ -98,6 +98,8 @@ class Answers:
         self.runs = 0  # that are going on, one within another
         self.paused = False  # in the loop, networks beside the denoiser see other latents each time
         self.closed = False  # whether a new question is an error, Unknown
+        # a list: what was asked since then, trained networks answering as others
+        self.heard: list[Question] | None = None
 
     @property
     def size(self) -> int:
@@ -112,6 +114,8 @@ class Answers:
             asked = self._questions(name, network, real, args, kwargs)
         except TypeError:  # an argument that cannot be compared
             return real(*args, **kwargs)
+        if self.heard is not None:
+            self.heard += asked
         answers = [self._answer(question) for question in asked]
         found = [asked[0].device, *(t.device for t in leaves(answers[0]).values())]
         device = next((device for device in found if device), torch.device("cpu"))
@@ -214,8 +218,9 @@ class Answers:
         with contextlib.ExitStack() as stack:
             stack.callback(self._ended)
             for name, module in networks.items():
-                if any(p.requires_grad for p in module.parameters()):
-                    continue  # it is trained: its answers change
+                trained = any(p.requires_grad for p in module.parameters())
+                if trained and self.heard is None:
+                    continue  # its answers change
                 for method in METHODS:
                     if hasattr(module, method):
                         stack.enter_context(self._patched(name, module, method))

@@ -133,14 +133,15 @@ class Prober:
         media = {k: v for k, v in {**runner.always, **example}.items() if is_media(v)}
         other = {**example, **{k: altered(v) for k, v in media.items()}}
         self.record = [Item(RECORD[0], example), Item(RECORD[1], other)]
-        self.overlong = Item(" ".join(["word"] * (self._longest() + 8)), example)
+        self.overlong = Item(" ".join(["word"] * (self.longest + 8)), example)
         self._settle(bool(media))
 
     def rows(self, count: int) -> list[Item]:
         """Items of a probing run: those of the record in turn, or copies of the first one."""
         return [self.record[0 if self.runner.single else k % 2] for k in range(count)]
 
-    def _longest(self) -> int:
+    @property
+    def longest(self) -> int:
         """Tokens of the longest text that the pipeline says it takes."""
         default = self.runner.parameters.get("max_sequence_length")
         asked = self.runner.kwargs.get("max_sequence_length")
@@ -212,7 +213,7 @@ class Prober:
         short prompt to every run: one length, always masked. It does where an encoder would be
         asked something new without the overlong one, or where the denoisers are."""
         short, answers = self.record[0], self.runner.answers
-        if self._longest() < 2 * len(RECORD[0]):  # it may be no shorter than the longest
+        if self.longest < 2 * len(RECORD[0]):  # it may be no shorter than the longest
             short = Item("", short.conditions)
         pad = (self.overlong, short)
         answers.closed = True

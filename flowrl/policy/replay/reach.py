@@ -1,0 +1,184 @@
+"""How much of a prompt a pipeline reads: tokenizers cut long ones, and some pipelines drop the end
+of what an encoder made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from flowrl.policy.replay.arguments import tensors_in
+from flowrl.policy.replay.encoders import Question
+from flowrl.policy.replay.probe import Prober
+from flowrl.policy.replay.unread import leaves, mapped
+from flowrl.runtime.log import quiet
+from flowrl.runtime.text import printable
+
+TOKENS = 4  # in a row, by which the overlong prompt is known
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """A text encoder. most: tokens of a prompt that reach the denoisers; None: all of those that
+    were tried."""
+
+    name: str
+    tokenizer: Any
+    most: int | None
+    tried: int
+
+    def cuts(self, texts: Sequence[str]) -> list[bool]:
+        """Which of some texts have tokens that are not read."""
+        if self.most is None:
+            return [False] * len(texts)
+        return [len(ids) > self.most for ids in _ids(self.tokenizer, texts)]
+
+    def end(self, text: str) -> str:
+        """The last of a text that is read."""
+        return self.tokenizer.decode(_ids(self.tokenizer, [text])[0][: self.most])[-40:]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.most or f'{self.tried} or more'}"
+
+
+def cut(found: Sequence[Reader], texts: Sequence[str]) -> str | None:
+    """What to say of texts whose ends no encoder reads."""
+    if not found:
+        return None
+    each = [reader.cuts(texts) for reader in found]
+    places = [k for k, own in enumerate(zip(*each, strict=True)) if all(own)]
+    if not places:
+        return None
+    first, last = texts[places[0]], max(found, key=lambda reader: reader.most or 0)
+    return (
+        f"{len(places)} of {len(texts)} prompts are longer than the model reads (tokens:"
+        f" {', '.join(map(str, found))}), and what comes later in them changes nothing; the first,"
+        f" {printable(repr(first), 120)}, is read up to {printable(repr(last.end(first)))}: shorten"
+        " them, or raise max_sequence_length where the pipeline takes it"
+    )
+
+
+def surely_read(prober: Prober, texts: Sequence[str]) -> bool:
+    """Whether texts are so short that nothing is to be found out about them."""
+    kinds = _tokenizers(prober.runner.pipe)
+    least = min([prober.longest, *(kind.model_max_length for kind in kinds)])
+    room = least - max(2, least // 8)  # templates and marks of begin and end take some
+    long = [text for text in texts if len(text.encode()) > room]  # a token is a byte or more
+    return all(len(ids) <= room for kind in kinds for ids in _ids(kind, long))
+
+
+def readers(prober: Prober) -> list[Reader]:
+    """The text encoders that are given the prompt, and how much of it they read."""
+    return Reach(prober).readers()
+
+
+class Reach:
+    """Runs on an overlong prompt of one word: where its tokens lie among those of each encoder, and
+    up to where a change of what the encoder answers changes what the denoisers are given."""
+
+    def __init__(self, prober: Prober) -> None:
+        self.prober, self.answers = prober, prober.runner.answers
+        self.items = [prober.overlong]
+        if not prober.runner.single:
+            self.items = [prober.record[0], prober.overlong]
+        self.kinds = _tokenizers(prober.runner.pipe)
+        self.words = [_ids(kind, [str(prober.overlong.prompt)])[0] for kind in self.kinds]
+
+    def readers(self) -> list[Reader]:
+        self.answers.heard = []
+        try:
+            self._given()
+            return self._found(list(self.answers.heard))
+        finally:
+            self.answers.heard = None
+
+    def _found(self, asked: list[Question]) -> list[Reader]:
+        # by encoder: (length, start) of the words among its tokens, which tokenizer, the question
+        best: dict[str, tuple[tuple[int, int], int, Question]] = {}
+        for question in asked:
+            name = question.name.partition(".")[0]
+            for which, words in enumerate(self.words):
+                part = _longest_part(_row(question), set(words))
+                if part[0] > max(TOKENS, best[name][0][0] if name in best else 0):
+                    best[name] = (part, which, question)
+        self.usual = self._given()  # with answers from memory
+        out = []
+        for name, (part, which, question) in best.items():
+            if most := self._reach(question, *part):
+                tried = len(self.words[which])
+                whole = most > tried - 2  # the first may be another one in a sentence
+                out.append(Reader(name, self.kinds[which], None if whole else most, tried))
+        return out
+
+    def _given(self) -> list[Tensor]:
+        """What the first calls of the denoisers are given."""
+        first = self.prober.run(self.items, 8, stop=lambda j, it: True)[0]
+        return [t for call in first.calls for t in tensors_in(call.args)]
+
+    def _reach(self, question: Question, length: int, start: int) -> int:
+        """How many of the words are read."""
+        size, held = len(_row(question)), leaves(self.answers.kept[question.key]).values()
+        pooled = not any(size in t.shape for t in held if not t.is_meta)
+        if pooled or self._matters(question, start + length - 1):
+            return length
+        low, high = -1, length - 1  # nothing from `high` on is read, something from `low` on is
+        while high - low > 1:
+            middle = (low + high) // 2
+            matters = self._matters(question, start + middle)
+            low, high = (middle, high) if matters else (low, middle)
+        return low + 1
+
+    def _matters(self, question: Question, begin: int) -> bool:
+        """Whether the denoisers are given others where an answer is changed from a token on."""
+        key, size = question.key, len(_row(question))
+        before = self.answers.kept[key]
+        self.answers.kept[key] = mapped(lambda path, t: _changed(t, size, begin), before)
+        try:
+            made = self._given()
+        finally:
+            self.answers.kept[key] = before
+        pairs = zip(made, self.usual, strict=True)
+        return not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+
+
+def _tokenizers(pipe: Any) -> list[Any]:
+    """Those of a pipeline, and those within its processors."""
+    parts = list(pipe.components.values())
+    found = [*parts, *(getattr(part, "tokenizer", None) for part in parts)]
+    return [part for part in found if isinstance(part, PreTrainedTokenizerBase)]
+
+
+def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    with quiet():
+        return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+
+
+def _row(question: Question) -> list[int]:
+    """The tokens of a question; none where it has none."""
+    tokens = (t for t in tensors_in((question.args, question.kwargs)) if t.ndim == 2)
+    row = next((t for t in tokens if not t.is_floating_point()), None)
+    return [] if row is None else row[0].tolist()
+
+
+def _longest_part(row: list[int], of: set[int]) -> tuple[int, int]:
+    """(length, start) of the longest part of a row that is made of these tokens."""
+    best, begin = (0, 0), 0
+    for k, token in enumerate([*row, None]):
+        if token not in of:
+            best = max(best, (k - begin, begin), key=lambda part: part[0])
+            begin = k + 1
+    return best
+
+
+def _changed(t: Tensor, size: int, begin: int) -> Tensor:
+    """Other values from a token on, in a tensor that has this number of them."""
+    axis = next((k for k, own in enumerate(t.shape) if own == size), None)
+    if axis is None or t.is_meta:
+        return t
+    t = t.clone()
+    t.narrow(axis, begin, size - begin).mul_(1.5).add_(0.5)
+    return t
