@@ -46,7 +46,7 @@ class RatioCheck:
     def __call__(self, rollout: Rollout, columns: Columns, metrics: dict[str, float]) -> Columns:
         """The columns, with recomputed log-probs where that is needed.
 
-        Adds policy/ratio_error to metrics: max |log ratio| of this process's rows.
+        Adds policy/ratio_error to metrics: max |log ratio| over the rows of all processes.
         """
         learner = self.learner
         with learner.policy.ledger.phase("reference"):
@@ -54,8 +54,10 @@ class RatioCheck:
         recomputed = old.get("log_prob", columns.log_prob)
         if not self.done:
             self.first(recomputed, columns)
-        if len(columns):
-            metrics["policy/ratio_error"] = float((recomputed - columns.log_prob).abs().max())
+        gap = (recomputed - columns.log_prob).abs()
+        found = learner.world.collect(float(gap.max()) if len(columns) else None)
+        if known := [worst for worst in found if worst is not None]:
+            metrics["policy/ratio_error"] = max(known)
         return Columns({**columns.data, **old}) if self.recompute else columns
 
     def first(self, recomputed: Tensor, columns: Columns) -> None:

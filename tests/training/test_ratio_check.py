@@ -1,13 +1,16 @@
 """The ratio's self-test, by hand."""
 
 import math
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from toy import ToyPolicy, advantages_of, roll_out, to_the_right
 
 from flowrl.algorithms.grpo import ALGORITHM as GRPO
-from flowrl.training.ratio_check import RatioError, needs_recomputing, old_scores
+from flowrl.training import ratio_check
+from flowrl.training.ratio_check import RatioCheck, RatioError, needs_recomputing, old_scores
 from flowrl.types import Columns
 
 
@@ -79,3 +82,28 @@ def test_ratios_are_one_against_recomputed_scores_of_the_same_weights(ratio):
         ) / len(rows)
 
     assert log_ratio(rows) > 1e-4 and log_ratio(recomputed) < 1e-7
+
+
+@pytest.mark.parametrize(
+    ("others", "own", "told"),
+    [
+        ([0.5], [0.1, -0.25], 0.5),  # another process has the largest
+        ([0.125, None], [0.0, -0.25], 0.25),
+        ([None, 0.5], [], 0.5),  # this one has no rows
+        ([None], [], None),
+    ],
+)
+def test_the_logged_error_is_the_largest_of_all_processes(monkeypatch, others, own, told):
+    rows = columns(*[0.0] * len(own))
+    monkeypatch.setattr(ratio_check, "old_scores", lambda *_: {"log_prob": torch.tensor(own)})
+    learner = SimpleNamespace(
+        cfg=None,
+        algorithm=SimpleNamespace(needs={"log_prob"}),
+        policy=SimpleNamespace(ledger=SimpleNamespace(phase=lambda _: nullcontext())),
+        micro=1,
+        world=SimpleNamespace(collect=lambda mine: [mine, *others]),
+    )
+    check, metrics = RatioCheck(learner), {}
+    check.done = True
+    check(None, rows, metrics)
+    assert metrics.get("policy/ratio_error") == told
