@@ -170,8 +170,12 @@ class PipelinePolicy(Policy):
 
     def readers(self) -> Sequence[Reader]:
         if self._readers is None:
-            with torch.random.fork_rng(), self.turns.running(self.pipe, instead=True):
-                self._readers = readers(self.prober)
+            self._readers = []
+            try:
+                with torch.random.fork_rng(), self.turns.running(self.pipe, instead=True):
+                    self._readers = readers(self.prober)
+            except ValueError as error:  # a cut may take marks of pictures away
+                logger.warning(f"how much is read of a long prompt is not known: {error}")
         return self._readers
 
     def _picture(self, item: Item) -> Tensor | None:

@@ -231,6 +231,7 @@ def show_encoders(names: list[str]) -> int:
                 raise
             out.add_row(name, "", f"refused: {str(error)[:60]}")
             continue
+        print(f"{name}  {took:.1f} s  {found}", flush=True)
         whole += took
         for network, numbers in found.items():
             out.add_row(name, f"{took:.1f}", network, *(f"{n:,}" for n in numbers))

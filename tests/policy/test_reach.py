@@ -81,6 +81,13 @@ def test_nothing_is_said_where_another_encoder_reads_the_rest(caplog):
     assert "text_encoder_3 255" in caplog.text
 
 
+def test_a_pipeline_that_refuses_an_overlong_prompt_is_said_and_stops_nothing(caplog):
+    policy = policy_of("kandinsky5_i2i")
+    policy.say_cut([" ".join(["red"] * 600)])
+    assert "how much is read of a long prompt is not known: Kandinsky5I2IPipeline" in caplog.text
+    assert policy.readers() == []
+
+
 def test_trained_encoders_cut_as_well(caplog):
     policy = load_policy(
         tiny.pipeline("sd15"), parts=("text_encoder",), lora=LORA, **tiny.CALLS["sd15"]
