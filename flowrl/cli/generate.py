@@ -30,7 +30,7 @@ Model = Annotated[
 Prompts = Annotated[
     list[str], typer.Argument(help="Prompts, files of them, or other sources as of data.train.")
 ]
-Lora = Annotated[Path | None, typer.Option(help="A run folder, or a folder with LoRA weights.")]
+Lora = Annotated[Path | None, typer.Option(help="A run folder, or a LoRA of any trainer.")]
 Steps = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
 Guidance = Annotated[
     str, typer.Option(help="A scale, none, or pipeline (the pipeline's own setting).")

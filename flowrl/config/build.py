@@ -301,17 +301,23 @@ def trained(run: Path, call: Mapping[str, Any], hints: str | None = None) -> Pol
 
 def lora_of(folder: Path) -> tuple[Path | None, dict[str, Any]]:
     """LoRA weights and what load_policy takes for them, {"lora", "parts"}: of a run folder, or of a
-    folder that a run exported. (None, {}): the run trained heads alone (`heads_of`)."""
+    folder that a run exported. (None, settings): load_policy loads them, of a file or folder of any
+    trainer, or the run trained heads alone (`heads_of`)."""
     weights = folder / "lora" if (folder / "lora").is_dir() else folder
     settings = weights / LORA_SETTINGS
     if not folder.exists():
-        raise ValueError(f"--lora: there is no {folder}; give a finished run's folder")
+        raise ValueError(
+            f"--lora: there is no {folder}; give a finished run's folder, or a LoRA of any trainer"
+        )
     if not settings.is_file() and heads_of(folder):
         return None, {}
+    if weights.is_file() or (not settings.is_file() and [*weights.glob("*.safetensors")]):
+        return None, {"lora": weights}
     if not settings.is_file():
         raise ValueError(
-            f"{folder} holds no exported LoRA: {settings.name} is missing; give a finished run's"
-            " folder (or, where a run trained all weights, the run as the model)"
+            f"{folder} holds no LoRA, neither {settings.name} of a run nor a .safetensors file;"
+            " give a finished run's folder (or, where a run trained all weights, the run as the"
+            " model), or a LoRA of any trainer"
         )
     found = read_settings(settings)
     return weights, {"parts": found.pop("parts"), "lora": found}

@@ -135,7 +135,9 @@ class TrainConfig(Section):
     )
     mode: Literal["lora", "full"] = Field("lora", description="Low-rank adapters, or every weight.")
     lora: LoraConfig = Field(LoraConfig(), description="The adapters, when mode is lora.")
-    init_lora: str | None = Field(None, description="Folder of an existing LoRA to start from.")
+    init_lora: str | None = Field(
+        None, description="File or folder of a LoRA to start from, of any trainer."
+    )
     # YAML 1.1 reads a bare `no` as false
     precision: Annotated[
         Literal["no", "bf16", "fp16"], BeforeValidator(lambda v: "no" if v is False else v)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import flowrl.policy.heads as heads
 import flowrl.policy.lora as lora
+import flowrl.policy.lora_read as lora_read
 from flowrl.policy.compiled import Compiled, compile_blocks
 from flowrl.policy.offload import Turns
 from flowrl.policy.parts import Parts
@@ -387,22 +388,15 @@ class Policy:
         """Write the adapter to `folder`; diffusers' LoRA format where the pipeline has one."""
         from safetensors.torch import save
 
-        self._needs_lora()
-        own = self.trainable.tensors("default")
-        weights = {name: value.cpu().contiguous() for name, value in own.items()}
-        content = save(weights, lora.metadata(self.trainable.options))
+        parts = self._needs_lora()
+        content = save(lora.exported(parts), lora.metadata(parts.options["rank"]))
         return lora.write(Path(folder) / lora.FILE, content)
 
     def load_lora(self, path: str | Path) -> None:
-        """Load an adapter written by save_lora (a folder or file) into "default". Strict, rank and
-        alpha included."""
-        from safetensors.torch import load_file
-
-        self._needs_lora()
-        path = Path(path)
-        path = path / lora.FILE if path.is_dir() else path
-        lora.check(path, self.trainable.options)
-        self.trainable.load("default", load_file(str(path)))
+        """Load a LoRA (a folder or file), whoever trained it, into "default", so that it does what
+        it did there. What it cannot do, or has no adapter for, is refused."""
+        parts = self._needs_lora()
+        parts.load("default", lora_read.read(parts, path, getattr(self, "pipe", None)))
 
     def save_heads(self, folder: str | Path) -> list[Path]:
         """Write each head to a file of `folder`."""
@@ -413,8 +407,9 @@ class Policy:
         sample from then on."""
         self.set_heads(heads.load(Path(folder), self.latent_shape))
 
-    def _needs_lora(self) -> None:
-        if self.trainable.lora is None:
+    def _needs_lora(self) -> Parts:
+        if not isinstance(self.trainable, Parts) or self.trainable.lora is None:
             raise ValueError(
                 "this policy has no LoRA adapter; load it with lora={'rank': ..., 'alpha': ...}"
             )
+        return self.trainable

@@ -28,6 +28,7 @@ MEANING = {
     "mixed": "rows at different sigmas in one call, against one call a sigma and a row alone",
     "euler": "one step of the pipeline's scheduler, against an Euler step in flow coordinates",
     "decode": "media, against the pipeline's own decoding",
+    "came": "networks without what is trained, against those that the pipeline came with",
 }
 BLOCK = 1 << 24  # values that are compared at once
 LOOSE = 8.0  # weight of a guidance that is not known
@@ -101,6 +102,8 @@ class Replayed(Protocol):
 
     def velocity(self, x: Tensor, sigma: Tensor | float, cond: Cond, rows: Tensor) -> Tensor: ...
 
+    def untouched(self) -> float | None: ...
+
     def reentry(
         self,
         x: Tensor,
@@ -166,6 +169,8 @@ def self_check(policy: Replayed) -> SelfCheck:
         media = torch.cat([policy.decoder(latents, cond, row) for latents, row in parts])
         decoded = decoded.to(media.device)  # some pipelines return media on the CPU
         errors["decode"], size = _beside(media, decoded), tuple(media.shape[-2:])
+    if (came := policy.untouched()) is not None:
+        errors["came"] = came
     result = SelfCheck(
         pipeline=policy.replay.pipeline,
         errors=errors,

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+import flowrl.policy.plain as plain
 from flowrl.policy.base import Policy
 from flowrl.policy.folder import check_files, check_index, variant_of, why_not
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.named import GROUP, declare, hints_of, made
+from flowrl.policy.parts import adapter_of
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.policy.quantised import check_kind, kind_of, quantise
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.record import Encoding, blaming, denoisers_of
+from flowrl.policy.text import text_encoders
 from flowrl.policy.waiting import Waiting
 from flowrl.runtime import hub, registry
 from flowrl.runtime.log import quiet
@@ -49,7 +52,7 @@ ENCODING = "encoding (model.encoders, model.prompt_cache)"  # as errors name it
 def load_policy(
     source: Any,
     *,
-    lora: dict[str, Any] | None = None,
+    lora: dict[str, Any] | Path | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     shape: tuple[int, ...] | None = None,
@@ -70,16 +73,16 @@ def load_policy(
 
     parts: what is trained, by default ["denoiser"]; "text_encoder" for the text encoders of a
     pipeline. lora: {"rank", "alpha", "targets", "init"} puts adapter "default" on these, fp32
-    whatever dtype is; None trains all their weights. dtype: of the networks (default: fp32; of a
-    live pipeline, as it is). quantize: frozen weights of a pipeline's denoiser as "int8" or "nf4"
-    (a pipeline that is quantised is taken as it is). shape, kind, cond, decode: for an nn.Module,
-    see ModulePolicy. pipeline_kwargs: arguments of the pipeline's own call (height, width,
-    num_frames, negative_prompt, image ...); they hold for the policy's life. example: conditions
-    that differ from prompt to prompt, of one prompt (Policy.encode takes those of all). hints: of
-    the pipeline's class, see `hints_of` in flowrl/policy/named.py. encoding: where text encoders
-    are, and their answers kept. split: a pipeline's networks are to be split over processes, and
-    their blocks wait for that in host memory. A pipeline whose loop cannot be inferred raises
-    UnreplayableError (a ValueError).
+    whatever dtype is; the Path of a LoRA one that holds it, on what it changes; None trains all
+    their weights. dtype: of the networks (default: fp32; of a live pipeline, as it is). quantize:
+    frozen weights of a pipeline's denoiser as "int8" or "nf4" (a pipeline that is quantised is
+    taken as it is). shape, kind, cond, decode: for an nn.Module, see ModulePolicy. pipeline_kwargs:
+    arguments of the pipeline's own call (height, num_frames, image ...); they hold for the policy's
+    life. example: conditions that differ from prompt to prompt, of one prompt (Policy.encode takes
+    those of all). hints: of the pipeline's class, see `hints_of` in flowrl/policy/named.py.
+    encoding: where text encoders are, and their answers kept. split: a pipeline's networks are to
+    be split over processes, and their blocks wait for that in host memory. A pipeline whose loop
+    cannot be inferred raises UnreplayableError (a ValueError).
     """
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     named, own_hints = {}, hints_of(hints)
@@ -100,7 +103,7 @@ def load_policy(
     if isinstance(source, str):
         source = _pretrained(source, dtype or torch.float32)
         pipeline_kwargs = {**named, **pipeline_kwargs}
-    _check_fresh(source)
+    _check_fresh(source, parts, own_hints, adapted=lora is not None)
     declare(source, own_hints)
     with quiet():  # loading and probing make the libraries warn of nothing real
         waiting = _prepare(source, dtype, device, quantize, encoding, split=split)
@@ -176,12 +179,14 @@ def _usual_device() -> str:
 
 def _unchanged(
     policy: Policy,
-    lora: dict[str, Any] | None,
+    lora: dict[str, Any] | Path | None,
     parts: Sequence[str] | None,
     others: dict[str, Any],
 ) -> Policy:
     """The policy, if it has the adapters asked for, or none are, and nothing else is."""
     own = policy.trainable
+    if isinstance(lora, Path):
+        raise ValueError(f"the model is a Policy already; load {lora} by its load_lora")
     if given := [name for name, value in others.items() if value is not None]:
         raise ValueError(f"the model is a Policy already; give {', '.join(given)} where it is made")
     if lora is not None and (own.lora is None or {**own.options, **lora} != own.options):
@@ -200,8 +205,10 @@ def _unchanged(
     return policy
 
 
-def _check_fresh(pipe: Any) -> None:
-    """ValueError for what is no pipeline, or one with the adapters of another policy."""
+def _check_fresh(
+    pipe: Any, parts: Sequence[str], hints: Mapping[str, Any], *, adapted: bool
+) -> None:
+    """ValueError for what is no pipeline, or none that can become a policy as it is."""
     if isinstance(pipe, type):
         raise ValueError(
             f"{pipe.__name__} is a class; give an object of it, such as what from_pretrained"
@@ -213,11 +220,14 @@ def _check_fresh(pipe: Any) -> None:
             f" Policy, not a {type(pipe).__name__}"
         )
     for name, part in pipe.components.items():
-        if "default" in getattr(part, "peft_config", {}):
+        if isinstance(part, nn.Module) and (own := adapter_of(part)):
             raise ValueError(
                 f"this {type(pipe).__name__} is a policy already: its {name} has the adapter"
-                ' "default"; pass that policy, or load the pipeline anew'
+                f' "{own}"; pass that policy, or load the pipeline anew'
             )
+    denoisers = denoisers_of(pipe, {**hints_for(pipe), **hints})
+    text = text_encoders(pipe) if "text_encoder" in parts else {}
+    plain.check({**denoisers, **text}, denoisers, adapted=adapted)
 
 
 def call_options(given: Mapping[str, Any]) -> dict[str, Any]:

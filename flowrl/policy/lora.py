@@ -16,13 +16,15 @@ from typing import Any, Literal
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from flowrl.policy.parts import Parts
 from flowrl.runtime import files as disk
 from flowrl.runtime import side_files
 from flowrl.runtime.side_files import Stored, shortened
-from flowrl.runtime.text import printable
 
 FILE = "pytorch_lora_weights.safetensors"
 SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
+BESIDE = "adapter_config.json"  # beside peft's own file, adapter_model.safetensors
+SLOTS = ("transformer", "unet")  # names of denoisers in files
 METADATA = "lora_adapter_metadata"  # where a file's header keeps the adapter's config
 
 
@@ -38,31 +40,54 @@ class Settings(Stored):
     parts: list[str] = ["denoiser"]
 
 
-def file_of(name: str, known: Mapping[str, Any]) -> str:
-    """Networks that the pipeline's file has no place for (Wan 2.2's second) get one of their own,
-    as diffusers expects. known: parameters of pipe.save_lora_weights."""
-    return FILE if f"{name}_lora_layers" in known else f"{name}_lora_weights.safetensors"
+def files_of(pipe: Any, modules: Mapping[str, Any]) -> dict[str, str]:
+    """The file of each network's LoRA. One that the pipeline's file has no place for (Wan 2.2's
+    second) gets its own, as diffusers expects; where text encoders have none, one file is ours."""
+    places = placed_in(pipe)
+    ours = any(name.startswith("text_encoder") and name not in places for name in modules)
+    whole = {*modules} if ours or not places else places
+    return {name: FILE if name in whole else f"{name}_lora_weights.safetensors" for name in modules}
 
 
-def save(pipe: Any, modules: dict[str, Any], folder: str | Path) -> Path:
-    """Write adapter "default" of every network, with its config, by pipe.save_lora_weights."""
+def placed_in(pipe: Any) -> set[str]:
+    """Networks whose LoRA the pipeline's own file holds, in diffusers' format."""
+    save = getattr(pipe, "save_lora_weights", None)
+    known = [] if save is None else inspect.signature(save).parameters
+    return {name.removesuffix("_lora_layers") for name in known if name.endswith("_lora_layers")}
+
+
+def slot_of(name: str) -> str:
+    """What a network is called in a file: Wan 2.2's second as its first."""
+    return next((slot for slot in SLOTS if name.startswith(slot)), name)
+
+
+def exported(parts: Parts) -> dict[str, Tensor]:
+    """The adapter by name with alpha / rank in B, so that it does the same by alpha = rank, which
+    is what readers take that see no alpha."""
+    factor = parts.options["alpha"] / parts.options["rank"]
+    return {
+        name: (value * factor if ".lora_B." in name else value).cpu().contiguous()
+        for name, value in parts.tensors("default").items()
+    }
+
+
+def save(pipe: Any, parts: Parts, folder: str | Path) -> Path:
+    """Write the adapter of every network, with its config, by pipe.save_lora_weights."""
     from diffusers.utils import convert_state_dict_to_diffusers
-    from peft import get_peft_model_state_dict
 
     known = inspect.signature(pipe.save_lora_weights).parameters
     files: dict[str, dict[str, Any]] = {}
-    for name, module in modules.items():
-        weights = get_peft_model_state_dict(module, adapter_name="default")
+    every = exported(parts)
+    for name, file in files_of(pipe, parts.modules).items():
+        start = f"{name}."
+        weights = {k.removeprefix(start): v for k, v in every.items() if k.startswith(start)}
         weights = convert_state_dict_to_diffusers(weights) if name.startswith("unet") else weights
-        file = file_of(name, known)
-        kind = next((k for k in ("transformer", "unet") if name.startswith(k)), name)
-        slot = name if file == FILE else kind
+        slot = name if file == FILE else slot_of(name)
         given = files.setdefault(file, {})
-        given[f"{slot}_lora_layers"] = {k: v.contiguous().cpu() for k, v in weights.items()}
+        given[f"{slot}_lora_layers"] = weights
         if f"{slot}_lora_adapter_metadata" in known:
-            given[f"{slot}_lora_adapter_metadata"] = _config(
-                module.peft_config["default"].to_dict()
-            )
+            own = parts.modules[name].peft_config[parts.views["default"][0]].to_dict()
+            given[f"{slot}_lora_adapter_metadata"] = _config({**own, "lora_alpha": own["r"]})
     with tempfile.TemporaryDirectory() as scratch:
         for file, given in files.items():
             pipe.save_lora_weights(scratch, weight_name=file, **given)
@@ -88,36 +113,9 @@ def write(file: Path, content: bytes) -> Path:
     return disk.write(file, len(head).to_bytes(8, "little") + head + content[8 + length :])
 
 
-def metadata(options: dict[str, Any]) -> dict[str, str]:
+def metadata(rank: int) -> dict[str, str]:
     """Header that tells rank and alpha, as diffusers writes it."""
-    told = {"module.r": options["rank"], "module.lora_alpha": options["alpha"]}
-    return {METADATA: json.dumps(told)}
-
-
-def check(file: Path, options: dict[str, Any]) -> bool:
-    """Whether the file says its alpha, by its header or by the settings beside it.
-
-    ValueError unless it is readable and was trained with the rank and alpha of options: alpha /
-    rank multiplies its update.
-    """
-    told: dict[str, set[float]] = {"rank": set(), "alpha": set()}
-    for key, value in _header(file).items():
-        name = {"r": "rank", "lora_alpha": "alpha"}.get(key.rsplit(".", 1)[-1])
-        if name and not isinstance(value, int | float):
-            raise ValueError(f"{file} has {key}={shortened(value)} in its header, not a number")
-        if name:
-            told[name].add(value)
-    beside = file.parent / SETTINGS
-    if beside.is_file():
-        settings = read_settings(beside)
-        told = {name: values | {settings[name]} for name, values in told.items()}
-    for name, values in told.items():
-        for value in values - {options[name]}:
-            raise ValueError(
-                f"{file} was trained with {name}={value:g}, and this policy's adapters have"
-                f" {name}={options[name]:g}, which would change its effect; {_remedy(name, value)}"
-            )
-    return bool(told["alpha"])
+    return {METADATA: json.dumps({"module.r": rank, "module.lora_alpha": rank})}
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -126,66 +124,45 @@ def read_settings(path: Path) -> dict[str, Any]:
     return side_files.read(path, Settings, again="export the LoRA again: resume its run")
 
 
-def _header(file: Path) -> dict[str, Any]:
-    """The adapter's config in the header of a file; {} without one."""
+def opened(file: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """The weights of a file, and configs of its adapters by what stands before their fields: of its
+    header, or of peft's file beside it."""
     from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
 
+    configs: dict[str, dict[str, Any]] = {}
     try:
-        with safe_open(str(file), "pt") as opened:
-            config = json.loads((opened.metadata() or {}).get(METADATA, "{}"))
-        if not isinstance(config, dict):
-            raise ValueError(f"the config in its header is {shortened(config)}")
-        return config
+        with safe_open(str(file), "pt") as content:
+            told = json.loads((content.metadata() or {}).get(METADATA, "{}"))
+        beside = file.parent / BESIDE
+        if not told and beside.is_file():
+            told = json.loads(beside.read_text(encoding="utf-8"))
+        if not isinstance(told, dict):
+            raise ValueError(f"the config of its adapter is {shortened(told)}")
+        weights = load_file(str(file))
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} cannot be read as safetensors ({error}); was it cut off or changed? copy or"
             " export it again"
         ) from error
+    for key, value in told.items():
+        before, _, name = key.rpartition(".")
+        configs.setdefault(before, {})[name] = value
+    return weights, configs
 
 
-def _remedy(name: str, value: float) -> str:
-    return f"set train.lora.{name}={value:g}, or load_policy(lora={{{name!r}: {value:g}}})"
-
-
-def read(
-    pipe: Any, modules: dict[str, Any], path: str | Path, options: dict[str, Any]
-) -> dict[str, Tensor]:
-    """State of view "default" from a folder or file; options: rank and alpha of the adapters."""
-    path, known, state = Path(path), inspect.signature(pipe.save_lora_weights).parameters, {}
-    folder, first = (path, FILE) if path.is_dir() else (path.parent, path.name)
-    files = {file_of(name, known): name for name in reversed(modules)}
-    for file in dict.fromkeys(file_of(name, known) for name in modules):
-        source = folder / (first if file == FILE else file)
-        if not source.is_file():
-            raise ValueError(
-                f"no LoRA file {source}; a folder written by save_lora holds"
-                f" {', '.join(sorted(files))}"
-            )
-        for key, value in _weights(pipe, source, options).items():
-            part, rest = key.split(".", 1)
-            part = part if file == FILE else files[file]
-            rest = rest.replace(".lora.down.", ".lora_A.").replace(".lora.up.", ".lora_B.")
-            state[f"{part}.{rest}"] = value
-    return state
-
-
-def _weights(pipe: Any, source: Path, options: dict[str, Any]) -> dict[str, Tensor]:
-    """One file's weights, as the pipeline reads them, after their alpha was compared."""
-    told = check(source, options)
-    try:
-        weights = type(pipe).lora_state_dict(
-            str(source.parent), weight_name=source.name, local_files_only=True, use_safetensors=True
-        )
-    except Exception as error:  # each converter of diffusers has its own
-        raise ValueError(
-            f"{source} is no LoRA of a {type(pipe).__name__}: {printable(error, 200)}"
-        ) from error
-    weights, alphas = weights if isinstance(weights, tuple) else (weights, None)
-    # diffusers: no alpha means the rank
-    taken = sorted({float(a) for a in (alphas or {}).values()} or {float(options["rank"])})
-    if not told and taken != [options["alpha"]]:
-        raise ValueError(
-            f"{source} does not say its alpha, which diffusers takes as {taken[0]:g}, and this"
-            f" policy's adapters have alpha={options['alpha']:g}; {_remedy('alpha', taken[0])}"
-        )
-    return weights
+def found(path: Path, name: str) -> Path:
+    """A file that a path stands for: itself, or in a folder the one of this name, of peft's name,
+    or the only one."""
+    if path.is_file() and name != FILE:
+        path = path.parent / name
+    if path.is_dir():
+        inside = sorted(path.glob("*.safetensors"))
+        usual = [file for file in inside if file.name in (name, "adapter_model.safetensors")]
+        path = (usual or inside)[0] if usual or len(inside) == 1 else path / name
+    if path.is_file() and path.suffix == ".safetensors":
+        return path
+    raise ValueError(
+        f"no LoRA file {path}; a folder written by save_lora holds {name}, and no format but"
+        " .safetensors is read (.bin, .pt and .ckpt are pickles: save them as one)"
+    )

@@ -51,11 +51,13 @@ def matrices(layers: list[Any], adapter: str) -> list[nn.Linear]:
     """LoRA's A and B of an adapter in peft's layers; masters where the layer's base is bf16."""
     found: list[nn.Linear] = []
     for layer in layers:
-        own = [some[adapter] for some in (layer.lora_A, layer.lora_B) if adapter in some]
-        if compute_dtype(layer.get_base_layer()) == Master.compute_dtype:
+        halves = (getattr(layer, half, {}) for half in ("lora_A", "lora_B"))  # LoKr has none
+        own = [some[adapter] for some in halves if adapter in some]
+        if own and compute_dtype(layer.get_base_layer()) == Master.compute_dtype:
             layer.cast_input_dtype_enabled = False  # it would widen the input to fp32
             for matrix in own:
-                # the same module and weight under the same name; only its forward differs
-                matrix.__class__ = Master
+                if matrix.weight.dtype != Master.compute_dtype:
+                    # the same module and weight under the same name; only its forward differs
+                    matrix.__class__ = Master
         found += own
     return found

@@ -1,14 +1,17 @@
-"""A network with LoRA in its layers is saved as one without: each weight with its LoRA added.
+"""A network with adapters in its layers is saved as one without: each weight with what they add.
 
-`pipe.save_pretrained` would else write the names of the layers that hold LoRA, which no pipeline
+`pipe.save_pretrained` would else write the names of the layers that hold them, which no pipeline
 loads.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from flowrl.policy.quantised import is_quantised
@@ -24,31 +27,67 @@ def save_merged(module: nn.Module) -> None:
 
 
 def _save(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    kind = type(module).__name__
     if any(is_quantised(p) for p in module.parameters()):
         raise ValueError(
-            f"the {type(module).__name__} is quantised, and a LoRA is not added to such weights;"
+            f"the {kind} is quantised, and a LoRA is not added to such weights;"
             " save the LoRA alone (policy.save_lora), or load the pipeline without quantize"
         )
     hook = module.register_state_dict_post_hook(_merge)
+    loaded = vars(module).pop("_hf_peft_config_loaded", False)  # transformers: adapters alone
     try:
+        if lost := sorted(module.state_dict().keys() - _loadable(module)):
+            raise ValueError(
+                f"the {kind} has {len(lost)} weights that a {kind} of its config has not,"
+                f" {lost[0]} first (an IP-Adapter?), and would be loaded without them; remove them"
+                " (pipe.unload_ip_adapter()) and load them again after this, or save the LoRA"
+                " alone (policy.save_lora)"
+            )
         return type(module).save_pretrained(module, *args, **kwargs)
     finally:
         hook.remove()
+        module._hf_peft_config_loaded = loaded
+
+
+def _loadable(module: Any) -> set[str]:
+    """Names of the weights that from_pretrained would load."""
+    make = getattr(type(module), "from_config", type(module))  # diffusers; transformers
+    with torch.device("meta"):
+        return set(make(module.config).state_dict())
 
 
 def _merge(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in module.named_modules():
-        if not isinstance(layer, BaseTunerLayer):
-            continue
         own = f"{prefix}{name}."
-        for key in [key for key in state if key.startswith(own)]:
-            value = state.pop(key)
-            if key.startswith(f"{own}base_layer."):
-                state[key.replace(".base_layer.", ".")] = value
-        if not layer.disable_adapters:
-            whole = state[f"{own}weight"].clone()
-            for adapter in layer.active_adapters:
-                whole += layer.get_delta_weight(adapter).to(whole)
-            state[f"{own}weight"] = whole
+        held = [key for key in state if key.startswith(own)]
+        if not isinstance(layer, BaseTunerLayer) or not held:  # within a layer that is merged
+            continue
+        for key in held:
+            del state[key]
+        with _merged(layer) as base:
+            state |= {own + key: value for key, value in base.state_dict().items()}
+
+
+@contextmanager
+def _merged(layer: Any) -> Iterator[nn.Module]:
+    """The layer below a layer's adapters; inside, other weights with what they add."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = layer.get_base_layer()
+    kept = {weight: weight.data for weight in base.parameters()}
+    within = {m: [*m.merged_adapters] for m in layer.modules() if isinstance(m, BaseTunerLayer)}
+    for weight in kept:
+        weight.data = weight.data.clone()
+    try:
+        with torch.no_grad():
+            for each in reversed(within):
+                there = set() if each.disable_adapters else each._get_available_adapters()
+                each.merge(adapter_names=[name for name in each.active_adapters if name in there])
+        yield base
+    finally:
+        for weight, data in kept.items():
+            weight.data = data
+        for each, before in within.items():
+            each.merged_adapters = before

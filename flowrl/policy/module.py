@@ -32,7 +32,7 @@ class ModulePolicy(Policy):
         shape: tuple[int, ...],
         kind: str = "flow",
         cond: Callable[[list[str]], Tensor] | None = None,
-        lora: dict[str, Any] | None = None,
+        lora: Any = None,
         decode: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if kind not in KINDS:

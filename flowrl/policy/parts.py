@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def targets(modules: Mapping[str, nn.Module], wanted: list[str] | None) -> dict[
     """Full names of the Linear layers that get LoRA, by component: those whose name ends in
     `wanted`; by default attention projections, else every Linear."""
     linear = {
-        part: [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
+        part: [name for name, layer in weighted(module) if isinstance(layer, nn.Linear)]
         for part, module in modules.items()
     }
     every = [layer for layers in linear.values() for layer in layers]
@@ -50,7 +50,7 @@ def targets(modules: Mapping[str, nn.Module], wanted: list[str] | None) -> dict[
         if not any(_ends(layer, name) for layer in every):
             raise ValueError(
                 f'lora targets: no Linear layer of {kinds} ends in "{name}"'
-                f"{did_you_mean(name, _endings(every))}"
+                f"{did_you_mean(name, {ending(layer) for layer in every})}"
             )
     out = {}
     for part, layers in linear.items():
@@ -65,19 +65,29 @@ def targets(modules: Mapping[str, nn.Module], wanted: list[str] | None) -> dict[
     return out
 
 
+def weighted(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Layers that have a weight, by name; of those with adapters the layer below."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    below = "\n"
+    for name, layer in module.named_modules():
+        if name.startswith(below):
+            continue
+        if isinstance(layer, BaseTunerLayer):
+            below, layer = f"{name}.", layer.get_base_layer()
+        if isinstance(getattr(layer, "weight", None), Tensor):
+            yield name, layer
+
+
 def _ends(layer: str, name: str) -> bool:
     return layer == name or layer.endswith("." + name)
 
 
-def _endings(layers: list[str]) -> list[str]:
-    """The last parts of layers' names, each once: "to_q", "to_out.0", "net.0.proj"."""
-    found = set()
-    for layer in layers:
-        parts = layer.split(".")
-        numbers = [k for k, part in enumerate(parts) if part.isdigit()]
-        first = max((k for k in numbers if k < len(parts) - 1), default=-1)
-        found |= {parts[-1], ".".join(parts[first + 1 :])}
-    return [name for name in found if not name.isdigit()]
+def ending(layer: str) -> str:
+    """The last part of a layer's name that is no number, and what follows: "to_q", "to_out.0"."""
+    parts = layer.split(".")
+    last = max((k for k, part in enumerate(parts) if not part.isdigit()), default=0)
+    return ".".join(parts[last:])
 
 
 def _first(names: list[str]) -> str:
@@ -117,6 +127,10 @@ class Parts:
         self.copies: dict[str, dict[str, Tensor]] = {}  # full mode: other views' values
         self.targets: dict[str, list[str]] = {}  # names of the layers with LoRA, by component
         self.matrices: dict[str, list[nn.Linear]] = {}  # LoRA's A and B of each view
+        self.beneath: list[nn.Linear] = []  # those that stand beside ours in every view
+        # our adapters that are on in each view; on top of those that a layer came with
+        self.views: dict[str, tuple[str, ...]] = {"reference": ()}
+        self.standing = {} if lora is None else standing(modules.values())
         self.compared: dict[tuple[str, str], tuple[Any, bool]] = {}  # pairs of views, see equal
         self.active = "default"
         self.wide = False  # full mode: weights were made fp32
@@ -127,28 +141,38 @@ class Parts:
         else:
             self._add_adapter("default")
 
-    def _add_adapter(self, name: str) -> None:
-        if name == "default":
+    def _add_adapter(self, view: str) -> None:
+        if view == "default":
             self.targets = targets(self.modules, self.options["targets"])
+        name = view
+        while any(name in getattr(m, "peft_config", {}) for m in self.modules.values()):
+            name += "_"  # the pipeline came with one of that name
+        self.views[view] = (name,)
         for part, module in self.modules.items():
-            if name == "default":
+            if view == "default":
                 module.requires_grad_(False)
                 save_merged(module)
                 # wherever it is called from: a loop, a replay, a check
                 module.register_forward_pre_hook(self._refresh)
             _inject(module, self._config(part), name)
             for layer in _layers(module):
-                layer.set_adapter("default")  # also turns gradients of other adapters off
+                layer.set_adapter(self.views["default"][0])  # no gradient for other adapters
             for key, p in module.named_parameters():
                 if f".{name}." in key:
                     # fp32 whatever the frozen dtype: small updates would round away
                     p.data = p.data.float()
         self.layers = [layer for m in self.modules.values() for layer in _layers(m)]
-        self.matrices[name] = matrices(self.layers, name)
+        self.matrices[view] = matrices(self.layers, name)
+        if view == "default":
+            ours = [layer for layer in self.standing if name in getattr(layer, "lora_A", ())]
+            self.beneath = [
+                m for layer in ours for own in self.standing[layer] for m in matrices([layer], own)
+            ]
+        self._activate(self.active)
 
     def _refresh(self, *call: Any) -> None:
         """Before a forward: the bf16 copies of the active view follow their masters."""
-        for matrix in self.matrices.get(self.active, ()):
+        for matrix in (*self.matrices.get(self.active, ()), *self.beneath):
             if isinstance(matrix, Master):
                 matrix.refresh()
 
@@ -168,7 +192,7 @@ class Parts:
         replacements are seen."""
         if self.lora is None and not self.wide:
             self._widen()
-        mark = f".{view}." if self.lora is not None else ""
+        mark = f".{self.views[view][-1]}." if self.lora is not None else ""
         return {
             f"{part}.{key.replace(mark, '.') if mark else key}": p
             for part, module in self.modules.items()
@@ -186,6 +210,12 @@ class Parts:
                 raise ValueError(
                     f"the weights of the {part} are quantised, and cannot all be trained; use"
                     " train.mode=lora (lora={...} of load_policy)"
+                )
+            if _layers(module):
+                raise ValueError(
+                    f"the {part} has adapters ({', '.join(module.peft_config)}), and all weights"
+                    " cannot be trained beside them; use train.mode=lora, which trains a LoRA on"
+                    " top, or make them weights: pipe.fuse_lora(), pipe.unload_lora_weights()"
                 )
         self.wide = True
         for module in self.modules.values():
@@ -210,7 +240,7 @@ class Parts:
     def _views(self) -> list[str]:
         if self.lora is None:
             return list(self.copies)
-        return [k for k in next(iter(self.modules.values())).peft_config if k != "default"]
+        return [name for name in self.views if name not in ("default", "reference")]
 
     def tensors(self, view: str) -> dict[str, Tensor]:
         """Values of a view by name, sharing storage with it."""
@@ -289,11 +319,9 @@ class Parts:
         if name == self.active:
             return
         if self.lora is not None:
-            if name not in ("default", "reference") and not self.has(name):
+            if name not in self.views:
                 self.tensors(name)  # says which there are
-            for layer in self.layers:
-                layer._disable_adapters = name == "reference"
-                layer._active_adapter = ["default" if name == "reference" else name]
+            self._activate(name)
         else:
             if name != "default" and name not in self.copies:
                 raise ValueError(
@@ -305,6 +333,12 @@ class Parts:
             if name != "default":
                 self._exchange(name)
         self.active = name
+
+    def _activate(self, view: str) -> None:
+        """Switch every layer to what it came with, and a view's adapters on top."""
+        for layer in self.layers:
+            on = [*self.standing.get(layer, ()), *self.views[view]]
+            layer._active_adapter, layer._disable_adapters = on, not on
 
     def _exchange(self, name: str) -> None:
         """Swap values between the parameters and a copy, by pointer where these are whole."""
@@ -343,6 +377,29 @@ def _inject(module: Any, config: Any, name: str) -> None:
         else:
             inject_adapter_in_model(config, module, adapter_name=name)
             module.peft_config = {**getattr(module, "peft_config", {}), name: config}
+
+
+def adapter_of(module: nn.Module) -> str | None:
+    """The adapter that a policy trains in a network, by its name there."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    names = [owner.views["default"][0] for owner in owners if isinstance(owner, Parts)]
+    return next((name for name in names if name in getattr(module, "peft_config", {})), None)
+
+
+def standing(modules: Iterable[nn.Module]) -> dict[Any, list[str]]:
+    """The adapters that layers came with and that are switched on, by layer; ValueError where they
+    are added to its weights, as a new one would have no effect there."""
+    found = {layer: layer.active_adapters for m in modules for layer in _layers(m)}
+    if any(layer.merged for layer in found):
+        raise ValueError(
+            "the pipeline has a LoRA fused into its weights whose layers are still there; call"
+            " pipe.unload_lora_weights(), which keeps the fused weights, or pipe.unfuse_lora()"
+        )
+    return {
+        layer: [name for name in on if name in layer._get_available_adapters()]
+        for layer, on in found.items()
+        if not layer.disable_adapters
+    }
 
 
 def _layers(module: nn.Module) -> list[Any]:

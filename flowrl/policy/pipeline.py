@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 import flowrl.policy.lora as lora
+import flowrl.policy.lora_read as lora_read
 from flowrl.policy.base import Policy
-from flowrl.policy.check import SelfCheck, self_check
-from flowrl.policy.parts import Parts
+from flowrl.policy.check import SelfCheck, relative, self_check
+from flowrl.policy.merged import save_merged
+from flowrl.policy.parts import Parts, standing
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.bind import bind
 from flowrl.policy.replay.body import BodyReplay, body_replay
@@ -28,10 +31,10 @@ from flowrl.policy.replay.infer import find_coords, infer
 from flowrl.policy.replay.items import Item, is_own, items_of
 from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.reach import Reader, cut, readers, surely_read
-from flowrl.policy.replay.record import Encoding, Runner
+from flowrl.policy.replay.record import Call, Encoding, Runner, denoisers_of, prediction_of
 from flowrl.policy.replay.reentry import reenter
 from flowrl.policy.replay.request import Request
-from flowrl.policy.text import Encodings, check_encoded, check_staying, placed_in, text_encoders
+from flowrl.policy.text import Encodings, check_encoded, check_staying, text_encoders
 from flowrl.policy.waiting import Waiting
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
@@ -50,14 +53,16 @@ class PipelinePolicy(Policy):
     def __init__(
         self,
         pipe: Any,
-        adapter: dict[str, Any] | None,
+        adapter: dict[str, Any] | Path | None,
         kwargs: dict[str, Any],
         example: Mapping[str, Any] | None = None,
         parts: Sequence[str] = ("denoiser",),
         encoding: Encoding | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        self.pipe = pipe
+        self.pipe, file = pipe, adapter
+        if isinstance(adapter, Path):
+            adapter, parts = lora_read.fitting(pipe, denoisers_of(pipe, hints_for(pipe)), adapter)
         text = text_encoders(pipe) if "text_encoder" in parts else {}
         if text:
             check_encoded([*kwargs, *(example or {})])
@@ -65,6 +70,8 @@ class PipelinePolicy(Policy):
         for part in pipe.components.values():
             if isinstance(part, torch.nn.Module):
                 part.eval().requires_grad_(False)
+                if hasattr(part, "peft_config"):
+                    save_merged(part)
         self._schedules: dict[int, Schedule] = {}
         self._readers: list[Reader] | None = None
         self._looked: set[str] = set()  # prompts whose length was looked at
@@ -74,6 +81,8 @@ class PipelinePolicy(Policy):
         with torch.random.fork_rng(), self.turns.running(pipe):
             self._infer(runner, example)
         self.turns.summon()  # adapters are made where the weights are
+        # calls and outputs of networks that have adapters already, as they came
+        self.came = self._answered() if adapter is not None else []
         trained = {**(runner.denoisers if "denoiser" in parts else {}), **text}
         super().__init__(runner.denoisers, adapter, self.replay.shape, trained)
         if waiting is not None:
@@ -87,6 +96,8 @@ class PipelinePolicy(Policy):
         self.late = self._picture(self.prober.record[0]) is not None
         if isinstance(self.replay, BodyReplay):
             self._check_body(self.replay.why)
+        if isinstance(file, Path):
+            self.load_lora(file)
 
     def _infer(self, runner: Runner, example: Mapping[str, Any] | None) -> None:
         self.prober = Prober(runner, example)
@@ -103,6 +114,28 @@ class PipelinePolicy(Policy):
             self.decoder = partial(runner.hints["decode"], runner.pipe)
         else:
             self.decoder = infer_decoder(self.prober, self.steps, self.replay.shape)
+
+    def _answered(self) -> list[tuple[Call, Tensor]]:
+        """A call to each network that has adapters, and what it answers now."""
+        own = self.prober.runner.denoisers
+        adapted = {name for name, network in own.items() if standing([network])}
+        if not adapted:
+            return []
+        iterations = self.prober.run(self.prober.rows(1), self.steps)
+        calls = {call.module: call for it in iterations for call in it.calls}
+        return [(calls[name], self._answer(own[name], calls[name])) for name in sorted(adapted)]
+
+    def _answer(self, network: torch.nn.Module, call: Call) -> Tensor:
+        with torch.no_grad(), self.turns.running(self.pipe):
+            return prediction_of(network(**call.args), self.prober.runner.streams)
+
+    def untouched(self) -> float | None:
+        """How far networks without what is trained are from what they were when they came with
+        adapters; None where none did."""
+        with self.view("reference") if self.came else contextlib.nullcontext():
+            now = [self._answer(self.networks[call.module], call) for call, _ in self.came]
+        pairs = zip(now, (was for _, was in self.came), strict=True)
+        return max((relative(a.float(), b.float()) for a, b in pairs), default=None)
 
     def _check_body(self, why: str) -> None:
         """What could not be inferred is the reason, where the loop's own body does not hold
@@ -320,19 +353,8 @@ class PipelinePolicy(Policy):
         return describe(self.replay, why)
 
     def save_lora(self, folder: str | Path) -> Path:
-        if not self._in_its_format():
-            return super().save_lora(folder)
-        self._needs_lora()
-        return lora.save(self.pipe, self.trainable.modules, folder)
-
-    def load_lora(self, path: str | Path) -> None:
-        if not self._in_its_format() or not hasattr(self.pipe, "lora_state_dict"):
-            return super().load_lora(path)
-        self._needs_lora()
-        parts = self.trainable
-        parts.load("default", lora.read(self.pipe, parts.modules, path, parts.options))
-
-    def _in_its_format(self) -> bool:
-        """Whether the pipeline's own LoRA files have a place for all that is trained."""
+        # whether the pipeline's own LoRA files have a place for all that is trained
         text = self.trainable.modules.keys() - self.networks.keys()
-        return hasattr(self.pipe, "save_lora_weights") and text <= placed_in(self.pipe)
+        if not hasattr(self.pipe, "save_lora_weights") or not text <= lora.placed_in(self.pipe):
+            return super().save_lora(folder)
+        return lora.save(self.pipe, self._needs_lora(), folder)

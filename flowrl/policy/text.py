@@ -7,7 +7,6 @@ than the weights that made it; the unconditional branch, which is a prompt as we
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.policy.lora import placed_in
 from flowrl.policy.parts import Parts
 from flowrl.policy.replay.arguments import Cond, tensors_in
 from flowrl.policy.replay.errors import UnreplayableError
@@ -43,13 +43,6 @@ def text_encoders(pipe: Any) -> dict[str, nn.Module]:
         )
     placed = placed_in(pipe)
     return {name: part for name, part in found.items() if name in placed} or found
-
-
-def placed_in(pipe: Any) -> set[str]:
-    """Networks whose LoRA the pipeline's own file holds, in diffusers' format."""
-    save = getattr(pipe, "save_lora_weights", None)
-    known = [] if save is None else inspect.signature(save).parameters
-    return {name.removesuffix("_lora_layers") for name in known if name.endswith("_lora_layers")}
 
 
 def check_encoded(names: Iterable[str]) -> None:

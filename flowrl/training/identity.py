@@ -236,11 +236,14 @@ def _sources() -> str:
 
 
 def _frozen(policy: Policy) -> dict[str, Tensor]:
+    """All but the policy's own adapters, with those that its pipeline came with."""
+    views = getattr(policy.trainable, "views", {}).values()
+    own = [f".{adapter}." for adapters in views for adapter in adapters]
     return {
         f"{part}.{name}": tensor
         for part, module in {**policy.modules, **policy.trainable.modules}.items()
         for key, stored in module.state_dict().items()
-        if "lora_" not in key
+        if not any(name in key for name in own)
         for name, tensor in plain_tensors(key, stored)
     }
 

@@ -200,7 +200,7 @@ def test_generate_takes_the_head_of_a_run_as_it_takes_a_lora(tmp_path, monkeypat
     assert Path("plain.png").read_bytes() != Path("moved.png").read_bytes()
     Path("other").mkdir()
     refused = small.invoke(*words, "--lora", "other", "-o", "none.png")
-    assert refused.exit_code == 2 and "other holds no exported LoRA" in refused.output
+    assert refused.exit_code == 2 and "other holds no LoRA" in refused.output
 
 
 def test_other_methods_refuse_a_generator(tmp_path):

@@ -89,12 +89,11 @@ def test_views_state_and_files_work_for_modules(lora, tmp_path):
         another = fresh()
         another.load_lora(tmp_path)
         assert torch.allclose(another.velocity(x, 0.5, cond, rows), moved)
-        with pytest.raises(
-            ValueError, match="was trained with alpha=2, and this policy's adapters have alpha=8"
-        ):
-            load_policy(
-                tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond, lora={"rank": 2, "alpha": 8}
-            ).load_lora(tmp_path)
+        more = load_policy(
+            tiny.ToyFlow(), shape=(2,), cond=tiny.toy_cond, lora={"rank": 2, "alpha": 8}
+        )
+        more.load_lora(tmp_path)
+        assert torch.allclose(more.velocity(x, 0.5, cond, rows), moved, atol=1e-6)
     else:
         with pytest.raises(ValueError, match="no LoRA adapter"):
             policy.save_lora(tmp_path)

@@ -8,7 +8,6 @@ import pytest
 import tiny
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from flowrl.policy import load_policy, lora
 
@@ -231,10 +230,6 @@ def saved(tmp_path_factory):
     return policy, folder
 
 
-def read(policy, path, **options):
-    return lora.read(policy.pipe, policy.trainable.modules, path, {**LORA, **options})
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -257,52 +252,20 @@ def test_a_damaged_lora_file_is_named(saved, tmp_path, damage):
                 damaged.load_lora(path)
 
 
-@pytest.mark.parametrize("name", ["sd15", "sd3", "wan22"])
-def test_a_lora_trained_with_another_alpha_or_rank_is_refused_with_both_numbers(name, tmp_path):
-    """Alpha 16 in place of 4 would quadruple the update in silence."""
-    stirred(name).save_lora(tmp_path)
+@pytest.mark.parametrize("name", ["sd15", "wan22"])
+def test_a_lora_does_the_same_at_another_alpha_and_another_rank_is_refused(name, tmp_path):
+    trained = stirred(name)
+    trained.save_lora(tmp_path)
     other = tiny.policy(name, lora={"rank": 2, "alpha": 16})
-    before = other.state()
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"was trained with alpha=4, and this policy's adapters have"
-            r" alpha=16.*train\.lora\.alpha=4"
-        ),
-    ):
-        other.load_lora(tmp_path)
-    assert all(torch.equal(v, before[k]) for k, v in other.state().items())
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"was trained with rank=2, and this policy's adapters have rank=4.*train\.lora\.rank=2"
-        ),
-    ):
-        read(other, tmp_path, rank=4)
-
-
-def test_alpha_is_read_beside_the_file_and_a_file_without_any_counts_as_diffusers_counts_it(
-    saved, tmp_path
-):
-    policy, folder = saved
-    save_file(load_file(folder / lora.FILE), tmp_path / lora.FILE)  # no header
-    assert read(policy, tmp_path, alpha=2).keys() == policy.state().keys()
-    with pytest.raises(
-        ValueError,
-        match=(
-            "does not say its alpha, which diffusers takes as 2, and this policy's adapters have"
-            " alpha=4"
-        ),
-    ):
-        policy.load_lora(tmp_path)
-    (tmp_path / "flowrl.json").write_text(
-        json.dumps({"rank": 2, "alpha": 4.0, "targets": None, "init": "gaussian"})
-    )
-    policy.load_lora(tmp_path)
-    with pytest.raises(
-        ValueError, match="was trained with alpha=4, and this policy's adapters have alpha=2"
-    ):
-        read(policy, tmp_path, alpha=2)
+    other.load_lora(tmp_path)
+    for key, value in trained.state().items():  # alpha / rank is 2 there and 8 here
+        assert torch.allclose(other.state()[key], value / 4 if ".lora_B." in key else value)
+    said = r"trained with rank=2, and this policy's adapters have rank=4.*train\.lora\.rank=2"
+    wide = tiny.policy(name, lora={"rank": 4, "alpha": 4})
+    before = wide.state()
+    with pytest.raises(ValueError, match=said):
+        wide.load_lora(tmp_path)
+    assert all(torch.equal(v, before[k]) for k, v in wide.state().items())
 
 
 def test_gradient_checkpointing_changes_no_gradient():

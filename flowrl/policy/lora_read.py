@@ -1,0 +1,280 @@
+"""What a LoRA file means, whoever trained it: the layers that it changes, and A and B of each.
+
+Names are looked for as they stand, whatever is before them and between their parts, and then as
+diffusers' own converter for the pipeline writes them. A file does W + scale B A: its scale is
+multiplied into B, so that adapters of any alpha take it. What a LoRA on Linear layers cannot do
+is refused by its name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import flowrl.policy.lora as lora
+from flowrl.policy.parts import Parts, ending, weighted
+from flowrl.policy.text import text_encoders
+from flowrl.runtime.log import quiet
+from flowrl.runtime.side_files import shortened
+from flowrl.runtime.text import printable
+
+Place = tuple[str, str]  # a component, and the name of a layer of it
+HALF = re.compile(
+    r"(.+?)\.(?:(lora_A|lora_down|lora\.down|lora_linear_layer\.down)"
+    r"|lora_B|lora_up|lora\.up|lora_linear_layer\.up)(?:\.default)?\.weight"
+)
+OLDEST = re.compile(r"(?:\.processor)?\.(\w+)_lora\.(up|down)\.")  # attn1.processor.to_q_lora.up
+PREFIXES = ("", "lora_unet", "lora_transformer", "lycoris", "diffusion_model", "base_model_model")
+KINDS = {  # by what keys are called: what no LoRA on a Linear layer does
+    "dora_scale|lora_magnitude_vector": "DoRA (use_dora)",
+    r"(hada|lokr|oft|boft|ia3)_": "LoHa, LoKr, OFT or IA3",
+    r"lora_(B|up)\S*\.bias$": "a bias of B (lora_bias)",
+    "lora_mid|lora_embedding": "lora_mid or lora_embedding",
+    r"\.diff(_b)?$|_ip[._]|ip_adapter": "whole differences or an IP-Adapter",
+    "string_to_param|emb_params|^clip_[lg]$|^<": "a textual inversion",
+}
+# Fields of peft's config that choose layers, which the weights tell, that act in training alone or
+# on other layers than Linear ones, or that `_scale` reads; all others change what is computed
+IDLE = """task_type peft_type auto_mapping peft_version base_model_name_or_path revision r
+    inference_mode target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out use_rslora
+    init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern megatron_core
+    loftq_config eva_config corda_config lora_ga_config runtime_config ensure_weight_tying
+    qalora_group_size"""
+PLAIN = {  # values with which the weights mean what they say; other inits change the base
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica"),
+}
+ONLY = (
+    "flowrl trains LoRA of Linear layers, on the weights as they were loaded; merge it into the"
+    " model, or load it into a live pipeline before (pipe.load_lora_weights), where it stays on"
+)
+
+
+def read(parts: Parts, path: str | Path, pipe: Any = None) -> dict[str, Tensor]:
+    """State of view "default" that does what the LoRA of a folder or file does; layers that it does
+    not change, and ranks beyond those of a layer, add nothing."""
+    own = parts.tensors("default")
+    state = {k: v * 0 if ".lora_B." in k else v.clone() for k, v in own.items()}
+    rank, factor = parts.options["rank"], parts.options["alpha"] / parts.options["rank"]
+    found = layers_of(path, parts.modules, pipe)
+    _check_places(found, parts, state, path, pipe)
+    widest = max(len(a) for a, _ in found.values())
+    if widest != rank:
+        raise ValueError(
+            f"{path} was trained with rank={widest}, and this policy's adapters have rank={rank};"
+            f" set train.lora.rank={widest}, or load_policy(lora={{'rank': {widest}}})"
+        )
+    for place, (new_a, new_b) in found.items():
+        a, b = (state[f"{'.'.join(place)}.lora_{half}.weight"] for half in "AB")
+        if (new_a.shape[1], len(new_b)) != (a.shape[1], len(b)):
+            raise ValueError(
+                f"{path} holds weights that belong to another model or size: {'.'.join(place)} is"
+                f" {len(new_b)} x {new_a.shape[1]} there and {len(b)} x {a.shape[1]} here"
+            )
+        a[: len(new_a)], b[:, : len(new_a)] = new_a, new_b / factor
+    return state
+
+
+def fitting(
+    pipe: Any, denoisers: Mapping[str, nn.Module], path: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """What load_policy takes for adapters that a file fits: lora and parts."""
+    found = layers_of(path, denoisers, pipe)
+    rank = max(len(a) for a, _ in found.values())
+    own = {"rank": rank, "alpha": rank, "targets": sorted({name for _, name in found})}
+    return own, _trained(part for part, _ in found)
+
+
+def _trained(components: Iterable[str]) -> list[str]:
+    """train.parts that are these components."""
+    return sorted({"text_encoder" if _is_text(part) else "denoiser" for part in components})
+
+
+def _is_text(part: str) -> bool:
+    return part.startswith("text_encoder")
+
+
+def layers_of(
+    path: str | Path, modules: Mapping[str, nn.Module], pipe: Any = None
+) -> dict[Place, tuple[Tensor, Tensor]]:
+    """A (r, in) and B (out, r), with the scale, of each layer that a folder or file changes.
+    modules: networks that have files; other components of the pipeline are known as well."""
+    out: dict[Place, tuple[Tensor, Tensor]] = {}
+    names = lora.files_of(pipe, modules)
+    others = {k: m for k, m in getattr(pipe, "components", {}).items() if k not in names}
+    others = {k: m for k, m in others.items() if isinstance(m, nn.Module)}
+    for name in dict.fromkeys(names.values()):
+        file = lora.found(Path(path), name)
+        networks = {part: modules[part] for part in names if names[part] == name} | others
+        raw, configs = lora.opened(file)
+        _check(file, raw, configs)
+        places = _places(networks, names)
+        halves: dict[Place, dict[str, Tensor]] = {}
+        for key, tensor in _placeable(file, raw, places, pipe).items():
+            layer, half = _split(key)
+            halves.setdefault(places[_squashed(layer)], {})[half] = tensor.float()
+        for (part, layer), own in halves.items():
+            if not {"A", "B"} <= own.keys():
+                raise ValueError(f"{file} has A or B of {layer} alone; copy or export it again")
+            module = networks[part].get_submodule(layer)
+            module = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+            if not isinstance(module, nn.Linear):
+                raise ValueError(f"{file} changes {layer}, a {type(module).__name__}: {ONLY}")
+            a, b = own["A"].flatten(1), own["B"].flatten(1)
+            before = [name for name in (part, lora.slot_of(part), "module", "") if name in configs]
+            config = configs[before[0]] if before else {}
+            out[part, layer] = a, b * _scale(file, layer, len(a), config, own.get("alpha"))
+    return out
+
+
+def _scale(
+    file: Path, layer: str, rank: int, config: Mapping[str, Any], alpha: Tensor | None
+) -> float:
+    """What B A of a layer is multiplied by: alpha / rank, and 1 without an alpha, as in
+    diffusers."""
+    from peft.utils.other import get_pattern_key
+
+    scales = [] if alpha is None else [alpha.item() / rank]
+    if "lora_alpha" in config:
+        pattern = config.get("alpha_pattern") or {}
+        own = pattern.get(get_pattern_key(pattern, layer), config["lora_alpha"])
+        scales.append(own / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    if len({*scales}) > 1:
+        raise ValueError(
+            f"{file} multiplies {layer} by {scales[0]:g} by its alpha and by {scales[1]:g} by its"
+            " config; remove one of the two"
+        )
+    return scales[0] if scales else 1.0
+
+
+def _check(file: Path, raw: Iterable[str], configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """ValueError for what is no LoRA of Linear layers: by a field of its config that changes what
+    it computes and is not followed, or by its keys."""
+    for pattern, kind in KINDS.items():
+        if key := next((key for key in raw if re.search(pattern, key)), None):
+            raise ValueError(f"{file} holds {kind}, as {printable(key, 80)}: {ONLY}")
+    for name, value in (field for config in configs.values() for field in config.items()):
+        if name in ("r", "lora_alpha") and type(value) not in (int, float):
+            raise ValueError(f"{file} has {name}={shortened(value)} in its config, not a number")
+        plain = value in PLAIN[name] if name in PLAIN else name in IDLE.split() or not value
+        if value is not None and not plain:
+            raise ValueError(f"{file} was trained with {name}={shortened(value)}: {ONLY}")
+
+
+# ---------------------------------------------------------------------------
+# names
+
+
+def _squashed(name: str) -> str:
+    return re.sub(r"\W+", "_", name)
+
+
+def _split(key: str) -> tuple[str, str]:
+    """A key of a file -> the layer that it names, and which part of it is there, A, B or alpha;
+    ("", "") for a key of another kind."""
+    whole = OLDEST.sub(r".\1.lora.\2.", key.replace(".processor.", "."))
+    alone = whole.removesuffix(".alpha")
+    found = HALF.fullmatch(alone)
+    if alone != whole:
+        return found[1] if found else alone, "alpha"
+    return (found[1], "A" if found[2] else "B") if found else ("", "")
+
+
+def _places(networks: Mapping[str, nn.Module], denoisers: Collection[str]) -> dict[str, Place]:
+    """Where the names of files lie: with what stands before a component's, and as it was called
+    in older layouts."""
+    out: dict[str, Place] = {}
+    for part, network in networks.items():
+        before = [part]
+        if _is_text(part):
+            number = part.removeprefix("text_encoder_") if part != "text_encoder" else "1"
+            before += [f"lora_te{number}", *["lora_te", "base_model_model"] * (number == "1")]
+        elif part in denoisers or lora.slot_of(part) in lora.SLOTS:
+            before += [lora.slot_of(part), *PREFIXES]
+        for name, _ in weighted(network):
+            alike = {name, re.sub(r"\bto_out\.0$", "to_out", name)}
+            if _is_text(part):
+                plain = name.removeprefix("text_model.")
+                alike = {plain, re.sub(r"\b(q|k|v|out)_proj$", r"to_\1", plain)}
+                alike |= {f"text_model.{other}" for other in alike}
+            for start in before:
+                for other in alike:
+                    out.setdefault(_squashed(f"{start}_{other}" if start else other), (part, name))
+    return out
+
+
+def _placeable(
+    file: Path, raw: dict[str, Tensor], places: Mapping[str, Place], pipe: Any
+) -> dict[str, Tensor]:
+    """The weights of a file under names that are known here: their own, or those that diffusers'
+    converter gives them."""
+    lost, why = _lost(raw, places), ""
+    if lost and hasattr(pipe, "lora_state_dict"):
+        own = getattr(getattr(pipe, "unet", None), "config", None)
+        unknown = {key: raw[key] for key in lost}
+        try:
+            with quiet():
+                made = type(pipe).lora_state_dict(unknown, unet_config=own, return_alphas=True)
+        except Exception as error:  # each converter of diffusers has its own
+            why = f"diffusers' converter fails with {printable(error, 120)}"
+        else:
+            weights, alphas = made if isinstance(made, tuple) else (made, None)
+            for key, alpha in (alphas or {}).items():
+                weights[f"{key.removesuffix('.alpha')}.alpha"] = torch.as_tensor(alpha)
+            known = {key: raw[key] for key in raw if key not in lost}
+            if weights and len(left := _lost(weights, places)) < len(lost):
+                raw, lost = known | weights, left
+    if lost:
+        raise ValueError(f"{file} {_wrong(raw, lost, why, pipe)}")
+    return raw
+
+
+def _lost(raw: Mapping[str, Tensor], places: Mapping[str, Place]) -> list[str]:
+    """Keys whose layer is not known."""
+    return [key for key in raw if _squashed(_split(key)[0]) not in places]
+
+
+def _wrong(raw: Mapping[str, Tensor], lost: list[str], why: str, pipe: Any) -> str:
+    """What is wrong with a file some of whose keys are not known."""
+    first, some = printable(lost[0], 80), len(lost) < len(raw)
+    if odd := [key for key in lost if not _split(key)[0]]:
+        return f"holds {printable(odd[0], 80)}, which is no LoRA (modules_to_save?): {ONLY}"
+    if re.match(r"(unet|transformer|text_encoder|prior)\w*\.", lost[0]) or (some and not why):
+        none = f"{len(lost)} of {len(raw)} do not have" if some else "none has"
+        return (
+            f"holds weights that belong to another model: {none} a name that"
+            f" {type(pipe).__name__} knows, {first} first"
+        )
+    return (
+        f"names its layers in another way, {first} first, and"
+        f" {why or 'diffusers has no converter of it for this pipeline'}; if it was trained for"
+        " this model, give its keys diffusers' names (transformer.<layer>.lora_A.weight)"
+    )
+
+
+def _check_places(
+    found: Iterable[Place], parts: Parts, state: Mapping[str, Tensor], path: str | Path, pipe: Any
+) -> None:
+    """ValueError where layers of a file have no adapter here, with the setting that gives it."""
+    places = list(found)
+    for part in (part for part, _ in places if part not in parts.modules):
+        known = text_encoders(pipe) if _is_text(part) else lora.SLOTS
+        wanted = ", ".join(_trained([*parts.modules, part]))
+        fix = f": set train.parts=[{wanted}] (load_policy(parts=[...]))"
+        if lora.slot_of(part) not in known:
+            fix = f" by flowrl: {ONLY}"
+        raise ValueError(f"{path} changes layers of the {part}, which is not trained{fix}")
+    bare = [name for part, name in places if f"{part}.{name}.lora_A.weight" not in state]
+    if bare:
+        endings = ", ".join(sorted({ending(name) for _, name in places}))
+        raise ValueError(
+            f"{path} changes {len(bare)} layers that have no adapter here, {bare[0]} first: set"
+            f" train.lora.targets=[{endings}] (load_policy(lora={{'targets': [...]}}))"
+        )
