@@ -388,9 +388,8 @@ class Policy:
         """Write the adapter to `folder`; diffusers' LoRA format where the pipeline has one."""
         from safetensors.torch import save
 
-        parts = self._needs_lora()
-        content = save(lora.exported(parts), lora.metadata(parts.options["rank"]))
-        return lora.write(Path(folder) / lora.FILE, content)
+        weights = lora.exported(self._needs_lora())
+        return lora.write(Path(folder) / lora.FILE, save(weights))
 
     def load_lora(self, path: str | Path) -> None:
         """Load a LoRA (a folder or file), whoever trained it, into "default", so that it does what

@@ -113,11 +113,6 @@ def write(file: Path, content: bytes) -> Path:
     return disk.write(file, len(head).to_bytes(8, "little") + head + content[8 + length :])
 
 
-def metadata(rank: int) -> dict[str, str]:
-    """Header that tells rank and alpha, as diffusers writes it."""
-    return {METADATA: json.dumps({"module.r": rank, "module.lora_alpha": rank})}
-
-
 def read_settings(path: Path) -> dict[str, Any]:
     """Settings of the adapters of exported weights, as `load_policy(lora=...)` takes them, and
     "parts"."""
@@ -152,14 +147,13 @@ def opened(file: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
 
 
 def found(path: Path, name: str) -> Path:
-    """A file that a path stands for: itself, or in a folder the one of this name, of peft's name,
-    or the only one."""
+    """A file that a path stands for: itself, or in a folder the one of this name, or the only
+    one."""
     if path.is_file() and name != FILE:
         path = path.parent / name
+    inside = [*path.glob("*.safetensors")]
     if path.is_dir():
-        inside = sorted(path.glob("*.safetensors"))
-        usual = [file for file in inside if file.name in (name, "adapter_model.safetensors")]
-        path = (usual or inside)[0] if usual or len(inside) == 1 else path / name
+        path = inside[0] if len(inside) == 1 else path / name
     if path.is_file() and path.suffix == ".safetensors":
         return path
     raise ValueError(

@@ -36,24 +36,15 @@ def _save(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     hook = module.register_state_dict_post_hook(_merge)
     loaded = vars(module).pop("_hf_peft_config_loaded", False)  # transformers: adapters alone
     try:
-        if lost := sorted(module.state_dict().keys() - _loadable(module)):
+        if any("_ip." in key for key in module.state_dict()):
             raise ValueError(
-                f"the {kind} has {len(lost)} weights that a {kind} of its config has not,"
-                f" {lost[0]} first (an IP-Adapter?), and would be loaded without them; remove them"
-                " (pipe.unload_ip_adapter()) and load them again after this, or save the LoRA"
-                " alone (policy.save_lora)"
+                f"the {kind} has an IP-Adapter, without which it would be loaded; call"
+                " pipe.unload_ip_adapter(), and load it again after this"
             )
         return type(module).save_pretrained(module, *args, **kwargs)
     finally:
         hook.remove()
         module._hf_peft_config_loaded = loaded
-
-
-def _loadable(module: Any) -> set[str]:
-    """Names of the weights that from_pretrained would load."""
-    make = getattr(type(module), "from_config", type(module))  # diffusers; transformers
-    with torch.device("meta"):
-        return set(make(module.config).state_dict())
 
 
 def _merge(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -81,8 +80,9 @@ class PipelinePolicy(Policy):
         with torch.random.fork_rng(), self.turns.running(pipe):
             self._infer(runner, example)
         self.turns.summon()  # adapters are made where the weights are
-        # calls and outputs of networks that have adapters already, as they came
-        self.came = self._answered() if adapter is not None else []
+        # calls to networks that came with adapters, and what they answered then
+        self.calls_came = self._calls() if adapter is not None else []
+        self.came = self._answers_now()
         trained = {**(runner.denoisers if "denoiser" in parts else {}), **text}
         super().__init__(runner.denoisers, adapter, self.replay.shape, trained)
         if waiting is not None:
@@ -115,27 +115,29 @@ class PipelinePolicy(Policy):
         else:
             self.decoder = infer_decoder(self.prober, self.steps, self.replay.shape)
 
-    def _answered(self) -> list[tuple[Call, Tensor]]:
-        """A call to each network that has adapters, and what it answers now."""
+    def _calls(self) -> list[Call]:
+        """A call to each network of the loop that has adapters already."""
         own = self.prober.runner.denoisers
-        adapted = {name for name, network in own.items() if standing([network])}
-        if not adapted:
-            return []
-        iterations = self.prober.run(self.prober.rows(1), self.steps)
+        adapted = [name for name, network in own.items() if standing([network])]
+        iterations = self.prober.run(self.prober.rows(1), self.steps) if adapted else []
         calls = {call.module: call for it in iterations for call in it.calls}
-        return [(calls[name], self._answer(own[name], calls[name])) for name in sorted(adapted)]
+        return [calls[name] for name in adapted if name in calls]
 
-    def _answer(self, network: torch.nn.Module, call: Call) -> Tensor:
+    def _answers_now(self) -> list[Tensor]:
+        """What they are answered now."""
+        runner = self.prober.runner
         with torch.no_grad(), self.turns.running(self.pipe):
-            return prediction_of(network(**call.args), self.prober.runner.streams)
+            each = [runner.denoisers[call.module](**call.args) for call in self.calls_came]
+        return [prediction_of(output, runner.streams) for output in each]
 
     def untouched(self) -> float | None:
         """How far networks without what is trained are from what they were when they came with
         adapters; None where none did."""
-        with self.view("reference") if self.came else contextlib.nullcontext():
-            now = [self._answer(self.networks[call.module], call) for call, _ in self.came]
-        pairs = zip(now, (was for _, was in self.came), strict=True)
-        return max((relative(a.float(), b.float()) for a, b in pairs), default=None)
+        if not self.came:
+            return None
+        with self.view("reference"):
+            pairs = zip(self._answers_now(), self.came, strict=True)
+        return max(relative(now.float(), was.float()) for now, was in pairs)
 
     def _check_body(self, why: str) -> None:
         """What could not be inferred is the reason, where the loop's own body does not hold

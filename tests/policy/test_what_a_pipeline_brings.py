@@ -204,7 +204,7 @@ def test_an_ip_adapter_stays_on_and_is_not_lost_in_a_merge(tmp_path):
     assert torch.equal(velocity(policy), alone)
     other = load(make(), LORA, ip_adapter_image_embeds=[-picture])
     assert not torch.allclose(velocity(other), alone, atol=1e-3), "it is on"
-    with pytest.raises(ValueError, match=r"attn2.processor.to_k_ip.* \(an IP-Adapter\?\)"):
+    with pytest.raises(ValueError, match="has an IP-Adapter, without which"):
         policy.pipe.save_pretrained(tmp_path)
 
 
