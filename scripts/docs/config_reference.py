@@ -50,6 +50,10 @@ An unknown key, option or value stops with a sentence that names the nearest val
 2), and nothing is written. A YAML file holds at most 1 MB, 50 levels, each key once, and a million
 characters with its aliases written out.
 
+A value that is empty is refused, as that of `output=$RUN` where the variable is unset; so are empty
+options (`--resume ""`) and an empty text in a file or a script where a setting may be none.
+`output=null` says none.
+
 No command loses its work to printing: a character that the console does not have is printed as an
 escape (`\\u5706`), what nobody reads any more (`| head`, a closed terminal) is dropped and the
 command goes on, and files are UTF-8 whatever the console is.
