@@ -36,6 +36,7 @@ from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, warn_unpublished
+from flowrl.runtime.paths import located
 from flowrl.types import MediaContext
 
 # What LAION's v2 head gives for the inputs of networks.clip.probe.
@@ -141,9 +142,7 @@ def _path_of_head(s: Settings) -> Path:
             " reward.aesthetic.weights=/path/to/it"
         )
     source = s.weights or MIRROR
-    mirrored = s.version == "v2" and (
-        source == MIRROR or (Path(source).expanduser() / MIRRORED).is_file()
-    )
+    mirrored = s.version == "v2" and (source == MIRROR or (located(source) / MIRRORED).is_file())
     return path_of(source, MIRRORED if mirrored else FILES[s.version], reward="aesthetic")
 
 

@@ -46,6 +46,7 @@ from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.wrap import inner_bytes, load_inner
 from flowrl.rewards.networks import detector
 from flowrl.runtime import files
+from flowrl.runtime.paths import located
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 
@@ -320,7 +321,7 @@ class Checklist(Reward):
             said = self._said(questions, answers)
             lines.append({"prompt": prompt, "score": _number(score), "answers": said})
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        files.append(Path(self.settings.log).expanduser(), text)
+        files.append(located(self.settings.log), text)
 
 
 def _digest(shown: Tensor, lists: list[Sequence[Question]]) -> str:

@@ -24,6 +24,7 @@ from flowrl.rewards.core.reward_set import load_set, sizes
 from flowrl.rewards.core.rules import parse_rule, settings_of
 from flowrl.rewards.core.score import held
 from flowrl.rewards.core.sizes import together
+from flowrl.runtime.copies import own
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
@@ -92,7 +93,9 @@ class Ensemble(Reward):
     ) -> dict[str, Tensor]:
         """Each member's own value."""
         return {
-            label: held(f"{self.name}, member {label}", reward(media, prompts, context), media)
+            label: held(
+                f"{self.name}, member {label}", reward(*own((media, prompts, context))), media
+            )
             for label, reward in self.members.items()
         }
 
@@ -111,7 +114,7 @@ class Ensemble(Reward):
 
     def expect(self, prompts: Sequence[str]) -> None:
         for reward in self.members.values():
-            reward.expect(prompts)
+            reward.expect(list(prompts))
 
     def begin(self, run: Path) -> None:
         for reward in self.members.values():

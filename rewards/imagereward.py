@@ -34,6 +34,7 @@ from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.tokens import warn_cut
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.rewards.networks.blip import Blip, renamed
+from flowrl.runtime.paths import located
 from flowrl.types import MediaContext
 
 TOKENS = 35  # of a prompt, [CLS] and [SEP] among them
@@ -125,7 +126,7 @@ def _files(weights: str) -> tuple[Path, dict[str, Any]]:
     """ImageReward.pt, and what the med_config.json beside it holds."""
     names = "ImageReward.pt", "med_config.json"
     checkpoint = path_of(weights, names[0], reward="imagereward", beside=names[1])
-    source = str(checkpoint.parent) if Path(weights).expanduser().is_file() else weights
+    source = str(checkpoint.parent) if located(weights).is_file() else weights
     config = path_of(source, names[1], reward="imagereward", beside=names[0])
     return checkpoint, json.loads(config.read_text(encoding="utf-8"))
 

@@ -24,6 +24,7 @@ from flowrl.rewards.core.pictures import rounded
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import fill, path_of, tensors
+from flowrl.runtime.paths import located
 from flowrl.runtime.registry import did_you_mean, user_file
 from flowrl.types import MediaContext
 
@@ -238,7 +239,7 @@ def _made(model: Any, settings: Mapping[str, Any]) -> tuple[nn.Module, str]:
             ' "path/to/file.py:Class", and its weights as safetensors (TorchScript archives and'
             " pickles run code when they are opened)"
         )
-    module = _class_of(Path(place).expanduser().resolve(), member)(**settings)
+    module = _class_of(located(place).resolve(), member)(**settings)
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"reward.inverse_dynamics.model={model} makes a {type(module).__name__}, which is not a"

@@ -33,6 +33,7 @@ from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, path_of, tensors
+from flowrl.runtime.paths import located
 from flowrl.types import MediaContext
 
 CARE = 0.01  # by how much a special-care hit lowers the thresholds of the concepts
@@ -147,8 +148,8 @@ def load_checker(source: str) -> tuple[nn.Module, int]:
     from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
     from transformers import CLIPConfig
 
-    if Path(source).expanduser().is_file():
-        source = str(Path(source).expanduser().parent)
+    if located(source).is_file():
+        source = str(located(source).parent)
     config = path_of(source, "config.json", reward="nsfw", beside="model.safetensors")
     path = _weights_of(source)
     checker = StableDiffusionSafetyChecker(CLIPConfig.from_json_file(str(config)))

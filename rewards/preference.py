@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pydantic
@@ -26,6 +25,7 @@ from flowrl.rewards.networks.bradley_terry import (
     backbone_bytes,
     load_head,
 )
+from flowrl.runtime.paths import located
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
@@ -81,7 +81,7 @@ class Preference(Reward):
 
     @classmethod
     def network_bytes(cls, settings: Any) -> float | None:
-        folder = Path(settings.weights).expanduser() if settings.weights else EMBEDDED
+        folder = located(settings.weights) if settings.weights else EMBEDDED
         if settings.backbone is None and not folder.is_dir():
             return None  # the head says which CLIP it reads
         return backbone_bytes(settings.backbone or load_head(folder)[1].model)

@@ -29,6 +29,7 @@ from flowrl.rewards.core.pictures import column_of, frames_of, refuse_gradient, 
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import fill, path_of, tensors
+from flowrl.runtime.paths import located, nearby
 from flowrl.types import MediaContext
 
 NUMBERS = {"alex": 2_470_848, "vgg": 14_716_160, "squeeze": 724_736}  # of weights of LPIPS
@@ -169,11 +170,11 @@ class Reference(Reward):
                 f"{self.settings.key}={name!r}, which should be the path of an image, a video, or a"
                 " .npy or .safetensors file"
             )
-        path = Path(self.settings.folder or "", name).expanduser()
+        path = located(name, located(self.settings.folder or ""))
         if not path.is_file():
             raise ValueError(
-                f"{self.settings.key}={name}: there is no file {path}; set reward.reference.folder"
-                " to where the files are"
+                f"{self.settings.key}={name}: there is no file {path}{nearby(path)}; set"
+                " reward.reference.folder to where the files are"
             )
         return path
 

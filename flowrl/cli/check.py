@@ -49,6 +49,10 @@ def check(
         if (model is None) == (not reward):
             raise ValueError("give a model, or --reward NAME")
         if reward:
+            if pipeline or hints:
+                raise ValueError("--pipeline and --hints are for a model; leave them out")
+            if prompts and not media:
+                raise ValueError("--prompts are those of --media; give --media too")
             _check_rewards(reward, {**pictures, "prompts": Path(prompts) if prompts else None})
         elif any(pictures.values()):
             options = "--media, --count and --frames"

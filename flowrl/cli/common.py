@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
@@ -140,18 +140,19 @@ def parse_columns(words: list[str] | None) -> dict[str, str]:
 
 
 def call_arguments(words: list[str] | None) -> dict[str, Any]:
-    """--pipeline NAME=VALUE ..., the values as YAML reads them."""
+    """--pipeline NAME=VALUE ..., a text where an argument is one."""
     from flowrl.data import conditions
     from flowrl.policy.load import call_options
 
-    return conditions.loaded(call_options(named_values("--pipeline", words, "height=512")))
+    given = named_values("--pipeline", words, "height=512", conditions.kinds_of)
+    return conditions.loaded(call_options(given))
 
 
-def named_values(option: str, words: list[str] | None, example: str) -> dict[str, Any]:
-    """NAME=VALUE ... of an option, the values as YAML reads them."""
-    import yaml
-
-    from flowrl.runtime import yaml_text
+def named_values(
+    option: str, words: list[str] | None, example: str, kinds_of: Callable[[str], Any]
+) -> dict[str, Any]:
+    """NAME=VALUE ... of an option. kinds_of: a name -> what it takes."""
+    from flowrl.runtime.typed_text import value_of
 
     out: dict[str, Any] = {}
     for word in words or []:
@@ -159,9 +160,9 @@ def named_values(option: str, words: list[str] | None, example: str) -> dict[str
         if not equals or not name:
             raise ValueError(f"{option} {word} should be NAME=VALUE, such as {example}")
         try:
-            out[name] = yaml_text.load(value) if value else ""
-        except yaml.YAMLError:
-            out[name] = value
+            out[name] = value_of(value, kinds_of(name))
+        except ValueError as error:
+            raise ValueError(f"{option} {word} {error}") from error
     return out
 
 

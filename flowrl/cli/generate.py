@@ -19,6 +19,7 @@ from flowrl.cli.common import (
     parse_guidance,
     show,
 )
+from flowrl.runtime.paths import expanded
 from flowrl.runtime.run_folder import is_run
 
 Model = Annotated[
@@ -111,6 +112,7 @@ def generate(
 
     log.setup()
     with one_sentence_errors():
+        model = expanded(model)
         if output:
             check_output(output)
         how: dict[str, Any] = {"steps": steps, "seed": seed, "rlg": rlg, "best_of": best_of}
@@ -121,7 +123,14 @@ def generate(
         chooser = load_set(parse_words(reward)) if reward else None
         asked = data_prompts.of_words(prompts, parse_columns(columns))
         how |= {"reward": chooser, "meta": _meta_of(chooser, asked)}
-        made = generation.generate(_load(model, lora, pipeline, hints), asked, **how)
+        if chooser and best_of == 1 and not (search or refine):
+            raise ValueError(
+                "--reward chooses among samples, and one is made of each prompt; add --best-of 4,"
+                " --search or --refine, or leave --reward out"
+            )
+        policy = _load(model, lora, pipeline, hints)
+        _check_scale(policy, guidance, pipeline)
+        made = generation.generate(policy, asked, **how)
         with one_sentence_errors(disk=1):
             _save(made, output)
 
@@ -148,6 +157,15 @@ def _load(model: str, lora: Path | None, pipeline: list[str] | None, hints: str 
     return policy
 
 
+def _check_scale(policy: Any, guidance: str, words: list[str] | None) -> None:
+    """ValueError where the scale of the pipeline's call is given, and another in its place."""
+    given = {word.partition("=")[0] for word in words or ()} & {"guidance_scale", "true_cfg_scale"}
+    if given and guidance != "pipeline" and policy.branches("pipeline") > 1:
+        raise ValueError(
+            f"--guidance {guidance} takes the place of --pipeline {min(given)}; give one of the two"
+        )
+
+
 def _search(words: list[str] | None, calls: int | None) -> Any:
     """A Search of HOW and SETTING=VALUE; None: none is asked for."""
     from dataclasses import fields
@@ -165,7 +183,10 @@ def _search(words: list[str] | None, calls: int | None) -> Any:
             "--search needs one way (random, zero_order or tree), and --calls, the most network"
             " calls that a prompt may cost"
         )
-    given, known = named_values("--search", own, "radius=0.2"), [f.name for f in fields(Search)[2:]]
+    given, known = (
+        named_values("--search", own, "radius=0.2", lambda name: frozenset()),
+        [f.name for f in fields(Search)[2:]],
+    )
     for name in given:
         if name not in known:
             raise ValueError(f"--search {name}: no such setting{did_you_mean(name, known)}")

@@ -28,7 +28,10 @@ KeepTop = Annotated[
 ]
 Chunk = Annotated[int, typer.Option(min=1, help="Most images scored at once.")]
 Frames = Annotated[
-    int, typer.Option(min=1, help="Most frames of a video or animated picture, evenly spaced.")
+    int | None,
+    typer.Option(
+        min=1, help="Most frames of a video or animated picture, evenly spaced (default: 16)."
+    ),
 ]
 Verbose = Annotated[
     bool, typer.Option("--verbose", help="Show what libraries say while they load models.")
@@ -52,13 +55,13 @@ def score(
     columns: Columns = None,
     keep_top: KeepTop = None,
     chunk: Chunk = 16,
-    frames: Frames = 16,
+    frames: Frames = None,
     verbose: Verbose = False,
     output: Output = None,
 ) -> None:
     """Score images, and make the folder that `flowrl train` learns from offline."""
     from flowrl.data import scored_folder
-    from flowrl.data.media import MEDIA_SUFFIXES
+    from flowrl.data.media import MEDIA_SUFFIXES, has_frames
     from flowrl.data.samples import collect
     from flowrl.report import terminal
     from flowrl.rewards import load_set, parse_words
@@ -73,10 +76,12 @@ def score(
         chosen: Any = {"prompts": prompts, "columns": parse_columns(columns)}
         found = collect(media, prompt=prompt, **chosen, suffixes=MEDIA_SUFFIXES)
         samples = files.with_meta(found, rewards)
+        if frames and not any(has_frames(path) for path in {s.path for s in samples}):
+            complain(f"--frames {frames} has no effect: none of the files holds several frames")
         if output is not None:
             scored_folder.check_target(output, samples)
         scored, problems = files.score_files(
-            samples, rewards, chunk=chunk, frames=frames, progress=True
+            samples, rewards, chunk=chunk, frames=frames or 16, progress=True
         )
         kept = scored if top is None else scored_folder.keep_top(scored, top)
         # written before the table is printed, whose reader may leave

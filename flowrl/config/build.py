@@ -35,6 +35,7 @@ from flowrl.rewards.core import score
 from flowrl.runtime import checkpoint, registry
 from flowrl.runtime.checkpoint import Checkpoint, CheckpointError
 from flowrl.runtime.log import logger
+from flowrl.runtime.paths import nearby
 from flowrl.runtime.run_folder import config_file
 from flowrl.samplers import flow_sde, sigmas
 
@@ -207,7 +208,7 @@ def check_init(cfg: Config) -> None:
             " the two out"
         )
     if start and not Path(start).exists():
-        raise ValueError(f"train.init_lora={start} does not exist")
+        raise ValueError(f"train.init_lora={start} does not exist{nearby(start)}")
 
 
 def check_trained(cfg: Config, policy: Policy) -> None:

@@ -10,7 +10,7 @@ overwrite each other, in whatever order they come.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from flowrl.config.interpolation import check_size
 from flowrl.config.overrides import Override, parse_override
 from flowrl.runtime import registry, yaml_text
 from flowrl.runtime.text import printable
+from flowrl.runtime.typed_text import Kinds
 
 Tree = dict[str, Any]
 Options = dict[str, str | None]  # group -> chosen file of configs/; None: none of them
@@ -67,9 +68,14 @@ class CommandLine:
 
 
 def compose(
-    defaults: Tree, given: Sequence[File], overrides: Sequence[str], problems: list[str]
+    defaults: Tree,
+    given: Sequence[File],
+    overrides: Sequence[str],
+    problems: list[str],
+    kinds_of: Callable[[str, Any], Kinds],
 ) -> Tree:
-    """All layers in one tree; problems of the command line are added to those given."""
+    """All layers in one tree; problems of the command line are added to those given. kinds_of: a
+    key, and the tree as far as it is -> what the setting takes."""
     chosen_by = dict(pick for file in given for pick in file.chosen.items())
     line = read_command_line(overrides, problems, chosen_by)
     try:
@@ -88,8 +94,9 @@ def compose(
             line.own,
         )
         start_over(merged, line)
-        for override in line.values:
-            apply_override(merged, override, problems)
+        # what a setting takes may depend on the name of its reward
+        for override in sorted(line.values, key=lambda o: not o.key.endswith(".name")):
+            apply_override(merged, override, kinds_of(override.key, merged), problems)
         say(source, unnamed, merged)
         check_size(OmegaConf.to_container(merged))
         return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
@@ -105,7 +112,7 @@ def source_of(files: Sequence[File], line: CommandLine) -> str | None:
     """model.source as files, a script or the command line state it."""
     trees = [*(file.tree for file in files), line.own]
     found = [(tree.get("model") or {}).get("source") for tree in trees]
-    found += [o.value for o in line.values if o.key == "model.source"]
+    found += [o.value() for o in line.values if o.key == "model.source"]
     stated = [source for source in found if isinstance(source, str)]
     return stated[-1] if stated else None
 
@@ -134,7 +141,7 @@ def read_command_line(
         elif override.sign == "~":
             left_out.add(override.key)
         else:
-            choose(line, override.key, override.value, problems)
+            choose(line, override.key, override.value(), problems)
             said[override.key] = text
     for group in sorted(left_out):
         if group in line.options:
@@ -182,16 +189,20 @@ def installed(group: str) -> list[str]:
 def start_over(tree: Any, line: CommandLine) -> None:
     """`algorithm.name=` of another method than the chosen file's builds on no file, as a section of
     a YAML file that names its method does."""
-    named = [o.value for o in line.values if o.key == "algorithm.name" and o.sign != "~"]
+    named = [o.value() for o in line.values if o.key == "algorithm.name" and o.sign != "~"]
     if named and named[-1] != tree.algorithm.get("name"):
         tree.algorithm = {"name": named[-1]}
 
 
-def apply_override(tree: Any, override: Override, problems: list[str]) -> None:
-    """Set, add or leave out one key of the merged tree."""
-    key, value = override.key, override.value
+def apply_override(tree: Any, override: Override, kinds: Kinds, problems: list[str]) -> None:
+    """Set, add or leave out one key of the merged tree, which takes these kinds."""
+    try:
+        key, value = override.key, override.value(kinds)
+    except ValueError as error:
+        problems.append(str(error))
+        return
     if override.sign == "~":
-        leave_out(tree, override, problems)
+        leave_out(tree, override, value, problems)
         return
     grows = key.startswith("reward.") or isinstance(value, dict | list)
     if override.sign == "+" and not grows and OmegaConf.select(tree, key) is not None:
@@ -213,14 +224,14 @@ def is_course(key: str) -> bool:
     return False
 
 
-def leave_out(tree: Any, override: Override, problems: list[str]) -> None:
+def leave_out(tree: Any, override: Override, value: Any, problems: list[str]) -> None:
     """`~key`, or `~key=value` where it has that value."""
     parent, _, last = override.key.rpartition(".")
     holder = OmegaConf.select(tree, parent) if parent else tree
     if not OmegaConf.is_dict(holder) or last not in holder:
         near = registry.did_you_mean(last, map(str, holder or ()))
         problems.append(f'"{override.text}": no such reward or setting was chosen{near}')
-    elif override.value is not None and override.value != holder[last]:
+    elif value is not None and value != holder[last]:
         problems.append(f'"{override.text}": the value is {holder[last]}')
     else:
         del holder[last]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +24,10 @@ from flowrl.config.compose import (
     read_yaml,
 )
 from flowrl.config.schema import Config, algorithm_schema
+from flowrl.data import conditions
 from flowrl.runtime import registry
 from flowrl.runtime.text import printable, visible
+from flowrl.runtime.typed_text import TEXT, Kinds, kinds_at
 
 Given = str | Path | Mapping[str, Any] | None
 LONGEST_VALUE = 120  # characters of a wrong value in a sentence
@@ -69,7 +72,26 @@ def composed(
         chosen, tree = _sorted_out(values)
         files.append(replace(file_of(tree, "the config"), chosen=chosen))
     defaults = Config.model_construct().model_dump(mode="json")
-    return compose(defaults, files, overrides, problems), problems
+    return compose(defaults, files, overrides, problems, _kinds_of), problems
+
+
+def _kinds_of(key: str, tree: Any) -> Kinds:
+    """What the setting of a key takes, in a tree that names its algorithm and its rewards."""
+    from flowrl.rewards.core.reward import setting_kinds
+    from flowrl.rewards.core.rules import TEXTS
+
+    match key.split("."):
+        case ["model", "pipeline", argument]:
+            return conditions.kinds_of(argument)
+        case ["reward", _, setting] if setting in TEXTS:
+            return TEXT
+        case ["reward", label, setting, *path]:
+            name = OmegaConf.select(tree, f"reward.{label}.name") or label
+            return setting_kinds(str(name), [setting, *path])
+        case ["algorithm", "name"]:
+            return TEXT
+        case path:
+            return kinds_at(Config, path)
 
 
 def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -103,8 +125,21 @@ def dump(cfg: Config, encoding: str = "utf-8") -> str:
     """The resolved config as YAML, in the order of the schema, control characters as escapes, and
     so what the encoding does not have; `read_config` gives an equal Config."""
     tree = cfg.model_dump(mode="json")
-    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
-    return text if text == visible(text, encoding) else yaml.safe_dump(tree, sort_keys=False)
+    text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return (
+        text
+        if text == visible(text, encoding)
+        else yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
+    )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that OmegaConf would read as numbers and YAML 1.1 would not, as 1e-4."""
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9.][0-9._]*([eE][-+]?[0-9]+)?"), "-+.0123456789"
+)
 
 
 def diff(old: Config, new: Config) -> list[str]:

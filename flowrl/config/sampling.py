@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from flowrl.config.section import Guidance, Section, Seed
+from flowrl.config.section import Guidance, Place, Section, Seed
 from flowrl.runtime import registry
 from flowrl.runtime.read_when import read_above, read_when, read_with
 from flowrl.types import Solver
 
 
 class ModelConfig(Section):
-    source: str = Field(
+    source: Place = Field(
         "shapes-sd3",
         description=(
             "An embedded model, a folder in diffusers layout, a hub id, or path/to/file.py:FACTORY."
@@ -49,7 +49,7 @@ class ModelConfig(Section):
             " prompt is new; they cannot be trained then."
         ),
     )
-    prompt_cache: str | None = Field(
+    prompt_cache: Place | None = Field(
         None,
         description=(
             "Folder that keeps what text encoders answer, for runs to come and processes beside;"
@@ -77,7 +77,7 @@ class ModelConfig(Section):
     pipeline: dict[str, Any] = Field(
         {}, description="Arguments of the pipeline's call, such as height, width, num_frames."
     )
-    hints: str | dict[str, Any] | None = Field(
+    hints: Place | dict[str, Any] | None = Field(
         None,
         description=(
             "For a pipeline whose inference is not unique: arguments of"
@@ -90,7 +90,7 @@ class ModelConfig(Section):
     @pydantic.field_validator("prompt_cache")
     @classmethod
     def check_prompt_cache(cls, value: str | None) -> str | None:
-        return None if value is None else str(Path(value).expanduser().absolute())
+        return None if value is None else str(Path(value).absolute())
 
 
 HELPING = read_above("data.sampler.help.after", 0)
@@ -155,17 +155,17 @@ class ChoiceConfig(Section):
 
 
 class DataConfig(Section):
-    train: str = Field(
+    train: Place = Field(
         "shapes:train",
         description=(
             "Prompts: a file (one a line, JSON, a table, parquet, a tar shard), shapes:train,"
             " hf:OWNER/NAME (a dataset), or path/to/file.py:NAME."
         ),
     )
-    eval: str | None = Field(
+    eval: Place | None = Field(
         "shapes:eval", description="Held-out prompts, as train; none: no evaluation."
     )
-    offline: str | None = Field(
+    offline: Place | None = Field(
         None,
         description=(
             "Folder of `flowrl score` to train on, in place of rollouts; its prompts replace train."

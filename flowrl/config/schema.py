@@ -24,7 +24,7 @@ from flowrl.config.sampling import (
     ModelConfig,
     SamplerConfig,
 )
-from flowrl.config.section import Section, Seed
+from flowrl.config.section import Place, Section, Seed
 from flowrl.config.training import (
     CheckpointConfig,
     DiversityConfig,
@@ -84,7 +84,7 @@ class Config(Section):
     seed: Seed = Field(
         0, description="Every random choice of a run is a function of this and of ids."
     )
-    output: str | None = Field(None, description="Run folder; none: runs/ and the time of day.")
+    output: Place | None = Field(None, description="Run folder; none: runs/ and the time of day.")
     trackers: list[str] = Field(
         ["tensorboard"], description="Trackers of accelerate: tensorboard, wandb, trackio ..."
     )

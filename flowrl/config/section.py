@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from flowrl.runtime.filled import Filled
+from flowrl.runtime.paths import expanded
 
 Guidance = float | Literal["none", "pipeline"]
+Place = Annotated[str, AfterValidator(expanded)]  # of a file or folder
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 

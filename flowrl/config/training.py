@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from flowrl.config.section import Section
+from flowrl.config.section import Place, Section
 from flowrl.runtime import registry
 from flowrl.runtime.read_when import read_above, read_when, read_with
 
@@ -25,7 +25,7 @@ Sigma = Annotated[float, Field(gt=0, le=1)]
 
 
 class DiversityConfig(Section):
-    features: str | None = Field(
+    features: Place | None = Field(
         None,
         description=(
             "What tells how alike the samples of a prompt are: clip, dino, shapes (the tiny CLIP of"
@@ -33,7 +33,7 @@ class DiversityConfig(Section):
             " none: nothing does."
         ),
     )
-    weights: Annotated[str | None, read_when("diversity.features", "clip", "dino")] = Field(
+    weights: Annotated[Place | None, read_when("diversity.features", "clip", "dino")] = Field(
         None,
         description=(
             "Folder or hub id of its network; none: openai/clip-vit-large-patch14,"
@@ -135,7 +135,7 @@ class TrainConfig(Section):
     )
     mode: Literal["lora", "full"] = Field("lora", description="Low-rank adapters, or every weight.")
     lora: LoraConfig = Field(LoraConfig(), description="The adapters, when mode is lora.")
-    init_lora: str | None = Field(
+    init_lora: Place | None = Field(
         None, description="File or folder of a LoRA to start from, of any trainer."
     )
     # YAML 1.1 reads a bare `no` as false

@@ -8,6 +8,7 @@ any other argument of the call, {"conditions": {"strength": 0.6}}.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from flowrl.data.as_seen import as_seen
 from flowrl.data.media import from_pil, media_kind
 from flowrl.data.stored import Stored
 from flowrl.runtime.log import logger
+from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.text import printable
+from flowrl.runtime.typed_text import TEXT, Kinds
 from flowrl.types import MediaContext
 
 Conditions = Mapping[str, Any]
@@ -31,6 +34,10 @@ Conditions = Mapping[str, Any]
 PICTURES = ("image", "images", "mask", "masks", "video", "videos")
 VIDEOS = (".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif")
 NOT = {"num", "attention"}  # before the last word: num_images, attention_mask
+# of arguments that are texts: prompt, negative_prompt_2, system_prompt, lyrics; not use_en_prompt
+TEXT_NAMES = re.compile(
+    r"(?!(num|use|add|enable)_)(\w+_)?(prompt|text|caption|instruction|lyrics|transcription)(_\d)?"
+)
 KEPT = 256  # pictures that stay loaded
 
 
@@ -42,6 +49,13 @@ def is_picture(name: str) -> bool:
 
 def is_mask(name: str) -> bool:
     return not {"mask", "masks"}.isdisjoint(name.split("_"))
+
+
+def kinds_of(name: str) -> Kinds:
+    """What an argument of the call takes, by its name: a text, paths of pictures, or anything."""
+    if TEXT_NAMES.fullmatch(name):
+        return TEXT
+    return frozenset({str, list}) if is_picture(name) else frozenset()
 
 
 def is_condition(name: str) -> bool:
@@ -76,9 +90,9 @@ def _placed(value: Any, what: str, folder: Path) -> Any:
         raise ValueError(f"{what} is {value!r}; give the path of a file")
     if "://" in value:
         raise ValueError(f"{what} is a URL, which is not fetched; save the file and give its path")
-    path = folder / Path(value).expanduser()
+    path = located(value, folder)
     if not path.is_file():
-        raise ValueError(f"{what} names {path}, which is no file")
+        raise ValueError(f"{what} names {path}, which is no file{nearby(path)}")
     try:
         pictures.check_readable(path)
     except ValueError as error:
@@ -154,6 +168,7 @@ def load(name: str, value: Any) -> Any:
         return _stored(value, is_mask(name))
     if not isinstance(value, str | Path):
         return value
+    value = located(value)
     return _frames(str(value)) if _moves(name, value) else _picture(str(value), is_mask(name))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.data import conditions
+from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.text import listed
 
@@ -25,8 +26,8 @@ def content(path: Path, most: int = -1) -> bytes:
             return file.read(most)
     except FileNotFoundError:
         raise ValueError(
-            f"prompt file {path} does not exist; give a .txt file with one prompt a line, or a"
-            " .jsonl, .csv, .tsv, .parquet or .tar file"
+            f"prompt file {path} does not exist{nearby(path)}; give a .txt file with one prompt a"
+            " line, or a .jsonl, .csv, .tsv, .parquet or .tar file"
         ) from None
     except OSError as error:
         raise ValueError(f"prompt file {path} cannot be read: {error.strerror}") from None
@@ -79,5 +80,5 @@ def check_entry(entry: Any, where: str, folder: Path) -> dict[str, Any]:
     if "\0" in text:
         raise ValueError(f"{where} holds a NUL byte, so it is no text; save it as UTF-8")
     if isinstance(entry.get("reference"), str):
-        entry["reference"] = str(folder / entry["reference"])
+        entry["reference"] = str(located(entry["reference"], folder))
     return conditions.check_entry(entry, where, folder)

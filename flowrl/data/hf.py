@@ -11,6 +11,7 @@ from typing import Any
 
 from flowrl.data.stored import Stored, is_struct
 from flowrl.runtime import hub
+from flowrl.runtime.paths import located
 from flowrl.runtime.registry import did_you_mean
 
 PREFIX = "hf:"
@@ -24,7 +25,7 @@ def is_dataset(source: object) -> bool:
 
 def folder_of(source: str) -> Path | None:
     """The folder that a source names; None of one on the hub."""
-    folder = Path(_parts(source)[0]).expanduser()
+    folder = located(_parts(source)[0])
     return folder if folder.is_dir() else None
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flowrl.data.as_seen import ORIENTATION, as_seen, frame_as_seen, is_plain
 from flowrl.runtime import files
+from flowrl.runtime.paths import nearby
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".gif")  # that are written
@@ -326,7 +327,7 @@ def _guarded(path: Path, read: Callable[[Image.Image], T], content: bytes | None
     # Pillow raises OSError, SyntaxError, struct.error ... for broken files and broken EXIF
     except Exception as error:
         here = content is not None or path.is_file()
-        reason = _reason(error) if here else "it does not exist"
+        reason = _reason(error) if here else f"it does not exist{nearby(path)}"
         raise ValueError(f"{path} cannot be read: {reason}") from None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowrl.data import conditions, given, hf, tables, texts
 from flowrl.data.entries import Columns
+from flowrl.runtime.paths import located
 from flowrl.runtime.registry import did_you_mean, is_place
 from flowrl.samplers import keys
 from flowrl.types import MediaContext, PromptBatch
@@ -43,7 +44,7 @@ def load_prompts(source: str, columns: Columns = tables.NOTHING) -> Prompts:
         return given.of_place(source)
     if hf.is_dataset(source):
         return tables.of_dataset(source, columns)
-    path = Path(source)
+    path = located(source)
     if path.suffix == ".py":
         raise ValueError(f"prompts {source}: say what in the file gives them, {source}:NAME")
     return [entry for _, entry in tables.read(path, columns)]

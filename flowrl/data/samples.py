@@ -16,6 +16,7 @@ from flowrl.data import tables
 from flowrl.data.entries import Columns
 from flowrl.data.media import IMAGE_SUFFIXES
 from flowrl.runtime.log import logger
+from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.text import listed
 
 LIST = "scores.jsonl"
@@ -105,7 +106,8 @@ def images(
             logger.warning(f"{said}; what is read ends in {known}")
         return found
     if not place.is_file():
-        raise ValueError(f"{place} does not exist; give image files, or a folder of them")
+        there = nearby(place)
+        raise ValueError(f"{place} does not exist{there}; give image files, or a folder of them")
     if place.suffix.lower() not in suffixes:
         raise ValueError(f"{place} is not an image file; what is scored ends in {known}")
     return [place]
@@ -178,7 +180,7 @@ def _by_file(source: Path, columns: Columns) -> dict[str | Path, list[tuple[str,
     """Lines of a list by the path of their file, and by its bare name where they give no path."""
     out: dict[str | Path, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
     for where, entry in read_list(source, columns):
-        out[(source.parent / entry["file"]).resolve()].append((where, entry))
+        out[located(entry["file"], source.parent).resolve()].append((where, entry))
         if Path(entry["file"]).name == entry["file"]:
             out[entry["file"]].append((where, entry))
     return out

@@ -12,6 +12,7 @@ from typing import Any
 from flowrl.data.prompts import Prompts
 from flowrl.data.samples import meta_of, read_list
 from flowrl.data.scored_folder import list_of
+from flowrl.runtime.paths import located, nearby
 from flowrl.samplers import keys
 from flowrl.types import PromptBatch
 
@@ -66,15 +67,15 @@ def load(folder: str | Path) -> Dataset:
     weight 1. A missing list or image, a broken or repeated line, a number that is not finite, or
     other rewards than in the first line -> ValueError that names file and line.
     """
-    path = list_of(Path(folder))
+    path = list_of(located(folder))
     if not path.is_file():
         raise ValueError(
-            f"{path} does not exist; `flowrl score MEDIA... --prompt TEXT --reward NAME -o FOLDER`"
-            " makes a folder with one"
+            f"{path} does not exist{nearby(path)}; `flowrl score MEDIA... --prompt TEXT --reward"
+            " NAME -o FOLDER` makes a folder with one"
         )
     prompts: dict[str, dict[str, Any]] = {}
     items: dict[str, list[Item]] = {}
-    lines = list(_lines(path, contained=path != Path(folder)))
+    lines = list(_lines(path, contained=path != located(folder)))
     for entry, item, _ in lines:
         text, meta = entry["prompt"], meta_of(entry)
         agreed = prompts.setdefault(text, meta)
@@ -92,7 +93,8 @@ def _lines(path: Path, contained: bool) -> Iterator[tuple[dict[str, Any], Item, 
     weights: dict[str, float] = {}
     seen: dict[tuple[str, str], str] = {}
     for where, entry in read_list(path, contained=contained):
-        item, own = _item(path.parent, where, entry)
+        file = path.parent / entry["file"] if contained else located(entry["file"], path.parent)
+        item, own = _item(file, where, entry)
         weights = weights or own
         if own != weights:
             raise ValueError(
@@ -106,11 +108,10 @@ def _lines(path: Path, contained: bool) -> Iterator[tuple[dict[str, Any], Item, 
         yield entry, item, weights
 
 
-def _item(folder: Path, where: str, entry: Mapping[str, Any]) -> tuple[Item, dict[str, float]]:
+def _item(path: Path, where: str, entry: Mapping[str, Any]) -> tuple[Item, dict[str, float]]:
     """The image of a line, and the weights of its total."""
-    path = folder / entry["file"]
     if not path.is_file():
-        raise ValueError(f"{where} names {path}, which does not exist")
+        raise ValueError(f"{where} names {path}, which does not exist{nearby(path)}")
     total = _number(f'{where}: "total"', entry.get("total"))
     scores = _mapping(f'{where}: "scores"', entry.get("scores", {"total": total}))
     weights = _weights(where, entry, scores)

@@ -79,6 +79,11 @@ class Policy:
             )
         return 1
 
+    def unread(self, guidances: Sequence[float | str], names: Iterable[str] = ()) -> list[str]:
+        """Sentences about arguments that were given in vain, where samples are made at these
+        guidances. names: conditions that prompts bring, beside the arguments of all."""
+        return []
+
     def states(self, micro: int, guidance: float | str) -> int:
         """How many states fit into a forward of at most `micro` network rows; at least 1."""
         return max(1, micro // self.branches(guidance))

@@ -13,6 +13,8 @@ from typing import Any
 from huggingface_hub import constants
 from torch import nn
 
+from flowrl.runtime.paths import located, nearby
+
 INDEX = "model_index.json"
 WEIGHTS = (".safetensors", ".bin")
 # files that are loaded where no variant is asked for; without the index, which lists shards
@@ -73,13 +75,14 @@ def variant_of(source: str, index: Mapping[str, Any]) -> str | None:
 
 def why_not(source: str, error: Exception) -> str:
     """Why a source cannot be loaded, in a sentence. error: what loading it raised."""
-    path, what = Path(source), f'model "{source}"'
+    path, what = located(source), f'model "{source}"'
     if path.is_file():
         return f"{what} is a single file, and {_for_file(path)}"
     if source and path.is_dir():
         return f"{what} {_for_folder(path, error)}"
-    if source[:1] in ("", ".", "~", "/") or source.count("/") > 1 and ":" not in source:
-        return f"{what} does not exist; give a folder, a hub id or a name of `flowrl list models`"
+    if source[:1] in ("", ".", "~", "/", "$") or source.count("/") > 1 and ":" not in source:
+        known = "a folder, a hub id or a name of `flowrl list models`"
+        return f"{what} does not exist{nearby(path)}; give {known}"
     offline = "HF_HUB_OFFLINE is set, and the cache does not hold it"
     reason = offline if constants.HF_HUB_OFFLINE else first_sentence(error)
     return f"{what} is not a diffusers folder, and cannot be fetched: {reason}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from flowrl.policy.heads import Frozen
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.request import Request
+from flowrl.runtime.copies import own
 from flowrl.samplers import keys
 
 Generator = Callable[[list[str], Tensor], Tensor]
@@ -94,7 +95,7 @@ class GeneratorPolicy(Policy):
     def encode(
         self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
     ) -> Cond:
-        value = None if self.embedder is None else self.embedder(list(prompts))
+        value = None if self.embedder is None else own(self.embedder(list(prompts)))
         if value is not None and (value.ndim < 1 or len(value) != len(prompts)):
             raise ValueError(
                 f"embed returned {tuple(value.shape)} for {len(prompts)} prompts; it should be a"
@@ -115,6 +116,9 @@ class GeneratorPolicy(Policy):
         """0: what is decoded is the initial noise."""
         return torch.zeros_like(request.x), 0
 
+    def unread(self, guidances: Sequence[float | str], names: Iterable[str] = ()) -> list[str]:
+        return ["steps, guidance and solver have no effect: a generator samples in its own way"]
+
     def decode(
         self,
         x: Tensor,
@@ -126,7 +130,7 @@ class GeneratorPolicy(Policy):
             raise ValueError("a generator needs the prompts of what it makes: give cond and rows")
         prompts = [str(cond.prompts[row]) for row in rows.tolist()]
         with torch.no_grad():
-            media = self.generator(prompts, x.detach())
+            media = self.generator(*own((prompts, x.detach())))
         if not isinstance(media, Tensor) or not media.ndim or len(media) != len(prompts):
             got = tuple(media.shape) if isinstance(media, Tensor) else type(media).__name__
             raise ValueError(
@@ -134,7 +138,7 @@ class GeneratorPolicy(Policy):
                 " first axis is the samples"
             )
         self.calls += len(prompts)
-        return media.detach().float()
+        return own(media.detach().float())
 
     def encode_media(self, media: Tensor) -> Tensor:
         raise ValueError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import flowrl.policy.plain as plain
+from flowrl.data.conditions import kinds_of
 from flowrl.policy.base import Policy
 from flowrl.policy.folder import check_files, check_index, variant_of, why_not
 from flowrl.policy.module import ModulePolicy
@@ -27,7 +28,9 @@ from flowrl.policy.waiting import Waiting
 from flowrl.runtime import hub, registry
 from flowrl.runtime.log import quiet
 from flowrl.runtime.memory import ran_out
+from flowrl.runtime.paths import expanded
 from flowrl.runtime.registry import did_you_mean
+from flowrl.runtime.typed_text import TEXT
 
 LOADED_WITH = (
     "source",
@@ -97,7 +100,7 @@ def load_policy(
         return _unchanged(source, lora, parts, given)
     parts = check_parts(parts or ["denoiser"])
     if isinstance(source, nn.Module):
-        own = _shape_of(shape, parts, encoding, pipeline_kwargs, quantize)
+        own = _shape_of(shape, parts, encoding, quantize, hints=hints, **pipeline_kwargs)
         return ModulePolicy(source.to(device, dtype), own, kind or "flow", cond, lora, decode)
     _check_undescribed(described)
     if isinstance(source, str):
@@ -130,11 +133,12 @@ def _shape_of(
     shape: Any,
     parts: Sequence[str],
     encoding: Encoding | None,
-    pipeline_kwargs: Mapping[str, Any],
     quantize: str,
+    **others: Any,
 ) -> tuple[int, ...]:
     """Of a module's latents; ValueError where it is missing, or stands beside what modules do not
-    take."""
+    take: others that are not None."""
+    others = {name: value for name, value in others.items() if value is not None}
     if "text_encoder" in parts:
         raise ValueError(
             "an nn.Module policy has no text encoder to train; leave it out of train.parts"
@@ -146,8 +150,8 @@ def _shape_of(
             f"model.quantize={quantize} is for the denoiser of a pipeline, and the model is an"
             " nn.Module; leave it out"
         )
-    if shape is None or pipeline_kwargs:
-        got = f", not {', '.join(sorted(pipeline_kwargs))}" if pipeline_kwargs else ""
+    if shape is None or others:
+        got = f", not {', '.join(sorted(others))}" if others else ""
         raise ValueError(
             f"an nn.Module policy needs shape=(*L), of one sample's latents{got}; a part of a"
             " pipeline is trained by giving the pipeline"
@@ -233,11 +237,16 @@ def _check_fresh(
 def call_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the pipeline's call from a config or a command line; one that load_policy itself
     has a name for -> ValueError."""
-    for name in given:
+    for name, value in given.items():
         if name in LOADED_WITH:
             raise ValueError(
                 f"model.pipeline.{name} is no argument of a pipeline's call; in a config the type"
                 " of the weights is model.dtype and the LoRA's settings are train.lora"
+            )
+        if isinstance(value, bool | int | float) and kinds_of(name) == TEXT:
+            raise ValueError(
+                f"model.pipeline.{name}={value} is a {type(value).__name__}, and should be a text;"
+                f' put it in quotes where it is written, {name}: "..."'
             )
     return dict(given)
 
@@ -247,8 +256,9 @@ def resolve_source(source: str | Path) -> tuple[str, dict[str, Any]]:
 
     "package:module/folder" points into an installed package. An unknown name -> ValueError.
     """
-    if Path(source).exists() or "/" in str(source):
-        return str(source), {}
+    source = expanded(str(source))
+    if Path(source).exists() or "/" in source:
+        return source, {}
     folder = resources.files("flowrl.configs") / "model"
     listed = folder / f"{source}.yaml"
     if not listed.is_file():

@@ -13,6 +13,7 @@ from flowrl.policy.check_module import ModuleCheck, self_check
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Coords, Schedule
 from flowrl.policy.replay.request import Request
+from flowrl.runtime.copies import own
 
 KINDS = {"flow": "flow", "eps": "epsilon", "epsilon": "epsilon", "x0": "sample", "sample": "sample"}
 
@@ -22,7 +23,8 @@ class ModulePolicy(Policy):
 
     kind: what f predicts: "flow" v = eps - x0, "eps" the noise, "x0" the data. cond: prompts -> (P,
     ...) tensor; None passes None to f. decode: latents (n, *L) -> media (n, *D) fp32, row by row,
-    differentiable for rewards that are; None: media are the latents themselves. Media (n, 3, H, W)
+    differentiable for rewards that are; None: media are the latents themselves. All three get
+    copies, which they may write into, and may use what they return again. Media (n, 3, H, W)
     and (n, F, 3, H, W) are pictures and videos in [0, 1], all others arrays.
     """
 
@@ -65,14 +67,14 @@ class ModulePolicy(Policy):
     def encode(
         self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
     ) -> Cond:
-        value = None if self.cond is None else self._conditions(list(prompts))
+        value = None if self.cond is None else self._conditions(prompts)
         return Cond.of(prompts, {("cond",): value})
 
     def _conditions(self, prompts: list[str]) -> Tensor:
         """cond of the prompts (P, ...), checked."""
         assert self.cond is not None
         try:
-            value = self.cond(prompts)
+            value = self.cond(list(prompts))
         except Exception as error:  # a function of the user's fails in its own way
             shown = ", ".join(f'"{text}"' for text in prompts[:2])
             raise ValueError(
@@ -86,7 +88,7 @@ class ModulePolicy(Policy):
                 f"cond returned {got} for {len(prompts)} prompts; it should be a tensor whose first"
                 " axis is the prompts"
             )
-        return value.to(self.device)
+        return own(value).to(self.device)
 
     def schedule(self, steps: int) -> Schedule:
         """Evenly spaced from 1 to 0; the model time is sigma."""
@@ -105,7 +107,7 @@ class ModulePolicy(Policy):
                 " 'none', or mix inside the module"
             )
         cond = None if cond is None else cond.index_select(0, request.rows)
-        prediction = self.modules["module"](x, sigma.to(x).expand(x.shape[0]), cond)
+        prediction = self.modules["module"](*own((x, sigma.to(x).expand(x.shape[0]), cond)))
         if not isinstance(prediction, Tensor) or prediction.shape != x.shape:
             is_tensor = isinstance(prediction, Tensor)
             got = tuple(prediction.shape) if is_tensor else f"a {type(prediction).__name__}"
@@ -122,7 +124,7 @@ class ModulePolicy(Policy):
         cond: Cond | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        return x if self.decoder is None else self.decoder(x)
+        return x if self.decoder is None else own(self.decoder(own(x)))
 
     def encode_media(self, media: Tensor) -> Tensor:
         if self.decoder is not None:

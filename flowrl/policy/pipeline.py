@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import dis
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -183,6 +184,25 @@ class PipelinePolicy(Policy):
                 f"{mixed} is one for all prompts: the sampler combines the branches; use"
                 " guidance= (sampler.guidance in a config)"
             )
+
+    def unread(self, guidances: Sequence[float | str], names: Iterable[str] = ()) -> list[str]:
+        runner = self.prober.runner
+        given = sorted({*runner.given, *names} & set(runner.parameters))
+        loaded = [i.argval for i in dis.get_instructions(runner.undecorated) if "LOAD" in i.opname]
+        read = {n for own in loaded for n in (own if isinstance(own, tuple) else (own,))}
+        said = [
+            f"{name} has no effect: the call of {self.replay.pipeline} never reads it"
+            for name in given
+            if name not in read
+        ]
+        negative = [name for name in given if name.startswith("neg") and name in read]
+        if negative and all(self.branches(guidance) == 1 for guidance in guidances):
+            how = " and ".join(dict.fromkeys(map(str, guidances)))
+            said.append(
+                f"{', '.join(negative)} has no effect: with guidance {how} the network is asked for"
+                " the prompt alone; set a guidance above 1"
+            )
+        return said
 
     def check_columns(self, names: Iterable[str]) -> None:
         """ValueError where a column of prompts that is no condition looks like a misspelt one."""

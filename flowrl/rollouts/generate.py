@@ -71,6 +71,9 @@ def generate(
         micro=micro,
         decode=decode,
     )
+    brought = {key for row in asked.conditions or () for key in row}
+    for sentence in policy.unread([guidance], brought):
+        logger.warning(sentence)
     media = _made(asked, _way(asked, best_of, search, refine, reward), reward)
     _say_size(policy, media)
     return media

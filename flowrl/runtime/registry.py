@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flowrl.runtime.paths import located, nearby
+
 LIVE = "live:"  # what a config says of an object that a script handed over
 
 
@@ -122,7 +124,7 @@ def absolute(name: Any) -> Any:
     if not is_place(name):
         return name
     file, _, last = name.rpartition(":")
-    return f"{Path(file).expanduser().resolve()}:{last}"
+    return f"{located(file).resolve()}:{last}"
 
 
 def label_of(name: str) -> str:
@@ -137,7 +139,7 @@ def member(place: str, *, what: str, suits: Callable[[Any], bool] = callable) ->
     that is not there -> ValueError; also for a file that is missing or cannot be imported.
     """
     file, _, name = place.rpartition(":")
-    path = Path(file).expanduser().resolve()
+    path = located(file).resolve()
     found = user_file(path, what=what)
     if name not in found:
         own = [key for key, value in found.items() if _is_own(value, found) and suits(value)]
@@ -155,7 +157,7 @@ def user_file(path: Path, *, what: str) -> dict[str, Any]:
     Missing or broken -> ValueError.
     """
     if not path.is_file():
-        raise ValueError(f"{what}: there is no file {path}")
+        raise ValueError(f"{what}: there is no file {path}{nearby(path)}")
     unique = f"flowrl_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
     if unique not in sys.modules:
         spec = importlib.util.spec_from_file_location(unique, path)

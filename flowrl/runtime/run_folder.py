@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.runtime import files, hub, side_files
+from flowrl.runtime.paths import nearby
 from flowrl.runtime.side_files import Evaluation, read_line, read_lines
 
 EVALUATION, PEAK = "evaluation.json", "peak.json"
@@ -59,7 +60,8 @@ def read(path: Path) -> Run:
     path = path.resolve()
     if not path.is_dir():
         raise ValueError(
-            f'"{path}" is not a folder; give the folder of a run, such as runs/quickstart'
+            f'"{path}" is not a folder{nearby(path)}; give the folder of a run, such as'
+            " runs/quickstart"
         )
     config, metrics = path / "config.yaml", path / "metrics.jsonl"
     if not config.exists() and not metrics.exists():

@@ -170,7 +170,10 @@ def warn(
     spare = (len(prompts[0]) - cfg.batch.prompts) // processes  # that an iteration leaves over
     warn_distilled(algorithm, policy, cfg.model.source)
     warn_large(cfg, policy)
-    for sentence in unused_options(cfg, algorithm, plan, spare=spare):
+    guidances = [cfg.sampler.guidance, cfg.data.sampler.help.guidance or "none"]
+    guidances += [cfg.eval.guidance, cfg.eval.baseline_guidance or "none"]
+    said = unused_options(cfg, algorithm, plan, spare=spare)
+    for sentence in [*said, *policy.unread(guidances, prompts[0][0])]:
         logger.warning(sentence)
 
 

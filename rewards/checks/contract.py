@@ -22,6 +22,7 @@ from flowrl.rewards.checks.subject import (
     gap,
     middle,
 )
+from flowrl.runtime.copies import own
 
 FEW = 8  # examples that the cheap checks score
 REPLIES = ("", " ", ".", "...", "!?", "**", "-", "\n\n")  # of a judge that said nothing
@@ -192,18 +193,20 @@ def gradient(subject: Subject) -> list[Finding]:
     some = _one_batch(subject)
     prompts, context = [s.prompt for s in some], context_of(some, subject.device)
     media = _roughened(some).to(subject.device).requires_grad_()
+
+    def values_of(pictures: Tensor) -> Tensor:
+        return subject.reward(*own((pictures, prompts, context)))
+
     try:
         with torch.enable_grad():
-            slope = torch.autograd.grad(subject.reward(media, prompts, context).sum(), media)[0]
+            slope = torch.autograd.grad(values_of(media).sum(), media)[0]
     except Exception as error:  # a reward may fail in any way
         says = f"it is declared, and does not come: {type(error).__name__}: {error}"
         return [Finding(name="gradient", verdict="fail", says=says)]
     if flaw := _flaw_of(slope):
         says = f"it is declared, and {flaw}"
         return [Finding(name="gradient", verdict="fail", says=says)]
-    return [
-        _against_differences(lambda x: subject.reward(x, prompts, context), media.detach(), slope)
-    ]
+    return [_against_differences(values_of, media.detach(), slope)]
 
 
 def _one_batch(subject: Subject) -> list[Example]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.reward import RewardUnavailable
+from flowrl.runtime.copies import own
 from flowrl.runtime.signals import Aborted
 from flowrl.runtime.timed import Overdue, within
 from flowrl.types import MediaContext
@@ -23,12 +24,13 @@ def ask(
     prompts: list[str],
     context: MediaContext | None,
 ) -> Any:
-    """What a reward, or its `parts`, says of samples; RewardUnavailable after `seconds`.
+    """What a reward, or its `parts`, says of samples, copies of which it may write into;
+    RewardUnavailable after `seconds`.
 
     seconds: None: any time. A limit ends a call in the main thread where it is; one from another
     thread is left behind in a thread of its own, the same for all rewards.
     """
-    call = partial(_without_exit, function, media, prompts, context)
+    call = partial(_without_exit, function, *own((media, prompts, context)))
     if seconds is None:
         return call()
     try:

@@ -10,6 +10,7 @@ from torch import Tensor
 from flowrl.rewards.core.counted import behind, door
 from flowrl.rewards.core.reward_set import RewardSet
 from flowrl.rewards.core.score import check_columns, check_kind, given_columns, held
+from flowrl.runtime.copies import own
 from flowrl.types import MediaContext
 
 
@@ -41,7 +42,7 @@ def climb(media: Tensor, prompts: list[str], rewards: RewardSet, context: MediaC
     values: dict[str, Tensor] = {}
     for label, reward in asked.items():
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(rewards.weights[label])):
-            values[label] = held(label, reward(media, prompts, context), media)
+            values[label] = held(label, reward(*own((media, prompts, context))), media)
     total = torch.zeros(len(media), device=media.device)
     for label, value in values.items():
         if weight := rewards.weights[label]:

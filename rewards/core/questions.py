@@ -10,7 +10,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from flowrl.rewards.core.reward import RewardBug
 from flowrl.rewards.networks.detector import Clauses, Detections, official, strict
+from flowrl.runtime.paths import located
 from flowrl.runtime.registry import did_you_mean, user_file
 from flowrl.shapes import verify
 
@@ -208,7 +208,7 @@ CHECKS = {**SHAPES, "geneval": geneval}
 def _users_function(name: str) -> Callable[..., Any]:
     """The function behind "path/to/file.py:function"."""
     place, _, member = name.rpartition(":")
-    path = Path(place).expanduser()
+    path = located(place)
     found = user_file(path, what=f'check "{name}"').get(member)
     if not callable(found):
         raise ValueError(f'check "{name}": {path.name} has no function "{member}"')

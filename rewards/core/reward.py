@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from flowrl.runtime import registry
 from flowrl.runtime.filled import Filled
 from flowrl.runtime.registry import did_you_mean
+from flowrl.runtime.typed_text import Kinds, kinds_at
 from flowrl.types import MediaContext
 
 SECRET = re.compile(r"(?<=//)[^/\s]*(?=@)|(?<=\?).+(?=['\"])")  # of an address: password, query
@@ -332,6 +333,14 @@ def load(name: str, **settings: Any) -> Reward:
         ) from error
     except SystemExit as error:
         raise ValueError(f'reward "{name}" called sys.exit({error}) while it was loaded') from error
+
+
+def setting_kinds(name: str, path: Sequence[str]) -> Kinds:
+    """What a setting of reward `name` takes; nothing of a reward that is not known."""
+    try:
+        return kinds_at(reward_class(name).Settings, path)
+    except ValueError:  # who loads it says so
+        return frozenset()
 
 
 def network_bytes(name: str, **settings: Any) -> float | None:

@@ -18,6 +18,7 @@ from flowrl.runtime.registry import did_you_mean
 
 KEYS = ("weight", "gate", "stratify", "mode")
 MODES = ("pg", "grad")
+TEXTS = ("name", "stratify", "mode")  # keys of an entry that are texts, whatever the reward
 COURSE = "{0: 1, 100: 0.2}"  # of a number that changes with the iteration
 
 

@@ -31,6 +31,7 @@ from flowrl.rewards.core.reward import (
     RewardUnavailable,
 )
 from flowrl.rewards.core.reward_set import RewardSet, Spec, load_set
+from flowrl.runtime.copies import own
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext, Rewards
@@ -447,7 +448,7 @@ def check_meta(rewards: RewardSet, sources: dict[str, Prompts]) -> None:
                 _check_prompt(label, reward, prompt, source)
     texts = [prompt["prompt"] for prompts in sources.values() for prompt in prompts]
     for reward in rewards.rewards.values() if texts else ():
-        reward.expect(texts)
+        reward.expect(own(texts))
 
 
 def _check_prompt(label: str, reward: Reward, prompt: Mapping[str, Any], source: str) -> None:
@@ -457,7 +458,7 @@ def _check_prompt(label: str, reward: Reward, prompt: Mapping[str, Any], source:
             f" {source} does not carry; add it to that line of a .jsonl file, or choose another"
             " reward"
         )
-    if complaint := reward.complaint(prompt):
+    if complaint := reward.complaint(own(prompt)):
         raise ValueError(
             f'reward "{label}": the prompt "{prompt["prompt"]}" in {source} {complaint}'
         )

@@ -16,6 +16,7 @@ from flowrl.data.media import IMAGE_SUFFIXES, read_image
 from flowrl.rewards.core.pictures import column_of
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.runtime.paths import located, nearby
 from flowrl.types import MediaContext
 
 
@@ -82,11 +83,11 @@ class Sourced(Reward):
                 f"source={name!r}, which should be the path of an image"
                 f" ({', '.join(IMAGE_SUFFIXES)})"
             )
-        path = Path(self.settings.folder or "", name).expanduser()
+        path = located(name, located(self.settings.folder or ""))
         if not path.is_file():
             raise ValueError(
-                f"source={name}: there is no file {path}; set reward.{self.name}.folder to where"
-                " the images are"
+                f"source={name}: there is no file {path}{nearby(path)}; set"
+                f" reward.{self.name}.folder to where the images are"
             )
         return path
 

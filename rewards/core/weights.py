@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.runtime import hub
+from flowrl.runtime.paths import located, nearby
 
 T = TypeVar("T")
 
@@ -152,7 +153,7 @@ def from_folder_or_hub(
 
 def _local(source: str, file: str | None, reward: str, setting: str) -> Path | None:
     """What `source` names on this machine; None: a name on the hub; ValueError: neither."""
-    local = Path(source).expanduser()
+    local = located(source)
     if local.is_dir() and file is not None:
         local = local / file
     if local.exists():
@@ -160,13 +161,15 @@ def _local(source: str, file: str | None, reward: str, setting: str) -> Path | N
     if on_hub(source):
         return None
     where = f" ({local})" if str(local) != source else ""
-    raise ValueError(f"reward.{reward}.{setting}={source}: there is no such file or folder{where}")
+    raise ValueError(
+        f"reward.{reward}.{setting}={source}: there is no such file or folder{where}{nearby(local)}"
+    )
 
 
 def on_hub(source: str) -> bool:
     """Whether `source` is a name on the hub: neither a path nor a folder of this machine."""
     name = hub.split(source)[0]
-    named = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    named = name.count("/") == 1 and not name.startswith((".", "/", "~", "$"))
     return named and Path(name).suffix not in FILES and not Path(source).exists()
 
 
@@ -329,10 +332,11 @@ def template(
             f"reward {reward} needs its model's own prompt text: save {origin} as a text file and"
             f" set reward.{reward}.{setting}=/path/to/it"
         )
-    file = Path(path).expanduser()
+    file = located(path)
     if not file.is_file():
         raise ValueError(
-            f"reward.{reward}.{setting}={path}: there is no such file; save {origin} there"
+            f"reward.{reward}.{setting}={path}: there is no such file{nearby(file)}; save"
+            f" {origin} there"
         )
     raw = file.read_bytes()
     for data in (raw, raw.removesuffix(b"\n")):

@@ -2,35 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
+from flowrl.rewards.core.reward import setting_kinds
+from flowrl.rewards.core.rules import TEXTS
+from flowrl.runtime.typed_text import TEXT, value_of
 
-from flowrl.runtime import yaml_text
 
-
-def parse_words(words: Sequence[str]) -> dict[str, dict[str, Any]]:
+def parse_words(words: Sequence[str], names: Mapping[str, str] = {}) -> dict[str, dict[str, Any]]:
     """Words of the command line as `load_set` takes them: NAME, NAME=WEIGHT and NAME.SETTING=VALUE.
 
     >>> parse_words(["jpeg", "jpeg.quality=80", "clip=0.5"])
     {'jpeg': {'weight': 1.0, 'quality': 80}, 'clip': {'weight': 0.5}}
 
     NAME may be "file.py:function", whose label is the function's name. A word of another form, or a
-    weight or setting given twice -> ValueError.
+    weight or setting given twice -> ValueError. names: of rewards whose label is another, as far as
+    no word says it.
     """
     out: dict[str, dict[str, Any]] = {}
     given: set[tuple[str, str]] = set()  # (label, setting), "" where a word has none
-    for text in words:
-        word = _parse(text)
+    parsed = [_parse(text) for text in words]
+    names = {**names, **{w.label: w.value for w in parsed if w.setting == "name" and w.value}}
+    for word in parsed:
         _check_new(word, given)
         given |= word.gives()
         named = {"name": f"{word.file}:{word.label}"} if word.file else {}
         entry = out.setdefault(word.label, {"weight": 1.0, **named})
-        if not word.label or not _entered(word, entry):
+        name = entry.get("name") or names.get(word.label, word.label)
+        if not word.label or not _entered(word, name, entry):
             raise ValueError(
-                f'reward "{text}" should be NAME, NAME=WEIGHT such as jpeg=0.5, or'
+                f'reward "{word.text}" should be NAME, NAME=WEIGHT such as jpeg=0.5, or'
                 " NAME.SETTING=VALUE such as jpeg.quality=80"
             )
     return out
@@ -80,16 +83,18 @@ def _check_new(word: Word, given: set[tuple[str, str]]) -> None:
             )
 
 
-def _entered(word: Word, entry: dict[str, Any]) -> bool:
-    """Put what a word gives into its reward's entry; False: it is not of a known form."""
+def _entered(word: Word, name: str, entry: dict[str, Any]) -> bool:
+    """Put what a word gives into the entry of reward `name`; False: it is not of a known form."""
+    path = word.setting.split(".")
     if word.value == "":  # of a shell variable that is unset
         return False
     try:
         if word.setting and word.value is not None:
-            _put(entry, word.setting.split("."), yaml_text.load(word.value))
+            kinds = TEXT if word.setting in TEXTS else setting_kinds(name, path)
+            _put(entry, path, value_of(word.value, kinds))
         elif word.value is not None:
             entry["weight"] = float(word.value)
-    except (ValueError, yaml.YAMLError):
+    except ValueError:
         return False
     return word.value is not None or not word.setting
 

@@ -45,6 +45,7 @@ from flowrl.rewards.server import wire
 from flowrl.rewards.server.addresses import address, fits_a_header
 from flowrl.rewards.server.http_client import Again, Client, Ended, busy, persist, retry_after
 from flowrl.runtime import files
+from flowrl.runtime.paths import located
 
 logger = logging.getLogger("flowrl")
 T = TypeVar("T")
@@ -444,7 +445,7 @@ def _api_key(settings: Settings, reward: str) -> str:
 def _log_file(path: str | None, reward: str) -> Path | None:
     if path is None:
         return None
-    file = Path(path).expanduser()
+    file = located(path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("ab").close()

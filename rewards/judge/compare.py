@@ -17,6 +17,7 @@ from torch import Tensor
 
 from flowrl.rewards.core.reward import RewardBug
 from flowrl.rewards.core.score import take
+from flowrl.runtime.copies import own
 from flowrl.types import MediaContext
 
 Groups = Mapping[int, list[int]]  # group -> rows of its members
@@ -164,7 +165,7 @@ def ask(
         return judge.prefer(*scores[pairs.to(scores.device)].unbind(1))
 
     def answer(first: Tensor, second: Tensor) -> Tensor:
-        rows = None if context is None else take(context, first)
+        rows = None if context is None else own(take(context, first))
         a, b = media[first.to(media.device)], media[second.to(media.device)]
         return _checked(judge, judge.compare(a, b, [prompts[row] for row in first], rows), len(a))
 

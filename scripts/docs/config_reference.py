@@ -58,6 +58,15 @@ No command loses its work to printing: a character that the console does not hav
 escape (`\\u5706`), what nobody reads any more (`| head`, a closed terminal) is dropped and the
 command goes on, and files are UTF-8 whatever the console is.
 
+On the command line a setting that is a text takes what is written, without quotes: `output=1980`,
+`model.pipeline.negative_prompt=no, blurry`, `reward.x.question=# of dogs?`. Elsewhere a value is a
+number, `true`, `false`, `null`, a text, `[a, b]` or `{a: b}`; `null` is none also for a text that
+may be none. In a YAML file, YAML decides: put texts that look like something else in quotes.
+
+In paths, `~` and variables of the environment (`$DATA/prompts.txt`) are written out everywhere: in
+settings, options of commands, lists and settings of rewards. `${key}` is another key's value, and a
+file that a list names lies relative to the list.
+
 The defaults below are those of the schema; the files of `configs/model` and `configs/algorithm`
 change some of them. "Read with" says under which other settings a key has an effect; a run that
 sets it under others says so when it starts.

@@ -25,6 +25,7 @@ from flowrl.data import tables
 from flowrl.data.prompts import WORLDS, Prompts, load_prompts
 from flowrl.runtime import hub
 from flowrl.runtime.log import logger
+from flowrl.runtime.paths import located
 from flowrl.runtime.registry import did_you_mean
 
 Form = Literal["table", "dpg", "unigenbench"]
@@ -60,7 +61,7 @@ def load(
 
 
 def _file(source: str, suite: str, origin: str) -> Path:
-    path = _from_hub(source, suite, origin) if source.startswith(HUB) else Path(source).expanduser()
+    path = _from_hub(source, suite, origin) if source.startswith(HUB) else located(source)
     if not path.is_file():
         raise ValueError(
             f'suite "{suite}": there is no prompt file {path}; download {origin or "it"} and give'

@@ -32,6 +32,7 @@ from flowrl.evaluation.suites.summary import matrix, summary
 from flowrl.runtime import checkpoint, files, run_folder
 from flowrl.runtime.distributed import ALONE, Alone, World
 from flowrl.runtime.log import logger
+from flowrl.runtime.paths import located
 
 FOLDER = "suites"
 # fields of a suite that change no measured value
@@ -226,7 +227,7 @@ def python_files(value: Any) -> list[Path]:
         return [path for part in value for path in python_files(part)]
     if not isinstance(value, str) or ".py" not in value:
         return []
-    path = Path(value[: value.rfind(".py") + 3]).expanduser()
+    path = located(value[: value.rfind(".py") + 3])
     return [path] if path.is_file() else []
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
@@ -25,6 +24,7 @@ from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set, parse_words
 from flowrl.rewards.core.reward import Settings, parse
 from flowrl.rewards.core.score import check_meta
+from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.registry import did_you_mean
 from flowrl.types import Solver
 
@@ -115,11 +115,11 @@ def load(name: str, **changes: Any) -> Suite:
     changes: fields that are not None replace the file's.
     """
     own_file = name.endswith((".yaml", ".yml"))
-    path = Path(name).expanduser() if own_file else config_folder() / "suite" / f"{name}.yaml"
+    path = located(name) if own_file else config_folder() / "suite" / f"{name}.yaml"
     if not path.is_file():
         shipped = path.parent.name == "suite"
-        there = did_you_mean(name, options("suite")) if shipped else "; there is no such file"
-        raise ValueError(f'unknown suite "{name}"{there}')
+        there = did_you_mean(name, options("suite")) if shipped else nearby(path)
+        raise ValueError(f'unknown suite "{name}"{there or "; there is no such file"}')
     settings = read_yaml(path) | {k: v for k, v in changes.items() if v is not None}
     return parse(Suite, settings, what=f'suite "{name}"')  # type: ignore[return-value]
 

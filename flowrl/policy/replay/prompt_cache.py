@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from flowrl.runtime import files
 from flowrl.runtime.log import logger
+from flowrl.runtime.paths import located
 
 FORMAT = 1
 MARK = "flowrl"  # of what a file says about its tensors
@@ -44,7 +45,7 @@ class PromptCache:
     longest ago go. Processes may share it."""
 
     def __init__(self, folder: str | Path, most_gb: float = 20.0) -> None:
-        self.folder, self.most = Path(folder).expanduser().absolute(), int(most_gb * 2**30)
+        self.folder, self.most = located(folder).absolute(), int(most_gb * 2**30)
         self.written, self.full = self.most, False  # bytes since the folder was looked through
         self.known: dict[int, tuple[nn.Module, str]] = {}  # hashes of networks, by id
         try:

@@ -170,6 +170,7 @@ class Runner:
         self.pipe, self.hints = pipe, hints
         call = type(pipe).__call__
         self.parameters = inspect.signature(call).parameters
+        self.given = frozenset(kwargs)
         kwargs = self._checked(kwargs)
         # conditions of every item that has none of its own
         self.always = {k: v for k, v in kwargs.items() if is_media(v)}

@@ -1,0 +1,60 @@
+"""Paths as people write them: ~, variables of the environment, \\ of Windows, misspelt names."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+
+VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
+MOST = 10_000  # names of a folder that are looked at
+ALIKE: dict[str, Callable[[str], str]] = {  # what two names differ in -> what they then share
+    "how its letters are encoded": lambda name: unicodedata.normalize("NFC", name),
+    "case": str.casefold,
+    "spaces": lambda name: "".join(name.split()),
+    "its ending": lambda name: name.rpartition(".")[0] or name,
+    "case and its ending": lambda name: (name.rpartition(".")[0] or name).casefold(),
+}
+
+
+def expanded(path: str) -> str:
+    """The path with ~ and $NAME or ${NAME} of the environment written out, unless a file has just
+    this name; a variable that is not set -> ValueError."""
+    out = os.path.expanduser(path)
+    if "$" in out and not os.path.lexists(out):
+        out = os.path.expanduser(os.path.expandvars(path))
+        if left := VARIABLE.search(out):
+            raise ValueError(
+                f"{path} names the variable {left[0]} of the environment, which is not set; set it,"
+                " or write the path out"
+            )
+    return out
+
+
+def located(path: str | Path, folder: str | Path = "") -> Path:
+    """What a path names, from a folder: `expanded`, and with / for \\ where only that exists."""
+    found = Path(folder, expanded(str(path)))
+    if "\\" in str(path) and not found.exists():
+        other = Path(folder, expanded(str(path).replace("\\", "/")))
+        return other if other.exists() else found
+    return found
+
+
+def nearby(path: str | Path) -> str:
+    """How a path that does not exist differs from what does, to end a sentence; "": nothing is
+    near."""
+    path = given = Path(path)
+    while path.parent != path and not path.parent.exists():
+        path = path.parent
+    if not path.parent.is_dir() or path.exists():
+        return ""
+    name, names = path.name, sorted(os.listdir(path.parent))[:MOST]
+    for what, shared in ALIKE.items():
+        if like := [other for other in names if shared(other) == shared(name)]:
+            return f'; {path.parent} has "{like[0]}", which differs from "{name}" in {what}'
+    if like := difflib.get_close_matches(name, names, 1, cutoff=0.75):
+        return f'; the nearest name in {path.parent} is "{like[0]}"'
+    return "" if path == given else f"; there is no folder {path}"

@@ -1,0 +1,95 @@
+"""A text of the command line as the value that its setting takes.
+
+Values are in the grammar of Hydra and OmegaConf: a number, true, false, null, a text (in quotes
+where it holds , : = or brackets, or with a backslash before each), [a, b] or {a: b}; ${key} stands
+for another key's value. Where a setting is a text, all that is no list, mapping or null which it
+also takes is the text itself, as it was given: 1980, true, 1e-4, "# noise", ~/runs.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from omegaconf.errors import GrammarParseError
+from omegaconf.grammar_parser import parse
+from omegaconf.grammar_visitor import GrammarVisitor
+
+from flowrl.runtime.text import printable
+from flowrl.runtime.yaml_text import DEEPEST
+
+Kinds = frozenset[Any]  # types that a setting takes; none: not known
+TEXT: Kinds = frozenset({str})
+
+
+def value_of(raw: str, kinds: Kinds) -> Any:
+    """The value that a text gives a setting of these kinds; not in the grammar -> ValueError whose
+    words follow what was given.
+
+    >>> value_of("1980", TEXT), value_of("1980", frozenset({int})), value_of("a, b", TEXT)
+    ('1980', 1980, 'a, b')
+    """
+    text = bool(kinds & {str, Path}) and not kinds & {int, float, bool, Any}
+    try:
+        values = parse_values(raw) or [""]
+    except (GrammarParseError, UserWarning, ValueError) as error:
+        if text:
+            return raw.strip()
+        reason = printable(str(error).partition("\n")[0])
+        raise ValueError(f"is not key=value ({reason}); quote a text with signs") from error
+    if text and len(values) > 1:
+        return raw.strip()
+    if len(values) > 1:
+        raise ValueError("gives several values; a run takes one, and a list is written [...]")
+    taken = not text or isinstance(values[0], (str, *kinds))
+    return values[0] if taken else raw.strip()
+
+
+def parse_values(text: str) -> list[Any]:
+    """The values between commas; ${...} stays as it is, until the config is whole."""
+    levels = accumulate((sign in "[{(") - (sign in "]})") for sign in text)
+    if max(levels, default=0) > DEEPEST:
+        raise ValueError(f"a value nests at most {DEEPEST} brackets, and this one more")
+    as_written = GrammarVisitor(
+        node_interpolation_callback=_node_as_written,
+        resolver_interpolation_callback=lambda name, args, args_str: (
+            f"${{{name}:{','.join(args_str)}}}"
+        ),
+        memo=None,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of "[1,]", which OmegaConf would complete
+        return as_written.visit(parse(f"[{text}]", "singleElement", "VALUE_MODE"))
+
+
+def _node_as_written(key: Any, memo: Any) -> Any:
+    """${key}; OmegaConf gives the key as a text, from 2.4 on as a record of its parts."""
+    return f"${{{getattr(key, 'raw', key)}}}"
+
+
+def kinds_at(schema: Any, path: Sequence[str]) -> Kinds:
+    """Types that the setting at a path of a schema takes, through its sections and mappings."""
+    for name in path:
+        fields = getattr(schema, "model_fields", None)
+        if fields is None:
+            schema = (get_args(schema) or [None])[-1]
+        elif field := fields.get(name):
+            untyped = field.annotation is Any and isinstance(field.default, str)
+            schema = str if untyped else field.annotation
+        else:
+            return frozenset()
+    return _kinds(schema)
+
+
+def _kinds(annotation: Any) -> Kinds:
+    """str | Literal[2] | None -> str, int, NoneType."""
+    origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _kinds(inside[0])
+    if origin in (Union, types.UnionType):
+        return frozenset[Any]().union(*map(_kinds, inside))
+    return frozenset(map(type, inside)) if origin is Literal else frozenset({origin or annotation})
