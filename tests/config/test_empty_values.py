@@ -6,6 +6,7 @@ import small
 import flowrl
 from flowrl.cli.common import named_values
 from flowrl.config.overrides import parse_override
+from flowrl.data import conditions
 from flowrl.rewards import parse_words
 from flowrl.rewards.core.reward import load
 
@@ -29,9 +30,9 @@ def test_a_word_without_a_value_is_refused_with_what_to_write(word):
 
 
 def test_an_empty_text_is_written_in_quotes():
-    assert parse_override('reward.clip.prefix=""').value == ""
-    assert parse_override("output=null").value is None
-    assert parse_override("~reward").value is None
+    assert parse_override('reward.clip.prefix=""').value() == ""
+    assert parse_override("output=null").value(frozenset({str, type(None)})) is None
+    assert parse_override("~reward").value() is None
     assert load_prefix('""') == ""
 
 
@@ -102,7 +103,7 @@ def test_an_empty_option_or_argument_is_named(tmp_path, monkeypatch, words, name
 
 def test_an_empty_value_of_a_call_is_a_text_and_not_none():
     words = ["negative_prompt=", "height=64", "eta=null"]
-    given = named_values("--pipeline", words, "height=512")
+    given = named_values("--pipeline", words, "height=512", conditions.kinds_of)
     assert given == {"negative_prompt": "", "height": 64, "eta": None}
 
 

@@ -11,6 +11,7 @@ from flowrl.config.load import dump, load_config, read_config
 from flowrl.data import conditions
 from flowrl.policy.load import call_options
 from flowrl.rewards import parse_words
+from flowrl.runtime.paths import expanded
 from flowrl.runtime.typed_text import kinds_at
 
 TEXTS = ["no", "on", "off", "1980", "1e-4", "1e4", "~", "# noise", "12:30", "0x10", ".5", "1_000"]
@@ -48,7 +49,7 @@ def test_an_argument_of_the_call_that_is_a_text_is_the_text_and_is_read_again(te
 @pytest.mark.parametrize("text", TEXTS)
 def test_settings_that_are_texts_are_the_text(text):
     cfg = settled(f"output={text}", f"train.init_lora={text}", f"data.columns.prompt={text}")
-    assert cfg.output == text and cfg.data.columns["prompt"] == text
+    assert cfg.output == expanded(text) and cfg.data.columns["prompt"] == text
     cfg = settled(f"reward.vlm_yesno.question={text} {{prompt}}", "reward.vlm_yesno.weight=0")
     assert cfg.reward["vlm_yesno"]["question"] == f"{text} {{prompt}}"
 
