@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flowrl.policy.load import resolve_source
+from flowrl.policy.load import cast, resolve_source
 from flowrl.runtime import hub, yaml_text
 from flowrl.runtime.log import quiet
 
@@ -60,7 +60,8 @@ class Architecture:
                 module = cls(cls.config_class(**own))
             else:
                 module = cls.from_config({**own, "_class_name": cls.__name__})
-            return module.to(dtype).to(device).eval().requires_grad_(False)
+            cast(module, dtype)
+            return module.to(device).eval().requires_grad_(False)
 
 
 def class_of(name: str) -> Any:

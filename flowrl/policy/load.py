@@ -301,7 +301,9 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
         listed = [(name, e) for name, e in index.items() if isinstance(e, list | tuple)]
         absent = {name: None for name, entry in listed if entry[0] is None}
         try:
-            pipe = DiffusionPipeline.from_pretrained(name, torch_dtype=dtype, **how, **absent)
+            # the decoder stays in fp32 for gradients and scores
+            types = {"default": dtype} | ({"vae": torch.float32} if "vae" in index else {})
+            pipe = DiffusionPipeline.from_pretrained(name, torch_dtype=types, **how, **absent)
         except Exception as error:  # of diffusers, transformers or tokenizers: each has its own
             if ran_out(error):
                 raise
@@ -372,4 +374,18 @@ def _cast(pipe: Any, dtype: torch.dtype) -> None:
     """Networks and text encoders to dtype; the VAE stays in fp32 for gradients and scores."""
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module) and kind_of(part) == "none":
-            part.to(dtype=torch.float32 if name == "vae" else dtype)
+            cast(part, torch.float32 if name == "vae" else dtype)
+
+
+def cast(network: nn.Module, dtype: torch.dtype) -> None:
+    """A network's floating-point weights to a type, but for those that its class keeps in fp32, as
+    from_pretrained does (Wan's norms and time embedding, T5's outputs in fp16)."""
+    kept = set(getattr(network, "_keep_in_fp32_modules", None) or ())
+    if isinstance(network, PreTrainedModel):
+        strict = set(network._keep_in_fp32_modules_strict or ())
+        kept = kept | strict if dtype == torch.float16 else strict
+    for name, module in network.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and tensor.is_floating_point():
+                own = torch.float32 if kept & {*name.split("."), key} else dtype
+                tensor.data = tensor.data.to(own)

@@ -326,8 +326,13 @@ class PipelinePolicy(Policy):
         where its config says that it overflows (force_upcast)."""
         vae = getattr(self.pipe, "vae", None)
         config = getattr(vae, "config", {})
-        if vae is not None and not (self.dtype == torch.float16 and config.get("force_upcast")):
-            vae.to(self.dtype)
+        if vae is None:
+            return
+        upcast = self.dtype == torch.float16 and config.get("force_upcast")
+        own = torch.float32 if upcast else self.dtype
+        vae.to(self.dtype).to(own)  # the weights that the pipeline would have
+        if isinstance(self.decoder, Decoder):
+            self.decoder.dtype = own  # pipelines bring latents into their VAE's type first
 
     def tile_decoder(self) -> None:
         vae = getattr(self.pipe, "vae", None)

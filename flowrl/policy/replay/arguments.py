@@ -34,10 +34,12 @@ class Affine:
         const: Tensor | None = None,
         factor: Tensor | None = None,
         scale: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """One block: x (n, *L) -> (n * repeats, *shape). const and scale (n, D) replace the
-        recorded ones; factor (n, 1) or () multiplies the scale."""
-        y = x.reshape(x.shape[0], -1)
+        """One block: x (n, *L) fp32 -> (n * repeats, *shape). const and scale (n, D) replace the
+        recorded ones; factor (n, 1) or () multiplies the scale. dtype: what x, and the result of
+        each operation, is rounded to, as in a loop of low precision."""
+        y = x.reshape(x.shape[0], -1).to(dtype).to(x.dtype)
         if self.index is not None:
             y = y.index_select(1, self.index.to(x.device))
         if scale is not None:
@@ -47,8 +49,8 @@ class Affine:
         if factor is not None:
             y = y * factor
         if const is not None:
-            y = y + const
-        return y.reshape(x.shape[0] * self.repeats, *self.shape)
+            y = y.to(dtype).to(x.dtype) + const
+        return y.to(dtype).reshape(x.shape[0] * self.repeats, *self.shape)
 
     def inverse(self, y: Tensor, shape: tuple[int, ...], const: Tensor | None = None) -> Tensor:
         """Solve for the input row, (n, *shape); needs a bijection (`invertible`)."""
@@ -104,9 +106,9 @@ class CallPlan:
         return flat
 
     def pieces(self, output: Tensor, count: int, shape: tuple[int, ...]) -> list[Tensor]:
-        """Split one output into `count` blocks of predictions, each of `shape` (n, *L), fp32."""
+        """Split one output into `count` blocks of predictions, each of `shape` (n, *L)."""
         assert self.out is not None
-        blocks = output.float().reshape(count, shape[0], -1)
+        blocks = output.reshape(count, shape[0], -1)
         if self.out.index is not None:
             blocks = blocks.index_select(2, self.out.index.to(output.device))
         return list(blocks.reshape(count, *shape))

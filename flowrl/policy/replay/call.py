@@ -90,7 +90,7 @@ class Replay:
         ordered = [outs[branch] for branch in sorted(outs)]
         network_rows = len(x) * len(ordered)
         if not combined:
-            return regime.guidance(ordered, request.guidance), network_rows
+            return regime.guidance(ordered, request.guidance).float(), network_rows
         assert self.combine is not None
         if request.guidance == "none":  # equal outputs pass any guidance unchanged
             ordered *= sum(plan.blocks for plan in regime.calls)

@@ -6,7 +6,7 @@ that does otherwise is run itself, a row at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ class Decoder:
     """media = after(vae.decode(before(latents))), clamped to [0, 1].
 
     latent: shape of one row of latents. own: what `before` adds to the latents belongs to the
-    prompt (a first frame).
+    prompt (a first frame). dtype: in which the pipeline computes `before`.
     """
 
     def __init__(
@@ -39,9 +39,10 @@ class Decoder:
         after: Pixels,
         latent: tuple[int, ...],
         own: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.vae, self.before, self.after = vae, before, after
-        self.latent, self.own = latent, own
+        self.latent, self.own, self.dtype = latent, own, dtype
 
     def __call__(
         self, x: Tensor, cond: Cond | None = None, rows: Tensor | None = None, chunk: int = 16
@@ -56,7 +57,7 @@ class Decoder:
                 assert cond is not None and cond.tails is not None and rows is not None
                 own = cond.tails.to(x.device)[rows[k : k + chunk].to(x.device)]
                 constant, scale = own[:, 0], own[:, 1]
-            z = self.before(part, constant, scale=scale).to(self.vae.dtype)
+            z = self.before(part, constant, scale=scale, dtype=self.dtype).to(self.vae.dtype)
             media.append(self.after(decoded(self.vae, z).float()).clamp(0, 1))
         return torch.cat(media)
 
@@ -126,7 +127,9 @@ def infer_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder
 def _affine_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decoder:
     rows = prober.count + len(prober.runner.pad)
     probe = TailProbe(prober, steps, prober.rows(prober.count), rows)
-    received = {key: probe.received_for(x) for key, x in patterns(rows, shape).items()}
+    given = patterns(rows, shape)
+    dtype = probe.received_for(given["zero"]).dtype
+    received = _received(probe, given)
     before = solve(received, rows, shape, "decode: input of the VAE")
     const = before.const
     if const is not None and not torch.allclose(const, const[:1, :1].expand_as(const)):
@@ -134,7 +137,7 @@ def _affine_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decod
     after = fit_pixels(*probe.returned_for(torch.zeros(rows, *shape)))
     if after is None:
         raise UnreplayableError("decode: output of the pipeline is not that of its VAE in a line")
-    decoder = Decoder(prober.runner.pipe.vae, before, after, shape)
+    decoder = Decoder(prober.runner.pipe.vae, before, after, shape, dtype=dtype)
     if prober.runner.single and before.const is not None:
         constant, scale = tails(prober, steps, decoder, [prober.record[1]])[0]
         same = torch.allclose(constant, before.const[0, 0].to(constant))
@@ -152,9 +155,21 @@ def tails(prober: Prober, steps: int, decoder: Decoder, items: Sequence[Item]) -
     for item in items:
         probe = TailProbe(prober, steps, [item], 1)
         latents = torch.zeros(1, *decoder.latent)
-        zero, one = (probe.received_for(latents + k).float().reshape(-1) for k in (0, 1))
+        both = _received(probe, {"zero": latents, "one": latents + 1})
+        zero, one = (value.float().reshape(-1) for value in both.values())
         out.append(torch.stack([zero, one - zero]))
     return torch.stack(out)
+
+
+def _received(probe: TailProbe, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What vae.decode receives for each of these latents: in fp32, but where a network of the tail
+    takes the pipeline's own type alone."""
+    try:
+        return {key: probe.received_for(x, exact=True) for key, x in given.items()}
+    except (RuntimeError, ValueError) as error:
+        if ran_out(error):
+            raise
+        return {key: probe.received_for(x) for key, x in given.items()}
 
 
 @dataclass(eq=False)
@@ -170,10 +185,11 @@ class TailProbe:
     image: tuple[int, ...] = ()  # shape of one row of the VAE's output, once it was made
     noise: Tensor | None = None  # (rows, *image) in [0, 1), in a run to media
 
-    def received_for(self, x: Tensor) -> Tensor:
-        """What vae.decode receives for latents x (rows, *L)."""
+    def received_for(self, x: Tensor, *, exact: bool = False) -> Tensor:
+        """What vae.decode receives for latents x (rows, *L). exact: in fp32, where the pipeline
+        computes in the type of its latents, so that what it does to them is not rounded."""
         self.noise = None
-        self._run(x)
+        self._run(x, exact)
         return torch.cat(self.received)
 
     def returned_for(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,10 +200,11 @@ class TailProbe:
         self._run(x)
         return self.noise, media_of(self.prober.result).float().cpu()
 
-    def _run(self, x: Tensor) -> None:
+    def _run(self, x: Tensor, exact: bool = False) -> None:
         self.received.clear()
+        how = {"latents": always(x), "output_type": "pt", "exact": exact}
         with replaced(self.prober.runner.pipe.vae, "decode", self._decode):
-            self.prober.run(self.items, self.steps, latents=always(x), output_type="pt")
+            self.prober.run(self.items, self.steps, **how)
         if sum(map(len, self.received)) != self.rows:
             raise UnreplayableError(
                 f"decode: the pipeline called vae.decode for {[len(z) for z in self.received]} rows"
@@ -205,7 +222,7 @@ class TailProbe:
             )
         self.received.append(z)
         if self.noise is not None:
-            image = self.noise[first : first + len(z)].to(z)
+            image = self.noise[first : first + len(z)].to(z.device)
         elif first + len(z) == self.rows:
             raise Halt
         else:

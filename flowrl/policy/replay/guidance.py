@@ -16,7 +16,8 @@ from flowrl.policy.replay.errors import UnreplayableError
 
 @dataclass
 class Guidance:
-    """A rule that combines outputs.
+    """A rule that combines outputs: in their type and in the pipelines' order of operations, so
+    that low precision rounds as it does there.
 
     rule: "linear": sum of weights * outputs; "entries": the same with a weight for each entry of
     the latents (frames or channels that are guided otherwise); "norm": linear, rescaled to the
@@ -36,12 +37,16 @@ class Guidance:
         if guidance == "none":
             return outs[0] if self.total == 1.0 else self.total * outs[0]
         if self.entries is not None and guidance == "pipeline":
-            entries = self.entries.to(outs[0])
+            entries = self.entries.to(outs[0].device)
             return sum((w * o for w, o in zip(entries, outs, strict=True)), outs[0].new_zeros(()))
         weights = self.weights if guidance == "pipeline" else self._reweighted(float(guidance))
-        mixed = weights[0] * outs[0]
-        if len(outs) > 1:
-            mixed = sum(w * o for w, o in zip(weights[1:], outs[1:], strict=True)) + mixed
+        if len(outs) == 2 and abs(sum(weights) - self.total) < 1e-5:
+            cond, other = outs[self.cond], outs[1 - self.cond]
+            mixed = self.total * (other + abs(weights[self.cond]) * (cond - other))
+        else:
+            mixed = weights[0] * outs[0].float()
+            if len(outs) > 1:
+                mixed = sum(w * o for w, o in zip(weights[1:], outs[1:], strict=True)) + mixed
         if self.rule != "norm":
             return mixed
         wanted, norm = outs[self.cond].norm(dim=-1, keepdim=True), mixed.norm(dim=-1, keepdim=True)
@@ -140,7 +145,7 @@ def _fit_norm(outs: list[Tensor], pred: Tensor, total: float) -> Guidance | None
         g = _norm_scale(outs[cond], outs[1 - cond], total * pred)
         if g is not None:
             pair = (g, 1 - g) if cond == 0 else (1 - g, g)
-            return Guidance("norm", tuple(total * round(w, 5) for w in pair), total, cond)
+            return Guidance("norm", tuple(total * round(w, 6) for w in pair), total, cond)
     return None
 
 

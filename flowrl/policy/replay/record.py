@@ -323,6 +323,7 @@ class Runner:
         output_type: str = "latent",
         grad: bool = False,
         skip_step: bool = False,
+        exact: bool = False,
         **extra: Any,
     ) -> Any:
         """The pipeline's first output, or None after Halt.
@@ -331,7 +332,8 @@ class Runner:
         step; following() -> the latents that the loop goes on with, or None to keep the
         scheduler's, which on_done(result) sees. on_times(scheduler) runs after each set_timesteps;
         on_raw sees the arguments of every call to step. grad: keep the autograd graph. skip_step:
-        following replaces the scheduler's own step. Encoders answer equal questions from memory.
+        following replaces the scheduler's own step. exact: its latents keep their type. Encoders
+        answer equal questions from memory.
         """
         given = self.arguments(items, steps, output_type, **extra)
 
@@ -341,7 +343,7 @@ class Runner:
 
         networks = {k: v for k, v in self.pipe.components.items() if isinstance(v, nn.Module)}
         encoders = {k: v for k, v in networks.items() if k not in self.denoisers}
-        stepper = Stepper(self.pattern, on_step, following, on_done, on_raw, skip_step)
+        stepper = Stepper(self.pattern, on_step, following, on_done, on_raw, skip_step, exact)
         running = self.turns.running(self.pipe, instead=self.apart and not grad)
         with _LOCK, self._quiet(), running, contextlib.ExitStack() as stack:
             self.answers.paused = False

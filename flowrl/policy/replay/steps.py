@@ -80,6 +80,7 @@ class Stepper:
     on_done: Callable[[Tensor], None] | None
     on_raw: Callable[[dict[str, Any]], None] | None
     skip: bool
+    exact: bool = False  # latents that replace the scheduler's stay in their own type
     at: int = 0  # of the iteration's steps
     seen: list[dict[str, Any]] = field(default_factory=list)  # updates of the iteration
     results: list[Tensor] = field(default_factory=list)
@@ -101,7 +102,7 @@ class Stepper:
         if place == 0:
             state = self.following() if self.following is not None else None
             self.new = None if state is None else self.pattern.split(state)
-        new = None if self.new is None else self.new[place].to(given["sample"], copy=True)
+        new = None if self.new is None else self._like(given["sample"], self.new[place])
         result = self._result(given, real, new)
         if last:
             self.seen.clear()
@@ -109,6 +110,9 @@ class Stepper:
                 self.on_done(self.pattern.join(self.results))
             self.results.clear()
         return result
+
+    def _like(self, sample: Tensor, new: Tensor) -> Tensor:
+        return new.to(sample.device, new.dtype if self.exact else sample.dtype, copy=True)
 
     def _result(self, given: dict[str, Any], real: Callable[[], Any], new: Tensor | None) -> Any:
         """What step returns: its own result, with the latents replaced by new."""
