@@ -384,8 +384,11 @@ def cast(network: nn.Module, dtype: torch.dtype) -> None:
     if isinstance(network, PreTrainedModel):
         strict = set(network._keep_in_fp32_modules_strict or ())
         kept = kept | strict if dtype == torch.float16 else strict
-    for name, module in network.named_modules():
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and tensor.is_floating_point():
-                own = torch.float32 if kept & {*name.split("."), key} else dtype
-                tensor.data = tensor.data.to(own)
+    named = (*network.named_parameters(), *network.named_buffers())
+    wide = {id(tensor) for name, tensor in named if kept & set(name.split("."))}
+
+    def typed(tensor: Tensor) -> Tensor:
+        own = torch.float32 if id(tensor) in wide else dtype
+        return tensor.to(own) if tensor.is_floating_point() else tensor
+
+    network._apply(typed)  # as `to` does; that one knows no names

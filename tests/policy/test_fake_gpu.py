@@ -61,7 +61,8 @@ def test_calls_of_the_networks_stay_on_the_gpu_and_read_no_value(name, monkeypat
             answers = policy.encode_one()
         assert policy.device.type == "cuda" and v.requires_grad
         assert v.shape == x.shape and v.device.type == media.device.type == "cuda"
-        found = torch.utils._pytree.tree_leaves([dict(answer) for answer in answers])
+        plain = [dict(a) if hasattr(a, "keys") else a for a in answers]
+        found = torch.utils._pytree.tree_leaves(plain)
         assert {t.device.type for t in found if isinstance(t, torch.Tensor)} == {"cuda"}
 
 

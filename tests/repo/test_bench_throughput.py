@@ -94,7 +94,8 @@ def test_every_architecture_becomes_a_pipeline(name, script):
     pipe = made.build(name, torch.device("meta"), torch.bfloat16)
     denoiser = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
     assert type(pipe).__name__ == read(name).pipeline
-    assert {p.dtype for p in denoiser.parameters()} == {torch.bfloat16}
+    kept = {torch.float32} if name.startswith("wan") else set()  # as from_pretrained keeps them
+    assert {p.dtype for p in denoiser.parameters()} == {torch.bfloat16} | kept
     for key, part in pipe.components.items():
         if key.startswith("tokenizer") and part is not None:
             ids = part(["a fox", "two"], padding="max_length", max_length=9).input_ids
