@@ -401,7 +401,7 @@ def test_a_damaged_or_strange_file_is_one_sentence(tmp_path):
 # what is written
 
 
-@pytest.mark.parametrize("header", [True, False])
+@pytest.mark.parametrize("header", [pytest.param(True, marks=pytest.mark.long), False])
 @pytest.mark.parametrize(
     "name", ["sd15", *(pytest.param(n, marks=pytest.mark.long) for n in ("sd3", "wan22"))]
 )
