@@ -1,6 +1,7 @@
 # make quickstart   install, align the embedded model, show before and after
 # make test         install, run the test suite but for its long tests
 # make long         the long tests: siblings of tests that make test runs
+# make real         the named models and rewards at their real sizes, on a CPU; 20 GB and hours
 # make check        lint, types, spelling, budgets
 # make docs         build the documentation into site/
 # make lock         write requirements.lock anew: the newest versions that pyproject.toml allows, with hashes
@@ -21,7 +22,7 @@ TREE := .mypy_cache/tree/flowrl
 # Other packages count as Any (reading torch's types takes a minute from cold), and optional record fields may be used without an assert.
 MYPY := --follow-imports=skip --no-strict-optional --disable-error-code=var-annotated
 
-.PHONY: quickstart test long check docs lock lowest release
+.PHONY: quickstart test long real check docs lock lowest release
 
 quickstart: $(STAMP)
 	$(BIN)/flowrl train experiment=quickstart
@@ -31,6 +32,9 @@ test: $(STAMP)
 
 long: $(STAMP)
 	HF_HUB_OFFLINE=1 $(PYTEST) -m long
+
+real: $(STAMP)
+	$(BIN)/python scripts/bench/real_size.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .

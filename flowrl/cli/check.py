@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli.common import Call, Hints, call_arguments, echo, one_sentence_errors, show
+from flowrl.cli.common import Call, Dtype, Hints, call_arguments, echo, one_sentence_errors, show
 
 Model = Annotated[
     str | None, typer.Argument(help="A name of configs/model, a folder, or a hub id.")
@@ -41,6 +41,7 @@ def check(
     frames: Frames = None,
     pipeline: Call = None,
     hints: Hints = None,
+    dtype: Dtype = "fp32",
 ) -> None:
     """Show what was inferred about a model and how exactly it replays, or try a reward on pictures
     whose truth is known."""
@@ -58,19 +59,20 @@ def check(
             options = "--media, --count and --frames"
             raise ValueError(f"{options} are for a reward; give --reward NAME too")
         elif model is not None:
-            _check_model(model, prompts, pipeline, hints)
+            _check_model(model, prompts, pipeline, hints, dtype)
 
 
 def _check_model(
-    model: str, prompts: str | None, pipeline: list[str] | None, hints: str | None
+    model: str, prompts: str | None, pipeline: list[str] | None, hints: str | None, dtype: str
 ) -> None:
+    from flowrl.config.build import DTYPES
     from flowrl.data.prompts import load_prompts
     from flowrl.policy import GeneratorPolicy, load_policy
     from flowrl.policy.module import ModulePolicy
     from flowrl.runtime import log
 
     log.setup()
-    policy: Any = load_policy(model, hints=hints, **call_arguments(pipeline))
+    policy: Any = load_policy(model, hints=hints, dtype=DTYPES[dtype], **call_arguments(pipeline))
     if not hasattr(policy, "describe"):
         raise ValueError(f"{model} makes a {type(policy).__name__}; only pipelines are inferred")
     own = {}

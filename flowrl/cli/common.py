@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -31,6 +31,9 @@ Columns = Annotated[
 Hints = Annotated[
     str | None,
     typer.Option(help="For a pipeline of your own: path/to/file.py:NAME of hints.register's."),
+]
+Dtype = Annotated[
+    Literal["fp32", "bf16", "fp16"], typer.Option(help="Type of the networks, as model.dtype.")
 ]
 
 LARGEST_SEED = 2**63 - 1
