@@ -21,8 +21,9 @@ from flowrl.policy.named import GROUP, declare, hints_of, made
 from flowrl.policy.parts import adapter_of
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.policy.quantised import check_kind, kind_of, quantise
+from flowrl.policy.replay.blame import blaming
 from flowrl.policy.replay.hints import hints_for
-from flowrl.policy.replay.record import Encoding, blaming, denoisers_of
+from flowrl.policy.replay.record import Encoding, denoisers_of
 from flowrl.policy.text import text_encoders
 from flowrl.policy.waiting import Waiting
 from flowrl.runtime import hub, registry
@@ -110,7 +111,7 @@ def load_policy(
     declare(source, own_hints)
     with quiet():  # loading and probing make the libraries warn of nothing real
         waiting = _prepare(source, dtype, device, quantize, encoding, split=split)
-        with blaming(source, pipeline_kwargs, but=ValueError):
+        with blaming(source, pipeline_kwargs, "while it becomes a policy", but=ValueError):
             return PipelinePolicy(source, lora, pipeline_kwargs, example, parts, encoding, waiting)
 
 

@@ -20,12 +20,13 @@ from flowrl.policy.merged import save_merged
 from flowrl.policy.parts import Parts, standing
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.bind import bind
+from flowrl.policy.replay.blame import blaming
 from flowrl.policy.replay.body import BodyReplay, body_replay
 from flowrl.policy.replay.coords import Schedule
-from flowrl.policy.replay.decode import Decoder, TailDecoder, infer_decoder, tails
+from flowrl.policy.replay.decode import DECODING, Decoder, TailDecoder, infer_decoder, tails
 from flowrl.policy.replay.describe import describe
 from flowrl.policy.replay.embedded import embedded
-from flowrl.policy.replay.errors import UnreplayableError
+from flowrl.policy.replay.errors import CallError, UnreplayableError
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.infer import find_coords, infer
 from flowrl.policy.replay.items import Item, is_own, items_of
@@ -317,9 +318,9 @@ class PipelinePolicy(Policy):
         cond: Cond | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
-        if isinstance(self.decoder, partial):
-            return self.decoder(self.clean(x, sigma))
-        return self.decoder(self.clean(x, sigma), cond, rows)
+        own = () if isinstance(self.decoder, partial) else (cond, rows)
+        with blaming(self.pipe, {}, DECODING):
+            return self.decoder(self.clean(x, sigma), *own)
 
     def narrow_decoder(self) -> None:
         """Run the VAE in the networks' own type, as diffusers does: half its memory. Not in fp16
@@ -364,10 +365,8 @@ class PipelinePolicy(Policy):
         UnreplayableError."""
         try:
             return self_check(self)
-        except UnreplayableError:
-            raise
         except Exception as error:
-            if ran_out(error):
+            if isinstance(error, CallError | UnreplayableError) or ran_out(error):
                 raise
             raise UnreplayableError(
                 f"{self.replay.pipeline}: its replayed call, whose networks are given a time for"

@@ -19,6 +19,7 @@ from flowrl.policy.replay.record import Call, Iteration
 
 Values = list[list[dict[Path, Any]]]  # [regime][call][path], see Group
 Recorded = list[tuple[Iteration, Tensor]]  # of a regime, with their sigmas
+ENCODING = "while prompts and conditions are encoded"
 CHUNK = 64  # prompts that are encoded in one run
 
 
@@ -110,6 +111,7 @@ def _bind(
         latents=lambda j: zeros,
         stop=lambda j, it: not moving and j > 0 and bool(it.time < last),
         grad=grad,
+        doing=ENCODING,
     )
     if tuple(iterations[0].sample.shape[1:]) != replay.shape:
         raise UnreplayableError(
@@ -125,7 +127,7 @@ def _bind(
     later = list(zip(iterations, sigmas[:-1], strict=True))[1:]
     ones: list[Iteration] = []
     if any(slot.own for slot in slots):
-        ones = prober.run(items, steps, latents=lambda j: zeros + 1)
+        ones = prober.run(items, steps, latents=lambda j: zeros + 1, doing=ENCODING)
     lows = [*replay.boundaries, float("-inf")]
     kept: Values = []
     shared: Values = []

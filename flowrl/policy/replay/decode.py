@@ -24,6 +24,8 @@ from flowrl.policy.replay.probe import Prober, always
 from flowrl.policy.replay.record import replaced
 from flowrl.runtime.memory import ran_out
 
+DECODING = "while media are decoded"
+
 
 class Decoder:
     """media = after(vae.decode(before(latents))), clamped to [0, 1].
@@ -290,7 +292,8 @@ def tail(
 
         # some tails edit their latents in place, after sums whose gradient needs them
         with replaced(vae, "decode", cast), saved_tensors_hooks(Tensor.clone, _same):
-            prober.run(group, steps, latents=always(full), output_type="pt", grad=grad)
+            how: dict[str, Any] = {"output_type": "pt", "grad": grad, "doing": DECODING}
+            prober.run(group, steps, latents=always(full), **how)
         made.append(media_of(prober.result).float()[: len(group)])
     return torch.cat(made)
 

@@ -14,3 +14,11 @@ class Halt(BaseException):
 
 class Unknown(BaseException):
     """An encoder was asked something new in a run that was to do without."""
+
+
+class CallError(ValueError):
+    """The pipeline's own call fails; the sentence says where, and what could be the reason."""
+
+
+class TooFewSteps(CallError):
+    """Of the steps that were asked for, the pipeline's loop makes too few."""

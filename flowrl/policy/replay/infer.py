@@ -16,7 +16,7 @@ from flowrl.policy.replay.classify import Leaf, differs, fit_time, leaves, name
 from flowrl.policy.replay.coords import Coords, TimeMap, unmarked
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.outputs import infer_regime
-from flowrl.policy.replay.probe import Prober, always
+from flowrl.policy.replay.probe import MANY, Prober, always
 from flowrl.policy.replay.record import Iteration, Runner
 
 CURVE = 100  # steps of the run that a curve of model times is read from
@@ -94,7 +94,7 @@ def find_coords(prober: Prober) -> Coords:
 
     runner = prober.runner
     coords = Coords(runner.pipe.scheduler)
-    iterations = prober.run(prober.rows(prober.count), 8, on_raw=on_raw)
+    iterations = prober.run(prober.rows(prober.count), prober.steps, on_raw=on_raw)
     coords.settle(fresh[0], extra)
     times = torch.stack([it.time for it in iterations])
     sigmas = coords.sigmas_of(fresh[0], times)[:-1]
@@ -108,16 +108,16 @@ def find_coords(prober: Prober) -> Coords:
 
 def _first_runs(prober: Prober) -> tuple[list[Iteration], list[list[int]], int]:
     """A run on zeros with every set of networks at two steps or more: (it, its segments, steps)."""
-    steps = 8
-    while steps <= 64:
+    steps = prober.steps
+    while steps <= MANY:
         zero = _run(prober, prober.count, steps, "zero")
         segments = _segments(zero)
         if all(len(seg) >= 2 for seg in segments):
             return zero, segments, steps
         steps *= 2
     raise UnreplayableError(
-        "regimes: a set of networks is used at fewer than two steps of 64; its time and constants"
-        " cannot be told apart"
+        f"regimes: a set of networks is used at fewer than two steps of {MANY}; its time and"
+        " constants cannot be told apart"
     )
 
 

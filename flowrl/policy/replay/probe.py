@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.policy.replay.arguments import map_tensors
 from flowrl.policy.replay.coords import Coords, Schedule
-from flowrl.policy.replay.errors import Halt, Unknown, UnreplayableError
+from flowrl.policy.replay.errors import Halt, TooFewSteps, Unknown, UnreplayableError
 from flowrl.policy.replay.items import Item, altered, is_media
 from flowrl.policy.replay.noise import StartMap, start_map
 from flowrl.policy.replay.record import Call, Iteration, Runner, like_output, prediction_of
@@ -20,6 +20,7 @@ from flowrl.runtime.memory import ran_out
 
 RECORD = ["a red circle", "two blue squares left of a green triangle"]
 SCANNED = 3  # iterations from which the pattern of scheduler steps is read
+MANY = 64  # steps of a recorded call that makes few of those it is asked for
 Key = tuple[str, int]  # component, n-th call to it within an iteration
 
 
@@ -134,7 +135,12 @@ class Prober:
         other = {**example, **{k: altered(v) for k, v in media.items()}}
         self.record = [Item(RECORD[0], example), Item(RECORD[1], other)]
         self.overlong = Item(" ".join(["word"] * (self.longest + 8)), example)
-        self._settle(bool(media))
+        self.steps = 8  # of the recorded calls
+        try:
+            self._settle(bool(media))
+        except TooFewSteps:
+            self.steps = MANY
+            self._settle(bool(media))
 
     def rows(self, count: int) -> list[Item]:
         """Items of a probing run: those of the record in turn, or copies of the first one."""
@@ -175,7 +181,7 @@ class Prober:
                     if self._scanned():
                         return self._fix_text_length() if form == "batch" else None
                 except Exception as error:
-                    if ran_out(error):
+                    if isinstance(error, TooFewSteps) or ran_out(error):
                         raise
                     first = first or error
         if first is not None:
@@ -219,7 +225,7 @@ class Prober:
         answers.closed = True
         try:
             usual, long = (
-                self.run(items, 8, stop=lambda j, it: True)[0]
+                self.run(items, self.steps, stop=lambda j, it: True)[0]
                 for items in (self.record, [self.record[0], self.overlong])
             )
         except Unknown:
@@ -255,8 +261,10 @@ class Prober:
                 found[-1].append(map_tensors(lambda t: t.clone(), dict(given)))
 
         self.runner.pattern = StepPattern()
-        self.runner.run(items, 8, on_call=on_call, on_raw=on_raw)
+        self.runner.run(items, self.steps, on_call=on_call, on_raw=on_raw)
         whole = [steps for steps in found if steps]
+        if len(whole) < SCANNED and self.steps < MANY:
+            raise TooFewSteps(f"{len(whole)} iterations of {self.steps} steps")
         if not whole:
             raise UnreplayableError(
                 f"{type(self.runner.pipe).__name__} never called scheduler.step after a denoiser:"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flowrl.policy.offload import Turns
+from flowrl.policy.replay.blame import blaming
 from flowrl.policy.replay.encoders import Answers
 from flowrl.policy.replay.errors import Halt, UnreplayableError
 from flowrl.policy.replay.items import Item, is_media, is_text
@@ -28,7 +28,6 @@ from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.steps import StepPattern, Stepper, patched_scheduler
 from flowrl.policy.replay.unread import plain
 from flowrl.policy.waiting import Waiting
-from flowrl.runtime.memory import ran_out
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.text import printable
 
@@ -324,6 +323,7 @@ class Runner:
         grad: bool = False,
         skip_step: bool = False,
         exact: bool = False,
+        doing: str = "",
         **extra: Any,
     ) -> Any:
         """The pipeline's first output, or None after Halt.
@@ -332,8 +332,9 @@ class Runner:
         step; following() -> the latents that the loop goes on with, or None to keep the
         scheduler's, which on_done(result) sees. on_times(scheduler) runs after each set_timesteps;
         on_raw sees the arguments of every call to step. grad: keep the autograd graph. skip_step:
-        following replaces the scheduler's own step. exact: its latents keep their type. Encoders
-        answer equal questions from memory.
+        following replaces the scheduler's own step. exact: its latents keep their type. doing: what
+        the run is for, as errors say it; default: to record a call. Encoders answer equal questions
+        from memory.
         """
         given = self.arguments(items, steps, output_type, **extra)
 
@@ -353,7 +354,8 @@ class Runner:
             stack.enter_context(patched_scheduler(self.pipe.scheduler, stepper, on_times))
             stack.enter_context(torch.set_grad_enabled(grad))
             named = {**self.kwargs, **self.always, **items[0].conditions}
-            stack.enter_context(blaming(self.pipe, named, but=UnreplayableError))
+            doing = doing or f"while a call with steps={steps} is recorded"
+            stack.enter_context(blaming(self.pipe, named, doing))
             try:
                 return self.undecorated(self.pipe, **given)[0]
             except Halt:
@@ -384,59 +386,6 @@ class Runner:
 def copied(value: Any) -> Any:
     """A list of its own: some pipelines edit the caller's."""
     return list(value) if isinstance(value, list) else value
-
-
-ABOUT_TYPES = r"dtype|scalar type|Input type|should be the same"  # what torch says of them
-
-
-def types_of(pipe: Any) -> str:
-    """The floating-point types of each network of a pipeline but the VAE, which may have one of its
-    own; "" where all are of one."""
-    named = {name: part for name, part in pipe.components.items() if name != "vae"}
-    networks = {name: m for name, m in named.items() if isinstance(m, torch.nn.Module)}
-    found = {
-        name: sorted({str(p.dtype)[6:] for p in network.parameters() if p.is_floating_point()})
-        for name, network in networks.items()
-    }
-    if len({kind for kinds in found.values() for kind in kinds}) < 2:
-        return ""
-    return ", ".join(f"{name} {' and '.join(kinds)}" for name, kinds in found.items() if kinds)
-
-
-@contextlib.contextmanager
-def blaming(pipe: Any, kwargs: Mapping[str, Any], *, but: type[ValueError]) -> Iterator[None]:
-    """An error inside, other than `but`, becomes a ValueError that names the arguments of the
-    call, which the user chose."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, but) or ran_out(error):
-            raise
-        own = type(pipe).__name__
-        if missing := re.search(r"missing \d+ required [\w-]+ arguments?: (.*)", str(error)):
-            raise ValueError(
-                f"{own} needs {printable(missing[1])}: a column of the prompts (or conditions=), or"
-                " one value for all, model.pipeline.NAME (on the command line --pipeline NAME=FILE)"
-            ) from error
-        given = ", ".join(f"{name}={_brief(value)}" for name, value in kwargs.items())
-        said = f"{type(error).__name__}: {printable(error)}"
-        if re.search(ABOUT_TYPES, str(error)) and (types := types_of(pipe)):
-            raise ValueError(
-                f"{own} fails: {said}; its networks are of different types ({types}): give them"
-                " one, as pipe.to(torch.bfloat16) does"
-            ) from error
-        raise ValueError(
-            f"{own} fails with the arguments {printable(given)}: {said}; correct or leave out what"
-            " model.pipeline or the prompts give it"
-            if given
-            else f"{own} fails: {said}; it may need a picture, a mask or another argument of its"
-            " call: a column of the prompts, or model.pipeline.NAME"
-        ) from error
-
-
-def _brief(value: Any) -> str:
-    """A value for a sentence: a picture by its kind."""
-    return f"<{type(value).__name__}>" if is_media(value) else repr(value)
 
 
 @contextlib.contextmanager

@@ -72,6 +72,7 @@ def _reenter(
         following=lambda: latents,
         on_times=body.on_times,
         grad=torch.is_grad_enabled(),
+        doing="while its loop body is run",
         # its step looks integer times up in a table, and ours may be a float
         skip_step=coords.kind == "vp",
     )
