@@ -3,6 +3,7 @@
     python scripts/bench/pipelines.py [NAME ...] [--workers 2] [--output runs/pipelines.jsonl]
     python scripts/bench/pipelines.py --resume
     python scripts/bench/pipelines.py --page runs/pipelines.jsonl
+    python scripts/bench/pipelines.py --second [NAME/wide NAME/still ...]
 
 Each case of tests/helpers/zoo is loaded (its call is inferred), compared with the pipeline itself
 (self-check), asked for rows of its prompts, trained through (every LoRA matrix gets a gradient,
@@ -10,6 +11,8 @@ decoding has one), sampled from, and trained for one iteration of flow_grpo and 
 each in the output, with the reason of the first part that fails; --resume runs the cases that have
 no line yet. Exit code 1 if one fails that is not known to. --page runs nothing: it writes the table
 of docs/models.md from the output of a complete run, and keeps that in docs/results/pipelines.jsonl.
+--second, beside any of these: the same with two more sets of arguments for each case that passes
+(tests/helpers/zoo/second.py), without training.
 """
 
 from __future__ import annotations
@@ -36,10 +39,12 @@ from flowrl.policy.replay.decode import Decoder
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "docs/results/pipelines.jsonl"
+KEPT_SECOND = ROOT / "docs/results/pipelines_second.jsonl"
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from zoo import cases  # noqa: E402
 from zoo.case import PROMPTS, Case  # noqa: E402
+from zoo.second import SETS, changed, second  # noqa: E402
 
 LORA = {"rank": 2, "alpha": 2.0, "targets": None, "init": "gaussian"}
 SMALL = [
@@ -63,7 +68,7 @@ ROWS = {
     "lists": "one prompt and condition, repeated",
     "alone": "one row",
 }
-BEGIN, END = "<!-- table of scripts/bench/pipelines.py -->", "<!-- end of the table -->"
+BEGIN, END = "<!-- table of scripts/bench/pipelines.py{} -->", "<!-- end of the table{} -->"
 METHODS = {"grpo": ["algorithm=flow_grpo"], "nft": ["algorithm=nft", "algorithm.steps=2"]}
 
 
@@ -141,9 +146,9 @@ def decode(policy: Any, case: Case) -> None:
         raise ValueError("no gradient passes the decoder")
 
 
-def generate(policy: Any, case: Case) -> None:
+def generate(policy: Any, case: Case, steps: int) -> None:
     own = list(case.conditions) or None
-    media = flowrl.generate(policy, list(PROMPTS), steps=4, seed=0, conditions=own)
+    media = flowrl.generate(policy, list(PROMPTS), steps=steps, seed=0, conditions=own)
     if not bool(torch.isfinite(media).all()) or torch.equal(media[0], media[1]):
         raise ValueError("media are not finite, or the same for both prompts")
 
@@ -198,13 +203,17 @@ def in_short(policy: Any) -> dict[str, str]:
 def attempt(name: str) -> dict[str, Any]:
     """All parts of a case, up to the first that fails."""
     torch.set_num_threads(1)
-    case, began = cases()[name], time.perf_counter()
+    case, began = cases()[name.partition("/")[0]], time.perf_counter()
+    other = "/" in name  # of the second arguments
     out: dict[str, Any] = {"name": name, "failed": None, "why": None}
     held: dict[str, Any] = {}
 
     def loaded() -> None:
+        nonlocal case
         pipe = case.make()
         out["pipeline"] = type(pipe).__name__
+        if other:
+            case = changed(name, pipe)
         held["policy"] = load(case, pipe)
         out["call"] = in_short(held["policy"])
 
@@ -218,10 +227,11 @@ def attempt(name: str) -> dict[str, Any]:
             "gather": lambda: gather(held["policy"], case),
             "gradient": lambda: gradient(held["policy"], case),
             "decode": lambda: decode(held["policy"], case),
-            "generate": lambda: generate(held["policy"], case),
+            "generate": lambda: generate(held["policy"], case, 7 if other else 4),
             **{
                 key: lambda words=words: train(held["policy"], case, words, Path(folder))
                 for key, words in METHODS.items()
+                if not other
             },
         }
         for part, run in parts.items():
@@ -265,13 +275,31 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_page(results: list[dict[str, Any]]) -> None:
+def second_page(results: list[dict[str, Any]]) -> str:
+    """The table of docs/models.md with other arguments: latents, and the largest error."""
+    found = {r["name"]: r for r in results}
+    lines = [f"| pipeline | case | {' | '.join(SETS)} |", "|---|---|" + "---|" * len(SETS)]
+    for name in dict.fromkeys(r["name"].partition("/")[0] for r in results):
+        both = [found[f"{name}/{kind}"] for kind in SETS]
+        cells = [
+            f"{r['call']['latents']}, {max(r['errors'].values()):.0e}"
+            if r["failed"] is None
+            else f"{r['failed']}: {r['why']}"
+            for r in both
+        ]
+        lines.append("| " + " | ".join([both[0].get("pipeline", ""), name, *cells]) + " |")
+    passing = sum(r["failed"] is None for r in results)
+    return "\n".join([*lines, "", f"{passing} of {len(results)} pass."])
+
+
+def write_page(results: list[dict[str, Any]], other: bool) -> None:
     kept = [{k: v for k, v in r.items() if not k.startswith("seconds/")} for r in results]
-    KEPT.write_text("".join(json.dumps(r) + "\n" for r in kept))
-    path = ROOT / "docs/models.md"
-    before, _, rest = path.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    path.write_text(f"{before}{BEGIN}\n\n{page(results)}\n\n{END}{after}")
+    (KEPT_SECOND if other else KEPT).write_text("".join(json.dumps(r) + "\n" for r in kept))
+    path, which = ROOT / "docs/models.md", " --second" if other else ""
+    begin, end = BEGIN.format(which), END.format(which)
+    made = (second_page if other else page)(results)
+    before, _, rest = path.read_text().partition(begin)
+    path.write_text(f"{before}{begin}\n\n{made}\n\n{end}{rest.partition(end)[2]}")
 
 
 def table(results: list[dict[str, Any]]) -> Table:
@@ -290,15 +318,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("runs/pipelines.jsonl"))
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--second", action="store_true", help="other arguments for each case")
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
-    known = list(cases())
+    known = second() if args.second else list(cases())
     if unknown := sorted(set(args.names) - set(known)):
         parser.error(f"unknown {unknown[0]}; there are {', '.join(known)}")
     for path in [args.page] * (args.page is not None) + [args.output] * args.resume:
         if not path.is_file():
             parser.error(f"{path} is not a file that a run left")
-    if args.page and (missing := set(known) ^ {r["name"] for r in read(args.page)}):
+    if args.page and (missing := {*known} ^ {r["name"] for r in read(args.page)}):
         parser.error(f"{args.page} is of other cases, see {min(missing)}; run all of them first")
     args.names = args.names or known
     return args
@@ -323,7 +352,7 @@ def run(names: list[str], workers: int, output: Path) -> Iterator[dict[str, Any]
 def main() -> int:
     args = arguments()
     if args.page:
-        write_page(read(args.page))
+        write_page(read(args.page), args.second)
         return 0
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if not args.resume:
@@ -337,7 +366,8 @@ def main() -> int:
     passing = sum(r["failed"] is None for r in results)
     classes = {r.get("pipeline") for r in results if r["failed"] is None}
     print(f"{passing} of {len(results)} pass, {len(classes)} pipeline classes")
-    return int(any(r["failed"] and not cases()[r["name"]].refused for r in results))
+    known = cases()
+    return int(any(r["failed"] and not known[r["name"].partition("/")[0]].refused for r in results))
 
 
 if __name__ == "__main__":

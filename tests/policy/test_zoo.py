@@ -73,6 +73,19 @@ def test_the_table_is_that_of_the_last_run_and_names_every_case():
     assert all(cases()[r["name"]].refused for r in results if r["failed"])
 
 
+def test_every_case_that_passes_does_with_other_arguments_too():
+    results = pipelines.read(pipelines.KEPT_SECOND)
+    assert sorted(r["name"] for r in results) == sorted(pipelines.second())
+    assert pipelines.second_page(results) in (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    assert not [r["name"] for r in results if r["failed"]]
+
+
+@pytest.mark.parametrize("name", ["cosmos25/wide", "skyreels/still"])
+def test_a_pipeline_passes_with_other_arguments(name):
+    result = pipelines.attempt(name)
+    assert result["failed"] is None, result["why"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -64,7 +64,7 @@ def _explained(pipe: Any, given: Mapping[str, Any], doing: str, error: Exception
     where, part, read = _place(pipe, frames[calls[0] + 1 :] if calls else frames)
     said = printable(error) or traceback.extract_tb(error.__traceback__)[-1].line
     fails = f"{own} fails {doing}, in {where}: {type(error).__name__}: {said}; "
-    read = read or {*values}
+    read = read or tuple(values)
     named = [name for name in given if re.search(rf"\b{re.escape(name)}\b", str(error))]
     lacking = [name for name in read if _is_picture(name) and values.get(name, 0) is None]
     if re.search(ABOUT_TYPES, str(error)) and (types := types_of(pipe)):
@@ -89,7 +89,7 @@ def _explained(pipe: Any, given: Mapping[str, Any], doing: str, error: Exception
     )
 
 
-def _place(pipe: Any, frames: Sequence[FrameType]) -> tuple[str, str | None, set[str]]:
+def _place(pipe: Any, frames: Sequence[FrameType]) -> tuple[str, str | None, tuple[str, ...]]:
     """Where an error was, of the frames below the pipeline's call: (in words; the component, None
     outside of all; arguments of the pipeline's method, none in the call itself)."""
     theirs = [frame for frame in frames if not frame.f_code.co_filename.startswith(OURS)]
@@ -98,8 +98,8 @@ def _place(pipe: Any, frames: Sequence[FrameType]) -> tuple[str, str | None, set
     part = next((name for name in found if name), None)
     method = next((frame.f_code for frame in theirs if frame.f_locals.get("self") is pipe), None)
     if method is None:
-        return part or (theirs[0].f_code.co_name if theirs else "its loop"), part, set()
-    read = {*method.co_varnames[1 : method.co_argcount + method.co_kwonlyargcount]}
+        return part or (theirs[0].f_code.co_name if theirs else "its loop"), part, ()
+    read = method.co_varnames[1 : method.co_argcount + method.co_kwonlyargcount]
     where = f"{method.co_name} ({part})" if part else method.co_name
     return where, part, read  # empty for a property, which reads what the call has set
 

@@ -109,10 +109,13 @@ def _named_rule(path: Path, stack: Tensor, t: Tensor, s: Tensor, dtype: torch.dt
 def _affine_rule(path: Path, row: Tensor, t: Tensor, s: Tensor, dtype: torch.dtype) -> Time | None:
     """a * t + c or a * sigma + c, elementwise; row (J, ...): one row of the argument."""
     exact = torch.finfo(dtype).eps * 8
+    found: list[tuple[float, Time]] = []
     for label, u in (("t", t), ("sigma", s)):
         w = u.reshape(-1, *[1] * (row.ndim - 1))
         a = (row[-1] - row[0]) / (u[-1] - u[0])
         c = row[0] - a * u[0]
-        if (a * w + c - row).abs().max() <= 4 * exact * row.abs().max():
-            return Time(path, f"a * {label} + c", dtype, a, c)
-    return None
+        off = (a * w + c - row).abs().max()
+        if off <= 4 * exact * row.abs().max():
+            found.append((off.item(), Time(path, f"a * {label} + c", dtype, a, c)))
+    # whole times are rounded noise levels: of two that agree, the exact one
+    return min(found, key=lambda rule: rule[0])[1] if found else None
