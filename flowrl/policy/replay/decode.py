@@ -204,7 +204,7 @@ class TailProbe:
 
     def _run(self, x: Tensor, exact: bool = False) -> None:
         self.received.clear()
-        how = {"latents": always(x), "output_type": "pt", "exact": exact}
+        how: dict[str, Any] = {"latents": always(x), "output_type": "pt", "exact": exact}
         with replaced(self.prober.runner.pipe.vae, "decode", self._decode):
             self.prober.run(self.items, self.steps, **how)
         if sum(map(len, self.received)) != self.rows:
