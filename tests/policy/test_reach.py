@@ -19,6 +19,7 @@ READ = {  # tokens that reach the denoisers by encoder, of tokenizers of one tok
     "qwenimage": {"text_encoder": 24},  # what is encoded beyond is dropped by the pipeline
     "longcat_image": {"text_encoder": 24},  # cut by the pipeline, not by the tokenizer
     "wan21": {"text_encoder": 11},
+    "lumina_next": {"text_encoder": 255},  # whatever its max_sequence_length says
     "flux_kontext": {"text_encoder": 10, "text_encoder_2": 11},  # a prompt at a time
 }
 

@@ -13,12 +13,14 @@ from transformers import PreTrainedTokenizerBase
 
 from flowrl.policy.replay.arguments import tensors_in
 from flowrl.policy.replay.encoders import Question
+from flowrl.policy.replay.items import Item
 from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.unread import leaves, mapped
 from flowrl.runtime.log import quiet
 from flowrl.runtime.text import printable
 
-TOKENS = 4  # in a row, by which the overlong prompt is known
+WORDS = 520  # of the overlong prompt; more where the pipeline says that it takes more
+TOKENS = 4  # in a row, by which it is known
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +84,12 @@ class Reach:
 
     def __init__(self, prober: Prober) -> None:
         self.prober, self.answers = prober, prober.runner.answers
-        self.items = [prober.overlong]
+        text = " ".join(["word"] * max(WORDS, prober.longest + 8))
+        self.items = [Item(text, prober.overlong.conditions)]
         if not prober.runner.single:
-            self.items = [prober.record[0], prober.overlong]
+            self.items = [prober.record[0], *self.items]
         self.kinds = _tokenizers(prober.runner.pipe)
-        self.words = [_ids(kind, [str(prober.overlong.prompt)])[0] for kind in self.kinds]
+        self.words = [_ids(kind, [text])[0] for kind in self.kinds]
 
     def readers(self) -> list[Reader]:
         self.answers.heard = []
