@@ -16,6 +16,7 @@ import flowrl.policy.lora_read as lora_read
 from flowrl.policy.compiled import Compiled, compile_blocks
 from flowrl.policy.offload import Turns
 from flowrl.policy.parts import Parts
+from flowrl.policy.quantised import computing_type
 from flowrl.policy.recompute import Recompute
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
@@ -65,9 +66,7 @@ class Policy:
     def dtype(self) -> torch.dtype:
         """Of the weights as loaded. LoRA is always fp32, and so are all weights once they are
         trained in full mode."""
-        first = next(iter(self.networks.values()))
-        own = (p for name, p in first.named_parameters() if "lora_" not in name)
-        return next(p.dtype for p in own if p.is_floating_point())
+        return computing_type(next(iter(self.networks.values())))
 
     def branches(self, guidance: float | str) -> int:
         """Network rows that a state costs at this guidance (see velocity).

@@ -39,13 +39,21 @@ def check_kind(kind: str) -> None:
         )
 
 
+def computing_type(network: nn.Module) -> torch.dtype:
+    """The type that a network computes in: the least exact of its weights, LoRA aside. Some classes
+    keep a few in fp32."""
+    kinds = {p.dtype for name, p in network.named_parameters() if "lora_" not in name}
+    floating = [kind for kind in kinds if kind.is_floating_point]
+    return max(floating, key=lambda kind: torch.finfo(kind).eps)
+
+
 def quantise(networks: Mapping[str, nn.Module], kind: str, device: torch.device | str) -> None:
     """Quantise the layers of networks in place, each on the device. Networks that are quantised so
     already stay as they are; ValueError for other ones, and where the backend does not work."""
     check_kind(kind)
     if kind == "none":
         return
-    try_out(kind, device, next(next(iter(networks.values())).parameters()).dtype)
+    try_out(kind, device, computing_type(next(iter(networks.values()))))
     for name, network in networks.items():
         own = kind_of(network)
         if own not in ("none", kind):
