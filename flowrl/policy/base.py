@@ -158,6 +158,8 @@ class Policy:
             if self.compiled is None or not self.compiled.gives_up(error):
                 raise
             v, network_rows = self._velocity(request)
+        if self.compiled is not None:
+            self.compiled.check()
         self.calls += network_rows
         return v if size == n else v[:n]
 

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from flowrl.policy.blocks import blocks
+from flowrl.runtime.ledger import compiled_graphs
 from flowrl.runtime.log import logger
 from flowrl.runtime.text import printable
 
 BACKEND = "inductor"
+FORWARDS = 16  # by which something is compiled; those whose FLOPs are counted are not
 GRAPHS = 256  # most compiled graphs of a block; torch gives up after 8 and runs it as it is
 
 
@@ -27,6 +29,7 @@ class Compiled:
     blocks: list[nn.Module]
     sizes: set[int] = field(default_factory=set)
     failed: bool = False  # the blocks run uncompiled
+    forwards: int = 0  # so far
 
     def size(self, rows: int) -> int:
         """How many rows a forward of `rows` rows is padded to: at most twice as many, and of a size
@@ -42,6 +45,16 @@ class Compiled:
         """Run the blocks as they are."""
         for block in self.blocks:
             block._compiled_call_impl = None
+
+    def check(self) -> None:
+        """Say so where torch leaves the blocks as they are without a word, as on some machines."""
+        self.forwards += 1
+        if self.forwards == FORWARDS and not self.failed and not compiled_graphs():
+            self.failed = True
+            logger.warning(
+                f"train.compile=blocks has no effect: torch compiled nothing in {FORWARDS} forwards"
+                " and gave no reason; TORCH_LOGS=dynamo may tell one"
+            )
 
     def gives_up(self, error: Exception) -> bool:
         """Whether an error is the compiler's; if so, the blocks run uncompiled from now on."""

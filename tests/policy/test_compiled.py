@@ -152,6 +152,19 @@ def test_a_backend_that_fails_is_one_line_and_the_blocks_run_as_they_are(
         policy.velocity(torch.zeros(1, 1), 0.5, None, torch.zeros(1, dtype=torch.int64))
 
 
+def test_a_compiler_that_does_nothing_is_said_once(monkeypatch, caplog, heard):
+    policy = tiny.policy("sd3", lora=LORA)
+    policy.compile_blocks()
+    monkeypatch.setattr(compiled, "FORWARDS", 3)
+    for graphs, said in ((1, 0), (0, 1)):
+        monkeypatch.setattr(compiled, "compiled_graphs", lambda graphs=graphs: graphs)
+        policy.compiled.forwards = 0
+        for _ in range(4):
+            velocity(policy)
+        assert caplog.text.count("train.compile=blocks has no effect") == said
+    assert policy.compiled.failed and policy.compiled.size(3) == 3
+
+
 def test_a_kernel_that_does_not_start_is_the_compilers_fault():
     kernel = type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})
     assert compiled.of_compiler(kernel()) and not compiled.of_compiler(ValueError())
