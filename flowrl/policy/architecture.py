@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def read(source: str) -> Architecture:
     )
 
 
+@cache
 def _known() -> dict[str, dict[str, Any]]:
     """What configs/architecture holds, by hub id."""
     files = (resources.files("flowrl.configs") / "architecture").iterdir()

@@ -197,12 +197,7 @@ def thawed(own: Parts | Frozen, on: bool) -> Parts | Frozen:
     parts = own.own if isinstance(own, Frozen) else own
     if parts is None:
         return own
-    if parts.lora is None:
-        for module in parts.modules.values():
-            module.requires_grad_(on)
-    else:
-        for weight in parts.named().values():
-            weight.requires_grad_(on)
+    parts.thaw(on)
     return parts if on else Frozen(parts)
 
 

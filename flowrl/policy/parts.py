@@ -136,10 +136,15 @@ class Parts:
         self.wide = False  # full mode: weights were made fp32
         self.options = _options(lora or {})
         if lora is None:
-            for weight in (p for m in modules.values() for p in m.parameters()):
-                weight.requires_grad_(not is_quantised(weight))
+            self.thaw(True)
         else:
             self._add_adapter("default")
+
+    def thaw(self, on: bool) -> None:
+        """Ask for gradients of what is trained (on), or of nothing; never of quantised weights."""
+        own = [p for m in self.modules.values() for p in m.parameters()]
+        for weight in own if self.lora is None else self.named().values():
+            weight.requires_grad_(on and not is_quantised(weight))
 
     def _add_adapter(self, view: str) -> None:
         if view == "default":

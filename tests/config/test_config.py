@@ -101,6 +101,12 @@ def test_a_method_runs_with_the_numbers_of_its_paper(algorithm, model):
     )
 
 
+@pytest.mark.parametrize("model", options("model"))
+def test_the_text_encoders_of_texforce_have_no_targets_of_the_denoiser(model):
+    lora = load_config(overrides=[f"model={model}", "algorithm=texforce"]).train.lora
+    assert lora.targets is None and (lora.rank, lora.alpha) == (16, 16)
+
+
 def test_every_method_has_its_papers_numbers_but_reg_grpo_which_is_of_language_models():
     assert {algorithm for algorithm, _ in PAPERS} == {*options("algorithm")} - {"reg_grpo"}
 

@@ -159,3 +159,19 @@ def test_a_backend_that_does_not_work_is_a_sentence(monkeypatch):
 def test_the_layers_of_a_network_without_blocks_are_all_its_linear_ones():
     network = nn.Sequential(nn.Linear(4, 4), nn.Conv2d(3, 3, 1), nn.Sequential(nn.Linear(4, 2)))
     assert [layer.out_features for *_, layer in layers(network)] == [4, 2]
+
+
+@pytest.mark.parametrize("name", ["sd3", "flux"])
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_weights_are_frozen_and_thawed_but_for_those_that_are_quantised(kind, name):
+    """As in a run that trains no weight of the network's own (dsrl)."""
+    pipe = tiny.pipeline(name)
+    policy = flowrl.load_policy(pipe, quantize=kind, **tiny.CALLS[name])
+    own = dict(pipe.transformer.named_parameters())
+    few = {key for key, p in own.items() if is_quantised(p)}
+    assert few and few < own.keys()
+    for on in (True, False, True):
+        policy.freeze(on)
+        assert {key for key, p in own.items() if p.requires_grad} == (
+            set() if on else own.keys() - few
+        )
