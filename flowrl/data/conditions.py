@@ -8,7 +8,6 @@ any other argument of the call, {"conditions": {"strength": 0.6}}.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from flowrl.data.stored import Stored
 from flowrl.runtime.log import logger
 from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.text import printable
-from flowrl.runtime.typed_text import TEXT, Kinds
+from flowrl.runtime.typed_text import TEXT, Kinds, takes_text
 from flowrl.types import MediaContext
 
 Conditions = Mapping[str, Any]
@@ -34,10 +33,6 @@ Conditions = Mapping[str, Any]
 PICTURES = ("image", "images", "mask", "masks", "video", "videos")
 VIDEOS = (".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif")
 NOT = {"num", "attention"}  # before the last word: num_images, attention_mask
-# of arguments that are texts: prompt, negative_prompt_2, system_prompt, lyrics; not use_en_prompt
-TEXT_NAMES = re.compile(
-    r"(?!(num|use|add|enable)_)(\w+_)?(prompt|text|caption|instruction|lyrics|transcription)(_\d)?"
-)
 KEPT = 256  # pictures that stay loaded
 
 
@@ -53,7 +48,7 @@ def is_mask(name: str) -> bool:
 
 def kinds_of(name: str) -> Kinds:
     """What an argument of the call takes, by its name: a text, paths of pictures, or anything."""
-    if TEXT_NAMES.fullmatch(name):
+    if takes_text(name):
         return TEXT
     return frozenset({str, list}) if is_picture(name) else frozenset()
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import flowrl.policy.plain as plain
-from flowrl.data.conditions import kinds_of
 from flowrl.policy.base import Policy
 from flowrl.policy.folder import check_files, check_index, variant_of, why_not
 from flowrl.policy.module import ModulePolicy
@@ -31,7 +30,7 @@ from flowrl.runtime.log import quiet
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.paths import expanded
 from flowrl.runtime.registry import did_you_mean
-from flowrl.runtime.typed_text import TEXT
+from flowrl.runtime.typed_text import takes_text
 
 LOADED_WITH = (
     "source",
@@ -244,7 +243,7 @@ def call_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 f"model.pipeline.{name} is no argument of a pipeline's call; in a config the type"
                 " of the weights is model.dtype and the LoRA's settings are train.lora"
             )
-        if isinstance(value, bool | int | float) and kinds_of(name) == TEXT:
+        if isinstance(value, bool | int | float) and takes_text(name):
             raise ValueError(
                 f"model.pipeline.{name}={value} is a {type(value).__name__}, and should be a text;"
                 f' put it in quotes where it is written, {name}: "..."'

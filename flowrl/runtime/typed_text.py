@@ -8,6 +8,7 @@ also takes is the text itself, as it was given: 1980, true, 1e-4, "# noise", ~/r
 
 from __future__ import annotations
 
+import re
 import types
 import warnings
 from collections.abc import Sequence
@@ -15,15 +16,20 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from omegaconf.errors import GrammarParseError
-from omegaconf.grammar_parser import parse
-from omegaconf.grammar_visitor import GrammarVisitor
-
 from flowrl.runtime.text import printable
 from flowrl.runtime.yaml_text import DEEPEST
 
 Kinds = frozenset[Any]  # types that a setting takes; none: not known
 TEXT: Kinds = frozenset({str})
+# of arguments that are texts: prompt, negative_prompt_2, system_prompt, lyrics; not use_en_prompt
+TEXT_NAMES = re.compile(
+    r"(?!(num|use|add|enable)_)(\w+_)?(prompt|text|caption|instruction|lyrics|transcription)(_\d)?"
+)
+
+
+def takes_text(name: str) -> bool:
+    """Whether an argument of the call is a text, by its name."""
+    return TEXT_NAMES.fullmatch(name) is not None
 
 
 def value_of(raw: str, kinds: Kinds) -> Any:
@@ -36,7 +42,7 @@ def value_of(raw: str, kinds: Kinds) -> Any:
     text = bool(kinds & {str, Path}) and not kinds & {int, float, bool, Any}
     try:
         values = parse_values(raw) or [""]
-    except (GrammarParseError, UserWarning, ValueError) as error:
+    except (UserWarning, ValueError) as error:
         if text:
             return raw.strip()
         reason = printable(str(error).partition("\n")[0])
@@ -50,7 +56,13 @@ def value_of(raw: str, kinds: Kinds) -> Any:
 
 
 def parse_values(text: str) -> list[Any]:
-    """The values between commas; ${...} stays as it is, until the config is whole."""
+    """The values between commas; ${...} stays as it is, until the config is whole. Not in the
+    grammar -> ValueError."""
+    # here: a server of rewards needs no OmegaConf
+    from omegaconf.errors import GrammarParseError
+    from omegaconf.grammar_parser import parse
+    from omegaconf.grammar_visitor import GrammarVisitor
+
     levels = accumulate((sign in "[{(") - (sign in "]})") for sign in text)
     if max(levels, default=0) > DEEPEST:
         raise ValueError(f"a value nests at most {DEEPEST} brackets, and this one more")
@@ -63,7 +75,10 @@ def parse_values(text: str) -> list[Any]:
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of "[1,]", which OmegaConf would complete
-        return as_written.visit(parse(f"[{text}]", "singleElement", "VALUE_MODE"))
+        try:
+            return as_written.visit(parse(f"[{text}]", "singleElement", "VALUE_MODE"))
+        except GrammarParseError as error:
+            raise ValueError(str(error)) from error
 
 
 def _node_as_written(key: Any, memo: Any) -> Any:

@@ -339,8 +339,8 @@ def test_a_folder_without_a_list_says_how_to_make_one(tmp_path):
     with pytest.raises(
         ValueError,
         match=(
-            r"nowhere/scores.jsonl does not exist; `flowrl score MEDIA... .* makes a folder"
-            r" with one"
+            r"nowhere/scores.jsonl does not exist; there is no folder .*; `flowrl score MEDIA... .*"
+            r" makes a folder with one"
         ),
     ):
         scored_dataset.load(tmp_path / "nowhere")

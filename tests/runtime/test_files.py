@@ -175,6 +175,7 @@ ALLOWED = {
     "flowrl/runtime/checkpoint.py: folder.rename": "one folder is renamed, which is atomic",
     "flowrl/shapes/build.py": "a temporary folder, gone before the function returns",
     "flowrl/data/media.py: av.open": "a temporary name that files.replacing gave",
+    "flowrl/runtime/streams.py: os.open": "/dev/null stands for a closed stream",
     "flowrl/policy/merged.py: type(module).save_pretrained": "the user calls pipe.save_pretrained",
     "rewards/judge/client.py: file.open": "a test whether a log can be written, nothing is",
     "rewards/networks/bradley_terry.py": "a script converts published weights once, into no run",

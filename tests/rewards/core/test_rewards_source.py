@@ -108,12 +108,16 @@ def test_a_missing_column_names_the_setting_and_a_source_that_nobody_sees_is_ref
         rewards.load("vlm_logit", source="meta")
 
 
-def test_a_source_of_16_bits_is_refused_rather_than_clipped_to_white(tmp_path):
-    Image.fromarray(np.linspace(0, 65535, 64).reshape(8, 8).astype(np.uint16)).save(
-        tmp_path / "deep.png"
-    )
-    reward = rewards.load("vlm_logit", **NAMED, base_url="http://127.0.0.1:9", folder=str(tmp_path))
-    with pytest.raises(
-        ValueError, match="deep.png cannot be read: .*mode I;16; save it with 8 bits"
-    ):
+def test_a_source_of_16_bits_is_seen_over_its_whole_range(tmp_path):
+    """Half of 65535 is level 128, where a reader that clips would show white."""
+    Image.fromarray(np.full((8, 8), 32896, np.uint16)).save(tmp_path / "deep.png")
+    seen = []
+
+    def answer(body, n):
+        seen.append(levels(body))
+        return Answer("", first={"4": 1.0})
+
+    with serving(answer) as server:
+        reward = rewards.load("vlm_logit", **NAMED, base_url=server.url, folder=str(tmp_path))
         reward(torch.zeros(1, 3, 8, 8), ["a"], MediaContext(meta=[{"source": "deep.png"}]))
+    assert seen == [[128, 0]]
