@@ -2,13 +2,14 @@
 
     python scripts/bench/real_parts.py CASE FOLDER
 
-Commands of flowrl run in this process, as a user types them. encoder_calls: forwards of text
-encoders. gb: the most memory of an iteration, beyond what libraries take.
+Commands of flowrl run in this process, as a user types them. encoder_calls: what text
+encoders computed. gb: the most memory of an iteration, beyond what libraries take.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
 import math
@@ -64,11 +65,13 @@ class Process:
     def __init__(self) -> None:
         import diffusers  # noqa: F401, before memory is looked at
         import peft  # noqa: F401
+        import transformers
 
         import flowrl.training.loop
 
         self.memory, self.calls, self.peaks = Memory(), 0, list[int]()
-        torch.nn.modules.module.register_module_forward_pre_hook(self._count)
+        for name in CLASSES:
+            self._count(getattr(transformers, name))
         trainer = flowrl.training.loop.Trainer
         iterate = trainer.iterate
 
@@ -80,8 +83,16 @@ class Process:
 
         trainer.iterate = watched  # type: ignore[method-assign]
 
-    def _count(self, module: torch.nn.Module, args: Any) -> None:
-        self.calls += type(module).__name__ in CLASSES
+    def _count(self, encoder: Any) -> None:
+        """Count what this class computes; what flowrl knows already does not come here."""
+        forward = encoder.forward
+
+        @functools.wraps(forward)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return forward(*args, **kwargs)
+
+        encoder.forward = counted
 
     def __call__(self, *words: str) -> dict[str, Any]:
         """Run a command -> what was counted; another exit code than 0 -> Failed."""

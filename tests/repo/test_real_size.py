@@ -25,6 +25,20 @@ def script(monkeypatch):
     return importlib.import_module
 
 
+@pytest.fixture
+def process(script, monkeypatch):
+    """What runs commands and counts; what it puts in place of classes' methods is taken away."""
+    import transformers
+
+    from flowrl.training.loop import Trainer
+
+    parts = script("real_parts")
+    encoders = (getattr(transformers, name) for name in script("real_tokenizers").CLASSES)
+    for cls, name in [(Trainer, "iterate"), *((encoder, "forward") for encoder in encoders)]:
+        monkeypatch.setattr(cls, name, getattr(cls, name))
+    return parts.Process()
+
+
 def narrow(name):
     """An architecture with few of everything."""
     found = read(name)
@@ -52,15 +66,14 @@ def test_every_architecture_that_throughput_lists_starts(name, script, tmp_path,
 
 @long.mark
 @pytest.mark.parametrize("name", ["sd1.5", "flux.1-dev"])
-def test_all_parts_of_a_narrow_model_pass(name, script, tmp_path, monkeypatch):
+def test_all_parts_of_a_narrow_model_pass(name, script, process, tmp_path, monkeypatch):
     """Commands of flowrl in this process, from the folder to the LoRA in plain diffusers; again,
     nothing is run."""
     cases, parts = script("real_cases"), script("real_parts")
     case = dataclasses.replace(cases.MODELS[name], fewer=thin.NARROW[name])
     monkeypatch.setitem(cases.MODELS, name, case)
     place = cases.Place(name=name, folder=tmp_path / name, results=tmp_path / "results.jsonl")
-    flowrl = parts.Process()
-    assert parts.model(place, flowrl)
+    assert parts.model(place, process)
     known, plan = place.known(), place.known()["budget"]
     for method in cases.METHODS:
         assert known[method]["rows"] == plan[method]["rows"]
@@ -68,7 +81,15 @@ def test_all_parts_of_a_narrow_model_pass(name, script, tmp_path, monkeypatch):
     assert known["flow_grpo"]["evaluations"] == ["before", *guided, "after"]
     assert known["lora"]["apart"] <= 2**-7 and known["lora"]["moved"] > 0
     size = place.results.stat().st_size
-    assert parts.model(place, flowrl) and place.results.stat().st_size == size
+    assert parts.model(place, process) and place.results.stat().st_size == size
+
+
+def test_a_process_counts_what_encoders_compute_and_says_what_failed(script, process):
+    """Two encoders of eight texts at most: what is known is not computed again."""
+    counted = process("check", "shapes-sd3")
+    assert 2 <= counted["encoder_calls"] <= 16 and "gb" not in counted
+    with pytest.raises(script("real_parts").Failed, match="flowrl check ended with exit code 2"):
+        process("check", "shapes-sd4")
 
 
 RUN = {"passed": True, "seconds": 1.0, "rows": {"rollout": 4}, "gb": 2.0, "encoder_calls": 3}
