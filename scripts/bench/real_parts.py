@@ -14,6 +14,7 @@ import gc
 import json
 import math
 import os
+import shutil
 import sys
 import threading
 import time
@@ -152,6 +153,7 @@ def reward(place: Place, flowrl: Process) -> bool:
 def scored(place: Place, settings: list[str], flowrl: Process) -> dict[str, Any]:
     """Score eight pictures; their scores have to be numbers, and to differ."""
     out = place.folder / "scores.jsonl"
+    out.unlink(missing_ok=True)  # of a part that failed
     asked = [word for setting in (place.name, *settings) for word in ("--reward", setting)]
     media = [str(path) for path in pictures(place.folder)]
     flowrl("score", *media, "--prompt", real_cases.PROMPTS[0], *asked, "-o", str(out))
@@ -169,8 +171,9 @@ def trained_by(place: Place, settings: list[str], flowrl: Process) -> dict[str, 
     prepared(beside)
     words = [word for word in real_cases.settings(beside) if not word.startswith("reward=")]
     words += [f"reward={place.name}", *(f"reward.{setting}" for setting in settings)]
-    run = ["algorithm=nft", "iterations=1", f"output={place.folder / 'run'}"]
-    return flowrl("train", *words, *run)
+    run = place.folder / "run"
+    shutil.rmtree(run, ignore_errors=True)
+    return flowrl("train", *words, "algorithm=nft", "iterations=1", f"output={run}")
 
 
 # ---------------------------------------------------------------------------
@@ -234,7 +237,10 @@ def trained(
     """Train, or train on after two iterations; rows, peak and encoder calls of the newest one."""
     run = place.folder / method
     own = [*words, f"algorithm={method}", f"output={run}"]
-    own = own if iterations == 2 else ["--resume", str(run)]
+    if iterations == 2:
+        shutil.rmtree(run, ignore_errors=True)  # of a part that failed
+    else:
+        own = ["--resume", str(run)]
     counts = flowrl("train", *own, f"iterations={iterations}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "nfe/rollout" in line]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from real_folder import quick_weights
+from real_folder import SHARP, quick_weights
 from real_tokenizers import clip as clip_tokenizer
 from real_tokenizers import words
 
@@ -112,6 +112,10 @@ def imagereward(folder: Path) -> list[str]:
     }
     with quick_weights(torch.float32):
         network = Network(Blip(known, MED_CONFIG))
+    with torch.no_grad():  # untrained, a text looks at its picture so little that fp32 hides it
+        for name, weight in network.named_parameters():
+            if weight.ndim > 1 and ("crossattention" in name or name.startswith("layers.")):
+                weight.mul_(SHARP)
     torch.save(
         {_published(k): v for k, v in network.state_dict().items()}, folder / "ImageReward.pt"
     )
