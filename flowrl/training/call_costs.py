@@ -218,7 +218,7 @@ def _line(asked: Asked, near: list[tuple[int, Cost]]) -> Cost:
 
 
 def _bytes(answer: Any) -> int:
-    """Of the tensors of an answer, each storage once."""
+    """Bytes of the tensors of an answer, each storage counted once."""
     tensors = [t for t in tree_leaves(_plain(answer)) if isinstance(t, Tensor)]
     return sum({t.untyped_storage()._cdata: t.numel() * t.element_size() for t in tensors}.values())
 

@@ -21,4 +21,4 @@ class CallError(ValueError):
 
 
 class TooFewSteps(CallError):
-    """Of the steps that were asked for, the pipeline's loop makes too few."""
+    """The pipeline's loop makes too few of the steps that were asked for."""

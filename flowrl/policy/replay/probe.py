@@ -97,15 +97,15 @@ def stubbed(
     first = prediction_of(template, streams)
     shape = (first.shape[0] * rows // its_rows, *first.shape[1:])
     if outputs is None:  # not ones: some loops divide by what varies in an output
-        value = torch.randn(shape, generator=torch.Generator().manual_seed(key[1]))
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(key[1]))
+        value = noise.to(first.dtype)
     else:
         value = outputs(key, shape)  # fp32: what a loop makes of them is then not rounded
-    value = value.to(first.dtype) if outputs is None else value
     return like_output(template, value.to(first.device, copy=True), streams)
 
 
 def _shapes(call: Call) -> list[tuple[int, ...]]:
-    """Of the tensors that a network is given."""
+    """Shapes of the tensors that a network is given."""
     return [tuple(value.shape) for value in call.args.values() if isinstance(value, Tensor)]
 
 
