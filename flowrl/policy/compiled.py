@@ -49,7 +49,8 @@ class Compiled:
     def check(self) -> None:
         """Say so where torch leaves the blocks as they are without a word, as on some machines."""
         self.forwards += 1
-        if self.forwards == FORWARDS and not self.failed and not compiled_graphs():
+        idle = bool(self.blocks) and not self.failed  # a rehearsal pads rows and compiles nothing
+        if idle and self.forwards == FORWARDS and not compiled_graphs():
             self.failed = True
             logger.warning(
                 f"train.compile=blocks has no effect: torch compiled nothing in {FORWARDS} forwards"

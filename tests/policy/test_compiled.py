@@ -163,6 +163,11 @@ def test_a_compiler_that_does_nothing_is_said_once(monkeypatch, caplog, heard):
             velocity(policy)
         assert caplog.text.count("train.compile=blocks has no effect") == said
     assert policy.compiled.failed and policy.compiled.size(3) == 3
+    # a rehearsal, which compiles nothing, pads rows to its end
+    rehearsed = compiled.Compiled([], {8})
+    for _ in range(4):
+        rehearsed.check()
+    assert not rehearsed.failed and rehearsed.size(6) == 8
 
 
 def test_a_kernel_that_does_not_start_is_the_compilers_fault():
