@@ -9,18 +9,15 @@ overwrite each other, in whatever order they come.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flowrl.config.device import on_device, say, usual_device
-from flowrl.config.interpolation import check_size
 from flowrl.config.overrides import Override, parse_override
 from flowrl.runtime import registry, yaml_text
 from flowrl.runtime.text import printable
@@ -98,7 +95,6 @@ def compose(
         for override in sorted(line.values, key=lambda o: not o.key.endswith(".name")):
             apply_override(merged, override, kinds_of(override.key, merged), problems)
         say(source, unnamed, merged)
-        check_size(OmegaConf.to_container(merged))
         return OmegaConf.to_container(merged, resolve=True)  # type: ignore[return-value]
     except RecursionError:
         raise ConfigError("\n".join([*problems, TOO_DEEP])) from None
@@ -255,8 +251,8 @@ def options(group: str) -> list[str]:
 def read_yaml(path: Path) -> Tree:
     """A YAML file that holds a mapping; anything else -> ConfigError that names it."""
     try:
-        tree: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(yaml_text.read(path))))
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        tree = yaml_text.load(yaml_text.read(path))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {printable(error)}") from error
     if not isinstance(tree, dict):
         raise ConfigError(

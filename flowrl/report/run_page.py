@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from markupsafe import Markup
 
 from flowrl.report import answers, suite_page, watch_page
@@ -89,7 +88,7 @@ def _settings(run: Run) -> dict[str, Any]:
     try:
         value = yaml_text.load(run.config)
         what = "" if isinstance(value, dict) else f"it holds {shortened(value)}, not settings"
-    except (ValueError, yaml.YAMLError) as error:
+    except ValueError as error:
         what = " ".join(str(error).split())
     if what:
         again = f"delete it and write it again with flowrl train --resume {run.path}"

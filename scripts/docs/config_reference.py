@@ -47,8 +47,8 @@ flowrl show model=sd3.5-medium algorithm=flow_grpo reward=clip data=file data.tr
 ```
 
 An unknown key, option or value stops with a sentence that names the nearest valid ones (exit code
-2), and nothing is written. A YAML file holds at most 1 MB, 50 levels, each key once, and a million
-characters with its aliases written out.
+2), and nothing is written. A YAML file holds at most 1 MB, 50 levels, each key once, and
+10,000 values with its aliases written out (from OmegaConf 2.4 on).
 
 A value that is empty is refused, as that of `output=$RUN` where the variable is unset; so are empty
 options (`--resume ""`) and an empty text in a file or a script where a setting may be none.

@@ -10,16 +10,10 @@ from flowrl.runtime import yaml_text
 BOMB = "a0: &a0 [lol]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
 )
-CHAIN = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 60))
 TOO_MUCH = {
-    "billion laughs": (BOMB, "with its aliases written out"),
-    "aliases in aliases": (CHAIN, "nests more than 50"),
+    "billion laughs": (BOMB, "expansion exceeds the configured limit"),
     "deep": ("a: " + "[" * 100_000, "nests more than 50"),
-    "long aliases": (
-        f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 10)}]",
-        "more than 1,000,000 characters",
-    ),
-    "itself": ("a: &a [*a]", "stands for itself"),
+    "itself": ("a: &a [*a]", "recursive aliases"),
     "python": ("a: !!python/object/apply:os.getcwd []", "could not determine a constructor"),
     "twice": ("seed: 1\nseed: 2", "found duplicate key"),
     "not text": ("a: \x00", "control characters are not allowed"),
@@ -49,9 +43,9 @@ def test_bytes_and_folders_are_refused_too(tmp_path):
 def test_aliases_of_an_ordinary_file_are_read():
     text = "a: &a {x: 1}\nb:\n  <<: *a\n  y: [*a, *a]"
     assert yaml_text.load(text) == yaml.safe_load(text)
-    yaml_text.check("a: " + "[" * 49 + "]" * 49)
-    with pytest.raises(yaml_text.TooMuch):
-        yaml_text.check("a: " + "[" * 50 + "]" * 50)
+    yaml_text.load("a: " + "[" * 49 + "]" * 49)
+    with pytest.raises(ValueError, match="nests more than 50"):
+        yaml_text.load("a: " + "[" * 50 + "]" * 50)
 
 
 def test_words_that_nest_too_deep_are_one_sentence():
