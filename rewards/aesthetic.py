@@ -31,9 +31,8 @@ from flowrl.rewards.core.pictures import (
     pil_cropped,
     refuse_gradient,
 )
-from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Reward, Rounding
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, warn_unpublished
 from flowrl.runtime.paths import located
@@ -66,13 +65,7 @@ class Settings(Base):
         "openai/clip-vit-large-patch14",
         description="A folder with CLIP ViT-L/14, or its name on the hub.",
     )
-    rounding: bool = pydantic.Field(
-        True,
-        description=(
-            "Score what a saved PNG would show, resized by PIL; false resizes floats and lets the"
-            " gradient through."
-        ),
-    )
+    rounding: Rounding = True
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
@@ -81,6 +74,7 @@ class Aesthetic(Reward):
 
     Settings = Settings
     name = "aesthetic"
+    networks = NUMBERS
     scale = "predicted rating of 1 to 10, mostly 3 to 7"
     quality = True
 
@@ -91,11 +85,6 @@ class Aesthetic(Reward):
         self.head = _head(s, self.backbone.config.projection_dim)
         if s.scale == "vbench":
             self.scale = "predicted rating over 10, mostly 0.3 to 0.7"
-        self.differentiable = not s.rounding
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return published(NUMBERS, settings.backbone)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -28,9 +28,8 @@ from flowrl.rewards.core.pictures import (
     refuse_gradient,
     stretched,
 )
-from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Reward, Rounding
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, warn_unpublished
 from flowrl.types import MediaContext
@@ -51,13 +50,7 @@ class Settings(Base):
     dtype: Literal["float32", "bfloat16"] = pydantic.Field(
         "float32", description="What the network computes in."
     )
-    rounding: bool = pydantic.Field(
-        True,
-        description=(
-            "Score what a saved PNG would show, resized by PIL; false resizes floats and lets the"
-            " gradient through."
-        ),
-    )
+    rounding: Rounding = True
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
 
@@ -66,6 +59,7 @@ class AestheticV25(Reward):
 
     Settings = Settings
     name = "aesthetic_v25"
+    networks = NUMBERS
     scale = "predicted rating of about 1 to 10; 5.5 and above is very good"
     quality = True
 
@@ -81,11 +75,6 @@ class AestheticV25(Reward):
         self.dtype = getattr(torch, s.dtype)
         self.backbone = _picture_tower(s.backbone).to(self.dtype)
         self.head = _head(s.weights, self.backbone.config.hidden_size)
-        self.differentiable = not s.rounding
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return published(NUMBERS, settings.backbone, settings.dtype)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -29,6 +29,7 @@ from torchvision.transforms import Compose, InterpolationMode, Normalize
 from torchvision.transforms.functional import resize
 
 from flowrl.rewards.core.pictures import by_pil, cropped, normalized, pil_cropped, rounded
+from flowrl.rewards.core.reward import Rounding
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.sizes import of_open_clip
 from flowrl.rewards.core.weights import fetch_open_clip, path_of, unfetched
@@ -103,9 +104,7 @@ class Settings(Base):
         "cosine", description="hessel is CLIPScore's own 2.5 * max(cosine, 0)."
     )
     prefix: str = pydantic.Field("", description="Put before every prompt.")
-    rounding: bool = pydantic.Field(
-        True, description="Score what a saved PNG would show; false lets the gradient through."
-    )
+    rounding: Rounding = True
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 

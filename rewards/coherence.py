@@ -38,9 +38,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import center_crop, resize
 
 from flowrl.rewards.core.pictures import normalized, rounded
-from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Reward, Rounding
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import path_of
 from flowrl.rewards.motion_smoothness import dynamic_degree
 from flowrl.rewards.video import softmin
@@ -74,9 +73,7 @@ class Settings(Base):
         gt=0,
         description="How far the worst windows outweigh the others: towards 0 they alone count.",
     )
-    rounding: bool = pydantic.Field(
-        True, description="Score what a saved video would show; false lets the gradient through."
-    )
+    rounding: Rounding = True
     chunk: int = pydantic.Field(4, ge=1, description="Most windows in one forward.")
 
     @pydantic.model_validator(mode="after")
@@ -94,6 +91,7 @@ class Coherence(Reward):
 
     Settings = Settings
     name = "coherence"
+    networks = NUMBERS
     scale = "cosine of predicted and actual V-JEPA 2 features, worst windows first, in [-1, 1]"
     range = (-1.0, 1.0)
     video = "only"
@@ -103,11 +101,6 @@ class Coherence(Reward):
         super().__init__(settings)
         s = self.settings
         self.world = VJepa2(s.weights, s.window, s.context) if world is None else world
-        self.differentiable = not s.rounding
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return published(NUMBERS, settings.weights)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

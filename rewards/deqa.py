@@ -39,7 +39,6 @@ from flowrl.rewards.core.pictures import (
     rounded,
 )
 from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, path_of, tokenizer
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
@@ -71,6 +70,7 @@ class DeQA(Reward):
 
     Settings = Settings
     name = "deqa"
+    networks = NUMBERS
     scale = "quality of the picture by DeQA-Score, 1 to 5"
     quality = True
 
@@ -85,11 +85,6 @@ class DeQA(Reward):
         if s.scale == "flow_grpo":
             self.factor, self.scale = 0.2, f"{self.scale}, divided by 5"
         self.range = (self.factor, 5 * self.factor)
-        self.differentiable = not s.rounding
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return published(NUMBERS, settings.weights, settings.dtype)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

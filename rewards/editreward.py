@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.rewards.core.pictures import refuse_gradient
-from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.source import Settings as SourceSettings
 from flowrl.rewards.core.source import Sourced
 from flowrl.rewards.core.weights import path_of, template, tensors
@@ -44,12 +43,7 @@ class Settings(SourceSettings, vlm.Settings):
         "TIGER-Lab/EditReward-MiMo-VL-7B-SFT-2508",
         description="Folder with model.pth or model.safetensors, or its hub repository.",
     )
-    base: str = pydantic.Field(
-        "XiaomiMiMo/MiMo-VL-7B-SFT-2508",
-        description=(
-            "Configuration, tokenizer and chat template of the tuned model; no weights of it."
-        ),
-    )
+    base: vlm.Tuned = "XiaomiMiMo/MiMo-VL-7B-SFT-2508"
     following: str | None = pydantic.Field(
         None, description=f"Text file with the first head's rubric: {ORIGINS['following']}."
     )
@@ -69,6 +63,7 @@ class EditReward(Sourced):
 
     Settings = Settings
     name = "editreward"
+    networks = NUMBERS
     scale = (
         "pooled mean (mu) of following the instruction and of visual quality by EditReward,"
         " unbounded"
@@ -94,11 +89,6 @@ class EditReward(Sourced):
             path=path,
             reward="editreward",
         )
-        self.differentiable = not s.rounding
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return published(NUMBERS, settings.base, settings.dtype)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

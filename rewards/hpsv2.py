@@ -26,6 +26,7 @@ import pydantic
 from torch import Tensor
 
 from flowrl.rewards.core.pictures import fitted, normalized, rounded
+from flowrl.rewards.core.reward import Rounding
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.sizes import of_open_clip
 from flowrl.rewards.core.weights import fill, path_of, tensors
@@ -54,9 +55,7 @@ class Settings(Base):
             "Resize as torchvision does since 0.17; false: as it did when the models were made."
         ),
     )
-    rounding: bool = pydantic.Field(
-        True, description="Score what a saved PNG would show; false lets the gradient through."
-    )
+    rounding: Rounding = True
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
@@ -83,7 +82,6 @@ class Hpsv2(TwoTowers):
         model = open_clip.CLIP(**open_clip.get_model_config(self.architecture))
         fill(model, tensors(path, under="state_dict"), path=path)
         self.towers = OpenClip(model, open_clip.get_tokenizer(self.architecture))
-        self.differentiable = not s.rounding
 
     @classmethod
     def network_bytes(cls, settings: Any) -> float | None:

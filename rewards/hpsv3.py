@@ -17,7 +17,6 @@ from torch import Tensor
 
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames, refuse_gradient
 from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import path_of, template, tensors
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
@@ -34,12 +33,7 @@ class Settings(vlm.Settings):
     weights: str = pydantic.Field(
         "MizzenAI/HPSv3", description="HPSv3.safetensors, its folder, or its hub repository."
     )
-    base: str = pydantic.Field(
-        "Qwen/Qwen2-VL-7B-Instruct",
-        description=(
-            "Configuration, tokenizer and chat template of the tuned model; no weights of it."
-        ),
-    )
+    base: vlm.Tuned = "Qwen/Qwen2-VL-7B-Instruct"
     template: str | None = pydantic.Field(
         None, description=f"Text file with the model's rubric: {ORIGIN}."
     )
@@ -50,6 +44,7 @@ class HPSv3(Reward):
 
     Settings = Settings
     name = "hpsv3"
+    networks = NUMBERS
     scale = "mean human preference (mu) by HPSv3, about -5 to 13"
     quality = True
     reads_prompt = True
@@ -69,11 +64,6 @@ class HPSv3(Reward):
             path=path,
             reward="hpsv3",
         )
-        self.differentiable = not s.rounding
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return published(NUMBERS, settings.base, settings.dtype)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -28,9 +28,8 @@ from flowrl.rewards.core.pictures import (
     pil_cropped,
     refuse_gradient,
 )
-from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Reward, Rounding
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.tokens import warn_cut
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.rewards.networks.blip import Blip, renamed
@@ -53,10 +52,7 @@ class Settings(Base):
         "google-bert/bert-base-uncased",
         description="Folder with bert-base-uncased's vocab.txt, or a hub id.",
     )
-    rounding: bool = pydantic.Field(
-        True,
-        description="Score what a saved PNG would show, by PIL; false lets the gradient through.",
-    )
+    rounding: Rounding = True
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
 
@@ -68,6 +64,7 @@ class ImageReward(Reward):
 
     Settings = Settings
     name = "imagereward"
+    networks = NUMBERS
     scale = "human preference, z-scored over ImageReward's training set: about -2.3 to 2"
     quality = True
     reads_prompt = True
@@ -82,11 +79,6 @@ class ImageReward(Reward):
         self.tokenizer = BertWordPieceTokenizer(str(vocab), lowercase=True)
         # BLIP's, read only where a prompt spells them.
         self.tokenizer.add_special_tokens(["[DEC]", "[ENC]"])
-        self.differentiable = not s.rounding
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return published(NUMBERS, settings.weights)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -34,7 +34,7 @@ from flowrl.rewards.core.pictures import (
     pil_cropped,
     refuse_gradient,
 )
-from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Reward, Rounding
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.sizes import WIDTH
 from flowrl.rewards.core.tokens import warn_cut
@@ -74,10 +74,7 @@ class Settings(Base):
     dtype: Literal["float32", "float16", "bfloat16"] = pydantic.Field(
         "float32", description="Of the network; the reference: float16."
     )
-    rounding: bool = pydantic.Field(
-        True,
-        description="Score what a saved PNG would show, by PIL; false lets the gradient through.",
-    )
+    rounding: Rounding = True
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
 
@@ -108,7 +105,6 @@ class Mps(Reward):
         self.tokenizer = load_tokenizer(s.tokenizer)
         self.model = load_network(path).to(getattr(torch, s.dtype))
         self.condition = self._tokens([condition])
-        self.differentiable = not s.rounding
 
     @classmethod
     def network_bytes(cls, settings: Any) -> float | None:

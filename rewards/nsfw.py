@@ -31,7 +31,6 @@ from flowrl.rewards.core.pictures import (
 )
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.runtime.paths import located
 from flowrl.types import MediaContext
@@ -69,6 +68,7 @@ class Nsfw(Reward):
 
     Settings = Settings
     name = "nsfw"
+    networks = NUMBERS
     scale = "0 safe, -1 unsafe by Stable Diffusion's safety checker"
 
     def __init__(self, settings: Any = None):
@@ -82,10 +82,6 @@ class Nsfw(Reward):
                 "cosine left to the nearest unsafe concept's threshold: positive safe, negative"
                 " unsafe"
             )
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return published(NUMBERS, settings.weights)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -19,8 +19,8 @@ import pydantic
 from torch import Tensor
 
 from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped
+from flowrl.rewards.core.reward import Rounding
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.sizes import published
 from flowrl.rewards.networks.clip import HubClip, TwoTowers
 
 SCALES = {
@@ -50,13 +50,7 @@ class Settings(Base):
         "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         description="A folder with the CLIP tokenizer, or its name on the hub.",
     )
-    rounding: bool = pydantic.Field(
-        True,
-        description=(
-            "Score what a saved PNG would show, resized by PIL; false resizes floats and lets the"
-            " gradient through."
-        ),
-    )
+    rounding: Rounding = True
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
@@ -65,6 +59,7 @@ class PickScore(TwoTowers):
 
     Settings = Settings
     name = "pickscore"
+    networks = NUMBERS
     scale = SCALES["raw"]
     quality = True
 
@@ -72,12 +67,8 @@ class PickScore(TwoTowers):
         super().__init__(settings)
         s = self.settings
         self.towers = HubClip(s.weights, reward="pickscore", tokenizer=s.tokenizer)
-        self.scale, self.differentiable = SCALES[s.scale], not s.rounding
+        self.scale = SCALES[s.scale]
         self.range = (-1.0, 1.0) if s.scale == "cosine" else None
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return published(NUMBERS, settings.weights)
 
     def pixels(self, frames: Tensor) -> Tensor:
         resize = pil_cropped if self.settings.rounding else cropped

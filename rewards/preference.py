@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames, refuse_gradient
-from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Reward, Rounding
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import path_of
 from flowrl.rewards.networks.bradley_terry import (
@@ -51,9 +51,7 @@ class Settings(Base):
     pretrained: str | None = pydantic.Field(
         None, description="Weights of that backbone, as clip.pretrained; null: its own."
     )
-    rounding: bool = pydantic.Field(
-        True, description="Score what a saved PNG would show; false lets the gradient through."
-    )
+    rounding: Rounding = True
     chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
@@ -77,7 +75,6 @@ class Preference(Reward):
         self.weights = self._weights_of(s.aspect)
         self.backbone = self._load_backbone()
         self.reads_prompt = self.config.features != ["image"]
-        self.differentiable = not s.rounding
 
     @classmethod
     def network_bytes(cls, settings: Any) -> float | None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from flowrl.data.media import IMAGE_SUFFIXES, MEDIA_SUFFIXES, read_frames, read_image
 from flowrl.rewards.core.pictures import column_of, frames_of, refuse_gradient, rounded
-from flowrl.rewards.core.reward import Reward
+from flowrl.rewards.core.reward import Reward, Rounding
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.runtime.paths import located, nearby
@@ -62,9 +62,7 @@ class Settings(Base):
             "LPIPS: file of torchvision's weights for that network; null: torchvision fetches it."
         ),
     )
-    rounding: bool = pydantic.Field(
-        True, description="Score what a saved PNG would show; false lets the gradient through."
-    )
+    rounding: Rounding = True
     chunk: int = pydantic.Field(32, ge=1, description="Most frames in one pass.")
 
 
@@ -96,7 +94,6 @@ class Reference(Reward):
         self.scale = f"{what} against the prompt's ground truth; of a video, {over} its frames"
         self.needs = frozenset({"meta" if s.key else "reference"})
         self.reads = frozenset({s.key} if s.key else ())
-        self.differentiable = not s.rounding
         self.lpips = _lpips(s.net, s.backbone) if s.metric == "lpips" else None
 
     @classmethod

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 from flowrl.rewards.core.pictures import refuse_gradient
 from flowrl.rewards.core.reward import Reward
-from flowrl.rewards.core.sizes import published
 from flowrl.rewards.core.weights import fill, path_of, template, tensors
 from flowrl.rewards.networks import vlm
 from flowrl.types import MediaContext
@@ -57,12 +56,7 @@ class Settings(vlm.Settings):
         "KwaiVGI/VideoReward",
         description="Folder with model_config.json and checkpoint-*, or its hub repository.",
     )
-    base: str = pydantic.Field(
-        "Qwen/Qwen2-VL-2B-Instruct",
-        description=(
-            "Configuration, tokenizer and chat template of the tuned model; no weights of it."
-        ),
-    )
+    base: vlm.Tuned = "Qwen/Qwen2-VL-2B-Instruct"
     template: str | None = pydantic.Field(
         None, description=f"Text file with the model's rubric: {ORIGIN}."
     )
@@ -95,6 +89,7 @@ class VideoAlign(Reward):
 
     Settings = Settings
     name = "videoalign"
+    networks = NUMBERS
     scale = (
         "sum of z-scored visual quality, motion quality and text alignment by VideoReward; 0 is"
         " average"
@@ -118,11 +113,6 @@ class VideoAlign(Reward):
         self.constants = _z_scores(config)
         kind = "z-scored" if s.z_score else "raw"
         self.scale = f"sum of {kind} {', '.join(s.dims)} by VideoReward"
-        self.differentiable = not s.rounding
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return published(NUMBERS, settings.base, settings.dtype)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -15,12 +15,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 import torch
 from torch import Tensor, nn
 
+from flowrl.rewards.core.sizes import published
 from flowrl.runtime import registry
 from flowrl.runtime.filled import Filled
 from flowrl.runtime.registry import did_you_mean
@@ -36,6 +37,15 @@ ORIGINS = {  # of the others: Python code, and clients of a reward server
     "group": "a training run brings it, for its samples of one prompt",
     "source": 'every prompt of a data file that has a column "image" brings it',
 }
+
+
+# of Settings whose reward sees pictures: it is differentiable without
+Rounding = Annotated[
+    bool,
+    pydantic.Field(
+        description="Score what a saved file would show; false lets the gradient through."
+    ),
+]
 
 
 class RewardBug(RuntimeError):
@@ -74,7 +84,8 @@ class Reward:
     where it does not.
     problem: why samples of the last call failed.
     answers: whether `told` has answers about pictures, which evaluation keeps.
-    networks: whether it may hold networks on the device; see network_bytes.
+    networks: whether it may hold networks on the device; see network_bytes. A mapping: how many
+    weights those have that the setting base, backbone or weights names, by their hub names.
     """
 
     Settings: ClassVar[type[Settings]] = Settings
@@ -92,11 +103,13 @@ class Reward:
     verifies: frozenset[str] = frozenset()
     problem: str | None = None
     answers: bool = False
-    networks: bool = True
+    networks: bool | Mapping[str, int] = True
 
     def __init__(self, settings: Any = None):
         """settings: an instance of this class's Settings; None: their defaults."""
         self.settings: Any = self.Settings() if settings is None else settings
+        if hasattr(self.settings, "rounding"):
+            self.differentiable = not self.settings.rounding
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -134,7 +147,11 @@ class Reward:
     def network_bytes(cls, settings: Any) -> float | None:
         """Bytes that the networks of a reward with these settings take on a device, told without
         loading them; None: not known."""
-        return None if cls.networks else 0.0
+        if isinstance(cls.networks, bool):
+            return None if cls.networks else 0.0
+        named = next(n for n in ("base", "backbone", "weights") if hasattr(settings, n))
+        dtype = getattr(settings, "dtype", "float32")
+        return published(cls.networks, getattr(settings, named), dtype)
 
     def uncached(self) -> AbstractContextManager[None]:
         """Within it, no score or answer comes from a store of earlier ones.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import torch
@@ -32,6 +32,7 @@ from torchvision.transforms import functional as F
 
 from flowrl.data.media import to_uint8
 from flowrl.rewards.core.pictures import by_pil, normalized
+from flowrl.rewards.core.reward import Rounding
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.weights import fill, tensors
 from flowrl.runtime import hub
@@ -44,13 +45,19 @@ SUFFIX = (  # what both put after their rubric
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
+Tuned = Annotated[  # setting `base` of a reward that is such a network, tuned
+    str,
+    pydantic.Field(
+        description="Configuration, tokenizer and chat template of the tuned model; no weights."
+    ),
+]
+
+
 class Settings(Base):
     dtype: Literal["bfloat16", "float16", "float32"] = pydantic.Field(
         "bfloat16", description="Type of the network; the head is fp32."
     )
-    rounding: bool = pydantic.Field(
-        True, description="Score what a saved PNG would show; false lets the gradient through."
-    )
+    rounding: Rounding = True
     chunk: int = pydantic.Field(8, ge=1, description="Most samples in one forward.")
 
 
