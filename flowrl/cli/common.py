@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
+from flowrl.runtime.paths import expanded
 from flowrl.runtime.text import one_line, told, visible
 
 Overrides = Annotated[
@@ -42,7 +44,8 @@ MOST = 20  # lines of wrong settings that are printed
 
 
 class Command(TyperCommand):
-    """A command that refuses an option or an argument without a text, as of an unset variable."""
+    """A command that refuses an option or an argument without a text, as of an unset variable, and
+    writes out ~ and variables in its paths, which a shell leaves in --output=~/x."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         words = self.make_parser(ctx).parse_args([*args])[0]  # an empty path would become "."
@@ -52,7 +55,16 @@ class Command(TyperCommand):
             if empty and name not in MAY_BE_EMPTY:
                 complain(f"{name} is empty; was a shell variable unset? give it, or leave it out")
                 raise typer.Exit(2)
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        with one_sentence_errors():
+            ctx.params = {name: _written_out(value) for name, value in ctx.params.items()}
+        return rest
+
+
+def _written_out(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_written_out(entry) for entry in value]
+    return Path(expanded(str(value))) if isinstance(value, Path) else value
 
 
 @contextmanager
@@ -137,9 +149,7 @@ def parse_guidance(text: str) -> float | str:
 
 def parse_columns(words: list[str] | None) -> dict[str, str]:
     """--columns NAME=COLUMN ..., as data.columns of a config."""
-    if wrong := [word for word in words or [] if not all(word.partition("="))]:
-        raise ValueError(f"--columns {wrong[0]} should be NAME=COLUMN, such as prompt=Caption")
-    return {name: column for name, _, column in (word.partition("=") for word in words or [])}
+    return named_values("--columns", words, "prompt=Caption", lambda name: frozenset({str}))
 
 
 def call_arguments(words: list[str] | None) -> dict[str, Any]:
@@ -159,8 +169,8 @@ def named_values(
 
     out: dict[str, Any] = {}
     for word in words or []:
-        name, equals, value = word.partition("=")
-        if not equals or not name:
+        name, _, value = word.partition("=")
+        if not value or not name:
             raise ValueError(f"{option} {word} should be NAME=VALUE, such as {example}")
         try:
             out[name] = value_of(value, kinds_of(name))

@@ -5,18 +5,13 @@ Exit codes: 0 done, 1 a failure while running, 2 the user's input was wrong and 
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import typer
 
 from flowrl.cli import budget, check, evaluate, generate, report, score, serve, show, train
 from flowrl.cli import list as list_
-from flowrl.cli.common import Command, one_sentence_errors
-from flowrl.runtime.paths import expanded
+from flowrl.cli.common import Command
 from flowrl.runtime.streams import keep_streams_open
 
 COMMANDS = {  # in the order of `flowrl --help`
@@ -40,27 +35,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Align image and video generators with reinforcement learning.",
 )
-
-
-def _expanding(command: Any) -> Callable[..., None]:
-    """The command with ~ and variables written out in its paths: a shell leaves --output=~/x."""
-
-    def written_out(value: Any) -> Any:
-        if isinstance(value, list):
-            return [written_out(entry) for entry in value]
-        return Path(expanded(str(value))) if isinstance(value, Path) else value
-
-    @functools.wraps(command)
-    def wrapped(**given: Any) -> None:
-        with one_sentence_errors():
-            given = {name: written_out(value) for name, value in given.items()}
-        command(**given)
-
-    return wrapped
-
-
 for _name, _command in COMMANDS.items():
-    app.command(_name, cls=Command)(_expanding(_command))
+    app.command(_name, cls=Command)(_command)
 
 
 def main() -> None:

@@ -37,19 +37,9 @@ def keep_streams_open() -> None:
         if stream is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", encoding="utf-8"))
-        elif number and (raw := _raw(stream)) is not None and raw.fileno() == number:
+        elif number and stream is getattr(sys, f"__{name}__"):  # not that of a notebook
             stream.flush()
-            output: Any = _Output(number, "w", closefd=False)
-            if not isinstance(stream.buffer, io.FileIO):  # as without PYTHONUNBUFFERED
-                output = io.BufferedWriter(output)
-            how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            text = io.TextIOWrapper(output, stream.encoding, "backslashreplace", **how)
+            output = io.BufferedWriter(_Output(number, "w", closefd=False))
+            lines = stream.line_buffering or stream.write_through
+            text = io.TextIOWrapper(output, stream.encoding, "backslashreplace", None, lines)
             setattr(sys, name, text)
-
-
-def _raw(stream: Any) -> io.FileIO | None:
-    """The file behind a stream; None where there is none (in a notebook or on a Windows console,
-    which show every character)."""
-    buffer = getattr(stream, "buffer", None)
-    raw = getattr(buffer, "raw", buffer)
-    return raw if isinstance(raw, io.FileIO) else None
