@@ -295,7 +295,7 @@ def test_generate_takes_lists_beside_prompts(monkeypatch):
     bad = {
         "gone.txt": "gone.txt does not exist",
         "shapes:evil": "unknown data",
-        "--columns=Prompt": "--columns Prompt should be NAME=COLUMN",
+        "--columns=Prompt": "--columns Prompt should be NAME=VALUE, such as prompt=Caption",
     }
     for word, sentence in bad.items():
         result = small.invoke("generate", "shapes-sd3", "a cat", word)
