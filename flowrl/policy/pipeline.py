@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import flowrl.policy.lora as lora
 import flowrl.policy.lora_read as lora_read
@@ -23,7 +23,14 @@ from flowrl.policy.replay.bind import bind
 from flowrl.policy.replay.blame import blaming
 from flowrl.policy.replay.body import BodyReplay, body_replay
 from flowrl.policy.replay.coords import Schedule
-from flowrl.policy.replay.decode import DECODING, Decoder, TailDecoder, infer_decoder, tails
+from flowrl.policy.replay.decode import (
+    DECODING,
+    Decoder,
+    TailDecoder,
+    infer_decoder,
+    round_alike,
+    tails,
+)
 from flowrl.policy.replay.describe import describe
 from flowrl.policy.replay.embedded import embedded
 from flowrl.policy.replay.errors import CallError, UnreplayableError
@@ -331,9 +338,11 @@ class PipelinePolicy(Policy):
             return
         upcast = self.dtype == torch.float16 and config.get("force_upcast")
         own = torch.float32 if upcast else self.dtype
-        vae.to(self.dtype).to(own)  # the weights that the pipeline would have
+        for kind in (self.dtype, own):  # the weights that the pipeline would have
+            nn.Module.to(vae, kind)
         if isinstance(self.decoder, Decoder):
             self.decoder.dtype = own  # pipelines bring latents into their VAE's type first
+            round_alike(self.decoder, self.prober, self.steps)
 
     def tile_decoder(self) -> None:
         vae = getattr(self.pipe, "vae", None)

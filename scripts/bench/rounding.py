@@ -140,6 +140,7 @@ def measure(name: str, folder: Path, kind: str) -> Measured:
     dtype, source = TYPES[kind], small_models.save(name, folder)
     call = {**load_config(None, [f"model={name}"]).model.pipeline, **small_models.call_of(name)}
     policy = flowrl.load_policy(str(source), dtype=dtype, lora=LORA, **call)
+    found = dict(coefficients(policy))
     policy.narrow_decoder()
     with quiet():
         pipe = plain(source, dtype)
@@ -149,7 +150,7 @@ def measure(name: str, folder: Path, kind: str) -> Measured:
             name,
             kind,
             " or ".join(rules),
-            dict(coefficients(policy)),
+            found,
             velocities(policy, runs, dtype),
             media(policy, pipe, runs[0]),
         )

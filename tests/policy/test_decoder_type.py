@@ -1,12 +1,15 @@
 """In which type the VAE decodes: the network's, unless a gradient passes or it overflows."""
 
+import long
 import pytest
 import small
 import tiny
 import torch
+import zoo
 
 from flowrl.config.build import climbs, make_policy
 from flowrl.policy import load_policy
+from flowrl.policy.replay.decode import TailProbe
 
 
 @pytest.mark.parametrize(("wanted", "made"), [("bf16", torch.bfloat16), ("fp16", torch.float32)])
@@ -39,6 +42,34 @@ def test_a_narrow_decoder_decodes_alike_with_half_the_bytes():
     narrow = policy.decode(x)
     assert size() * 2 == before and narrow.dtype == torch.float32
     assert (narrow - wide).abs().max() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "computes"),
+    [
+        ("wan21", torch.bfloat16, torch.bfloat16),  # divided by the inverses of deviations
+        ("sana_video", torch.float16, torch.float16),
+        ("cosmos2_t2i", torch.bfloat16, torch.float32),  # latents in fp32, VAE in bf16
+        pytest.param("ltx", torch.float16, torch.float32, marks=long.mark),  # multiplied
+        pytest.param("chronoedit", torch.bfloat16, torch.bfloat16, marks=long.mark),
+        pytest.param("qwenimage", torch.bfloat16, torch.bfloat16, marks=long.mark),
+    ],
+)
+def test_means_and_deviations_of_channels_are_rounded_as_the_pipeline_does(name, dtype, computes):
+    """What the VAE is given equals the pipeline's, to the last bit."""
+    case = zoo.cases()[name]
+    given = case.call | (case.conditions[0] if case.conditions else {})
+    policy = load_policy(case.make().to(dtype), **given)
+    before, prober = policy.decoder.before, policy.prober
+    rows = prober.count + len(prober.runner.pad)
+    x = torch.randn(rows, *policy.latent_shape)
+    probe = TailProbe(prober, policy.steps, prober.rows(prober.count), rows)
+    theirs = probe.received_for(x)
+    made = before(x, before.const[0, :1].float(), dtype=policy.decoder.dtype)
+    assert (policy.decoder.dtype, theirs.dtype) == (computes, dtype)
+    assert torch.equal(made.to(dtype), theirs)
+    # it was held in fp32 while its maps were read
+    assert {p.dtype for p in policy.pipe.vae.parameters()} == {dtype}
 
 
 def test_an_argument_that_is_wrong_is_named_also_beside_a_vae_of_another_type():

@@ -6,16 +6,17 @@ that does otherwise is run itself, a row at a time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from flowrl.policy.replay.affine import patterns, solve
+from flowrl.policy.replay.affine import BASE, patterns, solve
 from flowrl.policy.replay.arguments import Affine, Cond
 from flowrl.policy.replay.errors import Halt, UnreplayableError
 from flowrl.policy.replay.items import Item
@@ -140,6 +141,7 @@ def _affine_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decod
     if after is None:
         raise UnreplayableError("decode: output of the pipeline is not that of its VAE in a line")
     decoder = Decoder(prober.runner.pipe.vae, before, after, shape, dtype=dtype)
+    round_alike(decoder, prober, steps)
     if prober.runner.single and before.const is not None:
         constant, scale = tails(prober, steps, decoder, [prober.record[1]])[0]
         same = torch.allclose(constant, before.const[0, 0].to(constant))
@@ -148,6 +150,28 @@ def _affine_decoder(prober: Prober, steps: int, shape: tuple[int, ...]) -> Decod
         if decoder.own and not whole and len(scale) == torch.Size(shape).numel():
             before.index = None  # a mask: latents stay where they are
     return decoder
+
+
+def round_alike(decoder: Decoder, prober: Prober, steps: int) -> None:
+    """Round what is another for each channel as a pipeline of low precision does: deviations and
+    means are tensors of its type, and latents are multiplied by the former, or divided by their
+    inverses; or all is done in fp32. One scale of all channels is a number, which is exact."""
+    before, dtype = decoder.before, decoder.dtype
+    if dtype == torch.float32 or decoder.own or not before.scale.ndim or before.const is None:
+        return
+    scale, const = before.scale.to(dtype), before.const.to(dtype).to(before.const)
+    divided = 1.0 / (1.0 / scale).to(before.scale)
+    maps = [before, *(replace(before, scale=s.to(divided), const=const) for s in (scale, divided))]
+    rows = prober.count + len(prober.runner.pad)
+    x = patterns(rows, decoder.latent)["noise"] / BASE
+    theirs = TailProbe(prober, steps, prober.rows(prober.count), rows).received_for(x).cpu()
+
+    def apart(way: tuple[Affine, torch.dtype]) -> int:
+        made = way[0](x, _constant(way[0], x), dtype=way[1])
+        return int((made.to(theirs.dtype) != theirs).sum())
+
+    ways = [(one, kind) for kind in (dtype, torch.float32) for one in maps]
+    decoder.before, decoder.dtype = min(ways, key=apart)
 
 
 def tails(prober: Prober, steps: int, decoder: Decoder, items: Sequence[Item]) -> Tensor:
@@ -205,7 +229,8 @@ class TailProbe:
     def _run(self, x: Tensor, exact: bool = False) -> None:
         self.received.clear()
         how: dict[str, Any] = {"latents": always(x), "output_type": "pt", "exact": exact}
-        with replaced(self.prober.runner.pipe.vae, "decode", self._decode):
+        vae = self.prober.runner.pipe.vae
+        with replaced(vae, "decode", self._decode), in_fp32(vae) if exact else nullcontext():
             self.prober.run(self.items, self.steps, **how)
         if sum(map(len, self.received)) != self.rows:
             raise UnreplayableError(
@@ -240,6 +265,21 @@ class TailProbe:
                 raise UnreplayableError(f"decode: the VAE returned {len(one)} rows for one")
             self.image = tuple(one.shape[1:])
         return self.image
+
+
+@contextmanager
+def in_fp32(vae: Any) -> Iterator[None]:
+    """Hold a VAE of one narrow type in fp32: pipelines bring their latents into its type first."""
+    kinds = {p.dtype for p in vae.parameters()} if isinstance(vae, nn.Module) else set()
+    kind = kinds.pop() if len(kinds) == 1 else torch.float32
+    if kind == torch.float32:
+        yield
+        return
+    nn.Module.to(vae, torch.float32)  # diffusers' own `to` warns
+    try:
+        yield
+    finally:
+        nn.Module.to(vae, kind)
 
 
 def _output(sample: Tensor) -> Any:
