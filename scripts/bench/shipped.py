@@ -275,7 +275,10 @@ def attempt(cell: Cell, method: str, source: Path, folder: Path) -> dict[str, An
             check_metrics(run, 2)
             check_outputs(run, guided=load_config(None, given).eval.baseline_guidance is not None)
             stage = "resume"
-            command("train", "--resume", run, "iterations=3", own=own)
+            # a third changes a schedule of the learning rate over all of them
+            fixed = load_config(None, given).optimizer.schedule == "constant"
+            accept = [] if fixed else ["--accept-changes"]
+            command("train", "--resume", run, "iterations=3", *accept, own=own)
             check_metrics(run, 3)
         out["touched"] = touched(held[0], run) if held else {}
         stage = "generate"
