@@ -249,6 +249,7 @@ def evaluate(
     ledger, rewards = ledger or Ledger(policy.device), load_set(rewards).pointwise()
     rewards = rewards.beside(policy)
     policy.say_cut(prompt["prompt"] for prompt in prompts)
+    policy.say_unread([guidance], prompts[0])
     evaluator = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=how, ledger=ledger)
     return evaluator.evaluation(images)
 

@@ -8,13 +8,11 @@ from typing import Any
 
 from flowrl.config.build import autocast, load_run
 from flowrl.config.live import held_out_of
-from flowrl.data.conditions import is_condition
 from flowrl.evaluation import record
 from flowrl.evaluation.held_out import evaluate
 from flowrl.report import run_page
 from flowrl.runtime import run_folder
 from flowrl.runtime.distributed import ALONE, Alone, World
-from flowrl.runtime.log import logger
 
 
 def evaluate_run(
@@ -48,9 +46,6 @@ def evaluate_run(
     given = {"guidance": guidance, "steps": steps, "seed": seed, "rlg": rlg}
     setting = own | {key: value for key, value in given.items() if value is not None}
     tuned.branches(setting["guidance"])
-    brought = {key for row in held_out[:1] for key in row if is_condition(key)}
-    for sentence in tuned.unread([setting["guidance"]], brought):
-        logger.warning(sentence)
     result = evaluate(
         tuned,
         held_out,

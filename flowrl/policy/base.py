@@ -22,6 +22,7 @@ from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.request import Request
 from flowrl.runtime import shares
+from flowrl.runtime.log import logger
 from flowrl.types import Transition
 
 
@@ -99,6 +100,11 @@ class Policy:
 
     def say_cut(self, prompts: Iterable[str | None]) -> None:
         """Warn of prompts whose ends are not read, of each once."""
+
+    def say_unread(self, guidances: Sequence[float | str], names: Iterable[str] = ()) -> None:
+        """Warn of arguments of the pipeline's call that change nothing (see unread)."""
+        for sentence in self.unread(guidances, names):
+            logger.warning(sentence)
 
     def readers(self) -> Sequence[Any]:
         """The text encoders, and how much of a prompt each of them reads, in words."""

@@ -72,8 +72,7 @@ def generate(
         decode=decode,
     )
     brought = {key for row in asked.conditions or () for key in row}
-    for sentence in policy.unread([guidance], brought):
-        logger.warning(sentence)
+    policy.say_unread([guidance], brought)
     media = _made(asked, _way(asked, best_of, search, refine, reward), reward)
     _say_size(policy, media)
     return media

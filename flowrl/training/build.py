@@ -173,7 +173,8 @@ def warn(
     guidances = [cfg.sampler.guidance, cfg.data.sampler.help.guidance or "none"]
     guidances += [cfg.eval.guidance, cfg.eval.baseline_guidance or "none"]
     said = unused_options(cfg, algorithm, plan, spare=spare)
-    for sentence in [*said, *policy.unread(guidances, prompts[0][0])]:
+    policy.say_unread(guidances, prompts[0][0])
+    for sentence in said:
         logger.warning(sentence)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,6 +56,22 @@ def test_a_run_is_compared_with_its_base_and_told_what_it_was_trained_on(run, ca
     assert record["contamination"]["exact"] == 2 and "training prompts" in caplog.text
     assert record["peaks"].keys() == {"saturation", "saturation/clipped"}
     assert record["peaks"]["saturation"]["last_iteration"] == 1
+
+
+def test_an_argument_that_no_setting_of_a_suite_reads_is_said(run, tmp_path, monkeypatch, caplog):
+    loaded = runs.build.load_tuned
+
+    def with_negative(cfg, weights):
+        policy = loaded(cfg, weights)
+        policy.prober.runner.given |= {"negative_prompt"}
+        return policy
+
+    monkeypatch.setattr(runs.build, "load_tuned", with_negative)
+    for guidance, said in (("none", 1), (2.0, 0)):
+        chosen = replace(QUICK, count=1, images=1, steps=1, guidance=guidance)
+        evaluate_runs([run], "shapes", chosen, into={run: tmp_path / str(guidance)})
+        assert caplog.text.count("negative_prompt has no effect") == said
+        caplog.clear()
 
 
 def test_the_base_is_the_model_before_training(run):

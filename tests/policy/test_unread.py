@@ -38,6 +38,15 @@ def test_negative_prompts_of_records_are_said_too(shapes, monkeypatch, caplog):
     assert NEGATIVE in caplog.text
 
 
+def test_evaluations_say_it_too(shapes, caplog):
+    how = {"images": 1, "steps": 1, "rewards": {"jpeg": 1.0}}
+    flowrl.evaluate(shapes, ["a red circle"], **how, guidance="none")
+    assert caplog.text.count(NEGATIVE) == 1
+    caplog.clear()
+    flowrl.evaluate(shapes, ["a red circle"], **how, guidance=2.0)
+    assert "no effect" not in caplog.text
+
+
 def test_an_argument_that_the_call_never_loads_is_named(shapes, monkeypatch):
     def call(self, prompt, height, width, negative_prompt="", fps=16):
         def inner():

@@ -128,8 +128,10 @@ def _evaluate(
     sampling = sampling_of(task.suite, cfg, seed=chosen.seed, device=policy.device, rlg=chosen.rlg)
     sampling = replace(sampling, world=world)
     baseline = cfg.eval.baseline_guidance if task.suite.guidance is None else None
-    for guidance in (sampling.guidance, baseline or "none"):
+    guidances = [sampling.guidance, baseline or "none"]
+    for guidance in guidances:
         policy.branches(guidance)  # one that the model does not know is refused here
+    policy.say_unread(guidances, task.prompts[0])
     key = _key(task, cfg, sampling, baseline)
     journal = Journal(
         place / FOLDER / f"{task.name}.part.jsonl",
