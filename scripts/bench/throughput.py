@@ -7,10 +7,11 @@
 No hub and no weights: the pipeline of configs/architecture is made on the device, and the run's own
 loop trains it with random rewards. Beside it, for Stable Diffusion 3, Flow-GRPO (or DiffusionNFT)
 as its authors' code runs it (reference_loop.py), with all steps trained. MFU is FLOPs over those of
-large matmuls in the same time, which are measured first, in the same process and type. FLOPs, and
-on a CPU memory, are counted in an iteration of their own; on a GPU memory is the highest that its
-allocator held, weights included. `--budget h100` prints what `flowrl budget` says for that device
-as a loop of its own. Further words are settings of the config. Prints Markdown.
+large matmuls in the same time, which are measured first, in the same process and type. On a CPU
+FLOPs and memory are counted in an iteration of their own. On a GPU that would take minutes: FLOPs
+are those that the run's metrics say, in the reference loop as many a network row, and memory is the
+highest that the allocator held, weights included. `--budget h100` prints what `flowrl budget` says
+for that device as a loop of its own. Further words are settings of the config. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -60,11 +61,12 @@ SHARED = [
 
 @dataclass(slots=True)
 class Phase:
-    """Of an iteration. gb: the highest while it lasts."""
+    """Of an iteration. gb: the highest while it lasts. rows: of the network."""
 
     seconds: float = 0.0
     flops: float = 0.0
     gb: float = 0.0
+    rows: float = 0.0
 
 
 Phases = dict[str, Phase]
@@ -173,18 +175,24 @@ def metered(ledger: Ledger) -> Iterator[Phases]:
 
 
 def measured(iterate: Callable[[], dict[str, float]], ledger: Ledger, times: int) -> Phases:
-    """One iteration to warm up, the medians of `times` that are timed, and one that is counted."""
+    """One iteration to warm up, the medians of `times` that are timed, and on a CPU one that is
+    counted."""
     say("warm-up", iterate())
     lines = []
     for _ in range(times):
         lines.append(iterate())
         say("timed", lines[-1])
-    with metered(ledger) as found:  # each operator passes through Python: the last one
-        say("counted", iterate())
+    found: Phases = {}
+    if ledger.cuda:
+        for name in PHASES:
+            peak = max(line.get(f"memory/{name}_gb", 0.0) for line in lines)
+            found[name] = Phase(flops=lines[-1].get(f"flops/{name}", 0.0), gb=peak)
+    else:
+        with metered(ledger) as found:  # each operator passes through Python: the last one
+            say("counted", iterate())
     for name, phase in found.items():
         phase.seconds = statistics.median(line.get(f"time/{name}", 0.0) for line in lines)
-        if ledger.cuda:
-            phase.gb = max(line.get(f"memory/{name}_gb", 0.0) for line in lines)
+        phase.rows = lines[-1].get(f"nfe/{name}", 0.0)
     found["iteration"] = Phase(
         seconds=statistics.median(line["time/iteration"] for line in lines),
         flops=sum(phase.flops for phase in found.values()),
@@ -313,6 +321,14 @@ def of_reference(
     return measured(loop.iterate, loop.ledger, iterations)
 
 
+def as_many_a_row(phases: Phases, known: Phases) -> None:
+    """Give phases the FLOPs that `known` ones have a network row."""
+    for name in PHASES:
+        if name in known and known[name].rows:
+            phases[name].flops = known[name].flops / known[name].rows * phases[name].rows
+    phases["iteration"].flops = sum(phases[name].flops for name in PHASES if name in phases)
+
+
 def run(
     arch: str,
     algorithm: str,
@@ -333,7 +349,9 @@ def run(
     if budget:
         loops["budget"] = predicted(cfg, budget)
     if reference and (arch in random_pipeline.EMBEDDED or arch.startswith("sd3")):
-        loops["reference"] = of_reference(arch, algorithm, cfg, device, iterations)
+        loops["reference"] = theirs = of_reference(arch, algorithm, cfg, device, iterations)
+        if device.type == "cuda":
+            as_many_a_row(theirs, own)
     images = cfg.batch.prompts * cfg.batch.group
     title = f"{arch}, {algorithm}: {where(device, dtype, cfg)}\nceilings: {rates}\n"
     if ratios:

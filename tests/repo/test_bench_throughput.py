@@ -3,6 +3,7 @@ refuse."""
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import long
 import pytest
@@ -43,6 +44,18 @@ def test_throughput_prints_every_phase_of_both_loops(script):
     # the rollout makes the same forwards in both
     assert cells["flowrl", "rollout"][2] == cells["reference", "rollout"][2]
     assert cells["flowrl", "rollout"][2] == cells["budget", "rollout"][2]
+
+
+def test_on_a_gpu_flops_are_those_of_the_metrics_and_as_many_a_row_in_the_reference(script):
+    throughput = script("throughput")
+    line = {"time/rollout": 2.0, "time/iteration": 9.0, "memory/peak_gb": 3.0}
+    line |= {"memory/rollout_gb": 3.0, "nfe/rollout": 8.0, "flops/rollout": 80.0}
+    own = throughput.measured(lambda: line, SimpleNamespace(cuda=True), 2)
+    assert own["rollout"] == throughput.Phase(seconds=2.0, flops=80.0, gb=3.0, rows=8.0)
+    assert own["iteration"].flops == 80.0 and own["iteration"].seconds == 9.0
+    theirs = {"rollout": throughput.Phase(rows=12.0), "iteration": throughput.Phase()}
+    throughput.as_many_a_row(theirs, own)
+    assert theirs["rollout"].flops == theirs["iteration"].flops == 120.0
 
 
 def test_the_config_of_a_real_model_goes_with_its_random_weights(script, tmp_path):
