@@ -9,16 +9,17 @@ import os
 import platform
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from flowrl.runtime import files, hub, side_files
 from flowrl.runtime.paths import nearby
-from flowrl.runtime.side_files import Evaluation, read_line, read_lines
+from flowrl.runtime.side_files import Evaluation, Line, problem
 
-EVALUATION, PEAK = "evaluation.json", "peak.json"
+METRICS, EVALUATION, PEAK = "metrics.jsonl", "evaluation.json", "peak.json"
 PACKAGES = (
     "flowrl",
     "torch",
@@ -63,14 +64,14 @@ def read(path: Path) -> Run:
             f'"{path}" is not a folder{nearby(path)}; give the folder of a run, such as'
             " runs/quickstart"
         )
-    config, metrics = path / "config.yaml", path / "metrics.jsonl"
-    if not config.exists() and not metrics.exists():
+    config = path / "config.yaml"
+    if not config.exists() and not (path / METRICS).exists():
         raise ValueError(
             f'"{path}" does not hold a run: neither config.yaml nor metrics.jsonl is there; give a'
             " folder that flowrl train wrote"
         )
     notes: list[str] = []
-    lines = read_lines(metrics, notes) if metrics.exists() else []
+    lines = read_metrics(path, notes)
     if lines and lines[-1].get("optimizer/step") == 0:
         notes.append("Nothing was trained: no optimizer step was taken.")
     return Run(
@@ -133,7 +134,7 @@ class MetricsFile:
     """metrics.jsonl: one object a line, one line an iteration, on disk as soon as it is written."""
 
     def __init__(self, run: str | Path) -> None:
-        self.path = Path(run) / "metrics.jsonl"
+        self.path = Path(run) / METRICS
 
     def write(self, iteration: int, metrics: Mapping[str, Any]) -> None:
         line = json.dumps(
@@ -142,10 +143,9 @@ class MetricsFile:
         files.append(self.path, line + "\n")
 
 
-def read_metrics(run: str | Path) -> list[dict[str, Any]]:
-    """Lines of a run's metrics.jsonl, oldest first; [] before the first iteration."""
-    path = Path(run) / "metrics.jsonl"
-    return read_lines(path) if path.exists() else []
+def read_metrics(run: str | Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
+    """Rows of a run's metrics.jsonl, oldest first; [] before the first iteration."""
+    return [json.loads(line) for line in recorded(Path(run), notes).values()]
 
 
 def truncate_metrics(run: str | Path, iteration: int) -> None:
@@ -158,10 +158,9 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
     drops the old ones).
     """
     run = Path(run)
-    metrics = run / "metrics.jsonl"
-    if metrics.exists():
+    if (run / METRICS).exists():
         kept = [line for number, line in recorded(run).items() if number <= iteration]
-        files.write(metrics, b"".join(line + b"\n" for line in kept))
+        files.write(run / METRICS, b"".join(line + b"\n" for line in kept))
     for sample in (run / "samples").glob("iteration-*"):
         number = re.fullmatch(r"iteration-(\d{6,})(\.\w+)?", sample.name)
         if number and int(number[1]) > iteration:
@@ -170,16 +169,20 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
 
 def metrics_digest(run: Path, iteration: int) -> str:
     """SHA-256 of what metrics.jsonl records of the iterations up to `iteration`."""
-    lines = recorded(run) if (run / "metrics.jsonl").exists() else {}
-    kept = b"\n".join(line for number, line in lines.items() if number <= iteration)
+    kept = b"\n".join(line for number, line in recorded(run).items() if number <= iteration)
     return hashlib.sha256(kept).hexdigest()
 
 
-def recorded(run: Path) -> dict[int, bytes]:
-    """Iteration -> its line of metrics.jsonl, the last where there are several; lines that were cut
-    off, edited or damaged are left out."""
+def recorded(run: Path, notes: list[str] | None = None) -> dict[int, bytes]:
+    """Iteration -> its line of metrics.jsonl, the last where there are several. Lines that were cut
+    off, edited or damaged are left out and noted."""
     found: dict[int, bytes] = {}
-    for line in (run / "metrics.jsonl").read_bytes().split(b"\n"):
-        with suppress(ValueError):
-            found[read_line(line)["iteration"]] = line
+    path, notes = run / METRICS, [] if notes is None else notes
+    for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else (), 1):
+        try:
+            found[Line.model_validate_json(line).iteration] = line
+        except ValidationError as error:
+            what = f"Line {number} of {METRICS} was cut short, edited or damaged"
+            why = f"{what} ({problem(error)}) and is left out, as when the run is resumed."
+            notes += [why] if line else []
     return found

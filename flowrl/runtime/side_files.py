@@ -76,6 +76,14 @@ class Evaluation(Stored):
     paired: dict[str, Paired] = {}
 
 
+class Line(Stored):
+    """A row of metrics.jsonl: finite numbers, null or texts beside its iteration."""
+
+    __pydantic_extra__: dict[str, Number | bool | str | None]
+
+    iteration: int = Field(ge=0, lt=2**53)
+
+
 class Plain(Stored):
     """Any object."""
 
@@ -90,10 +98,8 @@ def read(path: Path, shape: type[Stored] = Plain, *, again: str) -> dict[str, An
         shape.model_validate_json(text)
         return json.loads(text)  # as it was written, not as the shape has it
     except ValidationError as error:
-        what = problem(error)
-    except ValueError as error:  # an integer of thousands of digits
-        what = str(error)
-    raise ValueError(f"{path} {EDITED} ({what}); restore it, or delete it and {again}")
+        what = f"{path} {EDITED} ({problem(error)})"
+        raise ValueError(f"{what}; restore it, or delete it and {again}") from None
 
 
 def problem(error: ValidationError) -> str:
@@ -111,53 +117,3 @@ def shortened(value: Any, most: int = 60) -> str:
     """How a value is written in a message, cut off after `most` letters."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."
-
-
-def read_lines(path: Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, each with its iteration; finite numbers, null, or texts.
-
-    A last line without its end (the run is being written, or was killed) is left out and noted;
-    another line that is not such a row -> ValueError.
-    """
-    *whole, rest = path.read_bytes().split(b"\n")
-    rows = [_row(path, number, line) for number, line in enumerate(whole, 1)]
-    if rest:
-        last = len(rows) + 1
-        try:
-            rows.append(_row(path, last, rest))
-        except ValueError:
-            what = f"The last line of {path.name} (line {last}) is cut short and was left out."
-            notes = [] if notes is None else notes
-            notes.append(what)
-    return rows
-
-
-def read_line(line: bytes) -> dict[str, Any]:
-    """A row of metrics.jsonl; ValueError that says what keeps the line from being one."""
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        raise ValueError("is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"is not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"is {shortened(row)}, not an object")
-    iteration = row.get("iteration")
-    if type(iteration) is not int or not 0 <= iteration < 2**53:
-        has = shortened(iteration)
-        raise ValueError(f'needs an "iteration", a whole number from 0, and has {has}')
-    for key, value in row.items():
-        if isinstance(value, int | float) and not abs(value) <= LARGEST:
-            has = f"{shortened(value)} as {shortened(key)}"
-            raise ValueError(f"has {has}; null stands for what is no finite number")
-    return row
-
-
-def _row(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        return read_line(line)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} {EDITED} (line {number} {error}); restore it, or resume the run, which drops"
-            " such lines"
-        ) from None

@@ -160,5 +160,5 @@ def _note(run: Path, event: str, iteration: int, what: str, **facts: Any) -> Non
 
 def _lost(run: Path, iteration: int) -> list[int]:
     """Iterations up to a checkpoint that metrics.jsonl does not hold: lines lost or damaged."""
-    found = recorded(run) if (run / "metrics.jsonl").exists() else {}
+    found = recorded(run)
     return [i for i in range(1, iteration + 1) if i not in found]

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import ValidationError
 from torch import Tensor
 
 from flowrl.data.prompts import Prompts
@@ -30,7 +29,6 @@ from flowrl.rewards.networks.clip import TwoTowers
 from flowrl.runtime import files
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import Progress
-from flowrl.runtime.side_files import Stored
 from flowrl.samplers import keys
 from flowrl.types import MediaContext
 
@@ -247,23 +245,6 @@ def by_dimension(rewards: RewardSet) -> RewardSet:
 # journal
 
 
-class Part(Stored):
-    """What a chunk gave; NaN where a value is missing."""
-
-    values: dict[str, list[list[float]]]
-    diversity: dict[str, list[float]]
-    calls: int
-    answers: dict[str, list[dict[str, Any]]]
-
-
-class Line(Stored):
-    """A line of a journal, after its key."""
-
-    setting: str
-    start: int
-    part: Part
-
-
 @dataclass
 class Journal:
     """What an evaluation has measured so far: a file with a line a chunk.
@@ -285,10 +266,10 @@ class Journal:
         kept = [first]
         for line in parts:
             try:
-                read = Line.model_validate_json(line)
-            except ValidationError:  # what follows was edited or damaged, and is measured again
+                read = json.loads(line)
+                self.known[read["setting"], read["start"]] = read["part"]
+            except (ValueError, TypeError, KeyError):  # what follows is measured again
                 break
-            self.known[read.setting, read.start] = read.part.model_dump()
             kept.append(line)
         files.write(self.path, b"".join(line + b"\n" for line in kept))
 

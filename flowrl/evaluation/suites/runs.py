@@ -175,7 +175,8 @@ def _record(
 
 def _config_of(run: Path) -> Config:
     path = run_folder.config_file(run)
-    run_folder.read(run)  # its other files are readable, before time is spent
+    for note in run_folder.read(run).notes:  # its other files are read before time is spent
+        logger.warning(note)
     checkpoint.latest(run)
     return read_config(path)
 
