@@ -9,14 +9,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from flowrl.runtime import side_files
-from flowrl.runtime.side_files import Answered, Number, Stored
-
-
-class Mean(Stored):
-    """A score; None where nothing is known."""
-
-    mean: Number | None
-    ci: tuple[Number, Number] | None
+from flowrl.runtime.side_files import Answered, Entry, Number, Stored
 
 
 class Difference(Stored):
@@ -32,11 +25,11 @@ class Row(Stored):
     name: str
     guidance: str | Number
     rlg: Number = 1.0
-    scores: dict[str, Mean | None] = Field(min_length=1)
-    categories: dict[str, dict[str, Mean | None]] = {}
-    details: dict[str, dict[str, Mean | None]] = {}
-    diversity: dict[str, Mean | None] = {}
-    best_of: list[Mean]
+    scores: dict[str, Entry | None] = Field(min_length=1)
+    categories: dict[str, dict[str, Entry | None]] = {}
+    details: dict[str, dict[str, Entry | None]] = {}
+    diversity: dict[str, Entry | None] = {}
+    best_of: list[Entry]
     answers: dict[str, list[Answered]] = {}
 
 

@@ -141,11 +141,12 @@ def cell(entry: Mapping[str, Any] | None, key: str = "mean") -> str:
     """
     if entry is None or entry[key] is None:
         return ""
-    low, high = entry["ci"] or (0.0, 0.0)
+    interval = entry.get("ci")
+    low, high = interval or (0.0, 0.0)
     least = 3 if max(abs(entry[key]), abs(low), abs(high)) < 10 else 1
     digits = min(7, max(least, 1 - math.floor(math.log10(high - low)))) if high > low else least
     form = f"{'+' if key == 'difference' else ''}.{digits}f"
-    return f"{entry[key]:{form}}" + (f" [{low:{form}}, {high:{form}}]" if entry["ci"] else "")
+    return f"{entry[key]:{form}}" + (f" [{low:{form}}, {high:{form}}]" if interval else "")
 
 
 def sentences(record: Record) -> list[str]:

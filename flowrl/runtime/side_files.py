@@ -84,11 +84,7 @@ class Line(Stored):
     iteration: int = Field(ge=0, lt=2**53)
 
 
-class Plain(Stored):
-    """Any object."""
-
-
-def read(path: Path, shape: type[Stored] = Plain, *, again: str) -> dict[str, Any]:
+def read(path: Path, shape: type[Stored] = Stored, *, again: str) -> dict[str, Any]:
     """A JSON file that holds an object of a shape; ValueError otherwise.
 
     again: what writes it anew, for the message.

@@ -134,14 +134,14 @@ def _tell(run: Path, found: Checkpoint, changes: list[str], sources: dict[str, s
     if changes:
         what = f"accepted: {listed(changes)}"
         _note(run, "changed", iteration, what, changes=changes)
-    if lost := _lost(run, iteration):
-        numbers = listed([str(number) for number in lost])
+    lines = recorded(run)
+    if lost := [str(i) for i in range(1, iteration + 1) if i not in lines]:
         _note(
             run,
             "lost",
             iteration,
             f"metrics.jsonl lacks {len(lost)} of the {iteration}"
-            f" iterations up to {found.folder.name} ({numbers}); its curves have that gap",
+            f" iterations up to {found.folder.name} ({listed(lost)}); its curves have that gap",
         )
     elif found.meta.get("metrics") not in (None, metrics_digest(run, iteration)):
         _note(
@@ -156,9 +156,3 @@ def _tell(run: Path, found: Checkpoint, changes: list[str], sources: dict[str, s
 def _note(run: Path, event: str, iteration: int, what: str, **facts: Any) -> None:
     logger.warning(what)
     history.add(run, event, iteration=iteration, what=what, **facts)
-
-
-def _lost(run: Path, iteration: int) -> list[int]:
-    """Iterations up to a checkpoint that metrics.jsonl does not hold: lines lost or damaged."""
-    found = recorded(run)
-    return [i for i in range(1, iteration + 1) if i not in found]
