@@ -40,7 +40,7 @@ from torchvision.transforms.functional import center_crop, resize
 from flowrl.rewards.core.pictures import normalized, rounded
 from flowrl.rewards.core.reward import Reward, Rounding
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.weights import path_of
+from flowrl.rewards.core.weights import network
 from flowrl.rewards.motion_smoothness import dynamic_degree
 from flowrl.rewards.video import softmin
 from flowrl.types import MediaContext
@@ -137,9 +137,10 @@ class VJepa2(nn.Module):
     """V-JEPA 2 as a world model; see `World`."""
 
     def __init__(self, weights: str, window: int, context: int):
+        from transformers import VJEPA2Model
+
         super().__init__()
-        self.model = _load_vjepa2(weights)
-        self.float().eval().requires_grad_(False)
+        self.model = network(VJEPA2Model, weights, reward="coherence", ignore=("",))
         tube = self.model.config.tubelet_size
         if window % tube or context % tube:
             raise ValueError(
@@ -173,27 +174,6 @@ class VJepa2(nn.Module):
         frames = resize(frames, size, InterpolationMode.BILINEAR, antialias=True)
         frames = normalized(center_crop(frames, [side, side]), IMAGENET_MEAN, IMAGENET_STD)
         return frames.view(*clips.shape[:3], side, side)
-
-
-def _load_vjepa2(weights: str) -> nn.Module:
-    from transformers import VJEPA2Model
-
-    path = path_of(weights, reward="coherence")
-    try:
-        model, report = VJEPA2Model.from_pretrained(
-            str(path), use_safetensors=True, output_loading_info=True
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"reward.coherence.weights={weights} is not a V-JEPA 2 in transformers' layout: {error}"
-        ) from error
-    missing = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
-    if missing:
-        raise ValueError(
-            f"{path} does not fit VJEPA2Model: {len(missing)} keys missing or of another shape"
-            f" ({', '.join(missing[:3])}, ...)"
-        )
-    return model
 
 
 REWARD = Coherence

@@ -81,14 +81,8 @@ class EditReward(Sourced):
         state = tensors(path, under="model")
         names = [f"rm_heads.head_{i}." for i in range(len(RUBRICS))]
         self.heads = nn.ModuleList([vlm.ranknet(state, name, path=path) for name in names])
-        self.vlm = vlm.load_vlm(
-            s.base,
-            vlm.backbone_state(state),
-            tokens=[vlm.TOKEN],
-            dtype=s.dtype,
-            path=path,
-            reward="editreward",
-        )
+        own = vlm.backbone_state(state)
+        self.vlm = vlm.load_vlm(s.base, own, dtype=s.dtype, path=path, reward="editreward")
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

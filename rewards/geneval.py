@@ -32,7 +32,7 @@ from flowrl.rewards.core.pictures import frames_of, mean_of_frames, normalized, 
 from flowrl.rewards.core.reward import SHOWN, Reward
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.sizes import of_open_clip, published, together
-from flowrl.rewards.core.weights import fetch_open_clip, path_of
+from flowrl.rewards.core.weights import fetch_open_clip, network
 from flowrl.rewards.networks import detector
 from flowrl.rewards.networks.detector import Found
 from flowrl.types import MediaContext
@@ -297,25 +297,10 @@ def _load_detector(source: str) -> Any:
     """A Mask2Former of COCO's classes, frozen; a missing tensor is an error."""
     from transformers import Mask2FormerForUniversalSegmentation as Mask2Former
 
-    folder = path_of(source, reward="geneval", only=["*.json", "*.safetensors"])
-    try:
-        model, info = Mask2Former.from_pretrained(
-            folder, output_loading_info=True, dtype=torch.float32
-        )
-    except OSError as error:
-        raise ValueError(
-            f"reward.geneval.weights={source} holds no Mask2Former that transformers can load:"
-            f" {error}"
-        ) from error
-    missing = sorted(key for key in info["missing_keys"] if not key.startswith("criterion."))
-    missing += sorted(map(str, info["mismatched_keys"]))
-    if missing:
-        raise ValueError(
-            f"reward.geneval.weights={source} lacks {len(missing)} tensors of its Mask2Former"
-            f" ({', '.join(missing[:3])}, ...)"
-        )
+    loss = ("criterion.",)
+    model = network(Mask2Former, source, reward="geneval", ignore=("",), absent=loss)
     _check_classes(model.config.id2label, source)
-    return model.eval().requires_grad_(False)
+    return model
 
 
 def _check_classes(names: Mapping[int, str], source: str) -> None:

@@ -56,14 +56,8 @@ class HPSv3(Reward):
         path = path_of(s.weights, "HPSv3.safetensors", reward="hpsv3")
         state = tensors(path, under="model")
         self.head = vlm.ranknet(state, "rm_head.", path=path)
-        self.vlm = vlm.load_vlm(
-            s.base,
-            vlm.backbone_state(state),
-            tokens=[vlm.TOKEN],
-            dtype=s.dtype,
-            path=path,
-            reward="hpsv3",
-        )
+        own = vlm.backbone_state(state)
+        self.vlm = vlm.load_vlm(s.base, own, dtype=s.dtype, path=path, reward="hpsv3")
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

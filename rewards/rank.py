@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.wrap import Around, inner_bytes, load_inner
+from flowrl.rewards.core.wrap import Around
 from flowrl.rewards.judge.compare import alone, groups_of
 from flowrl.types import MediaContext
 
@@ -55,9 +55,8 @@ class Rank(Around):
     needs = frozenset({"group"})
 
     def __init__(self, settings: Any = None):
-        s = self.Settings() if settings is None else settings
-        inner = load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward")
-        super().__init__(s, inner)
+        super().__init__(settings)
+        s = self.settings
         if not callable(self.inner):
             raise ValueError(
                 f"reward.rank.reward={type(self.inner).__name__} compares and gives no score; rank"
@@ -65,10 +64,6 @@ class Rank(Around):
             )
         self.scale = SCALES[s.form]
         self.range = (-1.0 if s.form == "centred" else 0.0, 1.0)
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return inner_bytes(settings.reward, settings.reward_settings)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

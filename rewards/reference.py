@@ -28,8 +28,8 @@ from flowrl.data.media import IMAGE_SUFFIXES, MEDIA_SUFFIXES, read_frames, read_
 from flowrl.rewards.core.pictures import column_of, frames_of, refuse_gradient, rounded
 from flowrl.rewards.core.reward import Reward, Rounding
 from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.source import file_of
 from flowrl.rewards.core.weights import fill, path_of, tensors
-from flowrl.runtime.paths import located, nearby
 from flowrl.types import MediaContext
 
 NUMBERS = {"alex": 2_470_848, "vgg": 14_716_160, "squeeze": 724_736}  # of weights of LPIPS
@@ -161,19 +161,8 @@ class Reference(Reward):
         return torch.stack([files[path] for path in paths]).to(media)
 
     def _path(self, meta: Mapping[str, Any]) -> Path:
-        name = meta.get(self.settings.key)
-        if not isinstance(name, str) or not name:
-            raise ValueError(
-                f"{self.settings.key}={name!r}, which should be the path of an image, a video, or a"
-                " .npy or .safetensors file"
-            )
-        path = located(name, located(self.settings.folder or ""))
-        if not path.is_file():
-            raise ValueError(
-                f"{self.settings.key}={name}: there is no file {path}{nearby(path)}; set"
-                " reward.reference.folder to where the files are"
-            )
-        return path
+        what = "an image, a video, or a .npy or .safetensors file"
+        return file_of(self, meta, self.settings.key, what)
 
 
 def psnr(a: Tensor, b: Tensor, *, cap: float = 60.0) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.score import take
-from flowrl.rewards.core.wrap import Around, inner_bytes, load_inner
+from flowrl.rewards.core.wrap import Around
 from flowrl.types import MediaContext
 
 WHOLE = ("reference",)  # rewards that compare a whole video with one of as many frames
@@ -74,9 +74,8 @@ class Video(Around):
     scale = "that of the image reward, pooled over frames"
 
     def __init__(self, settings: Any = None):
-        s = self.Settings() if settings is None else settings
-        inner = load_inner(s.reward, s.reward_settings, reward=self.name, setting="reward")
-        super().__init__(s, inner)
+        super().__init__(settings)
+        s = self.settings
         what = getattr(self.inner, "name", type(self.inner).__name__)
         whole = what in WHOLE or self.needs & {"group", "actions", "reference"}
         if whole or not callable(self.inner) or self.inner.video == "only":
@@ -87,10 +86,6 @@ class Video(Around):
         self.video = "yes"
         self.differentiable, self.range = self.inner.differentiable, self.inner.range
         self.scale = f"{self.inner.scale} ({s.pool} over frames)"
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return inner_bytes(settings.reward, settings.reward_settings)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

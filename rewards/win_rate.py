@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.wrap import Around, inner_bytes, load_inner
+from flowrl.rewards.core.wrap import Around
 from flowrl.rewards.judge.compare import (
     Comparator,
     alone,
@@ -85,6 +85,7 @@ class WinRate(Around):
 
     Settings = Settings
     name = "win_rate"
+    asks = "judge"
     scale = (
         "share of the group's other members that a sample is preferred to, 0 to 1 (ties count half)"
     )
@@ -92,24 +93,17 @@ class WinRate(Around):
     needs = frozenset({"group"})
 
     def __init__(self, settings: Any = None):
-        s = self.Settings() if settings is None else settings
-        inner = load_inner(s.judge, s.judge_settings, reward=self.name, setting="judge")
-        super().__init__(s, inner)
-        self.judge: Comparator
+        super().__init__(settings)
+        s = self.settings
+        self.judge: Comparator = (inner := self.inner)
         if not hasattr(inner, "compare"):
             self.judge = from_pointwise(inner, margin=s.margin, temperature=s.temperature)
-            return
-        if s.margin or s.temperature:
+        elif s.margin or s.temperature:
             name = getattr(inner, "name", type(inner).__name__)
             raise ValueError(
                 f"reward.win_rate: margin={s.margin:g} and temperature={s.temperature:g} are for"
                 f" judges that score, and {name} compares; leave them out"
             )
-        self.judge = inner
-
-    @classmethod
-    def network_bytes(cls, settings: Any) -> float | None:
-        return inner_bytes(settings.judge, settings.judge_settings)
 
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from markupsafe import Markup
 
 from flowrl.report import answers
 from flowrl.report.charts import best_of_chart
 from flowrl.report.render import render
-from flowrl.report.suite_file import records
+from flowrl.runtime import side_files
+from flowrl.runtime.text import printable
 
 Record = Mapping[str, Any]  # of one suite on one run
 Lines = list[list[str]]  # the first column holds names
@@ -22,8 +24,21 @@ SHOWN = (1, 2, 4, 8, 16, 32, 64)  # sizes of best-of-N in tables
 
 
 def section(run: Path) -> Markup:
-    """All suites of a run as HTML; "" where there are none."""
-    return Markup().join(map(_suite, records(run)))
+    """All suites of a run as HTML, by name; "" where there are none."""
+    return Markup().join(map(_of_file, sorted((run / "suites").glob("*.json"))))
+
+
+def _of_file(path: Path) -> Markup:
+    """What `flowrl evaluate --suite` wrote; a file that was edited or damaged -> ValueError."""
+    again = "evaluate again: flowrl evaluate --suite"
+    record = side_files.read(path, again=again)
+    try:
+        return _suite(record)
+    except (LookupError, TypeError, ValueError, AttributeError, TemplateError) as error:
+        what = printable(f"{type(error).__name__}: {error}", 60)
+        raise ValueError(
+            f"{path} {side_files.EDITED} ({what}); restore it, or delete it and {again}"
+        ) from error
 
 
 def _suite(record: Record) -> Markup:

@@ -77,19 +77,25 @@ class Sourced(Reward):
         return [read[path] for path in paths]
 
     def _path(self, meta: Mapping[str, Any]) -> Path:
-        name = meta.get("source")
-        if not isinstance(name, str) or Path(name).suffix.lower() not in IMAGE_SUFFIXES:
-            raise ValueError(
-                f"source={name!r}, which should be the path of an image"
-                f" ({', '.join(IMAGE_SUFFIXES)})"
-            )
-        path = located(name, located(self.settings.folder or ""))
-        if not path.is_file():
-            raise ValueError(
-                f"source={name}: there is no file {path}{nearby(path)}; set"
-                f" reward.{self.name}.folder to where the images are"
-            )
-        return path
+        what = f"an image ({', '.join(IMAGE_SUFFIXES)})"
+        return file_of(self, meta, "source", what, IMAGE_SUFFIXES)
+
+
+def file_of(
+    reward: Reward, meta: Mapping[str, Any], key: str, what: str, suffixes: tuple[str, ...] = ("",)
+) -> Path:
+    """The file that a prompt names under a key, from the reward's setting `folder`. what: files
+    there should be; suffixes: that their names may end in. Another one -> ValueError."""
+    name = meta.get(key)
+    if not isinstance(name, str) or not name or not name.lower().endswith(suffixes):
+        raise ValueError(f"{key}={name!r}, which should be the path of {what}")
+    path = located(name, located(reward.settings.folder or ""))
+    if not path.is_file():
+        raise ValueError(
+            f"{key}={name}: there is no file {path}{nearby(path)}; set"
+            f" reward.{reward.name}.folder to where the files are"
+        )
+    return path
 
 
 def _read(path: Path) -> Tensor:

@@ -75,13 +75,14 @@ def network(
     reward: str,
     setting: str = "weights",
     ignore: tuple[str, ...] = (),
+    absent: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """A network of transformers from a folder or a hub's name (only the files that it needs),
     frozen, in eval mode.
 
     A missing, surplus or misshapen key -> ValueError that names some. ignore: beginnings of keys
-    that may be surplus (the other tower).
+    that may be surplus (the other tower); absent: that may be missing.
     """
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
 
@@ -92,7 +93,7 @@ def network(
     module, info = from_folder_or_hub(load, source, reward=reward, setting=setting)
     surplus = [key for key in info["unexpected_keys"] if not key.startswith(ignore)]
     misfit = Misfit(
-        missing=list(info["missing_keys"]),
+        missing=[key for key in info["missing_keys"] if not key.startswith(absent)],
         surplus=[key for key in surplus if not key.endswith("position_ids")],
         shapes=[_shapes(key, got, own) for key, got, own in info["mismatched_keys"]],
     )

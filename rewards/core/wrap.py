@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -55,12 +55,17 @@ class Around(Reward):
     """A reward that asks `inner`, which moves with it, keeps its records in the same run and says
     why a sample failed.
 
-    If the inner one is a judge that writes, its `read_reply` is passed on.
+    If the inner one is a judge that writes, its `read_reply` is passed on. asks: the setting that
+    names the inner one; another, which ends in _settings, has its settings.
     """
 
-    def __init__(self, settings: Any, inner: Any):
+    asks: ClassVar[str] = "reward"
+
+    def __init__(self, settings: Any = None):
         super().__init__(settings)
-        self.inner = inner
+        self.inner = inner = load_inner(
+            *self._asked(self.settings), reward=self.name, setting=self.asks
+        )
         self.needs = type(self).needs | frozenset(getattr(inner, "needs", ()))
         self.reads = frozenset(getattr(inner, "reads", ()))
         self.reads_prompt = getattr(inner, "reads_prompt", False)
@@ -71,6 +76,14 @@ class Around(Reward):
         self.verifies = getattr(inner, "verifies", frozenset())
         if hasattr(inner, "read_reply"):
             self.read_reply = inner.read_reply
+
+    @classmethod
+    def _asked(cls, settings: Any) -> tuple[Any, Mapping[str, Any]]:
+        return getattr(settings, cls.asks), getattr(settings, f"{cls.asks}_settings")
+
+    @classmethod
+    def network_bytes(cls, settings: Any) -> float | None:
+        return inner_bytes(*cls._asked(settings))
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         return self.inner.complaint(meta) if isinstance(self.inner, Reward) else None

@@ -234,7 +234,7 @@ def load_vlm(
     base: str,
     state: Mapping[str, Tensor],
     *,
-    tokens: Sequence[str],
+    tokens: Sequence[str] = (TOKEN,),
     dtype: str,
     path: object,
     reward: str,

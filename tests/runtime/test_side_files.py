@@ -7,7 +7,7 @@ import pytest
 
 from flowrl.evaluation import record
 from flowrl.policy import lora
-from flowrl.report.suite_file import Record
+from flowrl.report import suite_page
 from flowrl.runtime import run_folder, side_files
 from flowrl.runtime.side_files import Evaluation
 
@@ -48,18 +48,14 @@ def test_what_a_row_says_besides_is_kept(tmp_path):
     assert side_files.read(tmp_path / "x.json", Evaluation, again="") == written
 
 
-def test_curves_of_a_suite_are_equally_long():
-    rows = [
-        {
-            "name": n,
-            "guidance": 1.0,
-            "scores": {"a": None},
-            "best_of": [{"mean": 1, "ci": None}] * k,
-        }
-        for n, k in (("base", 1), ("tuned", 2))
-    ]
-    with pytest.raises(ValueError, match="best_of is not as long in every row"):
-        Record.model_validate({"rows": rows})
+@pytest.mark.parametrize("text", ["{}", "[1]", "{oops", '{"rows": [{"name": 1}]}', '{"rows": 3}'])
+def test_a_damaged_record_of_a_suite_is_one_sentence(tmp_path, text):
+    path = tmp_path / "suites" / "shapes.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    with pytest.raises(ValueError, match="evaluate again: flowrl evaluate --suite") as error:
+        suite_page.section(tmp_path)
+    assert str(error.value).startswith(f"{path} was edited or damaged (")
 
 
 @pytest.mark.parametrize(
