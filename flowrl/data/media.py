@@ -33,7 +33,6 @@ MEDIA_SUFFIXES = (*IMAGE_SUFFIXES, ".gif", *PYAV_SUFFIXES)  # that are read
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # whatever the suffix says
 MAX_PIXELS = 2**26  # of a picture: 8192 x 8192
 MAX_VIDEO_PIXELS = 2**29  # of all frames together: 258 of 1920 x 1080
-TURNED = (5, 6, 7, 8)  # of EXIF's orientation: width and height change places
 
 Kind = Literal["images", "videos", "arrays"]
 WRITTEN: dict[Kind, tuple[str, ...]] = {
@@ -134,7 +133,7 @@ def read_picture(path: Path, *, content: bytes | None = None, alpha: bool = Fals
 
 def image_size(path: Path) -> tuple[int, int]:
     """(width, height) of `read_image`, from the file's head alone."""
-    return _read(path, lambda image: image.size[::-1] if _turned(image) else image.size)
+    return _read(path, lambda image: image.size[:: -1 if _oriented(image) > 4 else 1])
 
 
 def has_frames(path: Path) -> bool:
@@ -276,12 +275,9 @@ def _pyav(doing: str, instead: str) -> Any:
     return av
 
 
-def _turned(image: Image.Image) -> bool:
-    return _oriented(image) in TURNED
-
-
 def _oriented(image: Image.Image) -> int:
-    """EXIF's orientation of an open picture; a PNG may say it behind its pixels."""
+    """EXIF's orientation of an open picture, above 4 if width and height change places; a PNG may
+    say it behind its pixels."""
     tagged = any(key == "exif" or "xmp" in key.lower() for key in image.info)
     if not tagged and not (image.format == "PNG" and _tagged_at_end(image.fp)):
         return 1

@@ -42,11 +42,6 @@ class Dataset:
     weights: dict[str, float]
 
     @property
-    def smallest(self) -> int:
-        """Fewest items of a prompt; a group of one has no baseline but itself."""
-        return min(map(len, self.items))
-
-    @property
     def singles(self) -> int:
         """Prompts with a single item.
 

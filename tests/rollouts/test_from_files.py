@@ -67,11 +67,7 @@ def test_samples_saved_scored_and_loaded_are_the_samples(policy, made, plans):
         and "include" in dataset.prompts[0]
         and dataset.weights == WEIGHTS
     )
-    assert (
-        [len(items) for items in dataset.items] == [4, 3]
-        and dataset.smallest == 3
-        and dataset.singles == 0
-    )
+    assert [len(items) for items in dataset.items] == [4, 3] and dataset.singles == 0
     batch = batch_of(dataset)
     items = scored_dataset.gather(dataset, batch, 4, seed=0, iteration=0)
     assert [len(group) for group in items] == [4, 3]
@@ -260,11 +256,8 @@ def test_a_list_made_by_hand_needs_file_prompt_and_total(tmp_path):
         [("a.png", 3.0, {"total": 3.0}), ("b.png", 2.0, {"total": 2.0})],
         [("c.png", 5.0, {"total": 5.0})],
     ]
-    assert (
-        dataset.smallest == 1
-        and dataset.singles == 1
-        and [p.name for p in dataset.paths] == ["a.png", "b.png", "c.png"]
-    )
+    assert dataset.singles == 1
+    assert [p.name for p in dataset.paths] == ["a.png", "b.png", "c.png"]
     assert scored_dataset.load(tmp_path / "scores.jsonl") == dataset
 
 
