@@ -141,6 +141,7 @@ class VJepa2(nn.Module):
 
         super().__init__()
         self.model = network(VJEPA2Model, weights, reward="coherence", ignore=("",))
+        self.eval()
         tube = self.model.config.tubelet_size
         if window % tube or context % tube:
             raise ValueError(
