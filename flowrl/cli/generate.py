@@ -183,10 +183,8 @@ def _search(words: list[str] | None, calls: int | None) -> Any:
             "--search needs one way (random, zero_order or tree), and --calls, the most network"
             " calls that a prompt may cost"
         )
-    given, known = (
-        named_values("--search", own, "radius=0.2", lambda name: frozenset()),
-        [f.name for f in fields(Search)[2:]],
-    )
+    given = named_values("--search", own, "radius=0.2", lambda name: frozenset())
+    known = [f.name for f in fields(Search)[2:]]
     for name in given:
         if name not in known:
             raise ValueError(f"--search {name}: no such setting{did_you_mean(name, known)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,13 +125,9 @@ def read_config(path: str | Path) -> Config:
 def dump(cfg: Config, encoding: str = "utf-8") -> str:
     """The resolved config as YAML, in the order of the schema, control characters as escapes, and
     so what the encoding does not have; `read_config` gives an equal Config."""
-    tree = cfg.model_dump(mode="json")
-    text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-    return (
-        text
-        if text == visible(text, encoding)
-        else yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
-    )
+    written = partial(yaml.dump, cfg.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
+    text = written(allow_unicode=True)
+    return text if text == visible(text, encoding) else written()
 
 
 class _Dumper(yaml.SafeDumper):

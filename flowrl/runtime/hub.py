@@ -70,11 +70,8 @@ def _commit(name: str, revision: str, dataset: bool) -> str | None:
     if COMMIT.fullmatch(revision):
         return revision
     folder = f"{'datasets' if dataset else 'models'}--{name.replace('/', '--')}"
+    known = Path(constants.HF_HUB_CACHE) / folder / "refs" / revision
     try:
-        return (
-            (Path(constants.HF_HUB_CACHE) / folder / "refs" / revision)
-            .read_text(encoding="utf-8")
-            .strip()
-        )
+        return known.read_text(encoding="utf-8").strip()
     except OSError:
         return None
