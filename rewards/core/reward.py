@@ -77,7 +77,8 @@ class Reward:
     reads_prompt: whether the text matters, so that an empty one is refused.
     takes: "pictures", images and videos, or "any" media: whatever a policy makes, (B, *D).
     video: whether it takes videos; it always takes images, unless this is "only".
-    differentiable: whether a gradient reaches the media (as loaded: settings may decide).
+    differentiable: whether a gradient reaches the media (as loaded: settings may decide, and one
+    called rounding does).
     range: the lowest and the highest possible score, inf for an open end; None: not known.
     quality: it is meant to put honest pictures above noise and blank ones.
     verifies: what it must tell right from wrong in a prompt (of SHOWN and WRITTEN); a check fails
