@@ -77,6 +77,7 @@ class Process:
         iterate = trainer.iterate
 
         def watched(run: Any, iteration: int) -> Any:
+            freed()  # what a start left is no need of an iteration
             self.memory.restart()
             found = iterate(run, iteration)
             self.peaks.append(self.memory.highest - self.memory.base)
