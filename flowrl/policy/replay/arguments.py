@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flowrl.policy.replay.items import Item
 from flowrl.types import expand
@@ -341,21 +342,13 @@ def get(args: Any, path: Path) -> Any:
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """value with fn applied to the tensors in its nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        return fn(value)
-    if type(value) is dict:
-        return {k: map_tensors(fn, v) for k, v in value.items()}
-    return type(value)(map_tensors(fn, v) for v in value) if type(value) in (list, tuple) else value
+    """value with fn applied to the tensors in its nested dicts, lists, tuples and records."""
+    return tree_map_only(Tensor, fn, value)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dicts, lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(entry)
+    """The tensors in nested dicts, lists, tuples and records."""
+    return (entry for entry in tree_leaves(value) if isinstance(entry, Tensor))
 
 
 def nest(flat: Mapping[Path, Any]) -> dict[str, Any]:

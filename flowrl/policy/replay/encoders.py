@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 from transformers import Cache, PreTrainedModel
 
 from flowrl.policy.replay.arguments import Path, tensors_in
@@ -82,19 +83,16 @@ class Answers:
     A text encoder of transformers treats the rows of its batch apart, so each row is asked for
     once, whichever rows are beside it, and alone: the last bits of a row depend on how many are
     computed with it, and a resumed run, which knows no answers yet, would compute others together.
-    read: which tensors the pipeline has read of each network's answers. The first run in which it
-    read some tells; other tensors are then not kept, and the network is asked again where one is
-    read after all. disk: where answers are stored and looked for.
+    read: which tensors the pipeline has read of each network's answers. Once it read some, others
+    are not kept, and the network is asked again where one is read after all. disk: where answers
+    are stored and looked for.
     """
 
     def __init__(self, disk: PromptCache | None = None) -> None:
         self.disk = disk
         self.kept: OrderedDict[Key, Any] = OrderedDict()  # on meta: values that are not kept
         self.read: dict[str, set[Path]] = {}
-        self.told: set[str] = set()  # networks of which it is known what is read
-        # answers that may hold more than is read: of which network, what they held before, and
-        # their places on disk
-        self.fresh: dict[Key, tuple[str, set[Path], str | None]] = {}
+        self.fresh: dict[Key, Question] = {}  # whose answers may hold more than is read
         self.runs = 0  # that are going on, one within another
         self.paused = False  # in the loop, networks beside the denoiser see other latents each time
         self.closed = False  # whether a new question is an error, Unknown
@@ -150,7 +148,9 @@ class Answers:
             answer = self.disk.get(stored) if self.disk and stored else None
             if answer is None:
                 answer = self._asked(question)
-                self.fresh[key] = (question.name, set(), stored)
+                self.fresh[key] = question
+            else:  # what another pipeline read of it stays in the file
+                self.read.setdefault(question.name, set()).update(_held(answer))
             self.kept[key] = answer
         self.kept.move_to_end(key)
         return self.kept[key]
@@ -167,11 +167,10 @@ class Answers:
     def _asked(self, question: Question) -> Any:
         if self.closed:
             raise Unknown
-        read = self.read.get(question.name, set())
+        read = self.read.get(question.name)
         before, self.paused = self.paused, True  # networks that it calls are no questions
         try:
-            only = read if question.name in self.told else None
-            return question.ask(only, logits=LOGITS in read)
+            return question.ask(read, logits=LOGITS in (read or ()))
         finally:
             self.paused = before
 
@@ -179,10 +178,8 @@ class Answers:
         """A tensor of the answer to a question."""
         old = leaves(self._answer(question))
         if old[path].is_meta:
-            held = {path for path, t in old.items() if not t.is_meta}
-            answer = mapped(lambda at, t: old[at] if at in held else t, self._asked(question))
-            self.kept[question.key] = answer
-            self.fresh[question.key] = (question.name, held, self._stored(question))
+            answer = mapped(lambda at, t: t if old[at].is_meta else old[at], self._asked(question))
+            self.kept[question.key], self.fresh[question.key] = answer, question
             old = leaves(answer)
         return old[path]
 
@@ -191,12 +188,11 @@ class Answers:
         self.runs -= 1
         if self.runs or not self.fresh:
             return
-        for key, (name, held, stored) in list(self.fresh.items()):
-            if not (read := self.read.get(name)):
+        for key, question in list(self.fresh.items()):
+            if not (read := self.read.get(question.name)):
                 continue  # the pipeline failed before it read anything
-            self.told.add(name)
-            self.kept[key] = answer = _only(read | held, self.kept[key])
-            if self.disk and stored:
+            self.kept[key] = answer = _only(read, self.kept[key])
+            if self.disk and (stored := self._stored(question)):
                 self.disk.put(stored, answer)
             del self.fresh[key]
             if _bytes(answer) > LARGEST:
@@ -253,25 +249,22 @@ def _followed(given: Any) -> bool:
 def _key(name: str, args: tuple, kwargs: dict, *, where: str | None = None) -> tuple[Any, ...]:
     """Of a call; TypeError where an argument cannot be compared. where: stands for the devices of
     tensors, which processes number otherwise."""
-    content = functools.partial(_content, where=where)
+    entries, structure = tree_flatten((args, dict(sorted(kwargs.items()))))
     cast = [
         (kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind)
     ]
-    return (name, content(args), content(sorted(kwargs.items())), *cast)
+    return (name, str(structure), *(_content(entry, where) for entry in entries), *cast)
 
 
-def _content(value: Any, *, where: str | None = None) -> Any:
-    """Something hashable that is equal for equal arguments; TypeError where there is none."""
+def _content(value: Any, where: str | None) -> Any:
+    """Something hashable that is equal for equal values; TypeError where there is none."""
     if isinstance(value, Tensor):
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest = hashlib.blake2b(raw.tobytes(), digest_size=16).digest()
         return ("tensor", tuple(value.shape), value.dtype, where or value.device, digest)
-    content = functools.partial(_content, where=where)
-    if isinstance(value, list | tuple):
-        return (type(value), *map(content, value))
-    if isinstance(value, dict):
-        return (dict, *((key, content(entry)) for key, entry in sorted(value.items())))
-    return _plain(value)
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
+        return value
+    raise TypeError(type(value).__name__)
 
 
 def _rows(given: Any) -> int:
@@ -315,8 +308,13 @@ def _only(paths: set[Path], answer: Any) -> Any:
     return mapped(lambda path, t: t if path in paths else t.to("meta"), answer)
 
 
+def _held(answer: Any) -> dict[Path, Tensor]:
+    """The tensors of an answer whose values are kept."""
+    return {path: t for path, t in leaves(answer).items() if not t.is_meta}
+
+
 def _bytes(answer: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in leaves(answer).values() if not t.is_meta)
+    return sum(t.numel() * t.element_size() for t in _held(answer).values())
 
 
 def _without_caches(answer: Any) -> Any:
@@ -324,10 +322,3 @@ def _without_caches(answer: Any) -> Any:
     if not isinstance(answer, dict):
         return answer
     return type(answer)(**{k: v for k, v in answer.items() if not isinstance(v, Cache)})
-
-
-def _plain(value: Any) -> Any:
-    """A value that has no rows; TypeError for one that cannot be compared."""
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device):
-        return value
-    raise TypeError(type(value).__name__)

@@ -11,7 +11,6 @@ one did, the prompt is encoded again and the file holds both.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -24,15 +23,15 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from flowrl.runtime import files
 from flowrl.runtime.log import logger
 from flowrl.runtime.paths import located
 
-FORMAT = 1
+FORMAT = 2
 MARK = "flowrl"  # of what a file says about its tensors
 KEPT = 0.9  # share of the most that stays when the oldest files are removed
-LIBRARIES = ("transformers.", "diffusers.")  # whose records of outputs are read back
 PASSING = ("_name_or_path", "transformers_version")  # of a configuration; they change no number
 
 
@@ -149,9 +148,11 @@ def packed(key: str, answer: Any) -> bytes | None:
     """An answer as the bytes of a file; None for one that holds something else than tensors, plain
     values, lists, mappings and records of outputs."""
     tensors: dict[str, Tensor] = {}
+    entries, structure = tree_flatten(answer)
     try:
-        told = {"key": key, "answer": _described(answer, tensors), "tensors": sorted(tensors)}
-    except TypeError:
+        told = {"key": key, "answer": treespec_dumps(structure)}
+        told |= {"entries": [_described(entry, tensors) for entry in entries]}
+    except (TypeError, NotImplementedError):
         return None
     # one entry: several are written in any order, and equal answers should be equal files
     return save(dict(sorted(tensors.items())), {MARK: json.dumps(told)})
@@ -163,63 +164,33 @@ def read(path: Path, key: str) -> Any:
         told = json.loads((file.metadata() or {}).get(MARK, "{}"))
         if told.get("key") != key:
             raise Damaged("it is another answer")
-        tensors = {name: file.get_tensor(name) for name in told["tensors"]}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for name, tensor in tensors.items():
         if bits(tensor) != name:
             raise Damaged("values were changed")
-    return _built(told["answer"], tensors)
+    try:
+        entries = [_built(entry, tensors) for entry in told["entries"]]
+        return tree_unflatten(entries, treespec_loads(told["answer"]))
+    except (KeyError, TypeError, AttributeError, NotImplementedError) as error:
+        raise Damaged(f"{type(error).__name__}: {error}") from error
 
 
-def _described(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """A structure in plain words, its tensors by their hash: equal ones are stored once."""
+def _described(value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """A value in plain words; a tensor by its hash, so that equal ones are stored once."""
     if isinstance(value, Tensor) and value.is_meta:  # nothing reads it
         return {"unread": [list(value.shape), str(value.dtype).removeprefix("torch.")]}
     if isinstance(value, Tensor):
         name = bits(value)
         tensors[name] = value.detach().cpu().contiguous()
         return {"tensor": name}
-    if isinstance(value, dict):
-        kind = f"{type(value).__module__}:{type(value).__qualname__}"
-        if type(value) is not dict and _record(kind) is not type(value):
-            raise TypeError(kind)
-        return {"record": kind, "entries": {k: _described(v, tensors) for k, v in value.items()}}
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_described(v, tensors) for v in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     raise TypeError(type(value).__name__)
 
 
-def _built(told: Any, tensors: dict[str, Tensor]) -> Any:
-    """The structure again."""
-    try:
-        (what, value), *more = told.items()
-        if what == "tensor":
-            return tensors[value]
-        if what == "unread":
-            return torch.empty(value[0], dtype=getattr(torch, value[1]), device="meta")
-        if what == "record":
-            return _record(value)(**{k: _built(v, tensors) for k, v in told["entries"].items()})
-        if what in ("list", "tuple"):
-            return {"list": list, "tuple": tuple}[what](_built(v, tensors) for v in value)
-        return told["value"]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{type(error).__name__}: {error}") from error
-
-
-def _record(kind: str) -> Any:
-    """dict, or the class of an output of transformers or diffusers; nothing else is loaded."""
-    module, _, name = kind.partition(":")
-    if kind == "builtins:dict":
-        return dict
-    if not module.startswith(LIBRARIES):
-        raise TypeError(kind)
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise TypeError(f"{kind} is not known") from error
-    from transformers.utils import ModelOutput
-
-    if not (isinstance(found, type) and issubclass(found, ModelOutput)):
-        raise TypeError(f"{kind} is no record of outputs")
-    return found
+def _built(told: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """The value again."""
+    if "unread" in told:
+        shape, dtype = told["unread"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    return tensors[told["tensor"]] if "tensor" in told else told["value"]
