@@ -12,19 +12,19 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
+from torch import nn
 
 from flowrl.policy.replay.errors import CallError, TooFewSteps, UnreplayableError
-from flowrl.policy.replay.items import is_media, is_own
+from flowrl.policy.replay.items import is_picture
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable
 
 ABOUT_TYPES = r"dtype|scalar type|Input type|should be the same"  # what torch says of them
-NO_PICTURE = re.compile("prompt|latents|embeds|ip_adapter|return|processor|crop")
 SHORTENING = ("strength", "denoising_start", "denoising_end")  # leave out steps of a loop
+WAY = "a column of the prompts (or conditions=), or one value for all, model.pipeline.NAME"
 BLIND = (
-    "it has an IP-Adapter and no picture for it: give ip_adapter_image (a column of the prompts, or"
-    " model.pipeline.ip_adapter_image), or take the adapter out with pipe.unload_ip_adapter()"
+    f"it has an IP-Adapter and no picture for it: give ip_adapter_image, {WAY}, or take the adapter"
+    " out with pipe.unload_ip_adapter()"
 )
 OURS = str(Path(__file__).parents[2])  # the package
 
@@ -44,12 +44,9 @@ def blaming(
 
 
 def _explained(pipe: Any, given: Mapping[str, Any], doing: str, error: Exception) -> CallError:
-    own = type(pipe).__name__
+    own, said = type(pipe).__name__, printable(error)
     if missing := re.search(r"missing \d+ required [\w-]+ arguments?: (.*)", str(error)):
-        return CallError(
-            f"{own} needs {printable(missing[1])}: a column of the prompts (or conditions=), or"
-            " one value for all, model.pipeline.NAME (on the command line --pipeline NAME=FILE)"
-        )
+        return CallError(f"{own} needs {printable(missing[1])}: {WAY}")
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     code = inspect.unwrap(type(pipe).__call__).__code__
     calls = [k for k, frame in enumerate(frames) if frame.f_code is code]
@@ -61,75 +58,70 @@ def _explained(pipe: Any, given: Mapping[str, Any], doing: str, error: Exception
             " out all (strength x steps is below one); raise strength (model.pipeline.strength), or"
             " the steps (sampler.steps, --steps)"
         )
-    where, part, read = _place(pipe, frames[calls[0] + 1 :] if calls else frames)
-    said = printable(error) or traceback.extract_tb(error.__traceback__)[-1].line
-    fails = f"{own} fails {doing}, in {where}: {type(error).__name__}: {said}; "
-    read = read or tuple(values)
-    named = [name for name in given if re.search(rf"\b{re.escape(name)}\b", str(error))]
-    lacking = [name for name in read if _is_picture(name) and values.get(name, 0) is None]
-    if re.search(ABOUT_TYPES, str(error)) and (types := types_of(pipe)):
-        advice = f"its networks are of different types ({types}): give them one, as"
-        return CallError(f"{fails}{advice} pipe.to(torch.bfloat16) does")
-    if frames[-1].f_code.co_filename.startswith(OURS):
-        at = f"{Path(frames[-1].f_code.co_filename).name}:{frames[-1].f_lineno}"
-        advice = f"this is flowrl's own {at}, which cannot follow this pipeline, or was given other"
-        return CallError(f"{fails}{advice} data than it expects")
+    where, read = _place(pipe, frames[calls[0] + 1 :] if calls else frames)
+    said = said or str(traceback.extract_tb(error.__traceback__)[-1].line)
+    advice = _advice(pipe, given, str(error), read or tuple(values), values)
+    last = frames[-1].f_code.co_filename
+    if last.startswith(OURS):
+        advice = (
+            f"this is flowrl's own {Path(last).name}:{frames[-1].f_lineno}, which cannot follow"
+        )
+        advice += " this pipeline, or was given other data than it expects"
+    return CallError(f"{own} fails {doing}, in {where}: {type(error).__name__}: {said}; {advice}")
+
+
+def _advice(
+    pipe: Any, given: Mapping[str, Any], said: str, read: Sequence[str], values: Mapping[str, Any]
+) -> str:
+    """What the user may do. read: arguments of the method that fails; values: of the call's."""
+    if re.search(ABOUT_TYPES, said) and (types := _types_of(pipe)):
+        return f"its networks are of different types ({types}): give them one, as pipe.to(...) does"
+    named = [name for name in given if re.search(rf"\b{re.escape(name)}\b", said)]
     if not named and _blind(pipe, given):
-        return CallError(f"{fails}{BLIND}")
-    if not named and lacking and part is None:
-        place = f"a column of the prompts, or model.pipeline.{lacking[0]}"
-        return CallError(f"{fails}it may need {' and '.join(lacking)}: {place}")
-    if could := named or [name for name in (*given, "prompt") if name in read]:
-        each = ", ".join(f"{name}={_brief(given[name])}" for name in could if name in given)
-        advice = "correct or leave out what model.pipeline or the prompts give it there"
-        return CallError(f"{fails}{advice}: {printable(each) or 'the prompts'}")
-    return CallError(
-        f"{fails}no argument that model.pipeline or the prompts give is read; does the pipeline run"
-        " by itself, as pipe(prompt)? If not, its parts do not fit together"
+        return BLIND
+    lacking = [name for name in read if is_picture(name) and values.get(name, 0) is None]
+    if not named and lacking:
+        return f"it may need {' and '.join(lacking)}: {WAY}"
+    could = named or [name for name in given if name in read]
+    if could or "prompt" in read:
+        each = ", ".join(f"{name}={given[name]!r}" for name in could) or "the prompts"
+        return f"correct or leave out what model.pipeline or the prompts give: {printable(each)}"
+    return (
+        "no argument that model.pipeline or the prompts give is read; does the pipeline run by"
+        " itself, as pipe(prompt)? If not, its parts do not fit together"
     )
 
 
-def _place(pipe: Any, frames: Sequence[FrameType]) -> tuple[str, str | None, tuple[str, ...]]:
-    """Where an error was, of the frames below the pipeline's call: (in words; the component, None
-    outside of all; arguments of the pipeline's method, none in the call itself)."""
+def _place(pipe: Any, frames: Sequence[FrameType]) -> tuple[str, Sequence[str]]:
+    """Where an error was, of the frames below the pipeline's call: (in words; arguments of the
+    pipeline's method, none in the call itself)."""
     theirs = [frame for frame in frames if not frame.f_code.co_filename.startswith(OURS)]
     names = {id(part): name for name, part in pipe.components.items() if part is not None}
     found = (names.get(id(frame.f_locals.get("self"))) for frame in theirs)
     part = next((name for name in found if name), None)
     method = next((frame.f_code for frame in theirs if frame.f_locals.get("self") is pipe), None)
     if method is None:
-        return part or (theirs[0].f_code.co_name if theirs else "its loop"), part, ()
+        return part or (theirs[0].f_code.co_name if theirs else "its loop"), ()
     read = method.co_varnames[1 : method.co_argcount + method.co_kwonlyargcount]
     where = f"{method.co_name} ({part})" if part else method.co_name
-    return where, part, read  # empty for a property, which reads what the call has set
-
-
-def _is_picture(name: str) -> bool:
-    """Whether an argument of that name is a picture, a mask or a video."""
-    return is_own(name) and not NO_PICTURE.search(name)
+    return where, read  # empty for a property, which reads what the call has set
 
 
 def _blind(pipe: Any, given: Mapping[str, Any]) -> bool:
     """Whether the pipeline has an IP-Adapter, and nothing for it to see."""
-    networks = (part for part in pipe.components.values() if isinstance(part, torch.nn.Module))
+    networks = (part for part in pipe.components.values() if isinstance(part, nn.Module))
     has = any("IPAdapter" in type(m).__name__ for network in networks for m in network.modules())
     return has and not any(name.startswith("ip_adapter_image") for name in given)
 
 
-def types_of(pipe: Any) -> str:
-    """The floating-point types of each network of a pipeline but the VAE, which may have one of its
-    own; "" where all are of one."""
-    named = {name: part for name, part in pipe.components.items() if name != "vae"}
-    networks = {name: m for name, m in named.items() if isinstance(m, torch.nn.Module)}
+def _types_of(pipe: Any) -> str:
+    """The floating-point types of each network but the VAE, which may have one of its own; "" where
+    all are of one."""
     found = {
-        name: sorted({str(p.dtype)[6:] for p in network.parameters() if p.is_floating_point()})
-        for name, network in networks.items()
+        name: sorted({str(p.dtype)[6:] for p in part.parameters() if p.is_floating_point()})
+        for name, part in pipe.components.items()
+        if isinstance(part, nn.Module) and name != "vae"
     }
-    if len({kind for kinds in found.values() for kind in kinds}) < 2:
+    if len(set().union(*found.values())) < 2:
         return ""
     return ", ".join(f"{name} {' and '.join(kinds)}" for name, kinds in found.items() if kinds)
-
-
-def _brief(value: Any) -> str:
-    """A value for a sentence: a picture by its kind."""
-    return f"<{type(value).__name__}>" if is_media(value) else repr(value)

@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 
-OWN = re.compile(r"(^|_)(images?|masks?|videos?)(_|$)|^negative_prompt")
+PICTURE = re.compile(r"(?!num_|ip_adapter)(?!.*attention)(\w+_)?(image|mask|video)s?(_\d+)?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +38,14 @@ def is_text(name: str) -> bool:
     return name.startswith(("negative_prompt", "prompt_")) and "embeds" not in name
 
 
+def is_picture(name: str) -> bool:
+    """Whether an argument of that name is a picture, a mask or a video of the prompt's own."""
+    return PICTURE.fullmatch(name) is not None
+
+
 def is_own(name: str) -> bool:
     """Whether an argument's name is that of pictures or of a negative prompt."""
-    return bool(OWN.search(name)) and not name.startswith("num_")
+    return is_picture(name) or name.startswith("negative_prompt")
 
 
 def altered(value: Any) -> Any:
