@@ -1,32 +1,27 @@
-"""A model's folder in diffusers' layout, judged before any of its weights are read."""
+"""A model's folder in diffusers' layout: what it is made of, and why it cannot be loaded."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Mapping
-from importlib import import_module
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
-from torch import nn
 
 from flowrl.runtime.paths import located, nearby
 
 INDEX = "model_index.json"
-WEIGHTS = (".safetensors", ".bin")
 # files that are loaded where no variant is asked for; without the index, which lists shards
 PLAIN = re.compile(r"(diffusion_pytorch_model|model)(-\d+-of-\d+)?\.safetensors")
 OF_VARIANT = re.compile(r"(diffusion_pytorch_model|model)\.(\w+?)(-\d+-of-\d+)?\.safetensors")
-LISTS = re.compile(r"(diffusion_pytorch_model|model)\.safetensors\.index\.json")
 POINTER = b"version https://git-lfs"
 
 
 def check_index(source: str, index: Any) -> None:
-    """ValueError where model_index.json names a pipeline or a part that no installed package has:
-    the code of such a folder is never run."""
+    """ValueError where model_index.json names a part that is not there, or a pipeline or a part
+    that no installed package has: the code of such a folder is never run."""
     import diffusers
 
     name = index.get("_class_name") if isinstance(index, Mapping) else None
@@ -36,6 +31,12 @@ def check_index(source: str, index: Any) -> None:
     unknown = [] if own is name and hasattr(diffusers, own) else [str(own)]
     for part, (package, cls) in parts_of(index).items():
         unknown += [] if _known(package, cls) else [f"{package}.{cls} ({part})"]
+        place = Path(source) / part
+        if Path(source).is_dir() and not place.is_dir():
+            raise ValueError(
+                f'model "{source}": its {part} is missing: {INDEX} names it, and there is no'
+                f" {place}"
+            )
     if unknown:
         raise ValueError(
             f'model "{source}" is made of {", ".join(unknown)}, which diffusers does not have, and'
@@ -48,18 +49,6 @@ def parts_of(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """(package, class) of each part that a model_index.json lists as present."""
     pairs = {name: e for name, e in index.items() if isinstance(e, list) and name[:1] != "_"}
     return {name: (str(e[0]), str(e[1])) for name, e in pairs.items() if e[0] is not None}
-
-
-def check_files(source: str, index: Mapping[str, Any]) -> None:
-    """ValueError that names the first file of a part that is missing or torn; headers are read, and
-    no weights."""
-    for part, (package, cls) in parts_of(index).items():
-        place, what = Path(source) / part, f'model "{source}": its {part}'
-        if not place.is_dir():
-            raise ValueError(f"{what} is missing: {INDEX} names it, and there is no {place}")
-        kind = _class(package, cls)
-        if isinstance(kind, type) and issubclass(kind, nn.Module):
-            _check_network(place, what)
 
 
 def variant_of(source: str, index: Mapping[str, Any]) -> str | None:
@@ -102,7 +91,7 @@ def _for_file(path: Path) -> str:
 
 def _for_folder(path: Path, error: Exception) -> str:
     if (path / INDEX).is_file():
-        return f"cannot be loaded: {first_sentence(error)}"
+        return f"cannot be loaded: {_damaged(path) or first_sentence(error)}"
     whole = path.resolve().parent
     near = f'; it is a part of "{path.parent}"' if (whole / INDEX).is_file() else ""
     return f"is a folder without {INDEX}, which save_pretrained of a pipeline writes{near}"
@@ -114,70 +103,30 @@ def first_sentence(error: object) -> str:
     return re.split(r"(?<=[.!?])\s", words)[0].rstrip(".")[:300]
 
 
-# ---------------------------------------------------------------------------
+def _damaged(folder: Path) -> str | None:
+    """The first of its files of weights that is none, and what to do."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.rglob("*.safetensors")):
+        try:
+            with file.open("rb") as opened:
+                if opened.read(len(POINTER)) == POINTER:
+                    return f"{file} is a pointer of git-lfs; run git lfs pull"
+            with safe_open(str(file), "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return f"{file} was cut off or changed ({first_sentence(error)}); fetch it again"
+    return None
 
 
 def _known(package: str, cls: str) -> bool:
     """Whether an installed package has a class. diffusers and its pipelines are looked into; of
     transformers, diffusers knows classes under names that are gone."""
-    from diffusers import pipelines
+    import diffusers
 
-    if package == "diffusers" or hasattr(pipelines, package):
-        return _class(package, cls) is not None
+    if package == "diffusers" or hasattr(diffusers.pipelines, package):
+        return hasattr(getattr(diffusers.pipelines, package, diffusers), cls)
     try:
         return find_spec(package.partition(".")[0]) is not None
     except ValueError:  # a module that was made without a file
         return True
-
-
-def _class(package: str, cls: str) -> Any:
-    """A class of diffusers, of one of its pipelines, or of transformers; None where there is no
-    such class."""
-    from diffusers import pipelines
-
-    if package in ("diffusers", "transformers"):
-        return getattr(import_module(package), cls, None)
-    return getattr(getattr(pipelines, package, None), cls, None)
-
-
-def _check_network(place: Path, what: str) -> None:
-    config = place / "config.json"
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except OSError:
-        raise ValueError(f"{what} has no {config}") from None
-    except ValueError:
-        raise ValueError(f"{what} has a {config} that is not JSON") from None
-    if not any(path.suffix in WEIGHTS for path in place.iterdir()):
-        raise ValueError(f"{what} has no weights: there is no .safetensors or .bin in {place}")
-    for file in sorted(place.iterdir()):
-        if LISTS.fullmatch(file.name):
-            for shard in _shards(file, what):
-                if not (place / shard).is_file():
-                    raise ValueError(f"{what} lacks {place / shard}, which {file.name} names")
-        if PLAIN.fullmatch(file.name):
-            _check_weights(file, what)
-
-
-def _shards(file: Path, what: str) -> Iterator[str]:
-    try:
-        yield from sorted(set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{what} has a {file} that is no list of weights") from None
-
-
-def _check_weights(file: Path, what: str) -> None:
-    """ValueError where the header of a .safetensors file does not fit the file."""
-    from safetensors import SafetensorError, safe_open
-
-    with file.open("rb") as opened:
-        if opened.read(len(POINTER)) == POINTER:
-            raise ValueError(f"{what} has {file} as a pointer of git-lfs; run git lfs pull")
-    try:
-        with safe_open(str(file), "pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise ValueError(
-            f"{what} has a {file} that was cut off or changed ({first_sentence(error)}); copy or"
-            " fetch it again"
-        ) from error

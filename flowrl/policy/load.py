@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import flowrl.policy.plain as plain
 from flowrl.policy.base import Policy
-from flowrl.policy.folder import check_files, check_index, variant_of, why_not
+from flowrl.policy.folder import check_index, variant_of, why_not
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.named import GROUP, declare, hints_of, made
 from flowrl.policy.parts import adapter_of
@@ -296,7 +296,6 @@ def _pretrained(source: str, dtype: torch.dtype) -> Any:
             raise ValueError(why_not(source, error)) from error
         check_index(source, index)
         if Path(source).is_dir():
-            check_files(source, index)
             how = {"variant": variant_of(source, index)}
         listed = [(name, e) for name, e in index.items() if isinstance(e, list | tuple)]
         absent = {name: None for name, entry in listed if entry[0] is None}

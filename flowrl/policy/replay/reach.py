@@ -3,8 +3,10 @@ of what an encoder made of them."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -49,18 +51,16 @@ class Reader:
 
 def cut(found: Sequence[Reader], texts: Sequence[str]) -> str | None:
     """What to say of texts whose ends no encoder reads."""
-    if not found:
+    each = zip(*(reader.cuts(texts) for reader in found), strict=True)
+    ends = [text for text, own in zip(texts, each, strict=bool(found)) if all(own)]
+    if not ends:
         return None
-    each = [reader.cuts(texts) for reader in found]
-    places = [k for k, own in enumerate(zip(*each, strict=True)) if all(own)]
-    if not places:
-        return None
-    first, last = texts[places[0]], max(found, key=lambda reader: reader.most or 0)
+    last = max(found, key=lambda reader: reader.most or 0)
     return (
-        f"{len(places)} of {len(texts)} prompts are longer than the model reads (tokens:"
+        f"{len(ends)} of {len(texts)} prompts are longer than the model reads (tokens:"
         f" {', '.join(map(str, found))}), and what comes later in them changes nothing; the first,"
-        f" {printable(repr(first), 120)}, is read up to {printable(repr(last.end(first)))}: shorten"
-        " them, or raise max_sequence_length where the pipeline takes it"
+        f" {printable(repr(ends[0]), 120)}, is read up to {printable(repr(last.end(ends[0])))}:"
+        " shorten them, or raise max_sequence_length where the pipeline takes it"
     )
 
 
@@ -74,78 +74,57 @@ def surely_read(prober: Prober, texts: Sequence[str]) -> bool:
 
 
 def readers(prober: Prober) -> list[Reader]:
-    """The text encoders that are given the prompt, and how much of it they read."""
-    return Reach(prober).readers()
+    """The text encoders that are given the prompt, and how much of it they read: of an overlong
+    prompt of one word, where its tokens lie among those of each encoder, and up to where a change
+    of what the encoder answers changes what the denoisers are given."""
+    answers = prober.runner.answers
+    text = " ".join(["word"] * max(WORDS, prober.longest + 8))
+    items = [Item(text, prober.overlong.conditions)]
+    if not prober.runner.single:
+        items = [prober.record[0], *items]
 
-
-class Reach:
-    """Runs on an overlong prompt of one word: where its tokens lie among those of each encoder, and
-    up to where a change of what the encoder answers changes what the denoisers are given."""
-
-    def __init__(self, prober: Prober) -> None:
-        self.prober, self.answers = prober, prober.runner.answers
-        text = " ".join(["word"] * max(WORDS, prober.longest + 8))
-        self.items = [Item(text, prober.overlong.conditions)]
-        if not prober.runner.single:
-            self.items = [prober.record[0], *self.items]
-        self.kinds = _tokenizers(prober.runner.pipe)
-        self.words = [_ids(kind, [text])[0] for kind in self.kinds]
-
-    def readers(self) -> list[Reader]:
-        self.answers.heard = []
-        try:
-            self._given()
-            return self._found(list(self.answers.heard))
-        finally:
-            self.answers.heard = None
-
-    def _found(self, asked: list[Question]) -> list[Reader]:
-        # by encoder: (length, start) of the words among its tokens, which tokenizer, the question
-        best: dict[str, tuple[tuple[int, int], int, Question]] = {}
-        for question in asked:
-            name = question.name.partition(".")[0]
-            for which, words in enumerate(self.words):
-                part = _longest_part(_row(question), set(words))
-                if part[0] > max(TOKENS, best[name][0][0] if name in best else 0):
-                    best[name] = (part, which, question)
-        self.usual = self._given()  # with answers from memory
-        out = []
-        for name, (part, which, question) in best.items():
-            if most := self._reach(question, *part):
-                tried = len(self.words[which])
-                whole = most > tried - 2  # the first may be another one in a sentence
-                out.append(Reader(name, self.kinds[which], None if whole else most, tried))
-        return out
-
-    def _given(self) -> list[Tensor]:
+    def given() -> list[Tensor]:
         """What the first calls of the denoisers are given."""
-        first = self.prober.run(self.items, 8, stop=lambda j, it: True)[0]
+        first = prober.run(items, 8, stop=lambda j, it: True)[0]
         return [t for call in first.calls for t in tensors_in(call.args)]
 
-    def _reach(self, question: Question, length: int, start: int) -> int:
-        """How many of the words are read."""
-        size, held = len(_row(question)), leaves(self.answers.kept[question.key]).values()
-        pooled = not any(size in t.shape for t in held if not t.is_meta)
-        if pooled or self._matters(question, start + length - 1):
-            return length
-        low, high = -1, length - 1  # nothing from `high` on is read, something from `low` on is
-        while high - low > 1:
-            middle = (low + high) // 2
-            matters = self._matters(question, start + middle)
-            low, high = (middle, high) if matters else (low, middle)
-        return low + 1
+    answers.heard = []
+    try:
+        given()
+        asked, usual = list(answers.heard), given()  # then with answers from memory
 
-    def _matters(self, question: Question, begin: int) -> bool:
-        """Whether the denoisers are given others where an answer is changed from a token on."""
-        key, size = question.key, len(_row(question))
-        before = self.answers.kept[key]
-        self.answers.kept[key] = mapped(lambda path, t: _changed(t, size, begin), before)
-        try:
-            made = self._given()
-        finally:
-            self.answers.kept[key] = before
-        pairs = zip(made, self.usual, strict=True)
-        return not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+        def matters(question: Question, begin: int) -> bool:
+            """Whether the denoisers are given others where an answer is changed from a token on."""
+            key, size = question.key, len(_row(question))
+            before = answers.kept[key]
+            answers.kept[key] = mapped(lambda path, t: _changed(t, size, begin), before)
+            try:
+                pairs = zip(given(), usual, strict=True)
+                return not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+            finally:
+                answers.kept[key] = before
+
+        out = []
+        for name in dict.fromkeys(question.name.partition(".")[0] for question in asked):
+            places = [  # ((length, start) of the words, their tokenizer, how many they are ...)
+                (_longest_part(_row(q), set(words)), kind, len(words), q)
+                for q in asked
+                if q.name.partition(".")[0] == name
+                for kind in _tokenizers(prober.runner.pipe)
+                for words in _ids(kind, [text])
+            ]
+            (most, start), kind, tried, question = max(places, key=lambda place: place[0][0])
+            size, held = len(_row(question)), leaves(answers.kept[question.key]).values()
+            pooled = not any(size in t.shape for t in held if not t.is_meta)
+            if most > TOKENS and not pooled and not matters(question, start + most - 1):
+                tokens = range(start, start + most)
+                most = bisect_left(tokens, True, key=lambda k: not matters(question, k))
+            if most > TOKENS:
+                whole = most > tried - 2  # the first may be another one in a sentence
+                out.append(Reader(name, kind, None if whole else most, tried))
+        return out
+    finally:
+        answers.heard = None
 
 
 def _tokenizers(pipe: Any) -> list[Any]:
