@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.quantised import plain_tensors, scales
+from flowrl.policy.replaced import replaced
 from flowrl.policy.waiting import Waiting, put, tensors_of
 
 
@@ -190,15 +191,10 @@ def hosted(value: Tensor, device: torch.device) -> Tensor:
 @contextlib.contextmanager
 def computing_on(pipe: Any, device: torch.device) -> Iterator[None]:
     """Inside, `pipe` takes this for its device; diffusers asks the first of its parts."""
-    kind = type(pipe)
-    had = {name: kind.__dict__.get(name) for name in ("device", "_execution_device")}
-    for name in had:
-        setattr(kind, name, property(_told(getattr(kind, name, None), pipe, device)))
-    try:
+    kind, names = type(pipe), ("device", "_execution_device")
+    told = {name: property(_told(getattr(kind, name, None), pipe, device)) for name in names}
+    with replaced(kind, **told):
         yield
-    finally:
-        for name, value in had.items():
-            delattr(kind, name) if value is None else setattr(kind, name, value)
 
 
 def _told(usual: Any, pipe: Any, device: torch.device) -> Any:

@@ -31,8 +31,8 @@ from torch import Tensor
 
 import flowrl
 from flowrl.config.load import load_config
+from flowrl.policy.replaced import replaced
 from flowrl.policy.replay.decode import Decoder
-from flowrl.policy.replay.record import replaced
 from flowrl.runtime.log import quiet
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,7 +104,7 @@ def run(pipe: Any, rows: list[int], call: dict[str, Any]) -> Run:
         decoded.append(z.clone())
         return decode(z, *rest, **how)
 
-    with replaced(pipe.scheduler, "step", stepped), replaced(pipe.vae, "decode", received):
+    with replaced(pipe.scheduler, step=stepped), replaced(pipe.vae, decode=received):
         made = pipe(
             [PROMPTS[row] for row in rows],
             num_inference_steps=STEPS,

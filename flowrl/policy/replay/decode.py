@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from flowrl.policy.replaced import LOCK, replaced
 from flowrl.policy.replay.affine import BASE, patterns, solve
 from flowrl.policy.replay.arguments import Affine, Cond
 from flowrl.policy.replay.errors import Halt, UnreplayableError
 from flowrl.policy.replay.items import Item
 from flowrl.policy.replay.pixels import Pixels, fit_pixels
 from flowrl.policy.replay.probe import Prober, always
-from flowrl.policy.replay.record import replaced
 from flowrl.runtime.memory import ran_out
 
 DECODING = "while media are decoded"
@@ -230,7 +230,8 @@ class TailProbe:
         self.received.clear()
         how: dict[str, Any] = {"latents": always(x), "output_type": "pt", "exact": exact}
         vae = self.prober.runner.pipe.vae
-        with replaced(vae, "decode", self._decode), in_fp32(vae) if exact else nullcontext():
+        precision = in_fp32(vae) if exact else nullcontext()
+        with LOCK, replaced(vae, decode=self._decode), precision:
             self.prober.run(self.items, self.steps, **how)
         if sum(map(len, self.received)) != self.rows:
             raise UnreplayableError(
@@ -331,7 +332,7 @@ def tail(
             return _output(out) if return_dict else (out,)
 
         # some tails edit their latents in place, after sums whose gradient needs them
-        with replaced(vae, "decode", cast), saved_tensors_hooks(Tensor.clone, _same):
+        with LOCK, replaced(vae, decode=cast), saved_tensors_hooks(Tensor.clone, _same):
             how: dict[str, Any] = {"output_type": "pt", "grad": grad, "doing": DECODING}
             prober.run(group, steps, latents=always(full), **how)
         made.append(media_of(prober.result).float()[: len(group)])

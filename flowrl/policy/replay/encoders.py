@@ -14,6 +14,7 @@ import hashlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from transformers import Cache, PreTrainedModel
 
+from flowrl.policy.replaced import replaced
 from flowrl.policy.replay.arguments import Path, tensors_in
 from flowrl.policy.replay.errors import Unknown
 from flowrl.policy.replay.prompt_cache import PromptCache
@@ -222,9 +224,8 @@ class Answers:
                         stack.enter_context(self._patched(name, module, method))
             yield
 
-    @contextlib.contextmanager
-    def _patched(self, name: str, module: nn.Module, method: str) -> Iterator[None]:
-        had, real = module.__dict__.get(method), getattr(module, method)
+    def _patched(self, name: str, module: nn.Module, method: str) -> AbstractContextManager[None]:
+        real = getattr(module, method)
 
         @functools.wraps(real)  # pipelines read its signature
         def answered(*args: Any, **kwargs: Any) -> Any:
@@ -232,13 +233,7 @@ class Answers:
                 return real(*args, **kwargs)
             return self(f"{name}.{method}", module, real, args, kwargs)
 
-        module.__dict__[method] = answered
-        try:
-            yield
-        finally:
-            module.__dict__.pop(method, None)
-            if had is not None:
-                module.__dict__[method] = had
+        return replaced(module, **{method: answered})
 
 
 def _followed(given: Any) -> bool:

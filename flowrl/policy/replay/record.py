@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flowrl.policy.offload import Turns
+from flowrl.policy.replaced import LOCK, replaced
 from flowrl.policy.replay.blame import blaming
 from flowrl.policy.replay.encoders import Answers
 from flowrl.policy.replay.errors import Halt, UnreplayableError
@@ -42,7 +43,6 @@ MEANT = {
 OURS = frozenset(  # arguments of the pipeline's call that flowrl gives
     {"self", "prompt", "num_inference_steps", "output_type", "return_dict", "latents", *COUNTS}
 )
-_LOCK = threading.RLock()  # patches live on shared objects: one recording at a time
 
 
 @dataclass
@@ -346,10 +346,10 @@ class Runner:
         encoders = {k: v for k, v in networks.items() if k not in self.denoisers}
         stepper = Stepper(self.pattern, on_step, following, on_done, on_raw, skip_step, exact)
         running = self.turns.running(self.pipe, instead=self.apart and not grad)
-        with _LOCK, self._quiet(), running, contextlib.ExitStack() as stack:
+        with LOCK, self._quiet(), running, contextlib.ExitStack() as stack:
             self.answers.paused = False
             for name, module in self.denoisers.items():
-                stack.enter_context(_patched_forward(name, module, called))
+                stack.enter_context(_recorded(name, module, called))
             stack.enter_context(self.answers.of(encoders))
             stack.enter_context(patched_scheduler(self.pipe.scheduler, stepper, on_times))
             stack.enter_context(torch.set_grad_enabled(grad))
@@ -388,10 +388,9 @@ def copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
 
 
-@contextlib.contextmanager
-def _patched_forward(name: str, module: nn.Module, on_call: Callable) -> Iterator[None]:
+def _recorded(name: str, module: nn.Module, on_call: Callable) -> AbstractContextManager[None]:
     """Route module.forward through on_call, on the instance: a hook cannot suppress the call."""
-    had, real = module.__dict__.get("forward"), module.forward
+    real = module.forward
     signature = inspect.signature(real)
 
     @functools.wraps(real)  # pipelines read its signature
@@ -399,24 +398,4 @@ def _patched_forward(name: str, module: nn.Module, on_call: Callable) -> Iterato
         args, kwargs = plain((args, kwargs))  # answers of encoders, as they are
         return on_call(name, by_name(signature, args, kwargs), lambda: real(*args, **kwargs))
 
-    module.forward = forward
-    try:
-        yield
-    finally:
-        module.__dict__.pop("forward", None)
-        if had is not None:
-            module.forward = had
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """owner.name = value on the instance, inside the block only."""
-    with _LOCK:
-        had = owner.__dict__.get(name)
-        setattr(owner, name, value)
-        try:
-            yield
-        finally:
-            delattr(owner, name)
-            if had is not None:
-                setattr(owner, name, had)
+    return replaced(module, forward=forward)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.policy.replaced import replaced
 from flowrl.policy.replay.errors import UnreplayableError
 
 
@@ -163,15 +164,6 @@ def patched_scheduler(
             on_times(self)
         return result
 
-    had = {name: cls.__dict__.get(name) for name in ("step", "set_timesteps")}
-    scheduler.__dict__["_recorded_by"] = mark
-    cls.step, cls.set_timesteps = step, set_timesteps
-    try:
+    in_class = replaced(cls, step=step, set_timesteps=set_timesteps)
+    with in_class, replaced(scheduler, _recorded_by=mark):
         yield
-    finally:
-        scheduler.__dict__.pop("_recorded_by", None)
-        for name, own in had.items():
-            if own is None:
-                delattr(cls, name)
-            else:
-                setattr(cls, name, own)
