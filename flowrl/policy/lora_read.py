@@ -8,6 +8,7 @@ is refused by its name.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 import flowrl.policy.lora as lora
 from flowrl.policy.parts import Parts, ending, weighted
-from flowrl.policy.text import text_encoders
+from flowrl.policy.text import PART, text_encoders
 from flowrl.runtime.log import quiet
 from flowrl.runtime.side_files import shortened
 from flowrl.runtime.text import printable
@@ -71,11 +72,11 @@ def read(parts: Parts, path: str | Path, pipe: Any = None) -> dict[str, Tensor]:
             f"{path} was trained with rank={widest}, and this policy's adapters have rank={rank};"
             f" set train.lora.rank={widest}, or load_policy(lora={{'rank': {widest}}})"
         )
-    for place, (new_a, new_b) in found.items():
-        a, b = (state[f"{'.'.join(place)}.lora_{half}.weight"] for half in "AB")
+    for (part, layer), (new_a, new_b) in found.items():
+        a, b = (state[f"{part}.{layer}.lora_{half}.weight"] for half in "AB")
         if (new_a.shape[1], len(new_b)) != (a.shape[1], len(b)):
             raise ValueError(
-                f"{path} holds weights that belong to another model or size: {'.'.join(place)} is"
+                f"{path} holds weights that belong to another model or size: {part}.{layer} is"
                 f" {len(new_b)} x {new_a.shape[1]} there and {len(b)} x {a.shape[1]} here"
             )
         a[: len(new_a)], b[:, : len(new_a)] = new_a, new_b / factor
@@ -94,11 +95,7 @@ def fitting(
 
 def _trained(components: Iterable[str]) -> list[str]:
     """train.parts that are these components."""
-    return sorted({"text_encoder" if _is_text(part) else "denoiser" for part in components})
-
-
-def _is_text(part: str) -> bool:
-    return part.startswith("text_encoder")
+    return sorted({PART if part.startswith(PART) else "denoiser" for part in components})
 
 
 def layers_of(
@@ -108,8 +105,8 @@ def layers_of(
     modules: networks that have files; other components of the pipeline are known as well."""
     out: dict[Place, tuple[Tensor, Tensor]] = {}
     names = lora.files_of(pipe, modules)
-    others = {k: m for k, m in getattr(pipe, "components", {}).items() if k not in names}
-    others = {k: m for k, m in others.items() if isinstance(m, nn.Module)}
+    components = {**getattr(pipe, "components", {}), **dict.fromkeys(names)}
+    others = {part: m for part, m in components.items() if isinstance(m, nn.Module)}
     for name in dict.fromkeys(names.values()):
         file = lora.found(Path(path), name)
         networks = {part: modules[part] for part in names if names[part] == name} | others
@@ -128,30 +125,23 @@ def layers_of(
             if not isinstance(module, nn.Linear):
                 raise ValueError(f"{file} changes {layer}, a {type(module).__name__}: {ONLY}")
             a, b = own["A"].flatten(1), own["B"].flatten(1)
-            before = [name for name in (part, lora.slot_of(part), "module", "") if name in configs]
-            config = configs[before[0]] if before else {}
-            out[part, layer] = a, b * _scale(file, layer, len(a), config, own.get("alpha"))
+            named = (part, lora.slot_of(part), "module", "")
+            config = next((configs[before] for before in named if before in configs), {})
+            out[part, layer] = a, b * _scale(layer, len(a), config, own.get("alpha"))
     return out
 
 
-def _scale(
-    file: Path, layer: str, rank: int, config: Mapping[str, Any], alpha: Tensor | None
-) -> float:
+def _scale(layer: str, rank: int, config: Mapping[str, Any], alpha: Tensor | None) -> float:
     """What B A of a layer is multiplied by: alpha / rank, and 1 without an alpha, as in
-    diffusers."""
+    diffusers. An alpha in the weights is the layer's own."""
     from peft.utils.other import get_pattern_key
 
-    scales = [] if alpha is None else [alpha.item() / rank]
-    if "lora_alpha" in config:
-        pattern = config.get("alpha_pattern") or {}
-        own = pattern.get(get_pattern_key(pattern, layer), config["lora_alpha"])
-        scales.append(own / (math.sqrt(rank) if config.get("use_rslora") else rank))
-    if len({*scales}) > 1:
-        raise ValueError(
-            f"{file} multiplies {layer} by {scales[0]:g} by its alpha and by {scales[1]:g} by its"
-            " config; remove one of the two"
-        )
-    return scales[0] if scales else 1.0
+    if alpha is not None:
+        return alpha.item() / rank
+    pattern = config.get("alpha_pattern") or {}
+    own = pattern.get(get_pattern_key(pattern, layer), config.get("lora_alpha"))
+    over = math.sqrt(rank) if config.get("use_rslora") else rank
+    return 1.0 if own is None else float(own) / over
 
 
 def _check(file: Path, raw: Iterable[str], configs: Mapping[str, Mapping[str, Any]]) -> None:
@@ -161,8 +151,6 @@ def _check(file: Path, raw: Iterable[str], configs: Mapping[str, Mapping[str, An
         if key := next((key for key in raw if re.search(pattern, key)), None):
             raise ValueError(f"{file} holds {kind}, as {printable(key, 80)}: {ONLY}")
     for name, value in (field for config in configs.values() for field in config.items()):
-        if name in ("r", "lora_alpha") and type(value) not in (int, float):
-            raise ValueError(f"{file} has {name}={shortened(value)} in its config, not a number")
         plain = value in PLAIN[name] if name in PLAIN else name in IDLE.split() or not value
         if value is not None and not plain:
             raise ValueError(f"{file} was trained with {name}={shortened(value)}: {ONLY}")
@@ -193,14 +181,14 @@ def _places(networks: Mapping[str, nn.Module], denoisers: Collection[str]) -> di
     out: dict[str, Place] = {}
     for part, network in networks.items():
         before = [part]
-        if _is_text(part):
+        if part.startswith(PART):
             number = part.removeprefix("text_encoder_") if part != "text_encoder" else "1"
             before += [f"lora_te{number}", *["lora_te", "base_model_model"] * (number == "1")]
         elif part in denoisers or lora.slot_of(part) in lora.SLOTS:
             before += [lora.slot_of(part), *PREFIXES]
         for name, _ in weighted(network):
             alike = {name, re.sub(r"\bto_out\.0$", "to_out", name)}
-            if _is_text(part):
+            if part.startswith(PART):
                 plain = name.removeprefix("text_model.")
                 alike = {plain, re.sub(r"\b(q|k|v|out)_proj$", r"to_\1", plain)}
                 alike |= {f"text_model.{other}" for other in alike}
@@ -215,24 +203,21 @@ def _placeable(
 ) -> dict[str, Tensor]:
     """The weights of a file under names that are known here: their own, or those that diffusers'
     converter gives them."""
-    lost, why = _lost(raw, places), ""
+    lost = _lost(raw, places)
     if lost and hasattr(pipe, "lora_state_dict"):
-        own = getattr(getattr(pipe, "unet", None), "config", None)
+        config = getattr(getattr(pipe, "unet", None), "config", None)
         unknown = {key: raw[key] for key in lost}
-        try:
-            with quiet():
-                made = type(pipe).lora_state_dict(unknown, unet_config=own, return_alphas=True)
-        except Exception as error:  # each converter of diffusers has its own
-            why = f"diffusers' converter fails with {printable(error, 120)}"
-        else:
+        # a converter that does not know a layout fails in its own way
+        with quiet(), contextlib.suppress(Exception):
+            made = type(pipe).lora_state_dict(unknown, unet_config=config, return_alphas=True)
             weights, alphas = made if isinstance(made, tuple) else (made, None)
             for key, alpha in (alphas or {}).items():
                 weights[f"{key.removesuffix('.alpha')}.alpha"] = torch.as_tensor(alpha)
-            known = {key: raw[key] for key in raw if key not in lost}
             if weights and len(left := _lost(weights, places)) < len(lost):
+                known = {key: raw[key] for key in raw if key not in lost}
                 raw, lost = known | weights, left
     if lost:
-        raise ValueError(f"{file} {_wrong(raw, lost, why, pipe)}")
+        raise ValueError(f"{file} {_wrong(raw, lost, pipe)}")
     return raw
 
 
@@ -241,21 +226,21 @@ def _lost(raw: Mapping[str, Tensor], places: Mapping[str, Place]) -> list[str]:
     return [key for key in raw if _squashed(_split(key)[0]) not in places]
 
 
-def _wrong(raw: Mapping[str, Tensor], lost: list[str], why: str, pipe: Any) -> str:
+def _wrong(raw: Mapping[str, Tensor], lost: list[str], pipe: Any) -> str:
     """What is wrong with a file some of whose keys are not known."""
     first, some = printable(lost[0], 80), len(lost) < len(raw)
     if odd := [key for key in lost if not _split(key)[0]]:
         return f"holds {printable(odd[0], 80)}, which is no LoRA (modules_to_save?): {ONLY}"
-    if re.match(r"(unet|transformer|text_encoder|prior)\w*\.", lost[0]) or (some and not why):
+    if some or re.match(r"(unet|transformer|text_encoder|prior)\w*\.", lost[0]):
         none = f"{len(lost)} of {len(raw)} do not have" if some else "none has"
         return (
             f"holds weights that belong to another model: {none} a name that"
             f" {type(pipe).__name__} knows, {first} first"
         )
     return (
-        f"names its layers in another way, {first} first, and"
-        f" {why or 'diffusers has no converter of it for this pipeline'}; if it was trained for"
-        " this model, give its keys diffusers' names (transformer.<layer>.lora_A.weight)"
+        f"names its layers in another way, {first} first, which diffusers' converter for"
+        f" {type(pipe).__name__} does not know either; if it was trained for this model, give its"
+        " keys diffusers' names (transformer.<layer>.lora_A.weight)"
     )
 
 
@@ -265,7 +250,7 @@ def _check_places(
     """ValueError where layers of a file have no adapter here, with the setting that gives it."""
     places = list(found)
     for part in (part for part, _ in places if part not in parts.modules):
-        known = text_encoders(pipe) if _is_text(part) else lora.SLOTS
+        known = text_encoders(pipe) if part.startswith(PART) else lora.SLOTS
         wanted = ", ".join(_trained([*parts.modules, part]))
         fix = f": set train.parts=[{wanted}] (load_policy(parts=[...]))"
         if lora.slot_of(part) not in known:

@@ -6,9 +6,8 @@ loads.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,37 +47,25 @@ def _save(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _merge(module: nn.Module, state: dict[str, Any], prefix: str, meta: Any) -> None:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     for name, layer in module.named_modules():
         own = f"{prefix}{name}."
         held = [key for key in state if key.startswith(own)]
-        if not isinstance(layer, BaseTunerLayer) or not held:  # within a layer that is merged
+        if not hasattr(layer, "get_base_layer") or not held:  # within a layer that is merged
             continue
         for key in held:
             del state[key]
-        with _merged(layer) as base:
-            state |= {own + key: value for key, value in base.state_dict().items()}
+        base = _twin(layer).get_base_layer()
+        state |= {own + key: value for key, value in base.state_dict().items()}
 
 
-@contextmanager
-def _merged(layer: Any) -> Iterator[nn.Module]:
-    """The layer below a layer's adapters; inside, other weights with what they add."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    base = layer.get_base_layer()
-    kept = {weight: weight.data for weight in base.parameters()}
-    within = {m: [*m.merged_adapters] for m in layer.modules() if isinstance(m, BaseTunerLayer)}
-    for weight in kept:
-        weight.data = weight.data.clone()
-    try:
-        with torch.no_grad():
-            for each in reversed(within):
-                there = set() if each.disable_adapters else each._get_available_adapters()
-                each.merge(adapter_names=[name for name in each.active_adapters if name in there])
-        yield base
-    finally:
-        for weight, data in kept.items():
-            weight.data = data
-        for each, before in within.items():
-            each.merged_adapters = before
+@torch.no_grad()
+def _twin(layer: Any) -> Any:
+    """A copy of a layer with the same adapters, which are added to weights of its own."""
+    if not hasattr(layer, "get_base_layer"):
+        return copy.deepcopy(layer)
+    twin = copy.copy(layer)
+    twin._modules = {**layer._modules, "base_layer": _twin(layer.base_layer)}
+    twin.merged_adapters = []
+    there = set() if layer.disable_adapters else layer._get_available_adapters()
+    twin.merge(adapter_names=[name for name in layer.active_adapters if name in there])
+    return twin
