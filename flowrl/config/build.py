@@ -150,7 +150,7 @@ def give_heads(cfg: Config, policy: Policy, algorithm: Algorithm | None) -> None
         return
     options = (algorithm or make_algorithm(cfg)).heads
     made = heads.make({name: options[name] for name in names}, policy.latent_shape, cfg.seed)
-    known = {} if policy.heads is None else policy.heads.modules
+    known = policy.heads.modules
     alike = {name: head.options for name, head in known.items()}
     if alike != {name: head.options for name, head in made.items()}:
         policy.set_heads(made)

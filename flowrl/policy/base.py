@@ -47,10 +47,8 @@ class Policy:
         self.modules: dict[str, nn.Module] = dict(modules)
         self.networks = dict(modules)  # as loaded, never wrapped
         self.latent_shape = tuple(shape)
-        self.trainable: Parts | heads.Frozen = Parts(
-            dict(modules if trained is None else trained), adapter
-        )
-        self.heads: Parts | None = None  # small networks beside it, see policy/heads.py
+        self.trainable = Parts(dict(modules if trained is None else trained), adapter)
+        self.heads = Parts({}, None)  # small networks beside it, see policy/heads.py
         self.compiled: Compiled | None = None  # blocks, see compile_blocks
         self.calls = 0
         self._rows: tuple[Tensor, Tensor] | None = None  # the last CPU rows, where they were put
@@ -204,7 +202,7 @@ class Policy:
     ) -> Tensor:
         """Standard normal noise (n, *L) -> x at sigma, where a sample begins: `init` of the noise,
         which a head initial_noise moves first, each row on its shell."""
-        if self.heads is not None and heads.InitialNoise.name in self.heads.modules:
+        if heads.InitialNoise.name in self.heads.modules:
             assert cond is not None and rows is not None
             noise = heads.on_shell(self.initial(cond, rows).sample(noise), noise)
         return self.init(noise, sigma, cond, rows)
@@ -220,13 +218,12 @@ class Policy:
         return head(sigma.to(device), self.features(cond, rows), most.to(device))
 
     def _head(self, name: str) -> nn.Module:
-        found = {} if self.heads is None else self.heads.modules
-        if name not in found:
+        if name not in self.heads.modules:
             raise ValueError(
                 f"this policy has no head {name}; add it to train.parts, or train with a method"
                 " that needs none"
             )
-        return found[name]
+        return self.heads.modules[name]
 
     def features(self, cond: Cond, rows: Tensor) -> Tensor | None:
         """An embedding (n, d) fp32 of the prompts of rows (n,), without gradient; None where the
@@ -301,8 +298,7 @@ class Policy:
         out: dict[str, dict[str, nn.Parameter]] = {}
         for name, weight in self.trainable.named().items():
             out.setdefault(self._part(name.partition(".")[0]), {})[name] = weight
-        small = {} if self.heads is None else self.heads.named()
-        for name, weight in small.items():
+        for name, weight in self.heads.named().items():
             out.setdefault(name.partition(".")[0], {})[name] = weight
         return out
 
@@ -316,16 +312,14 @@ class Policy:
 
     def freeze(self, on: bool = True) -> None:
         """Train none of the network's own weights (on), or as before."""
-        self.trainable = heads.thawed(self.trainable, not on)
+        self.trainable.freeze(on)
 
     def set_heads(self, made: Mapping[str, nn.Module] | None) -> None:
         """Train these small networks beside the policy's own weights, in place of others; their
         present values are the view "reference". None: no heads."""
-        self.heads = None
-        if made:
-            modules = {name: head.to(self.device) for name, head in made.items()}
-            self.heads = Parts(modules, None)
-            self.heads.add_view("reference")
+        modules = {name: head.to(self.device) for name, head in (made or {}).items()}
+        self.heads = Parts(modules, None)
+        self.heads.add_view("reference")
 
     def add_view(self, name: str) -> None:
         """A copy of the trainable weights under another name ("old"; in full mode also
@@ -333,36 +327,33 @@ class Policy:
         if self.turns is not None:
             self.turns.summon()  # a new adapter is made where the weights are
         self.trainable.add_view(name)
-        if self.heads is not None and not self.heads.has(name):
+        if not self.heads.has(name):
             self.heads.add_view(name)
 
     def copy_view(self, src: str = "default", dst: str = "old", decay: float = 0.0) -> None:
         """dst = decay * dst + (1 - decay) * src."""
         self.trainable.copy(src, dst, decay)
-        if self.heads is not None:
-            if not self.heads.has(dst):  # heads that are younger than the view
-                self.heads.add_view(dst)
-            self.heads.copy(src, dst, decay)
+        if not self.heads.has(dst):  # heads that are younger than the view
+            self.heads.add_view(dst)
+        self.heads.copy(src, dst, decay)
 
     def same(self, a: str, b: str) -> bool:
         """Whether two views of LoRA weights are equal bit for bit, so that one forward serves both
         (in full mode: not compared, False)."""
-        small = self.heads is None or self.heads.equal(a, b)
-        return self.trainable.lora is not None and small and self.trainable.equal(a, b)
+        own = self.trainable
+        return own.lora is not None and own.equal(a, b) and self.heads.equal(a, b)
 
     @contextlib.contextmanager
     def view(self, name: str) -> Iterator[None]:
         """Compute with the weights of a view: "default", an added one, or "reference" (adapters
         off, heads as they began)."""
-        small = contextlib.nullcontext() if self.heads is None else self.heads.view(name)
-        with self.trainable.view(name), small:
+        with self.trainable.view(name), self.heads.view(name):
             yield
 
     def tensors(self, name: str = "default") -> dict[str, Tensor]:
         """Values of a view by parameter name, sharing storage with it; shares, where the trained
         weights are split over processes."""
-        small = {} if self.heads is None else self.heads.tensors(name)
-        return {**self.trainable.tensors(name), **small}
+        return {**self.trainable.tensors(name), **self.heads.tensors(name)}
 
     def state(self, name: str = "default") -> dict[str, Tensor]:
         """Values of a view by parameter name, copied to the CPU; where the trained weights are
@@ -371,10 +362,9 @@ class Policy:
 
     def load_state(self, name: str, state: dict[str, Tensor]) -> None:
         """Strict inverse of state."""
-        small = set() if self.heads is None else set(self.heads.tensors(name))
+        small = self.heads.tensors(name)
         self.trainable.load(name, {k: v for k, v in state.items() if k not in small})
-        if self.heads is not None:
-            self.heads.load(name, {k: v for k, v in state.items() if k in small})
+        self.heads.load(name, {k: v for k, v in state.items() if k in small})
 
     def gradient_checkpointing(self, on: bool | float = True) -> None:
         """Recompute activations in the backward pass, for networks that can (diffusers models). on:
@@ -411,7 +401,7 @@ class Policy:
 
     def save_heads(self, folder: str | Path) -> list[Path]:
         """Write each head to a file of `folder`."""
-        return [] if self.heads is None else heads.save(self.heads, Path(folder))
+        return heads.save(self.heads, Path(folder))
 
     def load_heads(self, folder: str | Path) -> None:
         """Put the heads that save_heads wrote beside the policy: initial_noise acts in every
@@ -419,7 +409,7 @@ class Policy:
         self.set_heads(heads.load(Path(folder), self.latent_shape))
 
     def _needs_lora(self) -> Parts:
-        if not isinstance(self.trainable, Parts) or self.trainable.lora is None:
+        if self.trainable.lora is None or self.trainable.frozen:
             raise ValueError(
                 "this policy has no LoRA adapter; load it with lora={'rank': ..., 'alpha': ...}"
             )

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flowrl.policy.base import Policy
-from flowrl.policy.heads import Frozen
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.request import Request
@@ -59,7 +58,6 @@ class GeneratorPolicy(Policy):
         if embed is not None and not callable(embed):
             raise ValueError(f"embed is a {type(embed).__name__}; it should be a function")
         super().__init__({}, None, shape)
-        self.trainable = Frozen(None)
         self.generator, self.embedder = generator, embed
 
     @property

@@ -10,9 +10,7 @@ over x_T (DSRL, arXiv:2506.15799).
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,57 +146,6 @@ def on_shell(z: Tensor, noise: Tensor) -> Tensor:
     sizes = (torch.linalg.vector_norm(t, dim=axes, keepdim=True) for t in (noise, z))
     wanted, own = sizes
     return z * (wanted / own.clamp(min=torch.finfo(z.dtype).tiny))
-
-
-class Frozen:
-    """Stands where a policy's own trained weights would: there are none, in any view.
-
-    own: what may be trained again later; None: the policy has no weights.
-    """
-
-    def __init__(self, own: Parts | None) -> None:
-        self.own, self.modules = own, {} if own is None else own.modules
-        self.lora = None if own is None else own.lora
-        self.options = {} if own is None else own.options
-
-    def named(self, view: str = "default") -> dict[str, nn.Parameter]:
-        return {}
-
-    def tensors(self, view: str) -> dict[str, Tensor]:
-        return {}
-
-    def has(self, view: str) -> bool:
-        return True
-
-    def equal(self, a: str, b: str) -> bool:
-        return True
-
-    def add_view(self, name: str) -> None:
-        """Nothing to copy."""
-
-    def copy(self, src: str, dst: str, decay: float) -> None:
-        """Nothing moves."""
-
-    def load(self, view: str, state: dict[str, Tensor]) -> None:
-        if state:
-            raise ValueError(
-                f"this policy's own weights are not trained, and the state has {len(state)} of"
-                f" them, {sorted(state)[0]} first; load it with the train.parts that it was made"
-                " with"
-            )
-
-    @contextlib.contextmanager
-    def view(self, name: str) -> Iterator[None]:
-        yield
-
-
-def thawed(own: Parts | Frozen, on: bool) -> Parts | Frozen:
-    """What is trained of a policy's own weights: all that there was (on), or nothing."""
-    parts = own.own if isinstance(own, Frozen) else own
-    if parts is None:
-        return own
-    parts.thaw(on)
-    return parts if on else Frozen(parts)
 
 
 # ---------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import flowrl.policy.plain as plain
+import flowrl.policy.wrapped as wrapped
 from flowrl.policy.base import Policy
 from flowrl.policy.folder import check_index, variant_of, why_not
 from flowrl.policy.module import ModulePolicy
@@ -231,7 +231,7 @@ def _check_fresh(
             )
     denoisers = denoisers_of(pipe, {**hints_for(pipe), **hints})
     text = text_encoders(pipe) if "text_encoder" in parts else {}
-    plain.check({**denoisers, **text}, denoisers, adapted=adapted)
+    wrapped.check({**denoisers, **text}, denoisers, adapted=adapted)
 
 
 def call_options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def _options(lora: Mapping[str, Any]) -> dict[str, Any]:
 
 class Parts:
     """Trainable parameters of `modules`: LoRA adapter "default" (lora given, options filled in) or
-    all of them (full). Always fp32."""
+    all of them (full). Always fp32. frozen: for now there are none, in any view."""
 
     def __init__(self, modules: dict[str, Any], lora: dict[str, Any] | None) -> None:
         self.modules = modules  # networks as loaded, never wrapped
@@ -134,11 +134,18 @@ class Parts:
         self.compared: dict[tuple[str, str], tuple[Any, bool]] = {}  # pairs of views, see equal
         self.active = "default"
         self.wide = False  # full mode: weights were made fp32
+        self.frozen = not modules
         self.options = _options(lora or {})
         if lora is None:
             self.thaw(True)
         else:
             self._add_adapter("default")
+
+    def freeze(self, on: bool) -> None:
+        """Train nothing of these (on), or as before."""
+        self.frozen = False
+        self.thaw(not on)
+        self.frozen = on or not self.modules
 
     def thaw(self, on: bool) -> None:
         """Ask for gradients of what is trained (on), or of nothing; never of quantised weights."""
@@ -195,6 +202,8 @@ class Parts:
     def named(self, view: str = "default") -> dict[str, nn.Parameter]:
         """Parameters of a view by stable name, "<component>.<path>"; read live, so sharded
         replacements are seen."""
+        if self.frozen:
+            return {}
         if self.lora is None and not self.wide:
             self._widen()
         mark = f".{self.views[view][-1]}." if self.lora is not None else ""
@@ -229,11 +238,13 @@ class Parts:
                 module.register_forward_pre_hook(_widened, with_kwargs=True)
 
     def has(self, view: str) -> bool:
-        """Whether a copy of the weights of this name was added."""
-        return view in self._views()
+        """Whether a copy of the weights of this name was added, or none is needed."""
+        return self.frozen or view in self._views()
 
     def add_view(self, name: str) -> None:
         """A second set of the trainable weights, copied from the current ones."""
+        if self.frozen:
+            return
         if name in ("default", *self._views()) or (name == "reference" and self.lora is not None):
             raise ValueError(f"view {name!r} exists; there are {['default', *self._views()]}")
         if self.lora is None:
@@ -249,6 +260,8 @@ class Parts:
 
     def tensors(self, view: str) -> dict[str, Tensor]:
         """Values of a view by name, sharing storage with it."""
+        if self.frozen:
+            return {}
         if view != "default" and view not in self._views():
             raise ValueError(
                 f"no view {view!r}; there are {['default', *self._views()]}; make one with"
@@ -263,6 +276,8 @@ class Parts:
     def equal(self, a: str, b: str) -> bool:
         """Whether two views hold the same values; compared once for as long as neither is
         written."""
+        if self.frozen:
+            return True
         now, known = (self._versions(a), self._versions(b)), self.compared.get((a, b))
         if known is None or known[0] != now:
             other = self.tensors(b)
@@ -289,6 +304,11 @@ class Parts:
     @torch.no_grad()
     def load(self, view: str, state: dict[str, Tensor]) -> None:
         """Strict: the names and shapes must be those of tensors(view)."""
+        if self.frozen and state:
+            raise ValueError(
+                f"this policy's own weights are not trained, and the state has {_first([*state])};"
+                " load it with the train.parts that it was made with"
+            )
         target = self.tensors(view)
         missing, extra = sorted(set(target) - set(state)), sorted(set(state) - set(target))
         if missing and len(missing) == len(target):
@@ -321,7 +341,7 @@ class Parts:
             self._switch(before)
 
     def _switch(self, name: str) -> None:
-        if name == self.active:
+        if name == self.active or self.frozen:
             return
         if self.lora is not None:
             if name not in self.views:

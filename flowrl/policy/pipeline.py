@@ -17,7 +17,7 @@ import flowrl.policy.lora_read as lora_read
 from flowrl.policy.base import Policy
 from flowrl.policy.check import SelfCheck, relative, self_check
 from flowrl.policy.merged import save_merged
-from flowrl.policy.parts import Parts, standing
+from flowrl.policy.parts import standing
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.bind import bind
 from flowrl.policy.replay.blame import blaming
@@ -90,15 +90,14 @@ class PipelinePolicy(Policy):
             self._infer(runner, example)
         self.turns.summon()  # adapters are made where the weights are
         # calls to networks that came with adapters, and what they answered then
-        self.calls_came = self._calls() if adapter is not None else []
-        self.came = self._answers_now()
+        calls = self._calls() if adapter is not None else []
+        self.came = list(zip(calls, self._answered(calls), strict=True))
         trained = {**(runner.denoisers if "denoiser" in parts else {}), **text}
         super().__init__(runner.denoisers, adapter, self.replay.shape, trained)
         if waiting is not None:
             waiting.bring_adapters()
         self.encodings: Encodings | None = None
         if text:
-            assert isinstance(self.trainable, Parts)  # nothing is frozen yet
             self.encodings = Encodings(self.trainable, text, self._bind)
             self.encodings.check(self.prober.record[:1])
         # the loop starts from a noisy picture, below sigma 1
@@ -132,12 +131,11 @@ class PipelinePolicy(Policy):
         calls = {call.module: call for it in iterations for call in it.calls}
         return [calls[name] for name in adapted if name in calls]
 
-    def _answers_now(self) -> list[Tensor]:
-        """What they are answered now."""
+    def _answered(self, calls: Iterable[Call]) -> list[Tensor]:
         runner = self.prober.runner
         with torch.no_grad(), self.turns.running(self.pipe):
-            each = [runner.denoisers[call.module](**call.args) for call in self.calls_came]
-        return [prediction_of(output, runner.streams) for output in each]
+            each = [runner.denoisers[call.module](**call.args) for call in calls]
+        return [prediction_of(output, runner.streams).float() for output in each]
 
     def untouched(self) -> float | None:
         """How far networks without what is trained are from what they were when they came with
@@ -145,8 +143,8 @@ class PipelinePolicy(Policy):
         if not self.came:
             return None
         with self.view("reference"):
-            pairs = zip(self._answers_now(), self.came, strict=True)
-        return max(relative(now.float(), was.float()) for now, was in pairs)
+            now = self._answered(call for call, _ in self.came)
+        return max(map(relative, now, (was for _, was in self.came)))
 
     def _check_body(self, why: str) -> None:
         """What could not be inferred is the reason, where the loop's own body does not hold

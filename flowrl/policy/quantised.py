@@ -40,11 +40,11 @@ def check_kind(kind: str) -> None:
 
 
 def computing_type(network: nn.Module) -> torch.dtype:
-    """The type that a network computes in: the least exact of its weights, LoRA aside. Some classes
-    keep a few in fp32."""
-    kinds = {p.dtype for name, p in network.named_parameters() if "lora_" not in name}
-    floating = [kind for kind in kinds if kind.is_floating_point]
-    return max(floating, key=lambda kind: torch.finfo(kind).eps)
+    """The type that a network computes in: that of its weights, LoRA aside. Some classes keep a few
+    in fp32, so the first other type is it."""
+    weights = (p for name, p in network.named_parameters() if "lora_" not in name)
+    kinds = (p.dtype for p in weights if p.is_floating_point())
+    return next((kind for kind in kinds if kind != torch.float32), torch.float32)
 
 
 def quantise(networks: Mapping[str, nn.Module], kind: str, device: torch.device | str) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -74,57 +73,69 @@ def surely_read(prober: Prober, texts: Sequence[str]) -> bool:
 
 
 def readers(prober: Prober) -> list[Reader]:
-    """The text encoders that are given the prompt, and how much of it they read: of an overlong
-    prompt of one word, where its tokens lie among those of each encoder, and up to where a change
-    of what the encoder answers changes what the denoisers are given."""
-    answers = prober.runner.answers
-    text = " ".join(["word"] * max(WORDS, prober.longest + 8))
-    items = [Item(text, prober.overlong.conditions)]
-    if not prober.runner.single:
-        items = [prober.record[0], *items]
+    """The text encoders that are given the prompt, and how much of it they read."""
+    return Reach(prober).readers()
 
-    def given() -> list[Tensor]:
+
+class Reach:
+    """Runs on an overlong prompt of one word: where its tokens lie among those of each encoder, and
+    up to where a change of what the encoder answers changes what the denoisers are given."""
+
+    def __init__(self, prober: Prober) -> None:
+        self.prober, self.answers = prober, prober.runner.answers
+        text = " ".join(["word"] * max(WORDS, prober.longest + 8))
+        self.items = [Item(text, prober.overlong.conditions)]
+        if not prober.runner.single:
+            self.items = [prober.record[0], *self.items]
+        self.words = [(kind, _ids(kind, [text])[0]) for kind in _tokenizers(prober.runner.pipe)]
+
+    def readers(self) -> list[Reader]:
+        self.answers.heard = []
+        try:
+            self._given()
+            # the second time with answers from memory
+            asked, self.usual = list(self.answers.heard), self._given()
+            names = dict.fromkeys(question.name.partition(".")[0] for question in asked)
+            found = (self._reader(name, asked) for name in names)
+            return [reader for reader in found if reader is not None and reader.most != 0]
+        finally:
+            self.answers.heard = None
+
+    def _reader(self, name: str, asked: Sequence[Question]) -> Reader | None:
+        """How many of the words a text encoder reads; None where it is given none."""
+        places = [
+            (*_longest_part(_row(question), set(words)), kind, len(words), question)
+            for question in asked
+            for kind, words in self.words
+            if question.name.partition(".")[0] == name
+        ]
+        best = max(places, key=lambda place: place[0], default=None)
+        if best is None or best[0] <= TOKENS:
+            return None
+        most, start, kind, tried, question = best
+        size, held = len(_row(question)), leaves(self.answers.kept[question.key]).values()
+        pooled = not any(size in t.shape for t in held if not t.is_meta)
+        if not pooled and not self._matters(question, start + most - 1):
+            tokens = range(start, start + most)
+            most = bisect_left(tokens, True, key=lambda k: not self._matters(question, k))
+        whole = most > tried - 2  # the first may be another one in a sentence
+        return Reader(name, kind, None if whole else most, tried)
+
+    def _given(self) -> list[Tensor]:
         """What the first calls of the denoisers are given."""
-        first = prober.run(items, 8, stop=lambda j, it: True)[0]
+        first = self.prober.run(self.items, 8, stop=lambda j, it: True)[0]
         return [t for call in first.calls for t in tensors_in(call.args)]
 
-    answers.heard = []
-    try:
-        given()
-        asked, usual = list(answers.heard), given()  # then with answers from memory
-
-        def matters(question: Question, begin: int) -> bool:
-            """Whether the denoisers are given others where an answer is changed from a token on."""
-            key, size = question.key, len(_row(question))
-            before = answers.kept[key]
-            answers.kept[key] = mapped(lambda path, t: _changed(t, size, begin), before)
-            try:
-                pairs = zip(given(), usual, strict=True)
-                return not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
-            finally:
-                answers.kept[key] = before
-
-        out = []
-        for name in dict.fromkeys(question.name.partition(".")[0] for question in asked):
-            places = [  # ((length, start) of the words, their tokenizer, how many they are ...)
-                (_longest_part(_row(q), set(words)), kind, len(words), q)
-                for q in asked
-                if q.name.partition(".")[0] == name
-                for kind in _tokenizers(prober.runner.pipe)
-                for words in _ids(kind, [text])
-            ]
-            (most, start), kind, tried, question = max(places, key=lambda place: place[0][0])
-            size, held = len(_row(question)), leaves(answers.kept[question.key]).values()
-            pooled = not any(size in t.shape for t in held if not t.is_meta)
-            if most > TOKENS and not pooled and not matters(question, start + most - 1):
-                tokens = range(start, start + most)
-                most = bisect_left(tokens, True, key=lambda k: not matters(question, k))
-            if most > TOKENS:
-                whole = most > tried - 2  # the first may be another one in a sentence
-                out.append(Reader(name, kind, None if whole else most, tried))
-        return out
-    finally:
-        answers.heard = None
+    def _matters(self, question: Question, begin: int) -> bool:
+        """Whether the denoisers are given others where an answer is changed from a token on."""
+        key, size = question.key, len(_row(question))
+        before = self.answers.kept[key]
+        self.answers.kept[key] = mapped(lambda path, t: _changed(t, size, begin), before)
+        try:
+            pairs = zip(self._given(), self.usual, strict=True)
+            return not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+        finally:
+            self.answers.kept[key] = before
 
 
 def _tokenizers(pipe: Any) -> list[Any]:

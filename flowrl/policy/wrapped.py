@@ -41,15 +41,12 @@ def _odd(module: nn.Module, *, top: bool, adapted: bool) -> Iterator[str]:
         yield "is compiled in place; load it anew and use train.compile=blocks"
     hook = getattr(module, "_hf_hook", None)  # accelerate's; some move nothing but inputs
     each = getattr(hook, "hooks", [hook])
-    if any(getattr(own, "offload", hasattr(own, "prev_module_hook")) for own in each):
+    moves = any(getattr(own, "offload", hasattr(own, "prev_module_hook")) for own in each)
+    theirs = getattr(module, "_diffusers_hook", None)
+    if moves or (theirs is not None and theirs.hooks):
         yield (
-            "is offloaded by accelerate; call pipe.remove_all_hooks(), and use model.offload and"
-            " model.encoders=leave"
-        )
-    if hooks := [*getattr(getattr(module, "_diffusers_hook", None), "hooks", ())]:
-        yield (
-            f"has diffusers' hooks (offloading, casting or a cache: {', '.join(hooks)}); load it"
-            " without: model.offload and model.quantize save memory"
+            "has hooks of accelerate or diffusers that offload, cast or cache; load it without:"
+            " model.offload, model.encoders=leave and model.quantize save memory"
         )
     if adapted and getattr(module, "fused_projections", False):
         yield (
