@@ -1,6 +1,7 @@
 """Answers of text encoders on disk: the same bits, asked once for all runs, never a wrong one."""
 
 import os
+from collections import defaultdict
 
 import pytest
 import tiny
@@ -95,6 +96,14 @@ def test_a_damaged_file_is_noticed_and_its_prompt_encoded_again(how, net, rows, 
     assert torch.equal(asked(net, PromptCache(tmp_path), TOKENS[:2]).pooler_output, plain)
     assert rows == [1] * 3 and "is damaged" in caplog.text
     assert path.read_bytes() == whole
+
+
+def test_a_file_that_would_import_a_module_is_no_answer(tmp_path):
+    """torch keeps the factory of a defaultdict by its name, and imports its module."""
+    path = tmp_path / "k.safetensors"
+    path.write_bytes(prompt_cache.packed("k", defaultdict(list, {"a": torch.zeros(1)})))
+    with pytest.raises(prompt_cache.Damaged, match="names a module"):
+        prompt_cache.read(path, "k")
 
 
 def test_what_was_used_longest_ago_goes_first(tmp_path):

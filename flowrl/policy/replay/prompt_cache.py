@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +33,7 @@ from flowrl.runtime.paths import located
 FORMAT = 2
 MARK = "flowrl"  # of what a file says about its tensors
 KEPT = 0.9  # share of the most that stays when the oldest files are removed
+IMPORTING = re.compile("__enum__|default_factory")  # what torch would import a module for
 PASSING = ("_name_or_path", "transformers_version")  # of a configuration; they change no number
 
 
@@ -169,6 +171,8 @@ def read(path: Path, key: str) -> Any:
         if bits(tensor) != name:
             raise Damaged("values were changed")
     try:
+        if IMPORTING.search(told["answer"]):
+            raise Damaged("its structure names a module")
         entries = [_built(entry, tensors) for entry in told["entries"]]
         return tree_unflatten(entries, treespec_loads(told["answer"]))
     except (KeyError, TypeError, AttributeError, NotImplementedError) as error:
