@@ -33,7 +33,6 @@ def train(
     from flowrl.training import budget_fit, loop
     from flowrl.training.records import NothingTrained
     from flowrl.training.resume import config_of
-    from flowrl.training.what_fits import naming_what_fits
 
     log.setup()
     with one_sentence_errors():
@@ -41,13 +40,11 @@ def train(
             raise ValueError("--accept-changes is about a run that goes on; add --resume RUN")
         cfg = config_of(resume, overrides) if resume else parse_config(overrides)
         needed = budget_fit.before(cfg)
-        with naming_what_fits():
-            trainer = loop.Trainer(cfg, resume=resume, accept_changes=accept_changes)
+        trainer = loop.Trainer(cfg, resume=resume, accept_changes=accept_changes)
     try:
         if trainer.world.main:
             show("\n".join(filter(None, [trainer.describe(), needed])), wrap=True)
-        with naming_what_fits():
-            run = trainer.run()
+        run = trainer.run()
     except NothingTrained as error:
         if trainer.world.main:
             _conclude(error.run)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from flowrl.runtime.text import printable
 
@@ -21,12 +20,7 @@ SIGNS = (  # in messages of torch, CUDA, numpy and the system
 
 
 class OutOfMemory(RuntimeError):
-    """Memory ran out, and the message is what a user reads: where, what used it, what to set. case:
-    a Case of flowrl/training/out_of_memory.py, with which settings that fit are looked for."""
-
-    def __init__(self, message: str, case: Any = None) -> None:
-        super().__init__(message)
-        self.case = case
+    """Memory ran out, and the message is what a user reads: where, what used it, what to set."""
 
 
 @contextmanager

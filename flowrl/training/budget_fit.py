@@ -4,7 +4,6 @@ to the phase with the peak, each a budget of its own."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,37 +48,28 @@ class Fit:
 
 def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> Fit:
     """Change settings until the smallest of the cards is enough, or nothing is left to change."""
-
-    def short(budget: Budget) -> Shortage | None:
-        if budget.needed <= min(cards):
-            return None
-        free = [card for card in cards if card > budget.resident + budget.device.reserve]
-        held = not free or budget.needed <= min(free)  # by what stays, from the next smaller card
-        return shortage(planner, budget.highest, held)
-
-    return Fit(steps=search(planner, short))
-
-
-def shortage(planner: Planner, phase: str, held: bool) -> Shortage:
-    """Memory is short in a phase of the planner's run."""
-    gpus, cuda = planner.gpus, planner.device.cuda
-    return Shortage(phase=phase, held=held, gpus=gpus, state=planner.state, cuda=cuda)
-
-
-def search(planner: Planner, short: Callable[[Budget], Shortage | None]) -> list[Step]:
-    """The config's own budget, then those with ever more settings changed, until `short` finds
-    nothing, or nothing is left to change."""
     steps, cfg = [Step(settings={}, budget=planner.budget())], planner.cfg
-    while len(steps) <= MOST:
-        found = short(steps[-1].budget)
-        settings = None if found is None else next_change(cfg, found, modelled=True)
+    while len(steps) <= MOST and steps[-1].budget.needed > min(cards):
+        settings = next_change(cfg, shortage(planner, steps[-1].budget, cards), modelled=True)
         if settings is None:
             break
         cfg = changed(cfg, settings)
         since = {**steps[-1].settings, **settings}
         differ = {name: v for name, v in since.items() if value_of(planner.cfg, name) != v}
         steps.append(Step(settings=differ, budget=planner.budget(cfg)))
-    return steps
+    return Fit(steps=steps)
+
+
+def shortage(planner: Planner, budget: Budget, cards: tuple[float, ...]) -> Shortage:
+    """Where a run that fits one card needs less to fit the next smaller one."""
+    free = [card for card in cards if card > budget.resident + budget.device.reserve]
+    return Shortage(
+        phase=budget.highest,
+        held=not free or budget.needed <= min(free),  # smaller cards do not hold even what stays
+        gpus=planner.gpus,
+        state=planner.state,
+        cuda=planner.device.cuda,
+    )
 
 
 def record(found: Fit) -> dict[str, Any]:

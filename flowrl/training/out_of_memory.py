@@ -4,10 +4,8 @@ which checkpoint is whole."""
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,9 +23,7 @@ from flowrl.runtime.text import printable
 from flowrl.training.lighter import BETWEEN, START, Shortage, next_change
 from flowrl.training.records import Parts
 
-# what torch's allocator for GPUs says, and how many of a unit a GiB has
-TRIED = re.compile(r"Tried to allocate (\d+(?:\.\d+)?) (bytes|KiB|MiB|GiB)\b")
-UNITS = {"bytes": 2**30, "KiB": 2**20, "MiB": 2**10, "GiB": 1}
+BUDGET = "flowrl budget says what fits"
 
 
 class Trained(Protocol):
@@ -35,21 +31,6 @@ class Trained(Protocol):
 
     cfg: Config
     parts: Parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Memory that ran out. tried: GiB that were asked of a GPU, where that is known. what, kept:
-    the first and the last part of the sentence."""
-
-    cfg: Config
-    short: Shortage
-    tried: float | None
-    what: str
-    kept: str
-
-    def error(self, advice: str) -> OutOfMemory:
-        return OutOfMemory(f"{self.what}; {advice}; {self.kept}", self)
 
 
 @contextmanager
@@ -60,18 +41,15 @@ def explained_start(cfg: Config) -> Iterator[None]:
     except Exception as error:
         if not ran_out(error):
             raise
-        case = Case(
-            cfg=cfg,
-            short=Shortage(
-                phase=START,
-                gpus=int(os.environ.get("WORLD_SIZE", "1")),
-                cuda=usual_device() == "cuda" and not of_host(error),
-            ),
-            tried=tried(error),
-            what=f"memory ran out at the start, in the phase {START} ({said(error)}){used(())}",
-            kept="nothing was trained yet",
+        short = Shortage(
+            phase=START,
+            gpus=int(os.environ.get("WORLD_SIZE", "1")),
+            cuda=usual_device() == "cuda" and not of_host(error),
         )
-        raise case.error(advised(cfg, case.short)) from error
+        what = f"memory ran out at the start, in the phase {START} ({said(error)}){used(())}"
+        raise OutOfMemory(
+            f"{what}; {advised(cfg, short)}; {BUDGET}; nothing was trained yet"
+        ) from error
 
 
 @contextmanager
@@ -86,14 +64,9 @@ def explained(trainer: Trained) -> Iterator[None]:
         short = shortage(parts, error)
         what = f"memory ran out in the phase {short.phase} ({said(error)}){used(held(parts))}"
         go_on = f"flowrl train SETTINGS --resume {parts.path} --accept-changes"
-        case = Case(
-            cfg=cfg,
-            short=short,
-            tried=tried(error),
-            what=what,
-            kept=f"{kept(parts)}: {go_on}",
-        )
-        raise case.error(advised(cfg, short)) from error
+        raise OutOfMemory(
+            f"{what}; {advised(cfg, short)}; {BUDGET}; {kept(parts)}: {go_on}"
+        ) from error
 
 
 def shortage(parts: Parts, error: Exception) -> Shortage:
@@ -106,12 +79,6 @@ def shortage(parts: Parts, error: Exception) -> Shortage:
         cuda=parts.source.policy.device.type == "cuda" and not of_host(error),
         moments=bool(found) and checkpoint.iteration_of(found[-1]) > 0,
     )
-
-
-def tried(error: Exception) -> float | None:
-    """GiB of a GPU that were asked for when there were fewer; None where the error does not say."""
-    found = TRIED.search(str(error)) if isinstance(error, torch.OutOfMemoryError) else None
-    return None if found is None else float(found[1]) / UNITS[found[2]]
 
 
 def of_host(error: Exception) -> bool:

@@ -12,7 +12,6 @@ from flowrl.runtime.log import logger
 from flowrl.training import budget_fit
 from flowrl.training.loop import Trainer
 from flowrl.training.records import Run
-from flowrl.training.what_fits import naming_what_fits
 
 
 def train(
@@ -54,5 +53,4 @@ def train(
     needed = budget_fit.before(settle(cfg, **live)[0]) if asked else None
     if needed:
         logger.info(needed)
-    with naming_what_fits():
-        return Trainer(cfg, resume=resume, accept_changes=accept_changes, **live).run()
+    return Trainer(cfg, resume=resume, accept_changes=accept_changes, **live).run()

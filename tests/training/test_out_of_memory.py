@@ -17,7 +17,7 @@ from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.runtime import checkpoint
 from flowrl.runtime.memory import OutOfMemory, advice, during, ran_out
 from flowrl.training.lighter import ALL, START, Shortage, next_change
-from flowrl.training.out_of_memory import advised, explained_start
+from flowrl.training.out_of_memory import advised, explained_start, of_host
 from flowrl.training.phases import PHASES
 from flowrl.training.update import Learner
 
@@ -52,7 +52,8 @@ def test_the_phase_is_named_and_the_setting_that_needs_less(phase, tmp_path, mon
         made.run()
     said = str(raised.value)
     assert f"memory ran out in the phase {phase} (CUDA out of memory. Tried" in said
-    assert f"set {setting};" in said and "GB weights of the model" in said
+    assert f"; set {setting}; flowrl budget says what fits; the checkpoint of iter" in said
+    assert "GB weights of the model" in said
     assert "the checkpoint of iteration 1 is intact" in said and f"--resume {tmp_path}" in said
     assert checkpoint.iteration_of(checkpoint.latest(tmp_path / "run")) == 1
 
@@ -106,7 +107,7 @@ def test_the_innermost_phase_stands_and_other_errors_are_untouched():
 
 def test_at_the_start_the_weights_are_what_is_too_large(tmp_path):
     cfg = small.config(tmp_path)
-    said = "at the start.*set model.dtype=bf16; nothing was"
+    said = "at the start.*set model.dtype=bf16; flowrl budget says what fits; nothing was"
     with pytest.raises(OutOfMemory, match=said) as e, explained_start(cfg):
         full()
     assert ran_out(e.value) and advice(e.value) == str(e.value)
@@ -173,6 +174,12 @@ def test_a_budget_and_a_run_that_is_out_of_memory_name_the_same_settings(phase, 
 def test_host_memory_is_not_freed_by_what_moves_there():
     cfg = load_config(None, ["batch.decode=1", "model.tiling=true"])
     assert advised(cfg, Shortage(phase="decode", cuda=False)) == "set model.dtype=bf16"
+
+
+def test_host_memory_is_told_from_that_of_a_gpu():
+    assert of_host(MemoryError()) and of_host(OSError(12, "Cannot allocate memory"))
+    assert of_host(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not of_host(torch.OutOfMemoryError("CUDA out of memory"))
 
 
 def test_weights_are_split_where_there_are_several_processes():
