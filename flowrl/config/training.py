@@ -166,13 +166,6 @@ class TrainConfig(Section):
             " which the last rows of a batch are padded."
         ),
     )
-    profile_memory: bool = Field(
-        False,
-        description=(
-            "On a CPU, count by torch's profiler what each phase allocates above what the iteration"
-            " began with, as memory/PHASE_gb; it takes time. On a GPU memory is always counted."
-        ),
-    )
     shard: list[Literal["denoiser"]] = Field(
         [],
         description=(

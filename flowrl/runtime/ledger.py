@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flowrl.runtime.allocations import OTHER, Allocations
 from flowrl.runtime.memory import during
 
 # latents, rollout, samples, noise level of the latents -> rewards (n,)
@@ -51,18 +50,11 @@ class FlopCounter(TorchDispatchMode):
 
 class Ledger:
     """Books one iteration at a time. device: what to synchronise with; peak: FLOP/s for the mfu,
-    None: from PEAK by the device's name; profile: count what phases allocate on a CPU, too."""
+    None: from PEAK by the device's name."""
 
-    def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        *,
-        peak: float | None = None,
-        profile: bool = False,
-    ) -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, peak: float | None = None) -> None:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
-        self.allocations = Allocations() if profile and not self.cuda else None
         if peak is None and self.cuda:
             device_name = torch.cuda.get_device_name(self.device)
             peak = next((flops for name, flops in PEAK.items() if name in device_name), None)
@@ -70,16 +62,10 @@ class Ledger:
         # (phase, kind, call), measured at the first call
         self.flops_per_row: dict[tuple[str, str, str], float] = {}
         self.stack: list[str] = []
-        self._clear()
+        self.reset()
 
     def reset(self) -> None:
         """Forget what was booked and start an iteration's clock; not inside a phase."""
-        self._clear()
-        if self.allocations is not None:
-            self.allocations.start()
-            self._clear()  # of the time that this took
-
-    def _clear(self) -> None:
         assert not self.stack, f"phase {self.stack} is open"
         self.time: dict[str, float] = defaultdict(float)  # of a phase, without the phases inside it
         self.kinds: dict[str, float] = defaultdict(float)  # seconds a kind of work
@@ -99,18 +85,12 @@ class Ledger:
         """Book time and peak memory to a phase; nested phases are booked to themselves only."""
         self._close_span()
         self.stack.append(name)
-        self._enter()
         try:
             with during(name):
                 yield
-        except BaseException:
-            if self.allocations is not None:
-                self.allocations.stop()
-            raise
         finally:
             self._close_span()
             self.stack.pop()
-            self._enter()
 
     @contextmanager
     def work(self, kind: str, *, rows: int = 0, call: str = "forward") -> Iterator[None]:
@@ -156,8 +136,7 @@ class Ledger:
         nfe/<phase>, flops/<phase>, flops, mfu, compile/graphs, memory/...
 
         overhead_fraction = 1 - (network + vae + reward) / iteration. mfu is there when the device's
-        peak is known. memory/<phase>_gb: of a GPU, all that is allocated at the highest moment of
-        the phase; of a CPU that is profiled, what is above the beginning of the iteration.
+        peak is known. memory/<phase>_gb, on a GPU: what is allocated at the phase's highest moment.
         """
         if self.cuda:
             torch.cuda.synchronize(self.device)
@@ -178,8 +157,6 @@ class Ledger:
             out |= {"mfu": total / (wall * self.peak)} if self.peak else {}
         if new := compiled_graphs() - self.graphs:
             out["compile/graphs"] = float(new)
-        if self.allocations is not None:
-            self.memory |= self.allocations.peaks()
         out |= {f"memory/{name}_gb": size / 2**30 for name, size in self.memory.items()}
         # Peak memory of the device; on a CPU, the process's highest resident size so far.
         if self.cuda:
@@ -188,12 +165,8 @@ class Ledger:
             unit = 1 if sys.platform == "darwin" else 1024  # bytes in ru_maxrss
             highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         out["memory/peak_gb"] = highest / 2**30
-        self._clear()
+        self.reset()
         return out
-
-    def _enter(self) -> None:
-        if self.allocations is not None:
-            self.allocations.enter(self.stack[-1] if self.stack else OTHER)
 
     def _close_span(self) -> None:
         """Book the time since the last change of phase to the innermost open phase."""

@@ -114,7 +114,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     source = Source(
         cfg=cfg,
         world=world,
-        ledger=Ledger(policy.device, profile=cfg.train.profile_memory),
+        ledger=Ledger(policy.device),
         prompts=prompts,
         chooser=choice,
         dataset=dataset,

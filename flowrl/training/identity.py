@@ -46,7 +46,6 @@ RESUMABLE = (
     "checkpoint.",
     "guard.",
     "trackers",
-    "train.profile_memory",
     "train.shard",
     "train.sequence_parallel",
     "model.encoders",

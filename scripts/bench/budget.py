@@ -3,12 +3,12 @@
     python scripts/bench/budget.py [--model shapes-sd3] [--model middle] [--method mix_grpo ...]
         [--threads 1] [--no-time]
 
-Memory is what the ledger counts with train.profile_memory: the most that each phase allocates above
-the beginning of the second iteration. Seconds are those of the third iteration without the
-profiler, CPU seconds with one thread. Rows and FLOPs are compared exactly. "middle" is an SD3 of 8
-blocks and width 384 with random weights. Keep the machine free: rates of the CPU are tried in the
-same process. Exit code 1 where rows or FLOPs differ, a peak is more than 15% off, or seconds are
-25% (shapes-sd3: a factor of two, since its tensors are too small to take time themselves).
+Memory is what torch's profiler counts: the most that each phase of the second iteration allocates
+above its beginning. Seconds are those of the third iteration, CPU seconds with one thread. Rows and
+FLOPs are compared exactly. "middle" is an SD3 of 8 blocks and width 384 with random weights. Keep
+the machine free: rates of the CPU are tried in the same process. Exit code 1 where rows or FLOPs
+differ, a peak is more than 15% off, or seconds are 25% (shapes-sd3: a factor of two, since its
+tensors are too small to take time themselves).
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+from unittest import mock
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from flowrl.config.load import load_config
 from flowrl.config.schema import Config
+from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.roofline import this_cpu
 from flowrl.training.budget import Budget, Planner
 from flowrl.training.loop import Trainer
@@ -37,10 +44,13 @@ SHARED = [
     "guard.check_rewards=false",
     "eval.at_start=false",
     "eval.baseline_guidance=null",
-    "train.profile_memory=true",
 ]
 PHASES = ("rollout", "decode", "reward", "reference", "update")
 SECONDS = {"shapes-sd3": (0.5, 2.0), "middle": (0.75, 1.25)}  # predicted over measured
+MARK = "flowrl.phase:"
+OTHER = "other"  # between phases
+MEMORY = "[memory]"  # the profiler's name of an allocation
+T = TypeVar("T")
 
 
 def config(model: str, method: str, *more: str) -> Config:
@@ -86,8 +96,7 @@ def trainer_of(cfg: Config) -> Trainer:
 
 
 def seconds(trainer: Trainer, iteration: int) -> dict[str, float]:
-    """Of an iteration and its phases, which is not profiled; CPU seconds with one thread."""
-    trainer.ledger.allocations = None
+    """Metrics of an iteration, with CPU seconds of its phases where one thread computes."""
     if torch.get_num_threads() > 1:
         return trainer.iterate(iteration).metrics
     clock = time.perf_counter
@@ -107,10 +116,52 @@ def above_the_start(predicted: Budget) -> dict[str, float]:
     return gb
 
 
-def allocated(metrics: dict[str, float]) -> dict[str, float]:
-    """Measured GiB of the ledger's phases above what an iteration began with."""
-    found = {name: metrics.get(f"memory/{name}_gb", 0.0) for name in PHASES}
-    return {name: gb for name, gb in found.items() if gb}
+def allocated(ledger: Ledger, run: Callable[[], T]) -> tuple[T, dict[str, float]]:
+    """What `run` returns, and the most GiB that live in each of the ledger's phases meanwhile,
+    above what lives when it begins.
+
+    A process's resident size is mostly libraries, and never falls. torch's profiler sees every
+    allocation as it is made and freed, as a device's allocator does; but what was allocated before
+    is not seen when it is freed.
+    """
+    phase, stack = ledger.phase, [OTHER]
+
+    def mark(name: str) -> None:
+        with record_function(MARK + name):
+            pass
+
+    @contextmanager
+    def marked(name: str) -> Iterator[None]:
+        stack.append(name)
+        mark(name)
+        try:
+            with phase(name):
+                yield
+        finally:
+            stack.pop()
+            mark(stack[-1])
+
+    seen = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with mock.patch.object(ledger, "phase", marked), seen:
+        result = run()
+    return result, {name: size / 2**30 for name, size in peaks(seen).items() if name in PHASES}
+
+
+def peaks(seen: profile) -> dict[str, int]:
+    """The most bytes that live in each phase that was marked, in the order of time."""
+    moments = [
+        (event.start_ns(), event.name(), event.nbytes() if event.name() == MEMORY else 0)
+        for event in seen.profiler.kineto_results.events()
+        if event.name() == MEMORY or event.name().startswith(MARK)
+    ]
+    highest: dict[str, int] = defaultdict(int)
+    phase, live = OTHER, 0
+    for _, name, nbytes in sorted(moments, key=lambda moment: moment[0]):
+        if name != MEMORY:
+            phase = name.removeprefix(MARK)
+        live += nbytes
+        highest[phase] = max(highest[phase], live)
+    return dict(highest)
 
 
 def compare(cfg: Config, predicted: Budget, limits: tuple[float, float] | None) -> bool:
@@ -118,7 +169,7 @@ def compare(cfg: Config, predicted: Budget, limits: tuple[float, float] | None) 
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_of(cfg.model_copy(update={"output": str(Path(folder) / "run")}))
         first = trainer.iterate(0).metrics
-        metrics = trainer.iterate(1).metrics
+        metrics, real_gb = allocated(trainer.ledger, lambda: trainer.iterate(1).metrics)
         took = seconds(trainer, 2) if limits else {}
         trainer.parts.lock.release() if trainer.parts.lock else None
     rows = {name: round(metrics.get(name, 0.0)) for name in predicted.rows}
@@ -127,13 +178,13 @@ def compare(cfg: Config, predicted: Budget, limits: tuple[float, float] | None) 
     flops = {name: predicted.phases[name].flops for name in ("rollout", "update")}
     counted = {name: metrics[f"flops/{name}"] for name in flops}
     same = all(abs(flops[name] / counted[name] - 1) < 1e-9 for name in flops)
-    above, peaks = above_the_start(predicted), allocated(metrics)
-    whole = max(above.values()) / max(peaks.values())
+    above = above_the_start(predicted)
+    whole = max(above.values()) / max(real_gb.values())
     print(f"  rows {'equal' if exact else f'{rows} {own}'}; FLOPs {'equal' if same else counted}")
-    print(f"  peak {max(above.values()):.3f} of {max(peaks.values()):.3f} GB: {whole:.2f}")
+    print(f"  peak {max(above.values()):.3f} of {max(real_gb.values()):.3f} GB: {whole:.2f}")
     for name in above:
-        if peaks.get(name):
-            gb, real = above[name], peaks[name]
+        if real_gb.get(name):
+            gb, real = above[name], real_gb[name]
             print(f"    {name:10} {gb:.4f} of {real:.4f} GB: {gb / real:.2f}")
     near = True
     if limits:

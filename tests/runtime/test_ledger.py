@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 
-from flowrl.runtime.allocations import Allocations
 from flowrl.runtime.ledger import Ledger
 
 
@@ -90,43 +89,6 @@ def test_on_a_gpu_phases_are_timed_by_events_and_nothing_waits_for_it(sleep, mon
     assert (books["time/update"], books["time/reference"]) == (5, 6)
     assert books["time/network_work"] == 6 and books["memory/reference_gb"] == 1
     assert len(waited) == 3  # the last one begins the next books
-
-
-def test_what_phases_allocate_on_a_cpu_is_counted_where_asked():
-    """16 MiB that stay while 8 more come and go; then 4. Each iteration is counted anew."""
-    ledger = Ledger(profile=True)
-    for _ in range(2):
-        ledger.reset()
-        with ledger.phase("rollout"):
-            kept = torch.empty(2**24, dtype=torch.uint8)
-            with ledger.phase("decode"):
-                torch.empty(2**23, dtype=torch.uint8)
-        del kept
-        with ledger.phase("update"):
-            torch.empty(2**22, dtype=torch.uint8)
-        books = ledger.iteration()
-        found = {name: books[f"memory/{name}_gb"] * 2**10 for name in ("rollout", "decode")}
-        assert found == {"rollout": 16, "decode": 24}
-        assert books["memory/update_gb"] == 4 / 2**10
-    plain = Ledger()
-    plain.reset()
-    with plain.phase("rollout"):
-        torch.empty(2**20)
-    assert "memory/rollout_gb" not in plain.iteration()
-
-
-def test_an_iteration_that_failed_does_not_keep_the_next_from_being_counted():
-    ledger = Ledger(profile=True)
-    ledger.reset()
-    with pytest.raises(ValueError, match="no"), ledger.phase("rollout"):
-        raise ValueError("no")
-    assert Allocations.running is None
-    other = Ledger(profile=True)
-    other.reset()
-    with other.phase("rollout"):
-        torch.empty(2**20, dtype=torch.uint8)
-    assert other.iteration()["memory/rollout_gb"] == 1 / 2**10
-    assert Allocations.running is None
 
 
 def test_an_iteration_closes_the_books():

@@ -16,6 +16,7 @@ import flowrl
 from flowrl.cli.main import app
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
+from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.roofline import GPUS, of_cuda
 from flowrl.training import budget_fit
 from flowrl.training.budget import Planner
@@ -68,8 +69,9 @@ def told_as_run(cfg, policy, tmp_path):
     cfg = cfg.model_copy(update={"output": str(tmp_path / "run")})
     rewards = {label: bench.scores(label) for label in cfg.reward}
     run = bench.Trainer(cfg, policy=policy, prompts=prompts, rewards=rewards)
-    first, metrics = (run.iterate(number).metrics for number in range(2))
-    above, peaks = bench.above_the_start(told), bench.allocated(metrics)
+    first = run.iterate(0).metrics
+    metrics, peaks = bench.allocated(run.ledger, lambda: run.iterate(1).metrics)
+    above = bench.above_the_start(told)
     assert {name: metrics.get(name, 0) for name in told.rows} == told.rows
     assert {name: first.get(name, 0) for name in told.first} == told.first
     for name in ("rollout", "update"):
@@ -78,6 +80,36 @@ def told_as_run(cfg, policy, tmp_path):
     for name in ("rollout", "update"):
         assert above[name] == pytest.approx(peaks[name], rel=0.15)
     return told
+
+
+def test_what_phases_allocate_is_counted_above_what_lived_before():
+    """16 MiB that stay while 8 more come and go; then 4. Each count begins anew, also after a run
+    that failed."""
+    ledger = Ledger()
+
+    def run():
+        with ledger.phase("rollout"):
+            kept = torch.empty(2**24, dtype=torch.uint8)
+            with ledger.phase("decode"):
+                torch.empty(2**23, dtype=torch.uint8)
+        del kept
+        with ledger.phase("update"):
+            torch.empty(2**22, dtype=torch.uint8)
+
+    def fails():
+        with ledger.phase("rollout"):
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        bench.allocated(ledger, fails)
+    for _ in range(2):
+        _, found = bench.allocated(ledger, run)
+        assert {name: gb * 2**10 for name, gb in found.items()} == {
+            "rollout": 16,
+            "decode": 24,
+            "update": 4,
+        }
+    assert not any(name.startswith("memory/rollout") for name in ledger.iteration())
 
 
 @long.mark
@@ -91,8 +123,9 @@ def test_the_peak_of_split_weights_is_that_of_two_processes(mode, tmp_path, monk
 
     def work():
         run = bench.trainer_of(cfg.model_copy(update={"output": str(tmp_path / "run")}))
-        metrics = [run.iterate(number).metrics for number in range(2)]
-        return {"peak": torch.tensor(max(bench.allocated(metrics[1]).values()))}
+        run.iterate(0)
+        _, peaks = bench.allocated(run.ledger, lambda: run.iterate(1))
+        return {"peak": torch.tensor(max(peaks.values()))}
 
     for found in processes.on(2, work):
         assert max(told.values()) == pytest.approx(float(found["peak"]), rel=0.15)
