@@ -21,14 +21,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flowrl.runtime.fusion import EACH, ENTRY, Stretch, bytes_of, storage_of
 from flowrl.runtime.roofline import Device
 
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "_unsafe_view", "is_same_size")
 NORMS = ("native_layer_norm", "native_group_norm", "_softmax", "_fused_rms_norm", "batch_norm")
 FUNCTIONS = ("gelu", "silu", "exp", "sigmoid", "tanh", "log", "erf", "sin", "cos", "pow")
 RANDOM = ("normal_", "randn", "rand", "uniform_")
-LIBRARY = ("gemm", "attention", "attention_backward", "convolution")  # never fused
+POINTWISE = ("", "norm", "function", "random")  # kinds that a compiler fuses
 LOW = (torch.bfloat16, torch.float16)
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -53,11 +52,9 @@ class Meter(TorchDispatchMode):
         self.known: dict[Any, Operator] = {}
         self.sizes: dict[int, int] = {}  # living storages -> bytes
         self.live = self.peak = 0
-        self.flops = self.bytes = self.seconds = 0.0
-        self.operators = self.fused = 0  # the latter: kernels of compiled blocks
+        self.flops = self.bytes = 0.0
+        self.operators = 0
         self.by_kind: dict[str, float] = {}  # seconds of the device
-        self.stretch: Stretch | None = None  # of a block that is booked as compiled
-        self.unwritten: dict[int, int] = {}  # results of fused kernels that none has read yet
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -68,11 +65,6 @@ class Meter(TorchDispatchMode):
         """Start a new peak -> the highest bytes since the last one."""
         highest, self.peak = self.peak, self.live
         return highest
-
-    def books(self) -> tuple[float, float, int]:
-        """(FLOPs, seconds on the device, operators) so far."""
-        self._close()
-        return self.flops, self.seconds, self.operators
 
     def hold(self, tensor: Tensor) -> None:
         """Count the storage of a tensor, once."""
@@ -87,45 +79,6 @@ class Meter(TorchDispatchMode):
 
     def _let_go(self, key: int) -> None:
         self.live -= self.sizes.pop(key, 0)
-        self.unwritten.pop(key, None)
-        if self.stretch is not None:
-            self.stretch.forget(key)
-
-    def enter(self, *, compiled: bool) -> None:
-        """What follows is inside of a compiled block, or outside of all."""
-        self._close()
-        self.stretch = Stretch() if compiled else None
-        self.operators += ENTRY if compiled else 0
-
-    def _close(self) -> None:
-        """Book the kernels of a block."""
-        if self.stretch is None:
-            return
-        for kernel in self.stretch.kernels.values():
-            self._add("fused", 0.0, sum(kernel.reads.values()))
-        self.operators += (EACH - 1) * len(self.stretch.kernels)
-        self.fused += len(self.stretch.kernels)
-        self.stretch = Stretch()
-
-    def _add(self, kind: str, flops: float, nbytes: float) -> None:
-        """Book a kernel."""
-        self.flops += flops
-        self.bytes += nbytes
-        self.operators += 1
-        if self.device is not None:
-            self._take(kind, self.device.seconds(kind, flops, nbytes))
-
-    def _take(self, kind: str, seconds: float) -> None:
-        self.seconds += seconds
-        self.by_kind[kind] = self.by_kind.get(kind, 0.0) + seconds
-
-    def _write(self, tensors: list[Tensor]) -> None:
-        """Book that fused kernels wrote these, which is known once others read them."""
-        for tensor in tensors:
-            nbytes = self.unwritten.pop(storage_of(tensor), 0)
-            self.bytes += nbytes
-            if nbytes and self.device is not None:
-                self._take("fused", nbytes / self.device.bandwidth[""])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -168,20 +121,17 @@ class Meter(TorchDispatchMode):
         self, known: Operator, args: tuple, kwargs: dict, out: Any, made: list[Tensor]
     ) -> None:
         tensors = tensors_of(args, kwargs.values())
-        if self.stretch is not None:
-            if known.kind not in LIBRARY and known.makes:
-                self._write(self.stretch.add(tensors, made))
-                self.unwritten |= {key: self.sizes[key] for key in map(storage_of, made)}
-                return
-            self.stretch.call(tensors, made if known.makes else [])
-        if self.unwritten:
-            self._write(tensors)
         nbytes = sum(map(bytes_of, (*tensors, *made)))
         flops = float(known.formula(*args, **kwargs, out_val=out)) if known.formula else 0.0
         kind = known.kind
         if flops and self.device and self.device.cuda and tensors[0].dtype not in LOW:
             kind = kind.removesuffix("_backward") + "_fp32"
-        self._add(kind, flops, nbytes)
+        self.flops += flops
+        self.bytes += nbytes
+        self.operators += 1
+        if self.device is not None:
+            seconds = self.device.seconds(kind, flops, nbytes)
+            self.by_kind[kind] = self.by_kind.get(kind, 0.0) + seconds
 
 
 def _attention_flops(*args: Any, out_val: Any, **kwargs: Any) -> int:
@@ -190,6 +140,12 @@ def _attention_flops(*args: Any, out_val: Any, **kwargs: Any) -> int:
     a_product = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
     width, own = q.shape[3], v.shape[3]
     return a_product * (3 * width + 2 * own if len(args) > 5 else width + own)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes that reading a tensor moves: an expanded one is read once."""
+    whole = tensor.numel() * tensor.element_size()
+    return whole if tensor.is_contiguous() else min(whole, tensor.untyped_storage().nbytes())
 
 
 def tensors_of(*values: Any) -> list[Tensor]:

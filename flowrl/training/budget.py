@@ -29,7 +29,6 @@ from flowrl.config.build import (
 from flowrl.config.schema import Config
 from flowrl.data import conditions
 from flowrl.policy.architecture import read
-from flowrl.policy.blocks import blocks
 from flowrl.policy.load import call_options
 from flowrl.policy.modelled import ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
@@ -39,7 +38,7 @@ from flowrl.runtime.distributed import buckets
 from flowrl.runtime.meter import Meter
 from flowrl.runtime.roofline import GIB, Device
 from flowrl.training.build import check_guidance
-from flowrl.training.call_costs import Cost, Costs, Part
+from flowrl.training.call_costs import Cost, Costs, Part, booked
 from flowrl.training.checks import check_apart, check_batch
 from flowrl.training.from_small import Rehearsed, Told, enough, on_line, rehearsed
 from flowrl.training.lighter import SCORING, away
@@ -223,14 +222,12 @@ class Planner:
         tiled = cfg.model.tiling
         key = (cfg.train.gradient_checkpointing, cfg.train.compile, tiled)
         if key not in self.costs:
-            compiled = cfg.train.compile == "blocks"
-            (network,) = self.policy.networks.values()
             self.costs[key] = Costs(
                 self.policy,
                 self.device,
                 low=self.low,
                 checkpointing=cfg.train.gradient_checkpointing,
-                blocks=blocks(network) if compiled else [],
+                compiled=cfg.train.compile == "blocks",
                 tiled=tiled,
                 apart=self.apart[tiled],
             )
@@ -373,8 +370,7 @@ def _optimizer(policy: ModelledPolicy, device: Device) -> Part:
     with meter:
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         adamw.step()
-    flops, seconds, operators = meter.books()
-    return Part(flops=flops, seconds=seconds, operators=operators, peak=meter.peak)
+    return booked(meter)
 
 
 def _rows(metrics: dict[str, float]) -> dict[str, int]:

@@ -11,16 +11,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from flowrl.policy.modelled import META, ModelledPolicy
 from flowrl.policy.replay.encoders import LARGEST
-from flowrl.runtime import fusion
-from flowrl.runtime.meter import Attention, Meter
+from flowrl.runtime.meter import POINTWISE, Attention, Meter
 from flowrl.runtime.roofline import Device
 from flowrl.training.rehearsal import Asked
 from flowrl.training.weight_costs import WeightCosts
+
+# Seconds that pointwise operators and norms take with compiled blocks, over those without: one
+# factor for every network and device, which was not measured on a GPU. A model of inductor's
+# kernels gave it for SD3.5-Medium, less for FLUX.1-dev and more for SD 1.5 (docs/LOG.md).
+COMPILED = 0.35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +84,9 @@ class Cost:
 
 class Costs:
     """Of the calls of a policy. low: the precision of autocast, None without; checkpointing:
-    whether activations are computed again, or of which share of the blocks; blocks: what is
-    compiled of the network; tiled: whether a tile is decoded at a time. apart: known costs of
-    encoding and decoding, which neither checkpointing nor blocks change."""
+    whether activations are computed again, or of which share of the blocks; compiled: whether the
+    network's blocks are; tiled: whether a tile is decoded at a time. apart: known costs of encoding
+    and decoding, which neither checkpointing nor compiling changes."""
 
     def __init__(
         self,
@@ -91,13 +95,12 @@ class Costs:
         *,
         low: torch.dtype | None,
         checkpointing: bool | float,
-        blocks: list[nn.Module] | None = None,
+        compiled: bool = False,
         tiled: bool = False,
         apart: dict[Asked, Cost] | None = None,
     ) -> None:
         self.policy, self.device, self.low = policy, device, low
-        self.checkpointing, self.blocks = checkpointing, blocks or []
-        self.tiled = tiled
+        self.checkpointing, self.compiled, self.tiled = checkpointing, compiled, tiled
         self.known: dict[Asked, Cost] = {}
         self.apart = {} if apart is None else apart
         for weight in policy.trainable.named().values():
@@ -143,15 +146,11 @@ class Costs:
             )
 
     def _traced(self, asked: Asked, call: Any, *, low: torch.dtype | None) -> Cost:
-        meter = Meter(self.device)
-        with fusion.compiled(self.blocks, meter):
-            return self._booked(asked, call, meter, low=low)
-
-    def _booked(self, asked: Asked, call: Any, meter: Meter, *, low: torch.dtype | None) -> Cost:
-        cuda = self.device.cuda
+        meter, cuda = Meter(self.device), self.device.cuda
+        compiled = self.compiled and asked.what == "velocity"
         with torch.set_grad_enabled(asked.grad), meter, Attention(low, cuda=cuda):
             out: Tensor = call()
-        forward = _part(meter, 0)
+        forward = booked(meter, compiled=compiled)
         if not asked.grad:
             return Cost(forward=forward)
         saved = meter.live - out.numel() * out.element_size()
@@ -163,7 +162,7 @@ class Costs:
             torch.autograd.Variable._execution_engine.run_backward(
                 (out,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-        whole = _part(meter, before)
+        whole = booked(meter, before, compiled=compiled)
         backward = Part(
             flops=whole.flops - forward.flops,
             seconds=whole.seconds - forward.seconds,
@@ -180,7 +179,7 @@ class Costs:
         meter = Meter(self.device)
         with meter, Attention(self.low, cuda=self.device.cuda):
             answers = self.policy.encode_one()
-        one = _part(meter, 0)
+        one = booked(meter)
         sizes = [prompts * _bytes(answer) for answer in answers]
         joined, host = max(sizes, default=0), 0
         if not self.device.cuda:  # one memory for both
@@ -195,14 +194,18 @@ class Costs:
         return Cost(forward=forward, saved=0 if self.device.cuda else min(sum(sizes), LARGEST))
 
 
-def _part(meter: Meter, before: int) -> Part:
-    flops, seconds, operators = meter.books()
+def booked(meter: Meter, before: int = 0, *, compiled: bool = False) -> Part:
+    """What a meter has booked so far. before: bytes above which its peak is told. compiled: whether
+    the network's blocks are, which changes seconds on the device and nothing else."""
+    kinds = dict(meter.by_kind)
+    if compiled:
+        kinds |= {kind: COMPILED * kinds[kind] for kind in POINTWISE if kind in kinds}
     return Part(
-        flops=flops,
-        seconds=seconds,
-        operators=operators,
+        flops=meter.flops,
+        seconds=sum(kinds.values()),
+        operators=meter.operators,
         peak=meter.peak - before,
-        kinds=dict(meter.by_kind),
+        kinds=kinds,
     )
 
 

@@ -13,6 +13,7 @@ import argparse
 
 from flowrl.config.load import load_config
 from flowrl.runtime import roofline
+from flowrl.runtime.meter import POINTWISE
 from flowrl.training.budget import Budget, Planner
 
 SHARED = ["reward=pickscore", "data=ocr", "sampler.init_noise=sample"]
@@ -49,7 +50,7 @@ KINDS = {
     "gemm": ("gemm", "gemm_fp32"),
     "attention": ("attention", "attention_backward", "attention_fp32"),
     "convolution": ("convolution", "convolution_fp32"),
-    "pointwise": ("", "norm", "function", "random", "fused"),
+    "pointwise": POINTWISE,
     "weights": ("weights", "upload"),
     "loop": ("loop",),
     "host": ("host",),

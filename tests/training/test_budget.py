@@ -17,10 +17,11 @@ from flowrl.cli.main import app
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
 from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.meter import POINTWISE, bytes_of
 from flowrl.runtime.roofline import GPUS, of_cuda
 from flowrl.training import budget_fit
 from flowrl.training.budget import Planner
-from flowrl.training.call_costs import Costs
+from flowrl.training.call_costs import COMPILED, Costs
 from flowrl.training.rehearsal import Asked
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "budget.py"
@@ -134,6 +135,29 @@ def test_the_peak_of_split_weights_is_that_of_two_processes(mode, tmp_path, monk
 @pytest.fixture(scope="module")
 def planner():
     return Planner(shapes("flow_grpo", "batch.prompts=4"), H100)
+
+
+def test_compiled_blocks_take_one_factor_of_the_seconds_of_pointwise_operators(planner):
+    first, plain, compiled = (
+        Costs(planner.policy, H100, low=None, checkpointing=False, compiled=how)
+        for how in (False, False, True)
+    )
+    asked = Asked(what="velocity", rows=2, grad=True)
+    first.of(asked)  # a network's first call may have a few more operators
+    for part in ("forward", "backward"):
+        a, b = (getattr(costs.of(asked), part) for costs in (plain, compiled))
+        assert (a.flops, a.operators, a.peak) == (b.flops, b.operators, b.peak)
+        shares = {kind: COMPILED if kind in POINTWISE else 1 for kind in a.kinds}
+        assert b.kinds == pytest.approx({kind: shares[kind] * t for kind, t in a.kinds.items()})
+        assert b.seconds == pytest.approx(sum(b.kinds.values())) and b.seconds < a.seconds
+    decoded = Asked(what="decode", rows=2)
+    assert plain.of(decoded) == compiled.of(decoded)
+
+
+@pytest.mark.parametrize("size", [(8, 8), (1, 8)])
+def test_an_expanded_tensor_is_read_as_it_is_stored(size):
+    x = torch.empty(size, device="meta").expand(8, 8)
+    assert bytes_of(x) == 4 * size[0] * size[1]
 
 
 def test_costs_are_affine_in_rows(planner):
