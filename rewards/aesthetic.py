@@ -20,19 +20,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
-import torch
 from torch import Tensor, nn
 
-from flowrl.rewards.core.pictures import (
-    cropped,
-    frames_of,
-    mean_of_frames,
-    normalized,
-    pil_cropped,
-    refuse_gradient,
-)
-from flowrl.rewards.core.reward import Reward, Rounding
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped, rated
+from flowrl.rewards.core.reward import PictureSettings, Reward
 from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, warn_unpublished
 from flowrl.runtime.paths import located
@@ -47,7 +38,7 @@ NUMBERS = {"openai/clip-vit-large-patch14": 303_966_208}  # of weights, of the p
 WITH_RELU = (0, 3, 6, 9, 11)  # places of the linear layers in ava+logos-l14-reluMSE.pth
 
 
-class Settings(Base):
+class Settings(PictureSettings):
     version: Literal["v2", "v1"] = pydantic.Field(
         "v2", description="v2: sac+logos+ava1-l14-linearMSE.pth; v1: sa_0_4_vit_l_14_linear.pth."
     )
@@ -65,8 +56,6 @@ class Settings(Base):
         "openai/clip-vit-large-patch14",
         description="A folder with CLIP ViT-L/14, or its name on the hub.",
     )
-    rounding: Rounding = True
-    chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
 class Aesthetic(Reward):
@@ -89,12 +78,9 @@ class Aesthetic(Reward):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        refuse_gradient(self, media)
-        parts = frames_of(media).split(self.settings.chunk)
-        ratings = torch.cat([self._rate(part) for part in parts])
-        return mean_of_frames(ratings, media) / (10 if self.settings.scale == "vbench" else 1)
+        return rated(self, media, self._rate) / (10 if self.settings.scale == "vbench" else 1)
 
-    def _rate(self, frames: Tensor) -> Tensor:
+    def _rate(self, frames: Tensor, rows: Tensor) -> Tensor:
         """(n, 3, H, W) in [0, 1] -> (n,)."""
         resize = pil_cropped if self.settings.rounding else cropped
         pixels = normalized(resize(frames, self.backbone.config.image_size, floor=True))

@@ -19,17 +19,8 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards.core.pictures import (
-    HALF,
-    frames_of,
-    mean_of_frames,
-    normalized,
-    pil_stretched,
-    refuse_gradient,
-    stretched,
-)
-from flowrl.rewards.core.reward import Reward, Rounding
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.pictures import HALF, normalized, pil_stretched, rated, stretched
+from flowrl.rewards.core.reward import PictureSettings, Reward
 from flowrl.rewards.core.weights import fill, network, path_of, tensors
 from flowrl.rewards.networks.clip import affine, warn_unpublished
 from flowrl.types import MediaContext
@@ -39,7 +30,7 @@ NUMBERS = {"google/siglip-so400m-patch14-384": 428_225_600}  # of weights, of th
 PUBLISHED = (3.618320, 2.672634, 2.709308)
 
 
-class Settings(Base):
+class Settings(PictureSettings):
     weights: str | None = pydantic.Field(
         None, description="The head's file, aesthetic_predictor_v2_5.pth."
     )
@@ -50,7 +41,6 @@ class Settings(Base):
     dtype: Literal["float32", "bfloat16"] = pydantic.Field(
         "float32", description="What the network computes in."
     )
-    rounding: Rounding = True
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
 
@@ -79,11 +69,9 @@ class AestheticV25(Reward):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        refuse_gradient(self, media)
-        parts = frames_of(media).split(self.settings.chunk)
-        return mean_of_frames(torch.cat([self._rate(part) for part in parts]), media)
+        return rated(self, media, self._rate)
 
-    def _rate(self, frames: Tensor) -> Tensor:
+    def _rate(self, frames: Tensor, rows: Tensor) -> Tensor:
         """(n, 3, H, W) in [0, 1] -> (n,) fp32."""
         resize = pil_stretched if self.settings.rounding else stretched
         pixels = normalized(resize(frames, self.backbone.config.image_size), HALF, HALF)

@@ -29,8 +29,7 @@ from torchvision.transforms import Compose, InterpolationMode, Normalize
 from torchvision.transforms.functional import resize
 
 from flowrl.rewards.core.pictures import by_pil, cropped, normalized, pil_cropped, rounded
-from flowrl.rewards.core.reward import Rounding
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.reward import PictureSettings
 from flowrl.rewards.core.sizes import of_open_clip
 from flowrl.rewards.core.weights import fetch_open_clip, path_of, unfetched
 from flowrl.rewards.networks.clip import HubClip, OpenClip, TwoTowers
@@ -71,7 +70,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-class Settings(Base):
+class Settings(PictureSettings):
     preset: (
         Literal["nft", "flow_factory", "mix_grpo", "dance_grpo", "imagereward", "hessel", "shapes"]
         | None
@@ -104,8 +103,6 @@ class Settings(Base):
         "cosine", description="hessel is CLIPScore's own 2.5 * max(cosine, 0)."
     )
     prefix: str = pydantic.Field("", description="Put before every prompt.")
-    rounding: Rounding = True
-    chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
 class Clip(TwoTowers):

@@ -28,16 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as f
 
-from flowrl.rewards.core.pictures import (
-    CLIP_MEAN,
-    cropped,
-    frames_of,
-    mean_of_frames,
-    normalized,
-    pil_cropped,
-    refuse_gradient,
-    rounded,
-)
+from flowrl.rewards.core.pictures import CLIP_MEAN, cropped, normalized, pil_cropped, rated, rounded
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.weights import fill, path_of, tokenizer
 from flowrl.rewards.networks import vlm
@@ -89,12 +80,9 @@ class DeQA(Reward):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        refuse_gradient(self, media)
-        frames = frames_of(media)
-        values = torch.cat([self._scores(part) for part in frames.split(self.settings.chunk)])
-        return self.factor * mean_of_frames(values, media)
+        return self.factor * rated(self, media, self._scores)
 
-    def _scores(self, frames: Tensor) -> Tensor:
+    def _scores(self, frames: Tensor, rows: Tensor) -> Tensor:
         """(n, 3, H, W) in [0, 1] -> (n,) fp32 in [1, 5]."""
         side = self.network.side
         if self.settings.rounding:

@@ -18,7 +18,7 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards.core.pictures import refuse_gradient
+from flowrl.rewards.core.pictures import in_chunks, refuse_gradient
 from flowrl.rewards.core.source import Settings as SourceSettings
 from flowrl.rewards.core.source import Sourced
 from flowrl.rewards.core.weights import path_of, template, tensors
@@ -100,23 +100,19 @@ class EditReward(Sourced):
         """(heads, B, 2) fp32: mu and log sigma."""
         refuse_gradient(self, media)
         sources = self.sources(media, context)
-        by: Literal["pil", "float"] = "pil" if self.settings.rounding else "float"
-        out = []
-        for start in range(0, len(media), self.settings.chunk):
-            rows = slice(start, start + self.settings.chunk)
-            before = [vlm.fitted(source[None].to(media), by=by) for source in sources[rows]]
-            after = vlm.fitted(media[rows], by=by).split(1)
-            pairs = [list(pair) for pair in zip(before, after, strict=True)]
-            out.append(self._read(pairs, prompts[rows]))
-        return torch.cat(out, 1)
+        read = in_chunks(self._read, media, sources, prompts, chunk=self.settings.chunk)
+        return read.transpose(0, 1)
 
-    def _read(self, pairs: list[list[Tensor]], prompts: list[str]) -> Tensor:
-        """Source and edited picture of each of n samples -> (heads, n, 2)."""
+    def _read(self, media: Tensor, sources: list[Tensor], prompts: list[str]) -> Tensor:
+        """Edited and source picture of each of n samples -> (n, heads, 2)."""
+        by: Literal["pil", "float"] = "pil" if self.settings.rounding else "float"
+        before = [vlm.fitted(source[None].to(media), by=by) for source in sources]
+        pairs = list(zip(before, vlm.fitted(media, by=by).split(1), strict=True))
         out = []
         for rubric, head in zip(self.rubrics, self.heads, strict=True):
             texts = [rubric.format(text_prompt=prompt) + vlm.SUFFIX for prompt in prompts]
             out.append(head(self.vlm.hidden(pairs, texts)[:, 0]))
-        return torch.stack(out)
+        return torch.stack(out, 1)
 
 
 def pooled(heads: Tensor, pooling: Literal["mean", "min", "sum"]) -> Tensor:

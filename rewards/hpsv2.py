@@ -26,8 +26,7 @@ import pydantic
 from torch import Tensor
 
 from flowrl.rewards.core.pictures import fitted, normalized, rounded
-from flowrl.rewards.core.reward import Rounding
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.reward import PictureSettings
 from flowrl.rewards.core.sizes import of_open_clip
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.rewards.networks.clip import OpenClip, TwoTowers
@@ -38,7 +37,7 @@ FILES = {"v2": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
 MD5 = {"v2": "fd9180de357abf01fdb4eaad64631db4", "v2.1": "4067542e34ba2553a738c5ac6c1d75c0"}
 
 
-class Settings(Base):
+class Settings(PictureSettings):
     version: Literal["v2", "v2.1"] = pydantic.Field(
         "v2.1", description="Which of the two published models; their scores do not compare."
     )
@@ -55,8 +54,6 @@ class Settings(Base):
             "Resize as torchvision does since 0.17; false: as it did when the models were made."
         ),
     )
-    rounding: Rounding = True
-    chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
 class Hpsv2(TwoTowers):

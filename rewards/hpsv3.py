@@ -15,7 +15,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.core.pictures import frames_of, mean_of_frames, refuse_gradient
+from flowrl.rewards.core.pictures import rated
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.weights import path_of, template, tensors
 from flowrl.rewards.networks import vlm
@@ -52,7 +52,8 @@ class HPSv3(Reward):
     def __init__(self, settings: Any = None):
         super().__init__(settings)
         s = self.settings
-        self.rubric = template(s.template, sha256=RUBRIC, reward="hpsv3", origin=ORIGIN)
+        rubric = template(s.template, sha256=RUBRIC, reward="hpsv3", origin=ORIGIN)
+        self.rubric = rubric + vlm.SUFFIX
         path = path_of(s.weights, "HPSv3.safetensors", reward="hpsv3")
         state = tensors(path, under="model")
         self.head = vlm.ranknet(state, "rm_head.", path=path)
@@ -62,30 +63,24 @@ class HPSv3(Reward):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        return self._gaussian(media, prompts)[0]
+        return self._gaussian(media, prompts)[:, 0]
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
-        return {"sigma": self._gaussian(media, prompts)[1]}
+        return {"sigma": self._gaussian(media, prompts)[:, 1]}
 
-    def _gaussian(self, media: Tensor, prompts: list[str]) -> tuple[Tensor, Tensor]:
-        """mu and sigma, (B,) fp32 each."""
-        refuse_gradient(self, media)
-        frames = frames_of(media)
-        texts = [
-            self.rubric.format(text_prompt=prompt) + vlm.SUFFIX
-            for prompt in prompts
-            for _ in range(len(frames) // len(prompts))
-        ]
-        out = []
-        for start in range(0, len(frames), self.settings.chunk):
-            rows = slice(start, start + self.settings.chunk)
-            pictures = vlm.fitted(frames[rows], by="pil" if self.settings.rounding else "float")
-            visuals = [[picture[None]] for picture in pictures]
-            out.append(self.head(self.vlm.hidden(visuals, texts[rows])[:, 0]))
-        mu, log_sigma = torch.cat(out).unbind(1)
-        return mean_of_frames(mu, media), mean_of_frames(log_sigma.exp(), media)
+    def _gaussian(self, media: Tensor, prompts: list[str]) -> Tensor:
+        """mu and sigma, (B, 2) fp32."""
+        texts = [self.rubric.format(text_prompt=prompt) for prompt in prompts]
+
+        def rate(frames: Tensor, rows: Tensor) -> Tensor:
+            pictures = vlm.fitted(frames, by="pil" if self.settings.rounding else "float")
+            visuals = [[picture] for picture in pictures.split(1)]
+            found = self.head(self.vlm.hidden(visuals, [texts[i] for i in rows.tolist()])[:, 0])
+            return torch.stack([found[:, 0], found[:, 1].exp()], 1)
+
+        return rated(self, media, rate)
 
 
 REWARD = HPSv3

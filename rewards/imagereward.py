@@ -20,16 +20,8 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards.core.pictures import (
-    cropped,
-    frames_of,
-    mean_of_frames,
-    normalized,
-    pil_cropped,
-    refuse_gradient,
-)
-from flowrl.rewards.core.reward import Reward, Rounding
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped, rated
+from flowrl.rewards.core.reward import PictureSettings, Reward
 from flowrl.rewards.core.tokens import warn_cut
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.rewards.networks.blip import Blip, renamed
@@ -43,7 +35,7 @@ NUMBERS = {"THUDM/ImageReward": 446_206_689}  # of weights: BLIP-large and the h
 UNUSED = ("blip.vision_proj.", "blip.text_proj.", "blip.text.embeddings.position_ids")
 
 
-class Settings(Base):
+class Settings(PictureSettings):
     weights: str = pydantic.Field(
         "THUDM/ImageReward",
         description="Folder with ImageReward.pt and med_config.json, or a hub id.",
@@ -52,7 +44,6 @@ class Settings(Base):
         "google-bert/bert-base-uncased",
         description="Folder with bert-base-uncased's vocab.txt, or a hub id.",
     )
-    rounding: Rounding = True
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
 
@@ -83,17 +74,14 @@ class ImageReward(Reward):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        refuse_gradient(self, media)
-        frames, s = frames_of(media), self.settings
         ids, mask = (rows.to(media.device) for rows in self._tokens(prompts))
-        owner = torch.arange(len(prompts), device=media.device)
-        owner = owner.repeat_interleave(len(frames) // len(prompts))  # of each frame
-        resize = pil_cropped if s.rounding else cropped
-        values = []
-        for part, rows in zip(frames.split(s.chunk), owner.split(s.chunk), strict=True):
-            pixels = normalized(resize(part, self.model.blip.side))
-            values.append(self.model(pixels, ids[rows], mask[rows]))
-        return mean_of_frames(torch.cat(values), media)
+        resize = pil_cropped if self.settings.rounding else cropped
+
+        def rate(frames: Tensor, rows: Tensor) -> Tensor:
+            pixels = normalized(resize(frames, self.model.blip.side))
+            return self.model(pixels, ids[rows], mask[rows])
+
+        return rated(self, media, rate)
 
     def expect(self, prompts: Sequence[str]) -> None:
         self._encoded(list(dict.fromkeys(prompts)), known=True)

@@ -26,16 +26,8 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from flowrl.rewards.core.pictures import (
-    cropped,
-    frames_of,
-    mean_of_frames,
-    normalized,
-    pil_cropped,
-    refuse_gradient,
-)
-from flowrl.rewards.core.reward import Reward, Rounding
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped, rated
+from flowrl.rewards.core.reward import PictureSettings, Reward
 from flowrl.rewards.core.sizes import WIDTH
 from flowrl.rewards.core.tokens import warn_cut
 from flowrl.rewards.core.weights import fill, path_of, template, tensors
@@ -50,7 +42,7 @@ WHERE = (
 )
 
 
-class Settings(Base):
+class Settings(PictureSettings):
     weights: str | None = pydantic.Field(
         None, description="MPS_overall.pth, the state dict, or the folder that holds it."
     )
@@ -74,7 +66,6 @@ class Settings(Base):
     dtype: Literal["float32", "float16", "bfloat16"] = pydantic.Field(
         "float32", description="Of the network; the reference: float16."
     )
-    rounding: Rounding = True
     chunk: int = pydantic.Field(32, ge=1, description="Most pictures in one forward.")
 
 
@@ -113,20 +104,19 @@ class Mps(Reward):
     def __call__(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> Tensor:
-        refuse_gradient(self, media)
-        frames, chunk = frames_of(media), self.settings.chunk
         # each prompt once: its words, their sum, and which words count
         distinct = list(dict.fromkeys(prompts))
         words, sentences, counts = self._read(self._tokens(distinct).to(media.device))
-        # the row of each frame's prompt in them
+        # the row of each sample's prompt in them
         index = torch.tensor([distinct.index(prompt) for prompt in prompts], device=media.device)
-        owner = index.repeat_interleave(len(frames) // len(prompts))
         scale = self.model.clip.logit_scale.float().exp()
-        values = []
-        for part, rows in zip(frames.split(chunk), owner.split(chunk), strict=True):
-            fused = self.model.fuse(self._pixels(part), words[rows], counts[rows])
-            values.append(scale * F.cosine_similarity(fused.float(), sentences[rows].float()))
-        return mean_of_frames(torch.cat(values), media)
+
+        def rate(frames: Tensor, samples: Tensor) -> Tensor:
+            rows = index[samples]
+            fused = self.model.fuse(self._pixels(frames), words[rows], counts[rows])
+            return scale * F.cosine_similarity(fused.float(), sentences[rows].float())
+
+        return rated(self, media, rate)
 
     def _read(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """ids (P, 77) -> words (P, 77, d), sentences (P, d), and which words count (P, 77)."""

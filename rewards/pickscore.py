@@ -19,8 +19,7 @@ import pydantic
 from torch import Tensor
 
 from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped
-from flowrl.rewards.core.reward import Rounding
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.reward import PictureSettings
 from flowrl.rewards.networks.clip import HubClip, TwoTowers
 
 SCALES = {
@@ -34,7 +33,7 @@ NUMBERS = {"yuvalkirstain/PickScore_v1": 986_109_441}  # of weights: CLIP-H
 AFFINE = {"raw": (0.0, 1.0), "flow_grpo": (0.0, 26.0), "mix_grpo": (18.0, 8.0)}
 
 
-class Settings(Base):
+class Settings(PictureSettings):
     scale: Literal["raw", "flow_grpo", "mix_grpo", "cosine"] = pydantic.Field(
         "raw",
         description=(
@@ -50,8 +49,6 @@ class Settings(Base):
         "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         description="A folder with the CLIP tokenizer, or its name on the hub.",
     )
-    rounding: Rounding = True
-    chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
 class PickScore(TwoTowers):

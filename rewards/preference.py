@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards.core.pictures import frames_of, mean_of_frames, refuse_gradient
-from flowrl.rewards.core.reward import Reward, Rounding
-from flowrl.rewards.core.reward import Settings as Base
+from flowrl.rewards.core.reward import PictureSettings, Reward
 from flowrl.rewards.core.weights import path_of
 from flowrl.rewards.networks.bradley_terry import (
     EMBEDDED,
@@ -30,7 +29,7 @@ from flowrl.runtime.registry import did_you_mean
 from flowrl.types import MediaContext
 
 
-class Settings(Base):
+class Settings(PictureSettings):
     weights: str | None = pydantic.Field(
         None,
         description=(
@@ -51,8 +50,6 @@ class Settings(Base):
     pretrained: str | None = pydantic.Field(
         None, description="Weights of that backbone, as clip.pretrained; null: its own."
     )
-    rounding: Rounding = True
-    chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
 
 
 class Preference(Reward):

@@ -25,7 +25,7 @@ import pydantic
 import torch
 from torch import Tensor, nn
 
-from flowrl.rewards.core.pictures import refuse_gradient
+from flowrl.rewards.core.pictures import in_chunks, refuse_gradient
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.weights import fill, path_of, template, tensors
 from flowrl.rewards.networks import vlm
@@ -130,12 +130,8 @@ class VideoAlign(Reward):
         refuse_gradient(self, media)
         s = self.settings
         frames = media[:, sampled(media.shape[1], s.clip_fps, self.fps)]
-        out = [
-            self._raw(frames[start : start + s.chunk], prompts[start : start + s.chunk])
-            for start in range(0, len(media), s.chunk)
-        ]
         mean, std = self.constants.to(media.device) if s.z_score else (0.0, 1.0)
-        return (torch.cat(out) - mean) / std
+        return (in_chunks(self._raw, frames, prompts, chunk=s.chunk) - mean) / std
 
     def _raw(self, videos: Tensor, prompts: list[str]) -> Tensor:
         """(n, 3): what the head gives at the three tokens."""

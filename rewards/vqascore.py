@@ -34,11 +34,10 @@ from flowrl.data.media import to_pil
 from flowrl.rewards.core.pictures import (
     CLIP_MEAN,
     cropped,
-    frames_of,
-    mean_of_frames,
+    in_chunks,
     normalized,
     pil_cropped,
-    refuse_gradient,
+    rated,
     rounded,
 )
 from flowrl.rewards.core.reward import Reward
@@ -156,11 +155,13 @@ class VQAScore(Reward):
                 "vqascore with model=qwen gives no gradient; load it with model=clip-flant5,"
                 " rounding=False"
             )
-        refuse_gradient(self, media)
-        frames = frames_of(media)
-        each = len(frames) // len(prompts)  # frames of a sample
-        questions = [question for question in self._asked(prompts) for _ in range(each)]
-        return mean_of_frames(self.answer(frames, questions), media)
+        questions = self._asked(prompts)
+        self._warn_cut(questions)
+
+        def rate(frames: Tensor, rows: Tensor) -> Tensor:
+            return self.model(frames, [questions[i] for i in rows.tolist()])
+
+        return rated(self, media, rate)
 
     def expect(self, prompts: Sequence[str]) -> None:
         self._warn_cut(self._asked(prompts), known=True)
@@ -179,13 +180,8 @@ class VQAScore(Reward):
 
         `checklist` asks its questions here.
         """
-        size = self.settings.chunk
         self._warn_cut(questions)
-        values = [
-            self.model(media[i : i + size], list(questions[i : i + size]))
-            for i in range(0, len(media), size)
-        ]
-        return torch.cat(values)
+        return in_chunks(self.model, media, list(questions), chunk=self.settings.chunk)
 
 
 def _check_settings(s: Settings) -> None:

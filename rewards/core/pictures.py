@@ -8,7 +8,7 @@ gradient passes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -50,8 +50,30 @@ def column_of(context: MediaContext | None, name: str, size: int) -> Tensor:
 
 
 def mean_of_frames(values: Tensor, media: Tensor) -> Tensor:
-    """One value a frame (n,) -> their mean a sample (B,) fp32."""
-    return values.float().view(len(media), -1).mean(1)
+    """One value a frame (n,) -> their mean a sample (B,) fp32; also (n, k) -> (B, k)."""
+    return values.float().view(len(media), -1, *values.shape[1:]).mean(1)
+
+
+def in_chunks(function: Callable[..., Tensor], *columns: Any, chunk: int) -> Tensor:
+    """What a function gives for at most `chunk` rows of its arguments at a time, put together.
+
+    columns: tensors or lists of the same length n -> (n, ...).
+    """
+    starts = range(0, len(columns[0]), chunk)
+    return torch.cat([function(*(c[i : i + chunk] for c in columns)) for i in starts])
+
+
+def rated(reward: Reward, media: Tensor, rate: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The mean over the frames of each sample of what a network says of them: (B,) or (B, k) fp32.
+
+    rate: pictures (n, 3, H, W), at most the setting chunk, and which sample each is of (n,) -> (n,)
+    or (n, k). ValueError where media ask for a gradient that there is not.
+    """
+    refuse_gradient(reward, media)
+    frames = frames_of(media)
+    rows = torch.arange(len(media), device=media.device)
+    rows = rows.repeat_interleave(len(frames) // len(media))
+    return mean_of_frames(in_chunks(rate, frames, rows, chunk=reward.settings.chunk), media)
 
 
 def rounded(frames: Tensor) -> Tensor:

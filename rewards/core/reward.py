@@ -68,6 +68,13 @@ class Settings(Filled):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
 
+class PictureSettings(Settings):
+    """Settings of a reward whose network sees pictures."""
+
+    rounding: Rounding = True
+    chunk: int = pydantic.Field(64, ge=1, description="Most pictures in one forward.")
+
+
 class Reward:
     """Scores media for their prompts; higher is always better.
 

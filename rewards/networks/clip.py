@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.rewards.core import weights
-from flowrl.rewards.core.pictures import frames_of, refuse_gradient
+from flowrl.rewards.core.pictures import frames_of, in_chunks, refuse_gradient
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.core.tokens import warn_cut
 from flowrl.types import MediaContext
@@ -121,19 +121,16 @@ class TwoTowers(Reward):
 
     def pictures(self, frames: Tensor) -> Tensor:
         """(n, 3, H, W) in [0, 1] -> (n, d) of unit length."""
-        return torch.cat(
-            [self.towers.image(self.pixels(part)) for part in frames.split(self.settings.chunk)]
-        )
+        chunk = self.settings.chunk
+        return in_chunks(lambda part: self.towers.image(self.pixels(part)), frames, chunk=chunk)
 
     def prompts(self, prompts: Sequence[str], device: torch.device | str) -> Tensor:
         """n texts -> (n, d) of unit length; equal ones are embedded once."""
-        chunk = self.settings.chunk
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         texts = [self.prefix + prompt for prompt in place]
         self._warn_cut(texts)
-        out = torch.cat(
-            [self.towers.text(texts[i : i + chunk], device) for i in range(0, len(texts), chunk)]
-        )
+        chunk = self.settings.chunk
+        out = in_chunks(lambda part: self.towers.text(part, device), texts, chunk=chunk)
         return out[[place[prompt] for prompt in prompts]]
 
     def _warn_cut(self, texts: list[str], *, known: bool = False) -> None:
