@@ -149,7 +149,10 @@ def parse_guidance(text: str) -> float | str:
 
 def parse_columns(words: list[str] | None) -> dict[str, str]:
     """--columns NAME=COLUMN ..., as data.columns of a config."""
-    return named_values("--columns", words, "prompt=Caption", lambda name: frozenset({str}))
+    found = named_values("--columns", words, "prompt=Caption", lambda name: frozenset({str}))
+    if empty := [name for name, column in found.items() if not column]:
+        raise ValueError(f"--columns {empty[0]}= names no column; give it, as in prompt=Caption")
+    return found
 
 
 def call_arguments(words: list[str] | None) -> dict[str, Any]:
@@ -169,8 +172,8 @@ def named_values(
 
     out: dict[str, Any] = {}
     for word in words or []:
-        name, _, value = word.partition("=")
-        if not value or not name:
+        name, equals, value = word.partition("=")
+        if not equals or not name:
             raise ValueError(f"{option} {word} should be NAME=VALUE, such as {example}")
         try:
             out[name] = value_of(value, kinds_of(name))
