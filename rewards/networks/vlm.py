@@ -32,10 +32,8 @@ from torchvision.transforms import functional as F
 
 from flowrl.data.media import to_uint8
 from flowrl.rewards.core.pictures import by_pil, normalized
-from flowrl.rewards.core.reward import Rounding
-from flowrl.rewards.core.reward import Settings as Base
-from flowrl.rewards.core.weights import fill, tensors
-from flowrl.runtime import hub
+from flowrl.rewards.core.reward import PictureSettings
+from flowrl.rewards.core.weights import fill, from_folder_or_hub, tensors
 
 PIXELS = 256 * 28 * 28  # 200,704, the area of a 448 x 448 picture
 TOKEN = "<|Reward|>"  # where HPSv3 and EditReward read the score
@@ -53,11 +51,10 @@ Tuned = Annotated[  # setting `base` of a reward that is such a network, tuned
 ]
 
 
-class Settings(Base):
+class Settings(PictureSettings):
     dtype: Literal["bfloat16", "float16", "float32"] = pydantic.Field(
         "bfloat16", description="Type of the network; the head is fp32."
     )
-    rounding: Rounding = True
     chunk: int = pydantic.Field(8, ge=1, description="Most samples in one forward.")
 
 
@@ -224,7 +221,8 @@ def processor_of(
     tokens added."""
     from transformers import AutoProcessor
 
-    processor = pretrained(AutoProcessor, base, reward=reward, setting=setting)
+    load = AutoProcessor.from_pretrained
+    processor = from_folder_or_hub(load, base, reward=reward, setting=setting)
     processor.tokenizer.padding_side = "right"
     processor.tokenizer.add_tokens(list(tokens), special_tokens=True)
     return processor
@@ -243,7 +241,8 @@ def load_vlm(
     template of `base`."""
     from transformers import AutoConfig
 
-    config = pretrained(AutoConfig, base, reward=reward)
+    load = AutoConfig.from_pretrained
+    config = from_folder_or_hub(load, base, reward=reward, setting="base")
     cls = _backbone_class(config.model_type, f"reward.{reward}.base={base}")
     processor = processor_of(base, reward=reward, tokens=tokens)
     table = state.get("language_model.embed_tokens.weight")
@@ -323,25 +322,3 @@ def folder_tensors(folder: Path) -> dict[str, Tensor]:
     if not files:
         raise ValueError(f"{folder} holds no weights: neither .safetensors nor .bin files")
     return {key: value for file in files for key, value in tensors(file).items()}
-
-
-def pretrained(
-    auto: Any, source: str, *, reward: str, setting: str = "base", **options: Any
-) -> Any:
-    """auto.from_pretrained(source, ...), from a folder or the hub; ValueError that says what to
-    fetch and where to put it."""
-    if Path(source).is_dir():
-        name, revision = source, {}
-    else:
-        name, revision = hub.split(source)[0], hub.options(source)
-    try:
-        found = auto.from_pretrained(name, **revision, **options)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"reward.{reward}.{setting}={source}: {auto.__name__} finds no such model there"
-            f" ({str(error).splitlines()[0]}); download it from https://huggingface.co/{name} and"
-            f" set reward.{reward}.{setting}=/path/to/the folder"
-        ) from error
-    if not Path(source).is_dir():
-        hub.note(source)
-    return found

@@ -418,8 +418,8 @@ def test_a_base_of_another_model_is_one_sentence(base, tmp_path):
     with pytest.raises(
         ValueError,
         match=(
-            r"reward.mine.base=nobody/nothing: AutoConfig finds no such model there .* set"
-            r" reward.mine.base=/path"
+            "reward mine needs nobody/nothing, which is not on this machine .* download it from"
+            " https://huggingface.co/nobody/nothing and set reward.mine.base=/path"
         ),
     ):
         networks_vlm.load_vlm(

@@ -1,6 +1,7 @@
 """Revisions of hub repositories: asked for, pinned, and told in a run's environment.json."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -61,7 +62,7 @@ class Loader:
     """What libraries are asked for; everything is there."""
 
     def __init__(self):
-        self.asked, self.components = [], {}
+        self.asked, self.components, self.tokenizer = [], {}, Mock()
 
     def load_config(self, name, **options):
         return self.from_pretrained(name, **options) and {"_class_name": "FluxPipeline"}
@@ -85,7 +86,8 @@ def test_every_loader_is_asked_for_the_revision(cache, monkeypatch):
     weights.path_of("owner/a@v2", reward="r")
     prompt_files._from_hub("hf:owner/a@v3/x.tsv", "suite", "")
     weights.from_folder_or_hub(loader.from_pretrained, "owner/a@v4", reward="r")
-    vlm.pretrained(loader, "owner/a@v5", reward="r")
+    monkeypatch.setattr("transformers.AutoProcessor", loader)
+    vlm.processor_of("owner/a@v5", reward="r")
     monkeypatch.setattr("diffusers.DiffusionPipeline", loader)
     load._pretrained("owner/a@v6", None)
     load._pretrained("owner/a", None)
