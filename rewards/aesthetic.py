@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from flowrl.rewards.core.pictures import cropped, normalized, pil_cropped, rated
 from flowrl.rewards.core.reward import PictureSettings, Reward
 from flowrl.rewards.core.weights import fill, network, path_of, tensors
-from flowrl.rewards.networks.clip import affine, warn_unpublished
+from flowrl.rewards.networks.clip import affine, linears, warn_unpublished
 from flowrl.runtime.paths import located
 from flowrl.types import MediaContext
 
@@ -103,8 +103,8 @@ def _head(s: Settings, width: int) -> nn.Linear:
     if s.version == "v1":
         return fill(nn.Linear(width, 1), state, path=path)
     _refuse_relu(state, path)
-    layers = fill(nn.ModuleDict({"layers": _layers_of_v2(width)}), state, path=path)["layers"]
-    head = affine(layers, width)
+    module = nn.ModuleDict({"layers": linears(width, (0, 2, 4, 6, 7))})
+    head = affine(fill(module, state, path=path)["layers"], width)
     warn_unpublished("aesthetic", head, PUBLISHED, path)
     return head
 
@@ -119,20 +119,6 @@ def _path_of_head(s: Settings) -> Path:
     source = s.weights or MIRROR
     mirrored = s.version == "v2" and (source == MIRROR or (located(source) / MIRRORED).is_file())
     return path_of(source, MIRRORED if mirrored else FILES[s.version], reward="aesthetic")
-
-
-def _layers_of_v2(width: int) -> nn.Sequential:
-    """Linear layers at 0, 2, 4, 6 and 7, as in the file."""
-    return nn.Sequential(
-        nn.Linear(width, 1024),
-        nn.Dropout(),
-        nn.Linear(1024, 128),
-        nn.Dropout(),
-        nn.Linear(128, 64),
-        nn.Dropout(),
-        nn.Linear(64, 16),
-        nn.Linear(16, 1),
-    )
 
 
 def _refuse_relu(state: Mapping[str, Tensor], path: Path) -> None:

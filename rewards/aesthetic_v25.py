@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from flowrl.rewards.core.pictures import HALF, normalized, pil_stretched, rated, stretched
 from flowrl.rewards.core.reward import PictureSettings, Reward
 from flowrl.rewards.core.weights import fill, network, path_of, tensors
-from flowrl.rewards.networks.clip import affine, warn_unpublished
+from flowrl.rewards.networks.clip import affine, linears, warn_unpublished
 from flowrl.types import MediaContext
 
 NUMBERS = {"google/siglip-so400m-patch14-384": 428_225_600}  # of weights, of the picture tower
@@ -89,12 +89,8 @@ def _picture_tower(source: str) -> nn.Module:
 def _head(source: str, width: int) -> nn.Linear:
     """The head's file as one affine map of a unit embedding."""
     path = path_of(source, "aesthetic_predictor_v2_5.pth", reward="aesthetic_v25")
-    sizes = (width, 1024, 128, 64, 16, 1)
-    layers = nn.Sequential()
-    for i in range(5):  # at even places: dropouts sit between them
-        layers.add_module(str(2 * i), nn.Linear(sizes[i], sizes[i + 1]))
-    filled = fill(nn.ModuleDict({"scoring_head": layers}), tensors(path), path=path)
-    head = affine(filled["scoring_head"], width)
+    module = nn.ModuleDict({"scoring_head": linears(width, (0, 2, 4, 6, 8))})
+    head = affine(fill(module, tensors(path), path=path)["scoring_head"], width)
     warn_unpublished("aesthetic_v25", head, PUBLISHED, path)
     return head
 

@@ -25,6 +25,7 @@ from flowrl.rewards.core.reward import PictureSettings, Reward
 from flowrl.rewards.core.tokens import warn_cut
 from flowrl.rewards.core.weights import fill, path_of, tensors
 from flowrl.rewards.networks.blip import Blip, renamed
+from flowrl.rewards.networks.clip import linears
 from flowrl.runtime.paths import located
 from flowrl.types import MediaContext
 
@@ -112,16 +113,12 @@ def _files(weights: str) -> tuple[Path, dict[str, Any]]:
 
 
 class Network(nn.Module):
-    """BLIP and the head 768 -> 1024 -> 128 -> 64 -> 16 -> 1, with dropouts and no activation."""
+    """BLIP and the head 768 -> 1024 -> 128 -> 64 -> 16 -> 1, without activations."""
 
     def __init__(self, blip: Blip):
         super().__init__()
         self.blip = blip
-        sizes = (blip.text.config.hidden_size, 1024, 128, 64, 16, 1)
-        linears = [nn.Linear(*pair) for pair in zip(sizes, sizes[1:], strict=False)]
-        dropouts = [nn.Dropout(p) for p in (0.2, 0.2, 0.1)]
-        first = [module for pair in zip(linears, dropouts, strict=False) for module in pair]
-        self.layers = nn.Sequential(*first, *linears[3:])  # linears at 0, 2, 4, 6, 7
+        self.layers = linears(blip.text.config.hidden_size, (0, 2, 4, 6, 7))
 
     def forward(self, pixels: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
         """pixels (n, 3, s, s), ids and mask (n, L) -> rewards (n,)."""

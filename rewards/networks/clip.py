@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -143,6 +144,18 @@ class TwoTowers(Reward):
     def value(self, cosine: Tensor) -> Tensor:
         """Cosines -> scores, element by element."""
         return cosine
+
+
+def linears(width: int, places: Sequence[int]) -> nn.Sequential:
+    """The head width -> 1024 -> 128 -> 64 -> 16 -> 1 that three rewards have, without activations.
+
+    places: names of its layers in a checkpoint, between which dropouts stood.
+    """
+    sizes = (width, 1024, 128, 64, 16, 1)
+    layers = nn.Sequential()
+    for place, ends in zip(places, pairwise(sizes), strict=True):
+        layers.add_module(str(place), nn.Linear(*ends))
+    return layers
 
 
 def affine(head: nn.Module, width: int) -> nn.Linear:
