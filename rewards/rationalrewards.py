@@ -15,7 +15,6 @@ RationalRewards 44e27ab. Departures:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ from flowrl.rewards.judge.client import Failed, Message
 from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.replies import Unreadable
-from flowrl.rewards.judge.reward import JudgeReward, Scores, interleaved, read_template, user
+from flowrl.rewards.judge.reward import Scores, WritingJudge, interleaved, read_template, user
 from flowrl.types import MediaContext
 
 # sha256 of the whole text with {prompt} (or {request}) and <image> in place. Two spellings of t2i:
@@ -79,7 +78,7 @@ class Settings(SourceSettings, JudgeSettings):
     )
 
 
-class RationalRewards(Sourced, JudgeReward):
+class RationalRewards(Sourced, WritingJudge):
     """(m - 1) / 3, where m is the mean of the aspects' scores, each clamped to [1, 4].
 
     An aspect that is N/A does not count.
@@ -132,7 +131,7 @@ class RationalRewards(Sourced, JudgeReward):
     def ask(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
     ) -> list[Scores | Failed]:
-        return self.judge.ask_all(self._questions(media, prompts, context), self._read)
+        return self.judge.ask_all(self._questions(media, prompts, context), self.read)
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -148,13 +147,6 @@ class RationalRewards(Sourced, JudgeReward):
         found = self.judge.ask_all(self._questions(media, prompts, context), _refined)
         return [None if isinstance(request, Failed) else request for request in found]
 
-    def read_reply(self, text: str) -> float:
-        """The score that a reply of this text gives; NaN where it gives none."""
-        try:
-            return self._read(Reply(text=text, tokens=None))["score"]
-        except Unreadable:
-            return math.nan
-
     def _questions(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
     ) -> list[list[Message]]:
@@ -167,7 +159,7 @@ class RationalRewards(Sourced, JudgeReward):
             questions.append([system, user(*interleaved(self.template, prompt, pictures))])
         return questions
 
-    def _read(self, reply: Reply) -> Scores:
+    def read(self, reply: Reply) -> Scores:
         """The scores of the aspects that count, and "score"."""
         stated = replies.aspects(reply.text, cut=reply.cut)
         found = {name: score for name, score in stated.items() if name in self.aspects}

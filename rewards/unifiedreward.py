@@ -21,14 +21,12 @@ Departures:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import pydantic
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -37,15 +35,8 @@ from flowrl.rewards.core.source import Sourced
 from flowrl.rewards.judge import replies
 from flowrl.rewards.judge.client import Failed, text
 from flowrl.rewards.judge.client import Settings as JudgeSettings
-from flowrl.rewards.judge.reward import (
-    JudgeReward,
-    Scores,
-    filled,
-    needed,
-    read_template,
-    spaced,
-    user,
-)
+from flowrl.rewards.judge.completion import Reply
+from flowrl.rewards.judge.reward import PairJudge, Scores, filled, needed, read_template, user
 from flowrl.types import MediaContext
 
 AXES = ("Alignment", "Coherence", "Style", "Physics")
@@ -191,7 +182,7 @@ class Settings(SourceSettings, JudgeSettings):
 Read = Callable[[str, Settings], Scores]
 
 
-class UnifiedReward(Sourced, JudgeReward):
+class UnifiedReward(Sourced, PairJudge):
     """Scores of the point variants; pair variants have `compare` instead, for win_rate and rank."""
 
     Settings = Settings
@@ -214,17 +205,7 @@ class UnifiedReward(Sourced, JudgeReward):
             places=variant.caption,
         )
         if variant.pair:
-            self.compare = self._compare
-
-    def ask(
-        self, media: Tensor, prompts: list[str], context: MediaContext | None
-    ) -> list[Scores | Failed]:
-        if self.variant.pair:
-            raise ValueError(
-                f"unifiedreward with variant={self.settings.variant} says which of two is better"
-                " and scores none alone; make it the judge of win_rate, or choose a point variant"
-            )
-        return self._asked([media], prompts, context)
+            self.only_compares(f"variant={s.variant}", "choose a point variant")
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -234,50 +215,24 @@ class UnifiedReward(Sourced, JudgeReward):
             return {}
         return self.parts_of(media, prompts, context)
 
-    def read_reply(self, reply: str) -> float:
-        """The score that a reply of this text gives; NaN where it gives none."""
-        try:
-            return self._read(reply)["score"]
-        except replies.Unreadable:
-            return math.nan
-
-    def _compare(
-        self,
-        media_a: Tensor,
-        media_b: Tensor,
-        prompts: list[str],
-        context: MediaContext | None = None,
-    ) -> Tensor:
-        """(n, 3, H, W) or (n, F, 3, H, W) twice -> (n,) fp32 probability that a is better.
-
-        1, 0.5, 0 or between; NaN where it failed.
-        """
-        with torch.no_grad():
-            return self.scores(self._asked([media_a, media_b], prompts, context), media_a)
-
-    def _asked(
+    def asked(
         self, shown: list[Tensor], prompts: list[str], context: MediaContext | None
     ) -> list[Scores | Failed]:
-        """One question a sample: the source if the variant wants it, the pictures, the text.
-
-        shown: what is judged, one or two of (n, 3, H, W) or (n, F, 3, H, W).
-        """
+        """One question a sample: the source if the variant wants it, the pictures, the text."""
         before = [self.sources(shown[0], context)] if self.variant.source else []
+        count, ends = self.settings.frames or self.variant.frames, self.variant.ends
         questions = []
         for row, prompt in enumerate(prompts):
-            pictures = [part for media in before + shown for part in self._seen(media[row])]
+            pictures = [
+                part
+                for media in before + shown
+                for part in self.pictures(media[row], count, ends=ends)
+            ]
             questions.append([user(*pictures, text(filled(self.template, prompt)))])
-        return self.judge.ask_all(questions, lambda reply: self._read(reply.finished))
+        return self.judge.ask_all(questions, self.read)
 
-    def _read(self, reply: str) -> Scores:
-        return READERS[self.settings.variant](reply, self.settings)
-
-    def _seen(self, media: Tensor) -> list[dict[str, Any]]:
-        """One sample's pictures: the image, or evenly spaced frames."""
-        if media.ndim == 3:
-            return self.pictures(media)
-        count = self.settings.frames or self.variant.frames
-        return self.pictures(media, spaced(len(media), count, ends=self.variant.ends))
+    def read(self, reply: Reply) -> Scores:
+        return READERS[self.settings.variant](reply.finished, self.settings)
 
     def adapted(self, image: Image.Image) -> Image.Image:
         side = self.variant.stretch

@@ -20,7 +20,7 @@ from flowrl.rewards.judge.client import Failed, text
 from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.replies import digit_mean
-from flowrl.rewards.judge.reward import PLACE, JudgeReward, Scores, filled, spaced, user
+from flowrl.rewards.judge.reward import PLACE, JudgeReward, Scores, filled, user
 from flowrl.types import MediaContext
 
 ASK = (
@@ -88,11 +88,10 @@ class VlmLogit(Sourced, JudgeReward):
     ) -> list[Scores | Failed]:
         s = self.settings
         before = self.sources(media, context) if s.edit else None
-        places = spaced(media.shape[1], s.frames) if media.ndim == 5 else None
         questions = []
         for row, prompt in enumerate(prompts):
             shown = [] if before is None else self.pictures(before[row])
-            shown += self.pictures(media[row], places)
+            shown += self.pictures(media[row], s.frames)
             questions.append([user(*shown, text(self._words(row, prompt, context)))])
 
         def read(reply: Reply) -> Scores:

@@ -20,7 +20,7 @@ from flowrl.rewards.judge.client import Failed, Message, text
 from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.replies import yes_share
-from flowrl.rewards.judge.reward import PLACE, JudgeReward, Scores, filled, spaced, user
+from flowrl.rewards.judge.reward import PLACE, JudgeReward, Scores, filled, user
 from flowrl.types import MediaContext
 
 
@@ -81,9 +81,8 @@ class VlmYesNo(JudgeReward):
             return {"score": yes_share(reply.first, variants=s.variants, least=s.least)}
 
         def messages(sample: Tensor, question: str) -> list[Message]:
-            places = spaced(len(sample), s.frames) if sample.ndim == 4 else None
             words = f"{question} {s.instruction}".strip()
-            return [user(*self.pictures(sample, places), text(words))]
+            return [user(*self.pictures(sample, s.frames), text(words))]
 
         asked = [messages(*pair) for pair in zip(media, questions, strict=True)]
         return self.judge.ask_all(asked, read)

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from flowrl.rewards.judge.client import Ask, Failed, Message, text
 from flowrl.rewards.judge.client import Settings as JudgeSettings
+from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.replies import (
     Unreadable,
     final_answer,
@@ -41,7 +42,7 @@ from flowrl.rewards.judge.replies import (
     shown,
 )
 from flowrl.rewards.judge.reward import (
-    JudgeReward,
+    PairJudge,
     Scores,
     filled,
     needed,
@@ -118,7 +119,7 @@ class Round:
     frames: list[int]
 
 
-class VrThinker(JudgeReward):
+class VrThinker(PairJudge):
     """pointwise: the overall grade from 1 to 5, divided by 5.
 
     pairwise: no score alone; `compare` says which of two is better.
@@ -135,10 +136,10 @@ class VrThinker(JudgeReward):
         s = self.settings
         self.pair = s.mode == "pairwise"
         if self.pair:
-            self.read, self.range, self.template = _preference, (0.0, 1.0), PAIR
-            self.compare = self._compare
+            self.grades, self.range, self.template = _preference, (0.0, 1.0), PAIR
+            self.only_compares("mode=pairwise", "set mode=pointwise")
         else:
-            self.read, self.range, self.template = _grades, (0.2, 1.0), POINT
+            self.grades, self.range, self.template = _grades, (0.2, 1.0), POINT
             self.scale = "overall grade from 1 to 5, divided by 5"
         self.most = self._most()
         if s.template:
@@ -158,50 +159,20 @@ class VrThinker(JudgeReward):
             )
         return min(s.most, s.images - opening)
 
-    def ask(
-        self, media: Tensor, prompts: list[str], context: MediaContext | None
-    ) -> list[Scores | Failed]:
-        if self.pair:
-            raise ValueError(
-                "vr_thinker with mode=pairwise says which of two is better and scores none alone;"
-                " make it the judge of win_rate, or set mode=pointwise"
-            )
-        return self._watched([media], prompts)
-
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
     ) -> dict[str, Tensor]:
         """The grades of a pointwise judge, 1 to 5."""
         return {} if self.pair else self.parts_of(media, prompts, context)
 
-    def _compare(
-        self,
-        media_a: Tensor,
-        media_b: Tensor,
-        prompts: list[str],
-        context: MediaContext | None = None,
-    ) -> Tensor:
-        """(n, F, 3, H, W) twice -> (n,) fp32 probability that a is better: 1, 0.5 or 0.
-
-        NaN where the dialogue failed.
-        """
-        with torch.no_grad():
-            return self.scores(self._watched([media_a, media_b], prompts), media_a)
-
-    def read_reply(self, reply: str) -> float:
-        """The score, or of pairs the preference, that a reply of this text gives.
-
-        NaN where it gives none, or asks for frames.
-        """
-        try:
-            found = final_answer(reply, self.read)
-        except Unreadable:
-            return math.nan
-        return math.nan if found is None else found["score"]
+    def read(self, reply: Reply) -> Scores | None:
+        return final_answer(reply.finished, self.grades)
 
     # --- dialogues
 
-    def _watched(self, videos: list[Tensor], prompts: list[str]) -> list[Scores | Failed]:
+    def asked(
+        self, videos: list[Tensor], prompts: list[str], context: MediaContext | None
+    ) -> list[Scores | Failed]:
         """One dialogue a sample, side by side. videos: one or two of (n, F, 3, H, W)."""
         s = self.settings
         # frames are numbered from 1: those of the first video, then those of the second
@@ -259,7 +230,7 @@ class VrThinker(JudgeReward):
     def _outcome(self, reply: str, total: int, in_use: int) -> Scores | Round:
         """The scores of a final reply, else what to say to it."""
         try:
-            scores = final_answer(reply, self.read)
+            scores = final_answer(reply, self.grades)
             if scores is not None:
                 return scores
             asked = frame_request(reply) or []

@@ -20,6 +20,7 @@ from flowrl.rewards.core.failures import Problem
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.judge import client
 from flowrl.rewards.judge.client import Failed, Judge, Message, picture, text
+from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.replies import Unreadable
 from flowrl.types import MediaContext
 
@@ -74,20 +75,83 @@ class JudgeReward(Reward):
         names = dict.fromkeys(name for scores in readable for name in scores)
         return {name: column(found, name, media) for name in names if name != "score"}
 
-    def pictures(self, media: Tensor, places: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    def pictures(self, media: Tensor, count: int = 1, *, ends: bool = True) -> list[dict[str, Any]]:
         """An image (3, H, W), or frames of a video (F, 3, H, W), as parts of a message.
 
-        places: which frames; None: all.
+        count, ends: how many frames of a video, and which, as of `spaced`.
         """
-        if media.ndim == 3:
-            frames = media[None]
-        else:
-            frames = media if places is None else media[list(places)]
+        frames = media[None] if media.ndim == 3 else media[spaced(len(media), count, ends=ends)]
         return [picture(self.adapted(image), self.settings.side) for image in to_pil(frames)]
 
     def adapted(self, image: Image.Image) -> Image.Image:
         """A picture as this judge's reference shows it."""
         return image
+
+
+class WritingJudge(JudgeReward):
+    """A judge that writes its verdict; a subclass says in `read` how its texts are read."""
+
+    def read(self, reply: Reply) -> Scores | None:
+        """The scores that a reply states; None: it is not final. Not readable -> Unreadable."""
+        raise NotImplementedError
+
+    def read_reply(self, reply: str) -> float:
+        """The score, or of pairs the preference, that a reply of this text gives.
+
+        NaN where it gives none.
+        """
+        try:
+            found = self.read(Reply(text=reply, tokens=None))
+        except Unreadable:
+            return math.nan
+        return math.nan if found is None else found["score"]
+
+
+class PairJudge(WritingJudge):
+    """A judge that scores samples, or says which of two is better: `compare`, for win_rate.
+
+    A subclass says in `asked` what it is asked. alone: why it scores no sample alone, as loaded.
+    """
+
+    alone: str | None = None
+
+    def only_compares(self, setting: str, remedy: str) -> None:
+        """A subclass calls this where its settings ask about two at a time."""
+        self.alone = (
+            f"{self.name} with {setting} says which of two is better and scores none alone; make it"
+            f" the judge of win_rate, or {remedy}"
+        )
+        self.compare = self._compare
+
+    def asked(
+        self, shown: list[Tensor], prompts: list[str], context: MediaContext | None
+    ) -> list[Any]:
+        """The scores of each sample, or why there are none (Failed).
+
+        shown: what is judged, one or two of (n, 3, H, W) or (n, F, 3, H, W).
+        """
+        raise NotImplementedError
+
+    def ask(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None
+    ) -> list[Scores | Failed]:
+        if self.alone:
+            raise ValueError(self.alone)
+        return self.asked([media], prompts, context)
+
+    def _compare(
+        self,
+        media_a: Tensor,
+        media_b: Tensor,
+        prompts: list[str],
+        context: MediaContext | None = None,
+    ) -> Tensor:
+        """(n, 3, H, W) or (n, F, 3, H, W) twice -> (n,) fp32 probability that a is better.
+
+        1, 0.5, 0 or between; NaN where it failed.
+        """
+        with torch.no_grad():
+            return self.scores(self.asked([media_a, media_b], prompts, context), media_a)
 
 
 def column(found: Sequence[Scores | Failed], name: str, media: Tensor) -> Tensor:
