@@ -22,9 +22,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import pydantic
@@ -38,6 +37,7 @@ from flowrl.rewards.core.reward import (
     SHOWN,
     Reward,
     RewardBug,
+    entered,
     forgetful,
     load,
     network_bytes,
@@ -125,25 +125,13 @@ class Checklist(Reward):
         geneval = settings.questions == "geneval"
         return network_bytes("geneval", **settings.geneval_settings) if geneval else 0.0
 
-    def to(self, device: Any) -> Checklist:
-        for reward in (self.answerer, self.geneval):
-            if reward is not None:
-                reward.to(device)
-        return self
+    def uncached(self) -> AbstractContextManager[None]:
+        return entered([forgetful(self), super().uncached()])
 
-    def begin(self, run: Path) -> None:
-        for reward in self._inner():
-            reward.begin(run)
+    def expect(self, prompts: Sequence[str]) -> None:
+        """The answerer will be asked the checklists' questions, and not these."""
 
-    @contextmanager
-    def uncached(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(forgetful(self))
-            for reward in self._inner():
-                stack.enter_context(reward.uncached())
-            yield
-
-    def _inner(self) -> list[Reward]:
+    def inner_rewards(self) -> list[Reward]:
         return [reward for reward in (self.answerer, self.geneval) if isinstance(reward, Reward)]
 
     def complaint(self, meta: Mapping[str, Any]) -> str | None:

@@ -9,9 +9,7 @@ is a standard deviation (there a variance).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -108,29 +106,8 @@ class Ensemble(Reward):
         ends = {label: r.range[end == "high"] for label, r in self.members.items() if r.range}
         return min(self._mapped(label, value) for label, value in ends.items())
 
-    def complaint(self, meta: Mapping[str, Any]) -> str | None:
-        said = (reward.complaint(meta) for reward in self.members.values())
-        return next((complaint for complaint in said if complaint), None)
-
-    def expect(self, prompts: Sequence[str]) -> None:
-        for reward in self.members.values():
-            reward.expect(list(prompts))
-
-    def begin(self, run: Path) -> None:
-        for reward in self.members.values():
-            reward.begin(run)
-
-    @contextmanager
-    def uncached(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for reward in self.members.values():
-                stack.enter_context(reward.uncached())
-            yield
-
-    def to(self, device: torch.device | str) -> Reward:
-        for reward in self.members.values():
-            reward.to(device)
-        return self
+    def inner_rewards(self) -> list[Reward]:
+        return list(self.members.values())
 
 
 def _check(s: Settings) -> None:

@@ -98,10 +98,8 @@ class Preference(Reward):
             )
         return backbone
 
-    def to(self, device: Any) -> Preference:
-        self.head.to(device)
-        self.backbone.to(device)
-        return self
+    def inner_rewards(self) -> list[Reward]:
+        return [self.backbone]
 
     def expect(self, prompts: Sequence[str]) -> None:
         if self.reads_prompt:

@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -126,10 +126,15 @@ class Reward:
         (B, *D) -> (B,) fp32 on media's device; NaN marks a sample that failed."""
         raise NotImplementedError(f"{type(self).__name__} does not define __call__")
 
+    def inner_rewards(self) -> Sequence[Reward]:
+        """The rewards that this one asks: what the methods below are told reaches them too."""
+        return ()
+
     def complaint(self, meta: Mapping[str, Any]) -> str | None:
         """What is wrong with the values that this reward reads of a prompt, as the end of a
         sentence; None: nothing."""
-        return None
+        said = (reward.complaint(meta) for reward in self.inner_rewards())
+        return next(filter(None, said), None)
 
     def parts(
         self, media: Tensor, prompts: list[str], context: MediaContext | None = None
@@ -147,9 +152,13 @@ class Reward:
     def expect(self, prompts: Sequence[str]) -> None:
         """Receives the texts that will be scored, as far as they are known at start-up, so that a
         warning about all of them comes once."""
+        for reward in self.inner_rewards():
+            reward.expect(list(prompts))  # one that changes its list changes no other's
 
     def begin(self, run: Path) -> None:
         """A training run in the folder `run` begins, or goes on; most keep nothing there."""
+        for reward in self.inner_rewards():
+            reward.begin(run)
 
     @classmethod
     def network_bytes(cls, settings: Any) -> float | None:
@@ -166,10 +175,12 @@ class Reward:
 
         A check whether a reward repeats itself needs that.
         """
-        return nullcontext()
+        return entered(reward.uncached() for reward in self.inner_rewards())
 
     def to(self, device: torch.device | str) -> Reward:
         """Move the networks among our attributes to device; free when they are there already."""
+        for reward in self.inner_rewards():
+            reward.to(device)
         for value in vars(self).values():
             if isinstance(value, nn.Module):
                 value.to(device)
@@ -198,6 +209,15 @@ def networks(thing: Any, seen: set[int] | None = None) -> Iterator[nn.Module]:
         return
     for part in inner:
         yield from networks(part, seen)
+
+
+@contextmanager
+def entered(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    """Within it, all of these contexts are entered."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 @contextmanager

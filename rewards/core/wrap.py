@@ -3,9 +3,7 @@ what the inner one does."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -85,21 +83,10 @@ class Around(Reward):
     def network_bytes(cls, settings: Any) -> float | None:
         return inner_bytes(*cls._asked(settings))
 
-    def complaint(self, meta: Mapping[str, Any]) -> str | None:
-        return self.inner.complaint(meta) if isinstance(self.inner, Reward) else None
-
-    def expect(self, prompts: Sequence[str]) -> None:
-        if isinstance(self.inner, Reward):
-            self.inner.expect(prompts)
-
-    def begin(self, run: Path) -> None:
-        if isinstance(self.inner, Reward):
-            self.inner.begin(run)
-
-    def uncached(self) -> AbstractContextManager[None]:
-        return self.inner.uncached() if isinstance(self.inner, Reward) else super().uncached()
+    def inner_rewards(self) -> list[Reward]:
+        return [self.inner] if isinstance(self.inner, Reward) else []
 
     def to(self, device: torch.device | str) -> Reward:
-        if hasattr(self.inner, "to"):
+        if hasattr(self.inner, "to") and not isinstance(self.inner, Reward):  # a comparator
             self.inner.to(device)
         return super().to(device)
