@@ -29,19 +29,21 @@ def check_index(source: str, index: Any) -> None:
         raise ValueError(f'model "{source}": its {INDEX} names no pipeline, "_class_name"')
     own = name if isinstance(name, str) else name[-1]  # a file of the folder, and a class in it
     unknown = [] if own is name and hasattr(diffusers, own) else [str(own)]
-    for part, (package, cls) in parts_of(index).items():
-        unknown += [] if _known(package, cls) else [f"{package}.{cls} ({part})"]
-        place = Path(source) / part
-        if Path(source).is_dir() and not place.is_dir():
-            raise ValueError(
-                f'model "{source}": its {part} is missing: {INDEX} names it, and there is no'
-                f" {place}"
-            )
+    parts = parts_of(index)
+    unknown += [
+        f"{kind}.{cls} ({part})" for part, (kind, cls) in parts.items() if not _known(kind, cls)
+    ]
     if unknown:
         raise ValueError(
             f'model "{source}" is made of {", ".join(unknown)}, which diffusers does not have, and'
             " code of a model's folder is not run; write a function without arguments that returns"
             " the pipeline, and give model=path/to/file.py:NAME"
+        )
+    lacking = [part for part in parts if not (Path(source) / part).is_dir()]
+    if Path(source).is_dir() and lacking:
+        raise ValueError(
+            f'model "{source}": its {lacking[0]} is missing: {INDEX} names it, and there is no'
+            f" {Path(source) / lacking[0]}"
         )
 
 
