@@ -3,6 +3,7 @@ arguments could matter, and the library's own words."""
 
 import re
 
+import long
 import pytest
 import tiny
 import torch
@@ -116,7 +117,10 @@ def test_a_picture_that_an_adapter_lacks_is_asked_for(call, said):
         load_policy(with_adapter(), **{**tiny.CALLS["sd15"], **call})
 
 
-@pytest.mark.parametrize("name", ["sd15_img2img", "sdxl_inpaint", "flux_img2img"])
+LATE = ("sd15_img2img", "sdxl_inpaint", "flux_img2img")
+
+
+@pytest.mark.parametrize("name", long.but(LATE, LATE[1:]))
 def test_a_low_strength_is_recorded_with_more_steps(name):
     """int(8 x 0.1) = 0, and of 40 steps there are 4."""
     case = cases()[name]

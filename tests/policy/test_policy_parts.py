@@ -4,6 +4,7 @@ import json
 import os
 import stat
 
+import long
 import pytest
 import tiny
 import torch
@@ -178,7 +179,7 @@ def test_state_is_loaded_strictly():
         policy.state("old")
 
 
-@pytest.mark.parametrize("name", tiny.NAMES)
+@pytest.mark.parametrize("name", long.but(tiny.NAMES, set(tiny.NAMES) - {"sd3", "wan22"}))
 def test_lora_files_are_read_back_by_us_and_by_diffusers(name, tmp_path):
     policy = stirred(name)
     expected = velocity(policy).detach()
