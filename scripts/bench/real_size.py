@@ -33,13 +33,13 @@ APART = 1.0  # and gigabytes: what libraries load late, and tokenizers, which no
 HEAD = (
     "model",
     "blocks",
-    "seconds of check, flow_grpo, nft, all",
+    "core seconds of check, flow_grpo, nft, all",
     "rows of an iteration",
     "encoder calls",
     "peak, GB",
     "budget, GB",
 )
-SCORES = ("reward", "seconds of eight pictures", "scores", "seconds of an iteration of SD1.5")
+SCORES = ("reward", "core seconds of eight pictures", "scores", "and of an iteration of SD1.5")
 
 
 def run(place: Place, *, keep: bool) -> bool:
@@ -47,7 +47,9 @@ def run(place: Place, *, keep: bool) -> bool:
     argv = [sys.executable, str(HERE / "real_parts.py"), place.name, str(place.results.parent)]
     code = subprocess.run(argv, check=False).returncode
     if code not in (0, 1):  # killed: its parts could not say why
-        place.note("process", passed=False, why=f"it ended with exit code {code}", seconds=0.0)
+        place.note(
+            "process", passed=False, why=f"it ended with exit code {code}", seconds=0.0, cpu=0.0
+        )
     if code == 0 and not keep:
         shutil.rmtree(place.folder / "weights", ignore_errors=True)
     return code == 0
@@ -74,8 +76,8 @@ def row(place: Place) -> str:
     if any(not line["passed"] for line in known.values()) or "lora" not in known:
         return f"| {place.name} | {MODELS[place.name].said} | not all passed |" + " |" * 4
     runs, plan = [known[method] for method in METHODS], known["budget"]
-    seconds = [known[key]["seconds"] for key in ("check", *METHODS)]
-    seconds.append(sum(line["seconds"] for line in known.values()))
+    seconds = [known[key]["cpu"] for key in ("check", *METHODS)]
+    seconds.append(sum(line["cpu"] for line in known.values()))
     cells = [
         place.name,
         MODELS[place.name].said,
@@ -94,9 +96,9 @@ def scores(place: Place) -> str:
     if any(not line["passed"] for line in known.values()) or "score" not in known:
         return f"| {place.name} | not all passed | | |"
     found, train = known["score"], known.get("train", {})
-    seconds = f"{train['seconds']:.0f}" if train else ""
+    seconds = f"{train['cpu']:.0f}" if train else ""
     both = f"{found['low']:.4g} to {found['high']:.4g}"
-    return f"| {place.name} | {found['seconds']:.0f} | {both} | {seconds} |"
+    return f"| {place.name} | {found['cpu']:.0f} | {both} | {seconds} |"
 
 
 def main() -> None:

@@ -92,14 +92,21 @@ def test_a_process_counts_what_encoders_compute_and_says_what_failed(script, pro
         process("check", "shapes-sd4")
 
 
-RUN = {"passed": True, "seconds": 1.0, "rows": {"rollout": 4}, "gb": 2.0, "encoder_calls": 3}
+RUN = {
+    "passed": True,
+    "seconds": 1.0,
+    "cpu": 1.0,
+    "rows": {"rollout": 4},
+    "gb": 2.0,
+    "encoder_calls": 3,
+}
 PLAN = {"rows": {"rollout": 4}, "gb": 2.0}
 FINE = {
-    "check": {"passed": True, "seconds": 1.0},
-    "budget": {"passed": True, "seconds": 1.0, "flow_grpo": PLAN, "nft": PLAN},
+    "check": {"passed": True, "seconds": 1.0, "cpu": 1.0},
+    "budget": {"passed": True, "seconds": 1.0, "cpu": 1.0, "flow_grpo": PLAN, "nft": PLAN},
     "flow_grpo": RUN,
     "nft": RUN,
-    "lora": {"passed": True, "seconds": 1.0},
+    "lora": {"passed": True, "seconds": 1.0, "cpu": 1.0},
 }
 
 
