@@ -3,7 +3,8 @@
     python scripts/bench/real_parts.py CASE FOLDER
 
 Commands of flowrl run in this process, as a user types them. encoder_calls: what text
-encoders computed. gb: the most memory of an iteration, beyond what libraries take.
+encoders computed. gb: the most memory of an iteration, beyond what the
+process held when the command began.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ class Process:
         from flowrl.cli.main import app
 
         print("\n$ flowrl", *words, flush=True)
-        self.calls, self.peaks = 0, []
+        freed()
+        self.calls, self.peaks, self.memory.base = 0, [], self.memory.now()
         sys.argv = ["flowrl", *words]
         try:
             app()

@@ -114,8 +114,8 @@ FINE = {
     ("part", "other", "said"),
     [
         ("nft", {}, ""),
-        ("nft", {"gb": 3.2}, ""),  # 15% and a gigabyte more
-        ("nft", {"gb": 3.4}, "nft: 3.40 GB, and the budget says 2.00"),
+        ("nft", {"gb": 2.2}, ""),  # 15% more may be
+        ("nft", {"gb": 2.4}, "nft: 2.40 GB, and the budget says 2.00"),
         ("flow_grpo", {"rows": {"rollout": 8}}, "flow_grpo: rows are {'rollout': 8}, and the"),
         ("lora", {"passed": False, "why": "Failed: apart"}, "lora: Failed: apart"),
         ("process", {"passed": False, "why": "killed"}, "process: killed"),
