@@ -88,11 +88,12 @@ def hpsv2(folder: Path) -> list[str]:
 
 
 def aesthetic(folder: Path) -> list[str]:
-    from flowrl.rewards.aesthetic import FILES, _layers_of_v2
+    from flowrl.rewards.aesthetic import FILES
+    from flowrl.rewards.networks.clip import linears
 
     file = folder / FILES["v2"]
     with quick_weights(torch.float32):
-        head = torch.nn.ModuleDict({"layers": _layers_of_v2(768)})
+        head = torch.nn.ModuleDict({"layers": linears(768, (0, 2, 4, 6, 7))})
     torch.save(head.state_dict(), file)
     return [f"weights={file}", f"backbone={clip_folder('ViT-L-14', folder / 'clip')}"]
 

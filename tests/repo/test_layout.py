@@ -5,6 +5,7 @@ import ast
 import doctest
 import importlib.util
 import pkgutil
+import re
 import subprocess
 import sys
 import tomllib
@@ -129,6 +130,20 @@ def test_a_package_that_imports_its_own_modules_is_no_cycle(tmp_path):
 
 def test_no_file_imports_a_private_name_of_another():
     assert not budgets.private_imports(budgets.modules())
+
+
+def test_what_scripts_and_tests_import_is_there():
+    """Also inside functions, which run only at real size, say."""
+    files = budgets.modules()
+    lacking = []
+    for path in budgets.python_files(("scripts", "tests")):
+        for module, name in budgets.imports(path):
+            if module == "flowrl" or f"{module}.{name}" in files or not name:
+                continue  # flowrl's names load lazily, and tests ask for each
+            text = files[module].read_text(encoding="utf-8") if module in files else ""
+            if not re.search(rf"^(\s*|.*\W){name}\W", text, re.MULTILINE):
+                lacking.append(f"{path.name}: {name} of {module}")
+    assert not lacking
 
 
 def test_imports_are_absolute_and_none_hides_under_type_checking():
