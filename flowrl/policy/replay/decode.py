@@ -157,7 +157,8 @@ def round_alike(decoder: Decoder, prober: Prober, steps: int) -> None:
     means are tensors of its type, and latents are multiplied by the former, or divided by their
     inverses; or all is done in fp32. One scale of all channels is a number, which is exact."""
     before, dtype = decoder.before, decoder.dtype
-    if dtype == torch.float32 or decoder.own or not before.scale.ndim or before.const is None:
+    exact = dtype == torch.float32 or not before.scale.ndim or before.const is None
+    if exact or decoder.own or before.blocks > 1:
         return
     scale, const = before.scale.to(dtype), before.const.to(dtype).to(before.const)
     divided = 1.0 / (1.0 / scale).to(before.scale)
