@@ -8,7 +8,6 @@ is refused by its name.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -203,13 +202,16 @@ def _placeable(
 ) -> dict[str, Tensor]:
     """The weights of a file under names that are known here: their own, or those that diffusers'
     converter gives them."""
-    lost = _lost(raw, places)
+    lost, why = _lost(raw, places), ""
     if lost and hasattr(pipe, "lora_state_dict"):
         config = getattr(getattr(pipe, "unet", None), "config", None)
         unknown = {key: raw[key] for key in lost}
-        # a converter that does not know a layout fails in its own way
-        with quiet(), contextlib.suppress(Exception):
-            made = type(pipe).lora_state_dict(unknown, unet_config=config, return_alphas=True)
+        try:
+            with quiet():
+                made = type(pipe).lora_state_dict(unknown, unet_config=config, return_alphas=True)
+        except Exception as error:  # each converter of diffusers has its own
+            why = f" (it fails with {printable(error, 120)})"
+        else:
             weights, alphas = made if isinstance(made, tuple) else (made, None)
             for key, alpha in (alphas or {}).items():
                 weights[f"{key.removesuffix('.alpha')}.alpha"] = torch.as_tensor(alpha)
@@ -217,7 +219,7 @@ def _placeable(
                 known = {key: raw[key] for key in raw if key not in lost}
                 raw, lost = known | weights, left
     if lost:
-        raise ValueError(f"{file} {_wrong(raw, lost, pipe)}")
+        raise ValueError(f"{file} {_wrong(raw, lost, why, pipe)}")
     return raw
 
 
@@ -226,12 +228,13 @@ def _lost(raw: Mapping[str, Tensor], places: Mapping[str, Place]) -> list[str]:
     return [key for key in raw if _squashed(_split(key)[0]) not in places]
 
 
-def _wrong(raw: Mapping[str, Tensor], lost: list[str], pipe: Any) -> str:
-    """What is wrong with a file some of whose keys are not known."""
+def _wrong(raw: Mapping[str, Tensor], lost: list[str], why: str, pipe: Any) -> str:
+    """What is wrong with a file some of whose keys are not known. why: what diffusers' converter
+    said of these, where it failed."""
     first, some = printable(lost[0], 80), len(lost) < len(raw)
     if odd := [key for key in lost if not _split(key)[0]]:
         return f"holds {printable(odd[0], 80)}, which is no LoRA (modules_to_save?): {ONLY}"
-    if some or re.match(r"(unet|transformer|text_encoder|prior)\w*\.", lost[0]):
+    if re.match(r"(unet|transformer|text_encoder|prior)\w*\.", lost[0]) or (some and not why):
         none = f"{len(lost)} of {len(raw)} do not have" if some else "none has"
         return (
             f"holds weights that belong to another model: {none} a name that"
@@ -239,8 +242,8 @@ def _wrong(raw: Mapping[str, Tensor], lost: list[str], pipe: Any) -> str:
         )
     return (
         f"names its layers in another way, {first} first, which diffusers' converter for"
-        f" {type(pipe).__name__} does not know either; if it was trained for this model, give its"
-        " keys diffusers' names (transformer.<layer>.lora_A.weight)"
+        f" {type(pipe).__name__} does not know either{why}; if it was trained for this model, give"
+        " its keys diffusers' names (transformer.<layer>.lora_A.weight)"
     )
 
 

@@ -368,6 +368,21 @@ def test_what_has_no_place_is_told_with_the_setting_that_gives_it_one(
     assert str(path) in str(caught.value)
 
 
+def test_a_converter_that_fails_is_quoted_and_no_other_model_is_spoken_of(tmp_path, monkeypatch):
+    """Also where some of the layers are known as they stand."""
+    pipe, parts = parts_of("sd15")
+    file = load_file(saved(tmp_path, before("unet.")))
+    file |= {f"odd.place.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}
+    save_file(file, tmp_path / "mixed.safetensors")
+
+    def failing(*weights, **how):
+        raise KeyError("this layout")
+
+    monkeypatch.setattr(type(pipe), "lora_state_dict", failing)
+    with pytest.raises(ValueError, match="in another way, odd.place.*it fails with 'this layout'"):
+        read(parts, tmp_path / "mixed.safetensors", pipe)
+
+
 def test_a_damaged_or_strange_file_is_one_sentence(tmp_path):
     pipe, parts = parts_of("sd15")
     path = saved(tmp_path, before("unet."), rank=2)
