@@ -20,7 +20,18 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-METHODS = ("flow_grpo", "mix_grpo", "branch_grpo", "tree_grpo", "nft", "dpo")
+METHODS = {  # name: what it needs beside OPTIONS; a group is a multiple of the plan's leaves
+    "flow_grpo": ["batch.group=8"],
+    "mix_grpo": ["batch.group=12"],
+    "branch_grpo": ["batch.group=16", "algorithm.tree.splits=[0,2]"],  # four splits want 20 steps
+    "tree_grpo": ["batch.group=27"],
+    "nft": ["batch.group=8"],
+    "crd": ["batch.group=8"],
+    "dpo": ["batch.group=8"],
+    "reinflow": ["batch.group=8"],
+    "texforce": ["batch.group=8", "sampler.guidance=none"],
+    "refl": ["reward=preference", "reward.preference.rounding=false"],
+}
 OPTIONS = [  # what every run sets, so that ten iterations take half a minute
     "model=shapes-sd3",
     "data=shapes",
@@ -34,9 +45,6 @@ OPTIONS = [  # what every run sets, so that ten iterations take half a minute
     "checkpoint.every=5",
     "trackers=[]",
 ]
-# A multiple of the plan's leaves.
-GROUP = {"mix_grpo": 12, "branch_grpo": 16, "tree_grpo": 27}
-TREE = ["algorithm.tree.splits=[0,2]"]  # of branch_grpo: its own four splits want twenty steps
 TRAIN = """
 import sys, torch, flowrl
 torch.set_num_threads(1)
@@ -59,7 +67,7 @@ def package_of(checkout: Path, folder: Path) -> Path:
 def run(package: Path, method: str, iterations: int, output: Path) -> None:
     """Train in a process of its own; its output ends up in run.log beside the metrics."""
     options = [*OPTIONS, f"algorithm={method}", f"iterations={iterations}", f"output={output}"]
-    options += [f"batch.group={GROUP.get(method, 8)}"] + TREE * (method == "branch_grpo")
+    options += METHODS[method]
     env = os.environ | {"PYTHONPATH": str(package), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", TRAIN, *options],
@@ -101,7 +109,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument(
         "--cache", type=Path, help="keep the old checkout's runs here, and use those that are there"
