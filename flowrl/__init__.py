@@ -22,7 +22,7 @@ _HOMES = {
     "Trainer": "flowrl.training.loop",
     "Run": "flowrl.training.records",
     "train": "flowrl.training.train",
-    "generate": "flowrl.rollouts.generate",
+    "generate": "flowrl.rollouts.inference.generate",
     "evaluate": "flowrl.evaluation",
     "evaluate_run": "flowrl.evaluation.of_run",
     "reward": "flowrl.rewards",
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from flowrl.evaluation.of_run import evaluate_run
     from flowrl.policy import Policy, load_policy
     from flowrl.rewards import reward, score
-    from flowrl.rollouts.generate import generate
+    from flowrl.rollouts.inference.generate import generate
     from flowrl.training.loop import Trainer
     from flowrl.training.records import Run
     from flowrl.training.train import train

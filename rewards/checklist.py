@@ -45,8 +45,8 @@ from flowrl.rewards.core.reward import (
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.wrap import inner_bytes, load_inner
 from flowrl.rewards.networks import detector
-from flowrl.runtime import files
 from flowrl.runtime.paths import located
+from flowrl.runtime.store import files
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 

@@ -28,18 +28,18 @@ def budget(
 ) -> None:
     """Say what a run needs, without a GPU and without weights: memory, seconds, rows and FLOPs of
     each phase, which cards it fits, and what makes it fit."""
-    from flowrl.runtime import log, roofline
-    from flowrl.runtime.files import write
-    from flowrl.training import budget_fit
-    from flowrl.training.budget import Planner, check_known
+    from flowrl.runtime import log
+    from flowrl.runtime.store.files import write
+    from flowrl.training.budget import fit, roofline
+    from flowrl.training.budget.planner import Planner, check_known
 
     log.setup()
     with one_sentence_errors():
         cfg = parse_config(overrides)
         check_known(cfg, gpus, machines)
         where = roofline.device(device).over(machines, gpus)
-        found = budget_fit.fit(Planner(cfg, where, gpus=gpus))
-        content = json.dumps(budget_fit.record(found), indent=2)
+        found = fit.fit(Planner(cfg, where, gpus=gpus))
+        content = json.dumps(fit.record(found), indent=2)
         if json_ == "-":
             typer.echo(content)
             return
@@ -57,7 +57,7 @@ def tables(found: Any) -> list[Any]:
     """A budget as tables: what stays, each phase, and the cards."""
     from rich.table import Table
 
-    from flowrl.training.budget_fit import CARDS, words
+    from flowrl.training.budget.fit import CARDS, words
 
     b = found.own
     processes = f", {b.gpus} processes" if b.gpus > 1 else ""

@@ -79,10 +79,10 @@ def one_sentence_errors(*, disk: int = 2) -> Iterator[None]:
         yield
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
         from flowrl.rewards import RewardBug, RewardUnavailable
-        from flowrl.runtime.files import WriteError
         from flowrl.runtime.memory import ran_out
+        from flowrl.runtime.store.files import WriteError
 
-        lost = sys.modules.get("flowrl.runtime.distributed")  # not there: nobody to lose
+        lost = sys.modules.get("flowrl.runtime.processes.world")  # not there: nobody to lose
         if lost is not None and isinstance(error, lost.Lost):
             stop(error, 1)
         if isinstance(error, RewardUnavailable | WriteError) or ran_out(error):

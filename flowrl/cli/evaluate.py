@@ -84,11 +84,12 @@ def evaluate(
     """Evaluate the averaged weights of a run's newest checkpoint on held-out prompts or on a suite;
     results join its report, unless they go elsewhere."""
     from flowrl.evaluation.places import places
-    from flowrl.runtime import distributed, log
+    from flowrl.runtime import log
+    from flowrl.runtime.processes.world import here
 
     log.setup()
     with one_sentence_errors():
-        world = distributed.here()
+        world = here()
         scale = None if guidance is None else parse_guidance(guidance)
         how: dict[str, Any] = {"images": images, "steps": steps, "guidance": scale, "rlg": rlg}
         of_suites: dict[str, Any] = {"best_of": best_of, "count": count, "prompts": prompts}

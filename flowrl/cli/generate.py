@@ -20,7 +20,7 @@ from flowrl.cli.common import (
     show,
 )
 from flowrl.runtime.paths import expanded
-from flowrl.runtime.run_folder import is_run
+from flowrl.runtime.store.run_folder import is_run
 
 Model = Annotated[
     str,
@@ -107,7 +107,7 @@ def generate(
     from flowrl.data import prompts as data_prompts
     from flowrl.data.media import check_output
     from flowrl.rewards import load_set, parse_words
-    from flowrl.rollouts import generate as generation
+    from flowrl.rollouts.inference import generate as generation
     from flowrl.runtime import log
 
     log.setup()
@@ -193,7 +193,7 @@ def _search(words: list[str] | None, calls: int | None) -> Any:
 
 def _refine(rounds: int | None, enough: float | None) -> Any:
     """A Refine of so many rounds; None: none is asked for."""
-    from flowrl.rollouts.refine import Refine
+    from flowrl.rollouts.inference.refine import Refine
 
     if rounds is None:
         if enough is not None:
@@ -219,8 +219,8 @@ def _meta_of(rewards: Any, prompts: list[Any]) -> list[dict[str, Any]] | None:
 def _save(made: Any, output: Path | None) -> None:
     """Write each item; several get numbers. What was made is not lost to a suffix."""
     from flowrl.data import media
-    from flowrl.runtime import files
     from flowrl.runtime.log import logger
+    from flowrl.runtime.store import files
 
     wanted = output or Path("out.png")
     output = media.fitting(wanted, made[0])

@@ -26,7 +26,7 @@ def report(
     """Write report.html of a run: one file that holds everything it shows."""
     from flowrl.evaluation.places import own
     from flowrl.report import run_page
-    from flowrl.runtime import run_folder
+    from flowrl.runtime.store import run_folder
 
     with one_sentence_errors():
         if output and output.suffix.lower() not in (".html", ".htm"):

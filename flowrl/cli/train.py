@@ -30,7 +30,8 @@ def train(
     """Train. Prints what an iteration will cost before it starts."""
     from flowrl.runtime import log
     from flowrl.runtime.memory import ran_out
-    from flowrl.training import budget_fit, loop
+    from flowrl.training import loop
+    from flowrl.training.budget import fit
     from flowrl.training.records import NothingTrained
     from flowrl.training.resume import config_of
 
@@ -39,7 +40,7 @@ def train(
         if accept_changes and resume is None:
             raise ValueError("--accept-changes is about a run that goes on; add --resume RUN")
         cfg = config_of(resume, overrides) if resume else parse_config(overrides)
-        needed = budget_fit.before(cfg)
+        needed = fit.before(cfg)
         trainer = loop.Trainer(cfg, resume=resume, accept_changes=accept_changes)
     try:
         if trainer.world.main:

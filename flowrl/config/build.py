@@ -21,22 +21,24 @@ from flowrl.data import conditions
 from flowrl.data import prompts as data_prompts
 from flowrl.data.conditions import Conditions
 from flowrl.data.scored_folder import list_of
-from flowrl.policy import Policy, heads, load_policy
-from flowrl.policy.attention import set_attention
+from flowrl.policy import Policy, load_policy
 from flowrl.policy.generator import GeneratorPolicy
 from flowrl.policy.load import call_options
-from flowrl.policy.lora import SETTINGS as LORA_SETTINGS
-from flowrl.policy.lora import read_settings
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.record import Encoding
+from flowrl.policy.weights import heads
+from flowrl.policy.weights.attention import set_attention
+from flowrl.policy.weights.lora import SETTINGS as LORA_SETTINGS
+from flowrl.policy.weights.lora import read_settings
 from flowrl.rewards import RewardSet, load_set
 from flowrl.rewards.core import score
-from flowrl.runtime import checkpoint, registry
-from flowrl.runtime.checkpoint import Checkpoint, CheckpointError
+from flowrl.runtime import registry
 from flowrl.runtime.log import logger
 from flowrl.runtime.paths import nearby
-from flowrl.runtime.run_folder import config_file
+from flowrl.runtime.store import checkpoint
+from flowrl.runtime.store.checkpoint import Checkpoint, CheckpointError
+from flowrl.runtime.store.run_folder import config_file
 from flowrl.samplers import flow_sde, sigmas
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -54,7 +56,7 @@ def precision(cfg: Config) -> str:
 def autocast(cfg: Config, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     """Makes the context in which networks run at train.precision.
 
-    None over a bf16 network with LoRA, which computes in bf16 throughout (policy/masters.py):
+    None over a bf16 network with LoRA, which computes in bf16 throughout (weights/masters.py):
     autocast would widen its layer norms. Weights that are all trained are fp32, and need it.
     """
     own = cfg.model.dtype == "bf16" and cfg.train.mode == "lora"

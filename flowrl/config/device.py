@@ -15,8 +15,8 @@ import torch
 from omegaconf import OmegaConf
 
 from flowrl.runtime import registry
-from flowrl.runtime.launcher import is_on
 from flowrl.runtime.log import logger
+from flowrl.runtime.processes.launcher import is_on
 
 ON_A_GPU: dict[str, dict[str, Any]] = {
     "model": {"dtype": "bf16"},

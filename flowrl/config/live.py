@@ -23,7 +23,7 @@ from flowrl.config.schema import Config
 from flowrl.data.given import records
 from flowrl.data.prompts import Prompts, load_prompts
 from flowrl.policy import Policy
-from flowrl.policy.quantised import BACKENDS, computing_type, kind_of
+from flowrl.policy.weights.quantised import BACKENDS, computing_type, kind_of
 from flowrl.rewards import Reward, RewardSet, load_set
 from flowrl.rewards.core.reward_set import by_label
 from flowrl.runtime import registry

@@ -22,8 +22,8 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.data.as_seen import ORIENTATION, as_seen, frame_as_seen, is_plain
-from flowrl.runtime import files
 from flowrl.runtime.paths import nearby
+from flowrl.runtime.store import files
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".gif")  # that are written

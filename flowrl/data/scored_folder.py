@@ -23,7 +23,7 @@ from typing import Any
 
 from flowrl.data import tables
 from flowrl.data.samples import LIST, Sample
-from flowrl.runtime import files as disk
+from flowrl.runtime.store import files as disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from flowrl.data import entries, hf, texts
 from flowrl.data.entries import Columns, check_entry, taken
 from flowrl.data.stored import Stored, is_struct
 from flowrl.data.texts import Form, Row
-from flowrl.runtime import files as disk
+from flowrl.runtime.store import files as disk
 
 Entry = dict[str, Any]
 

@@ -28,8 +28,8 @@ from flowrl.rewards import RewardSet, RewardUnavailable, load_set, readings
 from flowrl.rewards.core.reward_set import Spec
 from flowrl.rollouts.generation import sample
 from flowrl.rollouts.scorer import media_of
-from flowrl.runtime.distributed import ALONE, Alone, World
 from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.processes.world import ALONE, Alone, World
 from flowrl.samplers import keys
 from flowrl.types import Solver
 

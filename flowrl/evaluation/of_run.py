@@ -11,8 +11,8 @@ from flowrl.config.live import held_out_of
 from flowrl.evaluation import record
 from flowrl.evaluation.held_out import evaluate
 from flowrl.report import run_page
-from flowrl.runtime import run_folder
-from flowrl.runtime.distributed import ALONE, Alone, World
+from flowrl.runtime.processes.world import ALONE, Alone, World
+from flowrl.runtime.store import run_folder
 
 
 def evaluate_run(

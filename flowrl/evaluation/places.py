@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flowrl.runtime import files
-from flowrl.runtime.distributed import ALONE, Alone, World
-from flowrl.runtime.lock import Busy, Lock
-from flowrl.runtime.run_folder import config_file
+from flowrl.runtime.processes.world import ALONE, Alone, World
+from flowrl.runtime.store import files
+from flowrl.runtime.store.lock import Busy, Lock
+from flowrl.runtime.store.run_folder import config_file
 
 
 def own(folder: Path, doing: str) -> Lock:

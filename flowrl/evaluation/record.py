@@ -19,10 +19,10 @@ from flowrl.data.media import encoded, media_kind, to_uint8
 from flowrl.data.prompts import Prompts
 from flowrl.evaluation.held_out import Evaluation, spread_rows
 from flowrl.report import grids
-from flowrl.runtime import files
 from flowrl.runtime.log import logger
-from flowrl.runtime.run_folder import EVALUATION, read_evaluation
 from flowrl.runtime.statistics import mean_interval, paired_bootstrap
+from flowrl.runtime.store import files
+from flowrl.runtime.store.run_folder import EVALUATION, read_evaluation
 
 # what NumPy raises of a file that was cut off or changed
 TORN = (KeyError, ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import flowrl.policy.heads as heads
-import flowrl.policy.lora as lora
 import flowrl.policy.lora_read as lora_read
-from flowrl.policy.compiled import Compiled, compile_blocks
-from flowrl.policy.offload import Turns
-from flowrl.policy.parts import Parts
-from flowrl.policy.quantised import computing_type
-from flowrl.policy.recompute import Recompute
+import flowrl.policy.weights.heads as heads
+import flowrl.policy.weights.lora as lora
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.request import Request
-from flowrl.runtime import shares
+from flowrl.policy.weights.compiled import Compiled, compile_blocks
+from flowrl.policy.weights.offload import Turns
+from flowrl.policy.weights.parts import Parts
+from flowrl.policy.weights.quantised import computing_type
+from flowrl.policy.weights.recompute import Recompute
 from flowrl.runtime.log import logger
+from flowrl.runtime.processes import shares
 from flowrl.types import Transition
 
 
@@ -48,7 +48,7 @@ class Policy:
         self.networks = dict(modules)  # as loaded, never wrapped
         self.latent_shape = tuple(shape)
         self.trainable = Parts(dict(modules if trained is None else trained), adapter)
-        self.heads = Parts({}, None)  # small networks beside it, see policy/heads.py
+        self.heads = Parts({}, None)  # small networks beside it, see policy/weights/heads.py
         self.compiled: Compiled | None = None  # blocks, see compile_blocks
         self.calls = 0
         self._rows: tuple[Tensor, Tensor] | None = None  # the last CPU rows, where they were put
@@ -381,7 +381,7 @@ class Policy:
 
     def compile_blocks(self, on: bool = True) -> None:
         """Compile the repeated blocks of the networks in place, and pad batches to sizes that were
-        seen before (policy/compiled.py); or run them as they are."""
+        seen before (policy/weights/compiled.py); or run them as they are."""
         if self.compiled is not None:
             self.compiled.off()
         self.compiled = compile_blocks(list(self.networks.values())) if on else None

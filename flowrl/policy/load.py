@@ -17,14 +17,14 @@ from flowrl.policy.base import Policy
 from flowrl.policy.folder import check_index, variant_of, why_not
 from flowrl.policy.module import ModulePolicy
 from flowrl.policy.named import GROUP, declare, hints_of, made
-from flowrl.policy.parts import adapter_of
 from flowrl.policy.pipeline import PipelinePolicy
-from flowrl.policy.quantised import check_kind, kind_of, quantise
 from flowrl.policy.replay.blame import blaming
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.record import Encoding, denoisers_of
 from flowrl.policy.text import text_encoders
-from flowrl.policy.waiting import Waiting
+from flowrl.policy.weights.parts import adapter_of
+from flowrl.policy.weights.quantised import check_kind, kind_of, quantise
+from flowrl.policy.weights.waiting import Waiting
 from flowrl.runtime import hub, registry
 from flowrl.runtime.log import quiet
 from flowrl.runtime.memory import ran_out

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import flowrl.policy.lora as lora
-from flowrl.policy.parts import Parts, ending, weighted
+import flowrl.policy.weights.lora as lora
 from flowrl.policy.text import PART, text_encoders
+from flowrl.policy.weights.parts import Parts, ending, weighted
 from flowrl.runtime.log import quiet
-from flowrl.runtime.side_files import shortened
+from flowrl.runtime.store.side_files import shortened
 from flowrl.runtime.text import printable
 
 Place = tuple[str, str]  # a component, and the name of a layer of it

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import flowrl.policy.lora as lora
 import flowrl.policy.lora_read as lora_read
+import flowrl.policy.weights.lora as lora
 from flowrl.policy.base import Policy
 from flowrl.policy.check import SelfCheck, relative, self_check
-from flowrl.policy.merged import save_merged
-from flowrl.policy.parts import standing
 from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.bind import bind
 from flowrl.policy.replay.blame import blaming
@@ -43,7 +41,9 @@ from flowrl.policy.replay.record import Call, Encoding, Runner, denoisers_of, pr
 from flowrl.policy.replay.reentry import reenter
 from flowrl.policy.replay.request import Request
 from flowrl.policy.text import Encodings, check_encoded, check_staying, text_encoders
-from flowrl.policy.waiting import Waiting
+from flowrl.policy.weights.merged import save_merged
+from flowrl.policy.weights.parts import standing
+from flowrl.policy.weights.waiting import Waiting
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import ran_out
 from flowrl.runtime.text import printable

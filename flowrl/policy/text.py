@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.policy.lora import placed_in
-from flowrl.policy.parts import Parts
 from flowrl.policy.replay.arguments import Cond, tensors_in
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.items import Item
 from flowrl.policy.replay.record import Encoding
 from flowrl.policy.replay.request import Request
+from flowrl.policy.weights.lora import placed_in
+from flowrl.policy.weights.parts import Parts
 
 PART = "text_encoder"
 KEPT = 3  # encodings of the same prompts by other weights: the old policy, the reference, ...

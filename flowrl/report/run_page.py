@@ -30,9 +30,10 @@ from flowrl.report.numbers import (
 )
 from flowrl.report.render import render
 from flowrl.report.watch_page import points
-from flowrl.runtime import files, history, side_files, yaml_text
-from flowrl.runtime.run_folder import Run, environment, read, read_peak
-from flowrl.runtime.side_files import EDITED, shortened
+from flowrl.runtime import yaml_text
+from flowrl.runtime.store import files, history, side_files
+from flowrl.runtime.store.run_folder import Run, environment, read, read_peak
+from flowrl.runtime.store.side_files import EDITED, shortened
 
 Metrics = Sequence[dict[str, Any]]  # lines of metrics.jsonl
 Rows = Sequence[dict[str, Any]]  # of evaluation.json

@@ -14,7 +14,7 @@ from markupsafe import Markup
 from flowrl.report import answers
 from flowrl.report.charts import best_of_chart
 from flowrl.report.render import render
-from flowrl.runtime import side_files
+from flowrl.runtime.store import side_files
 from flowrl.runtime.text import printable
 
 Record = Mapping[str, Any]  # of one suite on one run

@@ -2,7 +2,7 @@
 
 A policy that exploits a reward tends to oversharpen, to burn colours, to repeat patterns, to draw
 the same picture for every noise, and to leave what the base model draws. Nothing is trained on
-these numbers; flowrl/training/watch.py makes metrics of them.
+these numbers; flowrl/training/watch/watch.py makes metrics of them.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from flowrl.rewards import RewardSet
 from flowrl.rollouts.choose import Chooser
 from flowrl.rollouts.judge import Judge
 from flowrl.rollouts.replay_buffer import ReplayBuffer
-from flowrl.runtime.distributed import World
 from flowrl.runtime.ledger import Ledger
+from flowrl.runtime.processes.world import World
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
 

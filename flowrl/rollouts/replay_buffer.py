@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowrl.config.training import ReplayConfig
 from flowrl.data.prompts import Prompts
-from flowrl.runtime.distributed import World
+from flowrl.runtime.processes.world import World
 from flowrl.samplers import keys
 from flowrl.types import PromptBatch, Rollout
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards import RewardSet
-from flowrl.rollouts.candidates import Asked, Candidates, Found
+from flowrl.rollouts.inference.candidates import Asked, Candidates, Found
 from flowrl.rollouts.roll_out import noise_of
 from flowrl.samplers import keys, plan
 from flowrl.types import Plan, expand

@@ -25,10 +25,10 @@ from flowrl.rollouts.choose import chooser
 from flowrl.rollouts.detectors import Detectors
 from flowrl.rollouts.records import Source
 from flowrl.rollouts.replay_buffer import ReplayBuffer
-from flowrl.runtime.distributed import World, place, start
 from flowrl.runtime.ledger import Ledger
-from flowrl.runtime.lock import Lock
 from flowrl.runtime.log import logger
+from flowrl.runtime.processes.world import World, place, start
+from flowrl.runtime.store.lock import Lock
 from flowrl.training import identity, optimizer
 from flowrl.training.checks import (
     check_batch,
@@ -43,14 +43,14 @@ from flowrl.training.checks import (
 )
 from flowrl.training.claim import claimed
 from flowrl.training.ema import Ema
-from flowrl.training.guards import Guards
 from flowrl.training.media_checks import check_media
 from flowrl.training.out_of_memory import explained_start
 from flowrl.training.records import Parts, Weights
 from flowrl.training.resume import check_resume
-from flowrl.training.shard import shard
+from flowrl.training.split.shard import shard
 from flowrl.training.unused_options import unused_options
-from flowrl.training.watch import Watch
+from flowrl.training.watch.guards import Guards
+from flowrl.training.watch.watch import Watch
 from flowrl.types import Plan
 
 
@@ -151,7 +151,9 @@ def share_networks(
     if cfg.train.shard:
         shard(policy, world, prompts, guidance=guidance, autocast=casts)
     if world.members > 1:
-        from flowrl.training.sequence import share_calls  # what diffusers needs for it loads slowly
+        from flowrl.training.split.sequence import (
+            share_calls,  # what diffusers needs for it loads slowly
+        )
 
         share_calls(policy, world, prompts, guidance=guidance, autocast=casts)
 

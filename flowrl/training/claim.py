@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flowrl.config.schema import Config
-from flowrl.runtime.distributed import World
-from flowrl.runtime.lock import Lock
+from flowrl.runtime.processes.world import World
 from flowrl.runtime.registry import label_of
+from flowrl.runtime.store.lock import Lock
 
 DOING = "flowrl train"
 RUN_FILES = ("config.yaml", "checkpoints", "metrics.jsonl")  # with one of the first two it goes on

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from flowrl.runtime import shares
+from flowrl.runtime.processes import shares
 
 
 def decay_at(step: int, most: float) -> float:

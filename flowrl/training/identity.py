@@ -29,10 +29,10 @@ from flowrl.data.media import MEDIA_SUFFIXES, depends_on_reader
 from flowrl.data.scored_folder import list_of
 from flowrl.data.stored import Stored
 from flowrl.policy import Policy
-from flowrl.policy.quantised import plain_tensors
+from flowrl.policy.weights.quantised import plain_tensors
 from flowrl.rewards import Reward, RewardSet
 from flowrl.runtime.registry import is_place
-from flowrl.runtime.side_files import shortened
+from flowrl.runtime.store.side_files import shortened
 
 WHOLE = 2**26  # bytes: larger files are hashed by their size, their first and their last MiB
 ENDS = 2**20

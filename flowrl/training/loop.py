@@ -23,10 +23,10 @@ from flowrl.training.ratio_check import RatioCheck
 from flowrl.training.records import Iteration, Run
 from flowrl.training.resume import config_of
 from flowrl.training.resume import resume as go_on
-from flowrl.training.reward_trial import NoiseWatch
 from flowrl.training.run import run_to_the_end, stop_rule
 from flowrl.training.terms import extra
 from flowrl.training.update import Learner
+from flowrl.training.watch.reward_trial import NoiseWatch
 from flowrl.training.winner_gain import winner_gain
 
 

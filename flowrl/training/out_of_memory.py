@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from flowrl.config.build import dearest
 from flowrl.config.combine import words
 from flowrl.config.device import usual_device
+from flowrl.config.lighter import BETWEEN, START, Shortage, next_change
 from flowrl.config.schema import Config
-from flowrl.policy.waiting import tensors_of
+from flowrl.policy.weights.waiting import tensors_of
 from flowrl.rewards.core.reward import networks
-from flowrl.runtime import checkpoint, shares
 from flowrl.runtime.memory import OutOfMemory, ran_out
+from flowrl.runtime.processes import shares
+from flowrl.runtime.store import checkpoint
 from flowrl.runtime.text import printable
-from flowrl.training.lighter import BETWEEN, START, Shortage, next_change
 from flowrl.training.records import Parts
 
 BUDGET = "flowrl budget says what fits"

@@ -12,14 +12,14 @@ from flowrl.config.schema import Config
 from flowrl.data.media import encoded
 from flowrl.evaluation import held_out
 from flowrl.evaluation import record as evaluation_record
-from flowrl.policy.lora import SETTINGS
+from flowrl.policy.weights.lora import SETTINGS
 from flowrl.report import grids
 from flowrl.rollouts.velocity import passes
-from flowrl.runtime import files, history
-from flowrl.runtime.distributed import World
 from flowrl.runtime.log import logger
 from flowrl.runtime.memory import during
-from flowrl.runtime.run_folder import (
+from flowrl.runtime.processes.world import World
+from flowrl.runtime.store import files, history
+from flowrl.runtime.store.run_folder import (
     MetricsFile,
     environment,
     read_evaluation,
@@ -28,12 +28,12 @@ from flowrl.runtime.run_folder import (
     truncate_metrics,
 )
 from flowrl.samplers.plan import nfe
-from flowrl.training import peak_lora
-from flowrl.training.guards import nothing_trained
 from flowrl.training.records import Iteration, NothingTrained, Parts, Run
 from flowrl.training.resume import write_config
-from flowrl.training.reward_trial import NoiseWatch, try_rewards
 from flowrl.training.update import Learner, learning_rate
+from flowrl.training.watch import peak_lora
+from flowrl.training.watch.guards import nothing_trained
+from flowrl.training.watch.reward_trial import NoiseWatch, try_rewards
 
 
 class Running(Protocol):

@@ -14,11 +14,11 @@ from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.schema import Config
 from flowrl.data.prompts import Prompts
 from flowrl.rollouts.records import Source
-from flowrl.runtime.lock import Lock
+from flowrl.runtime.store.lock import Lock
 from flowrl.training.diversity import Diversity
 from flowrl.training.ema import Ema
-from flowrl.training.guards import Guards
-from flowrl.training.watch import Watch
+from flowrl.training.watch.guards import Guards
+from flowrl.training.watch.watch import Watch
 from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from flowrl.config import load as config
 from flowrl.config.compose import ConfigError
 from flowrl.config.schema import Config
-from flowrl.runtime import checkpoint, files, history
-from flowrl.runtime.checkpoint import Checkpoint, CheckpointError
 from flowrl.runtime.log import logger
-from flowrl.runtime.run_folder import config_file, metrics_digest, recorded
+from flowrl.runtime.store import checkpoint, files, history
+from flowrl.runtime.store.checkpoint import Checkpoint, CheckpointError
+from flowrl.runtime.store.run_folder import config_file, metrics_digest, recorded
 from flowrl.runtime.text import listed
 from flowrl.training import identity, state
 from flowrl.training.identity import Identity

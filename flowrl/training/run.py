@@ -9,13 +9,13 @@ from typing import Protocol
 from flowrl.config.training import StopConfig
 from flowrl.rewards import RewardUnavailable, TooManyInvalid
 from flowrl.runtime import log
-from flowrl.runtime.distributed import Lost
 from flowrl.runtime.memory import ran_out
+from flowrl.runtime.processes.world import Lost
 from flowrl.runtime.signals import Aborted, StopRequest, by_signal
 from flowrl.training import outputs, state
-from flowrl.training.guards import Dead
 from flowrl.training.out_of_memory import explained
 from flowrl.training.records import Iteration, Run
+from flowrl.training.watch.guards import Dead
 
 
 class Iterating(outputs.Running, Protocol):

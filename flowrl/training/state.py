@@ -13,13 +13,15 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from flowrl.runtime import checkpoint, distributed, shares
-from flowrl.runtime.checkpoint import Checkpoint, CheckpointError, Tensors
-from flowrl.runtime.run_folder import metrics_digest
+from flowrl.runtime.processes import shares
+from flowrl.runtime.processes.world import scaler_state
+from flowrl.runtime.store import checkpoint
+from flowrl.runtime.store.checkpoint import Checkpoint, CheckpointError, Tensors
+from flowrl.runtime.store.run_folder import metrics_digest
 from flowrl.training.ratio_check import RatioCheck
 from flowrl.training.records import Parts, Weights
-from flowrl.training.reward_trial import NoiseWatch
 from flowrl.training.update import Learner
+from flowrl.training.watch.reward_trial import NoiseWatch
 
 
 class Resumable(Protocol):
@@ -78,7 +80,7 @@ def save(trainer: Resumable) -> Path | None:
         "help": parts.source.chooser.helper.state,
         "guards": parts.guards.state,
         "watch": parts.watch.state,
-        "scaler": distributed.scaler_state(parts.weights.accelerator),
+        "scaler": scaler_state(parts.weights.accelerator),
         "flops": [[*call, flops] for call, flops in parts.source.ledger.flops_per_row.items()],
         "identity": parts.identity,
         "metrics": metrics_digest(path, trainer.iteration),

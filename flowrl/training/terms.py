@@ -13,8 +13,8 @@ from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.climb import Climb
 from flowrl.rollouts.records import Source
 from flowrl.rollouts.trained import Trained
-from flowrl.runtime.distributed import World
 from flowrl.runtime.ledger import CountedPolicy
+from flowrl.runtime.processes.world import World
 from flowrl.training import gradient
 from flowrl.types import Columns, Rollout
 

@@ -9,7 +9,7 @@ from flowrl.config.live import settle
 from flowrl.config.load import Given
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
-from flowrl.training import budget_fit
+from flowrl.training.budget import fit
 from flowrl.training.loop import Trainer
 from flowrl.training.records import Run
 
@@ -49,8 +49,8 @@ def train(
         "prompts": prompts,
         "features": features,
     }
-    asked = resume is None and budget_fit.this_gpu() is not None
-    needed = budget_fit.before(settle(cfg, **live)[0]) if asked else None
+    asked = resume is None and fit.this_gpu() is not None
+    needed = fit.before(settle(cfg, **live)[0]) if asked else None
     if needed:
         logger.info(needed)
     return Trainer(cfg, resume=resume, accept_changes=accept_changes, **live).run()

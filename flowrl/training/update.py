@@ -10,9 +10,9 @@ from torch import Tensor
 from flowrl.config.schema import Config
 from flowrl.rollouts.trained import Trained
 from flowrl.runtime.ledger import CountedPolicy
-from flowrl.training.nonfinite import given_up, write_out
 from flowrl.training.records import Parts
 from flowrl.training.terms import Means, Term
+from flowrl.training.watch.nonfinite import given_up, write_out
 from flowrl.types import Columns, Rollout
 
 

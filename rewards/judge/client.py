@@ -44,8 +44,8 @@ from flowrl.rewards.judge.replies import Unreadable
 from flowrl.rewards.server import wire
 from flowrl.rewards.server.addresses import address, fits_a_header
 from flowrl.rewards.server.http_client import Again, Client, Ended, busy, persist, retry_after
-from flowrl.runtime import files
 from flowrl.runtime.paths import located
+from flowrl.runtime.store import files
 
 logger = logging.getLogger("flowrl")
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from flowrl.rewards.server.wire import meta_text
-from flowrl.runtime import files
+from flowrl.runtime.store import files
 
 
 class Journal:

@@ -35,9 +35,9 @@ import torch
 from cells import Cell
 
 from flowrl.config.load import load_config
-from flowrl.training.guards import Dead
 from flowrl.training.loop import Trainer
 from flowrl.training.outputs import evaluate
+from flowrl.training.watch.guards import Dead
 
 TIMED = 4  # iterations of a timing; the first is left out
 LOGGED = (

@@ -15,7 +15,7 @@ from flowrl.data.prompts import load_prompts
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, load_set, parse_words
 from flowrl.rewards.core.reward import Reward
-from flowrl.rollouts.refine import Refine
+from flowrl.rollouts.inference.refine import Refine
 from flowrl.rollouts.search import Search
 from flowrl.training.loop import Trainer
 from flowrl.types import MediaContext

@@ -29,10 +29,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from flowrl.config.load import load_config
 from flowrl.config.schema import Config
 from flowrl.runtime.ledger import Ledger
-from flowrl.runtime.roofline import this_cpu
-from flowrl.training.budget import Budget, Planner
+from flowrl.training.budget.planner import Budget, Planner
+from flowrl.training.budget.rehearsal import scores
+from flowrl.training.budget.roofline import this_cpu
 from flowrl.training.loop import Trainer
-from flowrl.training.rehearsal import scores
 
 METHODS = ("flow_grpo", "mix_grpo", "tree_grpo", "nft")
 SHARED = [

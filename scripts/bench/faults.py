@@ -44,8 +44,8 @@ from flowrl.cli.common import show
 from flowrl.cli.main import app
 from flowrl.config import build
 from flowrl.config.load import load_config
-from flowrl.runtime import checkpoint
-from flowrl.runtime.files import TEMPORARY, append
+from flowrl.runtime.store import checkpoint
+from flowrl.runtime.store.files import TEMPORARY, append
 from flowrl.training import build as training_build
 
 ITERATIONS = 4

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 
 from flowrl.config.load import load_config
-from flowrl.runtime import roofline
-from flowrl.runtime.meter import POINTWISE
-from flowrl.training.budget import Budget, Planner
+from flowrl.training.budget import roofline
+from flowrl.training.budget.meter import POINTWISE
+from flowrl.training.budget.planner import Budget, Planner
 
 SHARED = ["reward=pickscore", "data=ocr", "sampler.init_noise=sample"]
 FLUX = [

@@ -12,9 +12,9 @@ import argparse
 
 from flowrl.config.compose import options
 from flowrl.config.load import load_config
-from flowrl.runtime import roofline
-from flowrl.training.budget import Planner
-from flowrl.training.budget_fit import CARDS
+from flowrl.training.budget import roofline
+from flowrl.training.budget.fit import CARDS
+from flowrl.training.budget.planner import Planner
 
 MODELS = ("sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-1.3b", "wan2.1-14b")
 HEAD = "| model | preset | stays | peak | card needs | seconds an image |"

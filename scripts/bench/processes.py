@@ -40,7 +40,7 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
 
 import flowrl
-from flowrl.runtime import shares
+from flowrl.runtime.processes import shares
 from flowrl.training.loop import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))

@@ -19,7 +19,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 import flowrl
-from flowrl.policy.quantised import KINDS, held_bytes
+from flowrl.policy.weights.quantised import KINDS, held_bytes
 
 SETTINGS = [
     "model=shapes-sd3",

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import BatchEncoding
 
-from flowrl.policy.architecture import Architecture, read
 from flowrl.runtime.log import quiet
+from flowrl.training.budget.architecture import Architecture, read
 
 SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "StableDiffusion3Pipeline": ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),

@@ -14,8 +14,8 @@ import torch
 from random_pipeline import SCHEDULERS
 from real_tokenizers import CLASSES, tokenizer
 
-from flowrl.policy.architecture import Architecture
 from flowrl.runtime.log import quiet
+from flowrl.training.budget.architecture import Architecture
 
 SHARP = 8.0
 BLOCK = 1_000_003  # prime: no two rows of a matrix are equal

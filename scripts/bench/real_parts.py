@@ -32,7 +32,7 @@ from real_folder import with_changes, write
 from real_rewards import REWARDS, pictures
 from real_tokenizers import CLASSES
 
-from flowrl.policy.architecture import read
+from flowrl.training.budget.architecture import read
 
 ROUNDING = 2**-7  # of bf16: relative, of a whole network
 

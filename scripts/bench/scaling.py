@@ -26,8 +26,8 @@ import processes
 import torch
 
 import flowrl
+from flowrl.training.budget.rehearsal import scores
 from flowrl.training.loop import Trainer
-from flowrl.training.rehearsal import scores
 
 SHARED = [
     "model=shapes-sd3",

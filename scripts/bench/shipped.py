@@ -44,7 +44,7 @@ import small_models
 import torch
 
 from flowrl.config.compose import options
-from flowrl.policy.architecture import read as read_architecture
+from flowrl.training.budget.architecture import read as read_architecture
 
 PRECISIONS = {
     "bf16": ["model.dtype=bf16", "train.precision=bf16"],
@@ -229,7 +229,7 @@ def command(*arguments: object, own: bool = False) -> None:
 
 def check_metrics(run: Path, iterations: int) -> None:
     """Each iteration trained: finite numbers, rows, a gradient, no skipped update."""
-    from flowrl.runtime.run_folder import read_metrics
+    from flowrl.runtime.store.run_folder import read_metrics
 
     lines = read_metrics(run)
     if [line["iteration"] for line in lines] != list(range(1, iterations + 1)):
@@ -314,7 +314,7 @@ def touched(policy: Any, run: Path) -> dict[str, int]:
     the decoder for one sample."""
     from safetensors import safe_open
 
-    from flowrl.policy.quantised import is_quantised
+    from flowrl.policy.weights.quantised import is_quantised
 
     out: Counter[str] = Counter()
     for network in policy.networks.values():

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.config.compose import options
-from flowrl.policy.architecture import Architecture, read
 from flowrl.runtime.log import quiet
+from flowrl.training.budget.architecture import Architecture, read
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
 

@@ -36,14 +36,14 @@ from reference_loop import LOOPS, Loop, Settings
 from flowrl.config.build import DTYPES
 from flowrl.config.load import load_config
 from flowrl.config.schema import Config, ModelConfig
-from flowrl.policy.parts import ATTENTION
-from flowrl.runtime import roofline
+from flowrl.policy.weights.parts import ATTENTION
 from flowrl.runtime.ledger import Ledger
-from flowrl.runtime.meter import Meter
-from flowrl.runtime.roofline import GIB
-from flowrl.training.budget import Planner
+from flowrl.training.budget import roofline
+from flowrl.training.budget.meter import Meter
+from flowrl.training.budget.planner import Planner
+from flowrl.training.budget.rehearsal import scores
+from flowrl.training.budget.roofline import GIB
 from flowrl.training.loop import Trainer
-from flowrl.training.rehearsal import scores
 
 METHODS = ("flow_grpo", "mix_grpo", "tree_grpo", "nft")
 PHASES = ("encode", "rollout", "decode", "reference", "update")

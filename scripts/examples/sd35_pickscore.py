@@ -42,13 +42,12 @@ WORDS = [
 def plan(words: list[str], device: str) -> None:
     """Print the config and the budget of the run."""
     from flowrl.cli.budget import tables
-    from flowrl.runtime import roofline
-    from flowrl.training import budget_fit
-    from flowrl.training.budget import Planner
+    from flowrl.training.budget import fit, roofline
+    from flowrl.training.budget.planner import Planner
 
     cfg = flowrl.load_config(None, words)
     show(" ".join(words), wrap=True)
-    for table in tables(budget_fit.fit(Planner(cfg, roofline.device(device)))):
+    for table in tables(fit.fit(Planner(cfg, roofline.device(device)))):
         show(table)
 
 

@@ -12,8 +12,9 @@ from two_d import TEXTS, cond, learn, nearness, policy, roll_out, rows_of
 import flowrl
 from flowrl.algorithms.dsrl import ALGORITHM
 from flowrl.config.load import ConfigError, load_config
-from flowrl.policy import GeneratorPolicy, heads
-from flowrl.rollouts.generate import generate
+from flowrl.policy import GeneratorPolicy
+from flowrl.policy.weights import heads
+from flowrl.rollouts.inference.generate import generate
 from flowrl.samplers import keys
 from flowrl.training.loop import Trainer
 

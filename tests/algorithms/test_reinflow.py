@@ -12,9 +12,9 @@ from two_d import TEXTS, learn, nearness, policy, roll_out, rows_of
 from flowrl.algorithms.common.transitions import spread_kl
 from flowrl.algorithms.reinflow import ALGORITHM
 from flowrl.config.load import ConfigError, load_config
-from flowrl.policy import heads
-from flowrl.rollouts.generate import generate
+from flowrl.policy.weights import heads
 from flowrl.rollouts.generation import sample
+from flowrl.rollouts.inference.generate import generate
 from flowrl.samplers import learned, plan, sde, sigmas
 from flowrl.training.loop import Trainer
 from flowrl.types import Columns

@@ -4,9 +4,9 @@ import pytest
 
 from flowrl.config.build import make_policy
 from flowrl.config.combine import REFUSED, check, combines
+from flowrl.config.lighter import Shortage, next_change
 from flowrl.config.load import load_config
-from flowrl.training.budget import check_known
-from flowrl.training.lighter import Shortage, next_change
+from flowrl.training.budget.planner import check_known
 from flowrl.training.out_of_memory import advised
 
 SHARD = "train.shard=[denoiser]"

@@ -16,7 +16,7 @@ from flowrl.data import conditions, tables
 from flowrl.data.prompts import load_prompts, of_words
 from flowrl.data.samples import collect
 from flowrl.evaluation.suites import prompt_files
-from flowrl.rollouts import generate as generation
+from flowrl.rollouts.inference import generate as generation
 
 TEXTS = ["a red circle", 'a sign, "Hi"', "zwei blaue Würfel"]
 

@@ -10,7 +10,7 @@ from flowrl.evaluation import held_out
 from flowrl.evaluation.suites import measure
 from flowrl.policy import load_policy
 from flowrl.rewards import load_set
-from flowrl.runtime import distributed
+from flowrl.runtime.processes import world as distributed
 
 SPEC = importlib.util.spec_from_file_location(
     "processes", Path(__file__).resolve().parents[2] / "scripts" / "bench" / "processes.py"

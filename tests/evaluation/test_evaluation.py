@@ -13,8 +13,8 @@ from flowrl.evaluation.held_out import Evaluation, evaluate
 from flowrl.evaluation.record import add_row, save_images, shown_prompts
 from flowrl.report import grids
 from flowrl.rewards import load_set
-from flowrl.runtime import files
 from flowrl.runtime.statistics import mean_interval
+from flowrl.runtime.store import files
 from flowrl.shapes.prompts import eval_prompts
 
 PROMPTS = eval_prompts()[40:45]

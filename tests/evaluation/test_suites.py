@@ -20,8 +20,8 @@ from flowrl.evaluation.suites.measure import measure
 from flowrl.evaluation.suites.runs import Options, evaluate_runs
 from flowrl.report import suite_page, terminal
 from flowrl.rewards import load_set
-from flowrl.runtime import run_folder
 from flowrl.runtime.log import logger
+from flowrl.runtime.store import run_folder
 
 QUICK = Options(count=2, images=3, steps=2)
 

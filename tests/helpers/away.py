@@ -2,7 +2,7 @@
 
 import torch
 
-from flowrl.policy.offload import Guest
+from flowrl.policy.weights.offload import Guest
 
 U8 = torch.uint8
 

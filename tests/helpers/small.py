@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from flowrl.config import build
 from flowrl.config.load import load_config
-from flowrl.runtime import checkpoint
 from flowrl.runtime.log import logger
+from flowrl.runtime.store import checkpoint
 from flowrl.training import build as training_build
 from flowrl.training.loop import Trainer
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import flowrl
-from flowrl.policy import heads
+from flowrl.policy.weights import heads
 from flowrl.rollouts.roll_out import roll_out as policy_roll_out
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import sigmas

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import torch
 
-from flowrl.policy.attention import set_attention
+from flowrl.policy.weights.attention import set_attention
 
 
 def velocity(policy):

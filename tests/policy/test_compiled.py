@@ -9,8 +9,8 @@ import tiny
 import torch
 from torch import nn
 
-from flowrl.policy import compiled
-from flowrl.policy.blocks import blocks
+from flowrl.policy.weights import compiled
+from flowrl.policy.weights.blocks import blocks
 from flowrl.runtime.ledger import compiled_graphs
 
 LORA = {"rank": 2, "alpha": 4}

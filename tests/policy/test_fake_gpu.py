@@ -14,10 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from flowrl.config.load import load_config
-from flowrl.policy import modelled
-from flowrl.policy.architecture import read
 from flowrl.policy.load import call_options
-from flowrl.policy.modelled import ModelledPolicy
+from flowrl.training.budget import modelled
+from flowrl.training.budget.architecture import read
+from flowrl.training.budget.modelled import ModelledPolicy
 
 GPU = torch.device("cuda")
 SIGMA = 0.5

@@ -5,7 +5,8 @@ import tiny
 import torch
 from torch import nn
 
-from flowrl.policy import heads, load_policy
+from flowrl.policy import load_policy
+from flowrl.policy.weights import heads
 
 NOISE = {"step_noise": {"least": 0.1}}
 START = {"initial_noise": {"offset": 1.0, "spread": 2.0, "cells": 2}}

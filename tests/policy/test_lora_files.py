@@ -14,8 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_parts import unet
 
-from flowrl.policy import lora, lora_read
-from flowrl.policy.parts import Parts
+from flowrl.policy import lora_read
+from flowrl.policy.weights import lora
+from flowrl.policy.weights.parts import Parts
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 WAN = [*ATTENTION, "net.0.proj", "net.2"]

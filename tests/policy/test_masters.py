@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flowrl.config.build import autocast
-from flowrl.policy.masters import Master
+from flowrl.policy.weights.masters import Master
 from flowrl.training.loop import Trainer
 
 LORA = {"rank": 2, "alpha": 4}

@@ -4,9 +4,9 @@ import pytest
 import tiny
 import torch
 
-from flowrl.policy import call_shapes
-from flowrl.policy.architecture import read
-from flowrl.policy.modelled import ModelledPolicy
+from flowrl.training.budget import call_shapes
+from flowrl.training.budget.architecture import read
+from flowrl.training.budget.modelled import ModelledPolicy
 
 NAMES = ["sd15", "sdxl", "sd3", "flux", "qwenimage", "wan21"]
 

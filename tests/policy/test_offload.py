@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from flowrl.policy import load_policy
-from flowrl.policy.offload import Guest, Turns, computing_on
 from flowrl.policy.replay.record import Encoding
+from flowrl.policy.weights.offload import Guest, Turns, computing_on
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 

@@ -10,7 +10,8 @@ import tiny
 import torch
 from safetensors import safe_open
 
-from flowrl.policy import load_policy, lora
+from flowrl.policy import load_policy
+from flowrl.policy.weights import lora
 
 LORA = {"rank": 2, "alpha": 4}
 

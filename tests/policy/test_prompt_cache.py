@@ -14,7 +14,7 @@ from flowrl.policy.replay.encoders import Answers
 from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.record import Encoding
 from flowrl.policy.replay.unread import mapped, plain
-from flowrl.runtime import files
+from flowrl.runtime.store import files
 
 
 @pytest.fixture(scope="module")

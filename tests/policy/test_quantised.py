@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import flowrl
-from flowrl.policy import quantised
-from flowrl.policy.masters import Master
-from flowrl.policy.quantised import held_bytes, is_quantised, kind_of, layers, quantise
+from flowrl.policy.weights import quantised
+from flowrl.policy.weights.masters import Master
+from flowrl.policy.weights.quantised import held_bytes, is_quantised, kind_of, layers, quantise
 
 LORA = {"rank": 2, "alpha": 4}
 # bytes of a weight, with a scale for 64 of them or for a row

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.policy.recompute import Recompute
+from flowrl.policy.weights.recompute import Recompute
 
 
 class Counted(nn.Module):

@@ -5,8 +5,9 @@ import pytest
 import tiny
 import torch
 
-from flowrl.policy import load_policy, waiting
-from flowrl.policy.blocks import blocks
+from flowrl.policy import load_policy
+from flowrl.policy.weights import waiting
+from flowrl.policy.weights.blocks import blocks
 
 PROMPTS = ["a red circle", "two blue squares"]
 

@@ -12,7 +12,7 @@ from diffusers.models.attention_processor import IPAdapterAttnProcessor
 from peft import LoKrConfig, LoraConfig
 
 import flowrl
-from flowrl.policy import quantised
+from flowrl.policy.weights import quantised
 
 LORA = {"rank": 2, "alpha": 3}
 TARGETS = ["to_q", "to_v", "to_out.0"]

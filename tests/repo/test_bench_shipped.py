@@ -12,7 +12,7 @@ import torch
 import flowrl
 from flowrl.config.compose import options
 from flowrl.config.load import flatten, load_config
-from flowrl.policy.architecture import class_of
+from flowrl.training.budget.architecture import class_of
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 

@@ -11,8 +11,8 @@ import tiny
 import torch
 
 import flowrl
-from flowrl.policy.architecture import read
 from flowrl.samplers import flow_sde
+from flowrl.training.budget.architecture import read
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from pages import OURS, ROOT, shell, started
 from flowrl.cli.main import app
 from flowrl.config import build, load
 from flowrl.rewards import reward_class
-from flowrl.runtime import roofline
-from flowrl.runtime.launcher import check_teams
+from flowrl.runtime.processes.launcher import check_teams
 from flowrl.samplers import sigmas
 from flowrl.training import checks
+from flowrl.training.budget import roofline
 
 COMMANDS = [command for page, text in OURS.items() for command in shell(page, text)]
 FLOWRL = [command for page, text in OURS.items() for command in started(page, text)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flowrl.config import build
-from flowrl.runtime import files
+from flowrl.runtime.store import files
 from flowrl.training import build as training_build
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))

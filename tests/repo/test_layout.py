@@ -166,7 +166,7 @@ def test_the_loop_imports_no_particular_reward_and_no_plotting():
 def test_accelerate_is_imported_in_training_and_one_file_of_runtime_only():
     users = {name for name, path in budgets.modules().items() if _imports(path, "accelerate")}
     assert {name.split(".")[1] for name in users} == {"runtime", "training"}
-    assert {name for name in users if "runtime" in name} == {"flowrl.runtime.distributed"}
+    assert {name for name in users if "runtime" in name} == {"flowrl.runtime.processes.world"}
 
 
 def _imports(path, package):

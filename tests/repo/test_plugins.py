@@ -16,7 +16,8 @@ from pages import PAGES
 import flowrl
 from flowrl.config import load
 from flowrl.config.compose import ConfigError
-from flowrl.runtime import history, registry
+from flowrl.runtime import registry
+from flowrl.runtime.store import history
 from flowrl.samplers import sde
 
 PAGE = PAGES["docs/extending.md"].partition("\n## A new algorithm in the repository\n")[0]

@@ -11,7 +11,7 @@ import thin
 import torch
 
 from flowrl.config.build import DTYPES
-from flowrl.policy.architecture import read
+from flowrl.training.budget.architecture import read
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 SMALL = ["batch.prompts=1", "batch.group=2", "batch.micro=2", "batch.decode=2", "sampler.steps=2"]

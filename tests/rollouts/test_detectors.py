@@ -12,7 +12,7 @@ from flowrl.rollouts.detectors import Detectors, diversity, features
 from flowrl.rollouts.scorer import Scorer
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys
-from flowrl.training.drift import base_of, drift
+from flowrl.training.watch.drift import base_of, drift
 from flowrl.types import PromptBatch
 
 SIDE = 64

@@ -16,7 +16,7 @@ from flowrl.rewards import load_set
 from flowrl.rollouts import draw
 from flowrl.rollouts.choose import chooser, seen_by
 from flowrl.rollouts.help import Helper
-from flowrl.runtime import checkpoint
+from flowrl.runtime.store import checkpoint
 from flowrl.training import build
 from flowrl.training.checks import check_help
 from flowrl.training.loop import Trainer

@@ -13,8 +13,8 @@ from flowrl import generate
 from flowrl.policy.module import ModulePolicy
 from flowrl.rewards import RewardBug, load_set
 from flowrl.rewards.core.reward import Reward
-from flowrl.rollouts.candidates import Asked
-from flowrl.rollouts.refine import Refine, refined
+from flowrl.rollouts.inference.candidates import Asked
+from flowrl.rollouts.inference.refine import Refine, refined
 
 CRITIQUE = """1. Text Faithfulness:\n## Score: {tf}
 2. Physical and Visual Quality:\n## Score: 2.5

@@ -10,7 +10,7 @@ from torch import nn
 from flowrl import generate
 from flowrl.policy.module import ModulePolicy
 from flowrl.rewards import load_set
-from flowrl.rollouts.candidates import Asked
+from flowrl.rollouts.inference.candidates import Asked
 from flowrl.rollouts.search import Search, neighbours, searched
 
 STEPS = 4

@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from flowrl.runtime import checkpoint, files, run_folder
-from flowrl.runtime.checkpoint import CheckpointError
+from flowrl.runtime.store import checkpoint, files, run_folder
+from flowrl.runtime.store.checkpoint import CheckpointError
 
 TENSORS = {
     "lora": {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.randn(4).bfloat16()},

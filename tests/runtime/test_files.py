@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.runtime import files
-from flowrl.runtime.files import TEMPORARY, WriteError
+from flowrl.runtime.store import files
+from flowrl.runtime.store.files import TEMPORARY, WriteError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -170,13 +170,13 @@ NOT_FILES |= {
     f"{ours}.save" for ours in ("checkpoint", "state", "self", "trainer", "lora", "heads", "media")
 }
 ALLOWED = {
-    "flowrl/runtime/files.py": "the place where files are written",
-    "flowrl/runtime/lock.py": "a lock file is opened, and another one would not be locked",
-    "flowrl/runtime/checkpoint.py: folder.rename": "one folder is renamed, which is atomic",
+    "flowrl/runtime/store/files.py": "the place where files are written",
+    "flowrl/runtime/store/lock.py": "a lock file is opened, and another one would not be locked",
+    "flowrl/runtime/store/checkpoint.py: folder.rename": "one folder is renamed, which is atomic",
     "flowrl/shapes/build.py": "a temporary folder, gone before the function returns",
     "flowrl/data/media.py: av.open": "a temporary name that files.replacing gave",
     "flowrl/runtime/streams.py: os.open": "/dev/null stands for a closed stream",
-    "flowrl/policy/merged.py: type(module).save_pretrained": "the user calls pipe.save_pretrained",
+    "flowrl/policy/weights/merged.py: type(module).save_pretrained": "users call save_pretrained",
     "rewards/judge/client.py: file.open": "a test whether a log can be written, nothing is",
     "rewards/networks/bradley_terry.py": "a script converts published weights once, into no run",
 }
@@ -215,7 +215,7 @@ def test_every_file_is_written_by_files_py_but_for_listed_reasons():
             name = path.relative_to(ROOT).as_posix()
             for call in writes(path):
                 key = name if name in ALLOWED else f"{name}: {call}"
-                assert key in ALLOWED, f"{name} calls {call}; write through flowrl/runtime/files.py"
+                assert key in ALLOWED, f"{name} calls {call}; write through runtime/store/files.py"
                 found.add(key)
     assert found == ALLOWED.keys(), "reasons without a call"
 

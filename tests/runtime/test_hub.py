@@ -11,7 +11,8 @@ from flowrl.evaluation.suites import prompt_files
 from flowrl.policy import load
 from flowrl.rewards.core import weights
 from flowrl.rewards.networks import vlm
-from flowrl.runtime import hub, run_folder
+from flowrl.runtime import hub
+from flowrl.runtime.store import run_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 PIN = "openai/clip-vit-large-patch14"

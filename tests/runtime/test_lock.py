@@ -11,13 +11,13 @@ import sys
 
 import pytest
 
-from flowrl.runtime import files, history, lock
-from flowrl.runtime.lock import Busy, Lock
+from flowrl.runtime.store import files, history, lock
+from flowrl.runtime.store.lock import Busy, Lock
 
 HOLD = """
 import sys
 from pathlib import Path
-from flowrl.runtime.lock import Lock
+from flowrl.runtime.store.lock import Lock
 held = Lock(Path(sys.argv[1]), "flowrl train")
 print("held", flush=True)
 sys.stdin.read()

@@ -6,7 +6,8 @@ import json
 import numpy as np
 import torch
 
-from flowrl.runtime import log, run_folder
+from flowrl.runtime import log
+from flowrl.runtime.store import run_folder
 
 
 def test_each_line_is_valid_json_and_not_a_number_becomes_null(tmp_path):

@@ -15,9 +15,11 @@ from accelerate.state import AcceleratorState, PartialState
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flowrl.runtime import distributed, launcher, signals
-from flowrl.runtime.in_step import Together
-from flowrl.training import shard
+from flowrl.runtime import signals
+from flowrl.runtime.processes import launcher
+from flowrl.runtime.processes import world as distributed
+from flowrl.runtime.processes.in_step import Together
+from flowrl.training.split import shard
 from flowrl.types import Rewards
 
 SECONDS = 2.0  # that a process waits for the other
@@ -138,7 +140,7 @@ def test_an_error_within_a_split_network_is_its_own_where_nobody_is_gone(tmp_pat
 
 def test_a_member_that_dies_within_a_shared_call_is_named_at_once(tmp_path, monkeypatch):
     def work(world):
-        from flowrl.training.sequence import share_calls
+        from flowrl.training.split.sequence import share_calls
 
         policy = tiny.policy("flux", lora={"rank": 2})
         world = distributed.World(world.accelerator, SECONDS, members=2)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from flowrl.evaluation import record
-from flowrl.policy import lora
+from flowrl.policy.weights import lora
 from flowrl.report import suite_page
-from flowrl.runtime import run_folder, side_files
-from flowrl.runtime.side_files import Evaluation
+from flowrl.runtime.store import run_folder, side_files
+from flowrl.runtime.store.side_files import Evaluation
 
 
 def evaluation(row):

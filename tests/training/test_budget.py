@@ -17,12 +17,12 @@ from flowrl.cli.main import app
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
 from flowrl.runtime.ledger import Ledger
-from flowrl.runtime.meter import POINTWISE, bytes_of
-from flowrl.runtime.roofline import GPUS, of_cuda
-from flowrl.training import budget_fit
-from flowrl.training.budget import Planner
-from flowrl.training.call_costs import COMPILED, Costs
-from flowrl.training.rehearsal import Asked
+from flowrl.training.budget import fit
+from flowrl.training.budget.call_costs import COMPILED, Costs
+from flowrl.training.budget.meter import POINTWISE, bytes_of
+from flowrl.training.budget.planner import Planner
+from flowrl.training.budget.rehearsal import Asked
+from flowrl.training.budget.roofline import GPUS, of_cuda
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "budget.py"
 spec = importlib.util.spec_from_file_location("bench_budget", SCRIPT)
@@ -189,7 +189,7 @@ def test_a_weight_that_a_branch_without_a_gradient_casts_first_has_its_gradient(
 
 def test_small_latents_stand_in_for_large_ones(planner, monkeypatch):
     exact = planner.budget()
-    monkeypatch.setattr("flowrl.training.from_small.EXACT", 0)
+    monkeypatch.setattr("flowrl.training.budget.from_small.EXACT", 0)
     drawn = Planner(planner.cfg, H100).budget()
     assert drawn.rows == exact.rows
     for name, phase in exact.phases.items():
@@ -198,9 +198,9 @@ def test_small_latents_stand_in_for_large_ones(planner, monkeypatch):
 
 def test_checkpointing_trades_memory_for_flops(planner):
     plain = planner.budget()
-    saved = planner.budget(budget_fit.changed(planner.cfg, {"train.gradient_checkpointing": True}))
+    saved = planner.budget(fit.changed(planner.cfg, {"train.gradient_checkpointing": True}))
     assert saved.phases["update"].gb < 0.6 * plain.phases["update"].gb
-    half = planner.budget(budget_fit.changed(planner.cfg, {"train.gradient_checkpointing": 0.5}))
+    half = planner.budget(fit.changed(planner.cfg, {"train.gradient_checkpointing": 0.5}))
     assert saved.phases["update"].gb < half.phases["update"].gb < plain.phases["update"].gb
     assert saved.phases["update"].flops > half.phases["update"].flops > plain.phases["update"].flops
     forward = plain.phases["update"].flops / 2.14  # its backward has no gradient of frozen weights
@@ -212,38 +212,38 @@ def test_checkpointing_trades_memory_for_flops(planner):
 def test_changes_are_proposed_until_a_card_is_large_enough(planner):
     own = planner.budget()
     card = 0.5 * own.phases["update"].gb + own.resident + H100.reserve
-    found = budget_fit.fit(planner, (card,))
+    found = fit.fit(planner, (card,))
     step = found.on(card)
     assert found.own.needed > card and step.budget.needed <= card
     assert step.settings
-    with pytest.raises(budget_fit.DoesNotFit, match="guard.fits=false") as error:
-        budget_fit.check(found, card)
-    assert f"try {budget_fit.words(step.settings)};" in str(error.value)
-    budget_fit.check(found, 1000.0)
-    with pytest.raises(budget_fit.DoesNotFit, match="no batch size is small enough"):
-        budget_fit.check(found, 0.1)
+    with pytest.raises(fit.DoesNotFit, match="guard.fits=false") as error:
+        fit.check(found, card)
+    assert f"try {fit.words(step.settings)};" in str(error.value)
+    fit.check(found, 1000.0)
+    with pytest.raises(fit.DoesNotFit, match="no batch size is small enough"):
+        fit.check(found, 0.1)
 
 
 def test_train_refuses_what_its_gpu_cannot_hold(monkeypatch):
-    monkeypatch.setattr(budget_fit, "LARGE", 0)
+    monkeypatch.setattr(fit, "LARGE", 0)
     device = of_cuda("NVIDIA H100 80GB HBM3", 0.1)
     assert device.rates == H100.rates and device.memory == 0.1
-    with pytest.raises(budget_fit.DoesNotFit):
-        budget_fit.planned(shapes(), device)
-    told = budget_fit.planned(shapes("mix_grpo", "guard.fits=false"), device)
+    with pytest.raises(fit.DoesNotFit):
+        fit.planned(shapes(), device)
+    told = fit.planned(shapes("mix_grpo", "guard.fits=false"), device)
     assert told.startswith("budget") and "modelled" in told
     other = shapes().model_copy(
         update={"model": shapes().model.model_copy(update={"source": "some/thing"})}
     )
-    assert budget_fit.planned(other, device) is None  # unknown: it starts without a budget
+    assert fit.planned(other, device) is None  # unknown: it starts without a budget
 
 
 def test_a_run_from_python_is_refused_likewise(monkeypatch, tmp_path):
     device = of_cuda("NVIDIA H100 80GB HBM3", 0.1)
-    monkeypatch.setattr(budget_fit, "this_gpu", lambda: device)
-    monkeypatch.setattr(budget_fit, "LARGE", 0)
+    monkeypatch.setattr(fit, "this_gpu", lambda: device)
+    monkeypatch.setattr(fit, "LARGE", 0)
     cfg = shapes().model_copy(update={"output": str(tmp_path / "run")})
-    with pytest.raises(budget_fit.DoesNotFit, match="guard.fits=false starts it all the same"):
+    with pytest.raises(fit.DoesNotFit, match="guard.fits=false starts it all the same"):
         flowrl.train(cfg)
     assert not (tmp_path / "run").exists()
 
@@ -313,7 +313,7 @@ MODELS = ["sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-1.3b", "sdxl", "sd
 
 @pytest.mark.parametrize("model", long.but(MODELS, {"sd3.5-medium", "qwen-image", "sdxl", "sd1.5"}))
 def test_real_architectures_run_with_fewer_layers(model, monkeypatch):
-    from flowrl.training import budget as module
+    from flowrl.training.budget import planner as module
 
     def small(source):
         known = module_read(source)
@@ -337,7 +337,7 @@ def test_real_architectures_run_with_fewer_layers(model, monkeypatch):
 def test_attention_is_counted_as_torch_counts_it():
     from torch.utils.flop_counter import FlopCounterMode
 
-    from flowrl.runtime import meter
+    from flowrl.training.budget import meter
 
     def run(device):
         q = torch.randn(2, 3, 8, 4, device=device, requires_grad=True)

@@ -7,10 +7,10 @@ import pytest
 
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
-from flowrl.runtime.roofline import GIB, GPUS
-from flowrl.training.budget import Planner
-from flowrl.training.from_small import at_size
-from flowrl.training.rehearsal import WINNERS, Event
+from flowrl.training.budget.from_small import at_size
+from flowrl.training.budget.planner import Planner
+from flowrl.training.budget.rehearsal import WINNERS, Event
+from flowrl.training.budget.roofline import GIB, GPUS
 
 CPU = replace(GPUS["h100"], name="cpu", cuda=False, reserve=0.0, memory=None)
 SMALL = [
@@ -38,7 +38,7 @@ def plain():
 @pytest.mark.parametrize(("kind", "package"), [("int8", "torchao"), ("nf4", "bitsandbytes")])
 def test_quantised_weights_take_the_bytes_of_a_quantised_network(kind, package):
     pytest.importorskip(package)
-    from flowrl.policy.quantised import held_bytes
+    from flowrl.policy.weights.quantised import held_bytes
 
     policy = load_policy("shapes-sd3", quantize=kind)
     (network,) = policy.networks.values()
@@ -108,7 +108,7 @@ def test_presets_come_on_top_of_a_model_and_under_what_is_said(model):
     ],
 )
 def test_two_smaller_rehearsals_tell_a_large_one(method, words, monkeypatch):
-    from flowrl.training import budget as module
+    from flowrl.training.budget import planner as module
 
     many = [*words, "batch.micro=16", "batch.decode=4"]
     told = budget(f"algorithm={method}", *many)
@@ -137,7 +137,7 @@ def test_rows_that_the_winners_gain_looks_at_may_be_others_in_smaller_latents():
 @long.mark
 def test_of_a_tree_all_rows_are_told_but_for_the_few_winners_that_are_looked_at(monkeypatch):
     """16 rows of the better half, which may share states, in two forwards."""
-    from flowrl.training import budget as module
+    from flowrl.training.budget import planner as module
 
     words = ["algorithm=tree_grpo", "algorithm.window.size=2", "sampler.steps=4"]
     words += ["batch.prompts=16", "batch.group=9", "batch.micro=16", "batch.decode=4"]

@@ -17,7 +17,7 @@ from flowrl.rewards.core.reward_set import sizes
 from flowrl.rewards.core.sizes import of_open_clip
 from flowrl.rewards.networks.blip import Blip
 from flowrl.runtime import registry
-from flowrl.training.budget import scorers
+from flowrl.training.budget.planner import scorers
 
 ROOT = Path(__file__).resolve().parents[2]
 UNKNOWN = {"inverse_dynamics"}  # whose network is the user's

@@ -8,12 +8,12 @@ from diffusers import AutoencoderKL
 
 from flowrl.config import combine
 from flowrl.config.load import load_config
-from flowrl.runtime.meter import Meter
-from flowrl.runtime.roofline import GIB, GPUS
 from flowrl.shapes.clip import FOLDER
-from flowrl.training.budget import Planner
-from flowrl.training.call_costs import Costs
-from flowrl.training.rehearsal import Asked
+from flowrl.training.budget.call_costs import Costs
+from flowrl.training.budget.meter import Meter
+from flowrl.training.budget.planner import Planner
+from flowrl.training.budget.rehearsal import Asked
+from flowrl.training.budget.roofline import GIB, GPUS
 
 CPU = replace(GPUS["h100"], name="cpu", cuda=False, reserve=0.0, memory=None)
 

@@ -12,8 +12,8 @@ import small
 
 import flowrl
 from flowrl.config.load import read_config
-from flowrl.runtime import checkpoint, history
-from flowrl.runtime.checkpoint import CheckpointError
+from flowrl.runtime.store import checkpoint, history
+from flowrl.runtime.store.checkpoint import CheckpointError
 from flowrl.training import identity, loop, resume, state
 from flowrl.training.claim import claimed
 from flowrl.training.resume import check_resume, config_of

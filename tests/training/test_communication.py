@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
-from flowrl.runtime.distributed import World
-from flowrl.runtime.roofline import GIB, GPUS
-from flowrl.training.budget import Planner
-from flowrl.training.shard import split
-from flowrl.training.weight_costs import weight_costs
+from flowrl.runtime.processes.world import World
+from flowrl.training.budget.planner import Planner
+from flowrl.training.budget.roofline import GIB, GPUS
+from flowrl.training.budget.weight_costs import weight_costs
+from flowrl.training.split.shard import split
 
 SIZE = 4
 WORDS = ["model=shapes-sd3", "algorithm=flow_grpo", "reward=jpeg", "batch.prompts=8"]

@@ -8,8 +8,8 @@ import torch
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
 from flowrl.runtime.ledger import FlopCounter
-from flowrl.runtime.meter import Meter
 from flowrl.samplers import plan as plans
+from flowrl.training.budget.meter import Meter
 from flowrl.training.loop import Trainer
 
 PROMPTS, MICRO, WINNERS = 1, 4, 16  # WINNERS: rows that policy/winner_gain looks at, at most

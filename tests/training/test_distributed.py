@@ -14,7 +14,7 @@ import torch
 import flowrl
 from flowrl.config import load
 from flowrl.rewards import load_set
-from flowrl.runtime import checkpoint
+from flowrl.runtime.store import checkpoint
 from flowrl.training import build
 
 SCRIPT = """
@@ -219,7 +219,7 @@ def test_a_signal_to_one_process_ends_both_after_its_iteration_with_a_checkpoint
 def test_the_first_reason_to_stop_is_every_process_s(monkeypatch):
     from types import SimpleNamespace
 
-    from flowrl.runtime import distributed
+    from flowrl.runtime.processes import world as distributed
 
     world = distributed.World(
         SimpleNamespace(process_index=1, num_processes=3, is_main_process=False)
@@ -253,7 +253,7 @@ class Pretend:
 
 
 def test_rows_of_any_number_are_gathered_and_found_again():
-    from flowrl.runtime import distributed
+    from flowrl.runtime.processes import world as distributed
 
     world = distributed.World(Pretend(1, 3, [2, 3, 0]))
     mine = torch.tensor([[1.0], [2.0], [3.0]])
@@ -263,7 +263,7 @@ def test_rows_of_any_number_are_gathered_and_found_again():
 
 
 def test_features_of_a_process_that_showed_no_media_are_nan(monkeypatch):
-    from flowrl.runtime import distributed
+    from flowrl.runtime.processes import world as distributed
 
     world = distributed.World(Pretend(1, 2, [2, 3]))
     monkeypatch.setattr(world, "_everyone", lambda mine: [2, mine])
@@ -274,7 +274,7 @@ def test_features_of_a_process_that_showed_no_media_are_nan(monkeypatch):
 
 def test_each_update_trains_the_same_prompts_on_any_number_of_processes():
     """8 prompts, 2 updates: the first 4 and the last 4, on 1, 2 and 4 processes."""
-    from flowrl.runtime import distributed
+    from flowrl.runtime.processes import world as distributed
 
     for size in (1, 2, 4):
         first, second = set(), set()

@@ -12,10 +12,10 @@ import torch
 
 from flowrl.config.training import GuardConfig
 from flowrl.rewards import Reward, RewardUnavailable, load_set
-from flowrl.runtime import checkpoint
+from flowrl.runtime.store import checkpoint
 from flowrl.training import loop
-from flowrl.training.guards import Dead, Guards, signs
 from flowrl.training.records import NothingTrained
+from flowrl.training.watch.guards import Dead, Guards, signs
 
 CELLS = Path(__file__).parents[2] / "docs/results/cells"
 WELL = {

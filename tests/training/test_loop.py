@@ -13,7 +13,7 @@ import flowrl
 from flowrl.config import build
 from flowrl.policy.load import load_policy
 from flowrl.rewards import load_set
-from flowrl.runtime import checkpoint
+from flowrl.runtime.store import checkpoint
 from flowrl.training import outputs, records, update
 
 TIMES = {

@@ -13,7 +13,9 @@ import flowrl
 from flowrl.config import build
 from flowrl.rewards import RewardBug, TooManyInvalid, load_set
 from flowrl.rollouts import draw
-from flowrl.runtime import checkpoint, distributed, signals
+from flowrl.runtime import signals
+from flowrl.runtime.processes import world as distributed
+from flowrl.runtime.store import checkpoint
 from flowrl.training import loop
 from flowrl.training.resume import check_resume
 

@@ -16,7 +16,7 @@ from flowrl.config.load import load_config
 from flowrl.config.training import GradientConfig
 from flowrl.rewards import load_set, score
 from flowrl.rewards.core.rules import parse_rule, settings_of
-from flowrl.runtime.distributed import World
+from flowrl.runtime.processes.world import World
 from flowrl.samplers import keys
 from flowrl.training.terms import Means, Term
 from flowrl.training.update import Learner

@@ -12,13 +12,13 @@ import torch
 
 import flowrl
 from flowrl.config import combine
+from flowrl.config.lighter import ALL, START, Shortage, next_change
 from flowrl.config.load import load_config
 from flowrl.policy.pipeline import PipelinePolicy
-from flowrl.runtime import checkpoint
 from flowrl.runtime.memory import OutOfMemory, advice, during, ran_out
-from flowrl.training.lighter import ALL, START, Shortage, next_change
+from flowrl.runtime.store import checkpoint
+from flowrl.training.budget.phases import PHASES
 from flowrl.training.out_of_memory import advised, explained_start, of_host
-from flowrl.training.phases import PHASES
 from flowrl.training.update import Learner
 
 BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"

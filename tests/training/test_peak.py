@@ -7,8 +7,8 @@ import torch
 
 from flowrl.config.training import WatchConfig
 from flowrl.samplers import keys
-from flowrl.training.peak import find_peak, noise
-from flowrl.training.watch import Watch, nearest
+from flowrl.training.watch.peak import find_peak, noise
+from flowrl.training.watch.watch import Watch, nearest
 
 RULE = WatchConfig(held_out="true")
 SIGMA = 0.05  # of one iteration

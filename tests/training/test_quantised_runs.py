@@ -11,8 +11,8 @@ import flowrl
 from flowrl.config.build import load_run, make_policy
 from flowrl.config.live import settle
 from flowrl.config.training import OptimizerConfig
-from flowrl.policy.quantised import kind_of
-from flowrl.runtime import checkpoint
+from flowrl.policy.weights.quantised import kind_of
+from flowrl.runtime.store import checkpoint
 from flowrl.training import optimizer
 
 FEW = {

@@ -13,7 +13,7 @@ import torch
 import flowrl
 from flowrl.config.load import read_config
 from flowrl.rollouts import draw
-from flowrl.runtime import checkpoint, history
+from flowrl.runtime.store import checkpoint, history
 from flowrl.training import outputs
 from flowrl.training.resume import check_resume
 

@@ -15,9 +15,11 @@ import torch
 
 from flowrl.config.build import make_algorithm
 from flowrl.config.load import load_config
-from flowrl.runtime import distributed, launcher
-from flowrl.training import checks, sequence
+from flowrl.runtime.processes import launcher
+from flowrl.runtime.processes import world as distributed
+from flowrl.training import checks
 from flowrl.training.loop import Trainer
+from flowrl.training.split import sequence
 
 SPEC = importlib.util.spec_from_file_location(
     "processes", Path(__file__).resolve().parents[2] / "scripts" / "bench" / "processes.py"

@@ -19,11 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from flowrl.config.build import climbs
 from flowrl.config.load import load_config
 from flowrl.policy import load_policy
-from flowrl.policy.blocks import blocks
-from flowrl.runtime import distributed, shares
-from flowrl.training import shard
+from flowrl.policy.weights.blocks import blocks
+from flowrl.runtime.processes import shares
+from flowrl.runtime.processes import world as distributed
 from flowrl.training.checks import check_apart
 from flowrl.training.loop import Trainer
+from flowrl.training.split import shard
 
 SPEC = importlib.util.spec_from_file_location(
     "processes", Path(__file__).resolve().parents[2] / "scripts" / "bench" / "processes.py"

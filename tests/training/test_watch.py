@@ -9,8 +9,8 @@ from page import Page
 from safetensors.torch import load_file
 
 from flowrl.report import run_page
-from flowrl.runtime import checkpoint
-from flowrl.training.watch import Watch
+from flowrl.runtime.store import checkpoint
+from flowrl.training.watch.watch import Watch
 
 HELD_OUT = {
     "reward__fair__name": "saturation",

@@ -145,7 +145,7 @@ class Algorithm:
     @property
     def heads(self) -> dict[str, dict[str, Any]]:
         """Options of the small networks that it trains beside the policy's own, by the names that
-        train.parts has for them (flowrl/policy/heads.py)."""
+        train.parts has for them (flowrl/policy/weights/heads.py)."""
         return {}
 
     @property

@@ -26,9 +26,9 @@ from flowrl.rewards import Reward, RewardSet, RewardUnavailable
 from flowrl.rewards.checklist import YES, Checklist
 from flowrl.rewards.core.pictures import frames_of
 from flowrl.rewards.networks.clip import TwoTowers
-from flowrl.runtime import files
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import Progress
+from flowrl.runtime.store import files
 from flowrl.samplers import keys
 from flowrl.types import MediaContext
 

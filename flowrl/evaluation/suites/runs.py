@@ -29,10 +29,10 @@ from flowrl.evaluation.suites.contamination import contamination
 from flowrl.evaluation.suites.measure import Journal, Measured
 from flowrl.evaluation.suites.suite import Suite, Task, load, prepare, run_suite, with_rewards
 from flowrl.evaluation.suites.summary import matrix, summary
-from flowrl.runtime import checkpoint, files, run_folder
-from flowrl.runtime.distributed import ALONE, Alone, World
 from flowrl.runtime.log import logger
 from flowrl.runtime.paths import located
+from flowrl.runtime.processes.world import ALONE, Alone, World
+from flowrl.runtime.store import checkpoint, files, run_folder
 
 FOLDER = "suites"
 # fields of a suite that change no measured value

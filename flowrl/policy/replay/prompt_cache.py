@@ -26,9 +26,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-from flowrl.runtime import files
 from flowrl.runtime.log import logger
 from flowrl.runtime.paths import located
+from flowrl.runtime.store import files
 
 FORMAT = 2
 MARK = "flowrl"  # of what a file says about its tensors

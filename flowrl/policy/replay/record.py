@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flowrl.policy.offload import Turns
 from flowrl.policy.replaced import LOCK, replaced
 from flowrl.policy.replay.blame import blaming
 from flowrl.policy.replay.encoders import Answers
@@ -28,7 +27,8 @@ from flowrl.policy.replay.items import Item, is_media, is_text
 from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.steps import StepPattern, Stepper, patched_scheduler
 from flowrl.policy.replay.unread import plain
-from flowrl.policy.waiting import Waiting
+from flowrl.policy.weights.offload import Turns
+from flowrl.policy.weights.waiting import Waiting
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.text import printable
 

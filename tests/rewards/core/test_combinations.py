@@ -17,7 +17,7 @@ from flowrl.config.training import GuardConfig
 from flowrl.rewards import concat, load_set, readings, reward_metrics, score
 from flowrl.rewards.core.climb import check_climbable, climb
 from flowrl.rewards.core.counted import counted
-from flowrl.training.guards import signs
+from flowrl.training.watch.guards import signs
 from flowrl.types import MediaContext
 
 NAN = 9.0  # a value of the media with which a reward fails

@@ -1,0 +1,186 @@
+"""Settings that save memory: one list for `flowrl budget` (budget/fit.py) and for a run that is out
+of memory (out_of_memory.py), so that both name the same ones in the same order.
+
+A way to save memory is one record of CHANGES: the phases that it makes smaller, and the settings
+that it would have, from a config; None where it has nothing left to give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flowrl.config.build import climbs
+from flowrl.config.combine import Settings, combines, value_of
+from flowrl.config.schema import Config
+from flowrl.rewards.core.reward_set import sizes
+
+START, BETWEEN = "start-up", "between phases"  # where a run is, outside of its phases
+NETWORK = frozenset({"rollout", "evaluation", "reference", "update"})
+SCORING = frozenset({"decode", "reward", "advantages"})  # from the first decoding to the update
+ALL = NETWORK | SCORING | {"encode", "optimizer", BETWEEN}
+WHOLE_BATCH = 16  # samples from which on decoding more at once is hardly faster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """Where memory is short. phase: of a run or of a budget; held: what stays is too much, whatever
+    the phase has on top; gpus: processes; state: network rows of one state, the least that a
+    forward has; cuda: it is the memory of a GPU, and not the host's; moments: a checkpoint has
+    AdamW's moments in 32 bits, with which the optimizer of 8 bits cannot go on."""
+
+    phase: str
+    held: bool = False
+    gpus: int = 1
+    state: int = 1
+    cuda: bool = True
+    moments: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A way to save memory in some phases. settings: None where it has nothing left; stays: whether
+    what stays is less; hosts: whether it moves something to host memory; modelled: whether a
+    Planner knows what it saves."""
+
+    phases: frozenset[str]
+    settings: Callable[[Config, Shortage], Settings | None]
+    stays: bool = False
+    hosts: bool = False
+    modelled: bool = True
+
+
+def away(cfg: Config) -> frozenset[str]:
+    """Phases in which a denoiser that leaves (model.offload) is in host memory."""
+    return SCORING | {"encode"} if cfg.model.encoders == "leave" else SCORING
+
+
+def next_change(cfg: Config, short: Shortage, *, modelled: bool = False) -> Settings | None:
+    """The settings of the first change that helps. modelled: of those that a Planner knows."""
+    for change in CHANGES:
+        if short.phase not in change.phases or (short.held and not change.stays):
+            continue
+        if (change.hosts and not short.cuda) or (modelled and not change.modelled):
+            continue
+        settings = change.settings(cfg, short)
+        if settings is not None and combines(cfg, settings):
+            return settings
+    return None
+
+
+def _decode(cfg: Config, short: Shortage) -> Settings | None:
+    """Half of batch.decode, or of the samples of a process where those are fewer."""
+    b = cfg.batch
+    now = min(b.decode, WHOLE_BATCH, b.prompts // short.gpus * b.group)
+    return {"batch.decode": now // 2} if now > 1 else None
+
+
+def _micro(cfg: Config, short: Shortage) -> Settings | None:
+    """Half of batch.micro, or of the rows of a rollout where those are fewer. Below the rows of one
+    state it would change nothing."""
+    b = cfg.batch
+    rows = b.prompts // short.gpus * b.group * short.state
+    now = min(b.micro, rows) if short.phase == "rollout" else b.micro
+    return {"batch.micro": now // 2} if now // 2 >= short.state else None
+
+
+def _switch(name: str, value: Any) -> Callable[[Config, Shortage], Settings | None]:
+    """A setting at a value, once."""
+
+    def settings(cfg: Config, short: Shortage) -> Settings | None:
+        return None if value_of(cfg, name) == value else {name: value}
+
+    return settings
+
+
+def _denoiser(cfg: Config, short: Shortage) -> Settings | None:
+    """It makes room for text encoders only where these leave in turn."""
+    wanted = {"model.offload": "denoiser"} if cfg.model.offload == "none" else {}
+    if short.phase == "encode" and cfg.model.encoders == "stay":
+        wanted["model.encoders"] = "leave"
+    return wanted or None
+
+
+def _rewards(cfg: Config, short: Shortage) -> Settings | None:
+    """Networks of rewards, where they are known to have any, leave with the denoiser."""
+    if cfg.model.offload == "all" or climbs(cfg):
+        return None
+    try:
+        found = any(sizes(cfg.reward).values())
+    except Exception:  # of files that are missing: the sentence that is asked for matters more
+        return None
+    return {"model.offload": "all"} if found else None
+
+
+def _shard(cfg: Config, short: Shortage) -> Settings | None:
+    no = short.gpus == 1 or cfg.train.shard or climbs(cfg)
+    return None if no else {"train.shard": ["denoiser"]}
+
+
+def _bf16(cfg: Config, short: Shortage) -> Settings | None:
+    return {"model.dtype": "bf16"} if cfg.model.dtype == "fp32" else None
+
+
+def _quantize(kind: str) -> Callable[[Config, Shortage], Settings | None]:
+    """Weights that then stay on the device, if rewards do; nothing is gained where they were
+    away."""
+
+    def settings(cfg: Config, short: Shortage) -> Settings | None:
+        gone = cfg.model.offload != "none" and short.phase in away(cfg)
+        if cfg.model.quantize in (kind, "nf4") or gone:
+            return None
+        alone = cfg.model.offload == "denoiser"
+        return {"model.quantize": kind} | ({"model.offload": "none"} if alone else {})
+
+    return settings
+
+
+def _checkpointing(cfg: Config, short: Shortage) -> Settings | None:
+    """Of every second block, then of all."""
+    now = float(cfg.train.gradient_checkpointing)
+    return None if now == 1 else {"train.gradient_checkpointing": 0.5 if now < 0.5 else True}
+
+
+def _adamw8bit(cfg: Config, short: Shortage) -> Settings | None:
+    known = cfg.optimizer.name == "adamw8bit" or short.moments
+    return None if known else {"optimizer.name": "adamw8bit"}
+
+
+# What costs the least time first, for both. A Planner is made for one model.dtype, so that a search
+# by the budget passes over that one.
+CHANGES = (
+    Change(phases=frozenset({"decode", "reward"}), settings=_decode),
+    Change(phases=frozenset({"decode"}), settings=_switch("model.tiling", True)),
+    Change(
+        phases=ALL - {"encode"} | {START},
+        settings=_switch("model.encoders", "leave"),
+        stays=True,
+        hosts=True,
+    ),
+    Change(
+        phases=SCORING | {"encode"},
+        settings=_denoiser,
+        stays=True,
+        hosts=True,
+    ),
+    Change(
+        phases=ALL - SCORING | {START},
+        settings=_rewards,
+        stays=True,
+        hosts=True,
+    ),
+    Change(
+        phases=ALL - {"encode", "rollout", "optimizer"},
+        settings=_switch("batch.states", "host"),
+        hosts=True,
+    ),
+    Change(phases=ALL | {START}, settings=_shard, stays=True),
+    # a reference inside of an update is on top of what that keeps
+    Change(phases=frozenset({"update", "reference"}), settings=_checkpointing),
+    Change(phases=ALL | {START}, settings=_bf16, stays=True, modelled=False),
+    Change(phases=ALL | {START}, settings=_quantize("int8"), stays=True),
+    Change(phases=NETWORK, settings=_micro),
+    Change(phases=ALL, settings=_adamw8bit, stays=True),
+    Change(phases=ALL | {START}, settings=_quantize("nf4"), stays=True),
+)

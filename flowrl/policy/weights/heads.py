@@ -1,0 +1,190 @@
+"""Small networks beside a policy's own: the noise of its steps, its initial noise.
+
+A head reads sinusoids of sigma and an embedding of the prompt, which fixed random directions bring
+to one width for all models. All its weights are trained, in fp32, without any gradient into the
+policy. Its last layer starts at 0.
+
+step_noise: std of each channel of a step (ReinFlow, arXiv:2505.22094). initial_noise: a Gaussian
+over x_T (DSRL, arXiv:2506.15799).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.policy.weights.lora import write
+from flowrl.policy.weights.parts import Parts
+from flowrl.samplers import keys
+from flowrl.types import Transition
+
+WIDTH = 64  # of the hidden layers, and of an embedded prompt
+WAVES = 6  # sinusoids of sigma
+
+
+def channel_axis(shape: tuple[int, ...]) -> int:
+    """Which axis of latents (*L) holds channels: the last of two (tokens, poses), else the
+    first."""
+    return 1 if len(shape) == 2 else 0
+
+
+class Head(nn.Module):
+    """sigma (n,) and prompts (n, d) -> (n, outputs), 0 at the start."""
+
+    name = ""
+
+    def __init__(self, outputs: int, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+        super().__init__()
+        self.shape, self.options = tuple(shape), options
+        self.layers = nn.Sequential(
+            nn.Linear(1 + 2 * WAVES + WIDTH, WIDTH),
+            nn.SiLU(),
+            nn.Linear(WIDTH, WIDTH),
+            nn.SiLU(),
+            nn.Linear(WIDTH, outputs),
+        )
+        last: Any = self.layers[-1]
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        self.directions: dict[int, Tensor] = {}  # (d, 64) of each width of prompts that was seen
+
+    def outputs(self, sigma: Tensor, prompt: Tensor | None) -> Tensor:
+        waves = torch.pi * sigma[:, None] * 2.0 ** torch.arange(WAVES, device=sigma.device)
+        told = torch.cat([sigma[:, None], waves.sin(), waves.cos()], 1)
+        with torch.autocast(told.device.type, enabled=False):  # equal in rollout and loss
+            nothing = told.new_zeros(len(told), WIDTH)
+            embedded = nothing if prompt is None else self.embedded(prompt)
+            return self.layers(torch.cat([told, embedded], 1))
+
+    def embedded(self, prompt: Tensor) -> Tensor:
+        """(n, d) -> (n, 64), of root mean square 1 or less."""
+        size = prompt.shape[1]
+        if size not in self.directions:
+            drawn = keys.gaussian(keys.key("features", torch.arange(size)), (WIDTH,))
+            self.directions[size] = (drawn / size**0.5).to(prompt.device)
+        scale = prompt.square().mean(1, keepdim=True).sqrt().clamp(min=1)
+        return (prompt / scale) @ self.directions[size]
+
+
+class StepNoise(Head):
+    """Standard deviation of a sampling step, by sigma, prompt and channel; never outside [least,
+    most], whatever the weights are."""
+
+    name = "step_noise"
+
+    def __init__(self, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+        self.axis = channel_axis(shape)
+        super().__init__(shape[self.axis], shape, options)
+
+    def forward(self, sigma: Tensor, prompt: Tensor | None, most: Tensor) -> Tensor:
+        """sigma, most (n,): the upper bound -> std (n, C, 1, ...), C where channels are.
+
+        log std^2 = low + (high - low) (tanh(h) + 1) / 2, low and high of the bounds; h = 0 is their
+        geometric mean.
+        """
+        h = self.outputs(sigma.float(), prompt)
+        low = 2 * torch.tensor(self.options["least"], device=h.device).log()
+        high = 2 * most.float().log()[:, None]
+        log_var = low + (high - low) * (h.tanh() + 1) / 2
+        ones = [1] * len(self.shape)
+        ones[self.axis] = self.shape[self.axis]
+        return (log_var / 2).exp().reshape(len(h), *ones)
+
+
+class InitialNoise(Head):
+    """A Gaussian over the initial noise, N(0, 1) at the start: mean in [-offset, offset] and std in
+    [1 / spread, spread], constant within `cells` cells of each axis but the channels'."""
+
+    name = "initial_noise"
+
+    def __init__(self, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+        axis, cells = channel_axis(shape), options["cells"]
+        self.grid = tuple(k if i == axis else min(k, cells) for i, k in enumerate(shape))
+        super().__init__(2 * torch.Size(self.grid).numel(), shape, options)
+
+    def forward(self, prompt: Tensor | None, rows: int, device: torch.device) -> Transition:
+        """Of `rows` samples: mean and std (n, *L)."""
+        at_noise = torch.ones(rows, device=device)
+        bounded = nn.functional.softsign(self.outputs(at_noise, prompt))  # no corner holds it
+        mean, log_std = bounded.chunk(2, 1)
+        spread = torch.tensor(self.options["spread"], device=device).log()
+        return Transition(
+            mean=self.spread_out(self.options["offset"] * mean),
+            std=self.spread_out((spread * log_std).exp()),
+        )
+
+    def spread_out(self, cells: Tensor) -> Tensor:
+        """(n, all cells) -> (n, *L): the value of an entry's cell."""
+        value = cells.reshape(len(cells), *self.grid)
+        for axis, (size, count) in enumerate(zip(self.shape, self.grid, strict=True), start=1):
+            if size != count:
+                place = torch.arange(size, device=value.device) * count // size
+                value = value.index_select(axis, place)
+        return value
+
+
+KINDS: dict[str, type[StepNoise | InitialNoise]] = {k.name: k for k in (StepNoise, InitialNoise)}
+
+
+def make(options: dict[str, dict[str, Any]], shape: tuple[int, ...], seed: int) -> dict[str, Head]:
+    """Heads by name, whose first values are functions of the seed and their names."""
+    made: dict[str, Head] = {}
+    for name, own in options.items():
+        with torch.random.fork_rng():
+            torch.manual_seed(keys.key("head", seed, name) % 2**63)
+            made[name] = KINDS[name](shape, own)
+    return made
+
+
+def on_shell(z: Tensor, noise: Tensor) -> Tensor:
+    """z (n, *L) with the norms of noise (n, *L): a generator knows noise of about sqrt(D)."""
+    axes = tuple(range(1, z.ndim))
+    sizes = (torch.linalg.vector_norm(t, dim=axes, keepdim=True) for t in (noise, z))
+    wanted, own = sizes
+    return z * (wanted / own.clamp(min=torch.finfo(z.dtype).tiny))
+
+
+# ---------------------------------------------------------------------------
+# files
+
+
+def save(heads: Parts, folder: Path) -> list[Path]:
+    """Each head's weights in a file of its own, with what makes it."""
+    from safetensors.torch import save as packed
+
+    files = []
+    for name, head in heads.modules.items():
+        weights = {k: p.detach().cpu().contiguous() for k, p in head.named_parameters()}
+        told = {"head": json.dumps({"shape": head.shape, "options": head.options})}
+        files.append(write(folder / f"{name}.safetensors", packed(weights, told)))
+    return files
+
+
+def load(folder: Path, shape: tuple[int, ...]) -> dict[str, Head]:
+    """The heads of a folder that `save` wrote, for latents of this shape."""
+    from safetensors import safe_open
+
+    found = {name: file for name in KINDS if (file := folder / f"{name}.safetensors").is_file()}
+    if not found:
+        raise ValueError(
+            f"{folder} has no head ({', '.join(f'{name}.safetensors' for name in KINDS)}); give the"
+            " folder heads of a finished run"
+        )
+    made: dict[str, Head] = {}
+    for name, file in found.items():
+        with safe_open(str(file), "pt") as opened:
+            told = json.loads((opened.metadata() or {}).get("head", "{}"))
+            weights = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        if tuple(told.get("shape", ())) != tuple(shape):
+            raise ValueError(
+                f"{file} is of latents {tuple(told.get('shape', ()))}, and this policy's are"
+                f" {tuple(shape)}; load the policy as it was trained"
+            )
+        head = make({name: told["options"]}, shape, 0)[name]
+        head.load_state_dict(weights)
+        made[name] = head
+    return made

@@ -1,0 +1,162 @@
+"""LoRA files in diffusers' format, written and read through the pipeline.
+
+`pipe.load_lora_weights(folder)` reads what is written here. The same weights make the same bytes,
+so that files can be compared and cached by their hash.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from flowrl.policy.weights.parts import Parts
+from flowrl.runtime.store import files as disk
+from flowrl.runtime.store import side_files
+from flowrl.runtime.store.side_files import Stored, shortened
+
+FILE = "pytorch_lora_weights.safetensors"
+SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
+BESIDE = "adapter_config.json"  # beside peft's own file, adapter_model.safetensors
+SLOTS = ("transformer", "unet")  # names of denoisers in files
+METADATA = "lora_adapter_metadata"  # where a file's header keeps the adapter's config
+
+
+class Settings(Stored):
+    """flowrl.json, written from train.lora and train.parts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rank: PositiveInt
+    alpha: PositiveFloat
+    targets: list[str] | None = None
+    init: Literal["gaussian", "kaiming"] = "gaussian"
+    parts: list[str] = ["denoiser"]
+
+
+def files_of(pipe: Any, modules: Mapping[str, Any]) -> dict[str, str]:
+    """The file of each network's LoRA. One that the pipeline's file has no place for (Wan 2.2's
+    second) gets its own, as diffusers expects; where text encoders have none, one file is ours."""
+    places = placed_in(pipe)
+    ours = any(name.startswith("text_encoder") and name not in places for name in modules)
+    whole = {*modules} if ours or not places else places
+    return {name: FILE if name in whole else f"{name}_lora_weights.safetensors" for name in modules}
+
+
+def placed_in(pipe: Any) -> set[str]:
+    """Networks whose LoRA the pipeline's own file holds, in diffusers' format."""
+    save = getattr(pipe, "save_lora_weights", None)
+    known = [] if save is None else inspect.signature(save).parameters
+    return {name.removesuffix("_lora_layers") for name in known if name.endswith("_lora_layers")}
+
+
+def slot_of(name: str) -> str:
+    """What a network is called in a file: Wan 2.2's second as its first."""
+    return next((slot for slot in SLOTS if name.startswith(slot)), name)
+
+
+def exported(parts: Parts) -> dict[str, Tensor]:
+    """The adapter by name with alpha / rank in B, so that it does the same by alpha = rank, which
+    is what readers take that see no alpha."""
+    factor = parts.options["alpha"] / parts.options["rank"]
+    return {
+        name: (value * factor if ".lora_B." in name else value).cpu().contiguous()
+        for name, value in parts.tensors("default").items()
+    }
+
+
+def save(pipe: Any, parts: Parts, folder: str | Path) -> Path:
+    """Write the adapter of every network, with its config, by pipe.save_lora_weights."""
+    from diffusers.utils import convert_state_dict_to_diffusers
+
+    known = inspect.signature(pipe.save_lora_weights).parameters
+    files: dict[str, dict[str, Any]] = {}
+    every = exported(parts)
+    for name, file in files_of(pipe, parts.modules).items():
+        start = f"{name}."
+        weights = {k.removeprefix(start): v for k, v in every.items() if k.startswith(start)}
+        weights = convert_state_dict_to_diffusers(weights) if name.startswith("unet") else weights
+        slot = name if file == FILE else slot_of(name)
+        given = files.setdefault(file, {})
+        given[f"{slot}_lora_layers"] = weights
+        if f"{slot}_lora_adapter_metadata" in known:
+            own = parts.modules[name].peft_config[parts.views["default"][0]].to_dict()
+            given[f"{slot}_lora_adapter_metadata"] = _config({**own, "lora_alpha": own["r"]})
+    with tempfile.TemporaryDirectory() as scratch:
+        for file, given in files.items():
+            pipe.save_lora_weights(scratch, weight_name=file, **given)
+            write(Path(folder) / file, (Path(scratch) / file).read_bytes())
+    return Path(folder) / FILE
+
+
+def _config(told: Mapping[str, Any]) -> dict[str, Any]:
+    """An adapter's config without the place of its base model; sets in order."""
+    config = {key: sorted(v) if isinstance(v, set) else v for key, v in told.items()}
+    return {**config, "base_model_name_or_path": None}
+
+
+def write(file: Path, content: bytes) -> Path:
+    """Write the bytes of a safetensors file with its header in the order of names; the library
+    draws the order of metadata anew each time."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    if METADATA in (told := header.get("__metadata__", {})):
+        told[METADATA] = json.dumps(json.loads(told[METADATA]), sort_keys=True)
+    head = json.dumps(header, sort_keys=True, separators=(",", ":")).encode()
+    head += b" " * (-len(head) % 8)  # tensors start at a multiple of 8
+    return disk.write(file, len(head).to_bytes(8, "little") + head + content[8 + length :])
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Settings of the adapters of exported weights, as `load_policy(lora=...)` takes them, and
+    "parts"."""
+    return side_files.read(path, Settings, again="export the LoRA again: resume its run")
+
+
+def opened(file: Path) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """The weights of a file, and configs of its adapters by what stands before their fields: of its
+    header, or of peft's file beside it."""
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import load_file
+
+    configs: dict[str, dict[str, Any]] = {}
+    try:
+        with safe_open(str(file), "pt") as content:
+            told = json.loads((content.metadata() or {}).get(METADATA, "{}"))
+        beside = file.parent / BESIDE
+        if not told and beside.is_file():
+            told = json.loads(beside.read_text(encoding="utf-8"))
+        if not isinstance(told, dict):
+            raise ValueError(f"the config of its adapter is {shortened(told)}")
+        weights = load_file(str(file))
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{file} cannot be read as safetensors ({error}); was it cut off or changed? copy or"
+            " export it again"
+        ) from error
+    for key, value in told.items():
+        before, _, name = key.rpartition(".")
+        configs.setdefault(before, {})[name] = value
+    return weights, configs
+
+
+def found(path: Path, name: str) -> Path:
+    """A file that a path stands for: itself, or in a folder the one of this name, or the only
+    one."""
+    if path.is_file() and name != FILE:
+        path = path.parent / name
+    inside = [*path.glob("*.safetensors")]
+    if path.is_dir():
+        path = inside[0] if len(inside) == 1 else path / name
+    if path.is_file() and path.suffix == ".safetensors":
+        return path
+    raise ValueError(
+        f"no LoRA file {path}; a folder written by save_lora holds {name}, and no format but"
+        " .safetensors is read (.bin, .pt and .ckpt are pickles: save them as one)"
+    )

@@ -1,0 +1,202 @@
+"""Frozen weights that wait in host memory while others need the device.
+
+Three kinds of weights take turns. Text encoders (model.encoders=leave) are on the device only while
+a prompt is new. Denoisers (model.offload=denoiser) leave it when media are decoded and scored, or
+when a text encoder comes, and are back at their next forward. Networks of rewards
+(model.offload=all) are there from the first score to that forward. Weights that are frozen never
+change, so that to leave is to let go of the copy on the device: nothing is written back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.policy.replaced import replaced
+from flowrl.policy.weights.quantised import plain_tensors, scales
+from flowrl.policy.weights.waiting import Waiting, put, tensors_of
+
+
+class Guest:
+    """Weights that have their place in host memory, and a copy on the device while it is used."""
+
+    def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
+        self.tensors, self.device = list(tensors), device
+        self.kept = [hosted(t.data, device) for t in self.tensors]
+        self.here, self.visits = True, 0
+
+    def come(self) -> None:
+        """Put the weights on the device, if they are not there."""
+        if not self.here:
+            for tensor, kept in zip(self.tensors, self.kept, strict=True):
+                tensor.data = kept.to(self.device, non_blocking=True)
+            self.here, self.visits = True, self.visits + 1
+
+    def leave(self) -> None:
+        """Let go of the copy on the device. No graph whose gradient is still to come may have read
+        it."""
+        for tensor, kept in zip(self.tensors, self.kept, strict=True):
+            tensor.data = kept
+        self.here = False
+
+
+class Turns:
+    """Who is on the device: the text encoders, where they leave it, the denoisers, or rewards.
+    waiting: denoisers that come a block at a time, until they are split over processes."""
+
+    def __init__(self, device: torch.device, waiting: Waiting | None = None) -> None:
+        self.device = device
+        self.waiting = waiting
+        self.encoders: Guest | None = None
+        self.denoisers: Guest | None = None
+        self.takes_scorers = False  # networks of rewards take turns, too
+        self.scorers: list[Guest] = []  # of each set of rewards
+        self.open = 0  # runs of the pipeline, one within another, that are going on
+        self.instead = False  # encoders may take the place of the denoisers
+
+    @property
+    def used(self) -> bool:
+        """Whether any weights leave."""
+        return bool(self.encoders or self.denoisers or self.waiting)
+
+    def send_encoders(self, networks: Iterable[nn.Module]) -> None:
+        """These networks are frozen, and come when any part of them is called."""
+        networks = list(networks)
+        tensors = unique(t for net in networks for t in tensors_of(net))
+        self.encoders = Guest(tensors, self.device)
+        self.encoders.leave()
+        for network in networks:
+            for module in network.modules():  # pipelines call parts of theirs, too
+                module.register_forward_pre_hook(self._encode)
+
+    def send_denoisers(self, networks: Mapping[str, nn.Module]) -> None:
+        """The frozen weights of these networks, quantised ones too, may leave from now on;
+        ValueError where they are trained."""
+        tensors = unique(t for name, net in networks.items() for t in frozen(name, net))
+        self.denoisers = Guest(tensors, self.device)
+        for network in networks.values():
+            for module in (network, *network.children()):  # blocks below may be compiled
+                module.register_forward_pre_hook(self._denoise)
+
+    def send_scorers(self, networks: Iterable[nn.Module]) -> Callable[[], None]:
+        """These networks of rewards, which are frozen, wait in host memory -> what brings them
+        before samples are scored. Weights of which nothing is known stay on the device."""
+        tensors = unique(t for net in networks for t in tensors_of(net))
+        put((t for t in tensors if type(t.data) is not Tensor), self.device)
+        guest = Guest((t for t in tensors if type(t.data) is Tensor), self.device)
+        guest.leave()
+        self.scorers.append(guest)
+
+        def come() -> None:
+            self.rest()  # the denoisers are not needed for a while
+            guest.come()
+
+        return come
+
+    def end_waiting(self) -> None:
+        """The denoisers are to be split: their blocks come no more when they run."""
+        if self.waiting is not None:
+            self.waiting.end()
+            self.waiting = None
+
+    def _encode(self, module: nn.Module, *call: Any) -> None:
+        if self.encoders is None or self.encoders.here or stubbed(module):
+            return
+        self.scored()
+        if self.instead:
+            self.rest()
+        self.encoders.come()
+
+    def _denoise(self, module: nn.Module, *call: Any) -> None:
+        if self.denoisers is None or self.denoisers.here or stubbed(module):
+            return
+        self.summon()
+
+    def summon(self) -> None:
+        """The denoisers are to be used: whoever is in their place goes."""
+        if self.denoisers is not None and not self.denoisers.here:
+            self.scored()
+            if self.encoders is not None and self.encoders.here:
+                self.encoders.leave()
+            self.denoisers.come()
+
+    def rest(self) -> None:
+        """The denoisers are not needed for a while, and no gradient through them is to come."""
+        if self.denoisers is not None and self.denoisers.here:
+            self.denoisers.leave()
+
+    def scored(self) -> None:
+        """Others need the device: rewards go."""
+        for guest in self.scorers:
+            if guest.here:
+                guest.leave()
+
+    @contextlib.contextmanager
+    def running(self, pipe: Any, *, instead: bool = False) -> Iterator[None]:
+        """Inside, the pipeline computes on our device, wherever its parts are; encoders that came
+        leave at the end of the outermost. instead: encoders may take the place of the denoisers,
+        since no gradient is to come."""
+        before = self.instead
+        self.open, self.instead = self.open + 1, before or instead
+        try:
+            with computing_on(pipe, self.device) if self.used else contextlib.nullcontext():
+                yield
+        finally:
+            self.open, self.instead = self.open - 1, before
+            if not self.open and self.encoders is not None and self.encoders.here:
+                self.encoders.leave()
+
+
+def stubbed(module: nn.Module) -> bool:
+    """Whether something answers in its place; if it does not after all, it calls its parts."""
+    return "forward" in module.__dict__
+
+
+def frozen(name: str, network: nn.Module) -> Iterator[Tensor]:
+    """What the weights of a network that are not of an adapter are stored as; ValueError for those
+    that are trained, or stored in a way of which nothing is known."""
+    what = f"model.offload: weights of the {name} ({type(network).__name__})"
+    for key, p in network.named_parameters():
+        if "lora_" in key:
+            continue
+        if p.requires_grad:
+            raise ValueError(
+                f"{what} are trained, and only frozen ones are moved; use train.mode=lora, or leave"
+                " model.offload out"
+            )
+        for part in (*(part for _, part in plain_tensors(key, p)), *scales(p)):
+            if type(part.data) is not Tensor:
+                raise ValueError(
+                    f"{what} are {type(part.data).__name__}, and only whole ones and those of"
+                    " model.quantize are moved; leave model.offload out"
+                )
+            yield part
+
+
+def unique(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Each once: weights may be tied."""
+    return list({id(t): t for t in tensors}.values())
+
+
+def hosted(value: Tensor, device: torch.device) -> Tensor:
+    """A copy in host memory, pinned where that makes the way to the device shorter."""
+    there = value.cpu()
+    return there.pin_memory() if device.type == "cuda" else there
+
+
+@contextlib.contextmanager
+def computing_on(pipe: Any, device: torch.device) -> Iterator[None]:
+    """Inside, `pipe` takes this for its device; diffusers asks the first of its parts."""
+    kind, names = type(pipe), ("device", "_execution_device")
+    told = {name: property(_told(getattr(kind, name, None), pipe, device)) for name in names}
+    with replaced(kind, **told):
+        yield
+
+
+def _told(usual: Any, pipe: Any, device: torch.device) -> Any:
+    """What answers for the device: ours for this pipeline, the usual for others of its class."""
+    return lambda own: device if own is pipe else usual.__get__(own, type(own))

@@ -1,0 +1,1 @@
+"""Sampling without training: `flowrl generate`, candidates, refinement."""

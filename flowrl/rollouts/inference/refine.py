@@ -1,0 +1,150 @@
+"""Generate, critique, refine: a judge rewrites the prompt, and the picture is made again.
+
+RationalRewards (arXiv:2604.11626), whose authors use one round and leave pictures of 3 and more in
+every aspect as they are. Here for any reward with
+
+    refine(media (n, ...), prompts, context) -> a better prompt for each sample, None: none
+
+Each picture is made from the noise of the first, criticised and scored against the prompt that was
+asked for, and taken only where it scores higher, so that a judge which rewrites the prompt into
+another one gains nothing by it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from flowrl.rewards import RewardBug, RewardSet
+from flowrl.rollouts.inference.candidates import Asked
+
+WHY = {
+    "none": "the judge gave no other prompt",
+    "long": "the new prompt was too long",
+    "worse": "the new picture scored no higher",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refine:
+    """rounds: most rewritings of a prompt; one that does not help is its last. enough: a picture
+    that scores so much is left as it is; None: none is. longest: characters of a new prompt, which
+    is not used beyond them: how far it may drift."""
+
+    rounds: int = 1
+    enough: float | None = None
+    longest: int = 1000
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "longest"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ValueError(f"refine {name}={value!r} should be a whole number from 1 up")
+        if self.enough is not None and not isinstance(self.enough, int | float):
+            raise ValueError(f"refine enough={self.enough!r} should be a number, or None")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refined:
+    """media: (P, *D), made of `texts`. score, first: (P,) of these and of the first pictures, -inf
+    where scoring failed. calls: network calls of all. why: prompts that kept their first picture,
+    by a key of WHY, or by "enough"."""
+
+    media: Tensor
+    texts: list[str]
+    score: Tensor
+    first: Tensor
+    calls: int
+    why: Counter[str]
+
+    def said(self) -> str:
+        """What came of it, in one sentence."""
+        kept, count = self.why.total(), len(self.texts)
+        if kept == self.why["enough"] == count:
+            return f"refine: all {count} first pictures were good enough"
+        because = ", ".join(f"{WHY[key]} ({n})" for key, n in self.why.items() if key in WHY)
+        if kept == count:
+            return f"refine improved no picture of {count}: {because}; the first ones are kept"
+        better = self.score > self.first
+        known = better & self.first.isfinite()
+        means = [float(value[known].mean()) for value in (self.first, self.score)]
+        gain = ", mean score {:.4g} before and {:.4g} after".format(*means) if known.any() else ""
+        return f"refine improved {count - kept} pictures of {count}{gain}" + (
+            f"; of the others {because}" if because else ""
+        )
+
+
+def critic_of(rewards: RewardSet) -> Any:
+    """The reward that rewrites prompts; none or several -> ValueError."""
+    found = [r for r in rewards.rewards.values() if callable(getattr(r, "refine", None))]
+    if len(found) != 1:
+        what = "several of" if found else "none of"
+        raise ValueError(
+            f"refine needs one judge that rewrites prompts, as rationalrewards does, and {what}"
+            f" {', '.join(rewards.rewards)} can"
+        )
+    return found[0]
+
+
+def refined(asked: Asked, rewards: RewardSet, how: Refine) -> Refined:
+    """Pictures of the prompts asked for, made again with the judge's prompts where that is better
+    by the total of `rewards`."""
+    critic, before = critic_of(rewards), asked.policy.calls
+    texts, why = list(asked.texts), Counter[str]()
+    media = asked.pictures(range(len(texts)), texts)
+    critic.to(media.device)
+    first = asked.scores(media, range(len(texts)), rewards)
+    score = first.clone()
+    going = below(range(len(texts)), score, how.enough)
+    why["enough"] = len(texts) - len(going)
+    for number in range(how.rounds):
+        said = rewritten(critic, asked, media, going)
+        reason = {p: unusable(new, texts[p], how) for p, new in zip(going, said, strict=True)}
+        new = {p: text.strip() for p, text in zip(going, said, strict=True) if not reason[p]}
+        made = asked.pictures(list(new), list(new.values())) if new else media[:0]
+        scores = asked.scores(made, list(new), rewards) if new else score[:0]
+        better = []
+        for p, item, value in zip(new, made, scores, strict=True):
+            if value > score[p]:
+                media[p], score[p], texts[p] = item, value, new[p]
+                better.append(p)
+            else:
+                reason[p] = "worse"
+        if number == 0:
+            why.update(reason[p] for p in going if p not in better)
+        going = below(better, score, how.enough)
+        if not going:
+            break
+    calls = asked.policy.calls - before
+    return Refined(media=media, texts=texts, score=score, first=first, calls=calls, why=why)
+
+
+def rewritten(critic: Any, asked: Asked, media: Tensor, going: Sequence[int]) -> list[str | None]:
+    """The critic's own prompts for the pictures of these prompts."""
+    if not going:
+        return []
+    shown, texts = media[list(going)], [asked.texts[p] for p in going]
+    found = critic.refine(shown, texts, asked.context(going, shown))
+    texts_or_none = isinstance(found, list) and all(isinstance(new, str | None) for new in found)
+    if not texts_or_none or len(found) != len(going):
+        raise RewardBug(
+            f"{type(critic).__name__}.refine returned {found!r:.80}; expected a list of a text or"
+            f" None for each of {len(going)} samples"
+        )
+    return found
+
+
+def unusable(new: str | None, old: str, how: Refine) -> str:
+    """Why a prompt is not used, a key of WHY; "": it is."""
+    if not new or new.strip() in ("", old):
+        return "none"
+    return "long" if len(new.strip()) > how.longest else ""
+
+
+def below(prompts: Sequence[int], score: Tensor, enough: float | None) -> list[int]:
+    """Those prompts whose picture is not good enough yet."""
+    return [p for p in prompts if enough is None or float(score[p]) < enough]

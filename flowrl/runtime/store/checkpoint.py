@@ -1,0 +1,267 @@
+"""Checkpoints that are whole or absent: safetensors, json and a manifest of sha256, never a pickle.
+
+A checkpoint is written to a temporary folder, flushed to disk, and renamed to
+checkpoints/step-000100: a run killed at any moment leaves the previous one. `load` verifies the
+size and hash of every file before it returns a number, and `load_newest` passes over a damaged
+checkpoint. What a run puts into it is said in flowrl/training/state.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from flowrl.runtime.processes import shares
+from flowrl.runtime.store import files
+
+META, MANIFEST = "meta.json", "manifest.json"
+ASIDE = "damaged-"  # begins the names of checkpoints that could not be read
+_STEP = re.compile(r"step-(\d{6,})")
+WHOLE = ("exp_avg", "exp_avg_sq", "state1", "state2")  # moments, shaped as their parameter
+Tensors = dict[str, dict[str, Tensor]]  # by file, then by name
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, incomplete or altered; the message names the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What a checkpoint holds, verified. damaged: what is wrong with newer ones, by folder."""
+
+    folder: Path
+    tensors: Tensors
+    meta: dict[str, Any]
+    damaged: dict[Path, str]
+
+    def group(self, stem: str) -> dict[str, Tensor]:
+        """The tensors of a file. Not saved -> CheckpointError."""
+        if stem not in self.tensors:
+            raise CheckpointError(
+                f"{self.folder} holds no {stem}.safetensors, which this run needs; restore it, or"
+                " remove that folder to resume from the checkpoint before it"
+            )
+        return self.tensors[stem]
+
+
+def folder_of(run: str | Path, iteration: int) -> Path:
+    return Path(run) / "checkpoints" / f"step-{iteration:06d}"
+
+
+def save(
+    run: str | Path,
+    iteration: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    meta: Mapping[str, Any],
+    *,
+    keep: int = 2,
+    spared: Callable[[Sequence[int]], set[int]] | None = None,
+) -> Path:
+    """Write checkpoints/step-<iteration> of a run atomically and remove all but the newest `keep`.
+
+    iteration: the last one finished, counted from 1; 0 before the first. tensors: file stem -> name
+    -> tensor on any device, whole or a share, for which the other processes call `gather`; meta:
+    anything json can hold. A checkpoint of the same iteration is replaced. spared: iterations of
+    the checkpoints there are -> those that stay although they are old. One process writes at a
+    time. -> its folder.
+    """
+    final = folder_of(run, iteration)
+    with files.replacing_folder(final) as temporary:
+        for stem, group in tensors.items():
+            write_tensors(temporary / f"{stem}.safetensors", group)
+        described = {"iteration": iteration, **meta}
+        files.write(temporary / META, json.dumps(described, indent=1))
+        _write_manifest(temporary)
+    found = {iteration_of(folder): folder for folder in steps(run)}
+    stay = spared(list(found)) if spared else set()
+    for number, stale in list(found.items())[:-keep]:
+        if number not in stay:
+            files.remove(stale)
+    return final
+
+
+def _write_manifest(folder: Path) -> None:
+    """Size and hash of every file of a folder."""
+    listed = {
+        path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        for path in sorted(folder.iterdir())
+    }
+    files.write(folder / MANIFEST, json.dumps({"files": listed}, indent=1))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Named tensors as one safetensors file."""
+    data = {name: shares.whole(t).to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    files.write(path, safetensors.torch.save(data))
+
+
+def gather(tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Give this process's shares of tensors to the one that writes them."""
+    for group in tensors.values():
+        for tensor in group.values():
+            shares.whole(tensor)
+
+
+def steps(run: str | Path) -> list[Path]:
+    """Finished checkpoints of a run, oldest first, without leftovers of interrupted writes."""
+    parent = Path(run) / "checkpoints"
+    if not parent.is_dir():
+        return []
+    found = [p for p in parent.iterdir() if p.is_dir() and _STEP.fullmatch(p.name)]
+    return sorted(found, key=iteration_of)
+
+
+def iteration_of(folder: Path) -> int:
+    """Of a checkpoint's folder: the iteration after which it was written."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def latest(run: str | Path) -> Path:
+    """The newest checkpoint. None there -> CheckpointError."""
+    found = steps(run)
+    if not found:
+        raise CheckpointError(
+            f"{Path(run) / 'checkpoints'} holds no checkpoint; flowrl train --resume {run} starts"
+            " the run from its config.yaml"
+        )
+    return found[-1]
+
+
+def load_newest(run: str | Path) -> Checkpoint:
+    """The newest checkpoint that is whole. None there, or all damaged -> CheckpointError."""
+    damaged: dict[Path, str] = {}
+    latest(run)
+    while left := [folder for folder in steps(run) if folder not in damaged]:
+        folder = left[-1]  # listed anew: the run may go on and have replaced what is there
+        try:
+            tensors, meta = load(folder)
+        except CheckpointError as error:
+            damaged[folder] = str(error)
+            continue
+        return Checkpoint(folder=folder, tensors=tensors, meta=meta, damaged=damaged)
+    first = next(iter(damaged.values()))
+    raise CheckpointError(
+        f"{first}, and no other checkpoint of {run} is whole; restore it, or remove the folder"
+        " checkpoints to start the run from iteration 0"
+    )
+
+
+def set_aside(folder: Path) -> Path:
+    """Keep a damaged checkpoint under a name that is not taken for one -> its new path."""
+    aside = folder.with_name(ASIDE + folder.name)
+    if aside.exists():
+        files.remove(aside)
+    return folder.rename(aside)
+
+
+def load(folder: str | Path) -> tuple[Tensors, dict[str, Any]]:
+    """(tensors, meta) as given to `save`, after every file's size and hash were verified; meta also
+    holds "iteration"."""
+    folder = Path(folder)
+    whole = _json(folder / MANIFEST)
+    manifest = whole.get("files") if isinstance(whole, dict) else None
+    if (
+        not isinstance(manifest, dict)
+        or META not in manifest
+        or not all(isinstance(entry, dict) for entry in manifest.values())
+    ):
+        raise CheckpointError(f"{folder / MANIFEST} is not a manifest of files")
+    for name, entry in manifest.items():
+        _verify(folder / name, entry)
+    paths = [folder / name for name in manifest if name.endswith(".safetensors")]
+    tensors = {path.stem: safetensors.torch.load_file(path) for path in paths}
+    return tensors, _json(folder / META)
+
+
+def pack_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """AdamW's state as {"<parameter>/exp_avg": ...}, keyed by the parameters' names instead of
+    their order. names: name -> parameter."""
+    by_id = {id(p): name for name, p in names.items()}
+    packed = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            number = value if isinstance(value, Tensor) else torch.as_tensor(value)
+            packed[f"{by_id[id(parameter)]}/{key}"] = number
+    return packed
+
+
+def unpack_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], packed: Mapping[str, Tensor]
+) -> None:
+    """Inverse of `pack_optimizer`: moments go to their parameter's device, step counts stay where
+    AdamW keeps them.
+
+    A name that is not trained now, a moment of another shape or of another optimizer ->
+    CheckpointError.
+    """
+    states: dict[str, dict[str, Tensor]] = {}
+    for full, value in packed.items():
+        name, _, key = full.rpartition("/")
+        states.setdefault(name, {})[key] = value
+    unknown = sorted(states.keys() - names.keys())
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint holds optimizer state of {unknown[0]}, which is not trained by this"
+            " config"
+        )
+    plain = isinstance(optimizer, torch.optim.AdamW)
+    other = "state1" if plain else "exp_avg"
+    if any(other in state for state in states.values()):
+        raise CheckpointError(
+            "the checkpoint holds the moments of another optimizer.name, which are not converted;"
+            " go on with the one that it was written with"
+        )
+    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    for name, state in states.items():
+        parameter = names[name]
+        for key, value in state.items():
+            if key in WHOLE and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"{name}: {key} has shape {tuple(value.shape)}, the parameter"
+                    f" {tuple(parameter.shape)}"
+                )
+            if key == "step":
+                state[key] = value.to(parameter.device if fused else "cpu", copy=True)
+            else:
+                state[key] = shares.split_as(value, parameter)
+        if not plain:
+            state["step"] = int(state["step"])  # bitsandbytes counts in a number
+        optimizer.state[parameter] = state
+
+
+def _verify(path: Path, entry: Mapping[str, Any]) -> None:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing")
+    size = path.stat().st_size
+    if size != entry.get("bytes"):
+        raise CheckpointError(
+            f"{path} has {size} bytes instead of {entry.get('bytes')}, so it is truncated or"
+            " altered"
+        )
+    if _sha256(path) != entry.get("sha256"):
+        raise CheckpointError(f"{path} does not match its sha256, so it was altered")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
+    except ValueError as error:  # also non-UTF-8 bytes
+        raise CheckpointError(f"{path} is not json, so it is truncated or altered") from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,189 @@
+"""The files of a run folder: metrics.jsonl, environment.json, evaluation.json, peak.json."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from flowrl.runtime import hub
+from flowrl.runtime.paths import nearby
+from flowrl.runtime.store import files, side_files
+from flowrl.runtime.store.side_files import Evaluation, Line, problem
+
+METRICS, EVALUATION, PEAK = "metrics.jsonl", "evaluation.json", "peak.json"
+PACKAGES = (
+    "flowrl",
+    "torch",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "open-clip-torch",
+    "numpy",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run folder holds; empty where a file is missing, with the reason in notes."""
+
+    path: Path
+    config: str
+    metrics: list[dict[str, Any]]
+    evaluation: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a folder is a run's."""
+    return (Path(path) / "config.yaml").is_file()
+
+
+def config_file(run: Path) -> Path:
+    """config.yaml of a run; ValueError where there is none."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{run} is not a run folder: it has no config.yaml")
+    return path
+
+
+def read(path: Path) -> Run:
+    """Load a run folder; ValueError if it is not one or if a file in it cannot be read."""
+    path = path.resolve()
+    if not path.is_dir():
+        raise ValueError(
+            f'"{path}" is not a folder{nearby(path)}; give the folder of a run, such as'
+            " runs/quickstart"
+        )
+    config = path / "config.yaml"
+    if not config.exists() and not (path / METRICS).exists():
+        raise ValueError(
+            f'"{path}" does not hold a run: neither config.yaml nor metrics.jsonl is there; give a'
+            " folder that flowrl train wrote"
+        )
+    notes: list[str] = []
+    lines = read_metrics(path, notes)
+    if lines and lines[-1].get("optimizer/step") == 0:
+        notes.append("Nothing was trained: no optimizer step was taken.")
+    return Run(
+        path=path,
+        config=_text(config) if config.exists() else "",
+        metrics=lines,
+        evaluation=read_evaluation(path),
+        notes=notes,
+    )
+
+
+def read_evaluation(run: Path) -> dict[str, Any]:
+    """evaluation.json of a run; {} before the first evaluation."""
+    path = run / EVALUATION
+    if not path.exists():
+        return {}
+    return side_files.read(path, Evaluation, again="evaluate again: flowrl evaluate")
+
+
+def read_peak(run: Path) -> dict[str, Any]:
+    """peak.json of a run; {} where no peak of a held-out reward was sought or found."""
+    path = run / PEAK
+    return side_files.read(path, again="resume the run, which writes it") if path.exists() else {}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8 ({error}); restore it") from error
+
+
+def environment() -> dict[str, str]:
+    """Versions, machine and commits of what came from the hub, for a run's environment.json and
+    its report."""
+    found = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processors": str(os.cpu_count()),
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found | {f"huggingface.co/{name}": commit for name, commit in hub.used().items()}
+
+
+def plain(value: Any) -> Any:
+    """A number that JSON can hold: tensors become floats, NaN and infinities null, integers
+    stay."""
+    if hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float):
+        return value if abs(value) <= side_files.LARGEST else None
+    return value
+
+
+class MetricsFile:
+    """metrics.jsonl: one object a line, one line an iteration, on disk as soon as it is written."""
+
+    def __init__(self, run: str | Path) -> None:
+        self.path = Path(run) / METRICS
+
+    def write(self, iteration: int, metrics: Mapping[str, Any]) -> None:
+        line = json.dumps(
+            {"iteration": iteration, **{k: plain(v) for k, v in metrics.items()}}, allow_nan=False
+        )
+        files.append(self.path, line + "\n")
+
+
+def read_metrics(run: str | Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
+    """Rows of a run's metrics.jsonl, oldest first; [] before the first iteration."""
+    return [json.loads(line) for line in recorded(Path(run), notes).values()]
+
+
+def truncate_metrics(run: str | Path, iteration: int) -> None:
+    """Forget what a run recorded after `iteration`, so that a resumed run records each iteration
+    once.
+
+    Later lines of metrics.jsonl and those that cannot be read go, and so do later pictures of
+    samples/, told by their names, iteration-000012.png.
+    Tracker logs are append-only: write later events with `purge_step=iteration + 1` (TensorBoard
+    drops the old ones).
+    """
+    run = Path(run)
+    if (run / METRICS).exists():
+        kept = [line for number, line in recorded(run).items() if number <= iteration]
+        files.write(run / METRICS, b"".join(line + b"\n" for line in kept))
+    for sample in (run / "samples").glob("iteration-*"):
+        number = re.fullmatch(r"iteration-(\d{6,})(\.\w+)?", sample.name)
+        if number and int(number[1]) > iteration:
+            files.remove(sample)
+
+
+def metrics_digest(run: Path, iteration: int) -> str:
+    """SHA-256 of what metrics.jsonl records of the iterations up to `iteration`."""
+    kept = b"\n".join(line for number, line in recorded(run).items() if number <= iteration)
+    return hashlib.sha256(kept).hexdigest()
+
+
+def recorded(run: Path, notes: list[str] | None = None) -> dict[int, bytes]:
+    """Iteration -> its line of metrics.jsonl, the last where there are several. Lines that were cut
+    off, edited or damaged are left out and noted."""
+    found: dict[int, bytes] = {}
+    path, notes = run / METRICS, [] if notes is None else notes
+    for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else (), 1):
+        try:
+            found[Line.model_validate_json(line).iteration] = line
+        except ValidationError as error:
+            what = f"Line {number} of {METRICS} was cut short, edited or damaged"
+            why = f"{what} ({problem(error)}) and is left out, as when the run is resumed."
+            notes += [why] if line else []
+    return found

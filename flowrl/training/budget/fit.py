@@ -1,0 +1,195 @@
+"""Which cards a run fits, and which settings make it fit: one change after the other (lighter.py)
+to the phase with the peak, each a budget of its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flowrl.config.combine import Settings, changed, value_of, words
+from flowrl.config.device import usual_device
+from flowrl.config.lighter import Shortage, next_change
+from flowrl.config.schema import Config
+from flowrl.runtime.log import logger
+from flowrl.training.budget.planner import UNKNOWN, Budget, Planner
+from flowrl.training.budget.roofline import GIB, Device, of_cuda
+
+# GiB that programs find free on cards of so many gigabytes
+CARDS = {24: 23.5, 40: 39.4, 80: 79.1, 141: 139.8}
+MOST = 16  # changes that are tried
+LARGE = 300_000_000  # weights of a network from which a run's budget is worth seconds at its start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A budget, and the settings that it has in place of the config's."""
+
+    settings: Settings
+    budget: Budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """The config's own budget first, then with ever more settings changed."""
+
+    steps: list[Step]
+
+    @property
+    def own(self) -> Budget:
+        return self.steps[0].budget
+
+    def on(self, gigabytes: float) -> Step | None:
+        """The first that a card with so many GiB holds; None: none does."""
+        return next((step for step in self.steps if step.budget.needed <= gigabytes), None)
+
+
+def fit(planner: Planner, cards: tuple[float, ...] = tuple(CARDS.values())) -> Fit:
+    """Change settings until the smallest of the cards is enough, or nothing is left to change."""
+    steps, cfg = [Step(settings={}, budget=planner.budget())], planner.cfg
+    while len(steps) <= MOST and steps[-1].budget.needed > min(cards):
+        settings = next_change(cfg, shortage(planner, steps[-1].budget, cards), modelled=True)
+        if settings is None:
+            break
+        cfg = changed(cfg, settings)
+        since = {**steps[-1].settings, **settings}
+        differ = {name: v for name, v in since.items() if value_of(planner.cfg, name) != v}
+        steps.append(Step(settings=differ, budget=planner.budget(cfg)))
+    return Fit(steps=steps)
+
+
+def shortage(planner: Planner, budget: Budget, cards: tuple[float, ...]) -> Shortage:
+    """Where a run that fits one card needs less to fit the next smaller one."""
+    free = [card for card in cards if card > budget.resident + budget.device.reserve]
+    return Shortage(
+        phase=budget.highest,
+        held=not free or budget.needed <= min(free),  # smaller cards do not hold even what stays
+        gpus=planner.gpus,
+        state=planner.state,
+        cuda=planner.device.cuda,
+    )
+
+
+def record(found: Fit) -> dict[str, Any]:
+    """A fit as JSON: see docs/budget.md for its keys."""
+    b = found.own
+    return {
+        "model": b.model,
+        "pipeline": b.pipeline,
+        "architecture": b.architecture,
+        "device": b.device.name,
+        "gpus": b.gpus,
+        "basis": b.device.source,
+        "samples": b.samples,
+        "parameters": b.parameters,
+        "gb": {
+            "resident": b.resident,
+            "peak": b.peak,
+            "needed": b.needed,
+            "highest": b.highest,
+            **{f"resident/{name}": size for name, size in b.fixed.items()},
+        },
+        "phases": {
+            name: {
+                "gb": b.resident + phase.gb,
+                "above_gb": phase.gb,
+                "seconds": phase.seconds,
+                "flops": phase.flops,
+                "rows": phase.rows,
+                "ledger": phase.ledger,
+            }
+            for name, phase in b.phases.items()
+        },
+        "rows": b.rows,
+        "first_iteration": b.first,
+        "all_reduce": b.reduced,
+        "seconds": b.seconds,
+        "flops": b.flops,
+        "utilisation": b.utilisation,
+        "cards": {str(card): _on(found, free) for card, free in CARDS.items()},
+        "notes": b.notes,
+    }
+
+
+def _on(found: Fit, free: float) -> dict[str, Any]:
+    """Whether a card holds the run: as it is, or with other settings."""
+    step = found.on(free)
+    if step is None:
+        return {"fits": False, "settings": None, "gb": None, "seconds": None}
+    b = step.budget
+    return {
+        "fits": not step.settings,
+        "settings": step.settings,
+        "gb": b.needed,
+        "seconds": b.seconds,
+    }
+
+
+class DoesNotFit(ValueError):
+    """A run that its device cannot hold."""
+
+
+def check(found: Fit, free: float) -> None:
+    """DoesNotFit where a device with so many GiB cannot hold the run; it names the nearest settings
+    that fit."""
+    b, step = found.own, found.on(free)
+    if step is not None and not step.settings:
+        return
+    kept = f"{b.resident:.1f} GB of it stay: weights, and what is trained"
+    fix = f"try {words(step.settings)}" if step else f"no batch size is small enough: {kept}"
+    raise DoesNotFit(
+        f"this run would need {b.needed:.1f} GB in the phase {b.highest} (modelled), and the device"
+        f" has {free:.1f}; {fix}; guard.fits=false starts it all the same"
+    )
+
+
+def summary(found: Fit) -> str:
+    """One paragraph about a run, before it starts."""
+    b = found.own
+    parts = ", ".join(
+        f"{name} {phase.seconds:.3g} s" for name, phase in b.phases.items() if phase.flops
+    )
+    unknown = "".join(f"; {note}" for note in b.notes if UNKNOWN in note)
+    return (
+        f"budget     {b.needed:.1f} GB in the phase {b.highest}, {b.resident:.1f} of them all the"
+        f" time; {b.seconds:.3g} s an iteration without rewards ({parts}),"
+        f" {b.utilisation:.0%} of {b.device.name}'s matmul ceiling; {b.device.source}{unknown}"
+    )
+
+
+def before(cfg: Config) -> str | None:
+    """What `flowrl train` says of a run that is to start on this machine's GPU. DoesNotFit where
+    guard.fits is true and it does not; None without a GPU, and in all processes but the first."""
+    device = this_gpu() if os.environ.get("RANK", "0") == "0" else None
+    if device is None:
+        return None
+    gpus = int(os.environ.get("WORLD_SIZE", "1"))
+    machines = max(1, gpus // int(os.environ.get("LOCAL_WORLD_SIZE", gpus)))
+    return planned(cfg, device.over(machines, gpus), gpus=gpus)
+
+
+def this_gpu() -> Device | None:
+    """The GPU that a run of this process is on; None where it is on a CPU."""
+    if usual_device() != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return of_cuda(found.name, found.total_memory / GIB)
+
+
+def planned(cfg: Config, device: Device, *, gpus: int = 1) -> str | None:
+    """The summary of a run on a device. None where the network is small, or where its calls are not
+    known."""
+    try:
+        planner = Planner(cfg, device, gpus=gpus)
+    except ValueError as error:
+        logger.info(f"no budget: {error}")
+        return None
+    free = device.memory
+    if planner.parameters < LARGE or free is None:
+        return None
+    found = fit(planner, (free,))
+    if cfg.guard.fits:
+        check(found, free)
+    return summary(found)

@@ -1,0 +1,194 @@
+"""A pipeline as a policy on the meta device: shapes without values, so that any size fits.
+
+What a policy infers by probing its pipeline is written down here for the pipelines of
+configs/model (call_shapes.py); the rest is the run's own code: the same Replay calls
+the same networks with the same LoRA, and the same Decoder decodes. A test compares the calls with
+those that are inferred from tiny pipelines of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.policy.base import Policy
+from flowrl.policy.replay.arguments import Affine, CallPlan, Cond, Group, Path, Rows, Slot, Time
+from flowrl.policy.replay.call import Regime, Replay
+from flowrl.policy.replay.coords import Coords, Schedule
+from flowrl.policy.replay.decode import Decoder
+from flowrl.policy.replay.guidance import Guidance
+from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.pixels import Pixels
+from flowrl.policy.replay.request import Request
+from flowrl.training.budget.architecture import Architecture
+from flowrl.training.budget.call_shapes import CallShapes, Encoder, call_shapes
+
+META = torch.device("meta")
+
+
+class ModelledPolicy(Policy):
+    """See Policy. call: arguments of the pipeline's call. decoder: type of the VAE; dtype: of all
+    others."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        call: Mapping[str, Any],
+        *,
+        lora: dict[str, Any] | None,
+        dtype: torch.dtype,
+        decoder: torch.dtype,
+    ) -> None:
+        self.architecture, self.shapes = architecture, call_shapes(architecture, call)
+        network = self.shapes.network
+        module = architecture.build(network, dtype)
+        with torch.random.fork_rng():
+            super().__init__({network: module}, lora, self.shapes.latent)
+        module.to(META)  # peft makes adapters on the CPU
+        self.replay = replay_of(self.shapes, dtype)
+        self.vae = architecture.build("vae", decoder)
+        self.decoder = decoder_of(self.shapes, self.vae)
+        others = {network, "vae"}
+        self.others = {
+            part: architecture.build(part, dtype)
+            for part in architecture.parts
+            if part not in others
+        }
+
+    def branches(self, guidance: float | str) -> int:
+        return self.replay.regimes[0].guidance.branches(guidance)
+
+    def schedule(self, steps: int) -> Schedule:
+        return evenly(steps)
+
+    def encode(
+        self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
+    ) -> Cond:
+        """What is bound of each prompt; the encoders are run by `encode_one`."""
+        return cond_of(self.shapes, prompts, self.dtype, META)
+
+    def encode_one(self) -> list[Tensor]:
+        """One prompt through every text encoder, as a run asks them, row by row -> what a run keeps
+        of their answers: the states of a layer."""
+        return [_encoded(self.others[e.part], e) for e in self.shapes.encoders]
+
+    def _velocity(self, request: Request) -> tuple[Tensor, int]:
+        return self.replay.velocity(self.modules, request)
+
+    def decode(
+        self,
+        x: Tensor,
+        sigma: float = 0.0,
+        cond: Cond | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        return self.decoder(x)
+
+    def tile_decoder(self, on: bool = True) -> None:
+        """See Policy.tile_decoder. on: False: whole media again."""
+        vae: Any = self.vae
+        if on and not hasattr(vae, "enable_tiling"):
+            super().tile_decoder()
+        if hasattr(vae, "enable_tiling"):
+            (vae.enable_tiling if on else vae.disable_tiling)()
+
+
+def evenly(steps: int) -> Schedule:
+    """Evenly spaced: costs depend on how many steps there are, not on where they lie."""
+    sigmas = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    return Schedule(sigmas=sigmas, times=sigmas[:-1])
+
+
+def _encoded(module: Any, encoder: Encoder) -> Tensor:
+    """The states that a text encoder makes of a row of tokens."""
+    tokens = torch.zeros(1, encoder.tokens, dtype=torch.int64, device=META)
+    if hasattr(module, "model") and hasattr(module.model, "language_model"):  # of Qwen2.5-VL
+        inner = module.model.language_model
+        places = torch.zeros(3, 1, encoder.tokens, dtype=torch.int64, device=META)
+        # without a mask: its values decide how one is made, and here there are none
+        answer = inner(
+            inputs_embeds=inner.embed_tokens(tokens),
+            position_ids=places,
+            output_hidden_states=encoder.hidden_states,
+            use_cache=False,
+        )
+    else:
+        answer = module(tokens, output_hidden_states=encoder.hidden_states)
+    return answer.hidden_states[-1] if encoder.hidden_states else answer[0]
+
+
+def replay_of(shapes: CallShapes, dtype: torch.dtype) -> Replay:
+    """The Replay that a policy would infer."""
+    identity = Affine(1, 1, shapes.latent, None, torch.tensor(1.0, dtype=torch.float64), None)
+    plans = [
+        CallPlan(
+            module=shapes.network,
+            blocks=call.blocks,
+            slots=[Slot(path=(call.latents,), map=identity, rule=call.scaled, dtype=dtype)],
+            times=[Time(path=("timestep",), rule=call.time, dtype=shapes.time_dtype or dtype)],
+            rows=[
+                Rows(path, 0, call.blocks, 1, is_list=isinstance(value, list))
+                for path, value in call.rows.items()
+            ],
+            shared={path: _on_meta(value, dtype) for path, value in call.shared.items()},
+            out=identity,
+        )
+        for call in shapes.calls
+    ]
+    rule = Guidance(shapes.rule, shapes.weights, 1.0, shapes.cond)
+    return Replay(
+        regimes=[Regime(plans, rule)],
+        boundaries=[],
+        coords=Coords.plain(shapes.prediction),
+        shape=shapes.latent,
+        pipeline=shapes.pipeline,
+    )
+
+
+def cond_of(
+    shapes: CallShapes, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> Cond:
+    """Prompts bound to the calls, without values."""
+
+    def kept(value: Any, blocks: int) -> Any:
+        if isinstance(value, list):
+            return [[list(value) for _ in prompts] for _ in range(blocks)]
+        size, own = value
+        return torch.empty(blocks, len(prompts), 1, *size, dtype=own or dtype, device=device)
+
+    rows = [
+        {path: kept(value, call.blocks) for path, value in call.rows.items()}
+        for call in shapes.calls
+    ]
+    shared: list[dict[Path, Any]] = [
+        {path: _on_meta(value, dtype) for path, value in call.shared.items()}
+        for call in shapes.calls
+    ]
+    items = tuple(Item(prompt) for prompt in prompts)
+    return Cond(items, [Group([rows], [shared])], [(0, k) for k in range(len(items))])
+
+
+def _on_meta(value: Any, dtype: torch.dtype) -> Any:
+    """A shared argument: (size, dtype) becomes a tensor."""
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], tuple):
+        return torch.empty(value[0], dtype=value[1] or dtype, device=META)
+    return value
+
+
+def decoder_of(shapes: CallShapes, vae: Any) -> Decoder:
+    """The Decoder that a policy would infer."""
+    numbers = torch.Size(shapes.latent).numel()
+    packed = shapes.latent != shapes.z
+    before = Affine(
+        blocks=1,
+        repeats=1,
+        shape=shapes.z,
+        index=torch.empty(numbers, dtype=torch.int64, device=META) if packed else None,
+        scale=torch.empty(numbers, device=META) if packed else torch.tensor(0.5).double(),
+        const=torch.empty(1, 1, numbers, device=META) if shapes.shifted else None,
+    )
+    after = Pixels(shapes.image, shapes.media, shapes.axes, 0.5, 0.5)
+    return Decoder(vae, before, after, shapes.latent)

@@ -1,0 +1,396 @@
+"""What a run needs before it runs, without a GPU and without weights: memory, time, rows, FLOPs.
+
+Two iterations are rehearsed by the run's own loop with a policy that computes nothing
+(rehearsal.py), which tells every call of the network, the decoder and the text encoders. Each kind
+of call is then run once on the meta device by the run's own policy code, with the real
+architecture and its LoRA (call_costs.py). The rest is bookkeeping: peaks of the loop's own tensors
+and of the calls on top of them, and a roofline of the device (flowrl/training/budget/roofline.py).
+
+What is rehearsed is small (from_small.py). Gigabytes are 2**30 bytes, as in the ledger.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from flowrl.config import combine
+from flowrl.config.build import (
+    DTYPES,
+    autocast,
+    climbs,
+    dearest,
+    make_algorithm,
+)
+from flowrl.config.lighter import SCORING, away
+from flowrl.config.schema import Config
+from flowrl.data import conditions
+from flowrl.policy.load import call_options
+from flowrl.policy.replay.encoders import LARGEST
+from flowrl.rewards.core.features import features_bytes
+from flowrl.rewards.core.reward_set import sizes
+from flowrl.runtime.processes.world import buckets
+from flowrl.training.budget.architecture import read
+from flowrl.training.budget.call_costs import Cost, Costs, Part, booked
+from flowrl.training.budget.from_small import Rehearsed, Told, enough, on_line, rehearsed
+from flowrl.training.budget.meter import Meter
+from flowrl.training.budget.modelled import ModelledPolicy
+from flowrl.training.budget.phases import Phase, simulated
+from flowrl.training.budget.rehearsal import WINNERS, Asked
+from flowrl.training.budget.roofline import GIB, Device
+from flowrl.training.budget.weight_costs import (
+    WeightCosts,
+    encoders_size,
+    weight_costs,
+)
+from flowrl.training.build import check_guidance
+from flowrl.training.checks import check_apart, check_batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Of one process. fixed: gigabytes that stay, by what they are; phases: of the second
+    iteration; rows: what its metrics would say; first: rows of the first iteration."""
+
+    model: str
+    pipeline: str
+    architecture: str
+    device: Device
+    gpus: int
+    samples: int  # an iteration, over all processes
+    fixed: dict[str, float]
+    phases: dict[str, Phase]
+    rows: dict[str, int]
+    first: dict[str, int]
+    reduced: dict[str, float]  # gradients summed over processes: gigabytes and seconds
+    parameters: dict[str, int]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def resident(self) -> float:
+        """Gigabytes that stay."""
+        return sum(self.fixed.values())
+
+    @property
+    def peak(self) -> float:
+        """Gigabytes of tensors at the highest moment."""
+        return self.resident + max(phase.gb for phase in self.phases.values())
+
+    @property
+    def needed(self) -> float:
+        """Gigabytes of a card: the peak, 4% that the allocator cannot use, and the driver's."""
+        return self.peak * (1.04 if self.device.cuda else 1.0) + self.device.reserve
+
+    @property
+    def highest(self) -> str:
+        """The phase with the peak."""
+        return max(self.phases, key=lambda name: self.phases[name].gb)
+
+    @property
+    def seconds(self) -> float:
+        """Of an iteration, without rewards and evaluations."""
+        return sum(phase.seconds for phase in self.phases.values()) + self.reduced["seconds"]
+
+    @property
+    def flops(self) -> float:
+        return sum(phase.flops for phase in self.phases.values())
+
+    @property
+    def utilisation(self) -> float:
+        """FLOPs over what the device's large matmuls would do in that time."""
+        return self.flops / (self.seconds * self.device.ceiling)
+
+
+FEATURES = "diversity.features"
+UNKNOWN = "the size of its networks is not known, and not counted"
+
+
+class Planner:
+    """Budgets of a config and of changes to it: the architecture is built once."""
+
+    def __init__(self, cfg: Config, device: Device, *, gpus: int = 1) -> None:
+        check_known(cfg, gpus)
+        self.cfg, self.device, self.gpus = cfg, device, gpus
+        self.scorers = scorers(cfg)
+        self.features = self.scorers.get(FEATURES) or 0.0  # bytes
+        self.rewards = sum(size or 0.0 for size in self.scorers.values()) - self.features
+        architecture = read(cfg.model.source)
+        lora = cfg.train.lora.model_dump() if cfg.train.mode == "lora" else None
+        self.policy = ModelledPolicy(
+            architecture,
+            conditions.loaded(call_options(cfg.model.pipeline)),
+            lora=lora,
+            dtype=DTYPES[cfg.model.dtype],
+            decoder=torch.float32 if climbs(cfg) else DTYPES[cfg.model.dtype],
+        )
+        self.policy.trainable.named()  # in full mode its weights are fp32 from here on
+        context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
+        self.low = None if context is nullcontext else DTYPES[cfg.train.precision]
+        self.costs: dict[tuple[bool | float, str, bool], Costs] = {}
+        self.apart: dict[bool, dict[Asked, Cost]] = {True: {}, False: {}}  # by tiling
+        self.rehearsals: dict[str, Rehearsed] = {}  # by what they depend on
+
+    @property
+    def parameters(self) -> int:
+        """Of the network, without adapters."""
+        return sum(p.numel() for p in _frozen(self.policy).values())
+
+    @property
+    def state(self) -> int:
+        """Network rows of one state: a batch.micro below it changes nothing."""
+        algorithm = make_algorithm(self.cfg)
+        guidance = check_guidance(self.cfg, algorithm, self.policy)
+        return self.policy.branches(dearest(guidance, algorithm, self.policy))
+
+    def budget(self, cfg: Config | None = None) -> Budget:
+        """The budget of the config, or of one that differs in its batch, checkpointing, compiling,
+        and how weights are held."""
+        cfg = cfg or self.cfg
+        own = share(cfg, self.gpus)
+        weights = weight_costs(cfg, self.policy, self.gpus)
+        told = [
+            self._of_prompts(combine.changed(own, {"batch.prompts": few}), weights)
+            for few in enough(own)
+        ]
+        whole = told[0] if len(told) == 1 else on_line(own, *told)
+        phases = whole.phases
+        phases["reference"].join(phases.pop(WINNERS))
+        for counts in (whole.first, whole.rows):
+            del counts["nfe/winners"]
+        self._moved(cfg, phases, weights)
+        step = self._step
+        phases["optimizer"].gb = max(
+            phases["optimizer"].gb, (self._gradients(cfg) + step.peak) / GIB
+        )
+        for _ in range(cfg.batch.updates):
+            phases["optimizer"].take(replace(step, flops=0.0), self.device)
+        trained = self.policy.trainable.named()
+        return Budget(
+            model=cfg.model.source,
+            pipeline=self.policy.architecture.pipeline,
+            architecture=self.policy.architecture.where,
+            device=self.device,
+            gpus=self.gpus,
+            samples=cfg.batch.prompts * cfg.batch.group,
+            fixed=self._fixed(cfg, whole.views, weights),
+            phases=phases,
+            rows=whole.rows,
+            first=whole.first,
+            reduced=self._reduced(cfg, [*trained.values()]),
+            parameters={"network": self.parameters, "trained": self._numbers},
+            notes=_notes(cfg, self.device, self.scorers),
+        )
+
+    @cached_property
+    def _numbers(self) -> int:
+        """Of the trained weights."""
+        return sum(p.numel() for p in self.policy.trainable.named().values())
+
+    @cached_property
+    def _step(self) -> Part:
+        return _optimizer(self.policy, self.device)
+
+    def _of_prompts(self, own: Config, weights: WeightCosts) -> Told:
+        """What a rehearsal of one process tells."""
+        # it is the same wherever states are kept
+        batch = f"{own.batch.model_copy(update={'states': 'device'})} {own.train.compile}"
+        if batch not in self.rehearsals:
+            self.rehearsals[batch] = rehearsed(own, self.policy.shapes)
+        known = self.rehearsals[batch]
+        events = known.events
+        if own.batch.states == "host":
+            events = [event.without(known.states) for event in events]
+        cond = _cond_bytes(self.policy, own)
+        phases = simulated(
+            events,
+            self._costs(own),
+            self.device,
+            cond=cond,
+            gradients=self._gradients(own),
+            weights=weights,
+        )
+        return Told(
+            first=_rows(known.first), rows=_rows(known.metrics), phases=phases, views=known.views
+        )
+
+    def _costs(self, cfg: Config) -> Costs:
+        """Costs of calls under the settings that change them."""
+        tiled = cfg.model.tiling
+        key = (cfg.train.gradient_checkpointing, cfg.train.compile, tiled)
+        if key not in self.costs:
+            self.costs[key] = Costs(
+                self.policy,
+                self.device,
+                low=self.low,
+                checkpointing=cfg.train.gradient_checkpointing,
+                compiled=cfg.train.compile == "blocks",
+                tiled=tiled,
+                apart=self.apart[tiled],
+            )
+        return self.costs[key]
+
+    def _reduced(self, cfg: Config, trained: list[torch.nn.Parameter]) -> dict[str, float]:
+        """What processes send each other in the updates of an iteration to sum their gradients.
+        Those of split weights are summed in each backward (weight_costs.py)."""
+        if self.gpus == 1 or (cfg.train.mode == "full" and cfg.train.shard):
+            return {"gb": 0.0, "seconds": 0.0}
+        size, updates = 4 * sum(p.numel() for p in trained), cfg.batch.updates
+        seconds = self.device.all_reduce(size, self.gpus, len(buckets(trained)))
+        return {"gb": updates * size / GIB, "seconds": updates * seconds}
+
+    def _moved(self, cfg: Config, phases: dict[str, Phase], weights: WeightCosts) -> None:
+        """Weights that leave the device are there in some phases alone, and come back once an
+        iteration after each."""
+        if cfg.model.encoders == "leave":
+            size = encoders_size(self.policy)
+            phases["encode"].gb += size / GIB
+            phases["encode"].spend("upload", size / self.device.upload)
+        if cfg.model.offload != "none":
+            for name, phase in phases.items():
+                if name not in away(cfg):
+                    phase.gb += weights.stays / GIB
+            phases["update"].spend("upload", weights.stays / self.device.upload)
+            if cfg.model.encoders == "leave":  # and it was away for these
+                phases["rollout"].spend("upload", weights.stays / self.device.upload)
+        if cfg.model.offload == "all":  # rewards come with the first score
+            for name in SCORING:
+                phases[name].gb += self.rewards / GIB
+            phases["reward"].spend("upload", self.rewards / self.device.upload)
+
+    def _own(self, cfg: Config) -> int:
+        """How many of the trained numbers a process has: copies and gradients are split as the
+        weights are."""
+        shared = cfg.train.mode == "full" and cfg.train.shard
+        return self._numbers // self.gpus if shared else self._numbers
+
+    def _gradients(self, cfg: Config) -> float:
+        """Bytes of the gradients of an update."""
+        return 4.0 * self._own(cfg)
+
+    def _fixed(self, cfg: Config, views: int, weights: WeightCosts) -> dict[str, float]:
+        """Gigabytes that stay: weights, and what belongs to those that are trained."""
+        low_moments = cfg.optimizer.name == "adamw8bit"
+        numbers = self._own(cfg)
+        copies = {
+            "trained": 1 if cfg.train.mode == "lora" else 0,
+            "views": views,
+            "moments": 2 * (1 / 4 + 1 / 256) if low_moments else 2,  # a byte, a scale for 256
+            "average": 1 if cfg.ema.decay else 0,
+        }
+        leaving = cfg.model.encoders == "leave"
+        prompts = cfg.iterations * cfg.batch.prompts // self.gpus
+        answers = (
+            self._costs(cfg).of(Asked(what="encode", rows=cfg.batch.prompts // self.gpus)).saved
+        )
+        filled = min(LARGEST, answers * prompts / max(1, cfg.batch.prompts // self.gpus))
+        found = {
+            "network": weights.stays if cfg.model.offload == "none" else 0.0,
+            "text encoders": 0.0 if leaving else encoders_size(self.policy),
+            "vae": _size(dict(self.policy.vae.named_parameters())),
+            "rewards": self.features + (0.0 if cfg.model.offload == "all" else self.rewards),
+            **{name: 4.0 * count * numbers for name, count in copies.items()},
+            "kept answers of encoders": filled,
+        }
+        return {name: size / GIB for name, size in found.items()}
+
+
+def check_known(cfg: Config, gpus: int, machines: int = 1) -> None:
+    """ValueError where a run would not start, or the budget does not know what it would do."""
+    combine.check(cfg)
+    check_apart(cfg, climbs(cfg))
+    if gpus < 1:
+        raise ValueError(f"--gpus {gpus} should be a whole number from 1")
+    if machines < 1 or gpus % machines:
+        raise ValueError(
+            f"--machines {machines} should be a whole number from 1 that divides --gpus {gpus}"
+        )
+    if cfg.data.offline:
+        raise ValueError(
+            "flowrl budget knows runs that sample, and data.offline trains on a folder; leave it"
+            " out"
+        )
+    if cfg.train.sequence_parallel > 1:
+        raise ValueError(
+            "flowrl budget does not know what a member of a team keeps of an activation; leave"
+            " train.sequence_parallel out, which gives the memory of a process alone"
+        )
+    if "text_encoder" in cfg.train.parts:
+        raise ValueError(
+            "flowrl budget does not know what training the text encoder costs; leave text_encoder"
+            " out of train.parts"
+        )
+
+
+def scorers(cfg: Config) -> dict[str, float | None]:
+    """Bytes of the networks that score or compare samples, by what they are; None: not known."""
+    found = {f'reward "{label}"': size for label, size in sizes(cfg.reward).items()}
+    if cfg.diversity.features is not None:
+        found[FEATURES] = features_bytes(cfg.diversity.features, cfg.diversity.weights)
+    return found
+
+
+def share(cfg: Config, gpus: int) -> Config:
+    """The config of one of several processes: its part of the prompts."""
+    if gpus == 1:
+        return cfg
+    check_batch(cfg, processes=gpus, leaves=1)
+    return combine.changed(cfg, {"batch.prompts": cfg.batch.prompts // gpus})
+
+
+def _cond_bytes(policy: ModelledPolicy, cfg: Config) -> float:
+    """Of the prompts of an iteration, bound to the calls of the network."""
+    cond = policy.encode(["prompt"] * cfg.batch.prompts)
+    kept = [v for calls in cond.groups[0].kept for call in calls for v in call.values()]
+    return float(sum(v.numel() * v.element_size() for v in kept if isinstance(v, torch.Tensor)))
+
+
+def _frozen(policy: ModelledPolicy) -> dict[str, Any]:
+    """Weights of the network as loaded, without adapters."""
+    (network,) = policy.networks.values()
+    return {name: p for name, p in network.named_parameters() if "lora_" not in name}
+
+
+def _size(weights: dict[str, Any]) -> float:
+    return float(sum(p.numel() * p.element_size() for p in weights.values()))
+
+
+def _optimizer(policy: ModelledPolicy, device: Device) -> Part:
+    """Clipping and a step of AdamW, whose moments are there already."""
+    weights = list(policy.trainable.named().values())
+    adamw = torch.optim.AdamW(weights, lr=1e-3, foreach=device.cuda)
+    for weight in weights:
+        weight.grad = torch.empty_like(weight)
+        moments = {name: torch.empty_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        adamw.state[weight] = {"step": torch.tensor(1.0), **moments}
+    meter = Meter(device)
+    with meter:
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        adamw.step()
+    return booked(meter)
+
+
+def _rows(metrics: dict[str, float]) -> dict[str, int]:
+    """The counts of a line of metrics."""
+    names = ("nfe/rollout", "nfe/reference", "nfe/update", "nfe/winners", "policy/rows")
+    return {name: round(metrics.get(name, 0.0)) for name in names}
+
+
+def _notes(cfg: Config, device: Device, scorers: dict[str, float | None]) -> list[str]:
+    """What the numbers do not hold."""
+    notes = [
+        "of rewards, the weights alone are counted: neither what they take above these while they"
+        " score nor their seconds; nor are evaluations"
+    ]
+    notes += [f"{what}: {UNKNOWN}" for what, size in scorers.items() if size is None]
+    if cfg.train.precision != "no" or cfg.model.dtype != "fp32":
+        notes.append(
+            "where the ratio's self-test finds that low precision is not exact enough, old"
+            " log-probs are computed again: a forward more for every trained row"
+        )
+    if not device.measured:
+        notes.append(f"seconds are {device.source}: not measured on a GPU")
+    return notes

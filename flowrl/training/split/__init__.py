@@ -1,0 +1,1 @@
+"""One network over several processes: sharded weights, split sequences."""

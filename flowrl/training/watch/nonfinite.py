@@ -1,0 +1,27 @@
+"""The batch of an update whose loss or gradient is not finite, written out to be looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from flowrl.runtime.log import logger
+from flowrl.runtime.store import checkpoint
+from flowrl.training.records import Failed
+from flowrl.types import Columns, Rollout
+
+
+def write_out(run: Path, name: str, rollout: Rollout, part: Columns) -> None:
+    """Write the rows of an update and the states they read, and say so."""
+    folder = run / "nonfinite"
+    used = {f"columns.{column}": value.cpu() for column, value in part.data.items()}
+    used |= {"states": rollout.states.cpu(), "prompt": rollout.prompt.cpu()}
+    checkpoint.write_tensors(folder / f"{name}.safetensors", used)
+    logger.warning(f"{name}: loss or gradient is not finite; skipped, its batch is in {folder}")
+
+
+def given_up(run: Path, updates: int) -> Failed:
+    """What is raised after so many such updates in a row."""
+    return Failed(
+        f"{updates} updates in a row had a non-finite loss or gradient; lower optimizer.lr or use"
+        f" train.precision=no, and look at {run / 'nonfinite'}; the last checkpoint stands"
+    )

@@ -1,0 +1,114 @@
+"""Whether the trained reward is being hacked: a held-out reward and cheap detectors, over a run.
+
+The held-out reward has weight 0: it is scored on the training samples and nothing climbs it. While
+the trained reward still rises and this one falls, a proxy is being exploited. The watch looks for
+its peak (peak.py), says when it is past, and knows which checkpoint lies nearest.
+Everything is made of gathered values, so it is the same on every process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from flowrl.config.training import WatchConfig
+from flowrl.runtime.processes.world import World
+from flowrl.training.watch.drift import base_of, drift
+from flowrl.training.watch.peak import Peak, find_peak
+from flowrl.types import Rewards
+
+
+class Watch:
+    """Called with every iteration -> watch/*. state: what a resumed run goes on from.
+
+    lower: whether an alarm lowers the learning rate, of which `rate` is the share that is left.
+    """
+
+    def __init__(self, settings: WatchConfig, world: World, *, lower: bool = False) -> None:
+        self.settings, self.world, self.lower = settings, world, lower
+        self.state: dict[str, Any] = {"curve": [], "below": 0, "since": 0, "rate": 1.0, "base": {}}
+
+    @property
+    def rate(self) -> float:
+        """What the learning rate is multiplied by."""
+        return self.state["rate"]
+
+    @property
+    def peak(self) -> Peak | None:
+        """Of the whole run so far."""
+        return find_peak(self.state["curve"], smooth=self.settings.smooth)
+
+    def __call__(
+        self, number: int, metrics: Mapping[str, float], rewards: Rewards, group: Tensor
+    ) -> dict[str, float]:
+        """Metrics of finished iteration `number`, from 1. metrics: its reward/*, of all processes;
+        rewards, group (B,): of this process."""
+        out = self.follow(number, metrics)
+        if self.settings.detectors:
+            seen = {name: self.world.gather(value) for name, value in rewards.seen.items()}
+            out |= self.read(seen, self.world.gather_groups(group))
+        return out
+
+    def follow(self, number: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The held-out reward: running mean, peak, and how long it has lain below.
+
+        watch/past_peak is 1 where that has lasted for watch.patience iterations. Then, if the rate
+        is to be lowered, it is, and a peak is looked for anew.
+        """
+        settings, state = self.settings, self.state
+        value = metrics.get(f"reward/{settings.held_out}/mean")
+        if value is None:  # nothing is watched, or no sample could be scored
+            return {}
+        state["curve"].append([number, value])
+        if (peak := self.peak) is None:
+            return {}
+        recent = peak
+        if state["since"]:  # the rate was lowered there
+            recent = find_peak(state["curve"], smooth=settings.smooth, since=state["since"])
+        below = recent is not None and recent.below(settings.errors)
+        state["below"] = state["below"] + 1 if below else 0
+        past = state["below"] >= settings.patience
+        out = {
+            "watch/held_out": peak.now,
+            "watch/best": peak.best,
+            "watch/peak": peak.iteration,
+            "watch/below": float(state["below"]),
+            "watch/past_peak": float(past),
+        }
+        if past and self.lower:
+            state.update(rate=state["rate"] * settings.factor, since=number, below=0)
+        return out if not self.lower else out | {"watch/rate": state["rate"]}
+
+    def read(self, seen: Mapping[str, Tensor], group: Tensor) -> dict[str, float]:
+        """Detectors: means over the samples (B,) of all processes, and their drift since the first
+        iteration."""
+        out = {}
+        for name, value in seen.items():
+            if name == "drift":
+                self.state["base"] = self.state["base"] or base_of(value, group)
+                out["watch/drift"] = drift(value, group, self.state["base"])
+            elif bool(value.isfinite().any()):
+                out[f"watch/{name}"] = value.double().nanmean().item()
+        return out
+
+    def spared(self, saved: Sequence[int]) -> set[int]:
+        """Of the checkpoints there are, by iteration: those to keep beyond checkpoint.keep.
+
+        The one nearest the peak, and those among which a later peak may find its nearest one: the
+        middle of a window lies smooth / 2 iterations before its end.
+        """
+        if self.settings.held_out is None or not saved:
+            return set()
+        numbers = [number for number, _ in self.state["curve"]] + [max(saved) + 1]
+        first = numbers[-self.settings.smooth :][0]  # of the window that ends next
+        earliest = (first + numbers[-1]) / 2 - 1
+        before = max((step for step in saved if step <= earliest), default=min(saved))
+        kept = {step for step in saved if step >= before}
+        return kept if self.peak is None else kept | {nearest(saved, self.peak)}
+
+
+def nearest(saved: Sequence[int], peak: Peak) -> int:
+    """The checkpoint, by iteration, nearest the weights of the peak; the earlier of two."""
+    return min(sorted(saved), key=lambda step: abs(step - peak.weights))
