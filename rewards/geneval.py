@@ -34,7 +34,7 @@ from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.sizes import of_open_clip, published, together
 from flowrl.rewards.core.weights import fetch_open_clip, network
 from flowrl.rewards.networks import detector
-from flowrl.rewards.networks.detector import Found
+from flowrl.rewards.networks.detector import DetectedObject
 from flowrl.types import MediaContext
 
 CONFIDENCE = 0.3  # an object counts above this score;
@@ -169,7 +169,7 @@ class Geneval(Reward):
     @torch.no_grad()
     def detect(
         self, frames: Tensor, metas: Sequence[Mapping[str, Any]]
-    ) -> list[dict[str, list[Found]]]:
+    ) -> list[dict[str, list[DetectedObject]]]:
         """What is in each of (n, 3, H, W) pictures: class -> its objects.
 
         Colours are named for the classes whose colour the picture's clauses ask for.
@@ -184,17 +184,17 @@ class Geneval(Reward):
 
     def _named(
         self, picture: Image.Image, objects: Sequence[Instance], meta: Mapping[str, Any]
-    ) -> dict[str, list[Found]]:
+    ) -> dict[str, list[DetectedObject]]:
         """A picture's objects by class, with their colours where its clauses ask for one."""
         threshold = COUNTING if meta.get("tag") == "counting" else CONFIDENCE
         colored = {clause["class"] for clause in meta.get("include", []) if clause.get("color")}
-        out: dict[str, list[Found]] = {}
+        out: dict[str, list[DetectedObject]] = {}
         for name, members in _kept(objects, threshold).items():
             colors: Sequence[str | None] = [None] * len(members)
             if name in colored:
                 colors = self.colors(picture, name, members)
             pairs = zip(members, colors, strict=True)
-            out[name] = [Found(member.box, member.score, color) for member, color in pairs]
+            out[name] = [DetectedObject(member.box, member.score, color) for member, color in pairs]
         return out
 
     def _instances(self, frames: Tensor) -> list[list[Instance]]:

@@ -112,7 +112,7 @@ def _files(weights: str) -> tuple[Path, dict[str, Any]]:
     return checkpoint, json.loads(config.read_text(encoding="utf-8"))
 
 
-class Network(nn.Module):
+class ImageRewardNetwork(nn.Module):
     """BLIP and the head 768 -> 1024 -> 128 -> 64 -> 16 -> 1, without activations."""
 
     def __init__(self, blip: Blip):
@@ -125,7 +125,7 @@ class Network(nn.Module):
         return (self.layers(self.blip(pixels, ids, mask)[:, 0])[:, 0] - MEAN) / STD
 
 
-def load_network(path: Path, med_config: dict[str, Any]) -> Network:
+def load_network(path: Path, med_config: dict[str, Any]) -> ImageRewardNetwork:
     """ImageReward.pt (blip.visual_encoder.*, blip.text_encoder.*, mlp.layers.*), frozen."""
     blip: dict[str, Tensor] = {}
     head: dict[str, Tensor] = {}
@@ -135,7 +135,7 @@ def load_network(path: Path, med_config: dict[str, Any]) -> Network:
         else:
             head[key.removeprefix("mlp.")] = value
     try:
-        network = Network(Blip(blip, med_config))
+        network = ImageRewardNetwork(Blip(blip, med_config))
     except KeyError as error:  # sizes are read off the tensors and the config
         raise ValueError(
             f"{path} is not an ImageReward checkpoint, or med_config.json is not its config: no"

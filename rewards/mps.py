@@ -154,11 +154,11 @@ def load_tokenizer(source: str) -> Tokenizer:
     return tokenizer
 
 
-def load_network(path: Path) -> Network:
+def load_network(path: Path) -> MpsNetwork:
     """The network of a state dict in the reference's names, frozen, in eval mode."""
     state = renamed(tensors(path))
     try:
-        network = Network(state)
+        network = MpsNetwork(state)
     except KeyError as error:  # sizes are read off the tensors
         raise ValueError(
             f"{path} is not a state dict of MPS: it has no {error.args[0]}; {WHERE} is one"
@@ -176,7 +176,7 @@ def counted(words: Tensor, condition: Tensor, threshold: float) -> Tensor:
     return similarity / similarity.amax(1, keepdim=True) > threshold
 
 
-class Network(nn.Module):
+class MpsNetwork(nn.Module):
     """CLIP with all tokens projected, and layers in which picture tokens attend to words."""
 
     def __init__(self, state: Mapping[str, Tensor]):

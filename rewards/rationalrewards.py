@@ -25,10 +25,10 @@ from torch import Tensor
 from flowrl.rewards.core.source import Settings as SourceSettings
 from flowrl.rewards.core.source import Sourced
 from flowrl.rewards.judge import replies
-from flowrl.rewards.judge.client import Failed, Message
+from flowrl.rewards.judge.client import Message, NoReply
 from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.completion import Reply
-from flowrl.rewards.judge.replies import Unreadable
+from flowrl.rewards.judge.replies import UnreadableReply
 from flowrl.rewards.judge.reward import Scores, WritingJudge, interleaved, read_template, user
 from flowrl.types import MediaContext
 
@@ -130,7 +130,7 @@ class RationalRewards(Sourced, WritingJudge):
 
     def ask(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
-    ) -> list[Scores | Failed]:
+    ) -> list[Scores | NoReply]:
         return self.judge.ask_all(self._questions(media, prompts, context), self.read)
 
     def parts(
@@ -145,7 +145,7 @@ class RationalRewards(Sourced, WritingJudge):
     ) -> list[str | None]:
         """The judge's rewritten prompt for each sample, to generate again with; None: none."""
         found = self.judge.ask_all(self._questions(media, prompts, context), _refined)
-        return [None if isinstance(request, Failed) else request for request in found]
+        return [None if isinstance(request, NoReply) else request for request in found]
 
     def _questions(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
@@ -164,7 +164,7 @@ class RationalRewards(Sourced, WritingJudge):
         stated = replies.aspects(reply.text, cut=reply.cut)
         found = {name: score for name, score in stated.items() if name in self.aspects}
         if not found:
-            raise Unreadable(
+            raise UnreadableReply(
                 f"none of the aspects {', '.join(self.aspects)} has a score in the reply"
                 f" {replies.shown(reply.text)}"
             )
@@ -173,7 +173,7 @@ class RationalRewards(Sourced, WritingJudge):
 
 def _refined(reply: Reply) -> str | None:
     if reply.cut:  # the request is the last part of a critique
-        raise Unreadable("the refined request is not whole")
+        raise UnreadableReply("the refined request is not whole")
     return replies.refined_request(reply.text)
 
 

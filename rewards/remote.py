@@ -45,7 +45,7 @@ from flowrl.rewards.server.http_client import (
     persist,
     retry_after,
 )
-from flowrl.rewards.server.journal import Journal, keys
+from flowrl.rewards.server.journal import ScoreJournal, keys
 from flowrl.rewards.server.pool import Place, Pool
 from flowrl.runtime.registry import did_you_mean
 from flowrl.runtime.text import printable
@@ -109,12 +109,12 @@ class Settings(core_reward.Settings):
         return [address(one, "http://HOST:PORT") for one in value]
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """The server answers, and asking again would not help."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Call:
+class PendingSamples:
     """The samples of one call, B of them, and what is known of each so far."""
 
     media: Tensor  # (B, 3, H, W) or (B, F, 3, H, W), on CPU
@@ -143,7 +143,7 @@ class Remote(core_reward.Reward):
         url = self.settings.url
         urls = [url] if isinstance(url, str) else url
         self.servers = Pool([self._client(url) for url in urls])
-        self.journal = Journal(self.settings.journal) if self.settings.journal else None
+        self.journal = ScoreJournal(self.settings.journal) if self.settings.journal else None
         self.problem: str | None = None
         self.remembers = True
         try:
@@ -155,7 +155,7 @@ class Remote(core_reward.Reward):
                 }
             )
             self._adopt(self._chosen())
-        except Refused as error:
+        except RequestRefused as error:
             raise ValueError(f"reward.remote.url={self.servers.where}: {error}") from None
         for place, about in zip(self.servers.places, abouts, strict=True):
             if about.version != self.about.version:
@@ -193,7 +193,9 @@ class Remote(core_reward.Reward):
         scores = [math.nan if score is None else score for score in call.scores]
         return torch.tensor(scores, dtype=torch.float32, device=media.device)
 
-    def _begun(self, media: Tensor, prompts: list[str], context: MediaContext | None) -> Call:
+    def _begun(
+        self, media: Tensor, prompts: list[str], context: MediaContext | None
+    ) -> PendingSamples:
         """A call with the scores that the journal holds."""
         columns = wire.columns_of(context, self.needs)
         names: list[str] = []
@@ -203,9 +205,11 @@ class Remote(core_reward.Reward):
             names = keys(f"{self.about.version} {s.reward} {s.pixels}", media, prompts, columns)
             if self.remembers:
                 scores = [self.journal.get(name) for name in names]
-        return Call(media=media, prompts=prompts, columns=columns, keys=names, scores=scores)
+        return PendingSamples(
+            media=media, prompts=prompts, columns=columns, keys=names, scores=scores
+        )
 
-    def _fetch(self, call: Call, rows: list[int]) -> None:
+    def _fetch(self, call: PendingSamples, rows: list[int]) -> None:
         """Ask for the scores of these rows and keep what comes."""
         answer = self._score(call, rows)
         scored = zip(rows, answer.scores, strict=True)
@@ -219,13 +223,13 @@ class Remote(core_reward.Reward):
 
     def begin(self, run: Path) -> None:
         """Use the run's journal where none is set: a resumed iteration does not pay again."""
-        self.journal = self.journal or Journal(run / "scores.jsonl")
+        self.journal = self.journal or ScoreJournal(run / "scores.jsonl")
 
     def uncached(self) -> AbstractContextManager[None]:
         """Within it every score is asked for, also where the journal holds one."""
         return forgetful(self)
 
-    def _batches(self, call: Call) -> list[list[int]]:
+    def _batches(self, call: PendingSamples) -> list[list[int]]:
         """Rows of each request: those without a score, or the groups that hold one."""
         units = [[row] for row, score in enumerate(call.scores) if score is None]
         if "group" in call.columns:
@@ -241,28 +245,28 @@ class Remote(core_reward.Reward):
                 batches.append(list(unit))
         return batches
 
-    def _most(self, call: Call) -> int:
+    def _most(self, call: PendingSamples) -> int:
         """Most samples of one request, by the settings and by what the server takes."""
         columns = [column for name, column in call.columns.items() if name in wire.TENSORS]
         sample = sum(tensor[0].nbytes for tensor in (call.media, *columns))
         room = int(self.about.max_mb * 1e6 / (1.4 * sample))  # base64 is 4/3, and the texts
         return max(1, min(self.settings.batch, self.about.max_samples, room))
 
-    def _score(self, call: Call, rows: list[int]) -> wire.Answer:
+    def _score(self, call: PendingSamples, rows: list[int]) -> wire.Answer:
         """The server's answer for these rows; one that cannot be used ends the call."""
         question = self._question(call, rows)
         try:
             response = self._ask("POST", "/score", json.dumps(question), call.over)
             answer = self._read(wire.Answer, response)
             self._check(answer, question)
-        except Refused as error:
+        except RequestRefused as error:
             call.over.set()
             raise RewardUnavailable(
                 f"the reward server {self.servers.where} cannot be used: {error}; {self._resume()}"
             ) from None
         return answer
 
-    def _question(self, call: Call, rows: list[int]) -> dict[str, Any]:
+    def _question(self, call: PendingSamples, rows: list[int]) -> dict[str, Any]:
         question = {
             "id": secrets.token_hex(8),
             "prompts": [call.prompts[row] for row in rows],
@@ -278,12 +282,12 @@ class Remote(core_reward.Reward):
         """An answer to another question, or of another server -> Refused."""
         expected, counts = len(question["prompts"]), {len(answer.scores), len(answer.errors)}
         if answer.id != question["id"] or counts != {expected}:
-            raise Refused(
+            raise RequestRefused(
                 "it answered another request than the one it was asked"
                 f" ({len(answer.scores)} scores for {expected})"
             )
         if answer.version != self.about.version:
-            raise Refused(
+            raise RequestRefused(
                 "it now serves other rewards or settings than when this run started; serve the"
                 " same again"
             )
@@ -329,7 +333,7 @@ class Remote(core_reward.Reward):
         try:
             response = place.client.fetch(method, path, body, over)
         except TooLong as failure:
-            raise Refused(f"{failure}, which no flowrl server sends") from None
+            raise RequestRefused(f"{failure}, which no flowrl server sends") from None
         except Again:
             self.servers.pass_over(place)
             raise
@@ -356,22 +360,24 @@ class Remote(core_reward.Reward):
         status = response.status_code
         if status in (401, 403):
             missing = "it wants a token; name the variable that holds it in token_env"
-            raise Refused("it wants another token" if self.settings.token_env else missing)
+            raise RequestRefused("it wants another token" if self.settings.token_env else missing)
         if status == 422:
             raise ValueError(f"the reward server refused a request{_detail(response)}")
         if status != 200:
-            raise Refused(f"it answered {status}{_detail(response) or '; is it a flowrl server?'}")
+            raise RequestRefused(
+                f"it answered {status}{_detail(response) or '; is it a flowrl server?'}"
+            )
         try:
             return record.model_validate_json(response.content)
         except pydantic.ValidationError:
-            raise Refused(
+            raise RequestRefused(
                 f"it answered what no flowrl server of protocol {wire.PROTOCOL} does:"
                 f" {response.text[:60]!r}"
             ) from None
 
     def _chosen(self) -> wire.Served:
         if self.about.protocol != wire.PROTOCOL:
-            raise Refused(
+            raise RequestRefused(
                 f"it speaks protocol {self.about.protocol}, this client {wire.PROTOCOL}; install"
                 " one version of flowrl on both"
             )
@@ -379,7 +385,9 @@ class Remote(core_reward.Reward):
         if label is None:
             return self.about.total
         if label not in self.about.rewards:
-            raise Refused(f'it does not serve "{label}"{did_you_mean(label, self.about.rewards)}')
+            raise RequestRefused(
+                f'it does not serve "{label}"{did_you_mean(label, self.about.rewards)}'
+            )
         return self.about.rewards[label]
 
     def _gone(self, place: Place, failure: Again) -> None:

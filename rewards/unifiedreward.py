@@ -33,7 +33,7 @@ from torch import Tensor
 from flowrl.rewards.core.source import Settings as SourceSettings
 from flowrl.rewards.core.source import Sourced
 from flowrl.rewards.judge import replies
-from flowrl.rewards.judge.client import Failed, text
+from flowrl.rewards.judge.client import NoReply, text
 from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.reward import PairJudge, Scores, filled, needed, read_template, user
@@ -217,7 +217,7 @@ class UnifiedReward(Sourced, PairJudge):
 
     def asked(
         self, shown: list[Tensor], prompts: list[str], context: MediaContext | None
-    ) -> list[Scores | Failed]:
+    ) -> list[Scores | NoReply]:
         """One question a sample: the source if the variant wants it, the pictures, the text."""
         before = [self.sources(shown[0], context)] if self.variant.source else []
         count, ends = self.settings.frames or self.variant.frames, self.variant.ends

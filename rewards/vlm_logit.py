@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl.rewards.core.source import Settings as SourceSettings
 from flowrl.rewards.core.source import Sourced
-from flowrl.rewards.judge.client import Failed, text
+from flowrl.rewards.judge.client import NoReply, text
 from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.replies import digit_mean
@@ -85,7 +85,7 @@ class VlmLogit(Sourced, JudgeReward):
 
     def ask(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
-    ) -> list[Scores | Failed]:
+    ) -> list[Scores | NoReply]:
         s = self.settings
         before = self.sources(media, context) if s.edit else None
         questions = []

@@ -16,7 +16,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.judge.client import Failed, Message, text
+from flowrl.rewards.judge.client import Message, NoReply, text
 from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.replies import yes_share
@@ -63,7 +63,7 @@ class VlmYesNo(JudgeReward):
 
     def ask(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
-    ) -> list[Scores | Failed]:
+    ) -> list[Scores | NoReply]:
         return self._asked(media, [filled(self.settings.question, prompt) for prompt in prompts])
 
     @torch.no_grad()
@@ -74,7 +74,7 @@ class VlmYesNo(JudgeReward):
         """
         return self.scores(self._asked(media, questions), media)
 
-    def _asked(self, media: Tensor, questions: Sequence[str]) -> list[Scores | Failed]:
+    def _asked(self, media: Tensor, questions: Sequence[str]) -> list[Scores | NoReply]:
         s = self.settings
 
         def read(reply: Reply) -> Scores:

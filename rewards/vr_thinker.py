@@ -31,11 +31,11 @@ import pydantic
 import torch
 from torch import Tensor
 
-from flowrl.rewards.judge.client import Ask, Failed, Message, text
+from flowrl.rewards.judge.client import Ask, Message, NoReply, text
 from flowrl.rewards.judge.client import Settings as JudgeSettings
 from flowrl.rewards.judge.completion import Reply
 from flowrl.rewards.judge.replies import (
-    Unreadable,
+    UnreadableReply,
     final_answer,
     frame_request,
     labelled_scores,
@@ -172,7 +172,7 @@ class VrThinker(PairJudge):
 
     def asked(
         self, videos: list[Tensor], prompts: list[str], context: MediaContext | None
-    ) -> list[Scores | Failed]:
+    ) -> list[Scores | NoReply]:
         """One dialogue a sample, side by side. videos: one or two of (n, F, 3, H, W)."""
         s = self.settings
         # frames are numbered from 1: those of the first video, then those of the second
@@ -223,7 +223,7 @@ class VrThinker(PairJudge):
                 told = f"{outcome.told} This is your last reply: give the answer now."
                 outcome = replace(outcome, told=told)
             rounds.append(outcome)
-        raise Unreadable(
+        raise UnreadableReply(
             f"no answer in turns={turns} replies; the last is {shown(rounds[-1].reply)}"
         )
 
@@ -235,7 +235,7 @@ class VrThinker(PairJudge):
                 return scores
             asked = frame_request(reply) or []
             told = self._served(asked, total, in_use)
-        except Unreadable as error:
+        except UnreadableReply as error:
             return Round(reply=reply, told=f"That could not be read: {error}.", frames=[])
         except _NotServed as error:
             return Round(reply=reply, told=str(error), frames=[])
@@ -293,7 +293,7 @@ def _preference(answer: str) -> Scores:
     found = labelled_scores(answer, LABELS, 0, math.inf)  # "1/2" is a choice, and no scale
     needed(found, ["OA"], answer)
     if odd := [label for label, value in found.items() if value not in (0, 1, 2)]:
-        raise Unreadable(f"{odd[0]} = {found[odd[0]]:g} is neither 0, 1 nor 2")
+        raise UnreadableReply(f"{odd[0]} = {found[odd[0]]:g} is neither 0, 1 nor 2")
     meaning = {0: 0.5, 1: 1.0, 2: 0.0}
     shares = {label.lower(): meaning[int(value)] for label, value in found.items()}
     return {"score": shares["oa"], **shares}

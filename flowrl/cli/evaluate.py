@@ -127,7 +127,7 @@ def _evaluate_suite(
     from flowrl.report import run_page, terminal
 
     with one_sentence_errors(disk=1), places(runs, output, DOING, world) as into:
-        options = suite_runs.Options(**chosen)
+        options = suite_runs.SuiteOptions(**chosen)
         records = suite_runs.evaluate_runs(runs, suite, options, into=into, world=world)
         if not world.main:
             return

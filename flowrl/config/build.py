@@ -229,7 +229,7 @@ def check_trained(cfg: Config, policy: Policy) -> None:
         )
 
 
-def dearest(guidance: float | str, algorithm: Algorithm, policy: Policy) -> float | str:
+def costlier_guidance(guidance: float | str, algorithm: Algorithm, policy: Policy) -> float | str:
     """Of the guidance of rollouts and of references, the one whose states cost more rows."""
     return max((guidance, algorithm.reference_guidance), key=policy.branches)
 

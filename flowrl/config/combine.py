@@ -17,7 +17,7 @@ Settings = dict[str, Any]  # by their names, as {"batch.micro": 8}
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedTogether:
     """settings: "section.key" is one at any value but its default, "section.key=value" at this one,
     or with it in its list. All of them together are refused; {0}, {1} of `why` are as given."""
 
@@ -26,72 +26,72 @@ class Refused:
 
 
 REFUSED = (
-    Refused(
+    RefusedTogether(
         ("model.encoders=leave", "train.parts=text_encoder"),
         "{0} is for frozen text encoders, and {1} has text_encoder, which is needed in every"
         " forward; use model.encoders=stay",
     ),
-    Refused(
+    RefusedTogether(
         ("model.quantize", "train.mode=full"),
         "{0} freezes the weights, and {1} trains them all; use train.mode=lora, or leave one of the"
         " two out",
     ),
-    Refused(
+    RefusedTogether(
         ("model.quantize", "train.shard"),
         "{0}: only whole floating-point weights are split by {1}; leave one of the two out",
     ),
-    Refused(
+    RefusedTogether(
         ("model.offload", "train.mode=full"),
         "{0} moves frozen weights, and {1} trains them all; use train.mode=lora, or leave"
         " model.offload out",
     ),
-    Refused(
+    RefusedTogether(
         ("model.offload", "train.shard"),
         "{0} moves whole weights, and {1} splits them; leave one of the two out",
     ),
-    Refused(
+    RefusedTogether(
         ("model.offload", "batch.overlap"),
         "{0} frees the device while samples are scored, and with {1} others are sampled meanwhile;"
         " leave one of the two out",
     ),
-    Refused(
+    RefusedTogether(
         ("train.shard", "train.compile"),
         "{0} gathers blocks as they are, and {1} compiles them; leave one of the two out",
     ),
-    Refused(
+    RefusedTogether(
         ("train.shard", "train.parts=text_encoder"),
         "{0} keeps calls of the denoiser in step, and with {1} a trained text encoder is called"
         " between them; leave one of the two out",
     ),
-    Refused(
+    RefusedTogether(
         ("train.sequence_parallel", "train.shard"),
         "{0} and {1} both split the network over the same processes; leave one of the two out",
     ),
-    Refused(
+    RefusedTogether(
         ("train.sequence_parallel", "train.compile"),
         "{0} hooks blocks that {1} would compile; leave one of the two out",
     ),
-    Refused(
+    RefusedTogether(
         ("train.sequence_parallel", "model.offload"),
         "{0}: the calls that a team shares were tried with weights that stay, and {1} moves them;"
         " leave one of the two out",
     ),
-    Refused(
+    RefusedTogether(
         ("train.sequence_parallel", "model.quantize"),
         "{0}: the calls that a team shares were tried with whole weights, and not with {1}; leave"
         " one of the two out",
     ),
-    Refused(
+    RefusedTogether(
         ("train.sequence_parallel", "train.parts=text_encoder"),
         "{0} adds up what each process has of the gradient of the denoiser alone, and {1} trains a"
         " text encoder; leave one of the two out",
     ),
-    Refused(
+    RefusedTogether(
         ("train.shard", "train.mode=full", "train.precision=fp16"),
         "{0} and {1}: the scaler of fp16 looks for overflow in whole gradients, and each process"
         " holds a share; use train.precision=bf16, or leave train.shard out",
     ),
-    Refused(
+    RefusedTogether(
         ("train.shard", "train.mode=full", "optimizer.name"),
         "{0} and {1}: moments are split as the weights are, and those of {2} are not; use"
         " optimizer.name=adamw",

@@ -45,7 +45,7 @@ class Live:
     features: Callable[[Tensor], Any] | None = None  # of media, for comparing samples
 
 
-def settle(
+def with_live_objects(
     cfg: Any = None,
     *,
     policy: Any = None,

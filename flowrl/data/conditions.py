@@ -21,7 +21,7 @@ from torchvision.transforms.functional import resize
 from flowrl.data import media as pictures
 from flowrl.data.as_seen import as_seen
 from flowrl.data.media import from_pil, media_kind
-from flowrl.data.stored import Stored
+from flowrl.data.stored import PictureCell
 from flowrl.runtime.log import logger
 from flowrl.runtime.paths import located, nearby
 from flowrl.runtime.text import printable
@@ -79,7 +79,7 @@ def _placed(value: Any, what: str, folder: Path) -> Any:
         return [_placed(entry, what, folder) for entry in value]
     if isinstance(value, dict | bytes):
         raise ValueError(f"{what} holds a picture; save it as a file and give its path")
-    if value is None or isinstance(value, Image.Image | Stored | Tensor | np.ndarray):
+    if value is None or isinstance(value, Image.Image | PictureCell | Tensor | np.ndarray):
         return value
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{what} is {value!r}; give the path of a file")
@@ -159,7 +159,7 @@ def load(name: str, value: Any) -> Any:
         return [load(name, entry) for entry in value]
     if isinstance(value, Image.Image):
         return as_seen(value, alpha=is_mask(name))
-    if isinstance(value, Stored):
+    if isinstance(value, PictureCell):
         return _stored(value, is_mask(name))
     if not isinstance(value, str | Path):
         return value
@@ -187,7 +187,7 @@ def _picture(path: str, alpha: bool) -> Image.Image:
 
 
 @functools.lru_cache(KEPT)
-def _stored(picture: Stored, alpha: bool) -> Any:
+def _stored(picture: PictureCell, alpha: bool) -> Any:
     return picture.picture(alpha)
 
 

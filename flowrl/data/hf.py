@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flowrl.data.stored import Stored, is_struct
+from flowrl.data.stored import PictureCell, is_struct
 from flowrl.runtime import hub
 from flowrl.runtime.paths import located
 from flowrl.runtime.registry import did_you_mean
@@ -54,7 +54,7 @@ def _rows(source: str, data: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         for name in pictures:
             cell = partial(_cell, alone[name], number, name)
             held = filled[name][number]
-            row[name] = Stored(where, name, version, folder, cell) if held else None
+            row[name] = PictureCell(where, name, version, folder, cell) if held else None
         yield where, row
 
 

@@ -43,7 +43,7 @@ WRITTEN: dict[Kind, tuple[str, ...]] = {
 T = TypeVar("T")
 
 
-class Unreadable(ValueError):
+class UnreadableMedia(ValueError):
     """A file of media that is too large, or not what is needed; the message names it."""
 
 
@@ -113,8 +113,8 @@ def open_image(
     return image
 
 
-def _too_large(name: object, size: str, most: int) -> Unreadable:
-    return Unreadable(f"{name} has {size}, and at most {most:,} are decoded; make it smaller")
+def _too_large(name: object, size: str, most: int) -> UnreadableMedia:
+    return UnreadableMedia(f"{name} has {size}, and at most {most:,} are decoded; make it smaller")
 
 
 def read_image(path: Path) -> Tensor:
@@ -160,7 +160,7 @@ def check_readable(path: Path) -> None:
     else:
         _guarded(path, lambda image: image.verify())
         if path.suffix.lower() in (".jpg", ".jpeg") and not _ends(path):
-            raise Unreadable(f"{path} cannot be read: it was cut off")
+            raise UnreadableMedia(f"{path} cannot be read: it was cut off")
 
 
 def _ends(path: Path) -> bool:
@@ -241,7 +241,7 @@ def _of_video(path: Path, most: int | None) -> Tensor:
                 _check_video(path, *size, place + 1)
                 found += [frame_as_seen(frame, size)] if place in wanted else []
         return from_pil(found)
-    except Unreadable:
+    except UnreadableMedia:
         raise
     except Exception as error:  # PyAV raises a kind for each of FFmpeg's errors
         raise ValueError(f"{path} cannot be read: {_reason(error)}") from None
@@ -298,12 +298,12 @@ def _tagged_at_end(file: Any) -> bool:
 def _read(path: Path, read: Callable[[Image.Image], T], content: bytes | None = None) -> T:
     """read(image) of a file that holds one picture, or of its bytes."""
     if path.suffix.lower() in PYAV_SUFFIXES:
-        raise Unreadable(f"{path} is a video, and one picture is needed; save a frame as .png")
+        raise UnreadableMedia(f"{path} is a video, and one picture is needed; save a frame as .png")
 
     def still(image: Image.Image) -> T:
         frames = _frames_of(image)[1]
         if frames > 1:
-            raise Unreadable(
+            raise UnreadableMedia(
                 f"{path} is animated ({frames} frames), and one picture is needed; save the frame"
                 " that is meant as .png"
             )
@@ -318,7 +318,7 @@ def _guarded(path: Path, read: Callable[[Image.Image], T], content: bytes | None
         source = path if content is None else content
         with open_image(source, called=str(path)) as image:
             return read(image)
-    except Unreadable:
+    except UnreadableMedia:
         raise
     # Pillow raises OSError, SyntaxError, struct.error ... for broken files and broken EXIF
     except Exception as error:

@@ -20,7 +20,7 @@ LARGEST = 3.4e38  # of fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Item:
+class ScoredImage:
     """One scored image.
 
     file: as the list names it, from the place of the list; it names the sample wherever the folder
@@ -38,7 +38,7 @@ class Dataset:
     """A scored folder: distinct prompts, the items of each, the weights that made the totals."""
 
     prompts: Prompts
-    items: list[list[Item]]
+    items: list[list[ScoredImage]]
     weights: dict[str, float]
 
     @property
@@ -69,7 +69,7 @@ def load(folder: str | Path) -> Dataset:
             " NAME -o FOLDER` makes a folder with one"
         )
     prompts: dict[str, dict[str, Any]] = {}
-    items: dict[str, list[Item]] = {}
+    items: dict[str, list[ScoredImage]] = {}
     lines = list(_lines(path, contained=path != located(folder)))
     for entry, item, _ in lines:
         text, meta = entry["prompt"], meta_of(entry)
@@ -83,7 +83,9 @@ def load(folder: str | Path) -> Dataset:
     )
 
 
-def _lines(path: Path, contained: bool) -> Iterator[tuple[dict[str, Any], Item, dict[str, float]]]:
+def _lines(
+    path: Path, contained: bool
+) -> Iterator[tuple[dict[str, Any], ScoredImage, dict[str, float]]]:
     """(entry, item, weights) of each line; all have the same weights, and none is repeated."""
     weights: dict[str, float] = {}
     seen: dict[tuple[str, str], str] = {}
@@ -103,7 +105,7 @@ def _lines(path: Path, contained: bool) -> Iterator[tuple[dict[str, Any], Item, 
         yield entry, item, weights
 
 
-def _item(path: Path, where: str, entry: Mapping[str, Any]) -> tuple[Item, dict[str, float]]:
+def _item(path: Path, where: str, entry: Mapping[str, Any]) -> tuple[ScoredImage, dict[str, float]]:
     """The image of a line, and the weights of its total."""
     if not path.is_file():
         raise ValueError(f"{where} names {path}, which does not exist{nearby(path)}")
@@ -114,7 +116,7 @@ def _item(path: Path, where: str, entry: Mapping[str, Any]) -> tuple[Item, dict[
     for label, value in scores.items():
         failed = value is None and weights[label] == 0
         raw[label] = math.nan if failed else _number(f'{where}: the score "{label}"', value)
-    return Item(path=path, file=entry["file"], total=total, scores=raw), weights
+    return ScoredImage(path=path, file=entry["file"], total=total, scores=raw), weights
 
 
 def _weights(where: str, entry: Mapping[str, Any], scores: Mapping[str, Any]) -> dict[str, float]:
@@ -148,7 +150,7 @@ def _number(what: str, value: Any) -> float:
 
 def gather(
     dataset: Dataset, batch: PromptBatch, group: int, *, seed: int, iteration: int
-) -> list[list[Item]]:
+) -> list[list[ScoredImage]]:
     """`group` items of each prompt, drawn without replacement; all of them where there are fewer.
 
     A function of (seed, iteration, prompt id) and of the prompt's items: ids are places in

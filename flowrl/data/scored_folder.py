@@ -27,7 +27,7 @@ from flowrl.runtime.store import files as disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class ScoredSample:
     """A sample with its scores. scores: raw, by reward; NaN where one of weight 0 failed.
 
     total: their weighted sum, which is finite.
@@ -38,7 +38,7 @@ class Scored:
     total: float
 
 
-def keep_top(scored: Sequence[Scored], top: int | Fraction) -> list[Scored]:
+def keep_top(scored: Sequence[ScoredSample], top: int | Fraction) -> list[ScoredSample]:
     """The best of each prompt by total, in their order.
 
     `top` of them, or that share rounded down; at least one. Ties: the earlier.
@@ -100,7 +100,7 @@ def list_of(target: Path) -> Path:
     return target if target.suffix in tables.SUFFIXES else target / LIST
 
 
-def write(target: Path, scored: Sequence[Scored], weights: Mapping[str, float]) -> Path:
+def write(target: Path, scored: Sequence[ScoredSample], weights: Mapping[str, float]) -> Path:
     """Write a folder with copies of the media, which can be moved -> its list.
 
     X.jsonl, X.csv, X.parquet: only a list, which names them where they are.
@@ -117,7 +117,7 @@ def write(target: Path, scored: Sequence[Scored], weights: Mapping[str, float]) 
     return tables.write(path, entries)
 
 
-def _entry(item: Scored, file: str, weights: Mapping[str, float]) -> dict[str, Any]:
+def _entry(item: ScoredSample, file: str, weights: Mapping[str, float]) -> dict[str, Any]:
     known = {label: v if math.isfinite(v) else None for label, v in item.scores.items()}
     entry = {
         "file": Path(file).as_posix(),

@@ -12,7 +12,7 @@ from flowrl.data import media
 
 
 @dataclass(frozen=True)
-class Stored:
+class PictureCell:
     """A cell that holds a picture, or a list of them.
 
     where: the row, "edits.parquet, row 3". version: of the table. cell() -> what the cell holds,

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from flowrl.data import entries, hf, texts
 from flowrl.data.entries import Columns, check_entry, taken
-from flowrl.data.stored import Stored, is_struct
+from flowrl.data.stored import PictureCell, is_struct
 from flowrl.data.texts import Form, Row
 from flowrl.runtime.store import files as disk
 
@@ -140,7 +140,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Entry]]:
         for name in pictures:
             if row[name] is not None:
                 cell = partial(_cell_of, path, version, name, *place)
-                row[name] = Stored(where, name, version, path.parent, cell)
+                row[name] = PictureCell(where, name, version, path.parent, cell)
         yield where, row
 
 

@@ -18,7 +18,7 @@ from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.request import Request
 from flowrl.policy.weights.compiled import Compiled, compile_blocks
 from flowrl.policy.weights.offload import Turns
-from flowrl.policy.weights.parts import Parts
+from flowrl.policy.weights.parts import TrainedParts
 from flowrl.policy.weights.quantised import computing_type
 from flowrl.policy.weights.recompute import Recompute
 from flowrl.runtime.log import logger
@@ -47,8 +47,8 @@ class Policy:
         self.modules: dict[str, nn.Module] = dict(modules)
         self.networks = dict(modules)  # as loaded, never wrapped
         self.latent_shape = tuple(shape)
-        self.trainable = Parts(dict(modules if trained is None else trained), adapter)
-        self.heads = Parts({}, None)  # small networks beside it, see policy/weights/heads.py
+        self.trainable = TrainedParts(dict(modules if trained is None else trained), adapter)
+        self.heads = TrainedParts({}, None)  # small networks beside it, see policy/weights/heads.py
         self.compiled: Compiled | None = None  # blocks, see compile_blocks
         self.calls = 0
         self._rows: tuple[Tensor, Tensor] | None = None  # the last CPU rows, where they were put
@@ -318,7 +318,7 @@ class Policy:
         """Train these small networks beside the policy's own weights, in place of others; their
         present values are the view "reference". None: no heads."""
         modules = {name: head.to(self.device) for name, head in (made or {}).items()}
-        self.heads = Parts(modules, None)
+        self.heads = TrainedParts(modules, None)
         self.heads.add_view("reference")
 
     def add_view(self, name: str) -> None:
@@ -408,7 +408,7 @@ class Policy:
         sample from then on."""
         self.set_heads(heads.load(Path(folder), self.latent_shape))
 
-    def _needs_lora(self) -> Parts:
+    def _needs_lora(self) -> TrainedParts:
         if self.trainable.lora is None or self.trainable.frozen:
             raise ValueError(
                 "this policy has no LoRA adapter; load it with lora={'rank': ..., 'alpha': ...}"

@@ -16,9 +16,9 @@ from flowrl.policy.replay.call import Replay
 from flowrl.policy.replay.coords import LIMITS, Coords, first_order, started, unmarked
 from flowrl.policy.replay.decode import TailDecoder, tail
 from flowrl.policy.replay.errors import UnreplayableError
-from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.probe import Prober, stubbed
-from flowrl.policy.replay.record import Iteration
+from flowrl.policy.replay.record import RecordedStep
 from flowrl.policy.replay.request import Request
 
 MEANING = {
@@ -118,7 +118,7 @@ class RealRun:
     """A run of the pipeline on the swapped record, with its own networks in the iterations `own`
     and stubs in the others; sigmas as Coords.sigmas_of gives them."""
 
-    iterations: list[Iteration]  # without their calls; (P, *L)
+    iterations: list[RecordedStep]  # without their calls; (P, *L)
     own: list[int]
     sigmas: Tensor
     final: Tensor  # latents after the loop
@@ -285,13 +285,13 @@ def _judge(result: SelfCheck) -> SelfCheck:
     return result
 
 
-def _run(policy: Replayed, items: Sequence[Item]) -> RealRun:
+def _run(policy: Replayed, items: Sequence[PromptItem]) -> RealRun:
     """The pipeline as it is, on these items, in as many runs as it takes."""
     parts = [_run_together(policy, group) for group in policy.prober.apart(items)]
     if len(parts) == 1:
         return parts[0]
     merged = [
-        Iteration(
+        RecordedStep(
             [],
             same[0].time,
             torch.cat([it.sample for it in same]),
@@ -302,12 +302,12 @@ def _run(policy: Replayed, items: Sequence[Item]) -> RealRun:
     return replace(parts[0], iterations=merged, final=torch.cat([part.final for part in parts]))
 
 
-def _run_together(policy: Replayed, items: list[Item]) -> RealRun:
+def _run_together(policy: Replayed, items: list[PromptItem]) -> RealRun:
     runner, rows = policy.prober.runner, len(items)
     pad = runner.pad[:1]  # the overlong prompt fixes the text's length for these short ones
     whole = policy.prober.run(items, policy.steps)
     own = _own(policy, torch.stack([it.time for it in whole]))
-    done: list[Iteration] = []
+    done: list[RecordedStep] = []
     fresh: list[Any] = []
     final: list[Tensor] = []
     counts: Counter[str] = Counter()
@@ -327,7 +327,7 @@ def _run_together(policy: Replayed, items: list[Item]) -> RealRun:
     def on_step(prediction: Tensor, time: Any, sample: Tensor) -> None:
         counts.clear()
         at = torch.as_tensor(time).detach().cpu().double().reshape(())
-        done.append(Iteration([], at, sample[:rows].clone(), prediction[:rows].clone()))
+        done.append(RecordedStep([], at, sample[:rows].clone(), prediction[:rows].clone()))
 
     def on_done(result: Tensor) -> None:
         final[:] = [result[:rows].clone()]

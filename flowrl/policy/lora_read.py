@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import flowrl.policy.weights.lora as lora
 from flowrl.policy.text import PART, text_encoders
-from flowrl.policy.weights.parts import Parts, ending, weighted
+from flowrl.policy.weights.parts import TrainedParts, ending, weighted
 from flowrl.runtime.log import quiet
 from flowrl.runtime.store.side_files import shortened
 from flowrl.runtime.text import printable
@@ -57,7 +57,7 @@ ONLY = (
 )
 
 
-def read(parts: Parts, path: str | Path, pipe: Any = None) -> dict[str, Tensor]:
+def read(parts: TrainedParts, path: str | Path, pipe: Any = None) -> dict[str, Tensor]:
     """State of view "default" that does what the LoRA of a folder or file does; layers that it does
     not change, and ranks beyond those of a layer, add nothing."""
     own = parts.tensors("default")
@@ -248,7 +248,11 @@ def _wrong(raw: Mapping[str, Tensor], lost: list[str], why: str, pipe: Any) -> s
 
 
 def _check_places(
-    found: Iterable[Place], parts: Parts, state: Mapping[str, Tensor], path: str | Path, pipe: Any
+    found: Iterable[Place],
+    parts: TrainedParts,
+    state: Mapping[str, Tensor],
+    path: str | Path,
+    pipe: Any,
 ) -> None:
     """ValueError where layers of a file have no adapter here, with the setting that gives it."""
     places = list(found)

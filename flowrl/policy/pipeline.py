@@ -34,10 +34,10 @@ from flowrl.policy.replay.embedded import embedded
 from flowrl.policy.replay.errors import CallError, UnreplayableError
 from flowrl.policy.replay.hints import hints_for
 from flowrl.policy.replay.infer import find_coords, infer
-from flowrl.policy.replay.items import Item, is_own, items_of
+from flowrl.policy.replay.items import PromptItem, is_own, items_of
 from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.reach import Reader, cut, readers, surely_read
-from flowrl.policy.replay.record import Call, Encoding, Runner, denoisers_of, prediction_of
+from flowrl.policy.replay.record import DenoiserCall, Encoding, Runner, denoisers_of, prediction_of
 from flowrl.policy.replay.reentry import reenter
 from flowrl.policy.replay.request import Request
 from flowrl.policy.text import Encodings, check_encoded, check_staying, text_encoders
@@ -123,7 +123,7 @@ class PipelinePolicy(Policy):
         else:
             self.decoder = infer_decoder(self.prober, self.steps, self.replay.shape)
 
-    def _calls(self) -> list[Call]:
+    def _calls(self) -> list[DenoiserCall]:
         """A call to each network of the loop that has adapters already."""
         own = self.prober.runner.denoisers
         adapted = [name for name, network in own.items() if standing([network])]
@@ -131,7 +131,7 @@ class PipelinePolicy(Policy):
         calls = {call.module: call for it in iterations for call in it.calls}
         return [calls[name] for name in adapted if name in calls]
 
-    def _answered(self, calls: Iterable[Call]) -> list[Tensor]:
+    def _answered(self, calls: Iterable[DenoiserCall]) -> list[Tensor]:
         runner = self.prober.runner
         with torch.no_grad(), self.turns.running(self.pipe):
             each = [runner.denoisers[call.module](**call.args) for call in calls]
@@ -175,7 +175,7 @@ class PipelinePolicy(Policy):
                 cond.tails = tails(self.prober, self.steps, self.decoder, items)
         return cond
 
-    def _bind(self, items: Sequence[Item], grad: bool = False) -> Cond:
+    def _bind(self, items: Sequence[PromptItem], grad: bool = False) -> Cond:
         return bind(self.prober, self.replay, self.steps, items, grad=grad)
 
     def _check_own(self, conditions: Mapping[str, Any]) -> None:
@@ -239,7 +239,7 @@ class PipelinePolicy(Policy):
                 logger.warning(f"how much is read of a long prompt is not known: {error}")
         return self._readers
 
-    def _picture(self, item: Item) -> Tensor | None:
+    def _picture(self, item: PromptItem) -> Tensor | None:
         """x0 (*L) of the picture that the loop starts from; None where it starts from noise."""
         sigma = self.schedule(self.steps).sigmas[0]
         mean = self.prober.start(item, self.steps).mean

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from flowrl.policy.replay.arguments import Cond, tensors_in
 from flowrl.policy.replay.errors import UnreplayableError
-from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.record import Encoding
 from flowrl.policy.replay.request import Request
 from flowrl.policy.weights.lora import placed_in
-from flowrl.policy.weights.parts import Parts
+from flowrl.policy.weights.parts import TrainedParts
 
 PART = "text_encoder"
 KEPT = 3  # encodings of the same prompts by other weights: the old policy, the reference, ...
 
-Encode = Callable[[Sequence[Item], bool], Cond]  # (prompts, whether with a gradient)
+Encode = Callable[[Sequence[PromptItem], bool], Cond]  # (prompts, whether with a gradient)
 
 
 def text_encoders(pipe: Any) -> dict[str, nn.Module]:
@@ -70,10 +70,10 @@ class Encodings:
     parts: all that is trained; modules: the text encoders among it.
     """
 
-    def __init__(self, parts: Parts, modules: dict[str, nn.Module], encode: Encode) -> None:
+    def __init__(self, parts: TrainedParts, modules: dict[str, nn.Module], encode: Encode) -> None:
         self.parts, self.modules, self.encode = parts, modules, encode
 
-    def new(self, items: Sequence[Item]) -> Cond:
+    def new(self, items: Sequence[PromptItem]) -> Cond:
         """Prompts, encoded without a gradient."""
         return replace(self.encode(items, False), weights=self._weights())
 
@@ -93,7 +93,7 @@ class Encodings:
             cond.others[weights] = self.new(cond.items)
         return replace(request, cond=cond.others[weights])
 
-    def check(self, items: Sequence[Item]) -> None:
+    def check(self, items: Sequence[PromptItem]) -> None:
         """UnreplayableError where encodings have no gradient: the pipeline takes it away."""
         made = self.encode(items, True)
         kept: list[Tensor] = [t for group in made.groups for t in tensors_in(group.kept)]

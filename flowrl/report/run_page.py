@@ -32,7 +32,7 @@ from flowrl.report.render import render
 from flowrl.report.watch_page import points
 from flowrl.runtime import yaml_text
 from flowrl.runtime.store import files, history, side_files
-from flowrl.runtime.store.run_folder import Run, environment, read, read_peak
+from flowrl.runtime.store.run_folder import RunFolder, environment, read, read_peak
 from flowrl.runtime.store.side_files import EDITED, shortened
 
 Metrics = Sequence[dict[str, Any]]  # lines of metrics.jsonl
@@ -82,7 +82,7 @@ def _event(line: dict[str, Any]) -> str:
     return f"{when} {event} at iteration {iteration}{what} ({who})"
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: RunFolder) -> dict[str, Any]:
     path = run.path / "config.yaml"
     if not path.exists():
         return {}
@@ -97,7 +97,7 @@ def _settings(run: Run) -> dict[str, Any]:
     return value
 
 
-def _chips(run: Run, settings: dict[str, Any]) -> dict[str, str]:
+def _chips(run: RunFolder, settings: dict[str, Any]) -> dict[str, str]:
     """The facts below the title."""
     keys = ("model", "algorithm", "reward", "seed")
     named = {key: _name_of(key, settings.get(key)) for key in keys}
@@ -291,7 +291,7 @@ def _kinds_of_work(sums: dict[str, float]) -> dict[str, float]:
     }
 
 
-def _environment(run: Run) -> dict[str, Any]:
+def _environment(run: RunFolder) -> dict[str, Any]:
     """Versions of the machine that ran it, or of this one where the run recorded none."""
     path = run.path / "environment.json"
     if not path.exists():
@@ -300,7 +300,7 @@ def _environment(run: Run) -> dict[str, Any]:
     return {"recorded": True, "environment": found}
 
 
-def _command_again(run: Run, settings: dict[str, Any]) -> str:
+def _command_again(run: RunFolder, settings: dict[str, Any]) -> str:
     """Trains the same again, into another folder, from where this run was started."""
     folder = Path(str(settings.get("output") or f"runs/{run.path.name}"))
     if run.path.parts[-len(folder.parts) :] != folder.parts:  # the run was moved

@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from flowrl.data.scored_folder import Scored
+from flowrl.data.scored_folder import ScoredSample
 from flowrl.report import suite_page
 from flowrl.report.numbers import (
     HEADS,
@@ -69,7 +69,7 @@ def matrix_table(matrix: Mapping[str, Any]) -> Table:
     return _text_table("Side effects: tuned - base", heads, lines)
 
 
-def score_table(scored: Sequence[Scored], weights: Mapping[str, float]) -> Table:
+def score_table(scored: Sequence[ScoredSample], weights: Mapping[str, float]) -> Table:
     """File, each reward as it scored, and the total."""
     out = _table()
     out.add_column("file", overflow="fold")

@@ -22,7 +22,7 @@ from torch import Tensor
 from flowrl.data import conditions
 from flowrl.data.media import image_size, media_kind, read_image
 from flowrl.data.prompts import reference_of, select
-from flowrl.data.scored_dataset import Item, gather
+from flowrl.data.scored_dataset import ScoredImage, gather
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, concat, score
 from flowrl.rollouts.join import of_leaves
@@ -83,7 +83,7 @@ def _encoded(
 def rollout(
     policy: Policy,
     batch: PromptBatch,
-    items: Sequence[Sequence[Item]],
+    items: Sequence[Sequence[ScoredImage]],
     plan: Plan,
     *,
     weights: dict[str, float],

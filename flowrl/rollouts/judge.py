@@ -14,7 +14,7 @@ from flowrl.types import PromptBatch, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judge:
+class GradientScorer:
     """Decodes and scores samples of an iteration."""
 
     policy: Policy

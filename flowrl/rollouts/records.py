@@ -14,7 +14,7 @@ from flowrl.data.scored_dataset import Dataset
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet
 from flowrl.rollouts.choose import Chooser
-from flowrl.rollouts.judge import Judge
+from flowrl.rollouts.judge import GradientScorer
 from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.processes.world import World
@@ -57,10 +57,10 @@ class Source:
         pairs = zip(batch.text, batch.meta, strict=True)
         return replace(batch, text=[meta.get(self.column) or own for own, meta in pairs])
 
-    def judge(self, batch: PromptBatch) -> Judge:
+    def judge(self, batch: PromptBatch) -> GradientScorer:
         """The rewards of samples of these prompts, as a function that can be climbed."""
         climbed = self.rewards if self.climbed is None else self.climbed
-        return Judge(policy=self.policy, rewards=climbed, batch=batch)
+        return GradientScorer(policy=self.policy, rewards=climbed, batch=batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

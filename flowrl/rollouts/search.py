@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.rewards import RewardSet
-from flowrl.rollouts.inference.candidates import Asked, Candidates, Found
+from flowrl.rollouts.inference.candidates import BestSamples, Candidates, SampleRequest
 from flowrl.rollouts.roll_out import noise_of
 from flowrl.samplers import keys, plan
 from flowrl.types import Plan, expand
@@ -82,7 +82,7 @@ class Search:
                 )
 
 
-def searched(asked: Asked, rewards: RewardSet, how: Search) -> Found:
+def searched(asked: SampleRequest, rewards: RewardSet, how: Search) -> BestSamples:
     """The best samples that `how` finds of the prompts asked for; too few calls -> ValueError."""
     ways: dict[str, Callable[[Candidates, Search], None]] = {
         "random": random,
@@ -159,7 +159,7 @@ def tree(made: Candidates, how: Search) -> None:
         states = torch.cat([states[:, :, 1:], after], 1)
 
 
-def forks_of(asked: Asked, how: Search) -> tuple[int, ...]:
+def forks_of(asked: SampleRequest, how: Search) -> tuple[int, ...]:
     """The steps at which paths fork, ascending; the last step has no noise to fork with."""
     last = asked.path.edges - 2
     if last < 0:
@@ -175,7 +175,7 @@ def forks_of(asked: Asked, how: Search) -> tuple[int, ...]:
     return found
 
 
-def stage(sigmas: Tensor, how: Search, asked: Asked) -> Plan:
+def stage(sigmas: Tensor, how: Search, asked: SampleRequest) -> Plan:
     """Children of a state at sigmas[0], each finished by ODE."""
     path = plan.fan(sigmas, steps=[0], children=how.children, eta=how.eta)
     return replace(path, solver=asked.solver)
@@ -204,7 +204,7 @@ def best(score: Tensor, states: Tensor, keep: int) -> tuple[Tensor, Tensor]:
     return score.gather(1, order), states[torch.arange(len(score))[:, None], order]
 
 
-def affordable(asked: Asked, how: Search) -> int:
+def affordable(asked: SampleRequest, how: Search) -> int:
     """How many samples the calls buy; fewer than two -> ValueError."""
     count = how.calls // asked.cost
     if count < 2:

@@ -16,7 +16,7 @@ from flowrl.types import Columns, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class TrainingBatch:
     """What an iteration trains on this process: new samples, and old ones after them."""
 
     rollout: Rollout
@@ -36,14 +36,14 @@ class Trained:
         return Columns({**rows.data, "weight": rows.weight * self.tapers[rows.prompt]})
 
 
-def what_to_train(source: Source, iteration: int, drawn: Drawn, leaf: Tensor) -> Trained:
+def what_to_train(source: Source, iteration: int, drawn: Drawn, leaf: Tensor) -> TrainingBatch:
     """The samples that an iteration trains, of advantages `leaf` (B,): of those drawn all, or with
     draw.mode=balance a part; and with replay.size old groups beside them."""
     cfg, rollout, size = source.cfg, drawn.rollout, len(drawn.batch)
     if drawn.threshold is not None:  # baselines use all draws
         rows = chosen(drawn, cfg.batch.group).to(leaf.device)
         rollout, leaf = take(rollout, rows), leaf[rows]
-    new = Trained(
+    new = TrainingBatch(
         rollout=rollout,
         leaf=leaf,
         turns=torch.arange(size, device=leaf.device) * cfg.batch.updates // size,
@@ -60,8 +60,8 @@ def what_to_train(source: Source, iteration: int, drawn: Drawn, leaf: Tensor) ->
 
 
 def with_old(
-    source: Source, iteration: int, drawn: Drawn, new: Trained, groups: list[tuple[int, int]]
-) -> Trained:
+    source: Source, iteration: int, drawn: Drawn, new: TrainingBatch, groups: list[tuple[int, int]]
+) -> TrainingBatch:
     """New samples, and this process's part of old groups after them."""
     world, buffer, like = source.world, source.buffer, new.leaf
     ages = [iteration - i for i, _ in groups]
@@ -89,7 +89,7 @@ def with_old(
     joined = join([new.rollout, rollout], list(places))
     turns = [k * source.cfg.batch.updates // len(groups) for k in own]
     tapers = [buffer.taper(ages[k]) for k in own]
-    return Trained(
+    return TrainingBatch(
         rollout=replace(joined, cond=cond),
         leaf=torch.cat([new.leaf, advantage]),
         turns=torch.cat([new.turns, torch.tensor(turns).to(new.turns)]),

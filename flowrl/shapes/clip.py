@@ -86,7 +86,7 @@ def _meaning(include: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 def truths(objects: list[Object]) -> list[Prompt]:
     """Every prompt of the world that describes the scene, by the verifier's strict reading."""
-    found = [verify.Found(o.shape, o.color, o.x, o.y, 2 * o.size, 2 * o.size) for o in objects]
+    found = [verify.FoundShape(o.shape, o.color, o.x, o.y, 2 * o.size, 2 * o.size) for o in objects]
     candidates = [
         *_about()[_things((o.shape, o.color) for o in objects)],
         *_about()[_things((o.shape, None) for o in objects)],

@@ -29,7 +29,7 @@ SQUARENESS = 0.72  # shorter side over longer side of a bounding box
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundShape:
     """One component: shape (None: not recognised), colour, centre and full size of its bounding box
     in px."""
 
@@ -83,7 +83,7 @@ def to_world(images: Tensor) -> Tensor:
     return F.pad(small, (0, PIXELS - size[1], 0, PIXELS - size[0]), value=1.0)
 
 
-def detect(images: Tensor) -> list[list[Found]]:
+def detect(images: Tensor) -> list[list[FoundShape]]:
     """Objects in each of (B, 3, H, W) images in [0, 1], in px of the 64x64 world; see `to_world`
     for other sizes."""
     names = list(COLORS)
@@ -98,7 +98,7 @@ def detect(images: Tensor) -> list[list[Found]]:
     covered = (coverage >= COVERED) & (best >= SAME_COLOR)
     planes = torch.stack([covered & (color == c) for c in range(len(names))], 1)  # (B, C, H, W)
     busy = torch.nonzero(planes.flatten(2).sum(2) >= SPECK)  # planes that hold anything
-    out: list[list[Found]] = [[] for _ in range(len(images))]
+    out: list[list[FoundShape]] = [[] for _ in range(len(images))]
     if not len(busy):
         return out
     rows, masks = _objects(components(planes[busy[:, 0], busy[:, 1]]))
@@ -106,7 +106,7 @@ def detect(images: Tensor) -> list[list[Found]]:
         return out
     for (image, c), shape in zip(busy[rows].tolist(), _recognise(masks), strict=True):
         kind, x, y, width, height = shape
-        out[image].append(Found(kind, names[c], x, y, width, height))
+        out[image].append(FoundShape(kind, names[c], x, y, width, height))
     return out
 
 
@@ -181,13 +181,13 @@ def _points_back(position: Any, number: int) -> bool:
     )
 
 
-def strict(objects: list[Found], include: list[dict[str, Any]]) -> bool:
+def strict(objects: list[FoundShape], include: list[dict[str, Any]]) -> bool:
     """GenEval's strict reading: every clause exactly right. Stricter in one point: nothing else may
     be in the picture."""
     return len(objects) == sum(c["count"] for c in include) and partial(objects, include) == 1.0
 
 
-def partial(objects: list[Found], include: list[dict[str, Any]]) -> float:
+def partial(objects: list[FoundShape], include: list[dict[str, Any]]) -> float:
     """Flow-GRPO's partial credit: the mean of a clause's terms, in [0, 1].
 
     Count term 1 - |n - found| / n (floored at 0); when the count is right, colour term 1 - |n -
@@ -196,7 +196,7 @@ def partial(objects: list[Found], include: list[dict[str, Any]]) -> float:
     than the mean of [0, 1].
     """
     terms: list[float] = []
-    chosen: list[list[Found]] = []
+    chosen: list[list[FoundShape]] = []
     for clause in include:
         same = [o for o in objects if o.shape == clause["shape"]]
         if clause["color"] and sum(c["shape"] == clause["shape"] for c in include) > 1:
@@ -219,13 +219,13 @@ def partial(objects: list[Found], include: list[dict[str, Any]]) -> float:
     return sum(terms) / len(terms)
 
 
-def _all_hold(relation: str, these: list[Found], those: list[Found]) -> bool:
+def _all_hold(relation: str, these: list[FoundShape], those: list[FoundShape]) -> bool:
     """Whether there are objects on both sides, and the relation holds between any two."""
     pairs = [(a, b) for a in these for b in those]
     return bool(pairs) and all(_holds(relation, a, b) for a, b in pairs)
 
 
-def _holds(relation: str, a: Found, b: Found) -> bool:
+def _holds(relation: str, a: FoundShape, b: FoundShape) -> bool:
     """GenEval's relation: the centre offset, shrunk by a tenth of both sizes, points within 60
     degrees of the named direction."""
     dx = _shrink(a.x - b.x, 0.1 * (a.width + b.width))

@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from flowrl.algorithms.common.base import Algorithm
-from flowrl.config.build import autocast, dearest, make_algorithm, make_policy, schedule
+from flowrl.config.build import autocast, costlier_guidance, make_algorithm, make_policy, schedule
 from flowrl.config.live import Live, check_given
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
@@ -45,7 +45,7 @@ from flowrl.training.claim import claimed
 from flowrl.training.ema import Ema
 from flowrl.training.media_checks import check_media
 from flowrl.training.out_of_memory import explained_start
-from flowrl.training.records import Parts, Weights
+from flowrl.training.records import RunParts, Weights
 from flowrl.training.resume import check_resume
 from flowrl.training.split.shard import shard
 from flowrl.training.unused_options import unused_options
@@ -60,7 +60,7 @@ def build(
     *,
     accept: bool = False,
     live: Live | None = None,
-) -> Parts:
+) -> RunParts:
     """Load and check all parts, and lock the run's folder; a mistake of the user -> ValueError, and
     nothing was written. accept: a resumed run may have changed. live: what a script handed over."""
     folder, live = None if resume is None else Path(resume), live or Live()
@@ -81,7 +81,7 @@ def build(
         return assemble(cfg, world, path, lock, live)
 
 
-def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> Parts:
+def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> RunParts:
     """All parts of a run whose folder is ours."""
     accelerator = world.accelerator
     rewards = load_rewards(cfg, path, live)
@@ -127,14 +127,14 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         helped_plan=helped_plan(cfg, algorithm, policy),
     )
-    return Parts(
+    return RunParts(
         cfg=cfg,
         guards=Guards(cfg.guard, rewards),
         watch=Watch(cfg.watch, world, lower=cfg.stop.watch == "lower"),
         path=path,
         algorithm=algorithm,
         plan=plan,
-        micro=policy.states(cfg.batch.micro, dearest(guidance, algorithm, policy)),
+        micro=policy.states(cfg.batch.micro, costlier_guidance(guidance, algorithm, policy)),
         source=source,
         held_out=held_out,
         weights=own,

@@ -27,7 +27,7 @@ from flowrl.config.schema import Config
 from flowrl.data import as_seen, hf
 from flowrl.data.media import MEDIA_SUFFIXES, depends_on_reader
 from flowrl.data.scored_folder import list_of
-from flowrl.data.stored import Stored
+from flowrl.data.stored import PictureCell
 from flowrl.policy import Policy
 from flowrl.policy.weights.quantised import plain_tensors
 from flowrl.rewards import Reward, RewardSet
@@ -113,7 +113,9 @@ def of_reader(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
     """The version of what reads pictures and videos, where another one may read these otherwise,
     as it may those inside tables, which are not looked at here."""
     held = (value for rows in data.values() for row in rows for value in row.values())
-    depends = any(isinstance(value, Stored) for value in held) or any(map(depends_on_reader, media))
+    depends = any(isinstance(value, PictureCell) for value in held) or any(
+        map(depends_on_reader, media)
+    )
     return {READ: as_seen.READER} if depends else {}
 
 

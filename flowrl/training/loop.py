@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config.build import schedule
-from flowrl.config.live import settle
+from flowrl.config.live import with_live_objects
 from flowrl.rewards import check_valid, reward_metrics
 from flowrl.rollouts.draw import draw
 from flowrl.rollouts.trained import what_to_train
@@ -22,9 +22,9 @@ from flowrl.training.build import build
 from flowrl.training.ratio_check import RatioCheck
 from flowrl.training.records import Iteration, Run
 from flowrl.training.resume import config_of
-from flowrl.training.resume import resume as go_on
+from flowrl.training.resume import resume as continue_run
 from flowrl.training.run import run_to_the_end, stop_rule
-from flowrl.training.terms import extra
+from flowrl.training.terms import gradient_terms
 from flowrl.training.update import Learner
 from flowrl.training.watch.reward_trial import NoiseWatch
 from flowrl.training.winner_gain import winner_gain
@@ -37,7 +37,9 @@ class Trainer:
         self, cfg: Any = None, *, resume: Any = None, accept_changes: bool = False, **live: Any
     ) -> None:
         """See `flowrl.train`, which takes the same arguments."""
-        cfg, objects = settle(config_of(Path(resume)) if cfg is None and resume else cfg, **live)
+        cfg, objects = with_live_objects(
+            config_of(Path(resume)) if cfg is None and resume else cfg, **live
+        )
         self.cfg, self.parts = cfg, build(cfg, resume, accept=accept_changes, live=objects)
         self.path, self.algorithm = self.parts.path, self.parts.algorithm
         self.source = source = self.parts.source
@@ -52,7 +54,7 @@ class Trainer:
         self.saved_time = time.monotonic()
         self.started = False  # what comes before the first iteration is done
         if resume is not None:
-            go_on(self, accept=accept_changes)
+            continue_run(self, accept=accept_changes)
 
     def __iter__(self) -> Iterator[Iteration]:
         outputs.start(self)
@@ -108,7 +110,7 @@ class Trainer:
         # Gradient (rewards of mode=grad beside the loss), clip, optimizer step, averaged weights.
         with ledger.phase("update"):
             self.learner.policy.judge = source.judge(drawn.batch)
-            metrics |= self.learner.update(trained, columns, extra(source, trained, i))
+            metrics |= self.learner.update(trained, columns, gradient_terms(source, trained, i))
 
         # Are good samples more likely than under the reference?
         metrics |= observed | trained.metrics | winner_gain(self.learner, rollout, columns)

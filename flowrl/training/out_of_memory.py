@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flowrl.config.build import dearest
+from flowrl.config.build import costlier_guidance
 from flowrl.config.combine import words
 from flowrl.config.device import usual_device
 from flowrl.config.lighter import BETWEEN, START, Shortage, next_change
@@ -22,16 +22,16 @@ from flowrl.runtime.memory import OutOfMemory, ran_out
 from flowrl.runtime.processes import shares
 from flowrl.runtime.store import checkpoint
 from flowrl.runtime.text import printable
-from flowrl.training.records import Parts
+from flowrl.training.records import RunParts
 
 BUDGET = "flowrl budget says what fits"
 
 
-class Trained(Protocol):
+class RunInProgress(Protocol):
     """A trainer."""
 
     cfg: Config
-    parts: Parts
+    parts: RunParts
 
 
 @contextmanager
@@ -54,7 +54,7 @@ def explained_start(cfg: Config) -> Iterator[None]:
 
 
 @contextmanager
-def explained(trainer: Trained) -> Iterator[None]:
+def explained(trainer: RunInProgress) -> Iterator[None]:
     """An error of memory inside a run -> OutOfMemory."""
     try:
         yield
@@ -70,7 +70,7 @@ def explained(trainer: Trained) -> Iterator[None]:
         ) from error
 
 
-def shortage(parts: Parts, error: Exception) -> Shortage:
+def shortage(parts: RunParts, error: Exception) -> Shortage:
     """Where memory is short in a run."""
     found, world = checkpoint.steps(parts.path), parts.source.world
     return Shortage(
@@ -91,7 +91,7 @@ def said(error: Exception) -> str:
     return printable(error, 120) or type(error).__name__
 
 
-def kept(parts: Parts) -> str:
+def kept(parts: RunParts) -> str:
     """What of the run is on the disk."""
     found = checkpoint.steps(parts.path)
     if not found:
@@ -99,7 +99,7 @@ def kept(parts: Parts) -> str:
     return f"the checkpoint of iteration {checkpoint.iteration_of(found[-1])} is intact, go on"
 
 
-def held(parts: Parts) -> list[tuple[str, int]]:
+def held(parts: RunParts) -> list[tuple[str, int]]:
     """(what, bytes) of what stays in memory from phase to phase, on the policy's device."""
     policy, weights = parts.source.policy, parts.weights
     pipe = getattr(policy, "pipe", None)
@@ -149,10 +149,10 @@ def used(known: Iterable[tuple[str, int]]) -> str:
     return f", which holds {', '.join(words)}" if words else ""
 
 
-def rows_of_a_state(parts: Parts) -> int:
+def rows_of_a_state(parts: RunParts) -> int:
     """Network rows of one state of a run, the least that a forward has."""
     policy = parts.source.policy
-    return policy.branches(dearest(parts.source.guidance, parts.algorithm, policy))
+    return policy.branches(costlier_guidance(parts.source.guidance, parts.algorithm, policy))
 
 
 def advised(cfg: Config, short: Shortage) -> str:

@@ -28,7 +28,7 @@ from flowrl.runtime.store.run_folder import (
     truncate_metrics,
 )
 from flowrl.samplers.plan import nfe
-from flowrl.training.records import Iteration, NothingTrained, Parts, Run
+from flowrl.training.records import Iteration, NothingTrained, Run, RunParts
 from flowrl.training.resume import write_config
 from flowrl.training.update import Learner, learning_rate
 from flowrl.training.watch import peak_lora
@@ -40,7 +40,7 @@ class Running(Protocol):
     """What is written about a trainer."""
 
     cfg: Config
-    parts: Parts
+    parts: RunParts
     learner: Learner
     noise_watch: NoiseWatch
     iteration: int
@@ -82,7 +82,7 @@ def _live(cfg: Config) -> dict[str, str]:
     return {f"live {argument}": label for argument, label in named(cfg).items()}
 
 
-def start_trackers(parts: Parts, iteration: int) -> None:
+def start_trackers(parts: RunParts, iteration: int) -> None:
     """Open the trackers; events after `iteration` of an interrupted run are purged."""
     plain = bool | int | float | str
     flat = flatten(parts.cfg.model_dump(mode="json"))
@@ -191,7 +191,7 @@ def finish(trainer: Running) -> Run:
     return run
 
 
-def export(parts: Parts) -> None:
+def export(parts: RunParts) -> None:
     """The averaged LoRA, with the settings that load it, and the small networks beside it."""
     policy, train = parts.source.policy, parts.cfg.train
     with parts.weights.ema.swapped():
@@ -233,7 +233,7 @@ def _processes(world: World) -> str:
     return f"{world.size} team(s) of {world.members} processes"
 
 
-def _rewards(parts: Parts) -> str:
+def _rewards(parts: RunParts) -> str:
     rewards = parts.source.rewards.at(0)
     how = dict.fromkeys(rewards.climbers, " by its gradient")
     named = ", ".join(f"{w:g} x {name}{how.get(name, '')}" for name, w in rewards.weights.items())
@@ -243,7 +243,7 @@ def _rewards(parts: Parts) -> str:
     return f"{named} (of evaluations; trained on are the scores in {folder})"
 
 
-def _sampling(parts: Parts) -> str:
+def _sampling(parts: RunParts) -> str:
     """Steps, guidance and network calls of an iteration's samples."""
     cfg, source = parts.cfg, parts.source
     if source.dataset is not None:

@@ -34,7 +34,7 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class RunParts:
     """What a run is made of. Policy, rewards, processes and books are in `source`."""
 
     cfg: Config
@@ -79,7 +79,7 @@ class Run:
     peak: dict[str, Any] = field(default_factory=dict)  # peak.json; {} where none was sought
 
 
-class Failed(RuntimeError):
+class RunFailed(RuntimeError):
     """The run cannot go on; its last checkpoint stands."""
 
 

@@ -19,7 +19,7 @@ from flowrl.runtime.store import checkpoint
 from flowrl.runtime.store.checkpoint import Checkpoint, CheckpointError, Tensors
 from flowrl.runtime.store.run_folder import metrics_digest
 from flowrl.training.ratio_check import RatioCheck
-from flowrl.training.records import Parts, Weights
+from flowrl.training.records import RunParts, Weights
 from flowrl.training.update import Learner
 from flowrl.training.watch.reward_trial import NoiseWatch
 
@@ -27,7 +27,7 @@ from flowrl.training.watch.reward_trial import NoiseWatch
 class Resumable(Protocol):
     """The state of a trainer."""
 
-    parts: Parts
+    parts: RunParts
     learner: Learner
     ratio_check: RatioCheck
     noise_watch: NoiseWatch

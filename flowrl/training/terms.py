@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.algorithms.common.base import Algorithm
 from flowrl.algorithms.common.climb import Climb
 from flowrl.rollouts.records import Source
-from flowrl.rollouts.trained import Trained
+from flowrl.rollouts.trained import TrainingBatch
 from flowrl.runtime.ledger import CountedPolicy
 from flowrl.runtime.processes.world import World
 from flowrl.training import gradient
@@ -50,7 +50,7 @@ class Term:
         )
 
 
-def extra(source: Source, trained: Trained, iteration: int) -> list[Term]:
+def gradient_terms(source: Source, trained: TrainingBatch, iteration: int) -> list[Term]:
     """The term of rewards with mode=grad that count in this iteration, if there are any, on its new
     samples."""
     climbed, cfg = source.climbed, source.cfg

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from flowrl.config.live import settle
+from flowrl.config.live import with_live_objects
 from flowrl.config.load import Given
 from flowrl.config.schema import Config
 from flowrl.runtime.log import logger
@@ -50,7 +50,7 @@ def train(
         "features": features,
     }
     asked = resume is None and fit.this_gpu() is not None
-    needed = fit.before(settle(cfg, **live)[0]) if asked else None
+    needed = fit.before(with_live_objects(cfg, **live)[0]) if asked else None
     if needed:
         logger.info(needed)
     return Trainer(cfg, resume=resume, accept_changes=accept_changes, **live).run()

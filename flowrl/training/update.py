@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from flowrl.config.schema import Config
-from flowrl.rollouts.trained import Trained
+from flowrl.rollouts.trained import TrainingBatch
 from flowrl.runtime.ledger import CountedPolicy
-from flowrl.training.records import Parts
+from flowrl.training.records import RunParts
 from flowrl.training.terms import Means, Term
 from flowrl.training.watch.nonfinite import given_up, write_out
 from flowrl.types import Columns, Rollout
@@ -19,7 +19,7 @@ from flowrl.types import Columns, Rollout
 class Learner:
     """Trains a policy on rows. step: optimizer steps taken; nonfinite: updates skipped in a row."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RunParts) -> None:
         self.cfg, self.algorithm, self.path = parts.cfg, parts.algorithm, parts.path
         self.world, self.weights, self.watch = parts.source.world, parts.weights, parts.watch
         self.policy = CountedPolicy(
@@ -33,7 +33,7 @@ class Learner:
         self.touched = False  # whether weights moved since the last recorded iteration
 
     def update(
-        self, trained: Trained, columns: Columns, more: Sequence[Term] = ()
+        self, trained: TrainingBatch, columns: Columns, more: Sequence[Term] = ()
     ) -> dict[str, float]:
         """`batch.updates` optimizer steps -> metrics, averaged over the rows of their term."""
         terms = [Term(objective=self.algorithm, rows=columns), *more]

@@ -225,7 +225,7 @@ def _meta(prompt: Prompt) -> dict[str, Any]:
 
 
 def _shows(objects: list[Object], prompt: Prompt) -> bool:
-    found = [verify.Found(o.shape, o.color, o.x, o.y, 2 * o.size, 2 * o.size) for o in objects]
+    found = [verify.FoundShape(o.shape, o.color, o.x, o.y, 2 * o.size, 2 * o.size) for o in objects]
     return verify.strict(found, prompt["include"])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowrl.data.media import read_media
 from flowrl.data.samples import Sample
-from flowrl.data.scored_folder import Scored
+from flowrl.data.scored_folder import ScoredSample
 from flowrl.rewards import RewardBug, RewardSet, RewardUnavailable, check_needs, score
 from flowrl.rewards.core.score import check_kind, check_meta
 from flowrl.runtime.log import Progress
@@ -28,7 +28,7 @@ def score_files(
     chunk: int = 16,
     frames: int = 16,
     progress: bool = False,
-) -> tuple[list[Scored], list[str]]:
+) -> tuple[list[ScoredSample], list[str]]:
     """Scores in the order of `samples`, and a sentence for each file that is left out or lacks the
     score of a reward of weight 0.
 
@@ -38,7 +38,7 @@ def score_files(
     to each of the files that are left: the scores before may have been paid for.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    scored: dict[int, Scored] = {}
+    scored: dict[int, ScoredSample] = {}
     problems: dict[int, str] = {}
     bar = Progress(len(samples), title="score", show=progress)
     try:
@@ -59,7 +59,7 @@ def _score_chunk(
     samples: Mapping[int, Sample],
     media: Tensor,
     rewards: RewardSet,
-    scored: dict[int, Scored],
+    scored: dict[int, ScoredSample],
     problems: dict[int, str],
 ) -> None:
     """Score samples by number, whose images are media (n, 3, H, W), into `scored` or `problems`."""
@@ -72,7 +72,7 @@ def _score_chunk(
             problems[i] = f"left out: {sample.path} could not be scored: {why}"
             continue
         scores = {label: values[place] for label, values in raw.items()}
-        scored[i] = Scored(sample=sample, scores=scores, total=totals[place])
+        scored[i] = ScoredSample(sample=sample, scores=scores, total=totals[place])
         lacking = [label for label, value in scores.items() if not math.isfinite(value)]
         if lacking:
             problems[i] = f"{sample.path} has no score of {', '.join(lacking)}: {why}"

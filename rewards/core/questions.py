@@ -171,12 +171,16 @@ def _asked_of_detector(questions: Sequence[Question], meta: Mapping[str, Any]) -
 
 
 def shapes_count(
-    objects: list[verify.Found], *, count: int, shape: str | None = None, color: str | None = None
+    objects: list[verify.FoundShape],
+    *,
+    count: int,
+    shape: str | None = None,
+    color: str | None = None,
 ) -> bool:
     return sum(shape in (None, o.shape) and color in (None, o.color) for o in objects) == count
 
 
-def shapes_position(objects: list[verify.Found], *, include: list[dict[str, Any]]) -> bool:
+def shapes_position(objects: list[verify.FoundShape], *, include: list[dict[str, Any]]) -> bool:
     named = [
         o
         for o in objects

@@ -14,7 +14,7 @@ from flowrl.rewards.core.rules import Rule, parse_rules, settings_of
 from flowrl.runtime.registry import is_live, label_of, live_name
 
 
-class Detectors(Protocol):
+class SampleReader(Protocol):
     """Reads numbers off samples that nothing is trained on."""
 
     whole_groups: bool  # whether it must see all members of a group at once
@@ -48,7 +48,7 @@ class RewardSet:
     iteration: int | None = None
     # Features of core/features.py, for comparing the members of a group; None: nothing does
     features: Any = None
-    detectors: Detectors | None = None
+    detectors: SampleReader | None = None
     apart: frozenset[str] = frozenset()
     ready: Callable[[], None] | None = None
 

@@ -13,7 +13,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowrl.rewards.core.schedule import Schedule, parse_schedule
+from flowrl.rewards.core.schedule import WeightSchedule, parse_schedule
 from flowrl.runtime.registry import did_you_mean
 
 KEYS = ("weight", "gate", "stratify", "mode")
@@ -26,8 +26,8 @@ COURSE = "{0: 1, 100: 0.2}"  # of a number that changes with the iteration
 class Rule:
     """How much a reward counts, and where."""
 
-    weight: Schedule  # of the sum; with stratify a share of the gap between levels
-    gate: dict[str, Schedule] = field(default_factory=dict)  # label -> threshold
+    weight: WeightSchedule  # of the sum; with stratify a share of the gap between levels
+    gate: dict[str, WeightSchedule] = field(default_factory=dict)  # label -> threshold
     stratify: str | None = None
     mode: str = "pg"  # one of MODES
 
@@ -80,7 +80,7 @@ def settings_of(entry: Mapping[str, Any], own: Container[str] = ("mode",)) -> di
     return {k: v for k, v in entry.items() if k not in KEYS or k == "mode" and v not in MODES}
 
 
-def _weight(label: str, value: Any) -> Schedule:
+def _weight(label: str, value: Any) -> WeightSchedule:
     if (weight := parse_schedule(value)) is not None:
         return weight
     if isinstance(value, Mapping):
@@ -94,7 +94,7 @@ def _weight(label: str, value: Any) -> Schedule:
     )
 
 
-def _gate(label: str, value: Any) -> dict[str, Schedule]:
+def _gate(label: str, value: Any) -> dict[str, WeightSchedule]:
     """Thresholds by label."""
     if value is None:
         return {}

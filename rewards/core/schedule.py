@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class WeightSchedule:
     """points: (iteration from 0, value), ascending; a plain number is a single one."""
 
     points: tuple[tuple[int, float], ...]
@@ -48,13 +48,13 @@ def is_number(value: Any) -> bool:
     return number and abs(value) <= sys.float_info.max
 
 
-def parse_schedule(value: Any) -> Schedule | None:
+def parse_schedule(value: Any) -> WeightSchedule | None:
     """A number, or a mapping iteration -> number, such as {0: 1, 100: 0.2}; None: neither.
 
     Keys may be texts of digits, as JSON has them.
     """
     if is_number(value):
-        return Schedule(((0, float(value)),))
+        return WeightSchedule(((0, float(value)),))
     if not isinstance(value, Mapping) or not value or not all(map(is_number, value.values())):
         return None
     points = {_iteration(key): float(number) for key, number in value.items()}
@@ -62,7 +62,7 @@ def parse_schedule(value: Any) -> Schedule | None:
         return None
     ordered = sorted((key, number) for key, number in points.items() if key is not None)
     constant = len(set(points.values())) == 1
-    return Schedule(tuple(ordered[:1] if constant else ordered))
+    return WeightSchedule(tuple(ordered[:1] if constant else ordered))
 
 
 def _iteration(key: Any) -> int | None:

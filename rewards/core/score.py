@@ -42,7 +42,7 @@ class TooManyInvalid(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class RewardScores:
     """What one reward made of B samples."""
 
     values: Tensor  # (B,) fp32, not finite where it failed
@@ -349,11 +349,11 @@ def _unscored(samples: Samples) -> Tensor:
     return torch.full((len(samples.prompts),), math.nan, device=samples.media.device)
 
 
-def _evaluate(label: str, chosen: RewardSet, samples: Samples, rows: Tensor) -> Scored:
+def _evaluate(label: str, chosen: RewardSet, samples: Samples, rows: Tensor) -> RewardScores:
     """One reward of some of the samples; the others have no value."""
     values, place = _unscored(samples), rows.to(samples.media.device)
     if not len(rows):
-        return Scored(values=values)
+        return RewardScores(values=values)
     shown = samples if len(rows) == len(samples.prompts) else samples.take(rows)
     try:
         values[place] = _checked(label, chosen, shown)
@@ -366,13 +366,13 @@ def _evaluate(label: str, chosen: RewardSet, samples: Samples, rows: Tensor) -> 
     if broke:
         kinds = _score_again(label, chosen, samples, rows, values)
         how = f"in a chunk of {len(rows)}; tried one at a time, {kinds.total()} failed"
-        return Scored(values=values, problem=f"{broke} ({how})", kinds=kinds)
+        return RewardScores(values=values, problem=f"{broke} ({how})", kinds=kinds)
     failed, problem = int((~values[place].isfinite()).sum()), chosen.rewards[label].problem
     if not failed:
-        return Scored(values=values)
+        return RewardScores(values=values)
     why = f" ({problem})" if problem else ""
     said = f"{label}: NaN or inf for {failed} of {len(rows)} samples{why}"
-    return Scored(values=values, problem=said, kinds=kinds_of(problem, failed))
+    return RewardScores(values=values, problem=said, kinds=kinds_of(problem, failed))
 
 
 def _score_again(

@@ -40,7 +40,7 @@ from PIL import Image
 from flowrl.rewards.core.reward import RewardUnavailable, forgetful
 from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.judge.completion import Reply, detail, read_reply
-from flowrl.rewards.judge.replies import Unreadable
+from flowrl.rewards.judge.replies import UnreadableReply
 from flowrl.rewards.server import wire
 from flowrl.rewards.server.addresses import address, fits_a_header
 from flowrl.rewards.server.http_client import Again, Client, Ended, busy, persist, retry_after
@@ -111,7 +111,7 @@ class Settings(Base):
         return address(value, "http://HOST:PORT/v1")
 
 
-class Failed(Exception):
+class NoReply(Exception):
     """One question has no usable reply; the message says why.
 
     kind: one of flowrl.rewards.core.failures.KINDS.
@@ -120,17 +120,17 @@ class Failed(Exception):
     kind = "server"
 
 
-class Unanswered(Failed):
+class Unanswered(NoReply):
     """The server gave no reply, however often it was asked."""
 
 
-class Misread(Failed):
+class Misread(NoReply):
     """The reply could not be read."""
 
     kind = "reply"
 
 
-class Stopped(Failed):
+class Stopped(NoReply):
     """Another question ended the call."""
 
 
@@ -147,7 +147,7 @@ class Exchange:
     reply: Reply
 
 
-class Judge:
+class JudgeClient:
     """A model behind a server. Safe to use from several threads.
 
     used: tokens so far. fields: what every request of this judge adds, as logprobs. remembers:
@@ -170,7 +170,7 @@ class Judge:
 
     def ask_all(
         self, questions: Sequence[list[Message]], read: Callable[[Reply], T]
-    ) -> list[T | Failed]:
+    ) -> list[T | NoReply]:
         """Ask all questions, `concurrency` at a time, and read the replies, in the order asked.
 
         What `read` makes of each reply, or why there is none.
@@ -185,7 +185,7 @@ class Judge:
         """Within it every question is asked."""
         return forgetful(self)
 
-    def run(self, jobs: Sequence[Callable[[Ask], T]]) -> list[T | Failed]:
+    def run(self, jobs: Sequence[Callable[[Ask], T]]) -> list[T | NoReply]:
         """Run dialogues side by side; a job gets `ask` and returns its value.
 
         What a job raises as Failed or Unreadable is its result.
@@ -206,7 +206,7 @@ class Judge:
         self._report(outcomes)
         return outcomes
 
-    def _outcome(self, job: Callable[[Ask], T], stop: threading.Event) -> T | Failed:
+    def _outcome(self, job: Callable[[Ask], T], stop: threading.Event) -> T | NoReply:
         """What a job returns, written to the log as soon as it is there.
 
         Replies are paid for, also those of a call that another job ends.
@@ -216,20 +216,20 @@ class Judge:
             outcome = self._value(job, talk, stop)
         except Exception as error:  # the call ends with it
             if talk:
-                self._write(talk, Failed(f"{type(error).__name__}: {error}"))
+                self._write(talk, NoReply(f"{type(error).__name__}: {error}"))
             raise
         self._write(talk, outcome)
         return outcome
 
     def _value(
         self, job: Callable[[Ask], T], talk: list[Exchange], stop: threading.Event
-    ) -> T | Failed:
+    ) -> T | NoReply:
         """What a job returns, or why it has nothing to return; its exchanges go into `talk`."""
         try:
             value = job(partial(self._ask, talk=talk, stop=stop))
-        except Failed as error:
+        except NoReply as error:
             return error
-        except Unreadable as error:
+        except UnreadableReply as error:
             return Misread(f"{error}{self._cut(talk)}")
         with self.lock:  # what could not be read is asked again next time
             self.kept.update((exchange.key, exchange.reply) for exchange in talk)
@@ -244,7 +244,7 @@ class Judge:
 
     def _report(self, outcomes: Sequence[Any]) -> None:
         """Warn of failures; if the server answered nothing at all, RewardUnavailable."""
-        failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, NoReply)]
         if all(isinstance(outcome, Unanswered) for outcome in outcomes):
             raise RewardUnavailable(
                 f"reward {self.reward}: the server at {self.settings.base_url} answered none of"
@@ -321,10 +321,10 @@ class Judge:
         if status == 404:
             raise RewardUnavailable(f"{where} {self._unknown()}")
         if status == 413:
-            raise Failed(self._too_large(body))
+            raise NoReply(self._too_large(body))
         if status in (400, 422):
             words = detail(response) or "it does not say why"
-            raise Failed(f"the server refuses the request ({status}): {words}")
+            raise NoReply(f"the server refuses the request ({status}): {words}")
         raise RewardUnavailable(
             f"{where} answers {status}, which no OpenAI-compatible server does; check"
             f" reward.{self.reward}.base_url"
@@ -396,7 +396,7 @@ class Judge:
             {"reward": self.reward, "turn": number, **turn, "value": None, "error": None}
             for number, turn in enumerate(turns or [{"question": None, "reply": None}])
         ]
-        rows[-1] |= {"error": str(outcome)} if isinstance(outcome, Failed) else {"value": outcome}
+        rows[-1] |= {"error": str(outcome)} if isinstance(outcome, NoReply) else {"value": outcome}
         lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         with self.lock:
             files.append(self.log, lines)

@@ -42,7 +42,7 @@ from flowrl.rewards.judge.patterns import (
 T = TypeVar("T")
 
 
-class Unreadable(ValueError):
+class UnreadableReply(ValueError):
     """A reply that does not hold what was asked for; the message says what is missing."""
 
 
@@ -77,9 +77,9 @@ def agreed(values: Iterable[T], what: str, text: str) -> T:
     """The value that all agree on; none, or two different ones -> Unreadable."""
     distinct = list(dict.fromkeys(values))
     if not distinct:
-        raise Unreadable(f"no {what} in the reply {shown(text)}")
+        raise UnreadableReply(f"no {what} in the reply {shown(text)}")
     if len(distinct) > 1:
-        raise Unreadable(
+        raise UnreadableReply(
             f"contradictory {what} ({' and '.join(map(str, distinct[:3]))}) in the reply"
             f" {shown(text)}"
         )
@@ -90,7 +90,7 @@ def number(match: re.Match[str], group: int, low: float, high: float, what: str)
     """Groups `group` and `group + 1` of NUMBER as a value in [low, high]."""
     value = scaled(match, group, high, what)
     if not low <= value <= high:
-        raise Unreadable(f"{what} {value:g} is outside {low:g} to {high:g}")
+        raise UnreadableReply(f"{what} {value:g} is outside {low:g} to {high:g}")
     return value
 
 
@@ -100,14 +100,14 @@ def scaled(match: re.Match[str], group: int, high: float, what: str) -> float:
     after = text[match.end(group) if match[group + 1] is None else match.end(group + 1) :]
     rest = re.split(r"[.;!](?=\s|$)|\n|[:=]\s*[-+\[(]?\d", after, maxsplit=1)[0]
     if re.search(CORRECTED, after.partition("\n")[0], re.I) or re.search(SPLIT, rest, re.I):
-        raise Unreadable(f"{what} {value:g} is not the only one: {shown(after)}")
+        raise UnreadableReply(f"{what} {value:g} is not the only one: {shown(after)}")
     tops = [
         *([match[group + 1]] if match[group + 1] else []),
         *_tops(NOTED_TOP, text[match.start() : match.start(group)]),
         *_tops(TOP, re.sub(f"{SHARE}|{SMALL_SHARE}", "", rest, flags=re.I)),
     ]
     if other := next((top for top in tops if _size(top) != high), None):
-        raise Unreadable(
+        raise UnreadableReply(
             f"{what} {value:g}/{other} is on another scale than one that ends at {high:g}"
         )
     return value
@@ -168,7 +168,7 @@ def edit_scores(text: str) -> tuple[float, float]:
             values.append((float(scores[0]), float(scores[1])))
     pair = agreed(values, 'JSON with two numbers in "score"', text)
     if not all(0 <= x <= 25 for x in pair):
-        raise Unreadable(f"scores {pair[0]:g} and {pair[1]:g}: both must be in 0 to 25")
+        raise UnreadableReply(f"scores {pair[0]:g} and {pair[1]:g}: both must be in 0 to 25")
     return pair
 
 
@@ -192,7 +192,9 @@ def _stated(text: str) -> float:
     for sentence in re.split(r"(?<=[.!?])\s+|\n", body):
         for verdict in re.finditer(f"{BETTER}|{TIE}", sentence, re.I):
             if _is_unsure(verdict):
-                raise Unreadable(f"a verdict that is doubted or denied in the reply {shown(text)}")
+                raise UnreadableReply(
+                    f"a verdict that is doubted or denied in the reply {shown(text)}"
+                )
             found.append({"1": 1.0, "2": 0.0}.get(verdict[1] or verdict[2], 0.5))
     return agreed(found, "verdict", text)
 
@@ -236,7 +238,7 @@ def pair_scores(text: str, names: Iterable[str], tolerance: float = 0.02) -> dic
         for m in re.finditer(both_values_of(name), body, re.I):
             first, second = number(m, 1, 0, 1, f"{name} Score"), number(m, 3, 0, 1, f"{name} Score")
             if abs(first + second - 1) > tolerance:
-                raise Unreadable(f"{name} Score {first:g} and {second:g} do not add up to 1")
+                raise UnreadableReply(f"{name} Score {first:g} and {second:g} do not add up to 1")
             found.append(first)
         out[name.lower()] = agreed(found, f"{name} Score of both", text)
     return out
@@ -264,7 +266,7 @@ def flex(text: str) -> dict[str, float | None]:
 def _category_winner(category: Mapping[str, Any], text: str) -> float | None:
     try:
         return _winner(category.get("cat_winner"), text)
-    except Unreadable:
+    except UnreadableReply:
         return None
 
 
@@ -276,7 +278,7 @@ def _winner(value: Any, text: str) -> float:
     tie = re.search(TIE, words) and not re.search(f"{DOUBT}|{DENIAL}", words)
     if tie or words in ("tie", "draw", "equal", "both", "neither"):
         return 0.5
-    raise Unreadable(f"winner {shown(words)} is neither the first, nor the second, nor a tie")
+    raise UnreadableReply(f"winner {shown(words)} is neither the first, nor the second, nor a tie")
 
 
 # --- JSON
@@ -317,14 +319,16 @@ def aspects(text: str, *, cut: bool = False) -> dict[str, float]:
     summary = r"#\s*Summary\s*:|^\s*Summary\s*:"
     body, *rest = re.split(summary, plain(answer_part(text)), maxsplit=1, flags=re.I | re.M)
     if cut and not rest:
-        raise Unreadable(f"no summary, and so perhaps not every aspect, in the reply {shown(text)}")
+        raise UnreadableReply(
+            f"no summary, and so perhaps not every aspect, in the reply {shown(text)}"
+        )
     out = {}
     for name, values in _stated_aspects(body).items():
         value = agreed(values, f'number or N/A after "Score:" of {ASPECTS[name]}', text)
         if value is not None:
             out[name] = value
     if not out:
-        raise Unreadable(f"no aspect with a score in the reply {shown(text)}")
+        raise UnreadableReply(f"no aspect with a score in the reply {shown(text)}")
     return out
 
 
@@ -411,7 +415,7 @@ def _masses(
     """
     for token, logprob in first.items():
         if logprob > 0.01:  # more than rounding
-            raise Unreadable(
+            raise UnreadableReply(
                 f"the server gives the token {token!r} the log-probability {logprob:.3g}, which is"
                 " above 0"
             )
@@ -428,14 +432,14 @@ def _enough(
     """The probability of all words together; none, or less than `least` -> Unreadable."""
     total = sum(mass.values())
     if not first:
-        raise Unreadable(
+        raise UnreadableReply(
             "the server sent no token log-probabilities; use one that supports logprobs and"
             " top_logprobs"
         )
     if total <= 0 or total < least:
         top = sorted(first.items(), key=lambda item: -item[1])[:3]
         likely = ", ".join(f"{token!r} {math.exp(p):.2g}" for token, p in top)
-        raise Unreadable(
+        raise UnreadableReply(
             f"the first token has probability {total:.2g} to be a {what}; most likely are {likely}"
         )
     return total
@@ -459,7 +463,7 @@ def frame_request(text: str) -> list[int] | None:
             if isinstance(inner, Mapping) and key in inner:
                 return _whole_numbers(inner[key] if isinstance(inner[key], list) else [inner[key]])
     if re.search(r"<tool_call>|select_frames", after, re.I):
-        raise Unreadable("a tool call without a readable list of target_frames")
+        raise UnreadableReply("a tool call without a readable list of target_frames")
     return None
 
 
@@ -472,7 +476,7 @@ def _whole_numbers(values: Iterable[Any]) -> list[int]:
         except (TypeError, ValueError):
             whole = math.nan
         if not whole.is_integer():
-            raise Unreadable(f"frame {value!r} is not a whole number")
+            raise UnreadableReply(f"frame {value!r} is not a whole number")
         out.append(int(whole))
     return list(dict.fromkeys(out))
 
@@ -487,5 +491,5 @@ def final_answer(text: str, read: Callable[[str], T]) -> T | None:
         said = [f"OA = {box}" for box in re.findall(r"\\boxed\{([^{}]*)\}", answer_part(text))]
     found = [read(answer) for answer in said]
     if any(value != found[0] for value in found):
-        raise Unreadable(f"two different answers in the reply {shown(text)}")
+        raise UnreadableReply(f"two different answers in the reply {shown(text)}")
     return found[0] if found else None

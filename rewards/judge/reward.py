@@ -19,9 +19,9 @@ from flowrl.rewards.core import weights
 from flowrl.rewards.core.failures import Problem
 from flowrl.rewards.core.reward import Reward
 from flowrl.rewards.judge import client
-from flowrl.rewards.judge.client import Failed, Judge, Message, picture, text
+from flowrl.rewards.judge.client import JudgeClient, Message, NoReply, picture, text
 from flowrl.rewards.judge.completion import Reply
-from flowrl.rewards.judge.replies import Unreadable
+from flowrl.rewards.judge.replies import UnreadableReply
 from flowrl.types import MediaContext
 
 # where a prompt text takes the caption: {prompt}, or {} as in some references
@@ -43,11 +43,11 @@ class JudgeReward(Reward):
 
     def __init__(self, settings: Any = None):
         super().__init__(settings)
-        self.judge = Judge(self.settings, reward=self.name, fields=self.fields)
+        self.judge = JudgeClient(self.settings, reward=self.name, fields=self.fields)
 
     def ask(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
-    ) -> list[Scores | Failed]:
+    ) -> list[Scores | NoReply]:
         """For each sample its scores, "score" among them, or why there are none."""
         raise NotImplementedError
 
@@ -56,9 +56,9 @@ class JudgeReward(Reward):
     ) -> Tensor:
         return self.scores(self.ask(media, prompts, context), media)
 
-    def scores(self, found: Sequence[Scores | Failed], media: Tensor) -> Tensor:
+    def scores(self, found: Sequence[Scores | NoReply], media: Tensor) -> Tensor:
         """The "score" of every sample -> (B,) fp32, NaN where there is none; `problem` says why."""
-        failures = [scores for scores in found if isinstance(scores, Failed)]
+        failures = [scores for scores in found if isinstance(scores, NoReply)]
         kinds = Counter(failure.kind for failure in failures)
         self.problem = Problem(str(failures[0]), kinds) if failures else None
         return column(found, "score", media)
@@ -102,7 +102,7 @@ class WritingJudge(JudgeReward):
         """
         try:
             found = self.read(Reply(text=reply, tokens=None))
-        except Unreadable:
+        except UnreadableReply:
             return math.nan
         return math.nan if found is None else found["score"]
 
@@ -134,7 +134,7 @@ class PairJudge(WritingJudge):
 
     def ask(
         self, media: Tensor, prompts: list[str], context: MediaContext | None
-    ) -> list[Scores | Failed]:
+    ) -> list[Scores | NoReply]:
         if self.alone:
             raise ValueError(self.alone)
         return self.asked([media], prompts, context)
@@ -154,7 +154,7 @@ class PairJudge(WritingJudge):
             return self.scores(self.asked([media_a, media_b], prompts, context), media_a)
 
 
-def column(found: Sequence[Scores | Failed], name: str, media: Tensor) -> Tensor:
+def column(found: Sequence[Scores | NoReply], name: str, media: Tensor) -> Tensor:
     """One score of every sample -> (B,) fp32 on media's device, NaN where there is none."""
     values = [
         scores.get(name, math.nan) if isinstance(scores, dict) else math.nan for scores in found
@@ -240,5 +240,5 @@ def needed(found: Mapping[str, float], names: Sequence[str], reply: str) -> list
     """These scores; a missing one -> Unreadable."""
     missing = [name for name in names if name not in found]
     if missing:
-        raise Unreadable(f"no {', '.join(missing)} score in the reply {reply[:80]!r}")
+        raise UnreadableReply(f"no {', '.join(missing)} score in the reply {reply[:80]!r}")
     return [found[name] for name in names]

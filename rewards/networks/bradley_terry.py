@@ -57,7 +57,7 @@ class HeadConfig(Settings):
     )
 
 
-class Head(nn.Module):
+class ScoreHead(nn.Module):
     """Embeddings of pictures and their prompts -> scores, in log-odds.
 
     Those of a linear head are relative to the average training picture.
@@ -127,7 +127,7 @@ def loss(difference: Tensor, preference: Tensor) -> Tensor:
 
 
 def fit(
-    head: Head, a: Tensor, b: Tensor, preference: Tensor, *, l2: float = 0.01, steps: int = 200
+    head: ScoreHead, a: Tensor, b: Tensor, preference: Tensor, *, l2: float = 0.01, steps: int = 200
 ) -> float:
     """Fit the head to pairs, in place -> the final loss with its penalty, over all aspects.
 
@@ -149,14 +149,14 @@ def fit(
     return optimizer.step(closure).item()
 
 
-def _standardise(head: Head, x: Tensor) -> None:
+def _standardise(head: ScoreHead, x: Tensor) -> None:
     """Let the head subtract the mean of x (N, dim) and divide by its deviation."""
     with torch.no_grad():
         head.mean.copy_(x.mean(0))
         head.std.copy_(x.std(0).clamp_min(1e-6))
 
 
-def save_head(head: Head, config: HeadConfig, folder: str | Path) -> None:
+def save_head(head: ScoreHead, config: HeadConfig, folder: str | Path) -> None:
     """Write config.json and head.safetensors into a folder."""
     from safetensors.torch import save_file
 
@@ -167,7 +167,7 @@ def save_head(head: Head, config: HeadConfig, folder: str | Path) -> None:
     (folder / CONFIG).write_text(json.dumps(config.model_dump(), indent=2) + "\n", encoding="utf-8")
 
 
-def load_head(folder: Path) -> tuple[Head, HeadConfig]:
+def load_head(folder: Path) -> tuple[ScoreHead, HeadConfig]:
     """What `save_head` wrote; ValueError that names the file and its fault where it is not that."""
     path = folder / CONFIG
     if not path.is_file():
@@ -185,5 +185,5 @@ def load_head(folder: Path) -> tuple[Head, HeadConfig]:
         )
     given = found if isinstance(found, Mapping) else {"config": found}
     config = parse(HeadConfig, given, what=str(path))
-    head = fill(Head(config), tensors(folder / WEIGHTS), path=folder / WEIGHTS)
+    head = fill(ScoreHead(config), tensors(folder / WEIGHTS), path=folder / WEIGHTS)
     return head, config  # type: ignore[return-value]

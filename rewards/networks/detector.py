@@ -18,7 +18,7 @@ SHRINK = 0.1  # of both sizes, taken off the offset of two centres
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DetectedObject:
     """One detected object.
 
     box: (left, top, right, bottom) in px. score: confidence in [0, 1]. color: None: not asked for.
@@ -29,7 +29,9 @@ class Found:
     color: str | None = None
 
 
-Detections = Mapping[str, Sequence[Found]]  # class -> its objects, the most confident first
+Detections = Mapping[
+    str, Sequence[DetectedObject]
+]  # class -> its objects, the most confident first
 Clauses = Sequence[Mapping[str, Any]]
 
 
@@ -53,7 +55,7 @@ def partial(found: Detections, include: Clauses) -> float:
     *and* 1 if it does not. So the number of terms depends on the picture. `exclude` does not count.
     """
     terms: list[float] = []
-    matched: list[Sequence[Found] | None] = []
+    matched: list[Sequence[DetectedObject] | None] = []
     for clause in include:
         n, objects = clause["count"], found.get(clause["class"], [])
         terms.append(1 - abs(n - len(objects)) / n)
@@ -80,7 +82,7 @@ def partial_fixed(found: Detections, include: Clauses) -> float:
     the same number of terms. It is 1 exactly where `strict` is true.
     """
     terms: list[float] = []
-    matched: list[Sequence[Found] | None] = []
+    matched: list[Sequence[DetectedObject] | None] = []
     for clause in include:
         n, objects = clause["count"], found.get(clause["class"], [])
         terms.append(max(0.0, 1 - abs(n - len(objects)) / n))
@@ -107,7 +109,7 @@ def strict(found: Detections, include: Clauses) -> bool:
 def official(found: Detections, include: Clauses, exclude: Clauses = ()) -> bool:
     """The benchmark's verdict: at least as many objects as asked for, the most confident of them
     judged; fewer than each exclude clause says."""
-    matched: list[Sequence[Found] | None] = []
+    matched: list[Sequence[DetectedObject] | None] = []
     for clause in include:
         n = clause["count"]
         objects = found.get(clause["class"], [])[:n]
@@ -122,7 +124,7 @@ def official(found: Detections, include: Clauses, exclude: Clauses = ()) -> bool
     )
 
 
-def relations(a: Found, b: Found) -> set[str]:
+def relations(a: DetectedObject, b: DetectedObject) -> set[str]:
     """Where a is, seen from b: up to two of RELATIONS.
 
     The offset of the centres, each component shrunk by a tenth of both sizes, over the length of
@@ -186,12 +188,14 @@ def _points_back(position: Any, number: int) -> bool:
     return relation in RELATIONS and isinstance(target, int) and 0 <= target < number
 
 
-def _colored(objects: Sequence[Found], color: str) -> int:
+def _colored(objects: Sequence[DetectedObject], color: str) -> int:
     return sum(found.color == color for found in objects)
 
 
 def _stands(
-    objects: Sequence[Found], position: Sequence[Any], matched: Sequence[Sequence[Found] | None]
+    objects: Sequence[DetectedObject],
+    position: Sequence[Any],
+    matched: Sequence[Sequence[DetectedObject] | None],
 ) -> bool:
     """Whether each object is in the relation to each of an earlier clause, which must have
     matched."""
@@ -200,7 +204,7 @@ def _stands(
     return others is not None and all(relation in relations(a, b) for a in objects for b in others)
 
 
-def _centre(found: Found) -> tuple[float, float, float, float]:
+def _centre(found: DetectedObject) -> tuple[float, float, float, float]:
     left, top, right, bottom = found.box
     return (left + right) / 2, (top + bottom) / 2, abs(right - left), abs(bottom - top)
 

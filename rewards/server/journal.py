@@ -22,7 +22,7 @@ from flowrl.rewards.server.wire import meta_text
 from flowrl.runtime.store import files
 
 
-class Journal:
+class ScoreJournal:
     """Key -> score, on disk without limit, in memory the newest `keep`; safe in several threads."""
 
     def __init__(self, path: str | Path, *, keep: int = 200_000):

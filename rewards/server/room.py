@@ -26,7 +26,7 @@ class Full(Exception):
     """There was no room for a request in time, or it had to give way to another."""
 
 
-class Guest:
+class OpenRequest:
     """One request. held: bytes that it keeps in memory. arriving: its body still comes. heard: loop
     time at which its client had sent PACE bytes more."""
 
@@ -89,14 +89,14 @@ class Room:
 
     def __init__(self, limit: float):
         self.limit, self.held = limit, 0
-        self.guests: dict[Guest, None] = {}  # in the order they came
+        self.guests: dict[OpenRequest, None] = {}  # in the order they came
         self.waiters: list[asyncio.Future[None]] = []
 
     @asynccontextmanager
-    async def guest(self) -> AsyncIterator[Guest]:
+    async def guest(self) -> AsyncIterator[OpenRequest]:
         """A request, from its body to its answer. Late and Full end it."""
         async with asyncio.timeout(IDLE) as clock:
-            guest = Guest(self, clock)
+            guest = OpenRequest(self, clock)
             self.guests[guest] = None
             try:
                 yield guest
@@ -108,13 +108,13 @@ class Room:
                 del self.guests[guest]
                 guest.hold(0)
 
-    def fits(self, guest: Guest, amount: int) -> bool:
+    def fits(self, guest: OpenRequest, amount: int) -> bool:
         """Bodies that still come fill no more than half, but for the first."""
         half = guest.arriving and guest is not self._first()
         alone = self.held == guest.held
         return alone or self.held + amount <= self.limit * (0.5 if half else 1)
 
-    def make_way(self, guest: Guest) -> None:
+    def make_way(self, guest: OpenRequest) -> None:
         """Let a silent guest leave; where all wait for each other, the last, for the first."""
         keepers = [one for one in self.guests if one is not guest and one.held]
         if any(one.leaving for one in keepers):
@@ -126,7 +126,7 @@ class Room:
         elif keepers and guest is self._first() and all(one.waiting for one in keepers):
             keepers[-1].leave()
 
-    def _first(self) -> Guest | None:
+    def _first(self) -> OpenRequest | None:
         """The first of those who keep or want something, and not only their answer."""
         unserved = (one for one in self.guests if one.waiting or (one.arriving and one.held))
         return next(unserved, None)

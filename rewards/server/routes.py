@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from flowrl.rewards import RewardUnavailable
 from flowrl.rewards.server import room, wire
 from flowrl.rewards.server.addresses import is_local
-from flowrl.rewards.server.room import Full, Guest, Late
+from flowrl.rewards.server.room import Full, Late, OpenRequest
 from flowrl.rewards.server.service import Job, Service
 from flowrl.runtime.text import printable
 
@@ -102,7 +102,7 @@ async def score(request: Request, service: Served) -> wire.Answer:
         return await future
 
 
-async def arrived(request: Request, length: int, service: Service, guest: Guest) -> Job:
+async def arrived(request: Request, length: int, service: Service, guest: OpenRequest) -> Job:
     """The job that a request asks for. What it takes in memory is awaited before it is used."""
     run = partial(asyncio.get_running_loop().run_in_executor, service.readers)
     body = await body_of(request, length, guest)
@@ -128,7 +128,7 @@ def length_of(request: Request) -> int:
     return int(request.headers["content-length"])  # the HTTP layer refuses what is not a number
 
 
-async def body_of(request: Request, length: int, guest: Guest) -> bytes:
+async def body_of(request: Request, length: int, guest: OpenRequest) -> bytes:
     """At its end the guest holds it twice: the parts, and the room of what it becomes."""
     parts, came = [], 0
     guest.listen()

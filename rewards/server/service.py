@@ -115,7 +115,7 @@ class Service:
         self.check_size(weight.total, "of JSON in memory")
         return weight
 
-    def read(self, body: bytes, weight: Weight) -> wire.Question:
+    def read(self, body: bytes, weight: Weight) -> wire.ScoreRequest:
         """The request in a body, sizes checked, nothing unpacked yet."""
         question = _question(body)
         if len(question.prompts) > wire.MAX_SAMPLES:
@@ -127,7 +127,7 @@ class Service:
         self.check_size((weight.total + question.nbytes + question.scratch) / 2, "unpacked")
         return question
 
-    def job(self, question: wire.Question) -> Job:
+    def job(self, question: wire.ScoreRequest) -> Job:
         """Unpacked, and held to what the rewards take."""
         rewards, prompts = self._chosen(question.reward), question.prompts
         columns = _columns(question)
@@ -251,7 +251,7 @@ class Service:
         )
 
 
-def _columns(question: wire.Question) -> dict[str, Any]:
+def _columns(question: wire.ScoreRequest) -> dict[str, Any]:
     """The columns of a MediaContext, None for those that were not sent."""
     columns: dict[str, Any] = {"meta": question.meta}
     for name in wire.TENSORS:
@@ -291,7 +291,7 @@ def _plain(column: Tensor) -> list[float | None]:
     return [value if value == value else None for value in column.tolist()]
 
 
-def _question(body: bytes) -> wire.Question:
+def _question(body: bytes) -> wire.ScoreRequest:
     """The record in a body. The JSON is parsed first: a text is then held once, not for each record
     that it may belong to."""
     try:
@@ -304,7 +304,7 @@ def _question(body: bytes) -> wire.Question:
     if any(isinstance(record, dict) and len(record) > MOST_KEYS for record in records):
         raise ValueError("the body has more keys than a request may have")
     try:
-        return wire.Question.model_validate(found)
+        return wire.ScoreRequest.model_validate(found)
     except pydantic.ValidationError as error:
         said = _sentence(error)
     raise ValueError(said)  # without the error, which holds all of the request
@@ -316,7 +316,7 @@ def _sentence(error: pydantic.ValidationError) -> str:
     place = ".".join(str(part) for part in problem["loc"])
     said = problem["msg"][:1].lower() + problem["msg"][1:]
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
-        return f'unknown key "{place}"{did_you_mean(place, wire.Question.model_fields)}'
+        return f'unknown key "{place}"{did_you_mean(place, wire.ScoreRequest.model_fields)}'
     if problem["loc"] and problem["loc"][0] in ("media", *wire.TENSORS):
         return (
             f'{problem["loc"][0]} should be {{"png": [...]}} or {{"dtype": ..., "shape": ...,'

@@ -105,7 +105,7 @@ class Pngs(Record):
         return [_png_size(text, number) for number, text in enumerate(self.png)]
 
 
-class Question(Record):
+class ScoreRequest(Record):
     """Body of POST /score.
 
     media, prompts and the columns have B rows. reward: a label of those served; None: their

@@ -99,7 +99,7 @@ def aesthetic(folder: Path) -> list[str]:
 
 
 def imagereward(folder: Path) -> list[str]:
-    from flowrl.rewards.imagereward import Network
+    from flowrl.rewards.imagereward import ImageRewardNetwork
     from flowrl.rewards.networks.blip import Blip
 
     shapes = {  # by which the picture tower's sizes are told
@@ -112,7 +112,7 @@ def imagereward(folder: Path) -> list[str]:
         f"visual_encoder.{k}": torch.empty(shape, device="meta") for k, shape in shapes.items()
     }
     with quick_weights(torch.float32):
-        network = Network(Blip(known, MED_CONFIG))
+        network = ImageRewardNetwork(Blip(known, MED_CONFIG))
     with torch.no_grad():  # untrained, a text looks at its picture so little that fp32 hides it
         for name, weight in network.named_parameters():
             if weight.ndim > 1 and ("crossattention" in name or name.startswith("layers.")):

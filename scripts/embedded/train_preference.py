@@ -37,7 +37,7 @@ from torch import Tensor
 
 import flowrl
 from flowrl.data import media
-from flowrl.rewards.networks.bradley_terry import Backbone, Head, HeadConfig, fit, save_head
+from flowrl.rewards.networks.bradley_terry import Backbone, HeadConfig, ScoreHead, fit, save_head
 from flowrl.runtime.statistics import mean_interval
 from flowrl.shapes import prompts, verify
 from flowrl.shapes.agreement import ERRORS, plant
@@ -159,7 +159,7 @@ def train(args: argparse.Namespace) -> None:
     source = {"model": args.model, "pretrained": args.pretrained, "width": backbone.width}
     config = HeadConfig(aspects=pairs.aspects, features=args.features, hidden=args.hidden, **source)
     torch.manual_seed(args.seed)
-    head = Head(config)
+    head = ScoreHead(config)
     a, b = _inputs(head, backbone, pairs)
     fit(head, a[~test], b[~test], pairs.preference[~test], l2=args.l2)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def _check_sides(args: argparse.Namespace, pairs: Pairs, decided: Tensor, test: 
             )
 
 
-def _inputs(head: Head, backbone: Backbone, pairs: Pairs) -> list[Tensor]:
+def _inputs(head: ScoreHead, backbone: Backbone, pairs: Pairs) -> list[Tensor]:
     """What the head reads of pictures a, and of pictures b."""
     pictures = embed(backbone, [*pairs.a, *pairs.b])
     with torch.no_grad():

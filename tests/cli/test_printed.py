@@ -13,7 +13,7 @@ from flowrl.cli import common, evaluate, generate, report, score, train
 from flowrl.config.compose import ConfigError
 from flowrl.data import media
 from flowrl.data.samples import Sample
-from flowrl.data.scored_folder import Scored
+from flowrl.data.scored_folder import ScoredSample
 from flowrl.report import grids, run_page, terminal
 from flowrl.report.render import TEMPLATES
 
@@ -54,7 +54,7 @@ def print_report():
 
 def print_score():
     sample = Sample(path=Path(NAME), prompt="", meta={})
-    scored = [Scored(sample=sample, scores={NAME: 1.0}, total=1.0)]
+    scored = [ScoredSample(sample=sample, scores={NAME: 1.0}, total=1.0)]
     score.show(terminal.score_table(scored, {NAME: 1.0}))
     score.complain(f"left out: {NAME}")
 

@@ -12,7 +12,7 @@ from torch import nn
 import flowrl
 from flowrl.algorithms.grpo import GRPO, GRPOConfig
 from flowrl.algorithms.nft import ALGORITHM as NFT
-from flowrl.config.live import check_given, named, settle
+from flowrl.config.live import check_given, named, with_live_objects
 from flowrl.config.load import dump, load_config, read_config
 from flowrl.policy.module import ModulePolicy
 from flowrl.rewards import Reward, load_set
@@ -68,7 +68,7 @@ SETTINGS = {
 
 
 def test_objects_take_the_place_of_names_in_the_config():
-    cfg, live = settle(
+    cfg, live = with_live_objects(
         SETTINGS, policy=policy(), rewards=[red, "jpeg"], algorithm=Own, prompts=["a", "b"]
     )
     assert cfg.model.source == "live:Net" and cfg.train.mode == "full"
@@ -80,7 +80,9 @@ def test_objects_take_the_place_of_names_in_the_config():
 
 
 def test_a_config_of_live_objects_is_read_again(tmp_path):
-    cfg, _ = settle(SETTINGS, policy=policy(), rewards={"r": {"reward": red, "weight": 0.5}})
+    cfg, _ = with_live_objects(
+        SETTINGS, policy=policy(), rewards={"r": {"reward": red, "weight": 0.5}}
+    )
     path = tmp_path / "config.yaml"
     path.write_text(dump(cfg))
     assert read_config(path) == cfg and cfg.reward == {"r": {"weight": 0.5, "name": "live:red"}}
@@ -90,9 +92,9 @@ def test_a_config_of_live_objects_is_read_again(tmp_path):
 def test_the_usual_model_gives_a_live_policy_none_of_its_settings(monkeypatch):
     told = []
     monkeypatch.setattr("flowrl.config.live.logger.info", told.append)
-    cfg, _ = settle(SETTINGS, policy=policy())
+    cfg, _ = with_live_objects(SETTINGS, policy=policy())
     assert cfg.model.pipeline == {} and cfg.eval.baseline_guidance is None and not told
-    cfg, _ = settle(load_config(None), policy=policy())
+    cfg, _ = with_live_objects(load_config(None), policy=policy())
     assert cfg.model.pipeline == {}
     assert told == [
         "model.pipeline: guidance_scale, max_sequence_length are those of the usual model; Net is"
@@ -101,31 +103,33 @@ def test_the_usual_model_gives_a_live_policy_none_of_its_settings(monkeypatch):
 
 
 def test_a_policy_says_itself_what_is_trained():
-    cfg, _ = settle(SETTINGS, policy=policy({"rank": 2, "alpha": 3}))
+    cfg, _ = with_live_objects(SETTINGS, policy=policy({"rank": 2, "alpha": 3}))
     assert (cfg.train.mode, cfg.train.lora.rank, cfg.train.lora.alpha) == ("lora", 2, 3)
-    cfg, _ = settle(SETTINGS, policy=Pictures(Net().bfloat16(), (3, 8, 8)))
+    cfg, _ = with_live_objects(SETTINGS, policy=Pictures(Net().bfloat16(), (3, 8, 8)))
     assert (cfg.train.mode, cfg.model.dtype) == ("full", "bf16")
 
 
 def test_a_class_has_default_options_an_instance_its_own_and_a_run_that_goes_on_those_it_had():
-    cfg, _ = settle(SETTINGS, algorithm=Own(GRPOConfig(kl_weight=0.25)))
+    cfg, _ = with_live_objects(SETTINGS, algorithm=Own(GRPOConfig(kl_weight=0.25)))
     assert cfg.algorithm["kl_weight"] == 0.25
-    again, live = settle(cfg, algorithm=Own)
+    again, live = with_live_objects(cfg, algorithm=Own)
     assert again == cfg and live.algorithm.config.kl_weight == 0.25
-    assert settle(SETTINGS, algorithm=Own)[0].algorithm["kl_weight"] == 0.0
+    assert with_live_objects(SETTINGS, algorithm=Own)[0].algorithm["kl_weight"] == 0.0
 
 
 def test_what_ships_keeps_its_name():
-    assert settle(SETTINGS, algorithm=NFT)[0].algorithm["name"] == "nft"
-    cfg, live = settle(SETTINGS, prompts={"train": "shapes:train", "eval": ["x"]})
+    assert with_live_objects(SETTINGS, algorithm=NFT)[0].algorithm["name"] == "nft"
+    cfg, live = with_live_objects(SETTINGS, prompts={"train": "shapes:train", "eval": ["x"]})
     assert cfg.data.train == "shapes:train" and cfg.data.eval == "live:1 prompt"
     assert len(live.prompts) > 100
 
 
 def test_a_config_without_objects_is_left_as_it_is():
     cfg = load_config(None)
-    assert settle(cfg)[0] is cfg and settle("quickstart")[0] == load_config("quickstart")
-    assert settle({"iterations": 3})[0] == load_config(iterations=3)
+    assert with_live_objects(cfg)[0] is cfg and with_live_objects("quickstart")[0] == load_config(
+        "quickstart"
+    )
+    assert with_live_objects({"iterations": 3})[0] == load_config(iterations=3)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +157,7 @@ def test_a_config_without_objects_is_left_as_it_is():
 )
 def test_objects_that_do_not_fit_are_one_sentence(objects, said):
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
-        settle(SETTINGS, **objects)
+        with_live_objects(SETTINGS, **objects)
     assert "\n" not in str(caught.value)
 
 
@@ -169,31 +173,31 @@ def test_a_live_policy_and_another_model_are_refused(cfg):
     with pytest.raises(
         ValueError, match=r"model=\S+ and a live policy, Net, are both given; leave"
     ):
-        settle(cfg, policy=policy())
+        with_live_objects(cfg, policy=policy())
 
 
 def test_arguments_of_a_call_do_not_reach_a_policy_that_is_loaded():
     with pytest.raises(ValueError, match="give them to flowrl.load_policy"):
-        settle({"model": {"pipeline": {"height": 64}}}, policy=policy())
+        with_live_objects({"model": {"pipeline": {"height": 64}}}, policy=policy())
     with pytest.raises(ValueError, match=r"data.offline=scored brings its own prompts"):
-        settle({"data": {"offline": "scored"}}, prompts=["a"])
+        with_live_objects({"data": {"offline": "scored"}}, prompts=["a"])
 
 
 def test_each_object_that_is_missing_is_asked_for():
-    cfg, live = settle(SETTINGS, policy=policy(), rewards=red)
+    cfg, live = with_live_objects(SETTINGS, policy=policy(), rewards=red)
     check_given(cfg, live)
     with pytest.raises(ValueError) as caught:
-        check_given(cfg, settle(cfg, rewards=red)[1])
+        check_given(cfg, with_live_objects(cfg, rewards=red)[1])
     assert str(caught.value) == (
         "this run's policy (Net) was a live object; pass it: flowrl.train(..., policy=...)"
     )
 
 
 def test_identity_knows_live_code_by_its_text():
-    _, live = settle(SETTINGS, rewards=[red, Mean()], algorithm=Own)
+    _, live = with_live_objects(SETTINGS, rewards=[red, Mean()], algorithm=Own)
     known = of_live(live)
     assert known.keys() == {"code of reward.red", "code of reward.mean", "code of algorithm"}
-    _, other = settle(SETTINGS, rewards={"red": Mean(), "mean": Mean()}, algorithm=Own)
+    _, other = with_live_objects(SETTINGS, rewards={"red": Mean(), "mean": Mean()}, algorithm=Own)
     differ = {key for key, value in of_live(other).items() if value != known[key]}
     assert differ == {"code of reward.red"}
 

@@ -11,7 +11,7 @@ from PIL import Image, ImageCms
 
 from flowrl.data import conditions, media
 from flowrl.data.as_seen import as_seen
-from flowrl.data.stored import Stored
+from flowrl.data.stored import PictureCell
 from flowrl.training import identity
 
 RED = (255, 0, 0)
@@ -310,7 +310,7 @@ def test_the_version_of_the_reader_is_in_the_identity_where_it_matters(tmp_path,
     assert said == ["the reader of videos, transparency and colour profiles (absent -> 2)"]
     assert identity.differences({"config": {}}, {"config": {}, "reader": {}}, tmp_path) == []
     assert identity.differences(now, now, tmp_path) == []
-    inside = Stored("a.parquet, row 1", "image", "1", tmp_path, dict)
+    inside = PictureCell("a.parquet, row 1", "image", "1", tmp_path, dict)
     assert identity.of_reader({"prompts": [{"prompt": "x", "image": inside}]}, []) == now["reader"]
     monkeypatch.setattr(identity.as_seen, "READER", "3")
     assert (

@@ -17,7 +17,7 @@ from flowrl.config.compose import ConfigError
 from flowrl.config.load import load_config
 from flowrl.data import conditions, media, stored
 from flowrl.data.prompts import load_prompts
-from flowrl.data.stored import Stored
+from flowrl.data.stored import PictureCell
 from flowrl.training import identity
 from flowrl.training.unused_options import unused_options
 
@@ -237,7 +237,7 @@ def test_folders_of_the_library_are_read_without_decoding(folders, decoded):
     for name in ("saved", "splits", "parquet", "splits:train"):
         found = load_prompts(f"hf:{name}", EDITS)
         assert [row["prompt"] for row in found] == PROMPTS
-        assert all(isinstance(row["image"], Stored) for row in found)
+        assert all(isinstance(row["image"], PictureCell) for row in found)
     assert not decoded
     assert conditions.of(found)[1]["image"].tobytes() == picture(2).tobytes()
     several = load_prompts("hf:saved", {"prompt": "caption", "image": "several"})

@@ -21,7 +21,7 @@ from flowrl.cli.main import app  # noqa: F401  imported before a test changes fo
 from flowrl.data import scored_folder
 from flowrl.data.media import ORIENTATION, image_size, read_image, read_media, save
 from flowrl.data.samples import Sample
-from flowrl.data.scored_folder import Scored
+from flowrl.data.scored_folder import ScoredSample
 from flowrl.report import terminal
 from flowrl.rewards import load_set, score
 from flowrl.rewards.core import files
@@ -32,7 +32,9 @@ from flowrl.shapes.scenes import render
 def scored_as(*totals):
     """(prompt, total) pairs as scored samples 0.png, 1.png ..."""
     return [
-        Scored(sample=Sample(path=Path(f"{i}.png"), prompt=prompt, meta={}), scores={}, total=total)
+        ScoredSample(
+            sample=Sample(path=Path(f"{i}.png"), prompt=prompt, meta={}), scores={}, total=total
+        )
         for i, (prompt, total) in enumerate(totals)
     ]
 

@@ -37,11 +37,23 @@ def test_suites_and_held_out_evaluations_of_two_processes_equal_one_to_the_bit(
         own = replace(how, world=world)
         path = tmp_path / f"{world.size}.jsonl" if world.main else None
         told = measure.measure(
-            policy, PROMPTS, rewards, own, images=2, journal=measure.Journal(path), setting="base"
+            policy,
+            PROMPTS,
+            rewards,
+            own,
+            images=2,
+            journal=measure.MeasureJournal(path),
+            setting="base",
         )
         calls = policy.calls
         again = measure.measure(
-            policy, PROMPTS, rewards, own, images=2, journal=measure.Journal(path), setting="base"
+            policy,
+            PROMPTS,
+            rewards,
+            own,
+            images=2,
+            journal=measure.MeasureJournal(path),
+            setting="base",
         )
         assert policy.calls == calls and torch.equal(again.values["spread"], told.values["spread"])
         found = held_out.Evaluator(

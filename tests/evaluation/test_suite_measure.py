@@ -12,7 +12,7 @@ from flowrl.evaluation import held_out
 from flowrl.evaluation.held_out import Sampling
 from flowrl.evaluation.record import add_row
 from flowrl.evaluation.suites import measure as suite_measure
-from flowrl.evaluation.suites.measure import Journal, measure
+from flowrl.evaluation.suites.measure import MeasureJournal, measure
 from flowrl.report import run_page
 from flowrl.rewards import load_set, readings
 
@@ -60,15 +60,17 @@ def test_a_stopped_evaluation_goes_on_where_it_was(policy, tmp_path, monkeypatch
 
     monkeypatch.setattr(suite_measure, "_chunk", failing)
     with pytest.raises(KeyboardInterrupt):
-        measure(policy, prompts, rewards, sampling, images=2, journal=Journal(path, "k"))
+        measure(policy, prompts, rewards, sampling, images=2, journal=MeasureJournal(path, "k"))
     path.write_text(path.read_text() + '{"setting": "", "sta')  # cut short
-    resumed = measure(policy, prompts, rewards, sampling, images=2, journal=Journal(path, "k"))
+    resumed = measure(
+        policy, prompts, rewards, sampling, images=2, journal=MeasureJournal(path, "k")
+    )
     assert len(calls) == 4 and calls[2] == calls[3]
     monkeypatch.setattr(suite_measure, "_chunk", original)
     torch.testing.assert_close(
         resumed.values, measure(policy, prompts, rewards, sampling, images=2).values, rtol=0, atol=0
     )
-    assert len(path.read_text().splitlines()) == 4 and Journal(path, "another").known == {}
+    assert len(path.read_text().splitlines()) == 4 and MeasureJournal(path, "another").known == {}
 
 
 def test_diversity_is_the_mean_distance_of_pairs_in_pixels_and_in_the_embedding_of_a_clip(tmp_path):
@@ -129,7 +131,12 @@ def test_answers_of_a_checklist_about_the_first_image_of_each_prompt_are_kept(
         Sampling(steps=1, guidance="none", decode=1),
     )
     got = measure(
-        policy, prompts, rewards, sampling, images=2, journal=Journal(tmp_path / "j.jsonl", "k")
+        policy,
+        prompts,
+        rewards,
+        sampling,
+        images=2,
+        journal=MeasureJournal(tmp_path / "j.jsonl", "k"),
     )
     assert [(entry["image"], entry["prompt"]) for entry in got.answers["checklist"]] == list(
         enumerate(p["prompt"] for p in prompts)
@@ -145,7 +152,12 @@ def test_answers_of_a_checklist_about_the_first_image_of_each_prompt_are_kept(
         }
         assert second["zeroed"] and second["counted"] == 0.0
     again = measure(
-        policy, prompts, rewards, sampling, images=2, journal=Journal(tmp_path / "j.jsonl", "k")
+        policy,
+        prompts,
+        rewards,
+        sampling,
+        images=2,
+        journal=MeasureJournal(tmp_path / "j.jsonl", "k"),
     )
     assert again.answers == got.answers  # read from the journal
 

@@ -17,13 +17,13 @@ from flowrl.evaluation.held_out import Sampling
 from flowrl.evaluation.suites import runs
 from flowrl.evaluation.suites import suite as suites
 from flowrl.evaluation.suites.measure import measure
-from flowrl.evaluation.suites.runs import Options, evaluate_runs
+from flowrl.evaluation.suites.runs import SuiteOptions, evaluate_runs
 from flowrl.report import suite_page, terminal
 from flowrl.rewards import load_set
 from flowrl.runtime.log import logger
 from flowrl.runtime.store import run_folder
 
-QUICK = Options(count=2, images=3, steps=2)
+QUICK = SuiteOptions(count=2, images=3, steps=2)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_several_runs_share_the_base_and_give_a_side_effect_matrix(run, tmp_path
         suites, "measure", lambda *a, **k: named.append(k["setting"]) or original(*a, **k)
     )
     first, second = evaluate_runs(
-        [run, other], "shapes", Options(count=2, images=1, steps=1, held_out=["tiling"])
+        [run, other], "shapes", SuiteOptions(count=2, images=1, steps=1, held_out=["tiling"])
     )
     assert named == ["base", "tuned", "tuned"]
     assert first["rows"][0]["values"] == second["rows"][0]["values"]
@@ -146,7 +146,7 @@ def test_a_guided_base_is_shown_where_the_run_has_one(run, tmp_path):
     (guided / "config.yaml").write_text(
         text.replace("baseline_guidance: null", "baseline_guidance: 3.0")
     )
-    (record,) = evaluate_runs([guided], "shapes", Options(count=2, images=1, steps=1))
+    (record,) = evaluate_runs([guided], "shapes", SuiteOptions(count=2, images=1, steps=1))
     assert [(row["name"], row["guidance"], row["nfe"]) for row in record["rows"]] == [
         ("base", "none", 1),
         ("base, guided", 3.0, 2),
@@ -165,7 +165,7 @@ def test_the_checkpoint_that_was_measured_is_the_one_that_is_named(run, tmp_path
         return real(*args, **kwargs)
 
     monkeypatch.setattr(runs, "run_suite", going_on)
-    (record,) = evaluate_runs([copy], "shapes", Options(count=1, images=1, steps=1))
+    (record,) = evaluate_runs([copy], "shapes", SuiteOptions(count=1, images=1, steps=1))
     assert record["checkpoint"] == "step-000001"
     assert runs.checkpoint.latest(copy).name == "step-000002"
 
@@ -207,7 +207,7 @@ def test_peaks_are_of_rewards_that_were_not_trained_on():
         for i, v in ((1, None), (2, None), (3, 2.0))
     ]
     found = runs.peaks(
-        run_folder.Run(path=None, config="", metrics=metrics, evaluation={"rows": rows}),
+        run_folder.RunFolder(path=None, config="", metrics=metrics, evaluation={"rows": rows}),
         {"own"},
         "none",
     )
@@ -218,46 +218,50 @@ def test_peaks_are_of_rewards_that_were_not_trained_on():
     ("options", "name", "sentence"),
     [
         (
-            Options(best_of=8),
+            SuiteOptions(best_of=8),
             "shapes",
             (
                 "--best-of 8 needs at least 8 images a prompt, and this evaluation makes 4; add"
                 " --images 8"
             ),
         ),
-        (Options(held_out=["jpge"]), "shapes", 'unknown reward "jpge"; did you mean "jpeg"'),
+        (SuiteOptions(held_out=["jpge"]), "shapes", 'unknown reward "jpge"; did you mean "jpeg"'),
         (
-            Options(held_out=["tiling=0.5"]),
+            SuiteOptions(held_out=["tiling=0.5"]),
             "shapes",
             (
                 "--held-out tiling=0.5: a suite reads each reward by itself, so its weight says"
                 " nothing"
             ),
         ),
-        (Options(held_out=["tiling.tile=2"]), "shapes", 'reward "tiling": unknown setting "tile"'),
         (
-            Options(rewards=["jpge.quality=80"]),
+            SuiteOptions(held_out=["tiling.tile=2"]),
+            "shapes",
+            'reward "tiling": unknown setting "tile"',
+        ),
+        (
+            SuiteOptions(rewards=["jpge.quality=80"]),
             "shapes",
             'reads no reward of that name (--held-out adds one); did you mean "jpeg"',
         ),
         (
-            Options(rewards=["jpeg"]),
+            SuiteOptions(rewards=["jpeg"]),
             "shapes",
             "--reward jpeg sets nothing; give NAME.SETTING=VALUE",
         ),
         (
-            Options(rewards=["jpeg=0.5"]),
+            SuiteOptions(rewards=["jpeg=0.5"]),
             "shapes",
             "--reward jpeg=0.5: a suite reads each reward by itself",
         ),
         (
-            Options(rewards=["jpeg.qualty=80"]),
+            SuiteOptions(rewards=["jpeg.qualty=80"]),
             "shapes",
             'unknown setting "qualty"; did you mean "quality"',
         ),
-        (Options(rewards=["jpeg.quality"]), "shapes", 'reward "jpeg.quality" should be NAME'),
+        (SuiteOptions(rewards=["jpeg.quality"]), "shapes", 'reward "jpeg.quality" should be NAME'),
         (
-            Options(prompts="gone.jsonl"),
+            SuiteOptions(prompts="gone.jsonl"),
             "geneval",
             "there is no prompt file gone.jsonl; download https://github.com/djghosh13/geneval",
         ),
@@ -279,4 +283,4 @@ def test_a_folder_that_is_no_run_is_refused(run, tmp_path):
         (tmp_path / "s.yaml").write_text(
             "title: t\nprompts: shapes:eval\nrewards: {shapes: 1}\nmetric: shapes/stricter"
         )
-        evaluate_runs([run], str(tmp_path / "s.yaml"), Options(count=1, images=1, steps=1))
+        evaluate_runs([run], str(tmp_path / "s.yaml"), SuiteOptions(count=1, images=1, steps=1))

@@ -2,7 +2,7 @@
 
 import torch
 
-from flowrl.policy.weights.offload import Guest
+from flowrl.policy.weights.offload import OffloadedWeights
 
 U8 = torch.uint8
 
@@ -10,7 +10,7 @@ U8 = torch.uint8
 def spoil(monkeypatch):
     """Numbers that no network can compute with stand for weights that are in host memory, so that
     whoever reads them there gets NaN, or an error."""
-    leave = Guest.leave
+    leave = OffloadedWeights.leave
 
     def left(self):
         leave(self)
@@ -18,4 +18,4 @@ def spoil(monkeypatch):
             odd = float("nan") if tensor.is_floating_point() else 7 if tensor.dtype == U8 else -7
             tensor.data = torch.full_like(tensor.data, odd)
 
-    monkeypatch.setattr(Guest, "leave", left)
+    monkeypatch.setattr(OffloadedWeights, "leave", left)

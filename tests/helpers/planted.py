@@ -18,7 +18,7 @@ from flowrl.rewards.checks.subject import Subject
 from flowrl.rewards.core.reward import FunctionReward, Reward
 from flowrl.rewards.geneval import Geneval
 from flowrl.rewards.geneval import Settings as GenevalSettings
-from flowrl.rewards.networks.detector import Found
+from flowrl.rewards.networks.detector import DetectedObject
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 
@@ -169,12 +169,14 @@ class ShapesGeneval(Geneval):
     def detect(self, frames, metas):
         out = []
         for objects in verify.detect(frames):
-            found: dict[str, list[Found]] = {}
+            found: dict[str, list[DetectedObject]] = {}
             for o in objects:
                 if o.shape is not None:
                     box = (o.x - o.width / 2, o.y - o.height / 2)
                     box += (o.x + o.width / 2, o.y + o.height / 2)
-                    found.setdefault(self.CLASSES[o.shape], []).append(Found(box, 0.99, o.color))
+                    found.setdefault(self.CLASSES[o.shape], []).append(
+                        DetectedObject(box, 0.99, o.color)
+                    )
             out.append(found)
         return out
 

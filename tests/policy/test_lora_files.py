@@ -16,7 +16,7 @@ from tiny_parts import unet
 
 from flowrl.policy import lora_read
 from flowrl.policy.weights import lora
-from flowrl.policy.weights.parts import Parts
+from flowrl.policy.weights.parts import TrainedParts
 
 ATTENTION = ["to_q", "to_k", "to_v", "to_out.0"]
 WAN = [*ATTENTION, "net.0.proj", "net.2"]
@@ -34,7 +34,7 @@ def made(name, components, targets):
     pipe = tiny.pipeline(name)
     components = components or ("unet" if hasattr(pipe, "unet") else "transformer",)
     options = {"rank": 4, "alpha": 7, "targets": list(targets)}
-    return pipe, Parts({part: getattr(pipe, part) for part in components}, options)
+    return pipe, TrainedParts({part: getattr(pipe, part) for part in components}, options)
 
 
 def parts_of(name, *components, targets=ATTENTION):

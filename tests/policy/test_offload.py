@@ -8,7 +8,7 @@ from torch import nn
 
 from flowrl.policy import load_policy
 from flowrl.policy.replay.record import Encoding
-from flowrl.policy.weights.offload import Guest, Turns, computing_on
+from flowrl.policy.weights.offload import OffloadedWeights, Turns, computing_on
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 
@@ -24,7 +24,7 @@ def spoilt(monkeypatch):
 
 def test_a_guest_comes_as_it_was_and_its_visits_are_counted():
     net = nn.Linear(2, 2)
-    before, guest = net.weight.detach().clone(), Guest(net.parameters(), CPU)
+    before, guest = net.weight.detach().clone(), OffloadedWeights(net.parameters(), CPU)
     for visits in (1, 2):
         guest.leave()
         assert not guest.here and net.weight.isnan().all()

@@ -15,7 +15,7 @@ from flowrl.data import geneval as geneval_prompts
 from flowrl.rewards.core.questions import complaint
 from flowrl.rewards.core.reward import Reward, RewardBug
 from flowrl.rewards.networks import detector
-from flowrl.rewards.networks.detector import Found
+from flowrl.rewards.networks.detector import DetectedObject
 from flowrl.shapes import verify
 from flowrl.shapes.agreement import ERRORS, plant
 from flowrl.shapes.prompts import all_prompts, find, scene
@@ -309,8 +309,8 @@ def detections(clause):
     color, n = clause.get("color"), clause["count"]
     corners = [(0, 0), (50, 0), (50, 50), (0, 90)]
     boxes = [*((x, y, x + 10, y + 10) for x, y in corners), (90, 90, 99, 99)]
-    right = [Found(box, 0.95, color) for box in boxes]
-    other = [Found(box, 0.9, color and "none") for box in boxes[:n]]
+    right = [DetectedObject(box, 0.95, color) for box in boxes]
+    other = [DetectedObject(box, 0.9, color and "none") for box in boxes[:n]]
     return [right[:n], right[1 : n + 1], right[: n + 1], [], other]
 
 
@@ -324,7 +324,10 @@ def planted_cases():
         names = [clause["class"] for clause in prompt["include"]]
         for choice in itertools.product(*map(detections, prompt["include"])):
             found = {name: list(some) for name, some in zip(names, choice, strict=True) if some}
-            cases += [(prompt, found), (prompt, found | {"kite": [Found((0, 0, 5, 5), 0.9)]})]
+            cases += [
+                (prompt, found),
+                (prompt, found | {"kite": [DetectedObject((0, 0, 5, 5), 0.9)]}),
+            ]
     return cases
 
 

@@ -11,7 +11,7 @@ from flowrl import rewards
 from flowrl.data.geneval import CLASSES, COLORS
 from flowrl.rewards.geneval import Instance, Sizes, _kept, instances
 from flowrl.rewards.networks import detector as networks_detector
-from flowrl.rewards.networks.detector import Found, readings
+from flowrl.rewards.networks.detector import DetectedObject, readings
 from flowrl.types import MediaContext
 
 NAMES = ("partial", "partial_fixed", "strict", "official")
@@ -19,7 +19,7 @@ NAMES = ("partial", "partial_fixed", "strict", "official")
 
 def at(x, y, color=None, size=10.0, score=0.9):
     """An object of size x size px around (x, y)."""
-    return Found((x - size / 2, y - size / 2, x + size / 2, y + size / 2), score, color)
+    return DetectedObject((x - size / 2, y - size / 2, x + size / 2, y + size / 2), score, color)
 
 
 def clause(name, count=1, **more):

@@ -41,7 +41,7 @@ def pictures():
 
 def head(aspects=("quality",), width=8, **settings):
     torch.manual_seed(0)
-    return bt.Head(
+    return bt.ScoreHead(
         bt.HeadConfig(aspects=list(aspects), width=width, features=["image"], **settings)
     )
 
@@ -141,7 +141,7 @@ def test_the_same_pairs_give_the_same_head_bit_for_bit():
 
 def test_a_head_survives_its_folder(tmp_path):
     config = bt.HeadConfig(aspects=["a", "b"], width=8, hidden=4, notes={"accuracy": 0.9})
-    model = bt.Head(config)
+    model = bt.ScoreHead(config)
     bt.save_head(model, config, tmp_path / "new" / "head")
     again, read = bt.load_head(tmp_path / "new" / "head")
     x = torch.randn(3, 16)
@@ -305,7 +305,7 @@ def test_the_same_backbone_from_another_place_gives_the_same_scores_and_another_
 
 def test_a_head_that_reads_pictures_alone_needs_no_prompt(pictures, tmp_path):
     config = bt.HeadConfig(aspects=["nice"], width=64, features=["image"])
-    bt.save_head(bt.Head(config), config, tmp_path)
+    bt.save_head(bt.ScoreHead(config), config, tmp_path)
     reward = rewards.load("preference", weights=str(tmp_path))
     assert not reward.reads_prompt and rewards.load("preference").reads_prompt
     assert torch.equal(reward(pictures, [""] * 4), reward(pictures, PROMPTS))

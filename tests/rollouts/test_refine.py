@@ -13,7 +13,7 @@ from flowrl import generate
 from flowrl.policy.module import ModulePolicy
 from flowrl.rewards import RewardBug, load_set
 from flowrl.rewards.core.reward import Reward
-from flowrl.rollouts.inference.candidates import Asked
+from flowrl.rollouts.inference.candidates import SampleRequest
 from flowrl.rollouts.inference.refine import Refine, refined
 
 CRITIQUE = """1. Text Faithfulness:\n## Score: {tf}
@@ -66,7 +66,7 @@ def length(sample):
 
 def made(judge, texts, how=None, model=None, **options):
     own = {"steps": 3, "guidance": "none", "seed": 2, **options}
-    asked = Asked(policy=model or policy(), texts=texts, **own)
+    asked = SampleRequest(policy=model or policy(), texts=texts, **own)
     with torch.no_grad():
         return refined(asked, load_set(judge), how or Refine())
 

@@ -10,7 +10,7 @@ from torch import nn
 from flowrl import generate
 from flowrl.policy.module import ModulePolicy
 from flowrl.rewards import load_set
-from flowrl.rollouts.inference.candidates import Asked
+from flowrl.rollouts.inference.candidates import SampleRequest
 from flowrl.rollouts.search import Search, neighbours, searched
 
 STEPS = 4
@@ -61,7 +61,9 @@ def first(media, prompts, context):
 def found(policy, how, texts=("0", "1", "2"), reward=first, **options):
     own = {"steps": STEPS, "guidance": "none", **options}
     with torch.no_grad():
-        return searched(Asked(policy=policy, texts=list(texts), **own), load_set(reward), how)
+        return searched(
+            SampleRequest(policy=policy, texts=list(texts), **own), load_set(reward), how
+        )
 
 
 WAYS = {

@@ -9,7 +9,7 @@ from flowrl.evaluation import record
 from flowrl.policy.weights import lora
 from flowrl.report import suite_page
 from flowrl.runtime.store import run_folder, side_files
-from flowrl.runtime.store.side_files import Evaluation
+from flowrl.runtime.store.side_files import EvaluationFile
 
 
 def evaluation(row):
@@ -45,7 +45,7 @@ def test_a_damaged_evaluation_is_one_sentence(tmp_path, text, said):
 def test_what_a_row_says_besides_is_kept(tmp_path):
     written = {"rows": [{"name": "a", "own": [1, {"x": None}]}], "paired": {}}
     (tmp_path / "x.json").write_text(json.dumps(written))
-    assert side_files.read(tmp_path / "x.json", Evaluation, again="") == written
+    assert side_files.read(tmp_path / "x.json", EvaluationFile, again="") == written
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "{oops", '{"rows": [{"name": 1}]}', '{"rows": 3}'])

@@ -14,7 +14,7 @@ from flowrl.evaluation import held_out
 from flowrl.shapes import prompts, verify
 from flowrl.shapes.agreement import ERRORS, measure, plant
 from flowrl.shapes.scenes import COLORS, RELATIONS, SHAPES, Object, render
-from flowrl.shapes.verify import Found, partial, strict
+from flowrl.shapes.verify import FoundShape, partial, strict
 from flowrl.types import MediaContext
 
 EVERY = prompts.all_prompts()
@@ -187,7 +187,7 @@ def seen(*kinds):
     """Objects side by side, from left to right: "red circle" -> Found."""
     colors_shapes = [kind.split() for kind in kinds]
     return [
-        Found(shape, color, 12.0 + 16 * i, 32.0, 14.0, 14.0)
+        FoundShape(shape, color, 12.0 + 16 * i, 32.0, 14.0, 14.0)
         for i, (color, shape) in enumerate(colors_shapes)
     ]
 
@@ -238,7 +238,7 @@ def test_strict_allows_nothing_else_in_the_picture_and_partial_does():
     include = prompts.find("a red circle")["include"]
     objects = seen("red circle", "blue square")
     assert partial(objects, include) == 1 and not strict(objects, include)
-    blob = [*seen("red circle"), Found(None, "blue", 50, 50, 8, 8)]
+    blob = [*seen("red circle"), FoundShape(None, "blue", 50, 50, 8, 8)]
     assert not strict(blob, include)
 
 

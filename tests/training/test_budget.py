@@ -21,7 +21,7 @@ from flowrl.training.budget import fit
 from flowrl.training.budget.call_costs import COMPILED, Costs
 from flowrl.training.budget.meter import POINTWISE, bytes_of
 from flowrl.training.budget.planner import Planner
-from flowrl.training.budget.rehearsal import Asked
+from flowrl.training.budget.rehearsal import PolicyCall
 from flowrl.training.budget.roofline import GPUS, of_cuda
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "budget.py"
@@ -142,7 +142,7 @@ def test_compiled_blocks_take_one_factor_of_the_seconds_of_pointwise_operators(p
         Costs(planner.policy, H100, low=None, checkpointing=False, compiled=how)
         for how in (False, False, True)
     )
-    asked = Asked(what="velocity", rows=2, grad=True)
+    asked = PolicyCall(what="velocity", rows=2, grad=True)
     first.of(asked)  # a network's first call may have a few more operators
     for part in ("forward", "backward"):
         a, b = (getattr(costs.of(asked), part) for costs in (plain, compiled))
@@ -150,7 +150,7 @@ def test_compiled_blocks_take_one_factor_of_the_seconds_of_pointwise_operators(p
         shares = {kind: COMPILED if kind in POINTWISE else 1 for kind in a.kinds}
         assert b.kinds == pytest.approx({kind: shares[kind] * t for kind, t in a.kinds.items()})
         assert b.seconds == pytest.approx(sum(b.kinds.values())) and b.seconds < a.seconds
-    decoded = Asked(what="decode", rows=2)
+    decoded = PolicyCall(what="decode", rows=2)
     assert plain.of(decoded) == compiled.of(decoded)
 
 
@@ -163,7 +163,7 @@ def test_an_expanded_tensor_is_read_as_it_is_stored(size):
 def test_costs_are_affine_in_rows(planner):
     exact = Costs(planner.policy, H100, low=None, checkpointing=False)
     lined = Costs(planner.policy, H100, low=None, checkpointing=False)
-    asked = [Asked(what="velocity", rows=rows, grad=True) for rows in (2, 4, 7)]
+    asked = [PolicyCall(what="velocity", rows=rows, grad=True) for rows in (2, 4, 7)]
     for one in asked[:2]:
         lined.of(one)
     line, real = lined.of(asked[2]), exact.of(asked[2])
@@ -177,7 +177,7 @@ def test_costs_are_affine_in_rows(planner):
 
 def test_a_weight_that_a_branch_without_a_gradient_casts_first_has_its_gradient(planner):
     """Under autocast, with guidance's other branch detached."""
-    asked = Asked(what="velocity", rows=2, branches=2, guidance="guided", grad=True)
+    asked = PolicyCall(what="velocity", rows=2, branches=2, guidance="guided", grad=True)
     told = []
     for detached in (False, True):
         costs = Costs(planner.policy, H100, low=torch.bfloat16, checkpointing=False)

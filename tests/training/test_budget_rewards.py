@@ -165,7 +165,7 @@ def blip_large():
     state = {"visual_encoder.patch_embed.proj.weight": torch.empty(1024, 3, 16, 16)}
     state["visual_encoder.pos_embed"] = torch.empty(1, 197, 1024)
     mlps = {f"visual_encoder.blocks.{i}.mlp.fc1.weight": torch.empty(4096, 1) for i in range(24)}
-    return imagereward.Network(Blip(state | mlps, BERT))
+    return imagereward.ImageRewardNetwork(Blip(state | mlps, BERT))
 
 
 def clip_h_and_cross_attention():

@@ -12,7 +12,7 @@ from flowrl.shapes.clip import FOLDER
 from flowrl.training.budget.call_costs import Costs
 from flowrl.training.budget.meter import Meter
 from flowrl.training.budget.planner import Planner
-from flowrl.training.budget.rehearsal import Asked
+from flowrl.training.budget.rehearsal import PolicyCall
 from flowrl.training.budget.roofline import GIB, GPUS
 
 CPU = replace(GPUS["h100"], name="cpu", cuda=False, reserve=0.0, memory=None)
@@ -27,7 +27,7 @@ def planner(height, *words):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_tiles_change_nothing_where_a_picture_is_no_larger_than_one(grad):
-    policy, asked = planner(64).policy, Asked(what="decode", rows=2, grad=grad)
+    policy, asked = planner(64).policy, PolicyCall(what="decode", rows=2, grad=grad)
     whole, tiled = (
         Costs(policy, CPU, low=None, checkpointing=False, tiled=tiled).of(asked)
         for tiled in (False, True)

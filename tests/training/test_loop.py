@@ -252,7 +252,7 @@ def test_a_nonfinite_gradient_is_skipped_written_out_and_at_last_fatal(tmp_path)
     made.learner.gradient = poison
     steps = []
     with pytest.raises(
-        records.Failed,
+        records.RunFailed,
         match="3 updates in a row had a non-finite loss or gradient; lower optimizer.lr",
     ):
         for it in made:

@@ -9,7 +9,7 @@ from torch import nn
 
 import flowrl
 from flowrl.config.build import load_run, make_policy
-from flowrl.config.live import settle
+from flowrl.config.live import with_live_objects
 from flowrl.config.training import OptimizerConfig
 from flowrl.policy.weights.quantised import kind_of
 from flowrl.runtime.store import checkpoint
@@ -71,11 +71,11 @@ def test_what_does_not_go_with_a_quantised_base_is_a_sentence(words, sentence, t
 
 def test_a_live_policy_that_is_quantised_says_so_in_its_config(tmp_path):
     policy = flowrl.load_policy("shapes-sd3", lora={"rank": 2, "alpha": 2}, quantize="nf4")
-    cfg, live = settle(small.config(tmp_path), policy=policy)
+    cfg, live = with_live_objects(small.config(tmp_path), policy=policy)
     assert cfg.model.quantize == "nf4" and make_policy(cfg, live=live) is policy
     cfg = small.config(tmp_path, model__quantize="int8")
     with pytest.raises(ValueError, match="model.quantize=int8 is read when a pipeline is loaded"):
-        settle(cfg, policy=policy)
+        with_live_objects(cfg, policy=policy)
 
 
 # ---------------------------------------------------------------------- the optimizer

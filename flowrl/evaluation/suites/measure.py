@@ -63,14 +63,14 @@ def measure(
     sampling: Sampling,
     *,
     images: int,
-    journal: Journal | None = None,
+    journal: MeasureJournal | None = None,
     setting: str = "",
 ) -> Measured:
     """`images` pictures of each prompt under the view that is active.
 
     Image k of prompt p has the noise of (seed, p, k).
     """
-    ledger, journal = Ledger(policy.device), journal or Journal()
+    ledger, journal = Ledger(policy.device), journal or MeasureJournal()
     policy.say_cut(prompt["prompt"] for prompt in prompts)
     asked = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=sampling, ledger=ledger)
     features = features_of(rewards, images)
@@ -246,7 +246,7 @@ def by_dimension(rewards: RewardSet) -> RewardSet:
 
 
 @dataclass
-class Journal:
+class MeasureJournal:
     """What an evaluation has measured so far: a file with a line a chunk.
 
     Without a path nothing is kept. key: what is measured and how; a file with another key is begun

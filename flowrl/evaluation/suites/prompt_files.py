@@ -130,7 +130,7 @@ def _table(rows: Rows, columns: Mapping[str, str], path: Path) -> Prompts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class DpgQuestion:
     """A line of dpg_bench.csv. parents: numbers of the questions that it depends on."""
 
     item: str
@@ -143,7 +143,7 @@ class Question:
 
 def _dpg(rows: Rows, path: Path) -> Prompts:
     """A prompt of each item_id, with "item" and "checklist"."""
-    items: dict[str, list[Question]] = {}
+    items: dict[str, list[DpgQuestion]] = {}
     for own in _dpg_questions(rows, path):
         items.setdefault(own.item, []).append(own)
     out, dropped = [], 0
@@ -166,12 +166,12 @@ def _dpg(rows: Rows, path: Path) -> Prompts:
     return out
 
 
-def _dpg_questions(rows: Rows, path: Path) -> list[Question]:
+def _dpg_questions(rows: Rows, path: Path) -> list[DpgQuestion]:
     names = ("item_id", "text", "proposition_id", "dependency", "tuple")
     item, text, number, dependency, kind = (_column(rows, [name], path) for name in names)
     question = _column(rows, ["question_natural_language"], path)
     return [
-        Question(
+        DpgQuestion(
             item=row[item],
             text=row[text].strip(),
             number=_whole(row[number], path),

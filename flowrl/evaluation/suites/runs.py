@@ -26,7 +26,7 @@ from flowrl.data import scored_dataset
 from flowrl.data.prompts import Prompts, load_prompts
 from flowrl.evaluation.held_out import Sampling
 from flowrl.evaluation.suites.contamination import contamination
-from flowrl.evaluation.suites.measure import Journal, Measured
+from flowrl.evaluation.suites.measure import Measured, MeasureJournal
 from flowrl.evaluation.suites.suite import Suite, Task, load, prepare, run_suite, with_rewards
 from flowrl.evaluation.suites.summary import matrix, summary
 from flowrl.runtime.log import logger
@@ -41,7 +41,7 @@ Rows = dict[str, Measured]  # "base", "tuned" and the like
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class SuiteOptions:
     """What the command line changes; None: as the suite says.
 
     best_of: the longest curve. rewards: settings of the suite's rewards; held_out: further rewards
@@ -63,7 +63,7 @@ class Options:
 def evaluate_runs(
     runs: Sequence[Path],
     name: str,
-    chosen: Options,
+    chosen: SuiteOptions,
     *,
     into: Mapping[Path, Path] | None = None,
     world: World | Alone = ALONE,
@@ -93,14 +93,14 @@ def evaluate_runs(
     return records
 
 
-def _suite(name: str, chosen: Options) -> Suite:
+def _suite(name: str, chosen: SuiteOptions) -> Suite:
     """The suite with what the command line changes."""
     fields = ("images", "count", "steps", "guidance", "prompts")
     suite = load(name, **{field: getattr(chosen, field) for field in fields})
     return with_rewards(suite, chosen.rewards, chosen.held_out)
 
 
-def _longest_curve(chosen: Options, suite: Suite) -> int:
+def _longest_curve(chosen: SuiteOptions, suite: Suite) -> int:
     """Of how many images the best is looked at, at most."""
     most = suite.images if chosen.best_of is None else chosen.best_of
     if most > suite.images:
@@ -116,7 +116,7 @@ def _evaluate(
     place: Path,
     cfg: Config,
     task: Task,
-    chosen: Options,
+    chosen: SuiteOptions,
     most: int,
     known: dict[str, Rows],
     world: World | Alone,
@@ -133,7 +133,7 @@ def _evaluate(
         policy.branches(guidance)  # one that the model does not know is refused here
     policy.say_unread(guidances, task.prompts[0])
     key = _key(task, cfg, sampling, baseline)
-    journal = Journal(
+    journal = MeasureJournal(
         place / FOLDER / f"{task.name}.part.jsonl",
         key=f"{key} {sampling.rlg} {_digest((weights.folder / checkpoint.MANIFEST).read_bytes())}",
     )
@@ -256,7 +256,7 @@ def write(run: Path, name: str, record: dict[str, Any]) -> Path:
 
 
 def peaks(
-    run: run_folder.Run, trained: Collection[str], guidance: float | str
+    run: run_folder.RunFolder, trained: Collection[str], guidance: float | str
 ) -> dict[str, dict[str, Any]]:
     """When held-out rewards peaked in training, and what became of them since.
 
@@ -280,7 +280,7 @@ def peaks(
     return out
 
 
-def _curves(run: run_folder.Run, guidance: float | str) -> dict[str, dict[int, float]]:
+def _curves(run: run_folder.RunFolder, guidance: float | str) -> dict[str, dict[int, float]]:
     """Reading -> iteration -> mean, from metrics.jsonl and evaluation.json.
 
     Of evaluation.json those rows that say at which iteration they were made and have the run's own

@@ -18,7 +18,7 @@ from flowrl.config.section import Guidance
 from flowrl.data.prompts import Prompts
 from flowrl.evaluation.held_out import Sampling
 from flowrl.evaluation.suites import prompt_files
-from flowrl.evaluation.suites.measure import Journal, Measured, by_dimension, measure
+from flowrl.evaluation.suites.measure import Measured, MeasureJournal, by_dimension, measure
 from flowrl.evaluation.suites.prompt_files import Form
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, check_needs, load_set, parse_words
@@ -268,7 +268,7 @@ def run_suite(
     sampling: Sampling,
     *,
     baseline: float | str | None = None,
-    journal: Journal | None = None,
+    journal: MeasureJournal | None = None,
     known: dict[str, Measured] | None = None,
 ) -> dict[str, Measured]:
     """Measure the reference view ("base") and the current weights ("tuned") from the same noise.

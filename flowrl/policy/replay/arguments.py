@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.items import PromptItem
 from flowrl.types import expand
 
 Path = tuple[Any, ...]  # keys and positions that lead to an argument
@@ -298,7 +298,7 @@ class Cond:
     trained; others: the same prompts by other weights (flowrl/policy/text.py).
     """
 
-    items: tuple[Item, ...]
+    items: tuple[PromptItem, ...]
     groups: list[Group]
     places: list[tuple[int, int]]
     starts: Tensor | None = None
@@ -316,7 +316,7 @@ class Cond:
     @classmethod
     def of(cls, prompts: Sequence[str], values: dict[Path, Any]) -> Cond:
         """One call with these per-prompt arguments, each (1, P, ...)."""
-        items = tuple(Item(prompt) for prompt in prompts)
+        items = tuple(PromptItem(prompt) for prompt in prompts)
         group = Group([[values]], [[{}]])
         return cls(items, [group], [(0, k) for k in range(len(items))])
 

@@ -13,12 +13,12 @@ from flowrl.policy.replay.arguments import SCALE, CallPlan, Cond, Group, Path, S
 from flowrl.policy.replay.call import Replay
 from flowrl.policy.replay.classify import differs
 from flowrl.policy.replay.errors import UnreplayableError
-from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.probe import Prober
-from flowrl.policy.replay.record import Call, Iteration
+from flowrl.policy.replay.record import DenoiserCall, RecordedStep
 
 Values = list[list[dict[Path, Any]]]  # [regime][call][path], see Group
-Recorded = list[tuple[Iteration, Tensor]]  # of a regime, with their sigmas
+Recorded = list[tuple[RecordedStep, Tensor]]  # of a regime, with their sigmas
 ENCODING = "while prompts and conditions are encoded"
 CHUNK = 64  # prompts that are encoded in one run
 
@@ -39,7 +39,7 @@ class Bound:
 
 
 def bind(
-    prober: Prober, replay: Replay, steps: int, items: Sequence[Item], *, grad: bool = False
+    prober: Prober, replay: Replay, steps: int, items: Sequence[PromptItem], *, grad: bool = False
 ) -> Cond:
     """Encode items by stubbed runs with zero latents: CHUNK prompts at a time, or one by one where
     the pipeline takes one. grad: what the pipeline computes of them keeps its graph."""
@@ -98,7 +98,7 @@ def _shape(value: Any) -> tuple[Any, ...]:
 
 
 def _bind(
-    prober: Prober, replay: Replay, steps: int, items: Sequence[Item], *, grad: bool
+    prober: Prober, replay: Replay, steps: int, items: Sequence[PromptItem], *, grad: bool
 ) -> Bound:
     rows = len(items) + len(prober.runner.pad)
     zeros = torch.zeros(rows, *replay.shape)
@@ -125,7 +125,7 @@ def _bind(
     sigmas = replay.coords.sigmas_of(prober.runner.pipe.scheduler, times)
     # the latents of the first one are the pipeline's own
     later = list(zip(iterations, sigmas[:-1], strict=True))[1:]
-    ones: list[Iteration] = []
+    ones: list[RecordedStep] = []
     if any(slot.own for slot in slots):
         ones = prober.run(items, steps, latents=lambda j: zeros + 1, doing=ENCODING)
     lows = [*replay.boundaries, float("-inf")]
@@ -151,7 +151,7 @@ def _call(
 ) -> tuple[dict[Path, Any], dict[Path, Any]]:
     """(what belongs to a prompt, what is shared) in call k of a regime's iterations."""
     prompts, pad = sizes
-    call: Call = own[0][0].calls[k]
+    call: DenoiserCall = own[0][0].calls[k]
     values = {r.path: r.keep(get(call.args, r.path), prompts + pad, pad) for r in plan.rows}
     for slot in plan.slots:
         if slot.map.const is not None:
@@ -173,7 +173,7 @@ def _check_size(slot: Slot, size: int) -> None:
 
 
 def _scale(
-    replay: Replay, slot: Slot, k: int, zero: tuple[Iteration, Tensor], one: Iteration
+    replay: Replay, slot: Slot, k: int, zero: tuple[RecordedStep, Tensor], one: RecordedStep
 ) -> Tensor:
     """Which latents an argument reads, as Affine.scale, of each prompt: (blocks, rows, D)."""
     blocks, repeats = slot.map.blocks, slot.map.repeats
@@ -187,7 +187,7 @@ def _constant(replay: Replay, slot: Slot, k: int, own: Recorded) -> Tensor:
     """What is added to the latents: (blocks, rows, D), or (blocks, rows, 2, D) where it moves."""
     blocks, repeats = slot.map.blocks, slot.map.repeats
 
-    def added(it: Iteration) -> Tensor:
+    def added(it: RecordedStep) -> Tensor:
         value = stacked(get(it.calls[k].args, slot.path)).float()
         return value.reshape(blocks, len(value) // (blocks * repeats), -1)
 

@@ -20,7 +20,7 @@ from flowrl.policy.replaced import LOCK, replaced
 from flowrl.policy.replay.affine import BASE, patterns, solve
 from flowrl.policy.replay.arguments import Affine, Cond
 from flowrl.policy.replay.errors import Halt, UnreplayableError
-from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.pixels import Pixels, fit_pixels
 from flowrl.policy.replay.probe import Prober, always
 from flowrl.runtime.memory import ran_out
@@ -175,7 +175,7 @@ def round_alike(decoder: Decoder, prober: Prober, steps: int) -> None:
     decoder.before, decoder.dtype = min(ways, key=apart)
 
 
-def tails(prober: Prober, steps: int, decoder: Decoder, items: Sequence[Item]) -> Tensor:
+def tails(prober: Prober, steps: int, decoder: Decoder, items: Sequence[PromptItem]) -> Tensor:
     """What the pipeline adds to its latents before it decodes them, and which of them it takes:
     (P, 2, D) fp32."""
     out = []
@@ -206,7 +206,7 @@ class TailProbe:
 
     prober: Prober
     steps: int
-    items: Sequence[Item]
+    items: Sequence[PromptItem]
     rows: int  # with those that fix the text length
     received: list[Tensor] = field(default_factory=list)
     image: tuple[int, ...] = ()  # shape of one row of the VAE's output, once it was made
@@ -309,7 +309,7 @@ def media_of(result: Any) -> Tensor:
 
 
 def tail(
-    prober: Prober, steps: int, x: Tensor, items: Sequence[Item], *, grad: bool = False
+    prober: Prober, steps: int, x: Tensor, items: Sequence[PromptItem], *, grad: bool = False
 ) -> Tensor:
     """The pipeline's own decoding of its latents x (P, *L) -> media (P, ...)."""
     made = []

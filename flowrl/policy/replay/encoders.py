@@ -38,7 +38,7 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class EncoderCall:
     """A call of a network, or what is one row of it. tokens: it is of a text encoder, and its
     answer waits in host memory."""
 
@@ -50,7 +50,7 @@ class Question:
     tokens: bool
     key: Key
 
-    def other(self, given: tuple[tuple, dict[str, Any]]) -> Question:
+    def other(self, given: tuple[tuple, dict[str, Any]]) -> EncoderCall:
         """The same with other arguments; TypeError where one cannot be compared."""
         return replace(self, args=given[0], kwargs=given[1], key=_key(self.name, *given))
 
@@ -94,12 +94,12 @@ class Answers:
         self.disk = disk
         self.kept: OrderedDict[Key, Any] = OrderedDict()  # on meta: values that are not kept
         self.read: dict[str, set[Path]] = {}
-        self.fresh: dict[Key, Question] = {}  # whose answers may hold more than is read
+        self.fresh: dict[Key, EncoderCall] = {}  # whose answers may hold more than is read
         self.runs = 0  # that are going on, one within another
         self.paused = False  # in the loop, networks beside the denoiser see other latents each time
         self.closed = False  # whether a new question is an error, Unknown
         # a list: what was asked since then, trained networks answering as others
-        self.heard: list[Question] | None = None
+        self.heard: list[EncoderCall] | None = None
 
     @property
     def size(self) -> int:
@@ -134,15 +134,15 @@ class Answers:
 
     def _questions(
         self, name: str, network: nn.Module, real: Callable[..., Any], args: tuple, kwargs: dict
-    ) -> list[Question]:
+    ) -> list[EncoderCall]:
         """One for each row of tokens, or a single one."""
         given = (args, kwargs)
         rows = _rows(given) if isinstance(network, PreTrainedModel) else 1
-        one = Question(network, name, real, *given, tokens=_has_tokens(given), key=())
+        one = EncoderCall(network, name, real, *given, tokens=_has_tokens(given), key=())
         each = [_row(given, k, rows) for k in range(rows)] if rows > 1 else [given]
         return [one.other(own) for own in each]
 
-    def _answer(self, question: Question) -> Any:
+    def _answer(self, question: EncoderCall) -> Any:
         """What is kept of the answer to a question, which is asked if there is none."""
         key = question.key
         if key not in self.kept:
@@ -157,7 +157,7 @@ class Answers:
         self.kept.move_to_end(key)
         return self.kept[key]
 
-    def _stored(self, question: Question) -> str | None:
+    def _stored(self, question: EncoderCall) -> str | None:
         """The name of its answer on disk."""
         # not the component: pipelines share their encoders
         method, device = question.name.rpartition(".")[2], question.device
@@ -166,7 +166,7 @@ class Answers:
         content = _key(method, question.args, question.kwargs, where=device.type)
         return self.disk.key(question.network, method, content, device)
 
-    def _asked(self, question: Question) -> Any:
+    def _asked(self, question: EncoderCall) -> Any:
         if self.closed:
             raise Unknown
         read = self.read.get(question.name)
@@ -176,7 +176,7 @@ class Answers:
         finally:
             self.paused = before
 
-    def _value(self, question: Question, path: Path) -> Tensor:
+    def _value(self, question: EncoderCall, path: Path) -> Tensor:
         """A tensor of the answer to a question."""
         old = leaves(self._answer(question))
         if old[path].is_meta:

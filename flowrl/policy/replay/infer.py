@@ -17,7 +17,7 @@ from flowrl.policy.replay.coords import Coords, TimeMap, unmarked
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.outputs import infer_regime
 from flowrl.policy.replay.probe import MANY, Prober, always
-from flowrl.policy.replay.record import Iteration, Runner
+from flowrl.policy.replay.record import RecordedStep, Runner
 
 CURVE = 100  # steps of the run that a curve of model times is read from
 
@@ -28,9 +28,9 @@ class Evidence:
     one row more; times, sigmas (J,); other: runs of the record's second item, where prompts are
     bound one at a time."""
 
-    runs: dict[str, list[Iteration]]
-    other: dict[str, list[Iteration]]
-    more: list[Iteration]
+    runs: dict[str, list[RecordedStep]]
+    other: dict[str, list[RecordedStep]]
+    more: list[RecordedStep]
     times: Tensor
     sigmas: Tensor
     coords: Coords
@@ -71,7 +71,7 @@ def infer(prober: Prober, coords: Coords) -> tuple[Replay, int]:
     return Replay(regimes, boundaries, coords, shape, name, alone=alone), steps
 
 
-def _other(prober: Prober, steps: int) -> dict[str, list[Iteration]]:
+def _other(prober: Prober, steps: int) -> dict[str, list[RecordedStep]]:
     if not prober.runner.single:
         return {}
     latents = {key: patterns(1, prober.shape)[key] for key in ("zero", "one")}
@@ -106,7 +106,7 @@ def find_coords(prober: Prober) -> Coords:
     return coords
 
 
-def _first_runs(prober: Prober) -> tuple[list[Iteration], list[list[int]], int]:
+def _first_runs(prober: Prober) -> tuple[list[RecordedStep], list[list[int]], int]:
     """A run on zeros with every set of networks at two steps or more: (it, its segments, steps)."""
     steps = prober.steps
     while steps <= MANY:
@@ -121,14 +121,14 @@ def _first_runs(prober: Prober) -> tuple[list[Iteration], list[list[int]], int]:
     )
 
 
-def _run(prober: Prober, count: int, steps: int, key: str) -> list[Iteration]:
+def _run(prober: Prober, count: int, steps: int, key: str) -> list[RecordedStep]:
     """A run of `count` items whose latents are the named pattern after every step."""
     rows = count + len(prober.runner.pad)
     x = patterns(rows, prober.shape)[key]
     return prober.run(prober.rows(count), steps, latents=always(x))
 
 
-def _segments(run: list[Iteration]) -> list[list[int]]:
+def _segments(run: list[RecordedStep]) -> list[list[int]]:
     """Consecutive iterations (from 1 on: the first one's latents are not ours) that make the same
     calls."""
     out: list[list[int]] = []

@@ -19,7 +19,7 @@ PICTURE = re.compile(r"(?!num_|ip_adapter)(?!.*attention)(\w+_)?(image|mask|vide
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class PromptItem:
     """A prompt (None where the pipeline takes none) and its own arguments of the call."""
 
     prompt: str | None
@@ -65,10 +65,10 @@ def altered(value: Any) -> Any:
 
 def items_of(
     prompts: Sequence[str], conditions: Sequence[Mapping[str, Any]] | None = None
-) -> list[Item]:
+) -> list[PromptItem]:
     """P prompts, with their conditions if they have some."""
     if conditions is None:
-        return [Item(prompt) for prompt in prompts]
+        return [PromptItem(prompt) for prompt in prompts]
     if len(conditions) != len(prompts):
         raise ValueError(f"{len(conditions)} conditions for {len(prompts)} prompts")
-    return [Item(prompt, dict(own)) for prompt, own in zip(prompts, conditions, strict=True)]
+    return [PromptItem(prompt, dict(own)) for prompt, own in zip(prompts, conditions, strict=True)]

@@ -17,7 +17,7 @@ from flowrl.policy.replay.call import Regime
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.guidance import Guidance, fit
 from flowrl.policy.replay.probe import Key, Prober
-from flowrl.policy.replay.record import Iteration
+from flowrl.policy.replay.record import RecordedStep
 
 Sample = tuple[list[Tensor], Tensor]  # outputs of each branch (n, *L), the pipeline's prediction
 Stub = Callable[[Key, tuple[int, ...]], Tensor]  # answers a network, see Prober.run
@@ -41,7 +41,7 @@ class OutputProbe:
             log.append(outputs(key, size))
             return log[-1]
 
-        def stop(j: int, it: Iteration) -> bool:
+        def stop(j: int, it: RecordedStep) -> bool:
             marks.append(len(log))
             return j == self.seg[-1]
 

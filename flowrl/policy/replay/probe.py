@@ -12,9 +12,15 @@ from torch import Tensor
 from flowrl.policy.replay.arguments import map_tensors
 from flowrl.policy.replay.coords import Coords, Schedule
 from flowrl.policy.replay.errors import Halt, TooFewSteps, Unknown, UnreplayableError
-from flowrl.policy.replay.items import Item, altered, is_media
+from flowrl.policy.replay.items import PromptItem, altered, is_media
 from flowrl.policy.replay.noise import StartMap, start_map
-from flowrl.policy.replay.record import Call, Iteration, Runner, like_output, prediction_of
+from flowrl.policy.replay.record import (
+    DenoiserCall,
+    RecordedStep,
+    Runner,
+    like_output,
+    prediction_of,
+)
 from flowrl.policy.replay.steps import StepPattern, read_pattern
 from flowrl.runtime.memory import ran_out
 
@@ -51,15 +57,15 @@ class StubbedRun:
     streams: int
     latents: Callable[[int], Tensor] | None
     outputs: Callable[[Key, tuple[int, ...]], Tensor] | None
-    stop: Callable[[int, Iteration], bool] | None
-    done: list[Iteration] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)  # of the iteration that is running
+    stop: Callable[[int, RecordedStep], bool] | None
+    done: list[RecordedStep] = field(default_factory=list)
+    calls: list[DenoiserCall] = field(default_factory=list)  # of the iteration that is running
     copied: Copies = field(default_factory=Copies)
     moved: int = 0  # iterations whose latents were asked for
 
     def on_call(self, name: str, args: dict[str, Any], real: Callable[[], Any]) -> Any:
         key = (name, sum(call.module == name for call in self.calls))
-        self.calls.append(Call(name, map_tensors(self.copied, args)))
+        self.calls.append(DenoiserCall(name, map_tensors(self.copied, args)))
         return stubbed(self.templates, key, self.rows, real, self.outputs, self.streams)
 
     def on_step(self, prediction: Tensor, time: Any, sample: Tensor) -> None:
@@ -69,7 +75,7 @@ class StubbedRun:
                 " replayed"
             )
         at = torch.as_tensor(time).detach().cpu().double().reshape(()).clone()
-        seen = Iteration(list(self.calls), at, self.copied(sample), self.copied(prediction))
+        seen = RecordedStep(list(self.calls), at, self.copied(sample), self.copied(prediction))
         self.calls.clear()
         j = len(self.done)
         self.done.append(seen)
@@ -104,7 +110,7 @@ def stubbed(
     return like_output(template, value.to(first.device, copy=True), streams)
 
 
-def _shapes(call: Call) -> list[tuple[int, ...]]:
+def _shapes(call: DenoiserCall) -> list[tuple[int, ...]]:
     """Shapes of the tensors that a network is given."""
     return [tuple(value.shape) for value in call.args.values() if isinstance(value, Tensor)]
 
@@ -133,8 +139,8 @@ class Prober:
         runner.check_names(example)
         media = {k: v for k, v in {**runner.always, **example}.items() if is_media(v)}
         other = {**example, **{k: altered(v) for k, v in media.items()}}
-        self.record = [Item(RECORD[0], example), Item(RECORD[1], other)]
-        self.overlong = Item(" ".join(["word"] * (self.longest + 8)), example)
+        self.record = [PromptItem(RECORD[0], example), PromptItem(RECORD[1], other)]
+        self.overlong = PromptItem(" ".join(["word"] * (self.longest + 8)), example)
         self.steps = 8  # of the recorded calls
         try:
             self._settle(bool(media))
@@ -142,7 +148,7 @@ class Prober:
             self.steps = MANY
             self._settle(bool(media))
 
-    def rows(self, count: int) -> list[Item]:
+    def rows(self, count: int) -> list[PromptItem]:
         """Items of a probing run: those of the record in turn, or copies of the first one."""
         return [self.record[0 if self.runner.single else k % 2] for k in range(count)]
 
@@ -153,7 +159,7 @@ class Prober:
         asked = self.runner.kwargs.get("max_sequence_length")
         return int(asked or (default.default if default else 512))
 
-    def apart(self, items: Sequence[Item]) -> list[list[Item]]:
+    def apart(self, items: Sequence[PromptItem]) -> list[list[PromptItem]]:
         """The same items, in the runs that they take."""
         return [[item] for item in items] if self.runner.single else [list(items)]
 
@@ -220,7 +226,7 @@ class Prober:
         asked something new without the overlong one, or where the denoisers are."""
         short, answers = self.record[0], self.runner.answers
         if self.longest < 2 * len(RECORD[0]):  # it may be no shorter than the longest
-            short = Item("", short.conditions)
+            short = PromptItem("", short.conditions)
         pad = (self.overlong, short)
         answers.closed = True
         try:
@@ -240,7 +246,7 @@ class Prober:
         updates = self.runner.pattern.updates
         return [shape for shape, moves in zip(shapes, updates, strict=True) if moves]
 
-    def _scan(self, items: list[Item]) -> list[list[dict[str, Any]]]:
+    def _scan(self, items: list[PromptItem]) -> list[list[dict[str, Any]]]:
         """Arguments of scheduler.step in the first iterations of a run; an iteration ends where a
         network is called after a step."""
         found: list[list[dict[str, Any]]] = []
@@ -276,15 +282,15 @@ class Prober:
 
     def run(
         self,
-        items: Sequence[Item],
+        items: Sequence[PromptItem],
         steps: int,
         *,
         latents: Callable[[int], Tensor] | None = None,
         outputs: Callable[[Key, tuple[int, ...]], Tensor] | None = None,
-        stop: Callable[[int, Iteration], bool] | None = None,
+        stop: Callable[[int, RecordedStep], bool] | None = None,
         output_type: str = "latent",
         **how: Any,
-    ) -> list[Iteration]:
+    ) -> list[RecordedStep]:
         """Iterations of one run; self.result is what the call returned.
 
         After iteration j the loop goes on with latents(j). outputs(key, shape) answers a network
@@ -323,7 +329,7 @@ class Prober:
             start=factor / coords.scale(sigmas[0]).item(),
         )
 
-    def start(self, item: Item, steps: int) -> StartMap:
+    def start(self, item: PromptItem, steps: int) -> StartMap:
         """How the loop's first latents follow its noise."""
         told = float(getattr(self.runner.pipe.scheduler, "init_noise_sigma", 1.0))
         items = [item] if self.runner.single else [item, item]

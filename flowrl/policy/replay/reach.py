@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from flowrl.policy.replay.arguments import tensors_in
-from flowrl.policy.replay.encoders import Question
-from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.encoders import EncoderCall
+from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.unread import leaves, mapped
 from flowrl.runtime.log import quiet
@@ -84,7 +84,7 @@ class Reach:
     def __init__(self, prober: Prober) -> None:
         self.prober, self.answers = prober, prober.runner.answers
         text = " ".join(["word"] * max(WORDS, prober.longest + 8))
-        self.items = [Item(text, prober.overlong.conditions)]
+        self.items = [PromptItem(text, prober.overlong.conditions)]
         if not prober.runner.single:
             self.items = [prober.record[0], *self.items]
         self.words = [(kind, _ids(kind, [text])[0]) for kind in _tokenizers(prober.runner.pipe)]
@@ -101,7 +101,7 @@ class Reach:
         finally:
             self.answers.heard = None
 
-    def _reader(self, name: str, asked: Sequence[Question]) -> Reader | None:
+    def _reader(self, name: str, asked: Sequence[EncoderCall]) -> Reader | None:
         """How many of the words a text encoder reads; None where it is given none."""
         places = [
             (*_longest_part(_row(question), set(words)), kind, len(words), question)
@@ -126,7 +126,7 @@ class Reach:
         first = self.prober.run(self.items, 8, stop=lambda j, it: True)[0]
         return [t for call in first.calls for t in tensors_in(call.args)]
 
-    def _matters(self, question: Question, begin: int) -> bool:
+    def _matters(self, question: EncoderCall, begin: int) -> bool:
         """Whether the denoisers are given others where an answer is changed from a token on."""
         key, size = question.key, len(_row(question))
         before = self.answers.kept[key]
@@ -150,7 +150,7 @@ def _ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
         return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
 
 
-def _row(question: Question) -> list[int]:
+def _row(question: EncoderCall) -> list[int]:
     """The tokens of a question; none where it has none."""
     tokens = (t for t in tensors_in((question.args, question.kwargs)) if t.ndim == 2)
     row = next((t for t in tokens if not t.is_floating_point()), None)

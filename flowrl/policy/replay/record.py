@@ -23,7 +23,7 @@ from flowrl.policy.replaced import LOCK, replaced
 from flowrl.policy.replay.blame import blaming
 from flowrl.policy.replay.encoders import Answers
 from flowrl.policy.replay.errors import Halt, UnreplayableError
-from flowrl.policy.replay.items import Item, is_media, is_text
+from flowrl.policy.replay.items import PromptItem, is_media, is_text
 from flowrl.policy.replay.prompt_cache import PromptCache
 from flowrl.policy.replay.steps import StepPattern, Stepper, patched_scheduler
 from flowrl.policy.replay.unread import plain
@@ -46,7 +46,7 @@ OURS = frozenset(  # arguments of the pipeline's call that flowrl gives
 
 
 @dataclass
-class Call:
+class DenoiserCall:
     """One denoiser call: component name and arguments by parameter name."""
 
     module: str
@@ -54,11 +54,11 @@ class Call:
 
 
 @dataclass
-class Iteration:
+class RecordedStep:
     """The denoiser calls up to one scheduler step, the model time and latents of that step, and the
     prediction given to it."""
 
-    calls: list[Call]
+    calls: list[DenoiserCall]
     time: Tensor  # () fp64, on the CPU
     sample: Tensor  # (P, *L)
     prediction: Tensor  # (P, *L)
@@ -190,7 +190,7 @@ class Runner:
         # components that are switched off: not part of the policy, and not differentiable
         self.off: tuple[str, ...] = ("safety_checker", "watermark")
         # extra prompts that fix the text length; their rows are dropped
-        self.pad: tuple[Item, ...] = ()
+        self.pad: tuple[PromptItem, ...] = ()
 
     @property
     def device(self) -> torch.device:
@@ -259,7 +259,7 @@ class Runner:
         return kwargs
 
     def arguments(
-        self, items: Sequence[Item], steps: int, output_type: str, **extra: Any
+        self, items: Sequence[PromptItem], steps: int, output_type: str, **extra: Any
     ) -> dict[str, Any]:
         """Keyword arguments of one call; text arguments become one entry a prompt."""
         out: dict[str, Any] = {
@@ -286,7 +286,7 @@ class Runner:
             out.setdefault("generator", torch.Generator(self.device).manual_seed(0))
         return out
 
-    def conditions_of(self, items: Sequence[Item]) -> list[dict[str, Any]]:
+    def conditions_of(self, items: Sequence[PromptItem]) -> list[dict[str, Any]]:
         """The conditions of each item, with those that hold where it has none of its own;
         ValueError where their names differ, as the networks get those of all in one call."""
         given = [{**self.always, **item.conditions} for item in items]
@@ -310,7 +310,7 @@ class Runner:
 
     def run(
         self,
-        items: Sequence[Item],
+        items: Sequence[PromptItem],
         steps: int,
         *,
         on_call: Callable | None = None,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl.policy.replay.coords import Coords
 from flowrl.policy.replay.errors import Halt
-from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.probe import Key, Prober
 from flowrl.policy.replay.record import like_output, prediction_of
 
@@ -27,7 +27,7 @@ def reenter(
     steps: int,
     x: Tensor,
     s: Tensor,
-    items: Sequence[Item],
+    items: Sequence[PromptItem],
     outputs: dict[Key, Tensor] | None = None,
 ) -> Tensor:
     """The pipeline's combined prediction at flow coordinates x (P, *L), one sigma s () fp64 for all
@@ -51,7 +51,7 @@ def _reenter(
     steps: int,
     x: Tensor,
     s: Tensor,
-    items: Sequence[Item],
+    items: Sequence[PromptItem],
     outputs: dict[Key, Tensor] | None,
 ) -> Tensor:
     pad = prober.runner.pad

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.weights.lora import write
-from flowrl.policy.weights.parts import Parts
+from flowrl.policy.weights.parts import TrainedParts
 from flowrl.samplers import keys
 from flowrl.types import Transition
 
@@ -32,7 +32,7 @@ def channel_axis(shape: tuple[int, ...]) -> int:
     return 1 if len(shape) == 2 else 0
 
 
-class Head(nn.Module):
+class PolicyHead(nn.Module):
     """sigma (n,) and prompts (n, d) -> (n, outputs), 0 at the start."""
 
     name = ""
@@ -70,7 +70,7 @@ class Head(nn.Module):
         return (prompt / scale) @ self.directions[size]
 
 
-class StepNoise(Head):
+class StepNoise(PolicyHead):
     """Standard deviation of a sampling step, by sigma, prompt and channel; never outside [least,
     most], whatever the weights are."""
 
@@ -95,7 +95,7 @@ class StepNoise(Head):
         return (log_var / 2).exp().reshape(len(h), *ones)
 
 
-class InitialNoise(Head):
+class InitialNoise(PolicyHead):
     """A Gaussian over the initial noise, N(0, 1) at the start: mean in [-offset, offset] and std in
     [1 / spread, spread], constant within `cells` cells of each axis but the channels'."""
 
@@ -130,9 +130,11 @@ class InitialNoise(Head):
 KINDS: dict[str, type[StepNoise | InitialNoise]] = {k.name: k for k in (StepNoise, InitialNoise)}
 
 
-def make(options: dict[str, dict[str, Any]], shape: tuple[int, ...], seed: int) -> dict[str, Head]:
+def make(
+    options: dict[str, dict[str, Any]], shape: tuple[int, ...], seed: int
+) -> dict[str, PolicyHead]:
     """Heads by name, whose first values are functions of the seed and their names."""
-    made: dict[str, Head] = {}
+    made: dict[str, PolicyHead] = {}
     for name, own in options.items():
         with torch.random.fork_rng():
             torch.manual_seed(keys.key("head", seed, name) % 2**63)
@@ -152,7 +154,7 @@ def on_shell(z: Tensor, noise: Tensor) -> Tensor:
 # files
 
 
-def save(heads: Parts, folder: Path) -> list[Path]:
+def save(heads: TrainedParts, folder: Path) -> list[Path]:
     """Each head's weights in a file of its own, with what makes it."""
     from safetensors.torch import save as packed
 
@@ -164,7 +166,7 @@ def save(heads: Parts, folder: Path) -> list[Path]:
     return files
 
 
-def load(folder: Path, shape: tuple[int, ...]) -> dict[str, Head]:
+def load(folder: Path, shape: tuple[int, ...]) -> dict[str, PolicyHead]:
     """The heads of a folder that `save` wrote, for latents of this shape."""
     from safetensors import safe_open
 
@@ -174,7 +176,7 @@ def load(folder: Path, shape: tuple[int, ...]) -> dict[str, Head]:
             f"{folder} has no head ({', '.join(f'{name}.safetensors' for name in KINDS)}); give the"
             " folder heads of a finished run"
         )
-    made: dict[str, Head] = {}
+    made: dict[str, PolicyHead] = {}
     for name, file in found.items():
         with safe_open(str(file), "pt") as opened:
             told = json.loads((opened.metadata() or {}).get("head", "{}"))

@@ -16,10 +16,10 @@ from typing import Any, Literal
 from pydantic import ConfigDict, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from flowrl.policy.weights.parts import Parts
+from flowrl.policy.weights.parts import TrainedParts
 from flowrl.runtime.store import files as disk
 from flowrl.runtime.store import side_files
-from flowrl.runtime.store.side_files import Stored, shortened
+from flowrl.runtime.store.side_files import FileModel, shortened
 
 FILE = "pytorch_lora_weights.safetensors"
 SETTINGS = "flowrl.json"  # beside exported weights: what load_policy(lora=...) takes
@@ -28,7 +28,7 @@ SLOTS = ("transformer", "unet")  # names of denoisers in files
 METADATA = "lora_adapter_metadata"  # where a file's header keeps the adapter's config
 
 
-class Settings(Stored):
+class Settings(FileModel):
     """flowrl.json, written from train.lora and train.parts."""
 
     model_config = ConfigDict(extra="forbid")
@@ -61,7 +61,7 @@ def slot_of(name: str) -> str:
     return next((slot for slot in SLOTS if name.startswith(slot)), name)
 
 
-def exported(parts: Parts) -> dict[str, Tensor]:
+def exported(parts: TrainedParts) -> dict[str, Tensor]:
     """The adapter by name with alpha / rank in B, so that it does the same by alpha = rank, which
     is what readers take that see no alpha."""
     factor = parts.options["alpha"] / parts.options["rank"]
@@ -71,7 +71,7 @@ def exported(parts: Parts) -> dict[str, Tensor]:
     }
 
 
-def save(pipe: Any, parts: Parts, folder: str | Path) -> Path:
+def save(pipe: Any, parts: TrainedParts, folder: str | Path) -> Path:
     """Write the adapter of every network, with its config, by pipe.save_lora_weights."""
     from diffusers.utils import convert_state_dict_to_diffusers
 

@@ -21,7 +21,7 @@ from flowrl.policy.weights.quantised import plain_tensors, scales
 from flowrl.policy.weights.waiting import Waiting, put, tensors_of
 
 
-class Guest:
+class OffloadedWeights:
     """Weights that have their place in host memory, and a copy on the device while it is used."""
 
     def __init__(self, tensors: Iterable[Tensor], device: torch.device) -> None:
@@ -51,10 +51,10 @@ class Turns:
     def __init__(self, device: torch.device, waiting: Waiting | None = None) -> None:
         self.device = device
         self.waiting = waiting
-        self.encoders: Guest | None = None
-        self.denoisers: Guest | None = None
+        self.encoders: OffloadedWeights | None = None
+        self.denoisers: OffloadedWeights | None = None
         self.takes_scorers = False  # networks of rewards take turns, too
-        self.scorers: list[Guest] = []  # of each set of rewards
+        self.scorers: list[OffloadedWeights] = []  # of each set of rewards
         self.open = 0  # runs of the pipeline, one within another, that are going on
         self.instead = False  # encoders may take the place of the denoisers
 
@@ -67,7 +67,7 @@ class Turns:
         """These networks are frozen, and come when any part of them is called."""
         networks = list(networks)
         tensors = unique(t for net in networks for t in tensors_of(net))
-        self.encoders = Guest(tensors, self.device)
+        self.encoders = OffloadedWeights(tensors, self.device)
         self.encoders.leave()
         for network in networks:
             for module in network.modules():  # pipelines call parts of theirs, too
@@ -77,7 +77,7 @@ class Turns:
         """The frozen weights of these networks, quantised ones too, may leave from now on;
         ValueError where they are trained."""
         tensors = unique(t for name, net in networks.items() for t in frozen(name, net))
-        self.denoisers = Guest(tensors, self.device)
+        self.denoisers = OffloadedWeights(tensors, self.device)
         for network in networks.values():
             for module in (network, *network.children()):  # blocks below may be compiled
                 module.register_forward_pre_hook(self._denoise)
@@ -87,7 +87,7 @@ class Turns:
         before samples are scored. Weights of which nothing is known stay on the device."""
         tensors = unique(t for net in networks for t in tensors_of(net))
         put((t for t in tensors if type(t.data) is not Tensor), self.device)
-        guest = Guest((t for t in tensors if type(t.data) is Tensor), self.device)
+        guest = OffloadedWeights((t for t in tensors if type(t.data) is Tensor), self.device)
         guest.leave()
         self.scorers.append(guest)
 

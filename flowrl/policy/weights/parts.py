@@ -113,7 +113,7 @@ def _options(lora: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-class Parts:
+class TrainedParts:
     """Trainable parameters of `modules`: LoRA adapter "default" (lora given, options filled in) or
     all of them (full). Always fp32. frozen: for now there are none, in any view."""
 
@@ -407,7 +407,7 @@ def _inject(module: Any, config: Any, name: str) -> None:
 def adapter_of(module: nn.Module) -> str | None:
     """The adapter that a policy trains in a network, by its name there."""
     owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-    names = [owner.views["default"][0] for owner in owners if isinstance(owner, Parts)]
+    names = [owner.views["default"][0] for owner in owners if isinstance(owner, TrainedParts)]
     return next((name for name in names if name in getattr(module, "peft_config", {})), None)
 
 

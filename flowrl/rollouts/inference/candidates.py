@@ -24,7 +24,7 @@ from flowrl.types import MediaContext, Plan, Rollout, Solver
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class SampleRequest:
     """P prompts, and how a policy samples them; see flowrl.generate.
 
     conditions, meta: of each prompt; None: it has none.
@@ -95,7 +95,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class BestSamples:
     """The best sample of each prompt.
 
     media: (P, *D). score, first: (P,) of the best and of the first candidate, -inf where it failed.
@@ -126,7 +126,7 @@ class Found:
 class Candidates:
     """Samples the prompts of `asked` again and again; `best` and `score` hold the best so far."""
 
-    def __init__(self, asked: Asked, rewards: RewardSet) -> None:
+    def __init__(self, asked: SampleRequest, rewards: RewardSet) -> None:
         policy = asked.policy
         self.asked, self.rewards = asked, rewards.beside(policy)
         self.ledger = Ledger(policy.device)
@@ -192,10 +192,10 @@ class Candidates:
         self.made += len(whose)
         return torch.cat(scores)
 
-    def found(self) -> Found:
+    def found(self) -> BestSamples:
         """What has come out so far."""
         media = [item for item in self.best if item is not None]
-        return Found(
+        return BestSamples(
             media=torch.stack(media),
             score=self.score,
             first=self.first,

@@ -14,7 +14,7 @@ from flowrl.policy import Policy
 from flowrl.policy.load import as_policy
 from flowrl.policy.pipeline import PipelinePolicy
 from flowrl.rewards import load_set
-from flowrl.rollouts.inference.candidates import Asked
+from flowrl.rollouts.inference.candidates import SampleRequest
 from flowrl.rollouts.inference.refine import Refine, refined
 from flowrl.rollouts.search import Search, searched
 from flowrl.runtime.log import logger
@@ -58,7 +58,7 @@ def generate(
     if steps < 1 or micro < 1 or decode < 1:
         raise ValueError(f"steps={steps}, micro={micro} and decode={decode} should be at least 1")
     policy.say_cut(texts)
-    asked = Asked(
+    asked = SampleRequest(
         policy=policy,
         texts=texts,
         conditions=_own_conditions(policy, texts, rows, conditions),
@@ -79,7 +79,7 @@ def generate(
 
 
 def _way(
-    asked: Asked, best_of: int, search: Search | None, refine: Refine | None, reward: Any
+    asked: SampleRequest, best_of: int, search: Search | None, refine: Refine | None, reward: Any
 ) -> Search | Refine | None:
     """How samples are made better; None: they are not. Two ways, or none to choose by ->
     ValueError."""
@@ -100,7 +100,7 @@ def _way(
     return Search(how="random", calls=best_of * asked.cost) if best_of > 1 else search or refine
 
 
-def _made(asked: Asked, way: Search | Refine | None, reward: Any) -> Tensor:
+def _made(asked: SampleRequest, way: Search | Refine | None, reward: Any) -> Tensor:
     """The media (P, *D), and a sentence about how they came about."""
     if way is None:
         return asked.pictures(range(len(asked.texts)), asked.texts)

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from flowrl.rewards import RewardBug, RewardSet
-from flowrl.rollouts.inference.candidates import Asked
+from flowrl.rollouts.inference.candidates import SampleRequest
 
 WHY = {
     "none": "the judge gave no other prompt",
@@ -90,7 +90,7 @@ def critic_of(rewards: RewardSet) -> Any:
     return found[0]
 
 
-def refined(asked: Asked, rewards: RewardSet, how: Refine) -> Refined:
+def refined(asked: SampleRequest, rewards: RewardSet, how: Refine) -> Refined:
     """Pictures of the prompts asked for, made again with the judge's prompts where that is better
     by the total of `rewards`."""
     critic, before = critic_of(rewards), asked.policy.calls
@@ -123,7 +123,9 @@ def refined(asked: Asked, rewards: RewardSet, how: Refine) -> Refined:
     return Refined(media=media, texts=texts, score=score, first=first, calls=calls, why=why)
 
 
-def rewritten(critic: Any, asked: Asked, media: Tensor, going: Sequence[int]) -> list[str | None]:
+def rewritten(
+    critic: Any, asked: SampleRequest, media: Tensor, going: Sequence[int]
+) -> list[str | None]:
     """The critic's own prompts for the pictures of these prompts."""
     if not going:
         return []

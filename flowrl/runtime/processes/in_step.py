@@ -41,7 +41,7 @@ class InStep:
         self.kept: list[Tensor] = []  # outputs of no consequence that the next backward passes
         self.followed = 0  # calls that were made for others
 
-    def go_on(self) -> None:
+    def meet(self) -> None:
         """Leave for where all processes meet, when all of them do."""
         self._until(GO_ON)
 

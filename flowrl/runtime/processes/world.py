@@ -401,7 +401,7 @@ class World:
     def _together(self) -> Iterator[None]:
         """Where all processes meet. See `_losing`."""
         if self.in_step is not None:
-            self.in_step.go_on()
+            self.in_step.meet()
         with self._losing():
             yield
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from flowrl.runtime import hub
 from flowrl.runtime.paths import nearby
 from flowrl.runtime.store import files, side_files
-from flowrl.runtime.store.side_files import Evaluation, Line, problem
+from flowrl.runtime.store.side_files import EvaluationFile, Line, problem
 
 METRICS, EVALUATION, PEAK = "metrics.jsonl", "evaluation.json", "peak.json"
 PACKAGES = (
@@ -34,7 +34,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunFolder:
     """What a run folder holds; empty where a file is missing, with the reason in notes."""
 
     path: Path
@@ -57,7 +57,7 @@ def config_file(run: Path) -> Path:
     return path
 
 
-def read(path: Path) -> Run:
+def read(path: Path) -> RunFolder:
     """Load a run folder; ValueError if it is not one or if a file in it cannot be read."""
     path = path.resolve()
     if not path.is_dir():
@@ -75,7 +75,7 @@ def read(path: Path) -> Run:
     lines = read_metrics(path, notes)
     if lines and lines[-1].get("optimizer/step") == 0:
         notes.append("Nothing was trained: no optimizer step was taken.")
-    return Run(
+    return RunFolder(
         path=path,
         config=_text(config) if config.exists() else "",
         metrics=lines,
@@ -89,7 +89,7 @@ def read_evaluation(run: Path) -> dict[str, Any]:
     path = run / EVALUATION
     if not path.exists():
         return {}
-    return side_files.read(path, Evaluation, again="evaluate again: flowrl evaluate")
+    return side_files.read(path, EvaluationFile, again="evaluate again: flowrl evaluate")
 
 
 def read_peak(run: Path) -> dict[str, Any]:

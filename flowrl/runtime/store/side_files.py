@@ -17,20 +17,20 @@ Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
 EDITED = "was edited or damaged"
 
 
-class Stored(BaseModel):
+class FileModel(BaseModel):
     """Part of a file. Strict: "3" is no number, and 1.0 no count."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-class Entry(Stored):
+class Entry(FileModel):
     """A mean, and its interval where there is one."""
 
     mean: Number | None
     ci: tuple[Number, Number] | None = None
 
 
-class Said(Stored):
+class Said(FileModel):
     """An answer to a question of a checklist; None where it failed."""
 
     question: str
@@ -38,7 +38,7 @@ class Said(Stored):
     zeroed: bool
 
 
-class Answered(Stored):
+class Answered(FileModel):
     """Answers about one image."""
 
     image: int
@@ -46,7 +46,7 @@ class Answered(Stored):
     said: list[Said]
 
 
-class Row(Stored):
+class Row(FileModel):
     """A row of evaluation.json."""
 
     name: str
@@ -61,7 +61,7 @@ class Row(Stored):
     answers: dict[str, list[Answered]] = {}
 
 
-class Paired(Stored):
+class PairedEntry(FileModel):
     """The difference of a metric between two rows."""
 
     difference: Number
@@ -69,14 +69,14 @@ class Paired(Stored):
     p: Number | None = None
 
 
-class Evaluation(Stored):
+class EvaluationFile(FileModel):
     """evaluation.json."""
 
     rows: list[Row] = []
-    paired: dict[str, Paired] = {}
+    paired: dict[str, PairedEntry] = {}
 
 
-class Line(Stored):
+class Line(FileModel):
     """A row of metrics.jsonl: finite numbers, null or texts beside its iteration."""
 
     __pydantic_extra__: dict[str, Number | bool | str | None]
@@ -84,7 +84,7 @@ class Line(Stored):
     iteration: int = Field(ge=0, lt=2**53)
 
 
-def read(path: Path, shape: type[Stored] = Stored, *, again: str) -> dict[str, Any]:
+def read(path: Path, shape: type[FileModel] = FileModel, *, again: str) -> dict[str, Any]:
     """A JSON file that holds an object of a shape; ValueError otherwise.
 
     again: what writes it anew, for the message.

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from flowrl.policy.replay.encoders import LARGEST
 from flowrl.training.budget.meter import POINTWISE, Attention, Meter
 from flowrl.training.budget.modelled import META, ModelledPolicy
-from flowrl.training.budget.rehearsal import Asked
+from flowrl.training.budget.rehearsal import PolicyCall
 from flowrl.training.budget.roofline import Device
 from flowrl.training.budget.weight_costs import WeightCosts
 
@@ -97,16 +97,16 @@ class Costs:
         checkpointing: bool | float,
         compiled: bool = False,
         tiled: bool = False,
-        apart: dict[Asked, Cost] | None = None,
+        apart: dict[PolicyCall, Cost] | None = None,
     ) -> None:
         self.policy, self.device, self.low = policy, device, low
         self.checkpointing, self.compiled, self.tiled = checkpointing, compiled, tiled
-        self.known: dict[Asked, Cost] = {}
+        self.known: dict[PolicyCall, Cost] = {}
         self.apart = {} if apart is None else apart
         for weight in policy.trainable.named().values():
             weight.grad = torch.empty_like(weight)  # micro-batches add to it
 
-    def of(self, asked: Asked) -> Cost:
+    def of(self, asked: PolicyCall) -> Cost:
         """The cost of a call."""
         known = self.known if asked.what == "velocity" else self.apart
         if asked not in known:
@@ -114,7 +114,7 @@ class Costs:
             known[asked] = _line(asked, near) if len(near) == 2 else self._run(asked)
         return known[asked]
 
-    def _near(self, asked: Asked) -> list[tuple[int, Cost]]:
+    def _near(self, asked: PolicyCall) -> list[tuple[int, Cost]]:
         """The same call at two other numbers of rows, both above 1, that were run."""
         alike = [
             (other.rows, cost)
@@ -123,7 +123,7 @@ class Costs:
         ]
         return alike[:2]
 
-    def _run(self, asked: Asked) -> Cost:
+    def _run(self, asked: PolicyCall) -> Cost:
         if asked.what == "encode":
             return self._encode(asked.rows)
         policy = self.policy
@@ -145,7 +145,7 @@ class Costs:
                 asked, lambda: policy.velocity(x, 0.5, cond, rows, **options), low=self.low
             )
 
-    def _traced(self, asked: Asked, call: Any, *, low: torch.dtype | None) -> Cost:
+    def _traced(self, asked: PolicyCall, call: Any, *, low: torch.dtype | None) -> Cost:
         meter, cuda = Meter(self.device), self.device.cuda
         compiled = self.compiled and asked.what == "velocity"
         with torch.set_grad_enabled(asked.grad), meter, Attention(low, cuda=cuda):
@@ -209,7 +209,7 @@ def booked(meter: Meter, before: int = 0, *, compiled: bool = False) -> Part:
     )
 
 
-def _line(asked: Asked, near: list[tuple[int, Cost]]) -> Cost:
+def _line(asked: PolicyCall, near: list[tuple[int, Cost]]) -> Cost:
     """The cost on the line through two others."""
     (a, low), (b, high) = near
     share = (asked.rows - a) / (b - a)

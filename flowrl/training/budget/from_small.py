@@ -44,7 +44,7 @@ def enough(cfg: Config) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Extrapolated:
     """What is told of a run: network rows of the first iteration and of a usual one, the phases of
     that, and how many copies of the trained weights there are."""
 
@@ -54,7 +54,7 @@ class Told:
     views: int
 
 
-def on_line(cfg: Config, small: Told, large: Told) -> Told:
+def on_line(cfg: Config, small: Extrapolated, large: Extrapolated) -> Extrapolated:
     """What is told of all prompts by the two rehearsals of fewer (see enough)."""
     few, more = enough(cfg)
     share = (cfg.batch.prompts - few) / (more - few)  # of the step between the two, from the first
@@ -81,7 +81,7 @@ def on_line(cfg: Config, small: Told, large: Told) -> Told:
     phases = {name: phase(small.phases[name], large.phases[name]) for name in PHASES}
     winners = [told.phases[WINNERS] for told in (small, large)]
     phases[WINNERS] = replace(winners[1], gb=phase(*winners).gb)
-    return Told(
+    return Extrapolated(
         first=counts(small.first, large.first),
         rows=counts(small.rows, large.rows),
         phases=phases,

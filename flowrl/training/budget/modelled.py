@@ -20,7 +20,7 @@ from flowrl.policy.replay.call import Regime, Replay
 from flowrl.policy.replay.coords import Coords, Schedule
 from flowrl.policy.replay.decode import Decoder
 from flowrl.policy.replay.guidance import Guidance
-from flowrl.policy.replay.items import Item
+from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.pixels import Pixels
 from flowrl.policy.replay.request import Request
 from flowrl.training.budget.architecture import Architecture
@@ -167,7 +167,7 @@ def cond_of(
         {path: _on_meta(value, dtype) for path, value in call.shared.items()}
         for call in shapes.calls
     ]
-    items = tuple(Item(prompt) for prompt in prompts)
+    items = tuple(PromptItem(prompt) for prompt in prompts)
     return Cond(items, [Group([rows], [shared])], [(0, k) for k in range(len(items))])
 
 

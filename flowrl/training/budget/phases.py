@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from flowrl.training.budget.call_costs import Cost, Costs, Part
-from flowrl.training.budget.rehearsal import WINNERS, Asked, Event
+from flowrl.training.budget.rehearsal import WINNERS, Event, PolicyCall
 from flowrl.training.budget.roofline import GIB, Device
 from flowrl.training.budget.weight_costs import WeightCosts
 
@@ -16,7 +16,7 @@ PHASES = ("encode", "rollout", "decode", "reward", "advantages", "reference", "u
 
 # what is asked for (of any number of rows), whether it is the gradient of that, and whether it is
 # the call itself or what lies between the call before and it
-Moment = tuple[Asked | None, bool, bool]
+Moment = tuple[PolicyCall | None, bool, bool]
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ def simulated(
     return phases
 
 
-def _kept(asked: Asked, cost: Cost, backward: bool, cond: float) -> float:
+def _kept(asked: PolicyCall, cost: Cost, backward: bool, cond: float) -> float:
     """Bytes that live on after a call, above what the loop holds."""
     if asked.what == "encode":
         return cost.saved + cond

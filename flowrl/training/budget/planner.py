@@ -23,7 +23,7 @@ from flowrl.config.build import (
     DTYPES,
     autocast,
     climbs,
-    dearest,
+    costlier_guidance,
     make_algorithm,
 )
 from flowrl.config.lighter import SCORING, away
@@ -36,11 +36,11 @@ from flowrl.rewards.core.reward_set import sizes
 from flowrl.runtime.processes.world import buckets
 from flowrl.training.budget.architecture import read
 from flowrl.training.budget.call_costs import Cost, Costs, Part, booked
-from flowrl.training.budget.from_small import Rehearsed, Told, enough, on_line, rehearsed
+from flowrl.training.budget.from_small import Extrapolated, Rehearsed, enough, on_line, rehearsed
 from flowrl.training.budget.meter import Meter
 from flowrl.training.budget.modelled import ModelledPolicy
 from flowrl.training.budget.phases import Phase, simulated
-from flowrl.training.budget.rehearsal import WINNERS, Asked
+from flowrl.training.budget.rehearsal import WINNERS, PolicyCall
 from flowrl.training.budget.roofline import GIB, Device
 from flowrl.training.budget.weight_costs import (
     WeightCosts,
@@ -131,7 +131,7 @@ class Planner:
         context = autocast(cfg, torch.device("cuda" if device.cuda else "cpu"))
         self.low = None if context is nullcontext else DTYPES[cfg.train.precision]
         self.costs: dict[tuple[bool | float, str, bool], Costs] = {}
-        self.apart: dict[bool, dict[Asked, Cost]] = {True: {}, False: {}}  # by tiling
+        self.apart: dict[bool, dict[PolicyCall, Cost]] = {True: {}, False: {}}  # by tiling
         self.rehearsals: dict[str, Rehearsed] = {}  # by what they depend on
 
     @property
@@ -144,7 +144,7 @@ class Planner:
         """Network rows of one state: a batch.micro below it changes nothing."""
         algorithm = make_algorithm(self.cfg)
         guidance = check_guidance(self.cfg, algorithm, self.policy)
-        return self.policy.branches(dearest(guidance, algorithm, self.policy))
+        return self.policy.branches(costlier_guidance(guidance, algorithm, self.policy))
 
     def budget(self, cfg: Config | None = None) -> Budget:
         """The budget of the config, or of one that differs in its batch, checkpointing, compiling,
@@ -194,7 +194,7 @@ class Planner:
     def _step(self) -> Part:
         return _optimizer(self.policy, self.device)
 
-    def _of_prompts(self, own: Config, weights: WeightCosts) -> Told:
+    def _of_prompts(self, own: Config, weights: WeightCosts) -> Extrapolated:
         """What a rehearsal of one process tells."""
         # it is the same wherever states are kept
         batch = f"{own.batch.model_copy(update={'states': 'device'})} {own.train.compile}"
@@ -213,7 +213,7 @@ class Planner:
             gradients=self._gradients(own),
             weights=weights,
         )
-        return Told(
+        return Extrapolated(
             first=_rows(known.first), rows=_rows(known.metrics), phases=phases, views=known.views
         )
 
@@ -284,7 +284,9 @@ class Planner:
         leaving = cfg.model.encoders == "leave"
         prompts = cfg.iterations * cfg.batch.prompts // self.gpus
         answers = (
-            self._costs(cfg).of(Asked(what="encode", rows=cfg.batch.prompts // self.gpus)).saved
+            self._costs(cfg)
+            .of(PolicyCall(what="encode", rows=cfg.batch.prompts // self.gpus))
+            .saved
         )
         filled = min(LARGEST, answers * prompts / max(1, cfg.batch.prompts // self.gpus))
         found = {

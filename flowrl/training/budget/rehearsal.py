@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.config.build import dearest, give_heads, make_algorithm, schedule
+from flowrl.config.build import costlier_guidance, give_heads, make_algorithm, schedule
 from flowrl.config.schema import Config
 from flowrl.config.training import DiversityConfig
 from flowrl.policy import Policy
@@ -41,7 +41,7 @@ from flowrl.training.build import check_guidance, weights
 from flowrl.training.checks import check_batch
 from flowrl.training.loop import Trainer
 from flowrl.training.ratio_check import RatioCheck
-from flowrl.training.records import Parts
+from flowrl.training.records import RunParts
 from flowrl.training.update import Learner
 from flowrl.training.watch.guards import Guards
 from flowrl.training.watch.reward_trial import NoiseWatch
@@ -52,7 +52,7 @@ WINNERS = "winners"  # the phase of policy/winner_gain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PolicyCall:
     """What one call of the policy is, all that its cost depends on. what: "velocity", "decode" or
     "encode"; rows: states, media or prompts; branches: network rows a state."""
 
@@ -73,7 +73,7 @@ class Event:
     number of these, since the event before. phase: where that was."""
 
     phase: str
-    asked: Asked | None
+    asked: PolicyCall | None
     backward: bool
     live: float
     since: float
@@ -104,7 +104,7 @@ class Notes:
         self.meter.reset_peak()
         self.before = self.meter.bytes, self.meter.operators
 
-    def add(self, phase: str, asked: Asked | None = None, *, backward: bool = False) -> None:
+    def add(self, phase: str, asked: PolicyCall | None = None, *, backward: bool = False) -> None:
         meter, (moved, operators) = self.meter, self.before
         since = meter.reset_peak() - self.start
         self.events.append(
@@ -199,12 +199,12 @@ class ToyPolicy(Policy):
     def encode(
         self, prompts: list[str], conditions: Sequence[Mapping[str, Any]] | None = None
     ) -> Cond:
-        self._note(Asked(what="encode", rows=len(prompts)))
+        self._note(PolicyCall(what="encode", rows=len(prompts)))
         return Cond.of(prompts, {})
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
         branches = sum(len(blocks) for _, blocks, _, _ in self.regime.passes(request))
-        asked = Asked(
+        asked = PolicyCall(
             what="velocity",
             rows=len(request.x),
             branches=branches,
@@ -223,14 +223,14 @@ class ToyPolicy(Policy):
         rows: Tensor | None = None,
     ) -> Tensor:
         grad = torch.is_grad_enabled() and x.requires_grad
-        return self._called(x, Asked(what="decode", rows=len(x), grad=grad), self.media)
+        return self._called(x, PolicyCall(what="decode", rows=len(x), grad=grad), self.media)
 
-    def _called(self, x: Tensor, asked: Asked, media: tuple[int, ...] | None) -> Tensor:
+    def _called(self, x: Tensor, asked: PolicyCall, media: tuple[int, ...] | None) -> Tensor:
         self._note(asked)
         weight = next(iter(self.trainable.named().values()))
         return Called.apply(x, weight, lambda: self._note(asked, backward=True), media)
 
-    def _note(self, asked: Asked, *, backward: bool = False) -> None:
+    def _note(self, asked: PolicyCall, *, backward: bool = False) -> None:
         if self.ledger is None:
             return
         phase = self.ledger.now
@@ -298,12 +298,12 @@ class Rehearsal(Trainer):
             rewards=rewards,
             buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         )
-        self.parts = Parts(
+        self.parts = RunParts(
             cfg=cfg,
             path=Path(),
             algorithm=algorithm,
             plan=plan,
-            micro=policy.states(cfg.batch.micro, dearest(guidance, algorithm, policy)),
+            micro=policy.states(cfg.batch.micro, costlier_guidance(guidance, algorithm, policy)),
             source=self.source,
             held_out=[],
             weights=weights(cfg, algorithm, policy, accelerator),

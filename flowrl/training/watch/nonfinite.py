@@ -6,7 +6,7 @@ from pathlib import Path
 
 from flowrl.runtime.log import logger
 from flowrl.runtime.store import checkpoint
-from flowrl.training.records import Failed
+from flowrl.training.records import RunFailed
 from flowrl.types import Columns, Rollout
 
 
@@ -19,9 +19,9 @@ def write_out(run: Path, name: str, rollout: Rollout, part: Columns) -> None:
     logger.warning(f"{name}: loss or gradient is not finite; skipped, its batch is in {folder}")
 
 
-def given_up(run: Path, updates: int) -> Failed:
+def given_up(run: Path, updates: int) -> RunFailed:
     """What is raised after so many such updates in a row."""
-    return Failed(
+    return RunFailed(
         f"{updates} updates in a row had a non-finite loss or gradient; lower optimizer.lr or use"
         f" train.precision=no, and look at {run / 'nonfinite'}; the last checkpoint stands"
     )

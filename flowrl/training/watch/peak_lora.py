@@ -11,13 +11,13 @@ from flowrl.runtime.log import logger
 from flowrl.runtime.store import checkpoint, files
 from flowrl.runtime.store.checkpoint import CheckpointError
 from flowrl.runtime.store.run_folder import PEAK
-from flowrl.training.records import Parts
+from flowrl.training.records import RunParts
 from flowrl.training.watch.watch import nearest
 
 FOLDER = "lora-peak"
 
 
-def write(parts: Parts) -> None:
+def write(parts: RunParts) -> None:
     """At the end of a run, on the main process: the averaged LoRA of the checkpoint nearest the
     peak, and what was found. Nothing where no peak is known; what an earlier end wrote goes."""
     path, peak = parts.path, parts.watch.peak
@@ -45,7 +45,7 @@ def write(parts: Parts) -> None:
     files.write(path / PEAK, json.dumps(record, indent=1))
 
 
-def _export(parts: Parts, folder: Path) -> None:
+def _export(parts: RunParts, folder: Path) -> None:
     """Write the averaged LoRA of a checkpoint; the policy is as before afterwards."""
     tensors, _ = checkpoint.load(folder)
     policy, out = parts.source.policy, parts.path / FOLDER

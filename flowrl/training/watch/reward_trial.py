@@ -20,7 +20,7 @@ from flowrl.rollouts.roll_out import roll_out
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import logger
-from flowrl.training.records import Parts
+from flowrl.training.records import RunParts
 from flowrl.types import PromptBatch, Rewards, Rollout
 
 
@@ -37,7 +37,7 @@ class NoiseWatch:
             del self.noise[label]
 
 
-def try_rewards(parts: Parts) -> dict[str, float]:
+def try_rewards(parts: RunParts) -> dict[str, float]:
     """Warn of what the cheap checks say -> the noise of each trained reward that has any, by label.
 
     Every process makes the same samples and tries its part of the rewards. See
@@ -59,7 +59,7 @@ def try_rewards(parts: Parts) -> dict[str, float]:
     return {label: level for _, noise in told for label, level in noise.items() if level}
 
 
-def first_samples(parts: Parts, ledger: Ledger) -> tuple[PromptBatch, Rollout, Tensor]:
+def first_samples(parts: RunParts, ledger: Ledger) -> tuple[PromptBatch, Rollout, Tensor]:
     """FEW samples of the first iteration, of two prompts if there are: and their media."""
     cfg, source, leaves = parts.cfg, parts.source, parts.plan.leaves
     whole = prompts.batch(source.prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)

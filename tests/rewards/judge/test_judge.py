@@ -16,7 +16,7 @@ from PIL import Image
 from flowrl.data.media import to_pil
 from flowrl.rewards import RewardUnavailable
 from flowrl.rewards.judge import client
-from flowrl.rewards.judge.client import Failed, Judge, Settings, picture, text
+from flowrl.rewards.judge.client import JudgeClient, NoReply, Settings, picture, text
 from flowrl.rewards.judge.completion import read_reply
 from flowrl.rewards.judge.replies import final_score, yes_share
 from flowrl.rewards.judge.reward import user
@@ -25,7 +25,7 @@ ONE = [user(text("How good?"))]
 
 
 def judge(server, *, fields=None, **more):
-    return Judge(
+    return JudgeClient(
         Settings(model="the-model", **server.settings(**more)), reward="some", fields=fields
     )
 
@@ -109,7 +109,7 @@ def test_where_nothing_may_come_from_earlier_replies_every_question_is_asked():
 def test_a_reply_that_could_not_be_read_is_not_kept():
     with serving(lambda body, n: "nothing" if n == 0 else "Final Score: 2") as server:
         one = judge(server)
-        assert isinstance(one.ask_all([ONE], score)[0], Failed)
+        assert isinstance(one.ask_all([ONE], score)[0], NoReply)
         assert one.ask_all([ONE], score) == [2.0]
 
 
@@ -192,7 +192,7 @@ def test_the_timeout_is_that_of_the_whole_reply_not_of_its_pieces():
         )
         start = time.monotonic()
         with pytest.raises(RewardUnavailable, match=r"no answer within timeout=0\.3 seconds"):
-            Judge(settings, reward="some").ask_all([ONE], score)
+            JudgeClient(settings, reward="some").ask_all([ONE], score)
         assert time.monotonic() - start < 1.5
         over.set()
         thread.join()
@@ -238,7 +238,7 @@ def test_a_sample_that_breaks_the_server_fails_alone(caplog):
     with serving(script) as server, caplog.at_level(logging.WARNING, logger="flowrl"):
         out = ask(server, 3)
     assert out[0] == out[2] == 4.0
-    assert isinstance(out[1], Failed)
+    assert isinstance(out[1], NoReply)
     assert "500 bad picture (3 tries)" in str(out[1])
     assert "some: 1 of 3 questions failed; first: it answers 500 bad picture" in caplog.text
 
@@ -273,7 +273,9 @@ def test_an_unknown_model_is_answered_with_those_that_there_are():
             RewardUnavailable,
             match=r"has no model other \(404\); set reward\.some\.model .* serves: the-model",
         ):
-            Judge(Settings(model="other", **server.settings()), reward="some").ask_all([ONE], score)
+            JudgeClient(Settings(model="other", **server.settings()), reward="some").ask_all(
+                [ONE], score
+            )
         with pytest.raises(
             RewardUnavailable,
             match=(
@@ -448,17 +450,17 @@ def test_a_missing_key_and_a_log_that_cannot_be_written_are_refused_at_once(monk
         ValueError,
         match=r"reward\.some\.api_key_env=NO_KEY: the environment variable NO_KEY holds no API key",
     ):
-        Judge(Settings(model="m", api_key_env="NO_KEY"), reward="some")
+        JudgeClient(Settings(model="m", api_key_env="NO_KEY"), reward="some")
     for key in ("sk-secret\nsecond", "sk-secret second", "sk-sécret"):
         monkeypatch.setenv("ODD_KEY", key)
         with pytest.raises(
             ValueError, match="ODD_KEY holds spaces, line breaks or characters outside ASCII"
         ) as error:
-            Judge(Settings(model="m", api_key_env="ODD_KEY"), reward="some")
+            JudgeClient(Settings(model="m", api_key_env="ODD_KEY"), reward="some")
         assert "cret" not in str(error.value)
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"reward\.some\.log=.*cannot be written"):
-        Judge(Settings(model="m", log=str(tmp_path / "file" / "log.jsonl")), reward="some")
+        JudgeClient(Settings(model="m", log=str(tmp_path / "file" / "log.jsonl")), reward="some")
 
 
 def test_nothing_is_sent_for_no_questions():

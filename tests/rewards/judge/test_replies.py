@@ -7,7 +7,7 @@ import pytest
 
 from flowrl.rewards.judge import replies as r
 
-MISS = pytest.raises(r.Unreadable)
+MISS = pytest.raises(r.UnreadableReply)
 
 
 # --- Final Score
@@ -111,7 +111,7 @@ def test_a_broken_final_score_is_a_miss(text):
 def test_a_long_reply_is_read_in_time_that_grows_with_its_length(filler):
     started = time.perf_counter()
     for text in (f"Final Score: 4 {filler * 20_000}", f"Final Score:{filler * 20_000}4"):
-        with contextlib.suppress(r.Unreadable):
+        with contextlib.suppress(r.UnreadableReply):
             r.final_score(text)
     assert time.perf_counter() - started < 2  # one run of spaces took minutes where it is squared
 
@@ -119,9 +119,9 @@ def test_a_long_reply_is_read_in_time_that_grows_with_its_length(filler):
 def test_scales_differ_by_reference():
     assert r.final_score("Final Score: 0.5", 0, 5) == 0.5  # MixGRPO
     assert r.final_score("Final Score: 7", 1, 10) == 7.0  # old video template
-    with pytest.raises(r.Unreadable, match="Final Score 7 is outside 1 to 5"):
+    with pytest.raises(r.UnreadableReply, match="Final Score 7 is outside 1 to 5"):
         r.final_score("Final Score: 7")
-    with pytest.raises(r.Unreadable, match=r"contradictory .* \(3.0 and 4.0\)"):
+    with pytest.raises(r.UnreadableReply, match=r"contradictory .* \(3.0 and 4.0\)"):
         r.final_score("Final Score: 3 Final Score: 4")
 
 
@@ -296,9 +296,9 @@ def test_relative_scores_are_probabilities_of_the_first():
     assert r.pair_scores("**Style Score**: Video 1: 0.25, Video 2: 0.75", ["Style"]) == {
         "style": 0.25
     }
-    with pytest.raises(r.Unreadable, match="no Coherence Score of both"):
+    with pytest.raises(r.UnreadableReply, match="no Coherence Score of both"):
         r.pair_scores(PAIR, ["Alignment", "Coherence"])
-    with pytest.raises(r.Unreadable, match="0.9 and 0.9 do not add up to 1"):
+    with pytest.raises(r.UnreadableReply, match="0.9 and 0.9 do not add up to 1"):
         r.pair_scores("Style Score:\n Image 1: 0.9\n Image 2: 0.9", ["Style"])
     with MISS:
         r.pair_scores("Style Score:\n Image 1: 9\n Image 2: 1", ["Style"])
@@ -405,5 +405,5 @@ def test_a_final_answer_ends_a_dialogue_and_a_provisional_one_does_not():
         "<answer>OA = 1</answer><answer>OA = 2</answer>",
         "\\boxed{1} is wrong, \\boxed{2}",
     ):
-        with pytest.raises(r.Unreadable, match="two different answers"):
+        with pytest.raises(r.UnreadableReply, match="two different answers"):
             r.final_answer(two, str)

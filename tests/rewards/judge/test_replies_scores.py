@@ -6,7 +6,7 @@ import pytest
 
 from flowrl.rewards.judge import replies as r
 
-MISS = pytest.raises(r.Unreadable)
+MISS = pytest.raises(r.UnreadableReply)
 
 
 # --- critiques
@@ -63,12 +63,12 @@ def test_a_critique_that_was_cut_counts_only_with_its_summary():
         " cut of"
     )
     with pytest.raises(
-        r.Unreadable, match='no number or N/A after "Score:" of Physical and Visual Quality'
+        r.UnreadableReply, match='no number or N/A after "Score:" of Physical and Visual Quality'
     ):
         r.aspects(cut)
     first = cut.partition("\n2.")[0]
     assert r.aspects(first) == {"text_faithfulness": 4.0}  # an aspect that is not named is as N/A
-    with pytest.raises(r.Unreadable, match="no summary"):
+    with pytest.raises(r.UnreadableReply, match="no summary"):
         r.aspects(first, cut=True)
     assert r.aspects(f"{first}\n# Summary: fi", cut=True) == {"text_faithfulness": 4.0}
 
@@ -124,13 +124,13 @@ def test_the_expected_digit_is_renormalised_over_the_digits():
     assert r.digit_mean(first, 5) == pytest.approx((4 * 0.5 + 5 * 0.25 + 3 * 0.1) / 0.85)
     assert r.digit_mean(logs(**{"0": 1.0}), 5) == 0.0  # a real 0, not a failure
     with pytest.raises(
-        r.Unreadable,
+        r.UnreadableReply,
         match="first token has probability 0 to be a digit from 0 to 5; most likely are 'The' 0.9",
     ):
         r.digit_mean(logs(The=0.9), 5)
     with MISS:
         r.digit_mean(logs(**{"4": 0.001, "The": 0.9}), 5, least=0.01)
-    with pytest.raises(r.Unreadable, match="no token log-probabilities"):
+    with pytest.raises(r.UnreadableReply, match="no token log-probabilities"):
         r.digit_mean({}, 5)
 
 
@@ -140,7 +140,7 @@ def test_the_share_of_yes():
         logs(Yes=0.6, No=0.2, yes=0.1, **{" NO": 0.1}), variants=True
     ) == pytest.approx(0.7)
     assert r.yes_share(logs(Yes=0.6)) == 1.0 and r.yes_share(logs(No=0.6)) == 0.0
-    with pytest.raises(r.Unreadable, match="variants=true counts other spellings"):
+    with pytest.raises(r.UnreadableReply, match="variants=true counts other spellings"):
         r.yes_share(logs(yes=0.9, no=0.1))
     with MISS:
         r.yes_share(logs(Maybe=1.0), variants=True)
@@ -148,6 +148,6 @@ def test_the_share_of_yes():
 
 @pytest.mark.parametrize("logprob", [0.5, 1000.0, math.inf])
 def test_a_log_probability_above_zero_is_a_miss(logprob):
-    with pytest.raises(r.Unreadable, match="the token 'Yes' the log-probability .* above 0"):
+    with pytest.raises(r.UnreadableReply, match="the token 'Yes' the log-probability .* above 0"):
         r.yes_share({"Yes": logprob, "No": -1.0})
     assert r.yes_share({"Yes": 1e-6, "No": -math.inf}) == 1.0  # rounding

@@ -13,7 +13,7 @@ import pytest
 from judges import TEXTS
 
 from flowrl import rewards
-from flowrl.rewards.judge.replies import Unreadable, digit_mean, yes_share
+from flowrl.rewards.judge.replies import UnreadableReply, digit_mean, yes_share
 
 REPLIES = Path(__file__).parent / "replies"
 JUDGES = sorted(path.stem for path in REPLIES.glob("*.jsonl"))
@@ -54,7 +54,7 @@ def readers(tmp_path_factory):
 def of_token(row, read):
     try:
         return read({token: math.log(p) for token, p in row["first"].items()})
-    except Unreadable:
+    except UnreadableReply:
         return math.nan
 
 

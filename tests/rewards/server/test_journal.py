@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from flowrl.rewards.server.journal import Journal, keys
+from flowrl.rewards.server.journal import ScoreJournal, keys
 
 PROMPTS = ["a cat", "a dog", "a cat"]
 
@@ -19,26 +19,26 @@ def test_scores_come_back_as_the_same_floats(tmp_path):
             [0.1, 1 / 3, -0.0, 5e-324, 1.7976931348623157e308, *torch.randn(50).tolist()]
         )
     }
-    Journal(tmp_path / "run" / "scores.jsonl").add(scores)
-    again = Journal(tmp_path / "run" / "scores.jsonl")
+    ScoreJournal(tmp_path / "run" / "scores.jsonl").add(scores)
+    again = ScoreJournal(tmp_path / "run" / "scores.jsonl")
     assert [again.get(key).hex() for key in scores] == [value.hex() for value in scores.values()]
     assert again.get("another") is None
 
 
 def test_a_torn_last_line_is_skipped_and_what_follows_it_is_kept(tmp_path):
     path = tmp_path / "scores.jsonl"
-    Journal(path).add({"a": 0.25, "b": 0.5})
+    ScoreJournal(path).add({"a": 0.25, "b": 0.5})
     path.write_bytes(path.read_bytes()[:-9])  # the kill came inside the line of b
-    torn = Journal(path)
+    torn = ScoreJournal(path)
     assert (torn.get("a"), torn.get("b")) == (0.25, None)
     torn.add({"b": 0.5, "c": 1.0})
-    assert Journal(path).scores == {"a": 0.25, "b": 0.5, "c": 1.0}
+    assert ScoreJournal(path).scores == {"a": 0.25, "b": 0.5, "c": 1.0}
     assert len(path.read_text().splitlines()) == 3
 
 
 def test_several_journals_of_one_file_lose_nothing(tmp_path):
     path = tmp_path / "scores.jsonl"
-    journals = [Journal(path) for _ in range(4)]
+    journals = [ScoreJournal(path) for _ in range(4)]
 
     def write(number):
         for i in range(25):
@@ -50,15 +50,17 @@ def test_several_journals_of_one_file_lose_nothing(tmp_path):
     lines = [
         line for line in path.read_text().splitlines() if line
     ]  # one that looks while another writes may start a line too early
-    assert len(Journal(path).scores) == 400 == len({json.loads(line)["key"] for line in lines})
+    assert len(ScoreJournal(path).scores) == 400 == len({json.loads(line)["key"] for line in lines})
 
 
 def test_memory_holds_the_newest(tmp_path):
-    journal = Journal(tmp_path / "scores.jsonl", keep=3)
+    journal = ScoreJournal(tmp_path / "scores.jsonl", keep=3)
     for i in range(5):
         journal.add({str(i): float(i)})
-    assert list(journal.scores) == ["2", "3", "4"] == list(Journal(journal.path, keep=3).scores)
-    assert len(Journal(journal.path).scores) == 5
+    assert (
+        list(journal.scores) == ["2", "3", "4"] == list(ScoreJournal(journal.path, keep=3).scores)
+    )
+    assert len(ScoreJournal(journal.path).scores) == 5
 
 
 def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path):
@@ -67,7 +69,7 @@ def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path):
     with pytest.raises(
         ValueError, match="metrics.jsonl is not a journal of scores.*name another file"
     ):
-        Journal(path)
+        ScoreJournal(path)
     assert path.read_text() == '{"step": 1}\n'
 
 

@@ -17,7 +17,7 @@ from flowrl import rewards
 from flowrl.rewards import RewardUnavailable
 from flowrl.rewards.remote import Remote
 from flowrl.rewards.server.app import Server
-from flowrl.rewards.server.journal import Journal
+from flowrl.rewards.server.journal import ScoreJournal
 from flowrl.shapes.prompts import all_prompts
 from flowrl.types import MediaContext
 
@@ -199,7 +199,7 @@ def test_what_the_journal_holds_is_not_asked_for_again(media, tmp_path):
         )
         assert server.service.scored == 5  # only the new one
         other = remote(server, reward="jpeg")
-        other.journal = Journal(path)  # as the owner of a run gives it
+        other.journal = ScoreJournal(path)  # as the owner of a run gives it
         assert torch.equal(other(media, PROMPTS), rewards.load("jpeg")(media, PROMPTS))
         assert server.service.scored == 9
 
@@ -217,7 +217,7 @@ def test_scores_received_before_the_server_died_are_kept(media, tmp_path):
         reward = remote(server, journal=path, batch=1, concurrency=1)
         with pytest.raises(RewardUnavailable, match="answered 503: my own server is gone"):
             rewards.score(media, PROMPTS, {"remote": {"reward": reward}})
-        assert len(Journal(path).scores) == 2
+        assert len(ScoreJournal(path).scores) == 2
         dead.clear()
         before = server.service.scored
         out = remote(server, journal=path)(media, PROMPTS)
@@ -244,7 +244,7 @@ def test_failed_samples_are_not_journalled(media, tmp_path):
             False,
             False,
         ]
-    assert len(Journal(path).scores) == 3
+    assert len(ScoreJournal(path).scores) == 3
 
 
 # --- tokens and settings

@@ -26,7 +26,7 @@ from flowrl import rewards
 from flowrl.rewards import RewardBug, RewardUnavailable, remote
 from flowrl.rewards.server import http_client
 from flowrl.rewards.server.app import Server
-from flowrl.rewards.server.journal import Journal
+from flowrl.rewards.server.journal import ScoreJournal
 from flowrl.runtime.signals import Aborted
 from flowrl.training.loop import Trainer
 
@@ -183,7 +183,7 @@ def test_a_training_run_whose_server_stays_dead_stops_and_resumes_as_if_nothing_
             match="answered 503: gone.*resume the run with `flowrl train --resume RUN`",
         ):
             Trainer(cfg).run()
-        assert len(small.lines(tmp_path / "run")) == 1 and len(Journal(journal).scores) == 6
+        assert len(small.lines(tmp_path / "run")) == 1 and len(ScoreJournal(journal).scores) == 6
         dead.clear()
         seen.append("the seventh is let through")
         Trainer(cfg, resume=tmp_path / "run").run()

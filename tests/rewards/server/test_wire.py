@@ -42,7 +42,9 @@ def test_pixels_with_eight_bits_travel_as_bytes_and_arrive_bit_for_bit(shape):
     media = torch.randint(0, 256, shape, dtype=torch.uint8).float() / 255
     packed = wire.pack_media(media)
     assert ("png" in packed) == (len(shape) == 4) and packed.get("dtype", "unorm8") == "unorm8"
-    record = wire.Question.model_validate_json(json.dumps({"prompts": [""], "media": packed})).media
+    record = wire.ScoreRequest.model_validate_json(
+        json.dumps({"prompts": [""], "media": packed})
+    ).media
     assert torch.equal(wire.unpack(record), media) and record.nbytes == media.nbytes
 
 
