@@ -18,7 +18,7 @@ class WeightSchedule:
     def at(self, iteration: int | None) -> float:
         """Value in an iteration; None: after the last point.
 
-        >>> Schedule(((0, 1.0), (100, 0.2))).at(50)
+        >>> WeightSchedule(((0, 1.0), (100, 0.2))).at(50)
         0.6
         """
         (first, value), last = self.points[0], self.points[-1][1]

@@ -12,7 +12,7 @@ import flowrl
 
 PAGE = PAGES["docs/reading.md"]
 SPAN = re.compile(r"`([^`\n]+)`")
-MOST_FILES, MOST_LINES = 12, 1000  # of the spine
+MOST_FILES, MOST_LINES = 12, 1100  # of the spine
 
 
 def section(title):
