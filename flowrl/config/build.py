@@ -73,6 +73,7 @@ def make_algorithm(cfg: Config) -> Algorithm:
 def make_policy(
     cfg: Config,
     *,
+    algorithm: Algorithm | None = None,
     device: torch.device | str | None = None,
     live: Live | None = None,
     split: bool = False,
@@ -80,9 +81,11 @@ def make_policy(
 ) -> Policy:
     """The policy that a config trains, with fresh adapters or those of train.init_lora.
 
-    live: a policy or prompts that a script handed over. split: see load_policy; where each forward
-    brings all blocks from the host, main alone checks the policy against its pipeline."""
+    algorithm: one of this config, where it was made already. live: a policy or prompts that a
+    script handed over. split: see load_policy; where each forward brings all blocks from the host,
+    main alone checks the policy against its pipeline."""
     live = live or Live()
+    algorithm = algorithm or live.algorithm or make_algorithm(cfg)
     check_init(cfg)
     combine.check(cfg)
     own = [part for part in cfg.train.parts if part not in heads.KINDS]
@@ -115,7 +118,7 @@ def make_policy(
         policy.load_lora(Path(cfg.train.init_lora))
     if cfg.train.gradient_checkpointing:
         policy.gradient_checkpointing(cfg.train.gradient_checkpointing)
-    if live.policy is None and not climbs(cfg, live.algorithm):
+    if live.policy is None and not climbs(cfg, algorithm):
         policy.narrow_decoder()
     if cfg.model.tiling:
         policy.tile_decoder()
@@ -123,7 +126,7 @@ def make_policy(
     policy.freeze(not own)
     if cfg.model.offload != "none":
         policy.offload_denoiser(scorers=cfg.model.offload == "all")
-    give_heads(cfg, policy, live.algorithm)
+    give_heads(cfg, policy, algorithm)
     return policy
 
 
@@ -143,14 +146,14 @@ def climbs(cfg: Config, algorithm: Algorithm | None = None) -> bool:
     return climbed or "reward" in (algorithm or make_algorithm(cfg)).needs
 
 
-def give_heads(cfg: Config, policy: Policy, algorithm: Algorithm | None) -> None:
+def give_heads(cfg: Config, policy: Policy, algorithm: Algorithm) -> None:
     """Put the small networks of train.parts beside the policy; those of an earlier run of the same
     live policy stay, where they are of the same kind."""
     names = [part for part in cfg.train.parts if part in heads.KINDS]
     if not names:
         policy.set_heads(None)
         return
-    options = (algorithm or make_algorithm(cfg)).heads
+    options = algorithm.heads
     made = heads.make({name: options[name] for name in names}, policy.latent_shape, cfg.seed)
     known = policy.heads.modules
     alike = {name: head.options for name, head in known.items()}
@@ -227,11 +230,6 @@ def check_trained(cfg: Config, policy: Policy) -> None:
             f"model.source={cfg.model.source} makes a Policy that trains with train.mode={own},"
             f" and the config has train.mode={cfg.train.mode}; set it to {own}"
         )
-
-
-def costlier_guidance(guidance: float | str, algorithm: Algorithm, policy: Policy) -> float | str:
-    """Of the guidance of rollouts and of references, the one whose states cost more rows."""
-    return max((guidance, algorithm.reference_guidance), key=policy.branches)
 
 
 def schedule(cfg: Config, policy: Policy) -> Tensor:

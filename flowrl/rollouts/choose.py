@@ -56,7 +56,7 @@ class Chooser:
         """The `size` prompts of an iteration, counted from 0; none is there twice."""
         return data.batch(self.prompts, iteration=iteration, size=size, seed=self.seed)
 
-    def told(
+    def learn_from(
         self,
         iteration: int,
         drawn: Any,
@@ -65,8 +65,6 @@ class Chooser:
     ) -> dict[str, float]:
         """What samples of an iteration (a Drawn) and their advantages (B,) say of its prompts, on
         all processes -> prompts/* to log."""
-        if not self.learns and not self.helper.on:
-            return {}
         own = seen_by(
             drawn.batch, drawn.rollout.group, drawn.rewards.total, advantages, self.config
         )

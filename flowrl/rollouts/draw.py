@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from flowrl.rewards import RewardUnavailable
 from flowrl.rollouts import from_files, redraw
 from flowrl.rollouts.overlap import OverlappedScorer
 from flowrl.rollouts.records import Drawn, Source
+from flowrl.rollouts.redraw import Sample
 from flowrl.rollouts.roll_out import roll_out
 from flowrl.rollouts.sample_helped import helping
 from flowrl.rollouts.scorer import SHOWN, Scorer, decode_into
@@ -31,7 +33,9 @@ def draw(source: Source, iteration: int, plan: Plan) -> Drawn:
     mine = batch.ids[world.share(len(batch))]
     if source.dataset is not None:
         return from_files.read(source, iteration, plan, mine)
-    sample_prompts = helping(source, iteration, plan, sample)
+    sample_prompts: Sample = partial(sample, source, iteration, plan)
+    if source.chooser.helper.on:  # prompts that need help are sampled apart
+        sample_prompts = helping(source, iteration, plan, sample)
     with world.all_or_none(RewardUnavailable):
         drawn = sample_prompts(mine)
     if cfg.draw.mode == "refill":
@@ -60,7 +64,7 @@ def sample(source: Source, iteration: int, plan: Plan, ids: Tensor, round_: int 
             with ledger.phase("rollout"), source.autocast(), policy.view(source.view):
                 rollout = roll_out(
                     policy,
-                    source.asked(batch),
+                    source.asked(batch) if source.column else batch,
                     plan,
                     group=cfg.batch.group,
                     guidance=source.guidance,

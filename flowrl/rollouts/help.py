@@ -20,12 +20,9 @@ class Helper:
 
     def __init__(self, config: HelpConfig, names: list[str], seed: int) -> None:
         self.config, self.names, self.seed = config, names, seed
+        self.on = config.after > 0
         # name -> visits before the first success, visits with a success
         self.state: dict[str, list[int]] = {}
-
-    @property
-    def on(self) -> bool:
-        return self.config.after > 0
 
     def helps(self, iteration: int, ids: Tensor) -> Tensor:
         """Which of the prompts at `ids` (P,) are helped in an iteration -> (P,) bool."""

@@ -51,9 +51,8 @@ class Source:
         )
 
     def asked(self, batch: PromptBatch) -> PromptBatch:
-        """Prompts with the texts that they are sampled with."""
-        if self.column is None:
-            return batch
+        """Prompts with the texts of `column`, their own where it is empty."""
+        assert self.column is not None
         pairs = zip(batch.text, batch.meta, strict=True)
         return replace(batch, text=[meta.get(self.column) or own for own, meta in pairs])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,8 +25,6 @@ from flowrl.types import Plan
 def helping(source: Source, iteration: int, plan: Plan, sample: Callable[..., Drawn]) -> Sample:
     """sample(source, iteration, plan, ids, round_) of some prompts, those with help apart."""
     helper, config = source.chooser.helper, source.cfg.data.sampler.help
-    if not helper.on:
-        return partial(sample, source, iteration, plan)
     helped = replace(
         source,
         guidance=source.guidance if config.guidance is None else config.guidance,

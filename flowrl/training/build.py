@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from flowrl.algorithms.common.base import Algorithm
-from flowrl.config.build import autocast, costlier_guidance, make_algorithm, make_policy, schedule
+from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
 from flowrl.config.live import Live, check_given
 from flowrl.config.load import flatten
 from flowrl.config.schema import Config
@@ -47,6 +47,7 @@ from flowrl.training.media_checks import check_media
 from flowrl.training.out_of_memory import explained_start
 from flowrl.training.records import RunParts, Weights
 from flowrl.training.resume import check_resume
+from flowrl.training.setup import Setup, set_up
 from flowrl.training.split.shard import shard
 from flowrl.training.unused_options import unused_options
 from flowrl.training.watch.guards import Guards
@@ -83,7 +84,6 @@ def build(
 
 def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> RunParts:
     """All parts of a run whose folder is ours."""
-    accelerator = world.accelerator
     rewards = load_rewards(cfg, path, live)
     dataset, prompts, held_out = load_data(cfg, rewards, live)
     choice = chooser(prompts, cfg.data.sampler, size=cfg.batch.prompts, seed=cfg.seed)
@@ -91,26 +91,30 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     algorithm = live.algorithm or make_algorithm(cfg)
     check_method(cfg, algorithm, prompts, rewards)
     split = bool(cfg.train.shard) and world.size > 1
-    policy = make_policy(cfg, device=accelerator.device, live=live, split=split, main=world.main)
+    policy = make_policy(
+        cfg,
+        algorithm=algorithm,
+        device=world.accelerator.device,
+        live=live,
+        split=split,
+        main=world.main,
+    )
     check_media(rewards, algorithm, policy)
     check_conditions(policy, [*prompts, *held_out], columns_read(cfg, rewards))
 
     # Does the method fit its plan, its guidance, its rewards and its media?
-    plan = algorithm.plan(schedule(cfg, policy), sampler=cfg.sampler, iteration=0, seed=cfg.seed)
-    algorithm.check(plan)
-    check_batch(cfg, processes=world.size, leaves=plan.leaves)
-    guidance = check_guidance(cfg, algorithm, policy)
-    check_signal(cfg, algorithm, plan, rewards.needs)
+    setup = set_up(cfg, algorithm, policy)
+    check_batch(cfg, processes=world.size, leaves=setup.plan.leaves)
+    check_signal(cfg, algorithm, setup.plan, rewards.needs)
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
-    warn(cfg, algorithm, policy, plan, (prompts, held_out), processes=world.size)
+    warn(setup, policy, (prompts, held_out), processes=world.size)
 
     # in full mode fp32 from here on; who kept what it returns would keep split weights whole
     policy.trainable.named()
     data = {"prompts": prompts, "held-out prompts": held_out}
     media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
     known = identity.of_parts(cfg, rewards, policy, data, media, live)
-    share_networks(cfg, world, policy, prompts, guidance)
-    own = weights(cfg, algorithm, policy, accelerator)
+    share_networks(cfg, world, policy, prompts, setup.guidance)
     source = Source(
         cfg=cfg,
         world=world,
@@ -121,23 +125,20 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         references=not dataset and bool(media),
         policy=policy,
         view=algorithm.rollout_view,
-        guidance=guidance,
+        guidance=setup.guidance,
         autocast=autocast(cfg, policy.device),
         rewards=rewards.beside(policy),
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         helped_plan=helped_plan(cfg, algorithm, policy),
     )
     return RunParts(
-        cfg=cfg,
+        setup=setup,
         guards=Guards(cfg.guard, rewards),
         watch=Watch(cfg.watch, world, lower=cfg.stop.watch == "lower"),
         path=path,
-        algorithm=algorithm,
-        plan=plan,
-        micro=policy.states(cfg.batch.micro, costlier_guidance(guidance, algorithm, policy)),
         source=source,
         held_out=held_out,
-        weights=own,
+        weights=weights(cfg, algorithm, policy, world.accelerator),
         identity=known,
         lock=lock,
     )
@@ -158,23 +159,16 @@ def share_networks(
         share_calls(policy, world, prompts, guidance=guidance, autocast=casts)
 
 
-def warn(
-    cfg: Config,
-    algorithm: Algorithm,
-    policy: Policy,
-    plan: Plan,
-    prompts: tuple[Prompts, Prompts],
-    *,
-    processes: int,
-) -> None:
-    """Say what a run can do, and hardly means. prompts: to train on, and held-out ones."""
+def warn(setup: Setup, policy: Policy, prompts: tuple[Prompts, Prompts], *, processes: int) -> None:
+    """Warn of what a run can do but its user hardly means. prompts: to train on, and held-out."""
+    cfg, algorithm = setup.cfg, setup.algorithm
     policy.say_cut(row["prompt"] for own in prompts for row in own)
     spare = (len(prompts[0]) - cfg.batch.prompts) // processes  # that an iteration leaves over
     warn_distilled(algorithm, policy, cfg.model.source)
     warn_large(cfg, policy)
     guidances = [cfg.sampler.guidance, cfg.data.sampler.help.guidance or "none"]
     guidances += [cfg.eval.guidance, cfg.eval.baseline_guidance or "none"]
-    said = unused_options(cfg, algorithm, plan, spare=spare)
+    said = unused_options(cfg, algorithm, setup.plan, spare=spare)
     policy.say_unread(guidances, prompts[0][0])
     for sentence in said:
         logger.warning(sentence)
@@ -215,17 +209,6 @@ def load_data(
     check_needs(rewards, ("meta", "group", *["source"] * pictured))
     check_meta(rewards, {"data.train": [] if dataset else prompts, "data.eval": held_out})
     return dataset, prompts, held_out
-
-
-def check_guidance(cfg: Config, algorithm: Algorithm, policy: Policy) -> float | str:
-    """Guidance of rollouts. One that the model does not know -> ValueError."""
-    own = algorithm.guidance
-    guidance = cfg.sampler.guidance if own is None else own
-    evaluated = (cfg.eval.guidance, cfg.eval.baseline_guidance or "none")
-    helped = cfg.data.sampler.help.guidance or "none"
-    for used in (guidance, *evaluated, algorithm.reference_guidance, helped):
-        policy.branches(used)
-    return guidance
 
 
 def helped_plan(cfg: Config, algorithm: Algorithm, policy: Policy) -> Callable[[int], Plan] | None:

@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flowrl.config.build import schedule
+from torch import Tensor
+
 from flowrl.config.live import with_live_objects
 from flowrl.rewards import check_valid, reward_metrics
 from flowrl.rollouts.draw import draw
-from flowrl.rollouts.trained import what_to_train
+from flowrl.rollouts.records import Drawn, Source
+from flowrl.rollouts.trained import TrainingBatch, what_to_train
 from flowrl.training import outputs, state
 from flowrl.training.build import build
+from flowrl.training.diversity import Diversity
+from flowrl.training.observe import Observation, Observer, observe
 from flowrl.training.ratio_check import RatioCheck
-from flowrl.training.records import Iteration, Run
+from flowrl.training.records import Credited, Iteration, Run
 from flowrl.training.resume import config_of
 from flowrl.training.resume import resume as continue_run
 from flowrl.training.run import run_to_the_end, stop_rule
-from flowrl.training.terms import gradient_terms
-from flowrl.training.update import Learner
+from flowrl.training.update import Learner, climbed_terms
 from flowrl.training.watch.reward_trial import NoiseWatch
 from flowrl.training.winner_gain import winner_gain
+from flowrl.types import Columns, Rewards
 
 
 class Trainer:
@@ -40,14 +45,9 @@ class Trainer:
         cfg, objects = with_live_objects(
             config_of(Path(resume)) if cfg is None and resume else cfg, **live
         )
-        self.cfg, self.parts = cfg, build(cfg, resume, accept=accept_changes, live=objects)
-        self.path, self.algorithm = self.parts.path, self.parts.algorithm
-        self.source = source = self.parts.source
-        self.world, self.policy, self.ledger = source.world, source.policy, source.ledger
-        self.sigmas = schedule(cfg, self.policy)
+        self.parts = build(cfg, resume, accept=accept_changes, live=objects)
         self.learner = Learner(self.parts)
-        self.ratio_check = RatioCheck(self.learner)
-        self.noise_watch = NoiseWatch()
+        self.prepare()
         self.iteration, self.hours = 0, 0.0  # finished, and how long they took
         self.stopped: str | None = None
         self.saved_at: int | None = None  # iteration of the newest checkpoint
@@ -56,8 +56,21 @@ class Trainer:
         if resume is not None:
             continue_run(self, accept=accept_changes)
 
+    def prepare(self) -> None:
+        """What iterations read of the parts, and the steps of them that have a state."""
+        self.setup, self.source, self.path = self.parts.setup, self.parts.source, self.parts.path
+        self.cfg, self.algorithm = self.setup.cfg, self.setup.algorithm
+        source = self.source
+        self.world, self.policy, self.ledger = source.world, source.policy, source.ledger
+        self.views = self.algorithm.views  # copies of the weights, which follow them
+        self.ratio_check = RatioCheck(self.learner)
+        self.noise_watch = NoiseWatch()
+        self.observers = self.choose_observers()
+
     def __iter__(self) -> Iterator[Iteration]:
         outputs.start(self)
+        # once the rewards were tried, their noise is known
+        self.observers = self.choose_observers()
         began, before = time.perf_counter(), self.hours
         while self.iteration < self.cfg.iterations and self.stopped is None:
             result = self.iterate(self.iteration)
@@ -71,56 +84,50 @@ class Trainer:
                 self.save()
 
     def iterate(self, i: int) -> Iteration:
-        """Iteration i, from 0: the algorithm of every paper here, with its parts plugged in."""
-        cfg, algorithm, world, ledger = self.cfg, self.algorithm, self.world, self.ledger
-        source = self.source.at(i)
-        ledger.reset()
+        """Iteration i, from 0: the six steps of GRPO, with the parts of this run plugged in."""
+        self.ledger.reset()
+        source = self.source.at(i) if self.source.rewards.rules else self.source
 
-        # Which denoising steps are walked, and which of them are trained.
-        plan = algorithm.plan(self.sigmas, sampler=cfg.sampler, iteration=i, seed=cfg.seed)
+        # Plan: which denoising steps are walked, and which of them are trained.
+        plan = self.algorithm.plan(
+            self.setup.sigmas, sampler=self.cfg.sampler, iteration=i, seed=self.cfg.seed
+        )
 
-        # Prompts -> samples -> rewards, on this process.
+        # Draw: prompts -> samples -> rewards, of this process's share of the prompts.
         drawn = draw(source, i, plan)
 
-        # Rewards of all processes: statistics do not depend on how many there are.
-        rewards = world.gather_rewards(drawn.rewards)
-        group = world.gather_groups(drawn.rollout.group)
-        check_valid(rewards, cfg.guard.invalid_fraction)
-        metrics = reward_metrics(rewards)
-        if self.noise_watch.noise:  # some reward has noise of its own: is it the larger?
-            self.noise_watch(rewards, group)
+        # Gather: rewards of all processes, as statistics must not depend on how many there are.
+        rewards = self.world.gather_rewards(drawn.rewards)
+        group = self.world.gather_groups(drawn.rollout.group)
+        check_valid(rewards, self.cfg.guard.invalid_fraction)
 
-        # Credit: rewards -> an advantage for each sample -> for each trained step.
-        with ledger.phase("advantages"):
-            everyone, spread = self.parts.diversity(algorithm.leaf_advantages, rewards, group)
-            leaf = everyone[world.part(len(drawn.rollout.leaf))]
-            metrics |= spread | source.chooser.told(i, drawn, leaf, world.gather)
-            observed = algorithm.observe(drawn.rollout, drawn.rewards)
-            observed = world.mean_metrics(observed) if observed else {}
-            trained = what_to_train(source, i, drawn, leaf)  # old samples may join the new ones
-            rollout = trained.rollout
-            advantages = algorithm.advantages(rollout, trained.leaf)
-            rows = algorithm.columns(rollout, advantages, seed=cfg.seed, iteration=i)
-            columns = trained.weighed(rows)
+        # Credit: rewards -> an advantage for each sample -> the rows of the loss with theirs.
+        with self.ledger.phase("advantages"):
+            credited = self.credit(source, i, drawn, rewards, group)
+        batch, columns = credited.batch, credited.columns
+        metrics = reward_metrics(rewards) | credited.metrics
+        if self.ratio_check.needed:  # the policy has not moved yet, so its ratio must be 1
+            columns = self.ratio_check(batch.rollout, columns, metrics)
 
-        # The policy has not moved yet, so its ratio to the sampling policy must be 1.
-        if self.ratio_check.needed:
-            columns = self.ratio_check(rollout, columns, metrics)
-
-        # Gradient (rewards of mode=grad beside the loss), clip, optimizer step, averaged weights.
-        with ledger.phase("update"):
-            self.learner.policy.judge = source.judge(drawn.batch)
-            metrics |= self.learner.update(trained, columns, gradient_terms(source, trained, i))
-
-        # Are good samples more likely than under the reference?
-        metrics |= observed | trained.metrics | winner_gain(self.learner, rollout, columns)
-
-        # The old policy and a moving reference follow.
+        # Update: the gradient of the loss over these rows, and the optimizer's steps.
+        with self.ledger.phase("update"):
+            metrics |= self.update(source, i, drawn, batch, columns)
         self.learner.touched = True  # from here on no signal gives the iteration up
-        if observed:
-            algorithm.remember(observed)
-        for view, decay in algorithm.follow(self.learner.step, i).items():
-            self.policy.copy_view("default", view, decay=decay)
+
+        # Observers read the iteration before the old policy has followed the new one.
+        seen = Observation(
+            number=i + 1,
+            drawn=drawn,
+            rewards=rewards,
+            group=group,
+            batch=batch,
+            columns=columns,
+            metrics=metrics,
+        )
+        observed = observe(self.observers, seen)
+
+        # Follow: the old policy and a moving reference, and what later plans depend on.
+        self.follow(i, credited.observed)
 
         return Iteration(
             number=i + 1,
@@ -128,8 +135,64 @@ class Trainer:
             rollout=drawn.rollout,
             rewards=drawn.rewards,
             shown=drawn.shown,
-            metrics=metrics | ledger.iteration(),
+            metrics=metrics | observed | self.ledger.iteration(),
         )
+
+    def credit(
+        self, source: Source, i: int, drawn: Drawn, rewards: Rewards, group: Tensor
+    ) -> Credited:
+        """Advantages of all processes' samples -> the rows that this process trains.
+
+        rewards, group: of the samples of all processes; drawn: those of this one.
+        """
+        algorithm, chooser, metrics = self.algorithm, source.chooser, {}
+        if rewards.features is None:
+            everyone = algorithm.leaf_advantages(rewards, group)
+        else:  # samples that are alike share their credit
+            diversity = Diversity(self.cfg.diversity)
+            everyone, metrics = diversity(algorithm.leaf_advantages, rewards, group)
+        leaf = everyone[self.world.part(len(drawn.rollout.leaf))]
+        if chooser.learns or chooser.helper.on:  # which prompts come next, and which get help
+            metrics |= chooser.learn_from(i, drawn, leaf, self.world.gather)
+        observed = algorithm.observe(drawn.rollout, drawn.rewards)
+        observed = self.world.mean_metrics(observed) if observed else {}
+        batch = what_to_train(source, i, drawn, leaf)  # old samples may join the new ones
+        advantages = algorithm.advantages(batch.rollout, batch.leaf)
+        rows = algorithm.columns(batch.rollout, advantages, seed=self.cfg.seed, iteration=i)
+        return Credited(
+            batch=batch,
+            columns=batch.weighed(rows) if self.cfg.replay.size else rows,
+            observed=observed,
+            metrics=metrics | observed | batch.metrics,
+        )
+
+    def update(
+        self, source: Source, i: int, drawn: Drawn, batch: TrainingBatch, columns: Columns
+    ) -> dict[str, float]:
+        """Train the rows, and climb the rewards of mode=grad beside them -> metrics."""
+        if "reward" not in self.setup.needs:
+            return self.learner.update(batch, columns)
+        self.learner.policy.judge = source.judge(drawn.batch)
+        return self.learner.update(batch, columns, climbed_terms(source, batch, i))
+
+    def follow(self, i: int, observed: dict[str, float]) -> None:
+        """Copies of the weights follow them, and the method takes in what later plans depend on."""
+        if observed:
+            self.algorithm.remember(observed)
+        if self.views:
+            for view, decay in self.algorithm.follow(self.learner.step, i).items():
+                self.policy.copy_view("default", view, decay=decay)
+
+    def choose_observers(self) -> tuple[Observer, ...]:
+        """Those that have something to say in this run, in the order in which all processes ask."""
+        found: list[Observer] = []
+        if self.noise_watch.noise:
+            found.append(self.noise_watch)
+        if self.cfg.train.mode == "lora" or "reference" in self.algorithm.needs:
+            found.append(partial(winner_gain, self.learner))
+        if self.cfg.watch.held_out is not None or self.cfg.watch.detectors:
+            found.append(self.parts.watch)
+        return tuple(found)
 
     def run(self) -> Run:
         """Iterate to the end with a progress bar; see `train`."""

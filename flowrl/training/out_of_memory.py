@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flowrl.config.build import costlier_guidance
 from flowrl.config.combine import words
 from flowrl.config.device import usual_device
 from flowrl.config.lighter import BETWEEN, START, Shortage, next_change
@@ -76,7 +75,7 @@ def shortage(parts: RunParts, error: Exception) -> Shortage:
     return Shortage(
         phase=getattr(error, "phase", BETWEEN),
         gpus=world.processes,
-        state=rows_of_a_state(parts),
+        state=parts.setup.state_rows,
         cuda=parts.source.policy.device.type == "cuda" and not of_host(error),
         moments=bool(found) and checkpoint.iteration_of(found[-1]) > 0,
     )
@@ -147,12 +146,6 @@ def used(known: Iterable[tuple[str, int]]) -> str:
         words.append(f"up to {max(0, peak) / 2**30:.2f} GB activations and states of the phase")
         words.append(f"of {total / 2**30:.1f} GB, {free / 2**30:.1f} of them free now")
     return f", which holds {', '.join(words)}" if words else ""
-
-
-def rows_of_a_state(parts: RunParts) -> int:
-    """Network rows of one state of a run, the least that a forward has."""
-    policy = parts.source.policy
-    return policy.branches(costlier_guidance(parts.source.guidance, parts.algorithm, policy))
 
 
 def advised(cfg: Config, short: Shortage) -> str:

@@ -30,7 +30,7 @@ from flowrl.runtime.store.run_folder import (
 from flowrl.samplers.plan import nfe
 from flowrl.training.records import Iteration, NothingTrained, Run, RunParts
 from flowrl.training.resume import write_config
-from flowrl.training.update import Learner, learning_rate
+from flowrl.training.update import Learner
 from flowrl.training.watch import peak_lora
 from flowrl.training.watch.guards import nothing_trained
 from flowrl.training.watch.reward_trial import NoiseWatch, try_rewards
@@ -85,10 +85,10 @@ def _live(cfg: Config) -> dict[str, str]:
 def start_trackers(parts: RunParts, iteration: int) -> None:
     """Open the trackers; events after `iteration` of an interrupted run are purged."""
     plain = bool | int | float | str
-    flat = flatten(parts.cfg.model_dump(mode="json"))
+    flat = flatten(parts.setup.cfg.model_dump(mode="json"))
     flat = {key: value if isinstance(value, plain) else str(value) for key, value in flat.items()}
     extra = {"tensorboard": {"purge_step": iteration + 1}}
-    if "tensorboard" not in parts.cfg.trackers:
+    if "tensorboard" not in parts.setup.cfg.trackers:
         extra = {}
     parts.weights.accelerator.init_trackers("tracker", config=flat, init_kwargs=extra)
 
@@ -96,10 +96,6 @@ def start_trackers(parts: RunParts, iteration: int) -> None:
 def record(trainer: Running, it: Iteration) -> None:
     """A grid of samples and held-out numbers when they are due, then one line of metrics."""
     cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
-    rate = learning_rate(cfg, max(0, trainer.learner.step - 1))
-    it.metrics["optimizer/lr"] = parts.watch.rate * rate
-    it.metrics["optimizer/step"] = trainer.learner.step
-    it.metrics.update(parts.watch(it.number, it.metrics, it.rewards, it.rollout.group))
     due = it.number == 1 or it.number % cfg.checkpoint.every == 0
     if main and due and grids.drawable(it.shown):
         captions = [it.batch.text[g] for g in it.rollout.group[: len(it.shown)].tolist()]
@@ -193,7 +189,7 @@ def finish(trainer: Running) -> Run:
 
 def export(parts: RunParts) -> None:
     """The averaged LoRA, with the settings that load it, and the small networks beside it."""
-    policy, train = parts.source.policy, parts.cfg.train
+    policy, train = parts.source.policy, parts.setup.cfg.train
     with parts.weights.ema.swapped():
         policy.save_heads(parts.path / "heads")
         if train.mode == "lora" and policy.trainable.named():
@@ -205,10 +201,10 @@ def export(parts: RunParts) -> None:
 def describe(trainer: Running) -> str:
     """What an iteration will do, before it does it."""
     cfg, parts, source = trainer.cfg, trainer.parts, trainer.parts.source
-    batch, algorithm = cfg.batch, parts.algorithm
+    batch, algorithm = cfg.batch, parts.setup.algorithm
     group = batch.group + source.references
     prompts = batch.prompts + source.buffer.most(batch.prompts)
-    rows = algorithm.most_rows(parts.plan, group) * prompts
+    rows = algorithm.most_rows(parts.setup.plan, group) * prompts
     weights = sum(w.numel() for w in parts.weights.parameters.values())
     done, last = trainer.iteration, cfg.iterations
     left = f"iterations {done + 1} to {last}"
@@ -239,18 +235,18 @@ def _rewards(parts: RunParts) -> str:
     named = ", ".join(f"{w:g} x {name}{how.get(name, '')}" for name, w in rewards.weights.items())
     if parts.source.dataset is None:
         return named
-    folder = parts.cfg.data.offline
+    folder = parts.setup.cfg.data.offline
     return f"{named} (of evaluations; trained on are the scores in {folder})"
 
 
 def _sampling(parts: RunParts) -> str:
     """Steps, guidance and network calls of an iteration's samples."""
-    cfg, source = parts.cfg, parts.source
+    cfg, source = parts.setup.cfg, parts.source
     if source.dataset is not None:
         return f"or fewer, read from {cfg.data.offline}"
-    copies = cfg.batch.group // parts.plan.leaves
+    copies = cfg.batch.group // parts.setup.plan.leaves
     branches = source.policy.branches(source.guidance)
-    calls = nfe(parts.plan, copies) * cfg.batch.prompts * branches * passes(cfg.sampler.rlg)
+    calls = nfe(parts.setup.plan, copies) * cfg.batch.prompts * branches * passes(cfg.sampler.rlg)
     own = ""
     if source.guidance != cfg.sampler.guidance:
         own = f" (the algorithm's own, not sampler.guidance={cfg.sampler.guidance})"

@@ -42,7 +42,7 @@ class Resumable(Protocol):
 def due(trainer: Resumable) -> bool:
     """Whether a checkpoint is to be written now, which all processes answer alike: by
     checkpoint.every, by checkpoint.minutes, or at the end."""
-    cfg, done = trainer.parts.cfg, trainer.iteration
+    cfg, done = trainer.parts.setup.cfg, trainer.iteration
     if done % cfg.checkpoint.every == 0 or done == cfg.iterations or trainer.stopped:
         return True
     minutes = cfg.checkpoint.minutes
@@ -75,7 +75,7 @@ def save(trainer: Resumable) -> Path | None:
         "ratio_checked": trainer.ratio_check.done,
         "recompute": trainer.ratio_check.recompute,
         "noise": trainer.noise_watch.noise,
-        "memory": parts.algorithm.memory,
+        "memory": parts.setup.algorithm.memory,
         "choice": parts.source.chooser.state,
         "help": parts.source.chooser.helper.state,
         "guards": parts.guards.state,
@@ -85,7 +85,7 @@ def save(trainer: Resumable) -> Path | None:
         "identity": parts.identity,
         "metrics": metrics_digest(path, trainer.iteration),
     }
-    keep, spared = parts.cfg.checkpoint.keep, parts.watch.spared
+    keep, spared = parts.setup.cfg.checkpoint.keep, parts.watch.spared
     tensors, folder = _tensors(trainer), None
     with world.together() if split else nullcontext():
         if world.main:
@@ -104,9 +104,9 @@ def _tensors(trainer: Resumable) -> Tensors:
         return {}
     policy, weights = trainer.parts.source.policy, trainer.parts.weights
     tensors = {"policy": policy.tensors("default"), "ema": weights.ema.state_dict()}
-    tensors |= {view: policy.tensors(view) for view in trainer.parts.algorithm.views}
+    tensors |= {view: policy.tensors(view) for view in trainer.parts.setup.algorithm.views}
     tensors["optimizer"] = checkpoint.pack_optimizer(weights.adamw, weights.parameters)
-    if trainer.parts.cfg.replay.size:
+    if trainer.parts.setup.cfg.replay.size:
         tensors["replay"] = trainer.parts.source.buffer.state(trainer.iteration)
     return tensors
 
@@ -126,7 +126,7 @@ def load(trainer: Resumable, saved: Checkpoint) -> None:
 def _load_tensors(trainer: Resumable, saved: Checkpoint) -> None:
     parts, weights = trainer.parts, trainer.parts.weights
     parts.source.policy.load_state("default", saved.group("policy"))
-    for view in parts.algorithm.views:
+    for view in parts.setup.algorithm.views:
         parts.source.policy.load_state(view, saved.group(view))
     weights.ema.load_state_dict(saved.group("ema"))
     checkpoint.unpack_optimizer(weights.adamw, weights.parameters, saved.group("optimizer"))
@@ -137,7 +137,7 @@ def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
     parts = trainer.parts
     if meta["scaler"]:
         parts.weights.accelerator.scaler.load_state_dict(meta["scaler"])
-    parts.algorithm.memory = dict(meta["memory"])
+    parts.setup.algorithm.memory = dict(meta["memory"])
     if "identity" in meta:  # earlier versions kept neither
         parts.guards.state = meta["guards"]
     if "choice" in meta:

@@ -1,26 +1,37 @@
-"""The update: rows of an iteration -> optimizer steps, each on whole prompts."""
+"""The update: rows of an iteration -> optimizer steps, each on whole prompts.
+
+Its gradient is that of a sum of terms: the method's own loss and, where rewards have mode=grad, the
+loss of these. Each is a mean over its own rows, whatever the number of the other's.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from flowrl.algorithms.common.base import Algorithm
+from flowrl.algorithms.common.climb import Climb
 from flowrl.config.schema import Config
+from flowrl.rollouts.records import Source
 from flowrl.rollouts.trained import TrainingBatch
 from flowrl.runtime.ledger import CountedPolicy
+from flowrl.runtime.processes.world import World
+from flowrl.training import gradient
 from flowrl.training.records import RunParts
-from flowrl.training.terms import Means, Term
 from flowrl.training.watch.nonfinite import given_up, write_out
 from flowrl.types import Columns, Rollout
 
 
 class Learner:
-    """Trains a policy on rows. step: optimizer steps taken; nonfinite: updates skipped in a row."""
+    """Trains a policy on rows."""
 
     def __init__(self, parts: RunParts) -> None:
-        self.cfg, self.algorithm, self.path = parts.cfg, parts.algorithm, parts.path
+        setup = parts.setup
+        self.cfg, self.algorithm, self.path = setup.cfg, setup.algorithm, parts.path
         self.world, self.weights, self.watch = parts.source.world, parts.weights, parts.watch
         self.policy = CountedPolicy(
             parts.source.policy,
@@ -28,33 +39,40 @@ class Learner:
             autocast=parts.source.autocast,
             backward=self.world.backward,
         )
-        self.micro = parts.micro
-        self.step = self.nonfinite = 0
+        self.micro = setup.states  # most states in one forward
+        self.step = 0  # optimizer steps taken
+        self.nonfinite = 0  # updates in a row that were skipped, as their gradient is not finite
         self.touched = False  # whether weights moved since the last recorded iteration
 
     def update(
-        self, trained: TrainingBatch, columns: Columns, more: Sequence[Term] = ()
+        self, batch: TrainingBatch, columns: Columns, more: Sequence[Term] = ()
     ) -> dict[str, float]:
         """`batch.updates` optimizer steps -> metrics, averaged over the rows of their term."""
         terms = [Term(objective=self.algorithm, rows=columns), *more]
-        means = Means()
         out = {"policy/grad_norm": 0.0, "policy/skipped": 0.0, "policy/rows": 0.0}
+        summed: list[tuple[dict[str, float], float]] = []
         for u in range(updates := self.cfg.batch.updates):
-            parts = [term.part(u, trained.turns, self.world) for term in terms]
+            # the weight of all processes' rows is known before the first micro-batch
+            parts = [term.part(u, batch.turns, self.world) for term in terms]
             if not any(part.weight for part in parts):  # no group has a signal
                 out["policy/skipped"] += 1
                 continue
-            metrics, norm = self.gradient(trained.rollout, parts)
+            metrics, norm = self.gradient(batch.rollout, parts)
             if not math.isfinite(norm):
                 out["policy/skipped"] += 1
-                self.skip(trained.rollout, parts[0].rows)
+                self.skip(batch.rollout, parts[0].rows)
                 continue
             self.apply()
             out["policy/rows"] += parts[0].count
             out["policy/grad_norm"] += norm / updates
-            for part, summed in zip(parts, metrics, strict=True):
-                means.add(self.world.sum_metrics(summed), part.weight)
-        return out | means()
+            for part, own in zip(parts, metrics, strict=True):
+                summed.append((self.world.sum_metrics(own), part.weight))
+        out |= weighted_means(summed)
+        rate = learning_rate(self.cfg, max(0, self.step - 1))
+        return out | {
+            "optimizer/lr": self.watch.state["rate"] * rate,
+            "optimizer/step": self.step,
+        }
 
     def gradient(
         self, rollout: Rollout, parts: list[Term]
@@ -62,7 +80,20 @@ class Learner:
         """Gradient of the sum of the terms' mean losses, clipped -> (summed metrics of each term,
         norm before clipping)."""
         self.weights.optimizer.zero_grad(set_to_none=True)
-        metrics = [part.accumulate(self.policy, rollout, self.micro) for part in parts]
+        metrics = [
+            gradient.accumulate(
+                part.objective,
+                self.policy,
+                rollout,
+                part.rows,
+                micro=self.micro,
+                total_weight=part.weight,
+                backward=self.policy.backward,
+            )
+            if len(part.rows) and part.weight
+            else {}
+            for part in parts
+        ]
         parameters = list(self.weights.parameters.values())
         self.world.sum_gradients(parameters)
         return metrics, self.world.clip_gradients(parameters, self.cfg.optimizer.max_grad_norm)
@@ -71,23 +102,62 @@ class Learner:
         """One optimizer step, and the averaged weights after it."""
         self.nonfinite = 0
         for group in self.weights.optimizer.param_groups:
-            group["lr"] = self.watch.rate * learning_rate(self.cfg, self.step)
+            group["lr"] = self.watch.state["rate"] * learning_rate(self.cfg, self.step)
         self.touched = True
         self.weights.optimizer.step()
         self.weights.optimizer.zero_grad(set_to_none=True)  # its memory is free until the next
         self.step += 1
         self.weights.ema.step()
 
-    def skip(self, rollout: Rollout, part: Columns) -> None:
+    def skip(self, rollout: Rollout, rows: Columns) -> None:
         """Skip an update, write its batch out, and give up after guard.nonfinite in a row."""
         self.nonfinite += 1
         if self.weights.accelerator.scaler is not None:
             self.weights.optimizer.step()  # the fp16 scaler skips it and lowers its scale
         self.weights.optimizer.zero_grad(set_to_none=True)
         name = f"step-{self.step:06d}-rank-{self.world.process}"
-        write_out(self.path, name, rollout, part)
+        write_out(self.path, name, rollout, rows)
         if self.nonfinite >= self.cfg.guard.nonfinite:
             raise given_up(self.path, self.nonfinite)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """An objective and its rows on this process."""
+
+    objective: Algorithm  # the method, or the climbed rewards (Climb)
+    rows: Columns  # (n,) rows of the loss
+    weight: float = 0.0  # of the rows of all processes, which their summed loss is divided by
+    count: float = 0.0  # number of the rows of all processes
+
+    def part(self, u: int, turns: Tensor, world: World) -> Term:
+        """The rows of update u; turns (P,): in which update each prompt is."""
+        rows = self.rows[torch.nonzero(turns[self.rows.prompt] == u).flatten()]
+        count = torch.stack([rows.weight.sum(), rows.weight.new_tensor(float(len(rows)))])
+        weight, number = world.sum(count).tolist()
+        return replace(self, rows=rows, weight=weight, count=number)
+
+
+def climbed_terms(source: Source, batch: TrainingBatch, iteration: int) -> list[Term]:
+    """The term of rewards with mode=grad that count in this iteration, if there are any, on its new
+    samples."""
+    climbed, cfg = source.climbed, source.cfg
+    if climbed is None or not any(climbed.weights.values()):
+        return []
+    objective = Climb(cfg.gradient)
+    rows = objective.rows(batch.rollout, batch.fresh, seed=cfg.seed, iteration=iteration)
+    return [Term(objective=objective, rows=rows)]
+
+
+def weighted_means(summed: Iterable[tuple[dict[str, float], float]]) -> dict[str, float]:
+    """Metrics of several updates, each averaged over the rows of its term. summed: for each term of
+    each update its metrics, summed over rows, and the weight of these rows."""
+    sums: dict[str, tuple[float, float]] = {}  # name -> sum, weight
+    for metrics, weight in summed:
+        for name, value in metrics.items():
+            total, before = sums.get(name, (0.0, 0.0))
+            sums[name] = total + value, before + weight
+    return {name: total / weight for name, (total, weight) in sums.items()}
 
 
 def learning_rate(cfg: Config, step: int) -> float:

@@ -1,4 +1,4 @@
-"""Whether samples of positive advantage become more likely: policy/winner_gain.
+"""Whether samples of positive advantage become more likely than under the reference.
 
 Below 0 the update makes good samples less likely, as preference losses do when they push bad ones
 away further.
@@ -14,26 +14,24 @@ from torch import Tensor
 from flowrl.algorithms.common.base import Algorithm, VelocityField
 from flowrl.samplers import keys
 from flowrl.training.gradient import split
+from flowrl.training.observe import Observation
 from flowrl.training.update import Learner
 from flowrl.types import Columns, Rollout
 
 Across = Callable[[Tensor], Tensor]
 
 
-def winner_gain(learner: Learner, rollout: Rollout, columns: Columns) -> dict[str, float]:
-    """policy/winner_gain; {} where no reference is at hand, as with full weights mostly."""
-    algorithm, world = learner.algorithm, learner.world
-    if learner.cfg.train.mode == "full" and "reference" not in algorithm.needs:
-        return {}
+def winner_gain(learner: Learner, seen: Observation) -> dict[str, float]:
+    """policy/winner_gain, an observer of runs that have a reference at hand."""
     with learner.policy.ledger.phase("reference"):
         gain = mean_gain(
-            algorithm,
+            learner.algorithm,
             learner.policy,
-            rollout,
-            columns,
+            seen.batch.rollout,
+            seen.columns,
             micro=learner.micro,
-            gather=world.gather,
-            total=world.sum,
+            gather=learner.world.gather,
+            total=learner.world.sum,
         )
     return {} if gain is None else {"policy/winner_gain": gain}
 

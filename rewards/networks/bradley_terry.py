@@ -131,8 +131,8 @@ def fit(
 ) -> float:
     """Fit the head to pairs, in place -> the final loss with its penalty, over all aspects.
 
-    a, b: (N, dim) of `ScoreHead.inputs`; preference: (N, aspects) as in `loss`; l2: weight of the sum of
-    squares. Full-batch L-BFGS, so that the same pairs give the same head.
+    a, b: (N, dim) of `ScoreHead.inputs`; preference: (N, aspects) as in `loss`; l2: weight of the
+    sum of squares. Full-batch L-BFGS, so that the same pairs give the same head.
     """
     _standardise(head, torch.cat([a, b]))
     weights = [p for p in head.layers.parameters() if p.ndim == 2]

@@ -90,7 +90,7 @@ def test_forward_methods_train_on_a_folder_and_on_a_group_with_a_reference(tmp_p
         tmp_path / "reference", algorithm, data__train=with_reference(tmp_path / "data"), **steps
     )
     (it,) = list(made)
-    of = draw.draw(made.source, 0, made.parts.plan).batch.text.index(PROMPTS[0])
+    of = draw.draw(made.source, 0, made.parts.setup.plan).batch.text.index(PROMPTS[0])
     assert (
         torch.bincount(it.rollout.group)[of] == 3
         and len(it.rollout.leaf) == 5

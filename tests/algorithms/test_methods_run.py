@@ -54,7 +54,7 @@ def test_a_method_trains_lora_for_two_iterations(name, tmp_path, monkeypatch):
     monkeypatch.setitem(small.ALGORITHMS, name, SMALL[name])
     made = small.trainer(tmp_path / "run", name, iterations="2", **QUICK)
     before = {key: p.detach().clone() for key, p in made.parts.weights.parameters.items()}
-    assert made.cfg.train.mode == "lora" and made.parts.plan.sde == made.cfg.algorithm["sde"]
+    assert made.cfg.train.mode == "lora" and made.parts.setup.plan.sde == made.cfg.algorithm["sde"]
     first, second = list(made)
     for it in (first, second):
         assert (
@@ -63,7 +63,7 @@ def test_a_method_trains_lora_for_two_iterations(name, tmp_path, monkeypatch):
             and it.metrics["policy/grad_norm"] > 0
         )
         assert all(math.isfinite(value) for value in it.metrics.values())
-        assert ("tree/variance/0" in it.metrics) == (made.parts.plan.leaves > 1)
+        assert ("tree/variance/0" in it.metrics) == (made.parts.setup.plan.leaves > 1)
     assert second.metrics["optimizer/step"] == 2 and first.metrics["policy/ratio_error"] < 1e-4
     assert any(not torch.equal(before[key], p) for key, p in made.parts.weights.parameters.items())
 

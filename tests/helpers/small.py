@@ -85,7 +85,8 @@ def load_once(monkeypatch):
     """For runs that are refused before they train: one policy serves all of the same settings."""
 
     def make_policy(cfg, **options):
-        key = repr((cfg.model, cfg.train, cfg.seed, options))
+        named = {name: value for name, value in options.items() if name != "algorithm"}
+        key = repr((cfg.model, cfg.train, cfg.seed, named))
         if key not in POLICIES:
             POLICIES[key] = build.make_policy(cfg, **options)
         return POLICIES[key]

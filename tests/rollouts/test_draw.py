@@ -118,7 +118,7 @@ def test_refill_adds_a_fresh_prompt_for_each_flat_group_until_rounds_are_over(
     run = trainer(
         tmp_path / "a", monkeypatch, flat_where("circle"), draw__mode="refill", draw__rounds="3"
     )
-    drawn = draw.draw(run.source, 0, run.parts.plan)
+    drawn = draw.draw(run.source, 0, run.parts.setup.plan)
     text, flat = drawn.batch.text, ["circle" in t for t in drawn.batch.text]
     assert len(set(drawn.batch.ids.tolist())) == len(text) > 4  # no prompt is twice in an iteration
     rounds, at, size = 0, 0, 4
@@ -130,7 +130,7 @@ def test_refill_adds_a_fresh_prompt_for_each_flat_group_until_rounds_are_over(
         drawn.rollout.group, torch.arange(len(text)).repeat_interleave(2)
     )
     once = trainer(tmp_path / "b", monkeypatch, flat_where("circle"))
-    first = draw.draw(once.source, 0, once.parts.plan)
+    first = draw.draw(once.source, 0, once.parts.setup.plan)
     assert (
         torch.equal(first.rollout.leaves, drawn.rollout.leaves[:8]) and first.batch.text == text[:4]
     )
@@ -142,7 +142,7 @@ def test_refill_adds_a_fresh_prompt_for_each_flat_group_until_rounds_are_over(
 
 def test_refill_of_groups_that_all_differ_is_sampling_once(tmp_path, monkeypatch):
     run = trainer(tmp_path, monkeypatch, flat_where("no such word"), draw__mode="refill")
-    assert len(draw.draw(run.source, 0, run.parts.plan).batch) == 4
+    assert len(draw.draw(run.source, 0, run.parts.setup.plan).batch) == 4
 
 
 def test_balance_samples_on_with_other_noise_and_takes_the_baseline_from_all_draws(
@@ -157,7 +157,7 @@ def test_balance_samples_on_with_other_noise_and_takes_the_baseline_from_all_dra
         "algorithm__std": "null",
     }
     run = trainer(tmp_path, monkeypatch, flat_where("no such word"), **options)
-    drawn = draw.draw(run.source, 0, run.parts.plan)
+    drawn = draw.draw(run.source, 0, run.parts.setup.plan)
     group, total = drawn.rollout.group, drawn.rewards.total
     assert torch.unique(drawn.rollout.leaf_key).numel() == len(group) and len(drawn.batch) == 4
     sizes = torch.bincount(group)
@@ -186,7 +186,7 @@ def test_the_median_of_the_first_round_is_the_default_threshold(tmp_path, monkey
         batch__group="4",
         draw__rounds="1",
     )
-    drawn = draw.draw(run.source, 0, run.parts.plan)
+    drawn = draw.draw(run.source, 0, run.parts.setup.plan)
     first = drawn.rewards.total[:16]
     assert drawn.threshold == pytest.approx(float(first.nanmedian()))
 
@@ -218,5 +218,5 @@ def test_rounds_train_on_the_embeddings_that_sampled(tmp_path, monkeypatch):
     )
     encoded, encode = [], run.policy.encode
     run.policy.encode = lambda *given: encoded.append(encode(*given)) or encoded[-1]
-    drawn = draw.draw(run.source, 0, run.parts.plan)
+    drawn = draw.draw(run.source, 0, run.parts.setup.plan)
     assert drawn.rollout.cond is encoded[0] and len(encoded) > 1

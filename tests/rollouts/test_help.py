@@ -78,7 +78,7 @@ def test_rewards_that_are_no_shares_need_a_threshold():
 
 def test_without_help_nothing_is_counted():
     choice = chooser([{"prompt": "p"}], ChoiceConfig(), size=1, seed=0)
-    assert choice.told(0, None, torch.zeros(1), None) == {} and choice.helper.state == {}
+    assert not choice.learns and not choice.helper.on  # so that no iteration asks them
 
 
 # --- runs
@@ -181,7 +181,7 @@ def test_a_draw_in_which_all_are_helped_is_as_plain(ran):
         source.chooser.helper.state,
         {name: [5, 0] for name in source.chooser.names},
     )
-    drawn = draw.draw(source, 9, ran.trainer.parts.plan)
+    drawn = draw.draw(source, 9, ran.trainer.parts.setup.plan)
     source.chooser.helper.state = state
     assert set(ran.seen.pop()[0]) == {EASY, HELP}
     assert drawn.rollout.guidance == "none" and drawn.rollout.plan.edges == 2

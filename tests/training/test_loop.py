@@ -311,7 +311,7 @@ def test_at_the_behaviour_policy_the_ratio_is_one(tmp_path, algorithm, guidance)
     (it,) = list(made)
     assert it.metrics["policy/ratio_error"] <= 1e-5 and it.metrics["policy/clip_fraction"] == 0
     nodes = (
-        2 * (1 + 3 * 2) if made.parts.plan.init == "batch" else 4 * 4
+        2 * (1 + 3 * 2) if made.parts.setup.plan.init == "batch" else 4 * 4
     )  # samples of a prompt share the first state, or nothing
     assert it.metrics["nfe/rollout"] == nodes * (1 if guidance == "none" else 2)
     assert (

@@ -18,8 +18,7 @@ from flowrl.rewards import load_set, score
 from flowrl.rewards.core.rules import parse_rule, settings_of
 from flowrl.runtime.processes.world import World
 from flowrl.samplers import keys
-from flowrl.training.terms import Means, Term
-from flowrl.training.update import Learner
+from flowrl.training.update import Learner, Term, weighted_means
 from flowrl.types import Columns
 
 ALONE = World(
@@ -158,11 +157,10 @@ def test_rows_are_copies_of_valid_samples_at_levels_of_their_own():
 
 def test_metrics_of_several_updates_are_means_over_the_rows_of_their_term():
     """(6 + 2) / (3 + 1) and (10 + 0) / (2 + 3)."""
-    means = Means()
+    summed = []
     for own, weight, other, beside in ((6.0, 3.0, 10.0, 2.0), (2.0, 1.0, 0.0, 3.0)):
-        means.add({"policy/kl": own}, weight)
-        means.add({"gradient/reward": other}, beside)
-    assert means() == {"policy/kl": 2.0, "gradient/reward": 2.0}
+        summed += [({"policy/kl": own}, weight), ({"gradient/reward": other}, beside)]
+    assert weighted_means(summed) == {"policy/kl": 2.0, "gradient/reward": 2.0}
 
 
 # --- rewards

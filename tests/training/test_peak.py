@@ -120,7 +120,7 @@ def test_lowering_multiplies_the_rate_and_looks_for_a_peak_anew():
         if watch.follow(number, {"reward/true/mean": value}).get("watch/past_peak"):
             lowered.append(number)
     assert len(lowered) == 2 and 20 < lowered[0] < 40 and 60 < lowered[1] < 80
-    assert watch.rate == pytest.approx(0.01)
+    assert watch.state["rate"] == pytest.approx(0.01)
     assert watch.peak.best == pytest.approx(0.505)  # of the whole run
 
 

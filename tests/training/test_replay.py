@@ -12,7 +12,7 @@ from flowrl.config.training import ReplayConfig
 from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.training.checks import check_replay, warn_large
 from flowrl.training.loop import Trainer
-from flowrl.training.terms import Term
+from flowrl.training.update import Term
 
 # two steps leave one noise level; no clipping, so that gradients add up
 OWN = {
@@ -51,7 +51,7 @@ def test_the_gradient_is_the_weighted_mean_of_that_of_the_new_and_of_the_old_sam
     trainer.learner.update = lambda *given: seen.append(given) or update(*given)
     first = next(iter(trainer))
     trainer.iterate(1)
-    trained, rows, _ = seen[1]
+    trained, rows = seen[1][:2]
     joined = trained.rollout
     new = rows.prompt < 2
     old = method.columns(first.rollout, advantages[0], seed=0, iteration=1)

@@ -114,8 +114,9 @@ def test_nothing_is_watched_by_default(monkeypatch, tmp_path):
     small.load_once(monkeypatch)
     made = small.trainer(tmp_path / "run")
     assert made.source.rewards.detectors is None and made.parts.watch.peak is None
-    assert made.parts.watch(1, {"reward/jpeg/mean": 1.0}, None, None) == {}
-    assert made.parts.watch.spared([0, 1, 2]) == set() and made.parts.watch.rate == 1
+    assert made.parts.watch not in made.observers
+    assert made.parts.watch.follow(1, {"reward/jpeg/mean": 1.0}) == {}
+    assert made.parts.watch.spared([0, 1, 2]) == set() and made.parts.watch.state["rate"] == 1
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from flowrl.config.build import (
     DTYPES,
     autocast,
     climbs,
-    costlier_guidance,
     make_algorithm,
 )
 from flowrl.config.lighter import SCORING, away
@@ -47,8 +46,8 @@ from flowrl.training.budget.weight_costs import (
     encoders_size,
     weight_costs,
 )
-from flowrl.training.build import check_guidance
 from flowrl.training.checks import check_apart, check_batch
+from flowrl.training.setup import check_guidance, rows_of_a_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +143,7 @@ class Planner:
         """Network rows of one state: a batch.micro below it changes nothing."""
         algorithm = make_algorithm(self.cfg)
         guidance = check_guidance(self.cfg, algorithm, self.policy)
-        return self.policy.branches(costlier_guidance(guidance, algorithm, self.policy))
+        return rows_of_a_state(guidance, algorithm, self.policy)
 
     def budget(self, cfg: Config | None = None) -> Budget:
         """The budget of the config, or of one that differs in its batch, checkpointing, compiling,

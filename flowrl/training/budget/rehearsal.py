@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.config.build import costlier_guidance, give_heads, make_algorithm, schedule
+from flowrl.config.build import give_heads, make_algorithm
 from flowrl.config.schema import Config
 from flowrl.config.training import DiversityConfig
 from flowrl.policy import Policy
@@ -37,14 +37,13 @@ from flowrl.samplers import keys
 from flowrl.training.budget.call_shapes import CallShapes
 from flowrl.training.budget.meter import Meter
 from flowrl.training.budget.modelled import evenly, replay_of
-from flowrl.training.build import check_guidance, weights
+from flowrl.training.build import weights
 from flowrl.training.checks import check_batch
 from flowrl.training.loop import Trainer
-from flowrl.training.ratio_check import RatioCheck
 from flowrl.training.records import RunParts
+from flowrl.training.setup import set_up
 from flowrl.training.update import Learner
 from flowrl.training.watch.guards import Guards
-from flowrl.training.watch.reward_trial import NoiseWatch
 from flowrl.training.watch.watch import Watch
 
 GOLDEN = (5**0.5 - 1) / 2
@@ -261,19 +260,15 @@ class Rehearsal(Trainer):
     def __init__(
         self, cfg: Config, shapes: CallShapes, shape: tuple[int, ...], media: tuple[int, ...]
     ) -> None:
-        self.cfg, self.meter = (cfg := plainer(cfg)), Meter()
+        cfg, self.meter = plainer(cfg), Meter()
         self.notes = Notes(self.meter)
-        self.algorithm = algorithm = make_algorithm(cfg)
-        self.policy = policy = ToyPolicy(cfg, shapes, shape, media)
+        algorithm = make_algorithm(cfg)
+        policy = ToyPolicy(cfg, shapes, shape, media)
         give_heads(cfg, policy, algorithm)
         accelerator: Any = _alone()
-        self.world = world = World(accelerator)
-        self.ledger = ledger = NotedLedger(self.notes)
-        self.sigmas = schedule(cfg, policy)
-        plan = algorithm.plan(self.sigmas, sampler=cfg.sampler, iteration=0, seed=cfg.seed)
-        algorithm.check(plan)
-        check_batch(cfg, processes=1, leaves=plan.leaves)
-        guidance = check_guidance(cfg, algorithm, policy)
+        world, ledger = World(accelerator), NotedLedger(self.notes)
+        setup = set_up(cfg, algorithm, policy)
+        check_batch(cfg, processes=1, leaves=setup.plan.leaves)
         numbers = range(4 * cfg.batch.prompts)
         prompts = [{"prompt": f"prompt {k}", "tag": str(k % 4)} for k in numbers]
         rewards = load_set(
@@ -283,7 +278,7 @@ class Rehearsal(Trainer):
                 for label, entry in cfg.reward.items()
             }
         )
-        self.source = Source(
+        source = Source(
             cfg=cfg,
             world=world,
             ledger=ledger,
@@ -293,18 +288,15 @@ class Rehearsal(Trainer):
             references=False,
             policy=policy,
             view=algorithm.rollout_view,
-            guidance=guidance,
+            guidance=setup.guidance,
             autocast=nullcontext,
             rewards=rewards,
             buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
         )
         self.parts = RunParts(
-            cfg=cfg,
+            setup=setup,
             path=Path(),
-            algorithm=algorithm,
-            plan=plan,
-            micro=policy.states(cfg.batch.micro, costlier_guidance(guidance, algorithm, policy)),
-            source=self.source,
+            source=source,
             held_out=[],
             weights=weights(cfg, algorithm, policy, accelerator),
             guards=Guards(cfg.guard, rewards),
@@ -313,8 +305,7 @@ class Rehearsal(Trainer):
             lock=None,
         )
         self.learner = NotedLearner(self.parts)
-        self.ratio_check = RatioCheck(self.learner)
-        self.noise_watch = NoiseWatch()
+        self.prepare()
         policy.ledger = ledger
 
     def rehearse(self) -> tuple[dict[str, float], list[Event], dict[str, float], float]:

@@ -29,14 +29,14 @@ def write(parts: RunParts) -> None:
         return
     step = nearest(list(saved), peak)
     record: dict[str, Any] = {
-        "held_out": parts.cfg.watch.held_out,
+        "held_out": parts.setup.cfg.watch.held_out,
         "iteration": peak.iteration,
         "value": peak.best,
         "last": peak.now,
         "checkpoint": saved[step].name,
         "lora": None,
     }
-    if step and parts.cfg.train.mode == "lora" and parts.source.policy.trainable.named():
+    if step and parts.setup.cfg.train.mode == "lora" and parts.source.policy.trainable.named():
         try:
             _export(parts, saved[step])
             record["lora"] = FOLDER
@@ -56,5 +56,5 @@ def _export(parts: RunParts, folder: Path) -> None:
             policy.save_lora(out)
     finally:
         policy.load_state("default", own)
-    settings = {**parts.cfg.train.lora.model_dump(), "parts": policy.trained}
+    settings = {**parts.setup.cfg.train.lora.model_dump(), "parts": policy.trained}
     files.write(out / SETTINGS, json.dumps(settings))

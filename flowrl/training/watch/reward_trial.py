@@ -20,8 +20,9 @@ from flowrl.rollouts.roll_out import roll_out
 from flowrl.rollouts.scorer import media_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import logger
+from flowrl.training.observe import Observation
 from flowrl.training.records import RunParts
-from flowrl.types import PromptBatch, Rewards, Rollout
+from flowrl.types import PromptBatch, Rollout
 
 
 class NoiseWatch:
@@ -30,11 +31,12 @@ class NoiseWatch:
     def __init__(self) -> None:
         self.noise: dict[str, float] = {}  # of the rewards that were not warned of yet
 
-    def __call__(self, rewards: Rewards, group: Tensor) -> None:
-        """Rewards and groups of all processes. Training narrows the spread of a group."""
-        for label, sentence in below_noise(self.noise, rewards.raw, group).items():
+    def __call__(self, seen: Observation) -> dict[str, float]:
+        """Look at an iteration, since training narrows the spread of a group; it logs nothing."""
+        for label, sentence in below_noise(self.noise, seen.rewards.raw, seen.group).items():
             logger.warning(sentence)
             del self.noise[label]
+        return {}
 
 
 def try_rewards(parts: RunParts) -> dict[str, float]:
@@ -61,7 +63,7 @@ def try_rewards(parts: RunParts) -> dict[str, float]:
 
 def first_samples(parts: RunParts, ledger: Ledger) -> tuple[PromptBatch, Rollout, Tensor]:
     """FEW samples of the first iteration, of two prompts if there are: and their media."""
-    cfg, source, leaves = parts.cfg, parts.source, parts.plan.leaves
+    cfg, source, leaves = parts.setup.cfg, parts.source, parts.setup.plan.leaves
     whole = prompts.batch(source.prompts, iteration=0, size=cfg.batch.prompts, seed=cfg.seed)
     each = min(cfg.batch.group, FEW // min(2, len(whole))) // leaves * leaves
     group = max(leaves, each)
@@ -71,7 +73,7 @@ def first_samples(parts: RunParts, ledger: Ledger) -> tuple[PromptBatch, Rollout
         rollout = roll_out(
             source.policy,
             batch,
-            parts.plan,
+            parts.setup.plan,
             group=group,
             guidance=source.guidance,
             seed=cfg.seed,

@@ -15,40 +15,33 @@ from torch import Tensor
 
 from flowrl.config.training import WatchConfig
 from flowrl.runtime.processes.world import World
+from flowrl.training.observe import Observation
 from flowrl.training.watch.drift import base_of, drift
 from flowrl.training.watch.peak import Peak, find_peak
-from flowrl.types import Rewards
 
 
 class Watch:
-    """Called with every iteration -> watch/*. state: what a resumed run goes on from.
+    """An observer of every iteration -> watch/*.
 
-    lower: whether an alarm lowers the learning rate, of which `rate` is the share that is left.
+    lower: whether an alarm lowers the learning rate, of which state["rate"] is the share left.
     """
 
     def __init__(self, settings: WatchConfig, world: World, *, lower: bool = False) -> None:
         self.settings, self.world, self.lower = settings, world, lower
+        # what a resumed run goes on from
         self.state: dict[str, Any] = {"curve": [], "below": 0, "since": 0, "rate": 1.0, "base": {}}
-
-    @property
-    def rate(self) -> float:
-        """What the learning rate is multiplied by."""
-        return self.state["rate"]
 
     @property
     def peak(self) -> Peak | None:
         """Of the whole run so far."""
         return find_peak(self.state["curve"], smooth=self.settings.smooth)
 
-    def __call__(
-        self, number: int, metrics: Mapping[str, float], rewards: Rewards, group: Tensor
-    ) -> dict[str, float]:
-        """Metrics of finished iteration `number`, from 1. metrics: its reward/*, of all processes;
-        rewards, group (B,): of this process."""
-        out = self.follow(number, metrics)
+    def __call__(self, seen: Observation) -> dict[str, float]:
+        """The held-out reward of an iteration, and what detectors read off its samples."""
+        out = self.follow(seen.number, seen.metrics)
         if self.settings.detectors:
-            seen = {name: self.world.gather(value) for name, value in rewards.seen.items()}
-            out |= self.read(seen, self.world.gather_groups(group))
+            read = {name: self.world.gather(v) for name, v in seen.drawn.rewards.seen.items()}
+            out |= self.read(read, seen.group)
         return out
 
     def follow(self, number: int, metrics: Mapping[str, float]) -> dict[str, float]:
