@@ -20,7 +20,6 @@ failed: vlm_yesno, vqascore. Code functions:
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -46,7 +45,7 @@ from flowrl.rewards.core.reward import Settings as Base
 from flowrl.rewards.core.wrap import inner_bytes, load_inner
 from flowrl.rewards.networks import detector
 from flowrl.runtime.paths import located
-from flowrl.runtime.store import files
+from flowrl.runtime.store import lines
 from flowrl.shapes import verify
 from flowrl.types import MediaContext
 
@@ -304,12 +303,11 @@ class Checklist(Reward):
 
     def _write(self, samples: Iterable[tuple[str, Sequence[Question], list[float], float]]) -> None:
         """A line for each sample: prompt, questions, answers, score."""
-        lines = []
+        rows = []
         for prompt, questions, answers, score in samples:
             said = self._said(questions, answers)
-            lines.append({"prompt": prompt, "score": _number(score), "answers": said})
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        files.append(located(self.settings.log), text)
+            rows.append({"prompt": prompt, "score": _number(score), "answers": said})
+        lines.append(located(self.settings.log), rows)
 
 
 def _digest(shown: Tensor, lists: list[Sequence[Question]]) -> str:

@@ -20,7 +20,7 @@ from flowrl.runtime.memory import during
 from flowrl.runtime.processes.world import World
 from flowrl.runtime.store import files, history
 from flowrl.runtime.store.run_folder import (
-    MetricsFile,
+    add_metrics,
     environment,
     read_evaluation,
     read_metrics,
@@ -106,7 +106,7 @@ def record(trainer: Running, it: Iteration) -> None:
             it.metrics.update(evaluate(trainer))
     finally:  # a reward may be gone by now, and the run stop; the iteration itself is finished
         if main:
-            MetricsFile(parts.path).write(it.number, it.metrics)
+            add_metrics(parts.path, it.number, it.metrics)
         parts.weights.accelerator.log(it.metrics, step=it.number)
         trainer.learner.touched = False  # recorded: a signal may give the next one up
     parts.guards(it.metrics, it.number - 1)
@@ -124,6 +124,7 @@ def evaluate(
         return {}
     named = bool(name) and parts.source.world.main
     guidance = cfg.guidance if guidance is None else guidance
+    # only what gets a row is announced: metrics of an iteration come every few seconds
     if named:
         logger.info(f"evaluating: {name}, {cfg.images} images")
     with during("evaluation"), parts.weights.ema.swapped(), parts.source.policy.view("default"):

@@ -45,7 +45,7 @@ from flowrl.rewards.server import wire
 from flowrl.rewards.server.addresses import address, fits_a_header
 from flowrl.rewards.server.http_client import Again, Client, Ended, busy, persist, retry_after
 from flowrl.runtime.paths import located
-from flowrl.runtime.store import files
+from flowrl.runtime.store import lines
 
 logger = logging.getLogger("flowrl")
 T = TypeVar("T")
@@ -397,9 +397,8 @@ class JudgeClient:
             for number, turn in enumerate(turns or [{"question": None, "reply": None}])
         ]
         rows[-1] |= {"error": str(outcome)} if isinstance(outcome, NoReply) else {"value": outcome}
-        lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         with self.lock:
-            files.append(self.log, lines)
+            lines.append(self.log, rows, ensure_ascii=False)
 
 
 # --- messages

@@ -9,7 +9,6 @@ skipped. Failed samples are not kept: they are tried again.
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -19,7 +18,15 @@ from typing import Any
 from torch import Tensor
 
 from flowrl.rewards.server.wire import meta_text
-from flowrl.runtime.store import files
+from flowrl.runtime.store import lines
+from flowrl.runtime.store.side_files import FileModel
+
+
+class ScoreRow(FileModel):
+    """A line of the journal."""
+
+    key: str
+    score: float
 
 
 class ScoreJournal:
@@ -29,15 +36,9 @@ class ScoreJournal:
         """path: made when the first score comes. A file of something else -> ValueError."""
         self.path, self.keep = Path(path), keep
         self.lock = threading.Lock()
-        self.scores: dict[str, float] = {}
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            lines = deque(file, maxlen=keep)
-        for line in lines:
-            if (entry := _entry(line)) is not None:
-                self.scores[entry[0]] = entry[1]
-        if lines and not self.scores and lines[0].endswith(b"\n"):
+        newest = deque(lines.read(self.path, ScoreRow), maxlen=keep)
+        self.scores = {line.row["key"]: line.row["score"] for line in newest if line.row}
+        if newest and not self.scores and newest[0].text.endswith(b"\n"):
             raise ValueError(
                 f"{self.path} is not a journal of scores: none of its lines holds a key and a"
                 " score; name another file"
@@ -51,9 +52,8 @@ class ScoreJournal:
         if not scores:
             return
         rows = [{"key": key, "score": score} for key, score in scores.items()]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
         with self.lock:
-            files.append(self.path, text)
+            lines.append(self.path, rows)
             self.scores |= scores
             while len(self.scores) > self.keep:
                 del self.scores[next(iter(self.scores))]
@@ -92,17 +92,9 @@ def _own_key(
 
 
 def _hash(*parts: bytes) -> str:
-    """Of the parts' own hashes, so that no two lists of parts run together."""
+    """Hash the parts' own hashes, so that no two lists of parts run together."""
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 def _tensor(row: Tensor) -> tuple[bytes, bytes]:
     return f"{row.dtype} {tuple(row.shape)}".encode(), row.contiguous().numpy().tobytes()
-
-
-def _entry(line: bytes) -> tuple[str, float] | None:
-    try:
-        record = json.loads(line)
-        return str(record["key"]), float(record["score"])
-    except (ValueError, TypeError, KeyError):  # torn, or two torn ones together
-        return None

@@ -45,7 +45,8 @@ from flowrl.cli.main import app
 from flowrl.config import build
 from flowrl.config.load import load_config
 from flowrl.runtime.store import checkpoint
-from flowrl.runtime.store.files import TEMPORARY, append
+from flowrl.runtime.store.files import TEMPORARY
+from flowrl.runtime.store.lines import append
 from flowrl.training import build as training_build
 
 ITERATIONS = 4
@@ -375,7 +376,7 @@ def work(bench: Bench, cases: Sequence[tuple[str, int]], seed: int, log: Path) -
         began = time.monotonic()
         done, wrong = bench.case(kind, number, seed, room)
         line = {"kind": kind, "number": number, "seed": seed, "done": done, "wrong": wrong}
-        append(log, json.dumps(line | {"seconds": round(time.monotonic() - began, 1)}) + "\n")
+        append(log, [line | {"seconds": round(time.monotonic() - began, 1)}])
         if wrong:
             print(f"{kind} {number}: {done}: {'; '.join(wrong)} ({room})", flush=True)
         else:

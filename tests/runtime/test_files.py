@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.runtime.store import files
+from flowrl.runtime.store import files, lines
 from flowrl.runtime.store.files import TEMPORARY, WriteError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def test_a_full_disk_leaves_the_file_as_it_was_and_is_one_sentence(
 def test_the_sentence_says_what_to_do(tmp_path, monkeypatch, number, advice):
     monkeypatch.setattr(os, "open", failing(number))
     with pytest.raises(WriteError, match=advice):
-        files.append(tmp_path / "metrics.jsonl", "{}\n")
+        lines.append(tmp_path / "metrics.jsonl", [{}])
 
 
 def test_a_file_in_place_of_a_folder_is_one_sentence(tmp_path):
@@ -110,13 +110,13 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path, monkeypatch):
 )
 def test_appending_mends_the_last_line(tmp_path, before, after):
     (tmp_path / "x.jsonl").write_text(before)
-    files.append(tmp_path / "x.jsonl", '{"a": 3}\n')
+    lines.append(tmp_path / "x.jsonl", [{"a": 3}])
     assert (tmp_path / "x.jsonl").read_text() == after
 
 
 def test_a_line_for_which_there_is_no_room_leaves_no_part_of_it(tmp_path, monkeypatch):
     path, write = tmp_path / "x.jsonl", os.write
-    files.append(path, '{"a": 1}\n')
+    lines.append(path, [{"a": 1}])
 
     def half(handle, data):
         write(handle, bytes(data)[:4])
@@ -124,13 +124,13 @@ def test_a_line_for_which_there_is_no_room_leaves_no_part_of_it(tmp_path, monkey
 
     monkeypatch.setattr(os, "write", half)
     with pytest.raises(WriteError, match=r"x.jsonl could not be written \(No space"):
-        files.append(path, '{"a": 2}\n')
+        lines.append(path, [{"a": 2}])
     assert path.read_text() == '{"a": 1}\n'
 
 
 def _append(path, letter):
     for _ in range(50):
-        files.append(path, f'"{letter * 3000}"\n')
+        lines.append(path, [{letter: letter * 3000}])
 
 
 def test_lines_of_several_processes_do_not_mix(tmp_path):
@@ -140,8 +140,8 @@ def test_lines_of_several_processes_do_not_mix(tmp_path):
         writer.start()
     for writer in writers:
         writer.join()
-    lines = path.read_text().splitlines()
-    assert sorted(lines) == [f'"{"a" * 3000}"'] * 50 + [f'"{"b" * 3000}"'] * 50
+    rows = [line.row for line in lines.read(path)]
+    assert sorted(rows, key=str) == [{"a": "a" * 3000}] * 50 + [{"b": "b" * 3000}] * 50
 
 
 def test_leftovers_of_dead_processes_are_removed_and_others_are_not(tmp_path):
@@ -171,6 +171,7 @@ NOT_FILES |= {
 }
 ALLOWED = {
     "flowrl/runtime/store/files.py": "the place where files are written",
+    "flowrl/runtime/store/lines.py": "lines are appended in one write",
     "flowrl/runtime/store/lock.py": "a lock file is opened, and another one would not be locked",
     "flowrl/runtime/store/checkpoint.py: folder.rename": "one folder is renamed, which is atomic",
     "flowrl/shapes/build.py": "a temporary folder, gone before the function returns",

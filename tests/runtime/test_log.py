@@ -11,8 +11,8 @@ from flowrl.runtime.store import run_folder
 
 
 def test_each_line_is_valid_json_and_not_a_number_becomes_null(tmp_path):
-    file = run_folder.MetricsFile(tmp_path)
-    file.write(
+    run_folder.add_metrics(
+        tmp_path,
         1,
         {
             "reward/total": torch.tensor(0.5),
@@ -22,7 +22,7 @@ def test_each_line_is_valid_json_and_not_a_number_becomes_null(tmp_path):
             "text": "a",
         },
     )
-    file.write(2, {"reward/total": 1e-30})
+    run_folder.add_metrics(tmp_path, 2, {"reward/total": 1e-30})
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert "NaN" not in lines[0] and json.loads(lines[0]) == {
         "iteration": 1,

@@ -1,14 +1,12 @@
 """Files that are whole or as they were: every file that flowrl writes goes through here.
 
-A file is written under a temporary name beside its place, flushed to disk and renamed; a line is
-appended in one write and flushed. A process killed at any moment, a full disk or a power cut leaves
+A file is written under a temporary name beside its place, flushed to disk and renamed; lines are
+appended in one write (lines.py). A process killed at any moment, a full disk or a power cut leaves
 the file before or the file after, never something between. A test finds whoever writes otherwise.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import re
 import secrets
@@ -40,7 +38,7 @@ def write(path: str | Path, content: bytes | str) -> Path:
         with replacing(path) as temporary:
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
             try:
-                _put(handle, data)
+                put(handle, data)
             finally:
                 os.close(handle)
     return path
@@ -51,7 +49,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """A name for a writer that opens its file itself, which then takes the place of `path`."""
     target = Path(os.path.realpath(path))  # a link stays one
     temporary = target.with_name(_temporary_name())
-    with _told(path):
+    with write_errors(path):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield temporary
@@ -66,7 +64,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
 def replacing_folder(path: Path) -> Iterator[Path]:
     """An empty folder to be filled, which then appears at `path` at once; what was there goes."""
     temporary = path.with_name(_temporary_name())
-    with _told(path):
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
         try:
@@ -79,31 +77,6 @@ def replacing_folder(path: Path) -> Iterator[Path]:
             sync(path.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def append(path: Path, lines: str) -> None:
-    """Append whole lines of JSON to a file, in one write, and flush it to disk.
-
-    A last line that a killed process left without its end is removed first. Several processes may
-    append to one file. Folders are made.
-    """
-    with _told(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = not path.exists()
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            with suppress(OSError):  # some network disks have no locks
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            size = _mend(handle)
-            try:
-                _put(handle, lines.encode())
-            except BaseException:
-                os.ftruncate(handle, size)
-                raise
-        finally:
-            os.close(handle)
-        if new:
-            sync(path.parent)
 
 
 def remove(path: Path) -> None:
@@ -164,31 +137,17 @@ def _holds(path: Path, data: bytes) -> bool:
         return False
 
 
-def _put(handle: int, data: bytes) -> None:
+def put(handle: int, data: bytes) -> None:
+    """Write all of the data to an open file, and flush it to disk."""
     left = memoryview(data)
     while left:
         left = left[os.write(handle, left) :]
     os.fsync(handle)
 
 
-def _mend(handle: int) -> int:
-    """Cut off a last line without its end, or end it where it is whole JSON -> the size then."""
-    size = os.fstat(handle).st_size
-    if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
-        return size
-    last = os.pread(handle, size, 0).rpartition(b"\n")[2]
-    try:
-        json.loads(last)
-    except ValueError:
-        os.ftruncate(handle, size - len(last))
-    else:
-        os.write(handle, b"\n")
-    return os.fstat(handle).st_size
-
-
 @contextmanager
-def _told(path: str | Path) -> Iterator[None]:
-    """An OSError inside becomes one sentence about the file."""
+def write_errors(path: str | Path) -> Iterator[None]:
+    """Turn an OSError inside into one sentence about the file."""
     try:
         yield
     except OSError as error:

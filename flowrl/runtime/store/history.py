@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from pathlib import Path
 from typing import Any
 
-from flowrl.runtime.store import files
+from flowrl.runtime.store import lines
 
 FILE = "history.jsonl"
 
@@ -17,7 +16,7 @@ FILE = "history.jsonl"
 def add(run: Path, event: str, *, iteration: int, **facts: Any) -> None:
     """Append a line. event: started, resumed, changed, lost, damaged, ended ... iteration: finished
     ones, from 0. facts: anything json can hold."""
-    line = {
+    row = {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "event": event,
         "iteration": iteration,
@@ -25,17 +24,9 @@ def add(run: Path, event: str, *, iteration: int, **facts: Any) -> None:
         "host": socket.gethostname(),
         "pid": os.getpid(),
     }
-    files.append(run / FILE, json.dumps(line) + "\n")
+    lines.append(run / FILE, [row])
 
 
 def read(run: Path) -> list[dict[str, Any]]:
     """The lines, oldest first; what was damaged is left out, as nothing depends on it."""
-    path, lines = run / FILE, []
-    for text in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict):
-            lines.append(line)
-    return lines
+    return [line.row for line in lines.read(run / FILE) if line.row]

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from flowrl.runtime import hub
 from flowrl.runtime.paths import nearby
-from flowrl.runtime.store import files, side_files
-from flowrl.runtime.store.side_files import EvaluationFile, Line, problem
+from flowrl.runtime.store import files, lines, side_files
+from flowrl.runtime.store.side_files import EvaluationFile, MetricsRow
 
 METRICS, EVALUATION, PEAK = "metrics.jsonl", "evaluation.json", "peak.json"
 PACKAGES = (
@@ -35,13 +33,13 @@ PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """What a run folder holds; empty where a file is missing, with the reason in notes."""
+    """What a run folder holds; empty where a file is missing."""
 
-    path: Path
-    config: str
-    metrics: list[dict[str, Any]]
-    evaluation: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
+    path: Path  # of the folder
+    config: str  # the text of config.yaml
+    metrics: list[dict[str, Any]]  # rows of metrics.jsonl, oldest first
+    evaluation: dict[str, Any]  # evaluation.json
+    notes: list[str] = field(default_factory=list)  # what was missing or damaged, as sentences
 
 
 def is_run(path: str | Path) -> bool:
@@ -72,13 +70,13 @@ def read(path: Path) -> RunFolder:
             " folder that flowrl train wrote"
         )
     notes: list[str] = []
-    lines = read_metrics(path, notes)
-    if lines and lines[-1].get("optimizer/step") == 0:
+    rows = read_metrics(path, notes)
+    if rows and rows[-1].get("optimizer/step") == 0:
         notes.append("Nothing was trained: no optimizer step was taken.")
     return RunFolder(
         path=path,
         config=_text(config) if config.exists() else "",
-        metrics=lines,
+        metrics=rows,
         evaluation=read_evaluation(path),
         notes=notes,
     )
@@ -131,22 +129,15 @@ def plain(value: Any) -> Any:
     return value
 
 
-class MetricsFile:
-    """metrics.jsonl: one object a line, one line an iteration, on disk as soon as it is written."""
-
-    def __init__(self, run: str | Path) -> None:
-        self.path = Path(run) / METRICS
-
-    def write(self, iteration: int, metrics: Mapping[str, Any]) -> None:
-        line = json.dumps(
-            {"iteration": iteration, **{k: plain(v) for k, v in metrics.items()}}, allow_nan=False
-        )
-        files.append(self.path, line + "\n")
+def add_metrics(run: str | Path, iteration: int, metrics: Mapping[str, Any]) -> None:
+    """Append the line of an iteration to metrics.jsonl; it is on disk when this returns."""
+    row = {"iteration": iteration, **{name: plain(value) for name, value in metrics.items()}}
+    lines.append(Path(run) / METRICS, [row], allow_nan=False)
 
 
 def read_metrics(run: str | Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
     """Rows of a run's metrics.jsonl, oldest first; [] before the first iteration."""
-    return [json.loads(line) for line in recorded(Path(run), notes).values()]
+    return [json.loads(text) for text in recorded(Path(run), notes).values()]
 
 
 def truncate_metrics(run: str | Path, iteration: int) -> None:
@@ -160,8 +151,7 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
     """
     run = Path(run)
     if (run / METRICS).exists():
-        kept = [line for number, line in recorded(run).items() if number <= iteration]
-        files.write(run / METRICS, b"".join(line + b"\n" for line in kept))
+        files.write(run / METRICS, _until(run, iteration))
     for sample in (run / "samples").glob("iteration-*"):
         number = re.fullmatch(r"iteration-(\d{6,})(\.\w+)?", sample.name)
         if number and int(number[1]) > iteration:
@@ -170,20 +160,22 @@ def truncate_metrics(run: str | Path, iteration: int) -> None:
 
 def metrics_digest(run: Path, iteration: int) -> str:
     """SHA-256 of what metrics.jsonl records of the iterations up to `iteration`."""
-    kept = b"\n".join(line for number, line in recorded(run).items() if number <= iteration)
-    return hashlib.sha256(kept).hexdigest()
+    return hashlib.sha256(_until(run, iteration).rstrip()).hexdigest()
+
+
+def _until(run: Path, iteration: int) -> bytes:
+    """The lines of metrics.jsonl of the iterations up to `iteration`."""
+    return b"".join(text for number, text in recorded(run).items() if number <= iteration)
 
 
 def recorded(run: Path, notes: list[str] | None = None) -> dict[int, bytes]:
     """Iteration -> its line of metrics.jsonl, the last where there are several. Lines that were cut
-    off, edited or damaged are left out and noted."""
+    off, edited or damaged are left out, each with a sentence in `notes`."""
     found: dict[int, bytes] = {}
-    path, notes = run / METRICS, [] if notes is None else notes
-    for number, line in enumerate(path.read_bytes().split(b"\n") if path.exists() else (), 1):
-        try:
-            found[Line.model_validate_json(line).iteration] = line
-        except ValidationError as error:
-            what = f"Line {number} of {METRICS} was cut short, edited or damaged"
-            why = f"{what} ({problem(error)}) and is left out, as when the run is resumed."
-            notes += [why] if line else []
+    for line in lines.read(run / METRICS, MetricsRow):
+        if line.row:
+            found[line.row["iteration"]] = line.text.rstrip(b"\n") + b"\n"
+        elif notes is not None:
+            what = f"Line {line.number} of {METRICS} was cut short, edited or damaged"
+            notes.append(f"{what} ({line.problem}) and is left out, as when the run is resumed.")
     return found

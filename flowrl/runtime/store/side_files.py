@@ -76,7 +76,7 @@ class EvaluationFile(FileModel):
     paired: dict[str, PairedEntry] = {}
 
 
-class Line(FileModel):
+class MetricsRow(FileModel):
     """A row of metrics.jsonl: finite numbers, null or texts beside its iteration."""
 
     __pydantic_extra__: dict[str, Number | bool | str | None]

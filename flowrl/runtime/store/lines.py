@@ -1,0 +1,90 @@
+"""Files of JSON lines that only grow: metrics, history, scores, measurements, logs of judges.
+
+Rows are appended in one write and flushed, so a killed process leaves one torn line at most, the
+last. Whoever appends next removes it; whoever reads is told of it, and of every line that is not
+what was written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from flowrl.runtime.store import files
+from flowrl.runtime.store.side_files import FileModel, problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A line of a file as it was read back."""
+
+    number: int  # from 1
+    text: bytes  # as it stands in the file; without "\n" at its end it was cut off
+    row: dict[str, Any] | None  # what it holds; None: it was cut off, edited or damaged
+    problem: str = ""  # why there is no row
+
+
+def append(path: Path, rows: Iterable[Mapping[str, Any]], **style: Any) -> None:
+    """Append a line for each row, in one write, and flush it to disk.
+
+    A last line that a killed process left without its end is removed first. Several processes may
+    append to one file. Folders are made. style: options of json.dumps.
+    """
+    data = "".join(json.dumps(row, **style) + "\n" for row in rows).encode()
+    with files.write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = not path.exists()
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            with suppress(OSError):  # some network disks have no locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            size = _mend(handle)
+            try:
+                files.put(handle, data)
+            except BaseException:  # no part of the rows stays
+                os.ftruncate(handle, size)
+                raise
+        finally:
+            os.close(handle)
+        if new:
+            files.sync(path.parent)
+
+
+def read(path: Path, shape: type[FileModel] = FileModel) -> Iterator[Line]:
+    """The lines of a file, oldest first, without empty ones; none of a file that is not there.
+
+    shape: what each line's object must be; by default any object.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                shape.model_validate_json(text)
+                yield Line(number=number, text=text, row=json.loads(text))
+            except ValidationError as error:
+                if text.strip():
+                    yield Line(number=number, text=text, row=None, problem=problem(error))
+
+
+def _mend(handle: int) -> int:
+    """Cut off a last line without its end, or end it where it is whole JSON -> the size then."""
+    size = os.fstat(handle).st_size
+    if size == 0 or os.pread(handle, 1, size - 1) == b"\n":
+        return size
+    last = os.pread(handle, size, 0).rpartition(b"\n")[2]
+    try:
+        json.loads(last)
+    except ValueError:
+        os.ftruncate(handle, size - len(last))
+    else:
+        os.write(handle, b"\n")
+    return os.fstat(handle).st_size
