@@ -12,6 +12,8 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from flowrl.runtime.text import items
+
 SCENES = (
     'A neon sign on a brick wall that says "{}"',
     'A chalkboard in front of a cafe with "{}" written on it',
@@ -38,90 +40,23 @@ SCENES = (
     'A museum plaque that reads "{}"',
     'A cinema marquee at night showing "{}"',
 )
-WORDS = (
-    "Bakery",
-    "Harbor",
-    "Winter",
-    "Garden",
-    "Library",
-    "Welcome",
-    "Galaxy",
-    "Journey",
-    "Market",
-    "Station",
-    "Rainbow",
-    "Freedom",
-    "Puzzle",
-    "Thunder",
-    "Velvet",
-    "Quartz",
-    "Jungle",
-    "Oxygen",
-    "Zebra",
-    "Mystery",
-    "Copper",
-    "Lantern",
-    "Meadow",
-    "Whisper",
-    "Bridge",
-    "Saturn",
-    "Festival",
-    "Kitchen",
-    "Museum",
-    "Orchid",
-    "Pioneer",
-    "Sunrise",
-)
-FIRST = (
-    "Fresh",
-    "Grand",
-    "Silent",
-    "Golden",
-    "Open",
-    "Happy",
-    "Lost",
-    "Secret",
-    "Little",
-    "Royal",
-    "Blue",
-    "Final",
-)
-SECOND = (
-    "Bread",
-    "Opening",
-    "River",
-    "Ticket",
-    "Kitchen",
-    "Birthday",
-    "Island",
-    "Garden",
-    "Planet",
-    "Hotel",
-    "Moon",
-    "Chapter",
-)
-PHRASES = (
-    "Mind the Gap",
-    "Keep It Simple",
-    "No Parking Today",
-    "Best in Town",
-    "Back in Time",
-    "Wash Your Hands",
-    "Made With Love",
-    "Out of Order",
-    "Follow Your Heart",
-    "Save the Bees",
-    "Do Not Enter",
-    "Live Music Tonight",
-    "Made by Robots",
-    "Never Stop Learning",
-    "Free Coffee Inside",
-    "Closed on Monday",
-    "Turn Left Here",
-    "Think Before Speaking",
-    "Look Both Ways",
-    "Welcome to Mars",
-)
+WORDS = items("""
+    Bakery, Harbor, Winter, Garden, Library, Welcome, Galaxy, Journey, Market, Station, Rainbow,
+    Freedom, Puzzle, Thunder, Velvet, Quartz, Jungle, Oxygen, Zebra, Mystery, Copper, Lantern,
+    Meadow, Whisper, Bridge, Saturn, Festival, Kitchen, Museum, Orchid, Pioneer, Sunrise
+""")
+FIRST = items("""
+    Fresh, Grand, Silent, Golden, Open, Happy, Lost, Secret, Little, Royal, Blue, Final
+""")
+SECOND = items("""
+    Bread, Opening, River, Ticket, Kitchen, Birthday, Island, Garden, Planet, Hotel, Moon, Chapter
+""")
+PHRASES = items("""
+    Mind the Gap, Keep It Simple, No Parking Today, Best in Town, Back in Time, Wash Your Hands,
+    Made With Love, Out of Order, Follow Your Heart, Save the Bees, Do Not Enter,
+    Live Music Tonight, Made by Robots, Never Stop Learning, Free Coffee Inside, Closed on Monday,
+    Turn Left Here, Think Before Speaking, Look Both Ways, Welcome to Mars
+""")
 NUMBERS = tuple(str(number) for number in range(1007, 10000, 211))
 KINDS = ("word", "two_words", "phrase", "number")
 HELD_OUT = 4  # one text in so many

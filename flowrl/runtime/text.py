@@ -52,6 +52,15 @@ def listed(items: Sequence[str]) -> str:
     return ", ".join(items[:NAMED]) + more
 
 
+def items(text: str) -> tuple[str, ...]:
+    """The items of a text, between commas, whatever its lines.
+
+    >>> items("a dog, a cat,\n    a bird")
+    ('a dog', 'a cat', 'a bird')
+    """
+    return tuple(item.strip() for item in text.split(","))
+
+
 def told(error: object) -> str:
     """What an error says, in one line; what it quotes of the errors behind it is cut."""
     text = str(error)
