@@ -6,7 +6,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-import torch
 
 from flowrl.data.prompts import load_prompts
 from flowrl.evaluation.suites import scores
@@ -27,7 +26,7 @@ def task(prompts, **suite):
 
 
 def measured(**values):
-    columns = {name.replace("__", "/"): torch.tensor(v) for name, v in values.items()}
+    columns = {name.replace("__", "/"): np.array(v) for name, v in values.items()}
     return Measured(values=columns, diversity={}, nfe=1)
 
 
@@ -42,7 +41,7 @@ def test_geneval_is_the_mean_of_task_accuracies_and_not_of_images():
     ]
     right = [[1.0, 0.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
     chosen = task(prompts, category="tag", aggregate="category_mean", held_out={"sharpness": {}})
-    base = measured(jpeg=(torch.tensor(right) * 0).tolist(), sharpness=right)
+    base = measured(jpeg=np.zeros((4, 2)), sharpness=right)
     out = summary(chosen, {"base": base, "tuned": measured(jpeg=right, sharpness=right)}, 2)
     tuned = out["rows"][-1]
     assert tuned["scores"]["jpeg"]["mean"] == pytest.approx(7 / 12)

@@ -16,7 +16,7 @@ NEAR = (4, 5)  # a fraction: the Jaccard index of words from which prompts are n
 
 
 def contamination(training: Iterable[str], suite: Iterable[str]) -> dict[str, Any]:
-    """Of a suite's different prompts, how many are training prompts, and how many come close.
+    """Count which of a suite's different prompts are training prompts, and which come close.
 
     exact: equal after normalisation (words alone, lower case, Unicode NFKC). near: not equal, but
     the sets of words have a Jaccard index of at least 0.8, whatever their order. shared_8_grams:
@@ -38,7 +38,8 @@ def contamination(training: Iterable[str], suite: Iterable[str]) -> dict[str, An
 
 
 def words(text: str) -> tuple[str, ...]:
-    """
+    """Split a text into what is compared: its words in lower case, without marks.
+
     >>> words("A  red circle, left-of 2 Ｂlue squares!")
     ('a', 'red', 'circle', 'left', 'of', '2', 'blue', 'squares')
     """
@@ -50,7 +51,7 @@ def grams(own: tuple[str, ...]) -> Iterable[tuple[str, ...]]:
 
 
 def near_duplicates(training: Sequence[set[str]], suite: Sequence[set[str]]) -> list[bool]:
-    """Whether a set of the suite has a Jaccard index of at least 4/5 with any training set.
+    """Whether each set of the suite has a Jaccard index of at least 4/5 with any training set.
 
     Such sets share one of their rarest words: the first |A| - ceil(4/5 |A|) + 1 of each in a common
     order (prefix filtering, Chaudhuri et al. 2006), so few pairs are compared.

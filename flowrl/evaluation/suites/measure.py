@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,7 +29,7 @@ from flowrl.rewards.core.pictures import frames_of
 from flowrl.rewards.networks.clip import TwoTowers
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.log import Progress
-from flowrl.runtime.store import files
+from flowrl.runtime.store import files, lines
 from flowrl.samplers import keys
 from flowrl.types import MediaContext
 
@@ -42,16 +43,14 @@ Features = dict[str, Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What is known of n images of each prompt.
+    """What is known of n images of each of P prompts that were sampled in one way."""
 
-    values: reading -> (P, n) fp32, NaN where one failed; diversity: kind -> (P,) mean distance
-    of a prompt's images; nfe: network rows an image, guidance branches included; answers: of
-    checklists, about the first image of a few prompts, whose places are the numbers.
-    """
-
-    values: dict[str, Tensor]
-    diversity: dict[str, Tensor]
-    nfe: int
+    values: dict[str, np.ndarray]  # reading -> (P, n), NaN where it failed
+    diversity: dict[str, np.ndarray]  # kind -> (P,), mean distance of a prompt's images
+    nfe: int  # network rows an image, guidance branches included
+    guidance: float | str = "none"  # as in `Sampling`
+    rlg: float = 1.0  # as in `Sampling`
+    # of checklists, about the first image of a few prompts; "image" is the prompt's place
     answers: Answers = field(default_factory=dict)
 
 
@@ -66,96 +65,87 @@ def measure(
     journal: MeasureJournal | None = None,
     setting: str = "",
 ) -> Measured:
-    """`images` pictures of each prompt under the view that is active.
+    """Sample and score `images` pictures of each prompt under the view that is active.
 
-    Image k of prompt p has the noise of (seed, p, k).
+    Image k of prompt p has the noise of (seed, p, k). setting: the name of this row in the journal.
     """
     ledger, journal = Ledger(policy.device), journal or MeasureJournal()
     policy.say_cut(prompt["prompt"] for prompt in prompts)
-    asked = Evaluator(policy=policy, prompts=prompts, rewards=rewards, how=sampling, ledger=ledger)
-    features = features_of(rewards, images)
-    world, chunks = sampling.world, _chunks(len(prompts), images)
-    known = {which.start: journal.get(setting, which.start) for which in chunks}
-    left = [w for w in chunks if not _fits(known[w.start], len(w), images)]
-    left = world.told(left)  # the journal is the main process's
+    evaluator = Evaluator(
+        policy=policy, prompts=prompts, rewards=rewards, how=sampling, ledger=ledger
+    )
+    features, world, chunks = features_of(rewards, images), sampling.world, _chunks(prompts, images)
+    # only the main process has a journal
+    known = world.told(journal.of(setting))
+    left = [which for which in chunks if which.start not in known]
     with Progress(len(prompts), title=setting or "evaluate", show=world.main) as bar:
         for start in range(0, len(left), world.size):  # a chunk for each process
-            part, own = None, left[start + world.rank :][:1]
+            part, mine = None, left[start + world.rank :][:1]
             with world.all_or_none(RewardUnavailable):
-                part = _chunk(asked, own[0], images, features) if own else None
+                part = _chunk(evaluator, mine[0], images, features) if mine else None
             for which, made in zip(left[start:], world.collect(part), strict=False):
                 known[which.start] = made
                 journal.put(setting, which.start, made)
                 bar.update(which.stop)
-    known = world.told(known)
     parts = [(which, known[which.start]) for which in chunks]
     return Measured(
-        values=_joined(parts, "values", (len(prompts), images)),
-        diversity=_joined(parts, "diversity", (len(prompts),)),
+        values=_columns(parts, "values", (len(prompts), images)),
+        diversity=_columns(parts, "diversity", (len(prompts),)),
         nfe=sum(part["calls"] for _, part in parts) // (len(prompts) * images),
+        guidance=sampling.guidance,
+        rlg=sampling.rlg,
         answers=joined(part["answers"] for _, part in parts),
     )
 
 
-def _chunks(prompts: int, images: int) -> list[range]:
+def _chunks(prompts: Prompts, images: int) -> list[range]:
     """Places of the prompts whose images are sampled together."""
     each = max(1, CHUNK // images)
-    return [range(start, min(start + each, prompts)) for start in range(0, prompts, each)]
+    count = len(prompts)
+    return [range(start, min(start + each, count)) for start in range(0, count, each)]
 
 
-def _fits(part: dict[str, Any] | None, prompts: int, images: int) -> bool:
-    """Whether what a journal kept is of so many prompts and images."""
-    if part is None:
-        return False
-    tables, columns = part["values"].values(), part["diversity"].values()
-    rows = [row for table in tables for row in table]
-    whole = all(len(own) == prompts for own in (*tables, *columns))
-    return whole and all(len(row) == images for row in rows)
-
-
-def _joined(
+def _columns(
     parts: list[tuple[range, dict[str, Any]]], key: str, shape: tuple[int, ...]
-) -> dict[str, Tensor]:
-    """Chunks of rows -> whole columns.
+) -> dict[str, np.ndarray]:
+    """Put the rows of all chunks together into arrays of a shape.
 
     A reading that a chunk does not have (a dimension of other prompts) is NaN there.
     """
-    out: dict[str, Tensor] = {}
+    out: dict[str, np.ndarray] = {}
     for which, part in parts:
         for name, rows in part[key].items():
-            column = out.setdefault(name, torch.full(shape, float("nan")))
-            column[which.start : which.stop] = torch.as_tensor(rows)
+            column = out.setdefault(name, np.full(shape, np.nan))
+            column[which.start : which.stop] = rows
     return out
 
 
-def _chunk(asked: Evaluator, which: range, images: int, features: Features) -> dict[str, Any]:
-    """{"values": reading -> lists (prompts of the chunk, images), "diversity": kind -> list
-    (prompts of the chunk), "calls", "answers"}."""
+def _chunk(evaluator: Evaluator, which: range, images: int, features: Features) -> dict[str, Any]:
+    """Sample and score a chunk of prompts, as JSON holds it -> {"values": reading -> (prompts of
+    the chunk, images), "diversity": kind -> (prompts of the chunk), "calls", "answers"}."""
     ids = [p for p in which for _ in range(images)]
     number = torch.arange(images).repeat(len(which))
-    noise = keys.key(asked.how.seed, "suite", torch.tensor(ids), number)
-    chosen = spread_rows(len(asked.prompts), len(asked.prompts))
-    # of a chosen prompt, its first image
-    shown = {
-        row: p for row, p in zip(range(0, len(ids), images), which, strict=True) if p in chosen
-    }
-    calls, answers = asked.policy.calls, []
+    noise = keys.key(evaluator.how.seed, "suite", torch.tensor(ids), number)
+    # answers are kept about the first image of prompts that are spread over the suite
+    chosen = spread_rows(len(evaluator.prompts), len(evaluator.prompts))
+    shown = {place * images: p for place, p in enumerate(which) if p in chosen}
+    calls, answers = evaluator.policy.calls, []
     values: dict[str, Tensor] = {}
-    seen: dict[str, list[Tensor]] = {kind: [] for kind in features}
-    for part in asked.judged(ids, noise, shown):
+    vectors: dict[str, list[Tensor]] = {kind: [] for kind in features}
+    for part in evaluator.judged(ids, noise, shown):
         for name, value in part.values.items():
             values.setdefault(name, torch.full((len(ids),), float("nan")))[part.rows] = value
         for kind, feature in features.items():
-            seen[kind].append(feature(part.media).float().cpu())
+            vectors[kind].append(feature(part.media).float().cpu())
         answers.append(part.answers)
-    values.pop("total", None)
+    values.pop("total", None)  # a suite reads each reward by itself
     return {
         "values": {name: value.view(-1, images).tolist() for name, value in values.items()},
         "diversity": {
-            kind: [spread(kind, own).item() for own in torch.cat(rows).split(images)]
-            for kind, rows in seen.items()
+            kind: [spread(kind, rows).item() for rows in torch.cat(chunk).split(images)]
+            for kind, chunk in vectors.items()
         },
-        "calls": asked.policy.calls - calls,
+        "calls": evaluator.policy.calls - calls,
         "answers": joined(answers),
     }
 
@@ -165,10 +155,8 @@ def _chunk(asked: Evaluator, which: range, images: int, features: Features) -> d
 
 
 def features_of(rewards: RewardSet, images: int) -> Features:
-    """What distances between a prompt's images are measured on, media -> (n, d).
-
-    Thumbnails, and embeddings of the first CLIP, if any.
-    """
+    """Choose what distances between a prompt's images are measured on, media -> (n, d): thumbnails,
+    and embeddings of the first CLIP, if any."""
     if images < 2:
         return {}
     out: Features = {"pixels": thumbnails}
@@ -179,7 +167,7 @@ def features_of(rewards: RewardSet, images: int) -> Features:
 
 
 def thumbnails(media: Tensor) -> Tensor:
-    """(n, 3, H, W) or (n, F, 3, H, W) -> (n, d): every frame at 16 x 16."""
+    """Reduce every frame to 16 x 16: (n, 3, H, W) or (n, F, 3, H, W) -> (n, d)."""
     return F.adaptive_avg_pool2d(frames_of(media), THUMB).reshape(len(media), -1)
 
 
@@ -191,13 +179,13 @@ def _embedding_of(reward: TwoTowers) -> Callable[[Tensor], Tensor]:
     return embed
 
 
-def spread(kind: str, own: Tensor) -> Tensor:
-    """Mean distance over the pairs of (n, d).
-
-    Of pixels the root mean square difference, of embeddings 1 - cosine.
-    """
-    distance = torch.pdist(own)
-    return (distance / own.shape[1] ** 0.5).mean() if kind == "pixels" else (distance**2 / 2).mean()
+def spread(kind: str, vectors: Tensor) -> Tensor:
+    """The mean distance over the pairs of (n, d): the root mean square difference of pixels, and
+    1 - cosine of embeddings."""
+    distance = torch.pdist(vectors)
+    if kind == "pixels":
+        return (distance / vectors.shape[1] ** 0.5).mean()
+    return (distance**2 / 2).mean()
 
 
 # ---------------------------------------------------------------------------
@@ -205,10 +193,8 @@ def spread(kind: str, own: Tensor) -> Tensor:
 
 
 class ByDimension(Checklist):
-    """A checklist that also reads the share of yes to each "dimension" of questions.
-
-    Before parents zero any (DPG-Bench, UniGenBench).
-    """
+    """A checklist that also reads the share of yes to each "dimension" of questions, before a
+    parent's no zeroes any of them (DPG-Bench, UniGenBench)."""
 
     def __init__(self, loaded: Checklist):
         self.__dict__.update(vars(loaded))  # shares its judge
@@ -245,47 +231,31 @@ def by_dimension(rewards: RewardSet) -> RewardSet:
 # journal
 
 
-@dataclass
 class MeasureJournal:
-    """What an evaluation has measured so far: a file with a line a chunk.
+    """What an evaluation has measured so far: a file with a line a chunk, after one with its key.
 
-    Without a path nothing is kept. key: what is measured and how; a file with another key is begun
-    anew. A line cut short or damaged is dropped, with what follows it.
+    Without a path nothing is kept. A line that was cut short is dropped.
     """
 
-    path: Path | None = None
-    key: str = ""
-    known: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    def __init__(self, path: Path | None = None, key: str = "") -> None:
+        """key: what is measured and how; a file with another key is begun anew."""
+        self.path, begun = path, {"key": key}
+        self.rows: list[dict[str, Any]] = []
+        if path is not None:
+            first, *self.rows = [line.row for line in lines.read(path) if line.row] or [{}]
+            if first != begun:
+                self.rows = []
+                files.write(path, json.dumps(begun) + "\n")
 
-    def __post_init__(self) -> None:
-        if self.path is None:
-            return
-        first, *parts = _lines(self.path) or [b""]
-        if first != json.dumps({"key": self.key}).encode():
-            first, parts = json.dumps({"key": self.key}).encode(), []
-        kept = [first]
-        for line in parts:
-            try:
-                read = json.loads(line)
-                self.known[read["setting"], read["start"]] = read["part"]
-            except (ValueError, TypeError, KeyError):  # what follows is measured again
-                break
-            kept.append(line)
-        files.write(self.path, b"".join(line + b"\n" for line in kept))
-
-    def get(self, setting: str, start: int) -> dict[str, Any] | None:
-        return self.known.get((setting, start))
+    def of(self, setting: str) -> dict[int, dict[str, Any]]:
+        """The chunks of a setting that were measured, by the place of their first prompt."""
+        return {row["start"]: row["part"] for row in self.rows if row["setting"] == setting}
 
     def put(self, setting: str, start: int, part: dict[str, Any]) -> None:
         if self.path is not None:
-            line = {"setting": setting, "start": start, "part": part}
-            files.append(self.path, json.dumps(line) + "\n")
+            lines.append(self.path, [{"setting": setting, "start": start, "part": part}])
 
     def close(self) -> None:
-        """The evaluation is finished and written elsewhere."""
+        """Remove the file: the evaluation is finished and written elsewhere."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
-
-
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines() if path.is_file() else []

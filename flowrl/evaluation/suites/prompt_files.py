@@ -42,7 +42,8 @@ def load(
     form: Form = "table",
     columns: Mapping[str, str] | None = None,
 ) -> Prompts:
-    """Prompts of a file, of "hf:owner/repo/file" on the hub, or generated ("shapes:eval").
+    """Read the prompts of a file or of "hf:owner/repo/file" on the hub, or generate them
+    ("shapes:eval").
 
     origin: where the file is found, for the sentence that is raised where it is missing.
     """
@@ -108,7 +109,7 @@ def _from_hub(source: str, suite: str, origin: str) -> Path:
 
 
 def _column(rows: Rows, names: Sequence[str], path: Path) -> str:
-    """The first of these columns that the file has, whatever its capitals."""
+    """The name of the first of these columns that the file has, whatever its capitals."""
     header = list(rows[0]) if rows else []
     for name in names:
         for own in header:
@@ -131,18 +132,18 @@ def _table(rows: Rows, columns: Mapping[str, str], path: Path) -> Prompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DpgQuestion:
-    """A line of dpg_bench.csv. parents: numbers of the questions that it depends on."""
+    """A line of dpg_bench.csv."""
 
-    item: str
+    item: str  # which prompt it belongs to
     text: str  # of the prompt
-    number: int
-    parents: set[int]
-    question: str
-    dimension: str
+    number: int  # among the prompt's questions, from 1
+    parents: set[int]  # numbers of the questions that it depends on
+    question: str  # what is asked
+    dimension: str  # what it is about, as "entity - whole"
 
 
 def _dpg(rows: Rows, path: Path) -> Prompts:
-    """A prompt of each item_id, with "item" and "checklist"."""
+    """Make a prompt of each item_id, with "item" and "checklist"."""
     items: dict[str, list[DpgQuestion]] = {}
     for own in _dpg_questions(rows, path):
         items.setdefault(own.item, []).append(own)
@@ -189,8 +190,8 @@ def _checked(question: str, dimension: str) -> dict[str, Any]:
 
 
 def _parents_first(wanted: dict[int, set[int]]) -> tuple[dict[int, int], dict[int, set[int]]]:
-    """Questions' parents -> (place of each question, parents first, else in their order; the
-    parents that come before it)."""
+    """Put questions in an order in which parents come first -> (place of each question; the parents
+    that come before it). wanted: number of a question -> its parents."""
     place: dict[int, int] = {}
     left = dict(wanted)
     while left:
@@ -213,7 +214,8 @@ def _whole(text: str, path: Path) -> int:
 
 
 def _unigenbench(rows: Rows, path: Path) -> Prompts:
-    """A prompt a line, with "category" (its theme) and "checklist" (one question a test point)."""
+    """Make a prompt of each line, with "category" (its theme) and "checklist" (one question a test
+    point)."""
     text = _column(rows, ["prompt", "prompt_en", "prompt_zh"], path)
     points = _column(rows, ["sub_dims", "sub_dims_en", "sub_dims_zh"], path)
     out = []
@@ -226,7 +228,7 @@ def _unigenbench(rows: Rows, path: Path) -> Prompts:
 
 
 def _test_points(text: str, where: str) -> tuple[str, list[tuple[str, str]]]:
-    """(theme, test points with their descriptions) of a line's JSON."""
+    """Read a line's JSON -> (theme, test points with their descriptions)."""
     try:
         about = json.loads(text)
         pairs = list(zip(about["Testpoints"], about["Testpoint Description"], strict=True))

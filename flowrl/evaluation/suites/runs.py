@@ -42,28 +42,24 @@ Rows = dict[str, Measured]  # "base", "tuned" and the like
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteOptions:
-    """What the command line changes; None: as the suite says.
+    """What the command line changes; None: as the suite says."""
 
-    best_of: the longest curve. rewards: settings of the suite's rewards; held_out: further rewards
-    to read; both as words (see flowrl.evaluation.suites.suite.with_rewards).
-    """
-
-    images: int | None = None
-    best_of: int | None = None
-    count: int | None = None
-    steps: int | None = None
-    guidance: float | str | None = None
+    images: int | None = None  # a prompt
+    best_of: int | None = None  # the longest best-of-N curve; None: of all images
+    count: int | None = None  # prompts, spread evenly over the file
+    steps: int | None = None  # ODE steps
+    guidance: float | str | None = None  # a scale, "none" or "pipeline"
     rlg: float | None = None  # of the tuned row; None: as the run's own evaluation
-    seed: int = 0
-    prompts: str | None = None
-    rewards: Sequence[str] = ()
-    held_out: Sequence[str] = ()
+    seed: int = 0  # of the noise
+    prompts: str | None = None  # the prompt file
+    rewards: Sequence[str] = ()  # settings of the suite's rewards, as words: see `with_rewards`
+    held_out: Sequence[str] = ()  # further rewards to read, as words: see `with_rewards`
 
 
 def evaluate_runs(
     runs: Sequence[Path],
     name: str,
-    chosen: SuiteOptions,
+    options: SuiteOptions,
     *,
     into: Mapping[Path, Path] | None = None,
     world: World | Alone = ALONE,
@@ -74,35 +70,35 @@ def evaluate_runs(
     samples; only the main one's records are kept. What is wrong with suite, prompts,
     rewards or runs -> ValueError before anything is sampled. Runs of one base model share its rows.
     """
-    suite = _suite(name, chosen)
-    most = _longest_curve(chosen, suite)
+    # all that can be wrong is read before time is spent on samples
+    suite = _suite(name, options)
+    options = replace(options, best_of=_longest_curve(options, suite))
     configs = [_config_of(run) for run in runs]
     task = prepare(Path(name).stem, suite)
     into = into or {run: run for run in runs}
     known: dict[str, Rows] = {}
     records: list[dict[str, Any]] = []
     for run, cfg in zip(runs, configs, strict=True):
-        place = into[run]
-        records.append(_evaluate(run, place, cfg, task, chosen, most, known, world))
-        write(place, task.name, records[-1])
+        records.append(_evaluate(run, into[run], cfg, task, options, known, world))
+    # the side effects of each run beside those of the others, once all are known
     if len(records) > 1:
         table = matrix(records)
-        for run, own in zip(runs, records, strict=True):
-            own["matrix"] = table
-            write(into[run], task.name, own)
+        for run, record in zip(runs, records, strict=True):
+            record["matrix"] = table
+            write(into[run], task.name, record)
     return records
 
 
-def _suite(name: str, chosen: SuiteOptions) -> Suite:
+def _suite(name: str, options: SuiteOptions) -> Suite:
     """The suite with what the command line changes."""
     fields = ("images", "count", "steps", "guidance", "prompts")
-    suite = load(name, **{field: getattr(chosen, field) for field in fields})
-    return with_rewards(suite, chosen.rewards, chosen.held_out)
+    suite = load(name, **{field: getattr(options, field) for field in fields})
+    return with_rewards(suite, options.rewards, options.held_out)
 
 
-def _longest_curve(chosen: SuiteOptions, suite: Suite) -> int:
-    """Of how many images the best is looked at, at most."""
-    most = suite.images if chosen.best_of is None else chosen.best_of
+def _longest_curve(options: SuiteOptions, suite: Suite) -> int:
+    """The largest N of the best-of-N curve."""
+    most = suite.images if options.best_of is None else options.best_of
     if most > suite.images:
         raise ValueError(
             f"--best-of {most} needs at least {most} images a prompt, and this evaluation makes"
@@ -116,16 +112,20 @@ def _evaluate(
     place: Path,
     cfg: Config,
     task: Task,
-    chosen: SuiteOptions,
-    most: int,
+    options: SuiteOptions,
     known: dict[str, Rows],
     world: World | Alone,
 ) -> dict[str, Any]:
-    """place: of its journal. known: rows of base models that were measured for other runs, by what
-    they depend on."""
+    """Measure a run, and write its record, which is returned.
+
+    place: folder of the record and its journal. known: rows of base models that were measured for
+    other runs, by what they depend on.
+    """
     weights = build.newest_of(run)  # the run may go on and write another one
     policy = build.load_tuned(cfg, weights)
-    sampling = sampling_of(task.suite, cfg, seed=chosen.seed, device=policy.device, rlg=chosen.rlg)
+    sampling = sampling_of(
+        task.suite, cfg, seed=options.seed, device=policy.device, rlg=options.rlg
+    )
     sampling = replace(sampling, world=world)
     baseline = cfg.eval.baseline_guidance if task.suite.guidance is None else None
     guidances = [sampling.guidance, baseline or "none"]
@@ -139,38 +139,32 @@ def _evaluate(
     )
     base = known.setdefault(key, {})
     measured = run_suite(policy, task, sampling, baseline=baseline, journal=journal, known=base)
-    out = {"checkpoint": weights.folder.name, **summary(task, measured, most)}
-    for row in out["rows"]:
-        row["guidance"] = baseline if row["name"] == "base, guided" else sampling.guidance
-        row["rlg"] = sampling.rlg if row["name"] == "tuned" else 1.0
-    record = _record(run, cfg, task, sampling, out)
-    journal.close()
-    return record
-
-
-def _record(
-    run: Path, cfg: Config, task: Task, sampling: Sampling, measured: Mapping[str, Any]
-) -> dict[str, Any]:
-    """What suites/<name>.json holds: what was measured, how, and what to know of it."""
-    out = {
+    record = {
         "suite": task.suite.model_dump(mode="json"),
         "name": task.name,
         "run": str(run),
-        "checkpoint": measured["checkpoint"],
+        "checkpoint": weights.folder.name,
         "prompts": len(task.prompts),
         "seed": sampling.seed,
         "steps": sampling.steps,
         "solver": sampling.solver,
         "trained": trained_on(cfg),
-        "rows": measured["rows"],
-        "paired": measured["paired"],
+        **summary(task, measured, options.best_of),
     }
-    out["peaks"] = peaks(run_folder.read(run), _labels(cfg, out["trained"]), cfg.eval.guidance)
-    out["contamination"], problem = _contamination(cfg, task)
-    out["warnings"] = [*_warnings(task, out), *([problem] if problem else [])]
-    for sentence in out["warnings"]:
+    record |= _about(run, cfg, task, record)
+    write(place, task.name, record)
+    journal.close()
+    return record
+
+
+def _about(run: Path, cfg: Config, task: Task, record: dict[str, Any]) -> dict[str, Any]:
+    """What to know of a record: when held-out rewards peaked, what was copied, and warnings."""
+    held_out = peaks(run_folder.read(run), _labels(cfg, record["trained"]), cfg.eval.guidance)
+    counts, problem = _contamination(cfg, task)
+    warnings = [*_warnings(task, record, counts), *([problem] if problem else [])]
+    for sentence in warnings:
         logger.warning(sentence)
-    return out
+    return {"peaks": held_out, "contamination": counts, "warnings": warnings}
 
 
 def _config_of(run: Path) -> Config:
@@ -315,37 +309,21 @@ def _training_prompts(cfg: Config) -> Prompts:
     return load_prompts(cfg.data.train, cfg.data.columns)
 
 
-def _warnings(task: Task, record: dict[str, Any]) -> list[str]:
+def _warnings(task: Task, record: dict[str, Any], copied: dict[str, Any] | None) -> list[str]:
     """What to know before the numbers are trusted."""
-    return [
-        *_trained_warnings(task, record),
-        *_copied_warnings(task, record),
-        *_invalid_warnings(record),
-    ]
-
-
-def _trained_warnings(task: Task, record: dict[str, Any]) -> list[str]:
     names = [str((entry or {}).get("name", label)) for label, entry in task.suite.held_out.items()]
-    return [
+    out = [
         f'{record["run"]} was trained on the reward "{name}", so in suite "{task.name}" it is not'
         " a held-out reward"
         for name in names
         if name in record["trained"]
     ]
-
-
-def _copied_warnings(task: Task, record: dict[str, Any]) -> list[str]:
-    found = record["contamination"]
-    if not found or not found["exact"]:
-        return []
-    return [
-        f'{found["exact"]} of the {found["suite"]} prompts of suite "{task.name}" are training'
-        f" prompts of {record['run']}"
-    ]
-
-
-def _invalid_warnings(record: dict[str, Any]) -> list[str]:
-    return [
+    if copied and copied["exact"]:
+        out.append(
+            f'{copied["exact"]} of the {copied["suite"]} prompts of suite "{task.name}" are'
+            f" training prompts of {record['run']}"
+        )
+    return out + [
         f"{row['name']}: {reading} could not score {count} of {row['images']} images; they are left"
         " out"
         for row in record["rows"]

@@ -30,33 +30,35 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """cluster: (P,) number of each prompt's cluster, of C; resample: draws clusters."""
+    """How prompts are resampled."""
 
-    cluster: np.ndarray
-    clusters: int
-    resample: Resample
+    cluster: np.ndarray  # (P,), the number of each prompt's cluster
+    clusters: int  # C, how many there are
+    resample: Resample  # draws clusters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """total, count: (C, K) sums and numbers of values by cluster and by category."""
+    """Values summed up by cluster and by category."""
 
-    names: list[str]
-    total: np.ndarray
-    count: np.ndarray
+    names: list[str]  # (K,), of the categories
+    total: np.ndarray  # (C, K), sums of values
+    count: np.ndarray  # (C, K), numbers of values
 
     def only(self, name: str) -> Cells:
+        """One category alone."""
         k = self.names.index(name)
         return Cells(names=[name], total=self.total[:, k : k + 1], count=self.count[:, k : k + 1])
 
     def merged(self, into: Callable[[str], str]) -> Cells:
-        """Categories that `into` gives one name are pooled."""
+        """Pool the categories to which `into` gives one name."""
         names = list(dict.fromkeys(map(into, self.names)))
         member = np.array([[float(into(old) == new) for new in names] for old in self.names])
         return Cells(names=names, total=self.total @ member, count=self.count @ member)
 
     @property
     def values(self) -> int:
+        """How many there are."""
         return int(round(self.count.sum()))
 
     @property
@@ -68,7 +70,7 @@ class Cells:
 def design(
     texts: Sequence[str], strata: Sequence[str], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Design:
-    """How prompts are resampled: equal texts of a stratum are one cluster, drawn within it."""
+    """Make equal texts of a stratum one cluster, which is drawn within the stratum."""
     pairs = list(zip(strata, texts, strict=True))
     place = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
     return Design(
@@ -83,9 +85,9 @@ def cells(
     chosen: Design,
     questions: Mapping[str, np.ndarray] | None = None,
 ) -> Cells:
-    """Sums by cluster of each category's values (P, n), NaN where a prompt has none.
+    """Sum up by cluster each category's values (P, n), NaN where a prompt has none.
 
-    questions: category -> (P,) how many answers each value is the mean of.
+    questions: category -> (P,), how many answers each value is the mean of.
     """
     total, count = np.zeros((2, chosen.clusters, len(columns)))
     for k, (name, values) in enumerate(columns.items()):
@@ -96,9 +98,9 @@ def cells(
 
 
 def statistic(data: Cells, resample: Resample, rule: Rule) -> np.ndarray:
-    """Scores of resampled clusters (R,).
+    """The scores (R,) of resampled clusters.
 
-    mean: over all values. category_mean: mean of the categories' means (GenEval, UniGenBench).
+    rule: mean, over all values; category_mean, of the categories' means (GenEval, UniGenBench).
     """
     total, count = resample(data.total), resample(data.count)
     if rule == "mean":
@@ -109,10 +111,8 @@ def statistic(data: Cells, resample: Resample, rule: Rule) -> np.ndarray:
 
 
 def score(data: Cells, chosen: Design, rule: Rule = "mean", scale: float = 1.0) -> dict[str, Any]:
-    """{"mean" (None where nothing is known), "ci" (95%), "n" values, "prompts"}.
-
-    "ci" is None where fewer than two prompts have values.
-    """
+    """Score values -> {"mean" (None where nothing is known), "ci" (95%; None where fewer than two
+    prompts have values), "n" values, "prompts"}."""
     mean, ci = statistic(data, everything, rule)[0], None
     known = math.isfinite(mean)
     if known and data.prompts > 1:
@@ -124,10 +124,8 @@ def score(data: Cells, chosen: Design, rule: Rule = "mean", scale: float = 1.0) 
 def difference(
     before: Cells, after: Cells, chosen: Design, rule: Rule = "mean", scale: float = 1.0
 ) -> dict[str, Any] | None:
-    """after - before on the same resamples; None where a side is unknown.
-
-    {"difference", "ci", "p" (two-sided, of "no difference"), "n", "prompts"}.
-    """
+    """Compare two sides on the same resamples -> {"difference" (after - before), "ci", "p"
+    (two-sided, of "no difference"), "n", "prompts"}; None where a side is unknown."""
     value = (statistic(after, everything, rule) - statistic(before, everything, rule))[0]
     if not math.isfinite(value):
         return None
@@ -141,7 +139,7 @@ def difference(
 
 
 def common(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The same values, those left out that are missing in either."""
+    """Leave out of both sides what is missing in either."""
     missing = np.isnan(before) | np.isnan(after)
     return np.where(missing, np.nan, before), np.where(missing, np.nan, after)
 
@@ -156,10 +154,10 @@ def _nanmean(rows: np.ndarray) -> np.ndarray:
 
 
 def best_of(values: np.ndarray, most: int, read: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the best of N images of a prompt by `values` is expected to show, N = 1..most.
+    """Estimate what the best of N images of a prompt by `values` shows, N = 1..most.
 
-    values (P, n), and each of `read`: (P, n) -> (P, most). The mean over all subsets of size N of
-    what their largest member shows: with values[1] <= ... <= values[n],
+    values (P, n), and each of `read`: (P, n) -> (P, most). It is the mean over all subsets of size
+    N of what their largest member shows: with values[1] <= ... <= values[n],
     sum_i C(i-1, N-1) / C(n, N) read[i]. Unbiased for N fresh images, as pass@k (Chen et al. 2021,
     arXiv:2107.03374, eq. 1) is for the best of k answers that are right or wrong. Equal values
     share their places. NaN where fewer than `most` values of a prompt are known, or what is read is

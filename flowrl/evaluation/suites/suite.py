@@ -95,10 +95,10 @@ class Suite(Settings):
 class Task:
     """A suite with its prompts and rewards loaded and checked."""
 
-    name: str
-    suite: Suite
-    prompts: Prompts
-    rewards: RewardSet
+    name: str  # of its YAML file, without the ending
+    suite: Suite  # as its YAML and the command line have it
+    prompts: Prompts  # P of them, thinned out to the suite's count
+    rewards: RewardSet  # the suite's, and those held out with weight 0
 
     @property
     def categories(self) -> list[str] | None:
@@ -283,12 +283,14 @@ def run_suite(
         if name in known:
             out[name] = known[name]
             continue
+        # the reference is what RLG extrapolates from, so it is sampled as it is
         rlg = 1.0 if view == "reference" else sampling.rlg
         how = replace(sampling, guidance=guidance, rlg=rlg)
         with policy.view(view):
             out[name] = measure(
                 policy, task.prompts, rewards, how, images=images, journal=journal, setting=name
             )
+        # other runs of this base model take its row from here
         if view == "reference":
             known[name] = out[name]
         _check_headline(task, out[name])

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from flowrl.evaluation.suites.measure import DIMENSION, Measured
 from flowrl.evaluation.suites.scores import (
@@ -23,53 +22,38 @@ from flowrl.evaluation.suites.scores import (
 )
 from flowrl.evaluation.suites.suite import BY_QUESTION, Task
 
-Values = dict[str, np.ndarray]  # reading -> (P, n)
+Values = Mapping[str, np.ndarray]  # reading -> (P, n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """A reading's sums: overall with its rule, and by category (None: there are none).
+    """The sums of a reading: over everything, and by category where there are categories."""
 
-    details: below categories, as "a - b" below "a".
-    """
-
-    overall: Cells
-    rule: Rule
-    scale: float
-    categories: Cells | None = None
-    details: Cells | None = None
+    overall: Cells  # of one category, or by category where the rule takes their means
+    rule: Rule  # how `overall` becomes one score
+    scale: float  # what scores are multiplied by
+    categories: Cells | None = None  # by category
+    details: Cells | None = None  # below categories: "a - b" below "a"
 
 
 def summary(task: Task, measured: dict[str, Measured], most: int) -> dict[str, Any]:
-    """{"rows", "paired"}; paired: other row -> differences of "tuned" to it."""
+    """{"rows", "paired"}; paired: other row -> differences of "tuned" to it. most: the longest
+    best-of-N curve."""
     strata = task.categories or [""] * len(task.prompts)
     chosen = design([p["prompt"] for p in task.prompts], strata)
-    values = {name: _arrays(own.values) for name, own in measured.items()}
-    readings = _readings(values, task)
-    rows = [
-        _row(task, chosen, name, values[name], own, readings, most)
-        for name, own in measured.items()
-    ]
-    paired = {}
-    for name in (name for name in measured if name != "tuned"):
-        paired[name] = _paired(task, chosen, values[name], values["tuned"], readings)
-        before, after = measured[name].diversity, measured["tuned"].diversity
-        paired[name]["diversity"] = {
-            kind: _difference(_column(before[kind]), _column(after[kind]), chosen) for kind in after
-        }
-    return {"rows": rows, "paired": paired}
+    readings = _readings(list(measured.values()), task)
+    rows = [_row(task, chosen, name, row, readings, most) for name, row in measured.items()]
+    others = {name: row for name, row in measured.items() if name != "tuned"}
+    return {
+        "rows": rows,
+        "paired": {
+            name: _paired(task, chosen, row, measured["tuned"], readings)
+            for name, row in others.items()
+        },
+    }
 
 
-def _arrays(values: Mapping[str, Tensor]) -> Values:
-    return {name: value.double().numpy() for name, value in values.items()}
-
-
-def _column(value: Tensor) -> np.ndarray:
-    """(P,) -> (P, 1): one value a prompt."""
-    return value.double().numpy()[:, None]
-
-
-def _readings(values: dict[str, Values], task: Task) -> list[str]:
+def _readings(measured: Sequence[Measured], task: Task) -> list[str]:
     """Readings to report: the headline, the other ones of the suite's rewards, then those held out.
 
     Without the dimensions of a checklist, and without a reward's part that is its score.
@@ -79,20 +63,20 @@ def _readings(values: dict[str, Values], task: Task) -> list[str]:
     def repeats(name: str) -> bool:
         label, _, part = name.partition("/")
         return bool(part) and all(
-            np.array_equal(v[name], v[label], equal_nan=True) for v in values.values()
+            np.array_equal(m.values[name], m.values[label], equal_nan=True) for m in measured
         )
 
-    others = [name for name in values["tuned"] if name != headline and DIMENSION not in name]
+    others = [n for n in measured[-1].values if n != headline and DIMENSION not in n]
     kept = [name for name in others if not repeats(name)]
     kept.sort(key=lambda name: name.partition("/")[0] not in task.suite.rewards)
     return [headline, *kept]
 
 
 def split(task: Task, chosen: Design, reading: str, values: Values) -> Split:
-    """How a reading is summed up: the suite's rewards by its rule, others by the mean of images."""
-    own = reading.partition("/")[0] in task.suite.rewards
-    rule: Rule = task.suite.aggregate if own else "mean"
-    scale = task.suite.scale if own else 1.0
+    """Sum a reading up: the suite's rewards by its rule, others by the mean of images."""
+    by_rule = reading.partition("/")[0] in task.suite.rewards
+    rule: Rule = task.suite.aggregate if by_rule else "mean"
+    scale = task.suite.scale if by_rule else 1.0
     if task.suite.category == BY_QUESTION:
         return _by_question(task, chosen, reading, values, rule, scale)
     if task.categories is None:
@@ -110,7 +94,7 @@ def split(task: Task, chosen: Design, reading: str, values: Values) -> Split:
 def _by_question(
     task: Task, chosen: Design, reading: str, values: Values, rule: Rule, scale: float
 ) -> Split:
-    """A checklist's score by the dimensions of its questions."""
+    """Sum up a checklist's score, and its answers by the dimensions of its questions."""
     whole = cells({"": values[reading]}, chosen)
     begin = f"{reading}/{DIMENSION}"
     columns = {
@@ -118,40 +102,37 @@ def _by_question(
     }
     if not columns:
         return Split(overall=whole, rule="mean", scale=scale)
-    details = cells(columns, chosen, {name: _asked(task, name) for name in columns})
+    details = cells(columns, chosen, {name: _questions(task, name) for name in columns})
     categories = details.merged(lambda name: name.partition("-")[0].strip())
     overall = categories if rule == "category_mean" else whole
     return Split(overall=overall, rule=rule, scale=scale, categories=categories, details=details)
 
 
-def _asked(task: Task, dimension: str) -> np.ndarray:
+def _questions(task: Task, dimension: str) -> np.ndarray:
     """How many questions of each prompt (P,) are about a dimension."""
-    asked = [[q["dimension"] for q in prompt["checklist"]] for prompt in task.prompts]
-    return np.array([dimensions.count(dimension) for dimensions in asked], float)
+    dimensions = [[q["dimension"] for q in prompt["checklist"]] for prompt in task.prompts]
+    return np.array([named.count(dimension) for named in dimensions], float)
 
 
 def _row(
-    task: Task,
-    chosen: Design,
-    name: str,
-    values: Values,
-    own: Measured,
-    readings: list[str],
-    most: int,
+    task: Task, chosen: Design, name: str, measured: Measured, readings: list[str], most: int
 ) -> dict[str, Any]:
     """What a record says of one setting."""
+    values = measured.values
     missing = {reading: int(np.isnan(values[reading]).sum()) for reading in readings}
-    diversity = {kind: cells({"": _column(d)}, chosen) for kind, d in own.diversity.items()}
+    diversity = {kind: cells({"": d[:, None]}, chosen) for kind, d in measured.diversity.items()}
     return {
         "name": name,
         "images": len(task.prompts) * task.suite.images,
-        "nfe": own.nfe,
+        "nfe": measured.nfe,
         **_scores({reading: split(task, chosen, reading, values) for reading in readings}, chosen),
         "invalid": {reading: count for reading, count in missing.items() if count},
         "diversity": {kind: score(distances, chosen) for kind, distances in diversity.items()},
         "best_of": _curve(task, chosen, values, most),
-        "answers": own.answers,
+        "answers": measured.answers,
         "values": {reading: _rounded(rows) for reading, rows in values.items()},
+        "guidance": measured.guidance,
+        "rlg": measured.rlg,
     }
 
 
@@ -171,10 +152,8 @@ def _scores(splits: dict[str, Split], chosen: Design) -> dict[str, Any]:
 
 
 def _curve(task: Task, chosen: Design, values: Values, most: int) -> list[dict[str, Any]]:
-    """The suite's score of the best of N images by the headline, N = 1..most.
-
-    Summed up as the headline is.
-    """
+    """The suite's score of the best of N images by the headline, N = 1..most, each summed up as the
+    headline is."""
     headline = task.suite.headline
     begin = f"{headline}/{DIMENSION}"
     read = {name: v for name, v in values.items() if name == headline or name.startswith(begin)}
@@ -188,12 +167,17 @@ def _curve(task: Task, chosen: Design, values: Values, most: int) -> list[dict[s
 
 
 def _paired(
-    task: Task, chosen: Design, before: Values, after: Values, readings: list[str]
+    task: Task, chosen: Design, before: Measured, after: Measured, readings: list[str]
 ) -> dict[str, Any]:
-    """after - before of each reading, overall and by category, over images that both have."""
-    both = {name: common(before[name], after[name]) for name in after if name in before}
+    """after - before of each reading, overall and by category, over images that both have; and of
+    each kind of diversity."""
+    both = {
+        name: common(before.values[name], after.values[name])
+        for name in after.values
+        if name in before.values
+    }
     first, second = ({name: pair[i] for name, pair in both.items()} for i in (0, 1))
-    out: dict[str, Any] = {"scores": {}, "categories": {}}
+    out: dict[str, Any] = {"scores": {}, "categories": {}, "diversity": {}}
     for reading in readings:
         a, b = split(task, chosen, reading, first), split(task, chosen, reading, second)
         out["scores"][reading] = difference(a.overall, b.overall, chosen, a.rule, a.scale)
@@ -202,12 +186,10 @@ def _paired(
                 part: difference(old.only(part), new.only(part), chosen, scale=a.scale)
                 for part in old.names
             }
+    for kind in after.diversity:
+        sides = common(before.diversity[kind][:, None], after.diversity[kind][:, None])
+        out["diversity"][kind] = difference(*(cells({"": d}, chosen) for d in sides), chosen)
     return out
-
-
-def _difference(before: np.ndarray, after: np.ndarray, chosen: Design) -> dict[str, Any] | None:
-    a, b = (cells({"": own}, chosen) for own in common(before, after))
-    return difference(a, b, chosen)
 
 
 def _rounded(rows: np.ndarray) -> list[list[float | None]]:
@@ -216,10 +198,8 @@ def _rounded(rows: np.ndarray) -> list[list[float | None]]:
 
 
 def matrix(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Side effects of training: the change of every reading (columns) in every run (rows).
-
-    Entries are tuned minus base with intervals.
-    """
+    """Side effects of training: the change of every reading (columns) in every run (rows), tuned
+    minus base with intervals."""
     first = records[0]
     shown = [
         name
