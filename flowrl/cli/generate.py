@@ -128,6 +128,7 @@ def generate(
                 "--reward chooses among samples, and one is made of each prompt; add --best-of 4,"
                 " --search or --refine, or leave --reward out"
             )
+        # what is wrong with the words is known by now; loading a model takes minutes
         policy = _load(model, lora, pipeline, hints)
         _check_scale(policy, guidance, pipeline)
         made = generation.generate(policy, asked, **how)

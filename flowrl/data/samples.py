@@ -32,11 +32,11 @@ RESERVED = ("file", "file_name", "prompt", "scores", "weights", "total")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A file and the prompt it is judged by; meta is what rewards may read of the prompt."""
+    """A file and the prompt that it is judged by."""
 
-    path: Path
-    prompt: str
-    meta: dict[str, Any]
+    path: Path  # of the image, or of the video
+    prompt: str  # what it is judged by
+    meta: dict[str, Any]  # what rewards may read of the prompt
 
 
 def collect(
@@ -47,14 +47,15 @@ def collect(
     columns: Columns = tables.NOTHING,
     suffixes: Sequence[str] = IMAGE_SUFFIXES,
 ) -> list[Sample]:
-    """Images with their prompts; a folder stands for every image below it, sorted by path.
+    """Find the prompt of each image; a folder stands for every image below it, sorted by path.
 
-    suffixes: of what counts as an image; MEDIA_SUFFIXES: videos too. prompt: of all. prompts: a
-    list (see tables.py); "file" is a path from its folder, or a bare name; an image may have
-    several lines. columns: of the list, as in `load_prompts`. Neither: each folder's own list, the
-    first of OWN_LISTS ("file_name" is read as "file"), whose lines are the samples. An image
-    without a prompt, given twice for one, or sharing a line with another -> ValueError.
+    suffixes: of what counts as an image; MEDIA_SUFFIXES: videos too. prompt: of all images.
+    prompts: a list (see tables.py); "file" is a path from its folder, or a bare name; an image may
+    have several lines. columns: of the list, as in `load_prompts`. With neither, each folder's own
+    list is read, the first of OWN_LISTS ("file_name" is read as "file"); its lines are the samples.
+    An image without a prompt, given twice for one, or sharing a line with another -> ValueError.
     """
+    # the options exclude each other: a sample has one prompt
     if prompt is not None and prompts is not None:
         raise ValueError("give --prompt, for all images, or --prompts, a list; not both")
     if prompt is not None and not prompt.strip():
@@ -88,10 +89,10 @@ def _check_distinct(samples: Sequence[Sample]) -> None:
 def images(
     place: Path, suffixes: Sequence[str] = IMAGE_SUFFIXES, lists: Sequence[Path] = ()
 ) -> list[Path]:
-    """The file itself, or every image below a folder but hidden ones. Other files there, apart from
-    lists (paths) and the folder's own, are counted and named in a warning.
+    """Find the images that a path stands for: itself, or every image below a folder that is not
+    hidden. Other files there are named in a warning, apart from `lists` and the folder's own list.
 
-    None there, or a file of another kind -> ValueError.
+    No image, or a file of another kind -> ValueError.
     """
     known = ", ".join(suffixes)
     if place.is_dir():
@@ -116,10 +117,11 @@ def images(
 def read_list(
     path: Path, columns: Columns = tables.NOTHING, *, contained: bool = False
 ) -> list[tuple[str, dict[str, Any]]]:
-    """(where, entry) of each line of a list, every entry with a "file" and a "prompt".
+    """Read a list -> (where, entry) of each line, every entry with a "file" and a "prompt".
 
-    contained: no "file" may leave the list's folder, also not by a link; a list that comes with a
-    folder was often written by somebody else. Else ValueError that names file and line.
+    contained: a "file" that leaves the list's folder, also by a link, is refused, because a list
+    that comes with a folder was often written by somebody else. What is wrong -> ValueError that
+    names file and line.
     """
     out = []
     for where, entry in tables.read(path, columns):
@@ -156,7 +158,7 @@ def _sample(path: Path, entry: Mapping[str, Any]) -> Sample:
 
 
 def _listed(paths: Sequence[Path], source: Path, columns: Columns) -> list[Sample]:
-    """Samples of the lines that name each image, by path or by bare name."""
+    """The samples of images whose lines name them by path or by bare name."""
     by_file = _by_file(source, columns)
     out, served = [], {}
     for path in paths:
@@ -177,7 +179,7 @@ def _listed(paths: Sequence[Path], source: Path, columns: Columns) -> list[Sampl
 
 
 def _by_file(source: Path, columns: Columns) -> dict[str | Path, list[tuple[str, dict[str, Any]]]]:
-    """Lines of a list by the path of their file, and by its bare name where they give no path."""
+    """Sort the lines of a list by the path of their file, and by its name if that is all."""
     out: dict[str | Path, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
     for where, entry in read_list(source, columns):
         out[located(entry["file"], source.parent).resolve()].append((where, entry))
@@ -187,7 +189,7 @@ def _by_file(source: Path, columns: Columns) -> dict[str | Path, list[tuple[str,
 
 
 def _own(place: Path, suffixes: Sequence[str]) -> list[Sample]:
-    """Samples of a folder's own list, which must name every image below the folder."""
+    """Read a folder's own list, which must name every image below the folder."""
     source = next((place / name for name in OWN_LISTS if (place / name).is_file()), None)
     if source is None:
         known = f" or a {' or '.join(OWN_LISTS[:2])} in it" if place.is_dir() else ""

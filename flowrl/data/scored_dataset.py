@@ -21,32 +21,26 @@ LARGEST = 3.4e38  # of fp32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredImage:
-    """One scored image.
+    """One scored image."""
 
-    file: as the list names it, from the place of the list; it names the sample wherever the folder
-    lies.
-    """
-
-    path: Path
-    file: str
-    total: float
+    path: Path  # where it is
+    file: str  # as the list names it, which stays the same wherever the folder lies
+    total: float  # weighted sum of the scores, finite
     scores: dict[str, float]  # by reward; NaN where one of weight 0 failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """A scored folder: distinct prompts, the items of each, the weights that made the totals."""
+    """A scored folder, sorted by prompt."""
 
-    prompts: Prompts
-    items: list[list[ScoredImage]]
-    weights: dict[str, float]
+    prompts: Prompts  # distinct texts, with what all lines of a text agree on
+    items: list[list[ScoredImage]]  # of each prompt
+    weights: dict[str, float]  # reward -> its weight in every total
 
     @property
     def singles(self) -> int:
-        """Prompts with a single item.
-
-        Its advantage is 0 in every method that compares within groups.
-        """
+        """Prompts with a single item, whose advantage is 0 in every method that compares within
+        groups."""
         return sum(len(items) == 1 for items in self.items)
 
     @property

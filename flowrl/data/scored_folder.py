@@ -28,21 +28,16 @@ from flowrl.runtime.store import files as disk
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredSample:
-    """A sample with its scores. scores: raw, by reward; NaN where one of weight 0 failed.
+    """A sample with its scores."""
 
-    total: their weighted sum, which is finite.
-    """
-
-    sample: Sample
-    scores: dict[str, float]
-    total: float
+    sample: Sample  # file and prompt
+    scores: dict[str, float]  # raw, by reward; NaN where one of weight 0 failed
+    total: float  # their weighted sum, which is finite
 
 
 def keep_top(scored: Sequence[ScoredSample], top: int | Fraction) -> list[ScoredSample]:
-    """The best of each prompt by total, in their order.
-
-    `top` of them, or that share rounded down; at least one. Ties: the earlier.
-    """
+    """Keep the `top` best of each prompt by total, in their order, or that share of them, rounded
+    down; at least one. Of equal ones the earlier is kept."""
     of_prompt: dict[str, list[int]] = defaultdict(list)
     for place, item in enumerate(scored):
         of_prompt[item.sample.prompt].append(place)
@@ -54,7 +49,7 @@ def keep_top(scored: Sequence[ScoredSample], top: int | Fraction) -> list[Scored
 
 
 def parse_keep(text: str) -> int | Fraction:
-    """A share of each prompt's images, "20%" -> Fraction(1, 5), or a count, "3" -> 3.
+    """Read a share of each prompt's images, "20%" -> Fraction(1, 5), or a count, "3" -> 3.
 
     Anything else, or out of range -> ValueError.
     """
@@ -72,10 +67,8 @@ def parse_keep(text: str) -> int | Fraction:
 
 
 def check_target(target: Path, samples: Sequence[Sample]) -> None:
-    """ValueError unless `write` can put its list there.
-
-    It replaces no list, and does not mix copies with their originals.
-    """
+    """ValueError unless `write` can put its list there: it replaces no list, and does not mix
+    copies with their originals."""
     path = list_of(target)
     if path.exists():
         raise ValueError(f"{path} exists; choose another place for -o, or remove it")

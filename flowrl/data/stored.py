@@ -13,20 +13,16 @@ from flowrl.data import media
 
 @dataclass(frozen=True)
 class PictureCell:
-    """A cell that holds a picture, or a list of them.
+    """A cell that holds a picture, or a list of them."""
 
-    where: the row, "edits.parquet, row 3". version: of the table. cell() -> what the cell holds,
-    {"bytes", "path"}. folder: where paths without bytes begin.
-    """
-
-    where: str
-    column: str
-    version: str
-    folder: Path
-    cell: Callable[[], Any] = field(compare=False, repr=False)
+    where: str  # the row, as "edits.parquet, row 3"
+    column: str  # its name
+    version: str  # a hash that changes with the table
+    folder: Path  # where paths without bytes begin
+    cell: Callable[[], Any] = field(compare=False, repr=False)  # -> {"bytes", "path"}, or a list
 
     def picture(self, alpha: bool = False) -> Any:
-        """The decoded picture, as it is seen; alpha: see media.read_picture. What cannot be read ->
+        """Decode the picture as it is seen; alpha: see media.read_picture. What cannot be read ->
         ValueError that names it."""
         return self._decoded(self.cell(), alpha)
 

@@ -39,26 +39,20 @@ CHUNK = 256  # images sampled at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """Values of one setting: name -> (n,) fp32 CPU tensors.
+    """What n images of one setting were found to be."""
 
-    prompt: (n,) rows of the held-out prompts. images: those of `spread_rows`. answers: what
-    checklists said about these (flowrl/report/answers.py).
-    """
-
-    values: dict[str, Tensor]
-    prompt: list[int]
-    images: Tensor
+    values: dict[str, Tensor]  # name -> (n,) fp32 on the CPU, NaN where it failed
+    prompt: list[int]  # (n,), places in the held-out prompts
+    images: Tensor  # (k, *D), media of the images of `spread_rows`
     nfe: int  # network rows an image, guidance branches included
-    answers: Answers = field(default_factory=dict)
+    answers: Answers = field(default_factory=dict)  # of checklists, about `images`
 
     def mean(self, name: str) -> float:
         return self.values[name].nanmean().item()
 
     def verdicts(self, rows: list[int]) -> dict[str, list[bool | None]]:
-        """Right or wrong for some images, by every value that is only ever 0 or 1.
-
-        None where it is missing.
-        """
+        """Right or wrong for some images, by every value that is only ever 0 or 1; None where it is
+        missing."""
         out = {}
         for name, value in self.values.items():
             known = value[~value.isnan()]
@@ -67,61 +61,55 @@ class Evaluation:
         return out
 
     def metrics(self) -> dict[str, float]:
-        """eval/<name> of every value."""
+        """The means as metrics, eval/<name>."""
         return {f"eval/{name}": self.mean(name) for name in self.values}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How evaluation samples.
+    """How evaluation samples."""
 
-    rlg: weight of Reinforcement Learning Guidance (flowrl/rollouts/velocity.py); micro: most
-    network rows in a forward; decode: most images decoded and scored at once; autocast: context of
-    the sampling network; as in training, decoding and rewards run outside it; world: the processes
-    that share the samples.
-    """
-
-    steps: int
-    guidance: float | str
-    solver: Solver = "euler"
-    seed: int = 0
-    rlg: float = 1.0
-    micro: int = 64
-    decode: int = 32
+    steps: int  # ODE steps
+    guidance: float | str  # a scale, "none" or "pipeline"
+    solver: Solver = "euler"  # of the ODE
+    seed: int = 0  # of the noise
+    rlg: float = 1.0  # weight of Reinforcement Learning Guidance (flowrl/rollouts/velocity.py)
+    micro: int = 64  # most network rows in a forward
+    decode: int = 32  # most images decoded and scored at once
+    # context of the sampling network; as in training, decoding and rewards run outside it
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    world: World | Alone = ALONE
+    world: World | Alone = ALONE  # the processes that share the samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A chunk of images. rows: which of those asked for; values: reading -> (rows,) fp32 CPU."""
+    """A chunk of images with their scores."""
 
-    rows: slice
-    media: Tensor
-    values: dict[str, Tensor]
-    answers: Answers
+    rows: slice  # which of the images that were asked for
+    media: Tensor  # (rows, *D)
+    values: dict[str, Tensor]  # reading -> (rows,) fp32 on the CPU
+    answers: Answers  # of checklists, about the images that are shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What one process made of an evaluation. values: reading -> (images, their values); kept:
-    image -> (*D), those of the grid; calls: network rows."""
+    """What one process made of an evaluation."""
 
-    values: dict[str, tuple[list[int], Tensor]]
-    kept: dict[int, Tensor]
-    answers: Answers
-    calls: int
+    values: dict[str, tuple[list[int], Tensor]]  # reading -> (numbers of images, their values)
+    kept: dict[int, Tensor]  # number of an image of the grid -> (*D)
+    answers: Answers  # of checklists, about the images of the grid
+    calls: int  # network rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """A policy, prompts, and the rewards that judge what it makes of them."""
+    """Samples prompts and scores what comes out."""
 
-    policy: Policy
-    prompts: Prompts
-    rewards: RewardSet
-    how: Sampling
-    ledger: Ledger
+    policy: Policy  # under the view that is active
+    prompts: Prompts  # that are sampled
+    rewards: RewardSet  # that score
+    how: Sampling  # steps, guidance and the like
+    ledger: Ledger  # books the time
 
     @torch.no_grad()
     def judged(
@@ -129,7 +117,7 @@ class Evaluator:
     ) -> Iterator[Judged]:
         """Sample prompts[i] for i in `which` from noise keys (n,), decode and score, by chunks.
 
-        shown: place in `which` -> number of the image, of those whose answers are kept.
+        shown: place in `which` -> number of the image, where answers of checklists are kept.
         """
         x, sigma, whose = self._sampled([self.prompts[i] for i in which], noise)
         chunks = media_of(self.policy, x, sigma, whose, decode=self.how.decode, ledger=self.ledger)
@@ -145,7 +133,8 @@ class Evaluator:
     def _sampled(
         self, prompts: Prompts, noise: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Cond, Tensor]]:
-        """Final states (n, *L), their sigma (n,), and whose they are."""
+        """Sample prompts from noise keys (n,) -> final states (n, *L), their sigma (n,), and the
+        conditions with each state's row of them."""
         with self.how.autocast():
             return sample(
                 self.policy,
@@ -161,7 +150,7 @@ class Evaluator:
             )
 
     def evaluation(self, images: int) -> Evaluation:
-        """`images` images, prompt i % P for image i; each process makes a part of them."""
+        """Evaluate `images` images, prompt i % P for image i; each process makes a part of them."""
         world = self.how.world
         which = [i % len(self.prompts) for i in range(images)]
         # equal prompts together: each is encoded once
@@ -185,7 +174,7 @@ class Evaluator:
 
     @torch.no_grad()
     def _made(self, own: list[int], which: list[int], images: int) -> Made:
-        """The images `own` of an evaluation, a chunk at a time."""
+        """Make the images `own`, a chunk at a time. which: the prompt of every image."""
         calls, chosen = self.policy.calls, spread_rows(images, len(self.prompts))
         found: dict[str, tuple[list[int], list[Tensor]]] = {}
         kept: dict[int, Tensor] = {}
@@ -246,6 +235,7 @@ def evaluate(
         world=world,
     )
     policy, prompts = as_policy(policy), records(prompts)
+    # rewards that compare the members of a group have no group here
     ledger, rewards = ledger or Ledger(policy.device), load_set(rewards).pointwise()
     rewards = rewards.beside(policy)
     policy.say_cut(prompt["prompt"] for prompt in prompts)
@@ -255,9 +245,7 @@ def evaluate(
 
 
 def spread_rows(images: int, prompts: int) -> list[int]:
-    """Images of the grid, spread evenly over the first pass through the prompts.
-
-    Chosen by place, never by score.
-    """
+    """Choose the images of the grid by their place, never by their score: spread evenly over the
+    first pass through the prompts."""
     count = min(images, prompts)
     return sorted({round(i * (count - 1) / max(1, SHOWN - 1)) for i in range(SHOWN)})

@@ -22,12 +22,12 @@ DOTTED = 30  # most points with a dot each; longer curves are noisy and get an a
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A straight axis: numbers from low to high lie at pixels from start to end."""
+    """A straight axis."""
 
-    low: float
-    high: float
-    start: float
-    end: float
+    low: float  # the number that lies at `start`
+    high: float  # the number that lies at `end`
+    start: float  # pixels
+    end: float  # pixels
 
     def __call__(self, value: float) -> float:
         """The pixel of a number; the middle where all numbers are equal."""
@@ -37,14 +37,14 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Points of one curve, in numbers, and the text that each shows on hover."""
+    """One curve of a chart."""
 
-    name: str
-    colour: int
-    points: Points
-    texts: Sequence[str]
+    name: str  # in the legend
+    colour: int  # from 0 to COLOURS - 1
+    points: Points  # in numbers, not pixels
+    texts: Sequence[str]  # what each point shows on hover
     average: Points = ()  # drawn in place of the points, which become faint
-    dots: bool = False
+    dots: bool = False  # whether each point is drawn
 
 
 def line_chart(title: str, points: Points, *, xlabel: str = "iteration", colour: int = 0) -> Markup:
@@ -86,6 +86,7 @@ def against_chart(
 ) -> Markup:
     """Curves over iterations, each from its own lowest to its own highest value, which the legend
     shows; marks: (iteration, text) of vertical lines. "" unless every curve has a finite value."""
+    # one axis for all of them would flatten the curve with the smaller range
     finite = {k: thin([(x, y) for x, y in p if math.isfinite(y)]) for k, p in curves.items()}
     if not all(finite.values()):
         return Markup()
@@ -232,7 +233,7 @@ def thin(points: Points) -> list[tuple[float, float]]:
 
 
 def smooth(points: Points) -> list[tuple[float, float]]:
-    """Exponential average over about a tenth of the curve, without the bias of its start."""
+    """The exponential average over about a tenth of a curve, without the bias of its start."""
     keep, total, weight, out = 1 - 10 / max(len(points), 20), 0.0, 0.0, []
     for x, y in points:
         total, weight = keep * total + y, keep * weight + 1

@@ -28,10 +28,10 @@ Verdicts = Sequence[bool | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Equal cells in rows, the first at `corner`; x before y, in pixels."""
+    """Equal cells in rows. Pairs are (x, y) in pixels."""
 
-    columns: int
-    corner: tuple[int, int]
+    columns: int  # cells in a row
+    corner: tuple[int, int]  # of the first cell
     step: tuple[int, int]  # from a cell to the next
 
     def place(self, i: int) -> tuple[int, int]:

@@ -232,7 +232,7 @@ def _curves(metrics: Metrics) -> dict[str, list[Markup]]:
 
 
 def _decisive_steps(metrics: Metrics) -> list[Markup]:
-    """Of a plan that forks: the share of the variance of rewards that each step decides, a mean
+    """Draw the share of the variance of rewards that each step of a plan with forks decides, a mean
     over iterations."""
     by_step: dict[int, list[float]] = {}
     for row in metrics:

@@ -33,22 +33,22 @@ READ = {
 class Search:
     """How to search, and at what cost.
 
-    calls: most network calls a prompt, with all branches of guidance and RLG; a remainder that buys
-    no whole candidate is left. random: samples from fresh noise (best-of-N). zero_order: rounds of
-    `neighbours` of the best noise so far, sqrt(1 - radius^2) w + radius eta, 0 < radius <= 1. tree:
-    samples from fresh noise, of which the best `keep` go on; at each step of `forks` (None: at 1/3
-    and 2/3 of the way) each gets `children` by a Flow-SDE step of noise level `eta`, finished by
-    ODE, and the best `keep` of parents and children go on.
+    random: samples from fresh noise (best-of-N). zero_order: rounds of neighbours of the best noise
+    so far, sqrt(1 - radius^2) w + radius eta. tree: samples from fresh noise, of which the best
+    `keep` go on; at each fork each of them gets children by a Flow-SDE step, finished by ODE, and
+    the best `keep` of parents and children go on.
     """
 
-    how: How
+    how: How  # random, zero_order or tree
+    # most network calls a prompt, with all branches of guidance and RLG; a remainder that buys no
+    # whole candidate is left
     calls: int
-    neighbours: int = 4
-    radius: float = 0.3
-    keep: int = 2
-    children: int = 3
-    forks: Sequence[int] | None = None
-    eta: float = 0.7
+    neighbours: int = 4  # zero_order: candidates of a round
+    radius: float = 0.3  # zero_order: how far they are from the best noise, above 0 and at most 1
+    keep: int = 2  # tree: how many go on at each fork
+    children: int = 3  # tree: of each that goes on
+    forks: Sequence[int] | None = None  # tree: steps; None: at 1/3 and 2/3 of the way
+    eta: float = 0.7  # tree: noise level of the step at a fork
 
     def __post_init__(self) -> None:
         if self.how not in READ:
@@ -83,7 +83,7 @@ class Search:
 
 
 def searched(asked: SampleRequest, rewards: RewardSet, how: Search) -> BestSamples:
-    """The best samples that `how` finds of the prompts asked for; too few calls -> ValueError."""
+    """Find the best samples of the prompts asked for; too few calls -> ValueError."""
     ways: dict[str, Callable[[Candidates, Search], None]] = {
         "random": random,
         "zero_order": zero_order,
@@ -95,12 +95,12 @@ def searched(asked: SampleRequest, rewards: RewardSet, how: Search) -> BestSampl
 
 
 def random(made: Candidates, how: Search) -> None:
-    """Best-of-N: as many candidates from fresh noise as the calls buy."""
+    """Make as many candidates from fresh noise as the calls buy (best-of-N)."""
     fresh(made, affordable(made.asked, how), made.asked.path)
 
 
 def zero_order(made: Candidates, how: Search) -> None:
-    """The best noise of a prompt moves to the best of its neighbours, where one is better."""
+    """Move the best noise of a prompt to the best of its neighbours, where one is better."""
     asked, left = made.asked, affordable(made.asked, how) - 1
     prompts = torch.arange(len(asked.texts))
     pivot = made.noise(asked.names(prompts, torch.zeros_like(prompts)))
@@ -117,7 +117,7 @@ def zero_order(made: Candidates, how: Search) -> None:
 
 
 def neighbours(pivot: Tensor, own: Tensor, radius: float) -> Tensor:
-    """Noise (P, *L) and fresh noise (P, n, *L) -> (P, n, *L), standard normal like both."""
+    """Mix noise (P, *L) with fresh noise (P, n, *L) -> (P, n, *L), standard normal like both."""
     return (1 - radius**2) ** 0.5 * pivot[:, None] + radius * own
 
 
@@ -130,7 +130,7 @@ def walk(made: Candidates, noise: Tensor, number: int) -> Tensor:
 
 
 def tree(made: Candidates, how: Search) -> None:
-    """Sampling paths fork on their way, and the best ones go on."""
+    """Fork sampling paths on their way, and let the best ones go on."""
     asked = made.asked
     forks = forks_of(asked, how)
     sigmas = asked.policy.schedule(asked.steps).sigmas.double().cpu()
@@ -176,19 +176,19 @@ def forks_of(asked: SampleRequest, how: Search) -> tuple[int, ...]:
 
 
 def stage(sigmas: Tensor, how: Search, asked: SampleRequest) -> Plan:
-    """Children of a state at sigmas[0], each finished by ODE."""
+    """The plan of the children of a state at sigmas[0], each finished by ODE."""
     path = plan.fan(sigmas, steps=[0], children=how.children, eta=how.eta)
     return replace(path, solver=asked.solver)
 
 
 def keeping(path: Plan, sigmas: Tensor) -> Plan:
-    """The plan, with the states kept at which edges from these sigmas start."""
+    """Let a plan keep the states at which its edges from these sigmas start."""
     return replace(path, trained=torch.isin(path.sigma, sigmas))
 
 
 def fresh(made: Candidates, count: int, path: Plan) -> tuple[Tensor, Tensor]:
-    """`count` samples of each prompt from noise of their own -> scores (P, count), and the F states
-    that the plan keeps of each (P, count, F, *L)."""
+    """Make `count` samples of each prompt from noise of their own -> scores (P, count), and the F
+    states that the plan keeps of each (P, count, F, *L)."""
     prompts = len(made.asked.texts)
     whose = torch.arange(prompts).repeat_interleave(count)
     names = made.asked.names(whose, torch.arange(count).repeat(prompts))
@@ -198,8 +198,8 @@ def fresh(made: Candidates, count: int, path: Plan) -> tuple[Tensor, Tensor]:
 
 
 def best(score: Tensor, states: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """The `keep` best of each prompt: scores (P, n), states (P, n, F, *L) -> (P, keep), (P, keep,
-    F, *L); of equal ones the first."""
+    """Keep the best of each prompt, of equal ones the first: scores (P, n), states (P, n, F, *L) ->
+    (P, keep), (P, keep, F, *L)."""
     order = score.argsort(dim=1, descending=True, stable=True)[:, :keep]
     return score.gather(1, order), states[torch.arange(len(score))[:, None], order]
 

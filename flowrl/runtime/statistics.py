@@ -27,8 +27,8 @@ Every call draws the same clusters, so ratios and differences of its results are
 class Interval:
     """A mean with its two-sided interval."""
 
-    mean: float
-    ci: tuple[float, float]
+    mean: float  # of all values
+    ci: tuple[float, float]  # (low, high)
     n: int  # values
 
 
@@ -36,8 +36,8 @@ class Interval:
 class Paired:
     """mean(after - before) over pairs that share prompt and seed."""
 
-    difference: float
-    ci: tuple[float, float]
+    difference: float  # the mean itself
+    ci: tuple[float, float]  # (low, high)
     p: float  # two-sided bootstrap p-value of "no difference"; at least 2 / (resamples + 1)
     n: int  # pairs
     clusters: int  # independent units: prompts if groups were given, else pairs
@@ -90,7 +90,7 @@ def mean_interval(
 
 
 def by_place(clusters: int, *, resamples: int, seed: int) -> Resample:
-    """As many clusters as there are, drawn with replacement; nothing large stays in memory."""
+    """Draw as many clusters as there are, with replacement; nothing large stays in memory."""
     rows = max(1, BLOCK // clusters)
 
     def sums(table: np.ndarray) -> np.ndarray:
@@ -106,7 +106,7 @@ def by_place(clusters: int, *, resamples: int, seed: int) -> Resample:
 
 
 def by_stratum(strata: Sequence[str], *, resamples: int, seed: int) -> Resample:
-    """Clusters are drawn within their strata, whose sizes stay; strata: (C,), one a cluster.
+    """Draw clusters within their strata, whose sizes stay; strata: (C,), one a cluster.
 
     Strata of a single cluster would never vary; they are drawn together. The weights of the
     clusters stay in memory, for statistics of many columns.
@@ -151,7 +151,8 @@ def p_value(drawn: np.ndarray) -> float:
 def _resampled_means(
     values: np.ndarray, groups: Sequence | None, resamples: int, seed: int
 ) -> tuple[np.ndarray, int]:
-    """Means of samples that drew whole clusters (resamples,), and the number of clusters."""
+    """Draw whole clusters -> the means of these samples (resamples,), and how many clusters there
+    are."""
     place = np.arange(len(values)) if groups is None else _places(groups, len(values))
     table = np.stack([np.bincount(place, weights=values), np.bincount(place)], 1)
     total, count = by_place(len(table), resamples=resamples, seed=seed)(table).T

@@ -24,7 +24,7 @@ ERRORS = ("colour", "count", "shape", "order")
 class Agreement:
     """Verdicts on true scenes and on scenes with one planted error."""
 
-    scenes: int
+    scenes: int  # that were judged, without those with an error
     accepted: float  # share of true scenes judged right
     rejected: dict[str, float]  # planted error -> share judged wrong
     planted: dict[str, int]  # error -> how many were drawn

@@ -34,13 +34,13 @@ JITTER = 1.5  # px, at most, off the centre of a cell
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """One drawn object: shape and colour by name, centre and half-size in px."""
+    """One drawn object."""
 
-    shape: str
-    color: str
-    x: float
-    y: float
-    size: float
+    shape: str  # a name of SHAPES
+    color: str  # a name of COLORS
+    x: float  # px, of the centre
+    y: float  # px, of the centre
+    size: float  # px, half of the bounding box
 
 
 # Shape -> whether points (u, v) are in it, in units of the half-size around the centre of the

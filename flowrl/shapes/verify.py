@@ -30,15 +30,14 @@ SQUARENESS = 0.72  # shorter side over longer side of a bounding box
 
 @dataclass(frozen=True, slots=True)
 class FoundShape:
-    """One component: shape (None: not recognised), colour, centre and full size of its bounding box
-    in px."""
+    """One component of one colour, and its bounding box."""
 
-    shape: str | None
-    color: str
-    x: float
-    y: float
-    width: float
-    height: float
+    shape: str | None  # a name of SHAPES; None: not recognised
+    color: str  # a name of COLORS
+    x: float  # px, of the box's centre
+    y: float  # px, of the box's centre
+    width: float  # px, of the box
+    height: float  # px, of the box
 
 
 def components(mask: Tensor) -> Tensor:

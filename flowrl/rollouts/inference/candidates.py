@@ -25,22 +25,19 @@ from flowrl.types import MediaContext, Plan, Rollout, Solver
 
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest:
-    """P prompts, and how a policy samples them; see flowrl.generate.
+    """P prompts, and how a policy samples them; see flowrl.generate."""
 
-    conditions, meta: of each prompt; None: it has none.
-    """
-
-    policy: Policy
-    texts: list[str]
-    conditions: list[Conditions] | None = None
-    meta: Sequence[dict[str, Any]] | None = None
-    seed: int = 0
-    steps: int = 28
-    guidance: float | str = "pipeline"
-    rlg: float = 1.0
-    solver: Solver = "euler"
-    micro: int = 64
-    decode: int = 16
+    policy: Policy  # that samples
+    texts: list[str]  # (P,)
+    conditions: list[Conditions] | None = None  # (P,), arguments of the call; None: there are none
+    meta: Sequence[dict[str, Any]] | None = None  # (P,), what rewards read; None: nothing
+    seed: int = 0  # of the noise
+    steps: int = 28  # ODE steps
+    guidance: float | str = "pipeline"  # a scale, "none" or "pipeline"
+    rlg: float = 1.0  # weight of Reinforcement Learning Guidance
+    solver: Solver = "euler"  # of the ODE
+    micro: int = 64  # most network rows in a forward
+    decode: int = 16  # most images decoded and scored at once
 
     @cached_property
     def path(self) -> Plan:
@@ -63,8 +60,8 @@ class SampleRequest:
         return keys.key(self.seed, "generate", whose, which)
 
     def pictures(self, whose: Sequence[int], texts: Sequence[str]) -> Tensor:
-        """Media (n, *D) of texts in place of those of prompts `whose`, as they come: each from its
-        prompt's candidate 0."""
+        """Sample texts in the place of those of prompts `whose` -> media (n, *D), each from the
+        noise of its prompt's candidate 0."""
         prompts = torch.tensor(list(whose))
         own = self.conditions
         ledger = Ledger(self.policy.device)
@@ -84,11 +81,11 @@ class SampleRequest:
         return torch.cat([media for _, media in chunks])
 
     def context(self, whose: Sequence[int], media: Tensor) -> MediaContext | None:
-        """What rewards are told of media of these prompts."""
+        """What rewards read beside the media of these prompts and their texts."""
         return context_of([self.meta[p] for p in whose], media) if self.meta else None
 
     def scores(self, media: Tensor, whose: Sequence[int], rewards: RewardSet) -> Tensor:
-        """Total of media (n, *D) for prompts `whose` -> (n,) fp32 on the CPU, -inf: it failed."""
+        """Score media (n, *D) of prompts `whose` -> (n,) fp32 on the CPU, -inf where it failed."""
         texts = [self.texts[p] for p in whose]
         total = score(media, texts, rewards, self.context(whose, media)).total
         return total.nan_to_num(-torch.inf).cpu()
@@ -96,20 +93,16 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestSamples:
-    """The best sample of each prompt.
+    """The best sample of each prompt."""
 
-    media: (P, *D). score, first: (P,) of the best and of the first candidate, -inf where it failed.
-    candidates, calls: samples and network calls of all prompts together.
-    """
-
-    media: Tensor
-    score: Tensor
-    first: Tensor
-    candidates: int
-    calls: int
+    media: Tensor  # (P, *D)
+    score: Tensor  # (P,), of the best; -inf where it failed
+    first: Tensor  # (P,), of the first candidate; -inf where it failed
+    candidates: int  # samples of all prompts together
+    calls: int  # network calls of all prompts together
 
     def said(self) -> str:
-        """What a search came to, in one sentence."""
+        """Say in one sentence what a search came to."""
         each, known = len(self.score), self.first.isfinite()
         gain = ""
         if bool(known.any()):
@@ -151,7 +144,7 @@ class Candidates:
         return self.asked.policy.start(noise, sigma=sigma, cond=self.cond, rows=self.rows[whose])
 
     def grow(self, path: Plan, x: Tensor, whose: Tensor, names: Tensor) -> Rollout:
-        """A copy of a plan from each state x (n, *L), for prompts whose (n,).
+        """Follow a copy of a plan from each state x (n, *L), for prompts `whose` (n,).
 
         names: (n,) keys of the noise on their way, all different: equal ones would share it.
         """
@@ -169,7 +162,7 @@ class Candidates:
         )
 
     def offer(self, grown: Rollout, whose: Tensor) -> Tensor:
-        """Score the leaves of a rollout, of prompts whose (n,) -> (n,) fp32 on the CPU, -inf: it
+        """Score the leaves of a rollout, of prompts `whose` (n,) -> (n,) fp32 on the CPU, -inf: it
         failed. The first candidate of a prompt is kept, and then whatever scores higher."""
         asked, scores = self.asked, []
         sigma = grown.state_sigma[grown.leaf]

@@ -58,6 +58,7 @@ def generate(
     if steps < 1 or micro < 1 or decode < 1:
         raise ValueError(f"steps={steps}, micro={micro} and decode={decode} should be at least 1")
     policy.say_cut(texts)
+    # everything that a user gave is checked before the first network call
     asked = SampleRequest(
         policy=policy,
         texts=texts,
@@ -81,8 +82,8 @@ def generate(
 def _way(
     asked: SampleRequest, best_of: int, search: Search | None, refine: Refine | None, reward: Any
 ) -> Search | Refine | None:
-    """How samples are made better; None: they are not. Two ways, or none to choose by ->
-    ValueError."""
+    """Choose how samples are made better; None: they are not. Two ways, or a way without a reward
+    -> ValueError."""
     if best_of < 1 or (best_of > 1 and reward is None):
         raise ValueError(
             f"best_of={best_of} needs best_of >= 1 and, above 1, a reward to choose by, such as"
@@ -101,7 +102,7 @@ def _way(
 
 
 def _made(asked: SampleRequest, way: Search | Refine | None, reward: Any) -> Tensor:
-    """The media (P, *D), and a sentence about how they came about."""
+    """Make the media (P, *D), and log a sentence about the search."""
     if way is None:
         return asked.pictures(range(len(asked.texts)), asked.texts)
     if isinstance(way, Refine):

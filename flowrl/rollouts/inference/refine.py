@@ -31,13 +31,11 @@ WHY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refine:
-    """rounds: most rewritings of a prompt; one that does not help is its last. enough: a picture
-    that scores so much is left as it is; None: none is. longest: characters of a new prompt, which
-    is not used beyond them: how far it may drift."""
+    """How often prompts are rewritten, and which."""
 
-    rounds: int = 1
-    enough: float | None = None
-    longest: int = 1000
+    rounds: int = 1  # most rewritings of a prompt; one that does not help is its last
+    enough: float | None = None  # a picture that scores so much is left as it is; None: none is
+    longest: int = 1000  # characters of a new prompt; a longer one has drifted and is not used
 
     def __post_init__(self) -> None:
         for name in ("rounds", "longest"):
@@ -50,19 +48,17 @@ class Refine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refined:
-    """media: (P, *D), made of `texts`. score, first: (P,) of these and of the first pictures, -inf
-    where scoring failed. calls: network calls of all. why: prompts that kept their first picture,
-    by a key of WHY, or by "enough"."""
+    """The pictures after refinement."""
 
-    media: Tensor
-    texts: list[str]
-    score: Tensor
-    first: Tensor
-    calls: int
-    why: Counter[str]
+    media: Tensor  # (P, *D)
+    texts: list[str]  # (P,), the prompts that they were made of
+    score: Tensor  # (P,), of these pictures; -inf where scoring failed
+    first: Tensor  # (P,), of the first pictures; -inf where scoring failed
+    calls: int  # network calls of all prompts together
+    why: Counter[str]  # a key of WHY, or "enough" -> prompts that kept their first picture for it
 
     def said(self) -> str:
-        """What came of it, in one sentence."""
+        """Say in one sentence what came of it."""
         kept, count = self.why.total(), len(self.texts)
         if kept == self.why["enough"] == count:
             return f"refine: all {count} first pictures were good enough"
@@ -91,8 +87,8 @@ def critic_of(rewards: RewardSet) -> Any:
 
 
 def refined(asked: SampleRequest, rewards: RewardSet, how: Refine) -> Refined:
-    """Pictures of the prompts asked for, made again with the judge's prompts where that is better
-    by the total of `rewards`."""
+    """Sample the prompts asked for, and again with the judge's prompts where that is better by the
+    total of `rewards`."""
     critic, before = critic_of(rewards), asked.policy.calls
     texts, why = list(asked.texts), Counter[str]()
     media = asked.pictures(range(len(texts)), texts)
@@ -114,6 +110,7 @@ def refined(asked: SampleRequest, rewards: RewardSet, how: Refine) -> Refined:
                 better.append(p)
             else:
                 reason[p] = "worse"
+        # a prompt that was improved once is not among those that kept their first picture
         if number == 0:
             why.update(reason[p] for p in going if p not in better)
         going = below(better, score, how.enough)
@@ -126,7 +123,7 @@ def refined(asked: SampleRequest, rewards: RewardSet, how: Refine) -> Refined:
 def rewritten(
     critic: Any, asked: SampleRequest, media: Tensor, going: Sequence[int]
 ) -> list[str | None]:
-    """The critic's own prompts for the pictures of these prompts."""
+    """Ask the critic for a better prompt of each of these pictures."""
     if not going:
         return []
     shown, texts = media[list(going)], [asked.texts[p] for p in going]
@@ -141,7 +138,7 @@ def rewritten(
 
 
 def unusable(new: str | None, old: str, how: Refine) -> str:
-    """Why a prompt is not used, a key of WHY; "": it is."""
+    """Why a new prompt is not used, a key of WHY; "": it is used."""
     if not new or new.strip() in ("", old):
         return "none"
     return "long" if len(new.strip()) > how.longest else ""

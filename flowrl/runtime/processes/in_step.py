@@ -42,7 +42,7 @@ class InStep:
         self.followed = 0  # calls that were made for others
 
     def meet(self) -> None:
-        """Leave for where all processes meet, when all of them do."""
+        """Return once no process has a network call left, so that the next collective can start."""
         self._until(GO_ON)
 
     def forward(self, network: int, call: Callable[[], Any]) -> Any:

@@ -186,7 +186,7 @@ class World:
             return self._leaders(self.accelerator.gather(mine).tolist())
 
     def _leaders(self, everyone: Sequence[T]) -> list[T]:
-        """Of what all processes gave, that of the first of each team."""
+        """Keep the value of each team's first process."""
         return [*everyone[:: self.members]]
 
     def alike(self, value: T) -> T:

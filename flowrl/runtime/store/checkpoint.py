@@ -36,12 +36,12 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint holds, verified. damaged: what is wrong with newer ones, by folder."""
+    """What a checkpoint holds; every file was verified."""
 
-    folder: Path
-    tensors: Tensors
-    meta: dict[str, Any]
-    damaged: dict[Path, str]
+    folder: Path  # checkpoints/step-000100 of a run
+    tensors: Tensors  # by file, then by name, on the CPU
+    meta: dict[str, Any]  # meta.json, with "iteration"
+    damaged: dict[Path, str]  # folder of a newer checkpoint -> what is wrong with it
 
     def group(self, stem: str) -> dict[str, Tensor]:
         """The tensors of a file. Not saved -> CheckpointError."""
@@ -75,6 +75,7 @@ def save(
     time. -> its folder.
     """
     final = folder_of(run, iteration)
+    # the folder appears whole, and only then older ones may go
     with files.replacing_folder(final) as temporary:
         for stem, group in tensors.items():
             write_tensors(temporary / f"{stem}.safetensors", group)
@@ -90,7 +91,7 @@ def save(
 
 
 def _write_manifest(folder: Path) -> None:
-    """Size and hash of every file of a folder."""
+    """Write down the size and hash of every file of a folder."""
     listed = {
         path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)}
         for path in sorted(folder.iterdir())
@@ -99,7 +100,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Named tensors as one safetensors file."""
+    """Write named tensors as one safetensors file."""
     data = {name: shares.whole(t).to("cpu", copy=True).contiguous() for name, t in tensors.items()}
     files.write(path, safetensors.torch.save(data))
 
@@ -121,7 +122,7 @@ def steps(run: str | Path) -> list[Path]:
 
 
 def iteration_of(folder: Path) -> int:
-    """Of a checkpoint's folder: the iteration after which it was written."""
+    """The iteration after which the checkpoint of this folder was written."""
     return int(folder.name.removeprefix("step-"))
 
 
@@ -164,8 +165,8 @@ def set_aside(folder: Path) -> Path:
 
 
 def load(folder: str | Path) -> tuple[Tensors, dict[str, Any]]:
-    """(tensors, meta) as given to `save`, after every file's size and hash were verified; meta also
-    holds "iteration"."""
+    """Read a checkpoint back -> (tensors, meta) as given to `save`, after every file's size and
+    hash were verified; meta also holds "iteration"."""
     folder = Path(folder)
     whole = _json(folder / MANIFEST)
     manifest = whole.get("files") if isinstance(whole, dict) else None
@@ -185,8 +186,8 @@ def load(folder: str | Path) -> tuple[Tensors, dict[str, Any]]:
 def pack_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """AdamW's state as {"<parameter>/exp_avg": ...}, keyed by the parameters' names instead of
-    their order. names: name -> parameter."""
+    """Key AdamW's state by the parameters' names instead of their order, {"<parameter>/exp_avg":
+    ...}. names: name -> parameter."""
     by_id = {id(p): name for name, p in names.items()}
     packed = {}
     for parameter, state in optimizer.state.items():
@@ -199,8 +200,8 @@ def pack_optimizer(
 def unpack_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[str, Tensor], packed: Mapping[str, Tensor]
 ) -> None:
-    """Inverse of `pack_optimizer`: moments go to their parameter's device, step counts stay where
-    AdamW keeps them.
+    """Undo `pack_optimizer`: moments go to their parameter's device, step counts stay where AdamW
+    keeps them.
 
     A name that is not trained now, a moment of another shape or of another optimizer ->
     CheckpointError.
@@ -215,6 +216,7 @@ def unpack_optimizer(
             f"the checkpoint holds optimizer state of {unknown[0]}, which is not trained by this"
             " config"
         )
+    # moments of 8 bits have other names, and say nothing to AdamW
     plain = isinstance(optimizer, torch.optim.AdamW)
     other = "state1" if plain else "exp_avg"
     if any(other in state for state in states.values()):
