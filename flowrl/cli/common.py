@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from flowrl.runtime.paths import expanded
-from flowrl.runtime.text import one_line, told, visible
+from flowrl.runtime.text import error_text, one_line, visible
 
 Overrides = Annotated[
     list[str] | None,
@@ -107,7 +107,7 @@ def stop(error: BaseException, code: int, *, hint: str = "") -> NoReturn:
         more = [f"... and {len(problems) - MOST} more"] * (len(problems) > MOST)
         complain(*problems[:MOST], *more)
     else:
-        complain(told(error))
+        complain(error_text(error))
     if hint:
         complain(hint)
     raise typer.Exit(code) from None

@@ -12,7 +12,7 @@ from flowrl.report.answers import Answers
 from flowrl.rewards import RewardSet
 
 
-def told(
+def answers_about(
     rewards: RewardSet,
     pictures: Tensor,
     prompts: Prompts,

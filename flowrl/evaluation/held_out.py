@@ -9,7 +9,7 @@ difference of "after" to "before".
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from torch import Tensor
 from flowrl.data import conditions
 from flowrl.data.given import records
 from flowrl.data.prompts import Prompts, meta_rows
-from flowrl.evaluation.answers import joined, told
+from flowrl.evaluation.answers import answers_about, joined
 from flowrl.policy import Cond, Policy
 from flowrl.policy.load import as_policy
 from flowrl.report.answers import Answers
@@ -35,6 +35,7 @@ from flowrl.types import Solver
 
 SHOWN = 16  # images kept for the before/after grid
 CHUNK = 256  # images sampled at a time
+NOTHING: Mapping[str, Any] = {}  # no features
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,22 +83,13 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """A chunk of images with their scores."""
+class Scored:
+    """What was found of n images that were sampled together."""
 
-    rows: slice  # which of the images that were asked for
-    media: Tensor  # (rows, *D)
-    values: dict[str, Tensor]  # reading -> (rows,) fp32 on the CPU
+    values: dict[str, Tensor]  # reading -> (n,) fp32 on the CPU, NaN where it failed
+    vectors: dict[str, Tensor]  # feature -> (n, d) fp32 on the CPU
+    kept: dict[int, Tensor]  # number of an image that is shown -> (*D) on the CPU
     answers: Answers  # of checklists, about the images that are shown
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
-    """What one process made of an evaluation."""
-
-    values: dict[str, tuple[list[int], Tensor]]  # reading -> (numbers of images, their values)
-    kept: dict[int, Tensor]  # number of an image of the grid -> (*D)
-    answers: Answers  # of checklists, about the images of the grid
     calls: int  # network rows
 
 
@@ -112,23 +104,44 @@ class Evaluator:
     ledger: Ledger  # books the time
 
     @torch.no_grad()
-    def judged(
-        self, which: Sequence[int], noise: Tensor, shown: Mapping[int, int]
-    ) -> Iterator[Judged]:
+    def scored(
+        self,
+        which: Sequence[int],
+        noise: Tensor,
+        shown: Mapping[int, int],
+        features: Mapping[str, Callable[[Tensor], Tensor]] = NOTHING,
+    ) -> Scored:
         """Sample prompts[i] for i in `which` from noise keys (n,), decode and score, by chunks.
 
-        shown: place in `which` -> number of the image, where answers of checklists are kept.
+        shown: place in `which` -> number of the image, where the image and answers of checklists
+        are kept. features: functions of media (rows, *D) -> (rows, d).
         """
+        calls, kept, answers = self.policy.calls, dict[int, Tensor](), []
+        values: dict[str, Tensor] = {}
+        vectors: dict[str, list[Tensor]] = {name: [] for name in features}
         x, sigma, whose = self._sampled([self.prompts[i] for i in which], noise)
         chunks = media_of(self.policy, x, sigma, whose, decode=self.how.decode, ledger=self.ledger)
         for rows, media in chunks:
             with self.ledger.phase("reward"), self.ledger.work("reward"):
                 texts, context = meta_rows(self.prompts, list(which[rows]), media)
-                scored = readings(media, texts, self.rewards, context)
-            values = {name: value.float().cpu() for name, value in scored.items()}
-            kept = {i: shown[row] for i, row in enumerate(range(len(which))[rows]) if row in shown}
-            answers = told(self.rewards, media, self.prompts, which[rows], kept)
-            yield Judged(rows=rows, media=media, values=values, answers=answers)
+                found = readings(media, texts, self.rewards, context)
+            # a reading that some chunk does not have (a dimension of other prompts) is NaN there
+            for name, value in found.items():
+                values.setdefault(name, torch.full((len(which),), math.nan))[rows] = value.cpu()
+            for name, feature in features.items():
+                vectors[name].append(feature(media).float().cpu())
+            numbers = {
+                i: shown[row] for i, row in enumerate(range(len(which))[rows]) if row in shown
+            }
+            kept |= {number: media[i].cpu() for i, number in numbers.items()}
+            answers.append(answers_about(self.rewards, media, self.prompts, which[rows], numbers))
+        return Scored(
+            values=values,
+            vectors={name: torch.cat(parts) for name, parts in vectors.items()},
+            kept=kept,
+            answers=joined(answers),
+            calls=self.policy.calls - calls,
+        )
 
     def _sampled(
         self, prompts: Prompts, noise: Tensor
@@ -156,47 +169,29 @@ class Evaluator:
         # equal prompts together: each is encoded once
         order = sorted(range(images), key=lambda i: which[i])
         own = order[images * world.rank // world.size : images * (world.rank + 1) // world.size]
+        chunks = [own[start : start + CHUNK] for start in range(0, len(own), CHUNK)]
         with world.all_or_none(RewardUnavailable):
-            made = self._made(own, which, images)
-        parts = world.collect(made)
+            made = [(numbers, self._images(numbers, which)) for numbers in chunks]
         values: dict[str, Tensor] = {}
-        for part in parts:
-            for name, (members, value) in part.values.items():
-                values.setdefault(name, torch.full((images,), float("nan")))[members] = value
-        kept = {i: image for part in parts for i, image in part.kept.items()}
+        parts = [part for theirs in world.collect(made) for part in theirs]
+        for numbers, part in parts:
+            for name, value in part.values.items():
+                values.setdefault(name, torch.full((images,), math.nan))[numbers] = value
+        kept = {number: image for _, part in parts for number, image in part.kept.items()}
         return Evaluation(
             values=values,
             prompt=which,
-            images=torch.stack([kept[i] for i in sorted(kept)]),
-            nfe=sum(part.calls for part in parts) // images,
-            answers=joined(part.answers for part in parts),
+            images=torch.stack([kept[number] for number in sorted(kept)]),
+            nfe=sum(part.calls for _, part in parts) // images,
+            answers=joined(part.answers for _, part in parts),
         )
 
-    @torch.no_grad()
-    def _made(self, own: list[int], which: list[int], images: int) -> Made:
-        """Make the images `own`, a chunk at a time. which: the prompt of every image."""
-        calls, chosen = self.policy.calls, spread_rows(images, len(self.prompts))
-        found: dict[str, tuple[list[int], list[Tensor]]] = {}
-        kept: dict[int, Tensor] = {}
-        answers: list[Answers] = []
-        for start in range(0, len(own), CHUNK):
-            rows = own[start : start + CHUNK]
-            noise = keys.key(self.how.seed, "evaluation", torch.tensor(rows))
-            shown = {place: i for place, i in enumerate(rows) if i in chosen}
-            for part in self.judged([which[i] for i in rows], noise, shown):
-                members = rows[part.rows]
-                for name, value in part.values.items():
-                    at, several = found.setdefault(name, ([], []))
-                    at += members
-                    several.append(value)
-                kept |= {i: part.media[row].cpu() for row, i in enumerate(members) if i in chosen}
-                answers.append(part.answers)
-        return Made(
-            values={name: (at, torch.cat(several)) for name, (at, several) in found.items()},
-            kept=kept,
-            answers=joined(answers),
-            calls=self.policy.calls - calls,
-        )
+    def _images(self, numbers: list[int], which: list[int]) -> Scored:
+        """Make the images of these numbers. which: the prompt of every image of the evaluation."""
+        noise = keys.key(self.how.seed, "evaluation", torch.tensor(numbers))
+        chosen = spread_rows(len(which), len(self.prompts))
+        shown = {place: number for place, number in enumerate(numbers) if number in chosen}
+        return self.scored([which[number] for number in numbers], noise, shown)
 
 
 def evaluate(

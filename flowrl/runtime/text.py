@@ -61,7 +61,7 @@ def items(text: str) -> tuple[str, ...]:
     return tuple(item.strip() for item in text.split(","))
 
 
-def told(error: object) -> str:
+def error_text(error: object) -> str:
     """What an error says, in one line; what it quotes of the errors behind it is cut."""
     text = str(error)
     for cause in _causes(error):

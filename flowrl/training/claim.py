@@ -30,7 +30,7 @@ def claimed(cfg: Config, resume: Path | None, world: World) -> Iterator[tuple[Pa
                 held, made = (Lock(resume, DOING), []) if resume else _new(cfg)
             except OSError as error:
                 raise ValueError(str(error)) from error
-    path = Path(world.told(str(held.folder) if held else None))
+    path = Path(world.from_main(str(held.folder) if held else None))
     try:
         yield path, held
     except BaseException:

@@ -62,7 +62,7 @@ def resume(trainer: state.Resumable, *, accept: bool = False) -> None:
             changes = _changes(run, found.meta, trainer.parts.identity)
             if not accept:
                 _refuse(changes, run)
-    folder = world.told(str(found.folder) if found else None)
+    folder = world.from_main(str(found.folder) if found else None)
     if folder is None:
         if world.main:
             logger.warning(f"{run} has no checkpoint yet: it starts from iteration 0")

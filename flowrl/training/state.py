@@ -48,7 +48,9 @@ def due(trainer: Resumable) -> bool:
     minutes = cfg.checkpoint.minutes
     if minutes is None:
         return False
-    return trainer.parts.source.world.told(time.monotonic() - trainer.saved_time >= 60 * minutes)
+    return trainer.parts.source.world.from_main(
+        time.monotonic() - trainer.saved_time >= 60 * minutes
+    )
 
 
 def is_split(weights: Weights) -> bool:

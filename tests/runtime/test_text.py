@@ -11,7 +11,7 @@ import torch
 from flowrl.runtime import log
 from flowrl.runtime.memory import advice, ran_out
 from flowrl.runtime.terminal import Terminal
-from flowrl.runtime.text import LIMIT, LONGEST, one_line, printable, told, visible
+from flowrl.runtime.text import LIMIT, LONGEST, error_text, one_line, printable, visible
 
 HOSTILE = {
     "escape sequence": ("\x1b]0;owned\x07\x1b[2J", r"\x1b]0;owned\x07\x1b[2J"),
@@ -57,7 +57,7 @@ def test_what_an_error_quotes_of_others_is_cut():
 
     with pytest.raises(ValueError, match="server") as raised:
         fail()
-    said = told(raised.value)
+    said = error_text(raised.value)
     assert said.startswith("the server cannot be used: <body>yyy") and said.endswith(
         "...; start it"
     )

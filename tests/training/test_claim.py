@@ -19,7 +19,7 @@ from flowrl.training.claim import claimed
 from flowrl.training.resume import check_resume, config_of
 
 ALONE = SimpleNamespace(
-    main=True, all_or_none=lambda _: contextlib.nullcontext(), told=lambda value: value
+    main=True, all_or_none=lambda _: contextlib.nullcontext(), from_main=lambda value: value
 )
 
 
@@ -58,7 +58,9 @@ def test_runs_that_start_in_one_second_have_folders_of_their_own(tmp_path, monke
 
 
 def test_other_processes_are_told_the_folder_and_lock_nothing(tmp_path):
-    second = SimpleNamespace(**{**vars(ALONE), "main": False, "told": lambda _: f"{tmp_path}/own"})
+    second = SimpleNamespace(
+        **{**vars(ALONE), "main": False, "from_main": lambda _: f"{tmp_path}/own"}
+    )
     with claimed(small.config("x"), None, second) as (path, held):
         assert path == tmp_path / "own" and held is None and not path.exists()
 

@@ -76,7 +76,7 @@ def measure(
     )
     features, world, chunks = features_of(rewards, images), sampling.world, _chunks(prompts, images)
     # only the main process has a journal
-    known = world.told(journal.of(setting))
+    known = world.from_main(journal.of(setting))
     left = [which for which in chunks if which.start not in known]
     with Progress(len(prompts), title=setting or "evaluate", show=world.main) as bar:
         for start in range(0, len(left), world.size):  # a chunk for each process
@@ -129,24 +129,16 @@ def _chunk(evaluator: Evaluator, which: range, images: int, features: Features) 
     # answers are kept about the first image of prompts that are spread over the suite
     chosen = spread_rows(len(evaluator.prompts), len(evaluator.prompts))
     shown = {place * images: p for place, p in enumerate(which) if p in chosen}
-    calls, answers = evaluator.policy.calls, []
-    values: dict[str, Tensor] = {}
-    vectors: dict[str, list[Tensor]] = {kind: [] for kind in features}
-    for part in evaluator.judged(ids, noise, shown):
-        for name, value in part.values.items():
-            values.setdefault(name, torch.full((len(ids),), float("nan")))[part.rows] = value
-        for kind, feature in features.items():
-            vectors[kind].append(feature(part.media).float().cpu())
-        answers.append(part.answers)
-    values.pop("total", None)  # a suite reads each reward by itself
+    found = evaluator.scored(ids, noise, shown, features)
+    readings = {name: value for name, value in found.values.items() if name != "total"}
     return {
-        "values": {name: value.view(-1, images).tolist() for name, value in values.items()},
+        "values": {name: value.view(-1, images).tolist() for name, value in readings.items()},
         "diversity": {
-            kind: [spread(kind, rows).item() for rows in torch.cat(chunk).split(images)]
-            for kind, chunk in vectors.items()
+            kind: [spread(kind, rows).item() for rows in vectors.split(images)]
+            for kind, vectors in found.vectors.items()
         },
-        "calls": evaluator.policy.calls - calls,
-        "answers": joined(answers),
+        "calls": found.calls,
+        "answers": found.answers,
     }
 
 

@@ -291,7 +291,7 @@ class World:
         """The values of all teams, in their order, on every process."""
         return self._leaders(self._everyone(value))
 
-    def told(self, value: Any) -> Any:
+    def from_main(self, value: Any) -> Any:
         """The main process's value, on every process."""
         return self._everyone(value)[0]
 
@@ -452,7 +452,7 @@ class Alone:
     def collect(self, value: Any) -> list[Any]:
         return [value]
 
-    def told(self, value: Any) -> Any:
+    def from_main(self, value: Any) -> Any:
         return value
 
     def all_or_none(self, error: type[Exception]) -> AbstractContextManager[None]:
