@@ -62,7 +62,7 @@ Identity = dict[str, dict[str, Any]]  # config, files, networks, code, sources: 
 
 
 def of_config(cfg: Config) -> Identity:
-    """What is known before anything is loaded."""
+    """Describe what is known of a run before anything is loaded."""
     return {
         "config": cfg.model_dump(mode="json"),
         "files": {name: digest(Path(name)) for name in sorted(_named(cfg))} | _datasets(cfg),
@@ -78,18 +78,19 @@ def of_parts(
     media: Sequence[Path] = (),
     live: Live = NOTHING,
 ) -> Identity:
-    """All of it. data: prompts as they were read, by what they are for; media: files that they or
-    data.offline name.
+    """Describe all of a run. data: prompts as they were read, by what they are for; media: files
+    that they or data.offline name.
 
     What is known only now has sections of its own, because two identities are compared by the
     sections that both have.
     """
+    others: dict[str, Any] = {f"reward.{label}": r for label, r in rewards.rewards.items()}
+    if rewards.features:
+        others["diversity.features"] = rewards.features
     networks = {f"weights of {cfg.model.source}": _sampled(_frozen(policy))}
-    for label, reward in rewards.rewards.items():
-        if tensors := dict(_tensors(reward, "")):
-            networks[f"weights of reward.{label}"] = _sampled(tensors)
-    if rewards.features and (tensors := dict(_tensors(rewards.features, ""))):
-        networks["weights of diversity.features"] = _sampled(tensors)
+    for name, holder in others.items():
+        if tensors := dict(_tensors(holder, "")):
+            networks[f"weights of {name}"] = _sampled(tensors)
     return {
         **of_config(cfg),
         "data": of_data(data, media),
@@ -101,7 +102,7 @@ def of_parts(
 
 
 def of_data(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
-    """Hashes of prompts with all that they bring, and of the files that are named."""
+    """Hash prompts with all that they bring, and the files that are named."""
     read = {**data, "images of the data": [f"{path} {digest(path)}" for path in media]}
     return {
         name: _hex(json.dumps(things, default=_content, skipkeys=True).encode())
@@ -110,28 +111,23 @@ def of_data(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
 
 
 def of_reader(data: Mapping[str, Any], media: Sequence[Path]) -> dict[str, str]:
-    """The version of what reads pictures and videos, where another one may read these otherwise,
-    as it may those inside tables, which are not looked at here."""
-    held = (value for rows in data.values() for row in rows for value in row.values())
-    depends = any(isinstance(value, PictureCell) for value in held) or any(
-        map(depends_on_reader, media)
-    )
+    """Name the version of what reads pictures and videos, where another version may read these
+    otherwise. Those inside tables are not looked at, so they count as such."""
+    values = (value for rows in data.values() for row in rows for value in row.values())
+    in_tables = any(isinstance(value, PictureCell) for value in values)
+    depends = in_tables or any(map(depends_on_reader, media))
     return {READ: as_seen.READER} if depends else {}
 
 
 def of_live(live: Live) -> dict[str, str]:
-    """Hashes of the code of live rewards and of an algorithm as far as it can be read."""
+    """Hash the code of live rewards and of an algorithm as far as it can be read."""
     found: dict[str, str] = {}
-    coded: dict[str, Any] = {}
-    if live.rewards:
-        coded |= {f"reward.{label}": reward for label, reward in live.rewards.rewards.items()}
-    if live.algorithm:
-        coded["algorithm"] = live.algorithm
-    if live.features:
-        coded["features"] = live.features
+    rewards = live.rewards.rewards if live.rewards else {}
+    coded: dict[str, Any] = {f"reward.{label}": reward for label, reward in rewards.items()}
+    others = {"algorithm": live.algorithm, "features": live.features}
+    coded |= {name: thing for name, thing in others.items() if thing}
     for name, thing in coded.items():
-        plain = inspect.isfunction(thing)
-        code = thing if plain else getattr(thing, "function", type(thing))
+        code = thing if inspect.isfunction(thing) else getattr(thing, "function", type(thing))
         with suppress(OSError, TypeError):
             found[f"code of {name}"] = _hex(inspect.getsource(code).encode())
     return found
@@ -144,9 +140,8 @@ def _content(value: Any) -> str:
 
 
 def differences(old: Mapping[str, Any], new: Identity, run: Path) -> list[str]:
-    """What differs of what both know and may not, as "optimizer.lr 0.0003 -> 1e-05".
-
-    Other sources of the same version may: a comment is one too.
+    """List what differs and may not, as "optimizer.lr 0.0003 -> 1e-05", in the sections that both
+    have. Other sources of the same version may differ: an edited comment is such a difference.
     """
     found = []
     old = {"reader": {}, **old}  # versions before kept none
@@ -179,7 +174,7 @@ def _short(value: str | None) -> str:
 
 
 def _named(cfg: Config) -> Iterator[str]:
-    """Files that settings name and a run reads; of folders a model and a LoRA to start from."""
+    """Files that settings name and a run reads, and the folders of a model and of a LoRA."""
     data = cfg.data
     offline = str(list_of(Path(data.offline))) if data.offline else None
     texts = [data.train, data.eval, offline]
@@ -195,8 +190,8 @@ def _named(cfg: Config) -> Iterator[str]:
 
 
 def _datasets(cfg: Config) -> dict[str, str]:
-    """Versions of the datasets that data names: of a folder its files, of one on the hub the
-    library's fingerprint, which depends on its commit."""
+    """Versions of the datasets that data names: a hash of a folder's files, and the library's
+    fingerprint of one on the hub, which depends on its commit."""
     found = {}
     for source in (cfg.data.train, cfg.data.eval):
         if source is not None and hf.is_dataset(source):
@@ -206,8 +201,8 @@ def _datasets(cfg: Config) -> dict[str, str]:
 
 
 def digest(path: Path) -> str:
-    """Hash of a file, or of the names and files of a folder; of a large file, and of an image or a
-    video, of the size and both ends."""
+    """Hash a file, or the names and files of a folder. A large file, and an image or a video, is
+    hashed by its size and both ends."""
     if path.is_dir():
         inside = sorted(place for place in path.rglob("*") if place.is_file())
         lines = (f"{place.relative_to(path)} {digest(place)}" for place in inside)
@@ -223,7 +218,7 @@ def digest(path: Path) -> str:
 
 
 def _sources() -> str:
-    """Hash of flowrl's Python files."""
+    """Hash flowrl's Python files."""
     places = [Path(__file__).parents[1]]
     for name in ("flowrl.samplers", "flowrl.rewards"):  # beside flowrl/ in a checkout
         places += map(Path, importlib.import_module(name).__path__)
@@ -237,14 +232,15 @@ def _sources() -> str:
 
 
 def _frozen(policy: Policy) -> dict[str, Tensor]:
-    """All but the policy's own adapters, with those that its pipeline came with."""
+    """Tensors of a policy's networks without its own adapters, with those that its pipeline came
+    with."""
     views = getattr(policy.trainable, "views", {}).values()
-    own = [f".{adapter}." for adapters in views for adapter in adapters]
+    adapters = [f".{adapter}." for names in views for adapter in names]
     return {
         f"{part}.{name}": tensor
         for part, module in {**policy.modules, **policy.trainable.modules}.items()
         for key, stored in module.state_dict().items()
-        if not any(name in key for name in own)
+        if not any(adapter in key for adapter in adapters)
         for name, tensor in plain_tensors(key, stored)
     }
 
@@ -264,7 +260,7 @@ def _tensors(holder: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _sampled(tensors: Mapping[str, Tensor]) -> str:
-    """Hash of the shapes, and of a few values of each tensor: no pass over gigabytes."""
+    """Hash the shapes, and a few values of each tensor: no pass over gigabytes."""
     hashed = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         hashed.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
