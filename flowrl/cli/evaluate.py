@@ -122,7 +122,7 @@ def _evaluate_run(run: Path, into: Path, world: Any, *, images: int | None, **ch
 def _evaluate_suite(
     runs: list[Path], suite: str, output: Path | None, world: Any, **chosen: Any
 ) -> None:
-    """Base and tuned model of every run on a suite."""
+    """Evaluate base and tuned model of every run on a suite, and print the tables."""
     from flowrl.evaluation.places import places
     from flowrl.evaluation.suites import runs as suite_runs
     from flowrl.report import run_page, terminal

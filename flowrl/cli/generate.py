@@ -137,8 +137,8 @@ def generate(
 
 
 def _load(model: str, lora: Path | None, pipeline: list[str] | None, hints: str | None) -> Any:
-    """The policy, as a run trained it, or with its LoRA and heads; with the run's arguments of the
-    call, which `pipeline` overrides."""
+    """Load the policy as a run trained it, or with its LoRA and heads; with the run's arguments of
+    the call, which `pipeline` overrides."""
     from flowrl.config.build import heads_of, lora_of, pipeline_of, trained
     from flowrl.policy import load_policy
 
@@ -159,7 +159,8 @@ def _load(model: str, lora: Path | None, pipeline: list[str] | None, hints: str 
 
 
 def _check_scale(policy: Any, guidance: str, words: list[str] | None) -> None:
-    """ValueError where the scale of the pipeline's call is given, and another in its place."""
+    """Raise ValueError where the scale of the pipeline's call is given, and another one in its
+    place."""
     given = {word.partition("=")[0] for word in words or ()} & {"guidance_scale", "true_cfg_scale"}
     if given and guidance != "pipeline" and policy.branches("pipeline") > 1:
         raise ValueError(

@@ -20,8 +20,8 @@ HDR = {16: "PQ", 18: "HLG"}  # transfer functions of videos, as H.273 numbers th
 
 
 def as_seen(image: Image.Image, *, alpha: bool = False) -> Image.Image:
-    """The picture as RGB. alpha: what is transparent stays so, as RGBA. Pixels of 32 bits, whose
-    range nobody knows -> ValueError."""
+    """Convert a picture to RGB as it is seen. alpha: what is transparent stays so, as RGBA. Pixels
+    of 32 bits, whose range nobody knows -> ValueError."""
     if image.mode in ("I", "F"):
         raise ValueError(
             f"its pixels are of mode {image.mode}, whose range is not known; save it with 8 or 16"
@@ -50,7 +50,7 @@ def is_plain(image: Image.Image) -> bool:
 
 
 def _in_8_bits(image: Image.Image) -> Image.Image:
-    """A picture with 16 bits of grey, with 8; others as they are."""
+    """Reduce a picture with 16 bits of grey to 8 bits; others stay as they are."""
     if not image.mode.startswith("I;16"):
         return image
     deep = np.asarray(image)
@@ -62,8 +62,8 @@ def _in_8_bits(image: Image.Image) -> Image.Image:
 
 
 def _in_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    """RGB of a picture by its colour profile; one that does not fit the pixels says nothing, as in
-    viewers."""
+    """Convert a picture to RGB by its colour profile; a profile that does not fit the pixels is
+    ignored, as in viewers."""
     kind = {"1": "L", "LA": "L", "L": "L", "CMYK": "CMYK"}.get(image.mode, "RGB")
     space, transform = _transform(profile, kind)
     if transform is None:
@@ -73,8 +73,8 @@ def _in_srgb(image: Image.Image, profile: bytes) -> Image.Image:
 
 @lru_cache(16)
 def _transform(profile: bytes, kind: str) -> tuple[str, Any]:
-    """(the profile's colour space, the transform of pixels of this mode to sRGB; None: it does not
-    fit them, or is broken)."""
+    """Build a transform to sRGB -> (the profile's colour space, the transform of pixels of this
+    mode; None where the profile does not fit them or is broken)."""
     try:
         own = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         space = own.profile.xcolor_space.strip()
@@ -88,8 +88,8 @@ def _transform(profile: bytes, kind: str) -> tuple[str, Any]:
 
 
 def frame_as_seen(frame: Any, size: tuple[int, int]) -> Image.Image:
-    """A decoded frame of a video (av.VideoFrame) as RGB. size: (width, height) with square pixels,
-    before it is turned. One with a high dynamic range -> ValueError."""
+    """Convert a decoded frame of a video (av.VideoFrame) to RGB. size: (width, height) with square
+    pixels, before the frame is turned. One with a high dynamic range -> ValueError."""
     if frame.color_trc in HDR:
         raise ValueError(
             f"it has a high dynamic range ({HDR[frame.color_trc]}), which needs tone mapping;"
@@ -101,7 +101,7 @@ def frame_as_seen(frame: Any, size: tuple[int, int]) -> Image.Image:
 
 
 def _turned(image: Image.Image, frame: Any) -> Image.Image:
-    """A frame as its display matrix says: columns and rows swapped, then mirrored."""
+    """Turn a frame as its display matrix says: columns and rows are swapped, then mirrored."""
     matrix = next((m for m in frame.side_data if m.type.name == "DISPLAYMATRIX"), None)
     if matrix is None:
         return image

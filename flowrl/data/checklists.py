@@ -18,8 +18,8 @@ By = Literal["vlm", "code"]
 
 
 def from_shapes(prompt: dict[str, Any], by: By = "code") -> list[Question]:
-    """Count, colour and position of every clause of meta["include"], and that nothing else is
-    there."""
+    """Ask for the count, the colour and the position of every clause of meta["include"], and
+    whether nothing else is there."""
     include: list[dict[str, Any]] = prompt["include"]
     out: list[Question] = []
     counted: list[int] = []  # place of each clause's count question
@@ -41,9 +41,9 @@ def from_shapes(prompt: dict[str, Any], by: By = "code") -> list[Question]:
 
 
 def _of_shape(clause: dict[str, Any], alone: bool, by: By, place: int) -> list[Question]:
-    """A clause's count and colour; place: of its first question.
+    """Ask for a clause's count and colour. place: of its first question.
 
-    alone: no other clause is about its shape; where one is, the colour tells them apart.
+    alone: whether no other clause is about its shape; where one is, the colour tells them apart.
     """
     shape, color, count = clause["shape"], clause["color"], clause["count"]
     if alone or not color:
@@ -59,7 +59,8 @@ def _of_shape(clause: dict[str, Any], alone: bool, by: By, place: int) -> list[Q
 
 
 def from_geneval(prompt: dict[str, Any], by: By = "code") -> list[Question]:
-    """Count, colour and position of every clause of meta["include"], and what "exclude" adds."""
+    """Ask for the count, the colour and the position of every clause of meta["include"], and for
+    what "exclude" adds."""
     include: list[dict[str, Any]] = prompt["include"]
     out: list[Question] = []
     last: list[int] = []  # place of the last question about each clause's own objects
@@ -78,7 +79,7 @@ def from_geneval(prompt: dict[str, Any], by: By = "code") -> list[Question]:
 
 
 def _of_class(clause: dict[str, Any], by: By, place: int) -> list[Question]:
-    """A clause's count and colour; place: of its first question."""
+    """Ask for a clause's count and colour. place: of its first question."""
     name, count, color = clause["class"], clause["count"], clause.get("color")
     wanted = {"class": name, "count": count}
     out = [_question(_how_many(name, count), by, "geneval", {"include": [wanted]})]
@@ -91,7 +92,7 @@ def _of_class(clause: dict[str, Any], by: By, place: int) -> list[Question]:
 def _excluded(
     exclude: list[dict[str, Any]], include: list[dict[str, Any]], by: By
 ) -> list[Question]:
-    """Clauses of meta["exclude"] that the questions about "include" leave open."""
+    """Ask for the clauses of meta["exclude"] that the questions about "include" leave open."""
     out = []
     for clause in exclude:
         name, count = clause["class"], clause["count"]
@@ -105,7 +106,7 @@ def _excluded(
 
 
 def _pair(clause: dict[str, Any], include: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A clause with a position after the one that it stands in relation to."""
+    """Put a clause with a position after the clause that it stands in relation to."""
     relation, target = clause["position"]
     other = {key: value for key, value in include[target].items() if key != "position"}
     return [other, clause | {"position": [relation, 0]}]

@@ -59,7 +59,8 @@ def is_condition(name: str) -> bool:
 
 
 def check_entry(entry: dict[str, Any], where: str, folder: Path) -> dict[str, Any]:
-    """An entry whose pictures are paths from the folder, each a file; else ValueError."""
+    """Make the pictures of an entry paths from the folder, each of which is a file; else
+    ValueError."""
     more = entry.get("conditions", {})
     if not isinstance(more, dict):
         raise ValueError(f'{where}: "conditions" should be arguments by name, {{"strength": 0.6}}')
@@ -96,7 +97,8 @@ def _placed(value: Any, what: str, folder: Path) -> Any:
 
 
 def kinds(rows: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Places of the first row of each kind: the same arguments, with pictures of the same sizes."""
+    """Find the first row of each kind -> their places. Rows of a kind have the same arguments, with
+    pictures of the same sizes."""
     first: dict[Any, int] = {}
     for place, row in enumerate(rows):
         own = _named(row)
@@ -117,14 +119,14 @@ def _kind(name: str, value: Any) -> Any:
 
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row's conditions by argument; what is None is not given."""
+    """The conditions of a row by argument; what is None counts as not given."""
     own = {**{k: v for k, v in row.items() if is_condition(k)}, **row.get("conditions", {})}
     return {name: value for name, value in own.items() if value is not None}
 
 
 def check_alike(rows: Sequence[Mapping[str, Any]]) -> None:
-    """ValueError where prompts have conditions of different names: the networks get those of all
-    prompts in one call."""
+    """Raise ValueError where prompts have conditions of different names: the networks get those of
+    all prompts in one call."""
     first = _named(rows[0]).keys() if rows else ()
     for row in rows[1:]:
         other = sorted(_named(row).keys() ^ first)
@@ -138,7 +140,7 @@ def check_alike(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def of(rows: Sequence[Mapping[str, Any]]) -> list[Conditions] | None:
-    """Conditions of each prompt, loaded; None where no prompt has any."""
+    """Load the conditions of each prompt; None where no prompt has any."""
     found = [_named(row) for row in rows]
     if not any(found):
         return None
@@ -146,13 +148,13 @@ def of(rows: Sequence[Mapping[str, Any]]) -> list[Conditions] | None:
 
 
 def loaded(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the call by name, with pictures and videos for their paths."""
+    """Load arguments of the call, with pictures and videos for their paths."""
     return {name: load(name, value) for name, value in given.items()}
 
 
 def load(name: str, value: Any) -> Any:
-    """An argument's value: pictures for paths, the frames of a video as a list of pictures; what is
-    no path stays as it is. An unreadable file -> ValueError."""
+    """Load an argument's value: pictures for paths, the frames of a video as a list of pictures;
+    what is no path stays as it is. An unreadable file -> ValueError."""
     if not is_picture(name):
         return value
     if isinstance(value, list):
@@ -168,7 +170,8 @@ def load(name: str, value: Any) -> Any:
 
 
 def _moves(name: str, value: str | Path) -> bool:
-    """Whether a file is given as frames: to an argument that takes videos, or by its kind."""
+    """Whether a file is read as frames, because its argument takes videos or because of its
+    kind."""
     if {"video", "videos"}.intersection(name.split("_")):
         return True
     return Path(value).suffix.lower() in VIDEOS and pictures.has_frames(Path(value))
@@ -199,7 +202,7 @@ def _frames(path: str) -> list[Image.Image]:
 def context_of(
     rows: Sequence[Mapping[str, Any]], media: Tensor, group: Tensor | None = None
 ) -> MediaContext:
-    """What rewards are told of media (B, *D), by the meta of the prompt of each."""
+    """What rewards read beside media (B, *D), by the meta of the prompt of each."""
     return MediaContext(meta=[dict(row) for row in rows], group=group, source=_sources(rows, media))
 
 

@@ -20,7 +20,7 @@ LIKELY = ("prompt", "prompts", "caption", "captions", "text", "txt", "descriptio
 
 
 def content(path: Path, most: int = -1) -> bytes:
-    """The bytes of a file, or the first of them. One that is not there -> ValueError."""
+    """Read the bytes of a file, or the first of them. A file that is not there -> ValueError."""
     try:
         with path.open("rb") as file:
             return file.read(most)
@@ -34,7 +34,7 @@ def content(path: Path, most: int = -1) -> bytes:
 
 
 def text(path: Path) -> str:
-    """What a text file says, in UTF-8, or in UTF-16 with its mark. Anything else -> ValueError."""
+    """Read a text file in UTF-8, or in UTF-16 with its mark. Anything else -> ValueError."""
     held = content(path)
     utf16 = held.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
@@ -51,8 +51,8 @@ def text(path: Path) -> str:
 
 
 def taken(row: Any, columns: Columns, where: str) -> Any:
-    """The columns of a row that are asked for, under their names in an entry; empty: all, with
-    "prompt" among them. One that is not there -> ValueError."""
+    """Take the columns of a row that are asked for, under their names in an entry; none asked for:
+    all of them, with "prompt" among them. A column that is not there -> ValueError."""
     if not isinstance(row, dict):
         return row
     for column in columns.values():
@@ -71,7 +71,8 @@ def taken(row: Any, columns: Columns, where: str) -> Any:
 
 
 def check_entry(entry: Any, where: str, folder: Path) -> dict[str, Any]:
-    """An entry with a prompt, its "reference" as a path from the folder; else ValueError."""
+    """Check that an entry has a prompt, and make its "reference" a path from the folder; else
+    ValueError."""
     text = entry.get("prompt") if isinstance(entry, dict) else None
     if not isinstance(text, str) or not text.strip():
         raise ValueError(

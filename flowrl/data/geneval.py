@@ -59,10 +59,8 @@ Prompt = dict[str, Any]
 
 
 def train_prompts(count: int = 5100) -> list[Prompt]:
-    """About `count` prompts in Flow-GRPO's ratio, none of a held-out combination.
-
-    Tasks with few combinations repeat theirs.
-    """
+    """About `count` prompts in Flow-GRPO's ratio, none of a held-out combination. Tasks with few
+    combinations repeat theirs."""
     out = []
     for task, share in RATIO.items():
         members = _ordered(task)[1]
@@ -184,7 +182,7 @@ def _position() -> list[Prompt]:
 
 
 def _color_attr() -> list[Prompt]:
-    """Two coloured objects: DRAWN combinations out of all, drawn by a hash."""
+    """Prompts of two coloured objects: DRAWN combinations out of all, drawn by a hash."""
     out: dict[str, Prompt] = {}
     number = 0
     while len(out) < DRAWN:
@@ -201,7 +199,7 @@ def _color_attr() -> list[Prompt]:
 
 
 def _two_things(number: int) -> list[tuple[str, str]]:
-    """(class, colour) of two objects, read off a hash of the number."""
+    """Read (class, colour) of two objects off a hash of the number."""
     draw = int.from_bytes(hashlib.sha256(f"color_attr:{number}".encode()).digest()[:8])
     draw, i = divmod(draw, len(CLASSES) - 1)
     draw, j = divmod(draw, len(CLASSES) - 1)

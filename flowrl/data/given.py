@@ -12,8 +12,8 @@ from flowrl.runtime import registry
 
 
 def records(given: Any, what: str = "prompts") -> list[dict[str, Any]]:
-    """Texts, or records {"prompt": text, **meta}, as records; paths in them are from the present
-    folder. None, or anything else -> ValueError that begins with `what`."""
+    """Turn texts, or records {"prompt": text, **meta}, into records; paths in them are from the
+    present folder. None, or anything else -> ValueError that begins with `what`."""
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise ValueError(
             f"{what} should be a list of texts or of records"

@@ -24,7 +24,7 @@ def is_dataset(source: object) -> bool:
 
 
 def folder_of(source: str) -> Path | None:
-    """The folder that a source names; None of one on the hub."""
+    """The folder that a source names; None where it names a dataset on the hub."""
     folder = located(_parts(source)[0])
     return folder if folder.is_dir() else None
 
@@ -35,8 +35,8 @@ def fingerprint(source: str) -> str:
 
 
 def rows(source: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, row) of each row; pictures are Stored. What cannot be loaded, or has no rows ->
-    ValueError."""
+    """Read a dataset -> (where, row) of each row, with pictures as PictureCell. What cannot be
+    loaded, or has no rows -> ValueError."""
     data = opened(source)[1]
     if not len(data):
         raise ValueError(f"data {source} has no rows; it needs one prompt or more")
@@ -80,7 +80,8 @@ def _is_picture(kind: Any) -> bool:
 
 @functools.cache
 def opened(source: str) -> tuple[str, Any]:
-    """(fingerprint, the dataset, whose pictures are not decoded), loaded once in a process."""
+    """Load a dataset, once in a process -> (fingerprint, the dataset, whose pictures are not
+    decoded)."""
     library = _library(source)
     _parts(source)  # a wrong name is not the library's
     try:
@@ -121,7 +122,7 @@ def _encoded(data: Any, library: Any) -> Any:
 
 
 def _parts(source: str) -> tuple[str, str]:
-    """(name or folder, split)."""
+    """Split a source into (name or folder, split)."""
     name, _, split = source.removeprefix(PREFIX).partition(":")
     if not name:
         raise ValueError(f"data {source} names no dataset; give hf:OWNER/NAME or hf:FOLDER")

@@ -48,22 +48,20 @@ class UnreadableMedia(ValueError):
 
 
 def media_kind(shape: Sequence[int]) -> Kind:
-    """What media of this shape are: images (n, 3, H, W), videos (n, F, 3, H, W), or arrays (n, *D):
-    all others, such as motions (n, T, D) and paths (n, T, 2)."""
+    """Tell what media of this shape are: images (n, 3, H, W), videos (n, F, 3, H, W), or arrays (n,
+    *D), which is all others, such as motions (n, T, D) and paths (n, T, 2)."""
     pictures = len(shape) in (4, 5) and shape[-3] == 3
     return ("images" if len(shape) == 4 else "videos") if pictures else "arrays"
 
 
 def to_uint8(media: Tensor) -> Tensor:
-    """(..., 3, H, W) float in [0, 1] -> uint8 of the same shape.
-
-    Values outside are clamped, halves go to the even byte.
-    """
+    """Round (..., 3, H, W) float in [0, 1] to uint8. Values outside are clamped, halves go to the
+    even byte."""
     return (media.detach().float().clamp(0, 1) * 255).round().to(torch.uint8)
 
 
 def to_pil(media: Tensor) -> list[Image.Image]:
-    """(B, 3, H, W) or (3, H, W) float in [0, 1] -> B images."""
+    """Convert (B, 3, H, W) or (3, H, W) float in [0, 1] to B images."""
     if media.ndim not in (3, 4) or media.shape[-3] != 3:
         raise ValueError(
             f"media has shape {tuple(media.shape)}; expected (B, 3, H, W) or (3, H, W)"
@@ -73,7 +71,7 @@ def to_pil(media: Tensor) -> list[Image.Image]:
 
 
 def from_pil(images: Image.Image | Sequence[Image.Image]) -> Tensor:
-    """Images of one size, as they are seen -> (B, 3, H, W) fp32 in [0, 1]."""
+    """Convert images of one size, as they are seen, to (B, 3, H, W) fp32 in [0, 1]."""
     images = [images] if isinstance(images, Image.Image) else list(images)
     images = [as_seen(image) for image in images]
     sizes = sorted({image.size for image in images})
@@ -92,7 +90,7 @@ def open_image(
     formats: Sequence[str] = FORMATS,
     called: str = "the picture",
 ) -> Image.Image:
-    """A picture of which only the head was read: the caller closes it, or uses it in `with`.
+    """Open a picture of which only the head is read: the caller closes it, or uses it in `with`.
 
     source: a file, or its bytes, which errors name as `called`. ValueError where the head declares
     more than max_pixels pixels; what Pillow says of another format or a broken head passes through.
@@ -118,7 +116,7 @@ def _too_large(name: object, size: str, most: int) -> UnreadableMedia:
 
 
 def read_image(path: Path) -> Tensor:
-    """(3, H, W) fp32 in [0, 1], as it is seen (flowrl/data/as_seen.py).
+    """Read a picture as it is seen (flowrl/data/as_seen.py) -> (3, H, W) fp32 in [0, 1].
 
     What cannot be read, has more than MAX_PIXELS or is animated -> ValueError that names the file.
     """
@@ -126,13 +124,13 @@ def read_image(path: Path) -> Tensor:
 
 
 def read_picture(path: Path, *, content: bytes | None = None, alpha: bool = False) -> Image.Image:
-    """As `read_image`, as a PIL image. content: the bytes of the file, which errors call `path`.
-    alpha: what is transparent stays so, as RGBA."""
+    """Read a picture as `read_image` does, as a PIL image. content: the bytes of the file, which
+    errors call `path`. alpha: what is transparent stays so, as RGBA."""
     return _read(path, partial(as_seen, alpha=alpha), content)
 
 
 def image_size(path: Path) -> tuple[int, int]:
-    """(width, height) of `read_image`, from the file's head alone."""
+    """Read (width, height) of `read_image` from the file's head alone."""
     return _read(path, lambda image: image.size[:: -1 if _oriented(image) > 4 else 1])
 
 
@@ -153,8 +151,8 @@ def depends_on_reader(path: Path) -> bool:
 
 
 def check_readable(path: Path) -> None:
-    """ValueError that names the file where its head, a checksum of a PNG or the end of a JPEG says
-    that it cannot be read; nothing is decoded. A video needs the extra "video"."""
+    """Raise ValueError that names the file where its head, a checksum of a PNG or the end of a JPEG
+    says that it cannot be read; nothing is decoded. A video needs the extra "video"."""
     if path.suffix.lower() in PYAV_SUFFIXES:
         _pyav(f"reading {path.name}", "save it as .gif")
     else:
@@ -164,14 +162,15 @@ def check_readable(path: Path) -> None:
 
 
 def _ends(path: Path) -> bool:
-    """Whether the end of a JPEG file is that of a picture."""
+    """Whether a JPEG file has the end of a picture."""
     with path.open("rb") as file:
         file.seek(-min(path.stat().st_size, 4096), 2)
         return b"\xff\xd9" in file.read()
 
 
 def read_media(path: Path, *, frames: int) -> Tensor:
-    """(3, H, W) of a picture, (F, 3, H, W) of a video or an animated picture; fp32 in [0, 1].
+    """Read (3, H, W) of a picture, or (F, 3, H, W) of a video or an animated picture; fp32 in [0,
+    1].
 
     frames: the most that are read, evenly spaced from the first to the last.
     """
@@ -179,11 +178,11 @@ def read_media(path: Path, *, frames: int) -> Tensor:
 
 
 def read_frames(path: Path, *, most: int | None = None) -> Tensor:
-    """(F, 3, H, W) fp32 in [0, 1] of a video or an animated picture.
+    """Read a video or an animated picture -> (F, 3, H, W) fp32 in [0, 1].
 
-    most: of the frames that are read, evenly spaced from the first to the last; None: all. Video
-    files need the extra "video". What cannot be read, or has more than MAX_VIDEO_PIXELS in all its
-    frames -> ValueError that names the file.
+    most: how many frames are read, evenly spaced from the first to the last; None: all of them.
+    Video files need the extra "video". What cannot be read, or has more than MAX_VIDEO_PIXELS in
+    all its frames -> ValueError that names the file.
     """
     if path.suffix.lower() in PYAV_SUFFIXES:
         return _of_video(path, most)
@@ -224,7 +223,8 @@ def _check_video(path: Path, width: int, height: int, frames: int) -> None:
 
 
 def _of_video(path: Path, most: int | None) -> Tensor:
-    """Frames of a video file, which is read twice: its frames are counted before any is decoded."""
+    """Read frames of a video file, which is opened twice: its frames are counted before any is
+    decoded."""
     av = _pyav(f"reading {path.name}", "save it as .gif")
     if not path.is_file():
         raise ValueError(f"{path} cannot be read: it does not exist")
@@ -248,8 +248,8 @@ def _of_video(path: Path, most: int | None) -> Tensor:
 
 
 def _decoded(container: Any, av: Any) -> Iterator[Any]:
-    """Frames of an open video, with their transparency, which FFmpeg's own decoders of VP8 and VP9
-    leave out."""
+    """Decode the frames of an open video with their transparency, which FFmpeg's own decoders of
+    VP8 and VP9 leave out."""
     stream = container.streams.video[0]
     library = {"vp8": "libvpx", "vp9": "libvpx-vp9"}.get(stream.codec_context.name)
     if library is None or stream.metadata.get("alpha_mode") != "1":
@@ -261,7 +261,7 @@ def _decoded(container: Any, av: Any) -> Iterator[Any]:
 
 
 def _reason(error: Exception) -> str:
-    """What a library says, by its kind, or a sentence of ours."""
+    """Say an error of a library with its kind, and a sentence of ours as it is."""
     return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
@@ -276,8 +276,8 @@ def _pyav(doing: str, instead: str) -> Any:
 
 
 def _oriented(image: Image.Image) -> int:
-    """EXIF's orientation of an open picture, above 4 if width and height change places; a PNG may
-    say it behind its pixels."""
+    """Read EXIF's orientation of an open picture, which is above 4 if width and height change
+    places. A PNG may have it behind its pixels."""
     tagged = any(key == "exif" or "xmp" in key.lower() for key in image.info)
     if not tagged and not (image.format == "PNG" and _tagged_at_end(image.fp)):
         return 1
@@ -296,7 +296,7 @@ def _tagged_at_end(file: Any) -> bool:
 
 
 def _read(path: Path, read: Callable[[Image.Image], T], content: bytes | None = None) -> T:
-    """read(image) of a file that holds one picture, or of its bytes."""
+    """Apply `read` to a file that holds one picture, or to its bytes."""
     if path.suffix.lower() in PYAV_SUFFIXES:
         raise UnreadableMedia(f"{path} is a video, and one picture is needed; save a frame as .png")
 
@@ -313,7 +313,7 @@ def _read(path: Path, read: Callable[[Image.Image], T], content: bytes | None = 
 
 
 def _guarded(path: Path, read: Callable[[Image.Image], T], content: bytes | None = None) -> T:
-    """read(image); ValueError that names the file where that fails in any way."""
+    """Return read(image); ValueError that names the file where that fails in any way."""
     try:
         source = path if content is None else content
         with open_image(source, called=str(path)) as image:
@@ -350,7 +350,8 @@ def save(media: Tensor, path: str | Path, *, fps: int = 16) -> Path:
 
 
 def check_output(path: Path) -> None:
-    """ValueError for a suffix that no media are saved with, or that needs what is not installed."""
+    """Raise ValueError for a suffix that no media are saved with, or that needs what is not
+    installed."""
     known = dict.fromkeys([*IMAGE_SUFFIXES, *VIDEO_SUFFIXES, ARRAY])
     if path.suffix.lower() not in known:
         raise ValueError(
@@ -361,7 +362,7 @@ def check_output(path: Path) -> None:
 
 
 def fitting(path: Path, media: Tensor) -> Path:
-    """The path, with another suffix where its own does not suit the media (one of them, as `save`
+    """Give a path another suffix where its own does not suit the media (one of them, as `save`
     takes it)."""
     kind = media_kind((1, *media.shape))
     even = kind == "videos" and all(side % 2 == 0 for side in media.shape[-2:])
@@ -375,14 +376,15 @@ def fitting(path: Path, media: Tensor) -> Path:
 
 
 def encoded(image: Image.Image, suffix: str = ".png", **options: Any) -> bytes:
-    """The bytes of an image file. suffix: which format; options: of Pillow for that format."""
+    """Encode an image as the bytes of a file. suffix: which format; options: of Pillow for that
+    format."""
     buffer = io.BytesIO()
     image.save(buffer, Image.registered_extensions()[suffix.lower()], **options)
     return buffer.getvalue()
 
 
 def array_bytes(media: Tensor) -> bytes:
-    """The bytes of a .npy file of fp32 numbers."""
+    """Encode numbers as the bytes of a .npy file, in fp32."""
     buffer = io.BytesIO()
     np.save(buffer, media.detach().float().cpu().numpy())
     return buffer.getvalue()

@@ -21,8 +21,9 @@ CHOICE = re.compile(r"{.*?}|__\w+__")  # wildcards and templates of other progra
 
 
 def rows(content: str, path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(where, {"prompt", "negative_prompt"}) of each line that is no comment. A line that is a row
-    of a table or a record -> ValueError; what may be meant as more than text is said."""
+    """Read (where, {"prompt", "negative_prompt"}) of each line that is no comment. A line that is a
+    row of a table or a record -> ValueError; what may be meant as more than text is said in a
+    warning."""
     found, comments, settings, odd = [], list[str](), set[str](), list[str]()
     for number, line in enumerate(map(str.strip, content.split("\n")), 1):
         if line.startswith("#") or (not found and line.casefold() in ("prompt", "prompts")):
@@ -64,5 +65,5 @@ def _check(line: str, where: str) -> None:
 
 @functools.cache
 def _say(sentence: str) -> None:
-    """Warn once in a process: a list is read several times."""
+    """Warn only once in a process, because a list is read several times."""
     logger.warning(sentence)

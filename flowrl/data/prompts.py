@@ -51,8 +51,8 @@ def load_prompts(source: str, columns: Columns = tables.NOTHING) -> Prompts:
 
 
 def of_words(words: Sequence[str], columns: Columns = tables.NOTHING) -> list[str] | Prompts:
-    """Prompts of a command: each word is one, or what `load_prompts` takes. Texts, if none of them
-    brings more."""
+    """Prompts of a command: each word is a prompt, or what `load_prompts` takes. They are texts if
+    none of them brings more."""
     found: Prompts = []
     for word in words:
         found += load_prompts(word, columns) if _is_source(word) else [{"prompt": word}]
@@ -76,12 +76,12 @@ def example(source: str | None, columns: Columns = tables.NOTHING) -> conditions
 
 
 def batch(prompts: Prompts, *, iteration: int, size: int, seed: int) -> PromptBatch:
-    """The `size` prompts of an iteration, counted from 0.
+    """Choose the `size` prompts of an iteration, which is counted from 0.
 
-    An epoch is a shuffle by (seed, epoch) cut into whole batches. A function of its arguments, so a
-    resumed run continues with the prompts it would have seen. No prompt is twice in a batch; the
-    remainder of an epoch, another one each time, is left out. ids are places in `prompts`. More
-    than there are -> ValueError.
+    An epoch is a shuffle by (seed, epoch) cut into whole batches. It depends on the arguments
+    alone, so a resumed run continues with the prompts it would have seen. No prompt is twice in a
+    batch; the remainder of an epoch, another one each time, is left out. ids are places in
+    `prompts`. More than there are -> ValueError.
     """
     if size > len(prompts):
         raise ValueError(
@@ -101,7 +101,8 @@ def select(prompts: Prompts, ids: Tensor) -> PromptBatch:
 
 
 def meta_rows(prompts: Prompts, ids: list[int], media: Tensor) -> tuple[list[str], MediaContext]:
-    """Text and context of media (B, ...) of prompts[i] for i in ids (B); ids are the groups."""
+    """The texts and the context of media (B, ...) of prompts[i] for i in ids (B), which are the
+    groups."""
     batch = select(prompts, torch.tensor(ids))
     return batch.text, conditions.context_of(batch.meta, media, batch.ids)
 

@@ -80,7 +80,8 @@ def load(folder: str | Path) -> Dataset:
 def _lines(
     path: Path, contained: bool
 ) -> Iterator[tuple[dict[str, Any], ScoredImage, dict[str, float]]]:
-    """(entry, item, weights) of each line; all have the same weights, and none is repeated."""
+    """Read (entry, item, weights) of each line; all lines have the same weights, and none is
+    repeated."""
     weights: dict[str, float] = {}
     seen: dict[tuple[str, str], str] = {}
     for where, entry in read_list(path, contained=contained):
@@ -100,7 +101,7 @@ def _lines(
 
 
 def _item(path: Path, where: str, entry: Mapping[str, Any]) -> tuple[ScoredImage, dict[str, float]]:
-    """The image of a line, and the weights of its total."""
+    """Read the image of a line, and the weights of its total."""
     if not path.is_file():
         raise ValueError(f"{where} names {path}, which does not exist{nearby(path)}")
     total = _number(f'{where}: "total"', entry.get("total"))
@@ -114,7 +115,7 @@ def _item(path: Path, where: str, entry: Mapping[str, Any]) -> tuple[ScoredImage
 
 
 def _weights(where: str, entry: Mapping[str, Any], scores: Mapping[str, Any]) -> dict[str, float]:
-    """The weights of a line's total: 1 for each score where it states none."""
+    """Read the weights of a line's total: 1 for each score where the line states none."""
     stated = _mapping(f'{where}: "weights"', entry.get("weights", dict.fromkeys(scores, 1.0)))
     weights = {
         label: _number(f'{where}: the weight of "{label}"', value)
@@ -145,7 +146,7 @@ def _number(what: str, value: Any) -> float:
 def gather(
     dataset: Dataset, batch: PromptBatch, group: int, *, seed: int, iteration: int
 ) -> list[list[ScoredImage]]:
-    """`group` items of each prompt, drawn without replacement; all of them where there are fewer.
+    """Draw `group` items of each prompt without replacement; all of them where there are fewer.
 
     A function of (seed, iteration, prompt id) and of the prompt's items: ids are places in
     dataset.prompts.

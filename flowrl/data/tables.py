@@ -43,7 +43,7 @@ def is_table(source: str) -> bool:
 
 
 def rows(path: Path, columns: Columns = NOTHING) -> tuple[Form, list[Row]]:
-    """(form, (where, row) of each row) of a list of prompts, decided by what it holds."""
+    """Read a list of prompts -> (form, which its content decides; (where, row) of each row)."""
     head, form = entries.content(path, 512), cast(Form, "table")
     found: Iterable[Row]
     if head.startswith(b"PAR1") or path.suffix == ".parquet":
@@ -58,16 +58,18 @@ def rows(path: Path, columns: Columns = NOTHING) -> tuple[Form, list[Row]]:
 
 
 def _captioned(row: Row) -> Row:
-    """A row of a tar shard (webdataset), whose captions are .txt files."""
+    """Take the caption of a row of a tar shard (webdataset), which is a .txt file, as its
+    prompt."""
     where, cells = row
     return where, {"prompt": cells["txt"], **cells} if "txt" in cells else cells
 
 
 def read(path: Path, columns: Columns = NOTHING) -> list[tuple[str, Entry]]:
-    """(where, entry) of each line or row, every entry with a "prompt" that is not empty.
+    """Read a list -> (where, entry) of each line or row, every entry with a "prompt" that is not
+    empty.
 
-    Else ValueError that names the file and the line or row. .parquet needs the extra "parquet".
-    columns: those that are taken, by their names in an entry; empty: all.
+    Anything else -> ValueError that names the file and the line or row. .parquet needs the extra
+    "parquet". columns: the columns that are taken, by their names in an entry; empty: all of them.
     """
     form, found = rows(path, columns)
     columns = NOTHING if form == "plain" else columns
@@ -103,7 +105,7 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def check_suffix(path: Path) -> None:
-    """ValueError unless a list of this ending can be written here."""
+    """Raise ValueError unless a list of this ending can be written here."""
     if path.suffix == ".parquet":
         _pyarrow(path)
 
@@ -115,7 +117,7 @@ def of_dataset(source: str, columns: Columns = NOTHING) -> list[Entry]:
 
 
 def _checked(row: Entry, columns: Columns, where: str, folder: Path) -> Entry:
-    """The entry of a row; a cell that is empty is none."""
+    """Make a row an entry; an empty cell counts as not there."""
     cells = taken(row, columns, where)
     filled = {name: cell for name, cell in cells.items() if cell is not None}
     return check_entry(_entry(filled), where, folder)
@@ -156,7 +158,7 @@ def _cell_of(path: Path, version: str, column: str, group: int, inside: int) -> 
 
 @functools.lru_cache(2)
 def _group(path: Path, version: str, column: str, group: int) -> Any:
-    """A column of the rows that a parquet file holds together."""
+    """Read a column of the rows that a parquet file stores together."""
     return _pyarrow(path).parquet.ParquetFile(path).read_row_group(group, [column]).column(0)
 
 
@@ -172,7 +174,7 @@ def _pyarrow(path: Path) -> Any:
 
 
 def _row(entry: Mapping[str, Any]) -> Entry:
-    """An entry as cells: text, and numbers of scores. A score that failed has none."""
+    """Make an entry cells: text, and numbers of scores. A score that failed has no cell."""
     out: Entry = {}
     for name, value in entry.items():
         if name in NESTED:
@@ -183,14 +185,14 @@ def _row(entry: Mapping[str, Any]) -> Entry:
 
 
 def _cell(value: Any) -> str:
-    """JSON, but a text as it is unless it would be read as something else."""
+    """Write a value as JSON, but a text as it is unless it would be read as something else."""
     if isinstance(value, str) and value and _parsed(value) is value:
         return value
     return json.dumps(value, ensure_ascii=False)
 
 
 def _parsed(cell: Any) -> Any:
-    """What a cell of text says: its JSON, or the text itself where it is none."""
+    """Read a cell of text as JSON, or as the text itself where it is none."""
     if not isinstance(cell, str):
         return cell
     try:
@@ -204,7 +206,7 @@ def _refuse(constant: str) -> None:
 
 
 def _entry(row: Mapping[str, Any]) -> Entry:
-    """The entry of cells; a weight whose score has no cell is that of a score that failed."""
+    """Make cells an entry; a weight whose score has no cell belongs to a score that failed."""
     out: Entry = {}
     for name, cell in row.items():
         group, dot, label = name.partition(".")

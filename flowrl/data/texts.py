@@ -28,7 +28,7 @@ csv.field_size_limit(2**31 - 1)  # of a cell; the default, 128 KiB, is less than
 
 
 def rows(content: str, path: Path, wanted: Collection[str] = ()) -> tuple[Form, Iterable[Row]]:
-    """(form, rows) of a file. wanted: names of columns that a table should have."""
+    """Read a file -> (form, rows). wanted: names of columns that a table should have."""
     if (found := _json(content, path)) is not None:
         return "json", found
     if mark := _mark(content, path, wanted):
@@ -37,7 +37,8 @@ def rows(content: str, path: Path, wanted: Collection[str] = ()) -> tuple[Form, 
 
 
 def _json(content: str, path: Path) -> list[Row] | None:
-    """Rows of JSON documents; None: it is no JSON, and not called so."""
+    """Read rows of JSON documents; None where the content is no JSON, and the file is not called
+    so."""
     called, content = path.suffix.lower() in JSON, content.rstrip()
     if not called and content.lstrip()[:1] not in ("{", "["):
         return None
@@ -75,7 +76,7 @@ def _record(row: Any) -> Any:
 
 
 def _mark(content: str, path: Path, wanted: Collection[str]) -> str | None:
-    """What stands between the cells of a table; None: it is none.
+    """Find what stands between the cells of a table; None where the content is no table.
 
     Its first line names a column of prompts, and where the file is not called a table, the next
     lines have as many cells.
@@ -92,8 +93,8 @@ def _mark(content: str, path: Path, wanted: Collection[str]) -> str | None:
 
 
 def _table(content: str, path: Path, mark: str) -> Iterator[Row]:
-    """Rows of a table. Between tabs, quotes are text where every line is then a row; elsewhere a
-    quoted cell may hold lines, marks and doubled quotes."""
+    """Read rows of a table. Between tabs, quotes are text where every line is then a row; elsewhere
+    a quoted cell may hold lines, marks and doubled quotes."""
     lines, where = list(io.StringIO(content, newline="")), f"prompt file {path}"
     width = lines[0].count("\t")
     as_text = mark == "\t" and all(line.count(mark) == width for line in lines if line.strip())

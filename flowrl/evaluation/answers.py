@@ -19,10 +19,11 @@ def answers_about(
     which: Sequence[int],
     shown: Mapping[int, int],
 ) -> Answers:
-    """What checklists have just answered about pictures (n, ...) of prompts[i] for i in `which`.
+    """Keep what checklists have just answered about pictures (n, ...) of prompts[i] for i in
+    `which`.
 
-    As a row of evaluation.json keeps it. shown: row -> number of the image, for those that are
-    kept. Asks nothing: of a chunk in which a check broke down nothing is kept.
+    The form is that of a row of evaluation.json. shown: row -> number of the image, for those that
+    are kept. No question is asked again; of a chunk in which a check broke down nothing is kept.
     """
     checklists = {label: reward for label, reward in rewards.rewards.items() if reward.answers}
     if not checklists or not shown:
@@ -44,7 +45,7 @@ def answers_about(
 
 
 def joined(parts: Iterable[Answers]) -> Answers:
-    """Those of several chunks, by number of the image."""
+    """Join the answers of several chunks, sorted by the number of the image."""
     out: Answers = {}
     for part in parts:
         for label, entries in part.items():

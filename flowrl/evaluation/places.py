@@ -15,7 +15,8 @@ from flowrl.runtime.store.run_folder import config_file
 
 
 def own(folder: Path, doing: str) -> Lock:
-    """Lock a folder for its results; Busy that names the other way where somebody else holds it."""
+    """Lock a folder for its results; where somebody else holds it, the Busy that is raised names
+    the other way."""
     try:
         return Lock(folder, doing)
     except Busy as error:

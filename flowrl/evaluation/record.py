@@ -30,7 +30,7 @@ Verdicts = list[bool | None]  # right or wrong; None: not known
 
 
 def shown_prompts(prompts: Prompts, images: int) -> list[str]:
-    """Prompts of `Evaluation.images`, in its order."""
+    """The prompts of `Evaluation.images`, in its order."""
     return [prompts[i % len(prompts)]["prompt"] for i in spread_rows(images, len(prompts))]
 
 
@@ -51,7 +51,8 @@ def add_row(
 
 
 def _texts(evaluation: Evaluation, prompts: Prompts) -> list[str]:
-    """Text of each image: what is resampled, as held-out data may hold a text several times."""
+    """The text of each image: texts are what is resampled, because held-out data may hold a text
+    several times."""
     return [prompts[i]["prompt"] for i in evaluation.prompt]
 
 
@@ -75,7 +76,8 @@ def _row(evaluation: Evaluation, prompts: Prompts) -> dict[str, Any]:
 
 
 def _metric(value: Tensor, texts: list[str]) -> dict[str, Any] | None:
-    """Mean over the valid images, with its interval over texts; None where no image is valid."""
+    """The mean over the valid images, with its interval over texts; None where no image is
+    valid."""
     valid = torch.nonzero(~value.isnan()).flatten()
     if not len(valid):
         return None
@@ -90,7 +92,7 @@ def _metric(value: Tensor, texts: list[str]) -> dict[str, Any] | None:
 
 
 def _by_task(value: Tensor, prompt: list[int], prompts: Prompts) -> dict[str, float]:
-    """Mean over a task's valid images, where prompts name one."""
+    """The mean over a task's valid images, where prompts name a task."""
     tasks: dict[str, list[float]] = {}
     for v, p in zip(value.tolist(), prompt, strict=True):
         if "task" in prompts[p] and not math.isnan(v):
@@ -101,7 +103,8 @@ def _by_task(value: Tensor, prompt: list[int], prompts: Prompts) -> dict[str, fl
 def _paired(
     before: dict[str, list[Any]], after: dict[str, list[Any]], texts: list[str]
 ) -> dict[str, Any]:
-    """Difference of every value that both rows hold of each image, over those valid in both."""
+    """The difference of every value that both rows have of each image, over images that are valid
+    in both."""
     out = {}
     for key in sorted(before.keys() & after.keys()):
         if not len(before[key]) == len(after[key]) == len(texts):
@@ -123,8 +126,9 @@ def _paired(
 
 
 def save_images(run: Path, name: str, evaluation: Evaluation, prompts: Prompts) -> None:
-    """samples/<name>.png, and samples/before_after.png as soon as both are there, of media that can
-    be drawn; samples/<name>.npz holds them all: "images" as bytes, or "media" fp32 as they are."""
+    """Write samples/<name>.png of media that can be drawn, and samples/before_after.png as soon as
+    both are there; samples/<name>.npz holds them all: "images" as bytes, or "media" fp32 as they
+    are."""
     captions = shown_prompts(prompts, len(evaluation.prompt))
     media, kind = evaluation.images, media_kind(evaluation.images.shape)
     if kind == "videos":  # their middle frame
@@ -147,8 +151,8 @@ def save_images(run: Path, name: str, evaluation: Evaluation, prompts: Prompts) 
 
 
 def _kept_before(run: Path, key: str, now: np.ndarray) -> dict[str, np.ndarray]:
-    """samples/before.npz, if it has media like those of now under `key` and verdicts on them; a
-    damaged one is said to be left out."""
+    """Read samples/before.npz, if it has media like those of now under `key` and verdicts on them;
+    a damaged one is left out with a warning."""
     path = run / "samples" / "before.npz"
     if not path.exists():
         return {}
@@ -166,14 +170,15 @@ def _kept_before(run: Path, key: str, now: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _marks(verdicts: Verdicts) -> np.ndarray:
-    """Right 1, wrong 0, missing -1."""
+    """Encode verdicts: right 1, wrong 0, missing -1."""
     return np.array([-1 if v is None else v for v in verdicts], np.int8)
 
 
 def _common_verdicts(
     old: Mapping[str, np.ndarray], verdicts: dict[str, Verdicts]
 ) -> tuple[Verdicts, Verdicts] | None:
-    """Verdicts before and after by the first value that both have; None: by none."""
+    """Verdicts before and after by the first value that both have; None where they have none in
+    common."""
     for key, own in verdicts.items():
         if f"verdicts.{key}" in old:
             marks = old[f"verdicts.{key}"]

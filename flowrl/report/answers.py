@@ -19,7 +19,8 @@ Answers = dict[str, list[dict[str, Any]]]
 
 
 def folded(rows: Sequence[Mapping[str, Any]]) -> Markup:
-    """A table a checklist: questions below their prompt, a column for each row with answers."""
+    """Fold answers into a table for each checklist: questions below their prompt, a column for each
+    row with answers."""
     labels = dict.fromkeys(label for row in rows for label in row.get("answers", {}))
     tables = []
     for label in labels:

@@ -48,7 +48,7 @@ class Curve:
 
 
 def line_chart(title: str, points: Points, *, xlabel: str = "iteration", colour: int = 0) -> Markup:
-    """One curve with axes; points show their value on hover. "" without a finite value."""
+    """Draw one curve with axes; points show their value on hover. "" without a finite value."""
     points = thin([(x, y) for x, y in points if math.isfinite(y)])
     if not points:
         return Markup()
@@ -84,8 +84,9 @@ def _measured(name: str, points: Points, colour: int, xlabel: str) -> Curve:
 def against_chart(
     title: str, curves: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = ()
 ) -> Markup:
-    """Curves over iterations, each from its own lowest to its own highest value, which the legend
-    shows; marks: (iteration, text) of vertical lines. "" unless every curve has a finite value."""
+    """Draw curves over iterations, each from its own lowest to its own highest value, which the
+    legend shows; marks: (iteration, text) of vertical lines. "" unless every curve has a finite
+    value."""
     # one axis for all of them would flatten the curve with the smaller range
     finite = {k: thin([(x, y) for x, y in p if math.isfinite(y)]) for k, p in curves.items()}
     if not all(finite.values()):
@@ -116,7 +117,7 @@ def against_chart(
 
 
 def best_of_chart(title: str, curves: Mapping[str, Sequence[float | None]]) -> Markup:
-    """Curves over N = 1, 2, ... on a logarithmic axis, without those that lack a value."""
+    """Draw curves over N = 1, 2, ... on a logarithmic axis, without those that lack a value."""
     drawn = {name: own for name, own in curves.items() if None not in own}
     if not drawn:
         return Markup()
@@ -147,7 +148,8 @@ def _best_of(name: str, values: Sequence[float], colour: int) -> Curve:
 
 
 def interval_chart(rows: Sequence[tuple[str, float, float, float]]) -> Markup:
-    """Means with whiskers, one row each: (label, mean, low, high). The last row is coloured."""
+    """Draw means with whiskers, one row each: (label, mean, low, high). The last row is
+    coloured."""
     low, high = min(r[2] for r in rows), max(r[3] for r in rows)
     if low >= 0 and high <= 1:
         low = 0.0
@@ -167,7 +169,7 @@ def interval_chart(rows: Sequence[tuple[str, float, float, float]]) -> Markup:
 
 
 def stacked_bar(parts: Mapping[str, float], *, unit: str) -> Markup:
-    """Shares of a whole, largest first, with a legend that holds the numbers."""
+    """Draw shares of a whole, the largest first, with a legend that holds the numbers."""
     total = sum(parts.values())
     ranked = sorted(parts.items(), key=lambda item: -item[1])
     shares = [
@@ -182,7 +184,8 @@ def stacked_bar(parts: Mapping[str, float], *, unit: str) -> Markup:
 
 
 def number(value: float) -> str:
-    """Three significant digits, thousands with separators, tiny numbers in powers of ten."""
+    """Write a number with three significant digits, thousands with separators, tiny numbers in
+    powers of ten."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -196,7 +199,7 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About `count` round numbers that cover [low, high]: 1, 2, 2.5 or 5 times 10**k apart.
+    """Choose about `count` round numbers that cover [low, high], 1, 2, 2.5 or 5 times 10**k apart.
 
     A range without width becomes one of width 1.
     """
@@ -216,7 +219,7 @@ def _ticks_around(values: Sequence[float]) -> list[float]:
 
 
 def tick_text(value: float, all_ticks: Sequence[float]) -> str:
-    """A tick with the digits that its neighbours need."""
+    """Write a tick with the digits that its neighbours need."""
     step = all_ticks[1] - all_ticks[0] if len(all_ticks) > 1 else 1
     if not 1e-7 <= step < 1e5:
         return number(value)
@@ -226,7 +229,7 @@ def tick_text(value: float, all_ticks: Sequence[float]) -> str:
 
 
 def thin(points: Points) -> list[tuple[float, float]]:
-    """At most MOST_POINTS points: means of equal bins."""
+    """Reduce points to at most MOST_POINTS, the means of equal bins."""
     size = -(-len(points) // MOST_POINTS) or 1
     bins = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(x for x, _ in b) / len(b), sum(y for _, y in b) / len(b)) for b in bins]

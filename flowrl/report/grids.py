@@ -60,11 +60,11 @@ def grid(
     columns: int = 8,
     cell: int = 128,
 ) -> Image.Image:
-    """B images as a contact sheet, a caption under each.
+    """Put B images on a contact sheet, a caption under each.
 
-    media: (B, 3, H, W), or (B, F, 3, H, W) of which the middle frame is shown, or what else
-    is `drawable`. verdicts: True and False draw a green or red edge.
-    cell: pixels a side of one picture; whole-number enlargements keep small pictures crisp.
+    media: (B, 3, H, W), or (B, F, 3, H, W) of which the middle frame is shown, or what else is
+    `drawable`. verdicts: True and False draw a green or red edge. cell: pixels a side of one
+    picture; whole-number enlargements keep small pictures crisp.
     """
     pictures = _pictures(media, cell)
     count = len(pictures)
@@ -92,7 +92,7 @@ def before_after(
     columns: int = 4,
     cell: int = 128,
 ) -> Image.Image:
-    """Pairs side by side (same prompt, same noise), labelled, with the prompt under each pair.
+    """Put pairs side by side (same prompt, same noise), labelled, with the prompt under each pair.
     before, after: (B, 3, H, W), or what else is `drawable`, on one scale."""
     count = len(before)
     if not count:
@@ -118,7 +118,7 @@ def before_after(
 
 
 def _label_sides(sheet: Image.Image, layout: Layout, labels: tuple[str, str], cell: int) -> None:
-    """The two labels above each column of pairs; the first one is faint."""
+    """Write the two labels above each column of pairs; the first one is faint."""
     draw, font = ImageDraw.Draw(sheet), _font(cell)
     for column in range(layout.columns):
         for side, (label, colour) in enumerate(zip(labels, (FAINT, INK), strict=True)):
@@ -133,7 +133,8 @@ def _check_lengths(count: int, **columns: Sequence | Tensor | None) -> None:
 
 
 def _pictures(media: Tensor, cell: int) -> list[Image.Image]:
-    """Images, the middle frame of videos, or drawings, that fit into cell x cell."""
+    """Make media pictures that fit into cell x cell: images, the middle frame of videos, or
+    drawings."""
     if plots.drawable(media.shape):
         return plots.drawings(media, cell)
     stills = media[:, media.shape[1] // 2] if media.ndim == 5 else media
@@ -141,7 +142,7 @@ def _pictures(media: Tensor, cell: int) -> list[Image.Image]:
 
 
 def _fit(picture: Image.Image, cell: int) -> Image.Image:
-    """Whole-number enlargement without smoothing, or a smooth reduction."""
+    """Enlarge by a whole number without smoothing, or reduce smoothly."""
     width, height = picture.size
     long = max(width, height)
     if long <= cell:
@@ -158,7 +159,7 @@ def _paste(
     cell: int,
     verdict: bool | None,
 ) -> None:
-    """A picture in the middle of its cell, with an edge where there is a verdict."""
+    """Put a picture in the middle of its cell, with an edge where there is a verdict."""
     x, y = corner[0] + (cell - picture.width) // 2, corner[1] + (cell - picture.height) // 2
     sheet.paste(picture, (x, y))
     if verdict is not None:
@@ -180,7 +181,7 @@ def _line_height(font: FreeTypeFont) -> int:
 
 
 def _lines(text: str, width: int, font: FreeTypeFont) -> list[str]:
-    """Text in at most two lines of `width` pixels; what does not fit ends in an ellipsis.
+    """Break a text into at most two lines of `width` pixels; what does not fit ends in an ellipsis.
 
     Lines end at spaces, or inside a word that is longer than a line.
     """

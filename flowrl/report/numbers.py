@@ -27,7 +27,7 @@ def metric_names(evaluation: dict[str, Any]) -> list[str]:
 
 
 def distinct_metrics(evaluation: dict[str, Any]) -> list[str]:
-    """Metrics, without those that repeat an earlier one in every row (a total of one reward)."""
+    """Metrics without those that repeat an earlier one in every row (a total of one reward)."""
     rows = evaluation_rows(evaluation)
     out: dict[str, str] = {}
     for name in metric_names(evaluation):
@@ -37,7 +37,7 @@ def distinct_metrics(evaluation: dict[str, Any]) -> list[str]:
 
 
 def row_head(row: dict[str, Any]) -> list[str]:
-    """The name of a row and what HEADS names; "" for what it does not say."""
+    """The name of a row and the values of HEADS; "" for what the row does not say."""
     shown = [row.get(key) for key in ("name", "guidance", "steps", "images", "nfe")]
     return ["" if v is None else f"{v:,}" if isinstance(v, int) else str(v) for v in shown]
 

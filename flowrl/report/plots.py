@@ -32,7 +32,7 @@ def drawable(shape: Sequence[int]) -> bool:
 
 
 def drawings(media: Tensor, cell: int) -> list[Image.Image]:
-    """Media (n, T, D) -> n drawings of cell x cell pixels, all on one scale.
+    """Draw media (n, T, D) -> n drawings of cell x cell pixels, all on one scale.
 
     Of a path the start is grey and the end is filled. Values that are not finite are left out.
     """
@@ -46,14 +46,14 @@ def drawings(media: Tensor, cell: int) -> list[Image.Image]:
 
 
 def _over_time(values: Tensor) -> Tensor:
-    """(n, T, D) -> curves (n, D, T, 2) of (time from 0 to 1, value)."""
+    """Turn (n, T, D) into curves (n, D, T, 2) of (time from 0 to 1, value)."""
     n, steps, size = values.shape
     time = torch.linspace(0, 1, steps, dtype=values.dtype).expand(n, size, steps)
     return torch.stack([time, values.transpose(1, 2)], dim=-1)
 
 
 def _scale(lines: Tensor, *, equal: bool) -> tuple[Tensor, Tensor]:
-    """(low (2,), span (2,)) of all finite points; equal: one unit is as long on both axes."""
+    """Find (low (2,), span (2,)) of all finite points; equal: one unit is as long on both axes."""
     points = lines.reshape(-1, 2)
     points = points[points.isfinite().all(1)]
     if not len(points):
@@ -67,7 +67,7 @@ def _scale(lines: Tensor, *, equal: bool) -> tuple[Tensor, Tensor]:
 
 
 def _drawn(lines: Tensor, cell: int, *, ends: bool) -> Image.Image:
-    """Lines (lines, T, 2) in [0, 1], y down."""
+    """Draw lines (lines, T, 2) in [0, 1], with y downwards."""
     size = cell * FINER
     image = Image.new("RGB", (size, size), PAPER)
     draw = ImageDraw.Draw(image)

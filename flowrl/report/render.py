@@ -11,7 +11,7 @@ from flowrl.runtime.text import visible
 
 
 def _shown(value: Any) -> Any:
-    """Control characters of a text are visible; markup is as we made it."""
+    """Make control characters of a text visible; markup stays as we made it."""
     return visible(value) if type(value) is str else value
 
 
@@ -27,5 +27,5 @@ TEMPLATES.filters["px"] = "{:.1f}".format  # pixels
 
 
 def render(template: str, **values: Any) -> Markup:
-    """A filled template. Being markup, it is not escaped again inside another one."""
+    """Fill a template. The result is markup, so it is not escaped again inside another template."""
     return Markup(TEMPLATES.get_template(template).render(values))

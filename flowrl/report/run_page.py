@@ -75,7 +75,7 @@ def build(run_path: str | Path, output: Path | None = None) -> Path:
 
 
 def _event(line: dict[str, Any]) -> str:
-    """A line of history.jsonl as a sentence."""
+    """Write a line of history.jsonl as a sentence."""
     what = f": {line['what']}" if line.get("what") else ""
     when, event, iteration = (line.get(key, "?") for key in ("time", "event", "iteration"))
     who = f"process {line.get('pid', '?')} on {line.get('host', '?')}"
@@ -128,7 +128,7 @@ def _duration(seconds: float) -> str:
 
 
 def _result(evaluation: dict[str, Any]) -> Markup | None:
-    """The improvement and all rows; None where nothing was measured."""
+    """Show the improvement and all rows; None where nothing was measured."""
     rows, metrics = evaluation_rows(evaluation), metric_names(evaluation)
     if not rows or not metrics:
         return None
@@ -183,7 +183,7 @@ def _intervals(metric: str, rows: Rows) -> Markup:
 
 
 def _task_lines(columns: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Accuracy a task: a line a task, a column a row of the evaluation."""
+    """The accuracy of each task: a line a task, a column a row of the evaluation."""
     tasks = dict.fromkeys(task for column in columns for task in column)
     return [
         [task.replace("_", " "), *(interval_text(column.get(task)) for column in columns)]
@@ -201,13 +201,14 @@ def _pictures(samples: Path) -> dict[str, str]:
 
 
 def _arrays(samples: Path) -> list[str]:
-    """Files of media before and after that have no picture: of a shape that nothing here draws."""
+    """The files of media before and after that have no picture, because nothing here draws their
+    shape."""
     stems = [stem for stem in ("before", "after") if (samples / f"{stem}.npz").is_file()]
     return [f"samples/{stem}.npz" for stem in stems if not (samples / f"{stem}.png").is_file()]
 
 
 def _png(path: Path) -> bytes:
-    """A file that can be shown as a picture; b"" of another one."""
+    """Read a file that can be shown as a picture; b"" of another one."""
     data = path.read_bytes() if path.is_file() else b""
     return data if data.startswith(PNG) and data.endswith(PNG_END) else b""
 
@@ -245,7 +246,7 @@ def _decisive_steps(metrics: Metrics) -> list[Markup]:
 
 
 def _bars(metrics: Metrics) -> dict[str, Markup]:
-    """Heading -> a bar of what all iterations took together."""
+    """Draw what all iterations took together: heading -> a bar."""
     sums = _sums(metrics)
     whole, calls = sums.get("time/iteration", 0.0), _phases(sums, "nfe/")
     phases, work = _phases(sums, "time/"), _kinds_of_work(sums)
@@ -292,7 +293,7 @@ def _kinds_of_work(sums: dict[str, float]) -> dict[str, float]:
 
 
 def _environment(run: RunFolder) -> dict[str, Any]:
-    """Versions of the machine that ran it, or of this one where the run recorded none."""
+    """Versions of the machine that ran it, or of this machine where the run recorded none."""
     path = run.path / "environment.json"
     if not path.exists():
         return {"recorded": False, "environment": environment()}
@@ -301,7 +302,8 @@ def _environment(run: RunFolder) -> dict[str, Any]:
 
 
 def _command_again(run: RunFolder, settings: dict[str, Any]) -> str:
-    """Trains the same again, into another folder, from where this run was started."""
+    """The command that trains the same again, into another folder, from where this run was
+    started."""
     folder = Path(str(settings.get("output") or f"runs/{run.path.name}"))
     if run.path.parts[-len(folder.parts) :] != folder.parts:  # the run was moved
         folder = run.path

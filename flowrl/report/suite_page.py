@@ -29,7 +29,8 @@ def section(run: Path) -> Markup:
 
 
 def _of_file(path: Path) -> Markup:
-    """What `flowrl evaluate --suite` wrote; a file that was edited or damaged -> ValueError."""
+    """Show what `flowrl evaluate --suite` wrote; a file that was edited or damaged ->
+    ValueError."""
     again = "evaluate again: flowrl evaluate --suite"
     record = side_files.read(path, again=again)
     try:
@@ -70,7 +71,8 @@ def headline(record: Record) -> str:
 
 
 def heads(record: Record) -> list[str]:
-    """Columns: a row of the record each, and the difference of "tuned" to each other one."""
+    """Head the columns: one for each row of the record, and one for the difference of "tuned" to
+    each other row."""
     return [
         "",
         *(f"{row['name']} ({_guidance(row)})" for row in record["rows"]),
@@ -85,8 +87,8 @@ def _guidance(row: Mapping[str, Any]) -> str:
 
 
 def lines(record: Record, level: str, reading: str | None = None) -> Lines:
-    """Level scores or diversity: a line a reading; categories or details: a line a category of
-    `reading`."""
+    """Make lines of cells. Levels scores and diversity have a line a reading; categories and
+    details have a line a category of `reading`."""
 
     def of(holder: Mapping[str, Any]) -> Mapping[str, Any]:
         found = holder.get(level, {})
@@ -104,7 +106,7 @@ def lines(record: Record, level: str, reading: str | None = None) -> Lines:
 
 
 def _role(record: Record, reading: str) -> str:
-    """Whether training saw the reward behind a reading."""
+    """Say whether training saw the reward behind a reading."""
     label, suite = reading.partition("/")[0], record["suite"]
     entry = {**suite["rewards"], **suite["held_out"]}.get(label)
     name = entry.get("name", label) if isinstance(entry, dict) else label
@@ -124,7 +126,7 @@ def breakdowns(record: Record) -> list[tuple[str, Lines]]:
 
 
 def best_lines(record: Record) -> Lines:
-    """A line a size N of the best-of-N curve: powers of two, and the longest."""
+    """Make a line for each size N of the best-of-N curve: powers of two, and the longest."""
     longest = len(record["rows"][-1]["best_of"])
     sizes = sorted({n for n in SHOWN if n < longest} | {longest}) if longest else []
     return [
@@ -137,7 +139,7 @@ def matrix_heads(matrix: Mapping[str, Any]) -> list[str]:
 
 
 def matrix_lines(matrix: Mapping[str, Any]) -> Lines:
-    """A line a run: what its training changed in each column."""
+    """Make a line for each run: what its training changed in each column."""
     return [
         [
             f"{', '.join(row['trained'])} ({row['run']})",
@@ -165,7 +167,7 @@ def cell(entry: Mapping[str, Any] | None, key: str = "mean") -> str:
 
 
 def sentences(record: Record) -> list[str]:
-    """Peaks of held-out rewards in training, contamination, warnings."""
+    """Write sentences about peaks of held-out rewards in training, contamination, and warnings."""
     out = [_peak(name, peak) for name, peak in record["peaks"].items()]
     if found := record["contamination"]:
         out.append(

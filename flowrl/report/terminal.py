@@ -22,7 +22,8 @@ from flowrl.runtime.text import printable
 
 
 def evaluation_table(evaluation: dict[str, Any]) -> Table:
-    """One row a setting with mean and interval of the metrics; the paired difference below."""
+    """Show a row for each setting, with mean and interval of the metrics; the paired difference
+    stands below."""
     rows, metrics = evaluation_rows(evaluation), distinct_metrics(evaluation)[:2]
     out = _table(", ".join(["Held-out prompts", *_same(rows)]), caption_justify="left")
     out.add_column("", overflow="fold")
@@ -40,7 +41,7 @@ def evaluation_table(evaluation: dict[str, Any]) -> Table:
 
 
 def _same(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What all rows have in common, which their title says."""
+    """What all rows have in common, which the title says."""
     return [
         f"{rows[0][key]} {key}"
         for key in ("images", "steps")
@@ -70,7 +71,7 @@ def matrix_table(matrix: Mapping[str, Any]) -> Table:
 
 
 def score_table(scored: Sequence[ScoredSample], weights: Mapping[str, float]) -> Table:
-    """File, each reward as it scored, and the total."""
+    """Show for each file what each reward scored, and the total."""
     out = _table()
     out.add_column("file", overflow="fold")
     for label, weight in weights.items():
@@ -83,7 +84,7 @@ def score_table(scored: Sequence[ScoredSample], weights: Mapping[str, float]) ->
 
 
 def _text_table(title: str, heads: Sequence[str], lines: suite_page.Lines) -> Table:
-    """An interval goes below its number."""
+    """Make a table of texts, in which an interval goes below its number."""
     out = _table(title)
     for i, name in enumerate(heads):
         out.add_column(name, justify="right" if i else "left", overflow="fold")

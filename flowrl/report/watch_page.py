@@ -14,7 +14,8 @@ OF_THE_PEAK = ("held_out", "best", "peak", "below", "past_peak", "rate")  # no d
 
 
 def against(metrics: Sequence[dict[str, Any]], peak: dict[str, Any]) -> Markup:
-    """The plot; "" where no peak was sought or found. peak: peak.json."""
+    """Plot the trained reward against the held-out one; "" where no peak was sought or found. peak:
+    peak.json."""
     if not peak:
         return Markup()
     curves = {
@@ -26,7 +27,7 @@ def against(metrics: Sequence[dict[str, Any]], peak: dict[str, Any]) -> Markup:
 
 
 def detectors(metrics: Sequence[dict[str, Any]]) -> list[Markup]:
-    """A chart of each detector of the run."""
+    """Draw a chart of each detector of the run."""
     names = dict.fromkeys(name for row in metrics for name in row if name.startswith("watch/"))
     shown = [name for name in names if name.removeprefix("watch/") not in OF_THE_PEAK]
     return [line_chart(name, points(metrics, name), colour=3) for name in shown]
@@ -42,7 +43,7 @@ def points(metrics: Sequence[dict[str, Any]], name: str) -> Points:
 
 
 def sentence(peak: dict[str, Any]) -> str:
-    """What peak.json says, and where the weights of the peak are; "" where it says nothing."""
+    """Say what peak.json says, and where the weights of the peak are; "" where it says nothing."""
     if not peak:
         return ""
     said = (

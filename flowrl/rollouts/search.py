@@ -71,7 +71,7 @@ class Search:
         self._check_read()
 
     def _check_read(self) -> None:
-        """ValueError where a setting was set that this way of searching does not read."""
+        """Raise ValueError where a setting was set that this way of searching does not read."""
         for field in fields(self)[2:]:
             value = getattr(self, field.name)
             if value != field.default and field.name not in READ[self.how]:
@@ -160,7 +160,8 @@ def tree(made: Candidates, how: Search) -> None:
 
 
 def forks_of(asked: SampleRequest, how: Search) -> tuple[int, ...]:
-    """The steps at which paths fork, ascending; the last step has no noise to fork with."""
+    """The steps at which paths fork, in ascending order; the last step has no noise to fork
+    with."""
     last = asked.path.edges - 2
     if last < 0:
         raise ValueError("search how=tree forks before the last step, and steps=1; use 2 or more")

@@ -16,9 +16,8 @@ WRITABLE = (np.ndarray, Image.Image, set, bytearray)
 
 
 def own(value: T) -> T:
-    """A copy of tensors (with their gradient), arrays, pictures, lists, mappings and records,
-    however nested; any other object, such as a simulator in the metadata, is handed over as it
-    is."""
+    """Copy tensors (with their gradient), arrays, pictures, lists, mappings and records, however
+    nested; any other object, such as a simulator in the metadata, is handed over as it is."""
     return _own(value)
 
 

@@ -8,7 +8,8 @@ import pydantic
 
 
 class Filled(pydantic.BaseModel):
-    """ValueError where a setting that may be none is an empty text, as of an unset variable."""
+    """Settings in which an empty text, as of a variable that is not set, is a ValueError wherever a
+    setting may be none."""
 
     @pydantic.field_validator("*", mode="before")
     @classmethod

@@ -33,7 +33,7 @@ _used: dict[str, str] = {}
 
 
 def split(source: str) -> tuple[str, str | None]:
-    """(owner/repo, revision) of a source; revision is None where the newest is asked for.
+    """Split a source into (owner/repo, revision); revision is None where the newest is asked for.
 
     Nothing after the @ -> ValueError.
     """
@@ -46,21 +46,23 @@ def split(source: str) -> tuple[str, str | None]:
 
 
 def options(source: str) -> dict[str, str]:
-    """What from_pretrained and its like take beside the name: {"revision": ...}, or nothing."""
+    """The options that from_pretrained and its like take beside the name: {"revision": ...}, or
+    none."""
     revision = split(source)[1]
     return {} if revision is None else {"revision": revision}
 
 
 def note(source: str, *, dataset: bool = False) -> None:
-    """Remember the commit of what was just loaded from the hub, as this machine's cache tells."""
+    """Remember the commit of what was just loaded from the hub, which this machine's cache
+    knows."""
     name, revision = split(source)
     revision = revision or "main"
     _used[f"datasets/{name}" if dataset else name] = _commit(name, revision, dataset) or revision
 
 
 def used() -> dict[str, str]:
-    """Repositories that this process has loaded, with the commit of each; its revision where the
-    cache does not know the commit."""
+    """The repositories that this process has loaded, each with its commit, or with its revision
+    where the cache does not know the commit."""
     return dict(sorted(_used.items()))
 
 

@@ -182,8 +182,8 @@ class Ledger:
         self.mark = now
 
     def _now(self) -> Any:
-        """A moment: of a GPU an event, because to wait for it at each change of phase would stall
-        it; they are read at the end of the iteration."""
+        """The present moment: an event on a GPU, which would stall if each change of phase waited
+        for it; events are read at the end of the iteration."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -245,15 +245,16 @@ class CountedPolicy:
         return self.policy.initial(*place)
 
     def reward(self, x: Tensor, rollout: Any, samples: Tensor, sigma: float = 0.0) -> Tensor:
-        """Reward (n,) of latents x (n, *L) at sigma in place of these samples' (n,), with a
-        gradient."""
+        """The reward (n,) of latents x (n, *L) at sigma, put in the place of these samples' (n,),
+        with a gradient."""
         assert self.judge is not None, "this method was not given rewards to climb"
         with self.ledger.work("reward"), self.autocast():
             return self.judge(x, rollout, samples, sigma)
 
     @contextmanager
     def view(self, name: str) -> Iterator[None]:
-        """Another view of the weights; its calls are the phase "reference"."""
+        """Switch to another view of the weights, whose calls are booked as the phase
+        "reference"."""
         with self.ledger.phase("reference"), self.policy.view(name):
             yield
 

@@ -17,7 +17,7 @@ logger = logging.getLogger("flowrl")
 
 
 def _one_line(record: logging.LogRecord) -> bool:
-    """A message is a line that a terminal can show, whatever it quotes."""
+    """Make a message one line that a terminal can show, whatever it quotes."""
     record.msg, record.args = one_line(record.getMessage()), ()
     return True
 
@@ -60,7 +60,7 @@ for _name, _words in CHATTER.items():
 
 
 def _hush() -> list[tuple[Any, int, bool]]:
-    """Errors only and no progress bars of diffusers and transformers.
+    """Let diffusers and transformers report errors only, and show no progress bars.
 
     -> how they were before: (logging, verbosity, bars).
     """
@@ -92,7 +92,7 @@ class Progress:
     """`with Progress(total) as bar: bar.update(iteration, reward=..., ...)`: a live bar on a
     terminal, a line each few seconds elsewhere.
 
-    show: False on all but the main process.
+    show: False on all processes but the main one.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Progress:
             self.bar.stop()
 
     def update(self, iteration: int, **numbers: float) -> None:
-        """Iterations finished so far, and the few numbers worth watching."""
+        """Show how many iterations are finished, and the few numbers worth watching."""
         self.done = iteration
         if not self.show:
             return
@@ -161,7 +161,7 @@ class Progress:
 
 
 def _console() -> Any:
-    """The one console on stderr: the bar and messages must not overwrite each other."""
+    """Return the only console on stderr: the bar and messages must not overwrite each other."""
     global _shared
     from flowrl.runtime.terminal import Terminal
 

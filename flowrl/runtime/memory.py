@@ -20,12 +20,12 @@ SIGNS = (  # in messages of torch, CUDA, numpy and the system
 
 
 class OutOfMemory(RuntimeError):
-    """Memory ran out, and the message is what a user reads: where, what used it, what to set."""
+    """Memory ran out. The message is for users: where it was, what used it, and what to set."""
 
 
 @contextmanager
 def during(phase: str) -> Iterator[None]:
-    """Note on an error of memory in which phase it came; the innermost stands."""
+    """Note on an error of memory in which phase it came; of nested phases the innermost counts."""
     try:
         yield
     except Exception as error:
@@ -45,7 +45,7 @@ def ran_out(error: object) -> bool:
 
 
 def advice(error: object) -> str:
-    """The sentence for a user whose memory ran out."""
+    """The sentence that tells a user whose memory ran out what to do."""
     if isinstance(error, OutOfMemory):
         return str(error)
     said = printable(error, 120) or type(error).__name__

@@ -21,8 +21,8 @@ ALIKE: dict[str, Callable[[str], str]] = {  # what two names differ in -> what t
 
 
 def expanded(path: str) -> str:
-    """The path with ~ and $NAME or ${NAME} of the environment written out, unless a file has just
-    this name; a variable that is not set -> ValueError."""
+    """Write out ~ and $NAME or ${NAME} of the environment in a path, unless a file has just this
+    name; a variable that is not set -> ValueError."""
     out = os.path.expanduser(path)
     if "$" in out and not os.path.lexists(out):
         out = os.path.expanduser(os.path.expandvars(path))
@@ -35,7 +35,8 @@ def expanded(path: str) -> str:
 
 
 def located(path: str | Path, folder: str | Path = "") -> Path:
-    """What a path names, from a folder: `expanded`, and with / for \\ where only that exists."""
+    """The file that a path names from a folder: `expanded`, and with / for \\ where only that
+    exists."""
     found = Path(folder, expanded(str(path)))
     if "\\" in str(path) and not found.exists():
         other = Path(folder, expanded(str(path).replace("\\", "/")))
@@ -44,8 +45,8 @@ def located(path: str | Path, folder: str | Path = "") -> Path:
 
 
 def nearby(path: str | Path) -> str:
-    """How a path that does not exist differs from what does, to end a sentence; "": nothing is
-    near."""
+    """Say how a path that does not exist differs from what does, to end a sentence; "" where
+    nothing is near."""
     path = given = Path(path)
     while path.parent != path and not path.parent.exists():
         path = path.parent

@@ -22,13 +22,13 @@ def by_signal(reason: str | None) -> bool:
 
 
 class Aborted(BaseException):
-    """The iteration was given up; weights are those of the last finished one. Its text is the
-    reason. Not an Exception: scoring takes those for a failed sample."""
+    """The iteration was given up, and weights are those of the last finished one. The text is the
+    reason. It is no Exception, because scoring takes those for a failed sample."""
 
 
 class StopRequest:
-    """Inside `with`, a signal is told to the trainer's World, which the loop asks between
-    iterations; a second one does not wait."""
+    """Inside `with`, a signal is passed on to the trainer's World, which the loop asks between
+    iterations; a second signal does not wait."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 

@@ -78,7 +78,7 @@ def mean_interval(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """Percentile bootstrap of a mean; values, groups: (n,)."""
+    """Percentile bootstrap of the mean of values (n,); groups: (n,), as in `paired_bootstrap`."""
     values = _values("values", values)
     drawn, _ = _resampled_means(values, groups, resamples, seed)
     ci = percentile_interval(drawn, level)
@@ -128,12 +128,12 @@ def everything(table: np.ndarray) -> np.ndarray:
 
 
 def ratio(total: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """total / count; NaN where nothing was counted."""
+    """Divide total by count; NaN where nothing was counted."""
     return np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0)
 
 
 def percentile_interval(drawn: np.ndarray, level: float = 0.95) -> tuple[float, float]:
-    """The middle `level` of resampled statistics (R,); those that are NaN are left out."""
+    """The middle `level` of resampled statistics (R,), without those that are NaN."""
     if not 0 < level < 1:
         raise ValueError(
             f"level={level}: a confidence level lies between 0 and 1, for example 0.95"
@@ -160,7 +160,7 @@ def _resampled_means(
 
 
 def _places(groups: Sequence, count: int) -> np.ndarray:
-    """Number of each value's group, (n,)."""
+    """The number of each value's group, (n,)."""
     labels = _array(groups)
     if labels.shape != (count,):
         raise ValueError(

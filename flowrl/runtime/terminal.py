@@ -18,7 +18,7 @@ class Terminal(Console):
         super().__init__(markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Escapes take their place in a table before its columns are measured."""
+        """Make escapes take their place in a table before its columns are measured."""
         return super().render_str(visible(text, self.encoding), **options)
 
     def on_broken_pipe(self) -> None:

@@ -31,7 +31,7 @@ def visible(text: object, encoding: str = "utf-8") -> str:
 
 
 def printable(text: object, limit: int = LIMIT) -> str:
-    """A sentence from elsewhere: one line of at most `limit` characters, controls visible.
+    """Make a sentence from elsewhere one line of at most `limit` characters, with controls visible.
 
     >>> print(printable("401\\n  Unauthorized\\x07"))
     401 Unauthorized\\x07
@@ -42,27 +42,28 @@ def printable(text: object, limit: int = LIMIT) -> str:
 
 
 def one_line(text: object) -> str:
-    """A sentence of flowrl: as `printable`, spaces as they are (of a path), and longer."""
+    """Make a sentence of flowrl one line: as `printable`, but spaces stay (they may be those of a
+    path), and it may be longer."""
     return _cut(" ".join(str(text).splitlines()), LONGEST)
 
 
 def listed(items: Sequence[str]) -> str:
-    """Items of a sentence: the first few, and how many more there are."""
+    """Write items into a sentence: the first few, and how many more there are."""
     more = f" and {len(items) - NAMED} more" if len(items) > NAMED else ""
     return ", ".join(items[:NAMED]) + more
 
 
 def items(text: str) -> tuple[str, ...]:
-    """The items of a text, between commas, whatever its lines.
+    """Split a text at its commas, whatever its lines.
 
-    >>> items("a dog, a cat,\n    a bird")
+    >>> items("a dog, a cat,\\n    a bird")
     ('a dog', 'a cat', 'a bird')
     """
     return tuple(item.strip() for item in text.split(","))
 
 
 def error_text(error: object) -> str:
-    """What an error says, in one line; what it quotes of the errors behind it is cut."""
+    """Say an error in one line; what it quotes of the errors behind it is cut."""
     text = str(error)
     for cause in _causes(error):
         if len(quoted := str(cause)) > LIMIT:

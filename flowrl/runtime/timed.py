@@ -33,7 +33,7 @@ class Overdue(BaseException):
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What the function returns or raises; Overdue after `seconds`."""
+    """Return what the function returns, or raise what it raises; Overdue after `seconds`."""
     faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=2)
     try:
         if SIGNAL is None or threading.current_thread() is not threading.main_thread():
@@ -49,7 +49,7 @@ def within(seconds: float, function: Callable[[], Any]) -> Any:
 
 @contextmanager
 def _ended_after(seconds: float) -> Iterator[None]:
-    """Overdue is raised inside, in the main thread, after `seconds` and every second from then.
+    """Raise Overdue inside, in the main thread, after `seconds` and every second from then.
 
     A thread that only waits sends the signal, since the process's timer belongs to `signals`.
     """
@@ -91,7 +91,7 @@ class Caller:
         self.late = False
 
     def within(self, seconds: float, function: Callable[[], Any]) -> Any:
-        """What the function returns or raises; Overdue after `seconds`."""
+        """As `within` above, in the thread of this caller."""
         future: Future[Any] = Future()
         with self.turn:
             if self.jobs is None:

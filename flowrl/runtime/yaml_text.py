@@ -14,7 +14,8 @@ PARSER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read(path: Path) -> str:
-    """The text of a YAML file; OSError or ValueError if it cannot be read or is too large."""
+    """Read the text of a YAML file; one that cannot be read or is too large -> OSError or
+    ValueError."""
     if path.exists() and not path.is_file():
         raise ValueError("it is not a file")
     with path.open("rb") as file:
@@ -25,8 +26,8 @@ def read(path: Path) -> str:
 
 
 def load(text: str) -> Any:
-    """Plain values of a text; ValueError if it cannot be read. OmegaConf (from 2.4 on) bounds what
-    its aliases stand for."""
+    """Parse a text into plain values; one that cannot be parsed -> ValueError. OmegaConf (from 2.4
+    on) bounds what its aliases stand for."""
     # here: a server of rewards needs no OmegaConf
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

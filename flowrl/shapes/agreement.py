@@ -40,7 +40,7 @@ class Agreement:
 def plant(
     prompt: Prompt, objects: list[Object], error: str, generator: torch.Generator
 ) -> list[Object] | None:
-    """A scene with one error that its prompt excludes; None where the prompt leaves that open
+    """Plant one error that the prompt excludes into a scene; None where the prompt leaves that open
     (colour of "a circle", order of "and")."""
     first, rest = objects[0], objects[1:]
     if error == "order":
@@ -57,13 +57,13 @@ def plant(
 
 
 def _exchanged(objects: list[Object]) -> list[Object]:
-    """Two objects in each other's places."""
+    """Put two objects in each other's places."""
     a, b = objects[:2]
     return [replace(a, x=b.x, y=b.y, size=b.size), replace(b, x=a.x, y=a.y, size=a.size)]
 
 
 def _other(names: Iterable[str], used: set[str], generator: torch.Generator) -> str:
-    """A name that is not used."""
+    """Draw a name that is not used."""
     free = [name for name in names if name not in used]
     return free[int(torch.randint(len(free), (), generator=generator))]
 
@@ -91,7 +91,8 @@ def measure(count: int, *, seed: int = 0, blur: bool = False) -> Agreement:
 
 
 def _draw(count: int, generator: torch.Generator) -> list[tuple[str, Prompt, list[Object]]]:
-    """(planted error or "", prompt, scene): `count` true scenes, each with its wrong ones."""
+    """Draw `count` true scenes, each with its wrong ones -> (planted error or "", prompt,
+    scene)."""
     tasks: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in all_prompts():
         tasks[prompt["task"]].append(prompt)
@@ -108,5 +109,5 @@ def _draw(count: int, generator: torch.Generator) -> list[tuple[str, Prompt, lis
 
 
 def box(pictures: Tensor) -> Tensor:
-    """3x3 mean of (B, 3, H, W)."""
+    """Filter (B, 3, H, W) by the mean of 3x3 pixels."""
     return F.avg_pool2d(pictures, 3, stride=1, padding=1, count_include_pad=False)

@@ -44,8 +44,8 @@ def near_misses(prompt: Prompt) -> dict[str, list[Prompt]]:
 
 
 def _edits(include: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(kind, clauses with one edit); some edits leave the world of prompts, or say the same in
-    other words."""
+    """Edit one thing of a prompt -> (kind, clauses); some edits leave the world of prompts, or say
+    the same in other words."""
     for i, clause in enumerate(include):
         for kind, change in _changes(clause):
             yield kind, [*include[:i], clause | change, *include[i + 1 :]]
@@ -55,7 +55,7 @@ def _edits(include: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, 
 
 
 def _changes(clause: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(kind, other value) for every attribute that a clause states."""
+    """Change each attribute that a clause states -> (kind, other value)."""
     yield from (("colour", {"color": c}) for c in COLORS if clause["color"] not in (None, c))
     yield from (("shape", {"shape": s}) for s in SHAPES if s != clause["shape"])
     yield from (("count", {"count": n}) for n in (1, *NUMBERS) if n != clause["count"])
@@ -74,8 +74,8 @@ def _spelled(include: list[dict[str, Any]]) -> str:
 
 
 def _meaning(include: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    """Equal for prompts that say the same: word order does not matter, "a left of b" is "b right of
-    a"."""
+    """A key that is equal for prompts that say the same: word order does not matter, and "a left of
+    b" is "b right of a"."""
     things = [(c["shape"], c["color"], c["count"]) for c in include]
     relation = next((c["position"][0] for c in include if "position" in c), None)
     if relation is None:
@@ -85,7 +85,7 @@ def _meaning(include: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def truths(objects: list[Object]) -> list[Prompt]:
-    """Every prompt of the world that describes the scene, by the verifier's strict reading."""
+    """Find every prompt of the world that describes the scene, by the verifier's strict reading."""
     found = [verify.FoundShape(o.shape, o.color, o.x, o.y, 2 * o.size, 2 * o.size) for o in objects]
     candidates = [
         *_about()[_things((o.shape, o.color) for o in objects)],

@@ -69,8 +69,8 @@ def render(scene: list[Object], *, supersample: int = 4) -> Tensor:
 def place(
     kinds: list[tuple[str, str]], generator: torch.Generator, relation: str | None = None
 ) -> list[Object]:
-    """Random cells, shifts and sizes for at most nine (shape, colour) pairs; `relation` holds
-    between the first two, within 45 degrees."""
+    """Draw cells, shifts and sizes for at most nine (shape, colour) pairs; `relation` holds between
+    the first two, within 45 degrees."""
     while True:
         cells = torch.randperm(9, generator=generator)[: len(kinds)].tolist()
         scene = []

@@ -67,8 +67,8 @@ def components(mask: Tensor) -> Tensor:
 
 
 def to_world(images: Tensor) -> Tensor:
-    """(B, 3, H, W) -> (B, 3, 64, 64): the longer side becomes 64 px (antialiased), and white paper
-    fills what is missing."""
+    """Scale (B, 3, H, W) to (B, 3, 64, 64): the longer side becomes 64 px (antialiased), and white
+    paper fills what is missing."""
     if images.ndim != 4:
         raise ValueError(
             "the shapes verifier reads images (B, 3, H, W), not media of shape"
@@ -83,8 +83,8 @@ def to_world(images: Tensor) -> Tensor:
 
 
 def detect(images: Tensor) -> list[list[FoundShape]]:
-    """Objects in each of (B, 3, H, W) images in [0, 1], in px of the 64x64 world; see `to_world`
-    for other sizes."""
+    """Find the objects in each of (B, 3, H, W) images in [0, 1], in px of the 64x64 world; see
+    `to_world` for other sizes."""
     names = list(COLORS)
     if images.shape[-3:] != (3, PIXELS, PIXELS) or images.ndim != 4:
         images = to_world(images)
@@ -110,7 +110,8 @@ def detect(images: Tensor) -> list[list[FoundShape]]:
 
 
 def _objects(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Components of (n, H, W) labels that are no specks: (their planes (K,), masks (K, H, W))."""
+    """Find the components of (n, H, W) labels that are no specks -> (their planes (K,), masks (K,
+    H, W))."""
     stride = PIXELS * PIXELS + 1  # one number for (plane, label)
     plane = torch.arange(len(labels), device=labels.device)[:, None, None]
     values, counts = (labels + stride * plane).unique(return_counts=True)
@@ -120,7 +121,7 @@ def _objects(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, float]]:
-    """Shape, centre and size of each component (K, H, W) bool."""
+    """Recognise shape, centre and size of each component (K, H, W) bool."""
     _, h, w = masks.shape
     ys, xs = torch.arange(h, device=masks.device), torch.arange(w, device=masks.device)
     rows, cols = masks.any(2), masks.any(1)
@@ -142,7 +143,7 @@ def _recognise(masks: Tensor) -> list[tuple[str | None, float, float, float, flo
 
 
 def complaint(include: Any) -> str | None:
-    """What is wrong with a prompt's clauses, as the end of a sentence; None if they can be
+    """Say what is wrong with a prompt's clauses, as the end of a sentence; None if they can be
     judged."""
     example = '{"shape": "circle", "count": 1, "color": "red"}'
     if not isinstance(include, list) or not include:
@@ -159,7 +160,7 @@ def complaint(include: Any) -> str | None:
 
 
 def _well_formed(clause: Any) -> bool:
-    """A clause with a shape, a count and, maybe, a colour."""
+    """Whether a clause has a shape, a count and, maybe, a colour."""
     if not isinstance(clause, dict) or not isinstance(clause.get("shape"), str):
         return False
     if not isinstance(clause.get("color", 0), str | None):
@@ -168,7 +169,7 @@ def _well_formed(clause: Any) -> bool:
 
 
 def _points_back(position: Any, number: int) -> bool:
-    """[relation, index of a clause before `number`]."""
+    """Whether a position is [relation, index of a clause before `number`]."""
     if not isinstance(position, list) or len(position) != 2:
         return False
     relation, target = position
@@ -181,8 +182,8 @@ def _points_back(position: Any, number: int) -> bool:
 
 
 def strict(objects: list[FoundShape], include: list[dict[str, Any]]) -> bool:
-    """GenEval's strict reading: every clause exactly right. Stricter in one point: nothing else may
-    be in the picture."""
+    """Judge by GenEval's strict reading: every clause is exactly right. It is stricter in one
+    point: nothing else may be in the picture."""
     return len(objects) == sum(c["count"] for c in include) and partial(objects, include) == 1.0
 
 

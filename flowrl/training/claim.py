@@ -19,7 +19,7 @@ RUN_FILES = ("config.yaml", "checkpoints", "metrics.jsonl")  # with one of the f
 
 @contextmanager
 def claimed(cfg: Config, resume: Path | None, world: World) -> Iterator[tuple[Path, Lock | None]]:
-    """The run's folder, and the main process's lock on it.
+    """Give the run's folder, with the main process's lock on it.
 
     An error inside gives both back: a folder that was made for it is removed again.
     """
@@ -40,7 +40,7 @@ def claimed(cfg: Config, resume: Path | None, world: World) -> Iterator[tuple[Pa
 
 
 def _new(cfg: Config) -> tuple[Lock, list[Path]]:
-    """A folder that holds no run -> its lock, and the folders that were made for it."""
+    """Lock a folder that holds no run -> its lock, and the folders that were made for it."""
     path, made = _folder(cfg)
     held = Lock(path, DOING)
     if holds := next((name for name in RUN_FILES if (path / name).exists()), None):
@@ -53,7 +53,7 @@ def _new(cfg: Config) -> tuple[Lock, list[Path]]:
 
 
 def _folder(cfg: Config) -> tuple[Path, list[Path]]:
-    """The folder that `output` names, or an own one under runs/ -> it, and what was made of it."""
+    """Make the folder that `output` names, or one under runs/ -> it, and what was made of it."""
     if cfg.output:
         path = Path(cfg.output)
         made = _missing(path)
@@ -72,7 +72,7 @@ def _folder(cfg: Config) -> tuple[Path, list[Path]]:
 
 
 def _missing(path: Path) -> list[Path]:
-    """What is to be made of a path, from its end."""
+    """The folders of a path that are not there yet, the innermost first."""
     return [place for place in (path, *path.parents) if not place.exists()]
 
 

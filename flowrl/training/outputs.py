@@ -78,7 +78,7 @@ def start(trainer: Running) -> None:
 
 
 def _live(cfg: Config) -> dict[str, str]:
-    """What of the run was a live object, for environment.json."""
+    """Name what of the run was a live object, for environment.json."""
     return {f"live {argument}": label for argument, label in named(cfg).items()}
 
 
@@ -94,7 +94,7 @@ def start_trackers(parts: RunParts, iteration: int) -> None:
 
 
 def record(trainer: Running, it: Iteration) -> None:
-    """A grid of samples and held-out numbers when they are due, then one line of metrics."""
+    """Write a grid of samples and held-out numbers when they are due, then one line of metrics."""
     cfg, parts, main = trainer.cfg, trainer.parts, trainer.parts.source.world.main
     due = it.number == 1 or it.number % cfg.checkpoint.every == 0
     if main and due and grids.drawable(it.shown):
@@ -189,7 +189,7 @@ def finish(trainer: Running) -> Run:
 
 
 def export(parts: RunParts) -> None:
-    """The averaged LoRA, with the settings that load it, and the small networks beside it."""
+    """Write the averaged LoRA, with the settings that load it, and the small networks beside it."""
     policy, train = parts.source.policy, parts.setup.cfg.train
     with parts.weights.ema.swapped():
         policy.save_heads(parts.path / "heads")
@@ -200,7 +200,7 @@ def export(parts: RunParts) -> None:
 
 
 def describe(trainer: Running) -> str:
-    """What an iteration will do, before it does it."""
+    """Say what an iteration will do, before it does it."""
     cfg, parts, source = trainer.cfg, trainer.parts, trainer.parts.source
     batch, algorithm = cfg.batch, parts.setup.algorithm
     group = batch.group + source.references

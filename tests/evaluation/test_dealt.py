@@ -36,35 +36,25 @@ def test_suites_and_held_out_evaluations_of_two_processes_equal_one_to_the_bit(
         world = distributed.here()
         own = replace(how, world=world)
         path = tmp_path / f"{world.size}.jsonl" if world.main else None
-        told = measure.measure(
-            policy,
-            PROMPTS,
-            rewards,
-            own,
-            images=2,
-            journal=measure.MeasureJournal(path),
-            setting="base",
-        )
-        calls = policy.calls
-        again = measure.measure(
-            policy,
-            PROMPTS,
-            rewards,
-            own,
-            images=2,
-            journal=measure.MeasureJournal(path),
-            setting="base",
-        )
-        assert policy.calls == calls and torch.equal(again.values["spread"], told.values["spread"])
-        found = held_out.Evaluator(
+
+        def measured():
+            journal = measure.MeasureJournal(path)
+            how = {"images": 2, "journal": journal, "setting": "base"}
+            return measure.measure(policy, PROMPTS, rewards, own, **how)
+
+        found, calls = measured(), policy.calls
+        assert (measured().values["spread"] == found.values["spread"]).all()
+        assert policy.calls == calls
+        evaluator = held_out.Evaluator(
             policy=policy, prompts=PROMPTS, rewards=rewards, how=own, ledger=held_out.Ledger()
-        ).evaluation(7)
+        )
+        evaluation = evaluator.evaluation(7)
         return {
-            "suite": told.values["spread"],
-            "diversity": told.diversity["pixels"],
-            "calls": torch.tensor([calls, told.nfe, found.nfe]),
-            "held out": found.values["spread"],
-            "pictures": found.images,
+            "suite": torch.from_numpy(found.values["spread"]),
+            "diversity": torch.from_numpy(found.diversity["pixels"]),
+            "calls": torch.tensor([calls, found.nfe, evaluation.nfe]),
+            "held out": evaluation.values["spread"],
+            "pictures": evaluation.images,
         }
 
     (one,) = processes.on(1, work)

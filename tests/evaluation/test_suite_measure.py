@@ -30,17 +30,16 @@ def test_an_image_depends_on_its_prompt_and_number_alone_and_no_media_are_kept(p
     assert whole.values["jpeg"].shape == (3, 3)
     assert whole.nfe == 2
     assert whole.values.keys() == {"jpeg"}
-    assert whole.values["jpeg"].unique().numel() > 6 and (whole.diversity["pixels"] > 0.01).all()
+    assert len(np.unique(whole.values["jpeg"])) > 6 and (whole.diversity["pixels"] > 0.01).all()
     monkeypatch.setattr(suite_measure, "CHUNK", 2)
     parts = measure(
         policy, prompts, rewards, Sampling(steps=2, guidance="none", decode=1, micro=2), images=2
     )
-    torch.testing.assert_close(
-        parts.values["jpeg"], whole.values["jpeg"][:, :2], rtol=0, atol=2e-4
-    )  # a byte of a JPEG may turn over
+    # a byte of a JPEG may turn over
+    np.testing.assert_allclose(parts.values["jpeg"], whole.values["jpeg"][:, :2], rtol=0, atol=2e-4)
     other = measure(policy, prompts, rewards, Sampling(steps=2, guidance="none", seed=1), images=1)
     assert other.diversity == {}
-    assert not torch.isclose(other.values["jpeg"], whole.values["jpeg"][:, :1], atol=1e-5).any()
+    assert not np.isclose(other.values["jpeg"], whole.values["jpeg"][:, :1], atol=1e-5).any()
 
 
 def test_a_stopped_evaluation_goes_on_where_it_was(policy, tmp_path, monkeypatch):
@@ -67,10 +66,9 @@ def test_a_stopped_evaluation_goes_on_where_it_was(policy, tmp_path, monkeypatch
     )
     assert len(calls) == 4 and calls[2] == calls[3]
     monkeypatch.setattr(suite_measure, "_chunk", original)
-    torch.testing.assert_close(
-        resumed.values, measure(policy, prompts, rewards, sampling, images=2).values, rtol=0, atol=0
-    )
-    assert len(path.read_text().splitlines()) == 4 and MeasureJournal(path, "another").known == {}
+    whole = measure(policy, prompts, rewards, sampling, images=2)
+    np.testing.assert_array_equal(resumed.values["jpeg"], whole.values["jpeg"])
+    assert len(path.read_text().splitlines()) == 4 and MeasureJournal(path, "another").rows == []
 
 
 def test_diversity_is_the_mean_distance_of_pairs_in_pixels_and_in_the_embedding_of_a_clip(tmp_path):

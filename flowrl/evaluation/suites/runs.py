@@ -90,7 +90,7 @@ def evaluate_runs(
 
 
 def _suite(name: str, options: SuiteOptions) -> Suite:
-    """The suite with what the command line changes."""
+    """Load the suite, with what the command line changes."""
     fields = ("images", "count", "steps", "guidance", "prompts")
     suite = load(name, **{field: getattr(options, field) for field in fields})
     return with_rewards(suite, options.rewards, options.held_out)
@@ -178,7 +178,7 @@ def _config_of(run: Path) -> Config:
 def sampling_of(
     suite: Suite, cfg: Config, *, seed: int, device: torch.device, rlg: float | None = None
 ) -> Sampling:
-    """What the suite fixes, and for the rest the run's own evaluation."""
+    """Sample as the suite says, and for the rest as the run's own evaluation."""
     e = cfg.eval
     guidance = e.guidance if suite.guidance is None else suite.guidance
     return Sampling(
@@ -252,10 +252,10 @@ def write(run: Path, name: str, record: dict[str, Any]) -> Path:
 def peaks(
     run: run_folder.RunFolder, trained: Collection[str], guidance: float | str
 ) -> dict[str, dict[str, Any]]:
-    """When held-out rewards peaked in training, and what became of them since.
+    """Find when held-out rewards peaked in training, and what became of them since.
 
-    Of every eval/ reading whose label is not in `trained`:
-    {"iteration", "value", "last_iteration", "last"}.
+    The result has every eval/ reading whose label is not in `trained`: {"iteration", "value",
+    "last_iteration", "last"}.
     """
     curves = _curves(run, guidance)
     out: dict[str, dict[str, Any]] = {}
@@ -275,10 +275,10 @@ def peaks(
 
 
 def _curves(run: run_folder.RunFolder, guidance: float | str) -> dict[str, dict[int, float]]:
-    """Reading -> iteration -> mean, from metrics.jsonl and evaluation.json.
+    """Read the curve of each reading, iteration -> mean, from metrics.jsonl and evaluation.json.
 
-    Of evaluation.json those rows that say at which iteration they were made and have the run's own
-    guidance ("before, guided" has another one).
+    Rows of evaluation.json count where they say at which iteration they were made and have the
+    run's own guidance ("before, guided" has another one).
     """
     curves: dict[str, dict[int, float]] = {}
     for row in run.evaluation.get("rows", []):
@@ -294,7 +294,8 @@ def _curves(run: run_folder.RunFolder, guidance: float | str) -> dict[str, dict[
 
 
 def _contamination(cfg: Config, task: Task) -> tuple[dict[str, Any] | None, str | None]:
-    """(counts, None), or (None, why the training prompts cannot be read any more)."""
+    """Compare the prompts -> (counts, None), or (None, why the training prompts cannot be read any
+    more)."""
     try:
         prompts = _training_prompts(cfg)
     except ValueError as error:

@@ -110,7 +110,7 @@ class Task:
 
 
 def load(name: str, **changes: Any) -> Suite:
-    """The suite of configs/suite/<name>.yaml, or of a YAML file.
+    """Load the suite of configs/suite/<name>.yaml, or of a YAML file.
 
     changes: fields that are not None replace the file's.
     """
@@ -125,7 +125,7 @@ def load(name: str, **changes: Any) -> Suite:
 
 
 def with_rewards(suite: Suite, settings: Sequence[str], held_out: Sequence[str]) -> Suite:
-    """The suite with settings of its rewards, and rewards to hold out, added.
+    """Add settings of its rewards, and rewards to hold out, to a suite.
 
     settings: words NAME.SETTING=VALUE; held_out: NAME or NAME.SETTING=VALUE. They join those that
     the file gives, key by key.
@@ -154,7 +154,7 @@ def _check_setting(label: str, entry: dict[str, Any], known: Sequence[str]) -> N
 
 
 def _entries(option: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Label -> settings, without a weight."""
+    """Read words -> label -> settings, without a weight."""
     out = parse_words(words)
     for label, entry in out.items():
         if (weight := entry.pop("weight")) != 1:
@@ -166,8 +166,7 @@ def _entries(option: str, words: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _joined(entry: Any, new: dict[str, Any]) -> dict[str, Any]:
-    """An entry of a reward (settings, a weight or nothing) in which the values of `new` replace
-    its own."""
+    """Replace values of a reward's entry (settings, a weight or nothing) by those of `new`."""
     if isinstance(entry, dict):
         out = dict(entry)
     else:
@@ -204,7 +203,7 @@ def _check_names(name: str, suite: Suite) -> None:
 
 
 def _prompts(name: str, suite: Suite) -> Prompts:
-    """The suite's prompts, thinned out evenly to its count."""
+    """Load the suite's prompts, thinned out evenly to its count."""
     prompts = prompt_files.load(
         suite.prompts, suite=name, origin=suite.origin, form=suite.form, columns=suite.columns
     )
@@ -214,7 +213,7 @@ def _prompts(name: str, suite: Suite) -> Prompts:
 
 
 def _rewards(name: str, suite: Suite) -> RewardSet:
-    """The suite's rewards, and those held out with weight 0."""
+    """Load the suite's rewards, and those held out with weight 0."""
     held_out = {label: {**(entry or {}), "weight": 0.0} for label, entry in suite.held_out.items()}
     rewards = load_set({**suite.rewards, **held_out})
     if groupwise := sorted(rewards.rewards.keys() - rewards.pointwise().rewards.keys()):
@@ -227,7 +226,8 @@ def _rewards(name: str, suite: Suite) -> RewardSet:
 
 
 def _check_categories(name: str, suite: Suite, prompts: Prompts) -> None:
-    """Every prompt has the category's key, or, where nothing is averaged over it, none has."""
+    """Check that every prompt has the category's key, or, where nothing is averaged over it, that
+    none has."""
     key, averaged = suite.category, suite.aggregate == "category_mean"
     if key is None and averaged:
         raise ValueError(
@@ -249,7 +249,7 @@ def _check_categories(name: str, suite: Suite, prompts: Prompts) -> None:
 
 
 def _check_dimensions(name: str, prompts: Prompts) -> None:
-    """Every question of every prompt's checklist names its dimension."""
+    """Check that every question of every prompt's checklist names its dimension."""
 
     def named(question: Any) -> bool:
         return isinstance(question, dict) and isinstance(question.get("dimension"), str)

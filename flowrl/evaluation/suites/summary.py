@@ -37,8 +37,8 @@ class Split:
 
 
 def summary(task: Task, measured: dict[str, Measured], most: int) -> dict[str, Any]:
-    """{"rows", "paired"}; paired: other row -> differences of "tuned" to it. most: the longest
-    best-of-N curve."""
+    """Sum up what was measured -> {"rows", "paired"}; paired: other row -> differences of "tuned"
+    to it. most: the longest best-of-N curve."""
     strata = task.categories or [""] * len(task.prompts)
     chosen = design([p["prompt"] for p in task.prompts], strata)
     readings = _readings(list(measured.values()), task)
@@ -54,7 +54,8 @@ def summary(task: Task, measured: dict[str, Measured], most: int) -> dict[str, A
 
 
 def _readings(measured: Sequence[Measured], task: Task) -> list[str]:
-    """Readings to report: the headline, the other ones of the suite's rewards, then those held out.
+    """Choose the readings to report: the headline, the other ones of the suite's rewards, then
+    those held out.
 
     Without the dimensions of a checklist, and without a reward's part that is its score.
     """
@@ -169,8 +170,8 @@ def _curve(task: Task, chosen: Design, values: Values, most: int) -> list[dict[s
 def _paired(
     task: Task, chosen: Design, before: Measured, after: Measured, readings: list[str]
 ) -> dict[str, Any]:
-    """after - before of each reading, overall and by category, over images that both have; and of
-    each kind of diversity."""
+    """The differences after - before of each reading, overall and by category, over images that
+    both have; and of each kind of diversity."""
     both = {
         name: common(before.values[name], after.values[name])
         for name in after.values
@@ -186,10 +187,15 @@ def _paired(
                 part: difference(old.only(part), new.only(part), chosen, scale=a.scale)
                 for part in old.names
             }
-    for kind in after.diversity:
-        sides = common(before.diversity[kind][:, None], after.diversity[kind][:, None])
-        out["diversity"][kind] = difference(*(cells({"": d}, chosen) for d in sides), chosen)
+    for kind, distances in after.diversity.items():
+        out["diversity"][kind] = _difference(before.diversity[kind], distances, chosen)
     return out
+
+
+def _difference(before: np.ndarray, after: np.ndarray, chosen: Design) -> dict[str, Any] | None:
+    """The difference of two columns with one value a prompt, (P,)."""
+    a, b = (cells({"": column[:, None]}, chosen) for column in common(before, after))
+    return difference(a, b, chosen)
 
 
 def _rounded(rows: np.ndarray) -> list[list[float | None]]:

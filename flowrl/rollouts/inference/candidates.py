@@ -46,7 +46,7 @@ class SampleRequest:
 
     @cached_property
     def unit(self) -> int:
-        """Network calls of one state: branches of guidance, times two with RLG."""
+        """Network calls of one state: the branches of guidance, times two with RLG."""
         return self.policy.branches(self.guidance) * passes(self.rlg)
 
     @property

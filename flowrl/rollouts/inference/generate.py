@@ -40,18 +40,18 @@ def generate(
     micro: int = 64,
     decode: int = 16,
 ) -> Tensor:
-    """One image or video a prompt -> (P, 3, H, W) or (P, F, 3, H, W) fp32 in [0, 1]; of a module,
-    whatever its decode makes, (P, *D).
+    """Make one image or video for each prompt -> (P, 3, H, W) or (P, F, 3, H, W) fp32 in [0, 1]; of
+    a module, whatever its decode makes, (P, *D).
 
     policy: a Policy, or what load_policy takes: a live pipeline, a folder, a name. prompts: texts,
-    or records {"prompt": text, **meta}, which bring meta and conditions of their own.
-    guidance: "pipeline" as the pipeline does it, "none", or a scale. seed: prompt p, candidate c
-    has the noise of (seed, p, c). rlg: weight of Reinforcement Learning Guidance
+    or records {"prompt": text, **meta}, which bring meta and conditions of their own. guidance:
+    "pipeline" as the pipeline does it, "none", or a scale. seed: prompt p, candidate c has the
+    noise of (seed, p, c). rlg: weight of Reinforcement Learning Guidance
     (flowrl/rollouts/velocity.py). conditions: of each prompt, its own arguments of the pipeline's
-    call (a picture to edit, a mask).
-    One of three ways to make a sample better by a reward (a name, a function or a dict as in
-    `flowrl.score`). best_of: candidates a prompt, of which the best is kept; search: within network
-    calls (flowrl/rollouts/search.py); refine: with prompts that a judge rewrites (refine.py).
+    call (a picture to edit, a mask). One of three ways to make a sample better by a reward (a name,
+    a function or a dict as in `flowrl.score`). best_of: candidates a prompt, of which the best is
+    kept; search: within network calls (flowrl/rollouts/search.py); refine: with prompts that a
+    judge rewrites (refine.py).
     """
     policy = as_policy(policy)
     texts, rows = _texts(prompts)
@@ -117,7 +117,7 @@ def _made(asked: SampleRequest, way: Search | Refine | None, reward: Any) -> Ten
 def _texts(
     prompts: str | Sequence[str | Mapping[str, Any]],
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """The texts, and their records where prompts are given as records."""
+    """Split prompts into texts, and their records where prompts are given as records."""
     given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     rows = records(given) if any(isinstance(prompt, Mapping) for prompt in given) else []
     texts: list[str] = [row["prompt"] for row in rows] or given
@@ -132,7 +132,7 @@ def _own_conditions(
     rows: Sequence[Mapping[str, Any]],
     given: Any,
 ) -> list[Conditions] | None:
-    """Conditions of each prompt, loaded: those of records, or those given beside texts."""
+    """Load the conditions of each prompt: those of records, or those given beside texts."""
     if isinstance(policy, PipelinePolicy):
         policy.check_columns(
             sorted({key for row in rows for key in row} - {"prompt", "conditions"})

@@ -75,7 +75,7 @@ class Refined:
 
 
 def critic_of(rewards: RewardSet) -> Any:
-    """The reward that rewrites prompts; none or several -> ValueError."""
+    """Find the reward that rewrites prompts; none or several -> ValueError."""
     found = [r for r in rewards.rewards.values() if callable(getattr(r, "refine", None))]
     if len(found) != 1:
         what = "several of" if found else "none of"
@@ -145,5 +145,5 @@ def unusable(new: str | None, old: str, how: Refine) -> str:
 
 
 def below(prompts: Sequence[int], score: Tensor, enough: float | None) -> list[int]:
-    """Those prompts whose picture is not good enough yet."""
+    """The prompts whose picture is not good enough yet."""
     return [p for p in prompts if enough is None or float(score[p]) < enough]

@@ -25,9 +25,9 @@ GO_ON, BACKWARD, FORWARD = range(3)  # what a process may want; FORWARD + 2 netw
 class InStep:
     """The calls of one process, in step with those of the others.
 
-    agree: what this process wants -> the largest of what all of them want. backward: adds up the
-    gradient of a loss. safely: context of a call, in which a process that stopped is told from an
-    error. rows: what makes a call with one row, for each network.
+    agree: tells what this process wants, and returns the largest of what all of them want.
+    backward: adds up the gradient of a loss. safely: the context of a call, in which an error is
+    told from a process that stopped. rows: for each network a function that calls it with one row.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class InStep:
         self._until(GO_ON)
 
     def forward(self, network: int, call: Callable[[], Any]) -> Any:
-        """call(), which runs a network, when it is its turn."""
+        """Return call(), which runs a network, once it is the turn of this call."""
         self._until(FORWARD + 2 * network + torch.is_grad_enabled())
         with self.safely():
             return call()
 
     def backward(self, loss: Tensor) -> None:
-        """Add up the gradient of a loss, when no process has a forward left to make before."""
+        """Add up the gradient of a loss, once no process has a forward left to make before it."""
         self._until(BACKWARD)
         self._backward(loss)
 

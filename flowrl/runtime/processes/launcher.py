@@ -32,12 +32,12 @@ CHANGES = {
 
 
 def is_on(environment: Mapping[str, str], name: str) -> bool:
-    """Whether a variable is a yes, as accelerate reads it."""
+    """Whether a variable of the environment says yes, as accelerate reads it."""
     return environment.get(name, "").lower() in ON
 
 
 def check_launcher(environment: Mapping[str, str], precision: str | None = None) -> None:
-    """ValueError for what accelerate's environment asks for and flowrl does in another way.
+    """Raise ValueError for what accelerate's environment asks for and flowrl does in another way.
 
     precision: train.precision of the run; None: nothing is trained.
     """
@@ -65,12 +65,12 @@ def check_launcher(environment: Mapping[str, str], precision: str | None = None)
 
 
 def _said(name: str, value: str) -> str:
-    """A variable as the launcher's option and as itself."""
+    """Name a variable as the option of the launcher and as itself."""
     return f"--{name.lower()}={value} (ACCELERATE_{name} of the environment)"
 
 
 def check_teams(processes: int, members: int) -> None:
-    """ValueError where processes do not make whole teams."""
+    """Raise ValueError where processes do not make whole teams."""
     if processes % members:
         raise ValueError(
             f"train.sequence_parallel={members}: {members} processes share each call of the"

@@ -18,17 +18,19 @@ def is_split(tensor: Tensor) -> bool:
 
 
 def held(tensor: Any) -> Tensor:
-    """What this process holds of a tensor, without its graph: its share, or all; same storage."""
+    """What this process has of a tensor, without its graph: its share, or all of it, in the same
+    storage."""
     return tensor.detach().to_local() if is_split(tensor) else tensor.detach()
 
 
 def whole(tensor: Any) -> Tensor:
-    """All of a tensor, without its graph; all processes that hold a share ask for it together."""
+    """Gather all of a tensor, without its graph; all processes that have a share call this
+    together."""
     return tensor.detach().full_tensor() if is_split(tensor) else tensor.detach()
 
 
 def share_of(value: Tensor, like: Any) -> Tensor:
-    """What this process would hold of a whole value that is split as `like` is."""
+    """The part of a whole value that this process would have if it were split as `like` is."""
     if not is_split(like):
         return value
     mesh = like.device_mesh

@@ -54,8 +54,8 @@ BUCKET = 2**26  # gradients that are summed in one piece: 256 MB in fp32
 def start(
     precision: str | None, trackers: list[str], folder: Path, seconds: float = 3600
 ) -> Accelerator:
-    """An Accelerator that writes nothing yet. An unknown or missing tracker, or fp16 without a GPU
-    -> ValueError.
+    """Make an Accelerator that writes nothing yet. An unknown or missing tracker, or fp16 without a
+    GPU -> ValueError.
 
     precision: train.precision; None: nothing is trained. seconds: most that a process waits for the
     others.
@@ -90,7 +90,7 @@ def start(
 
 
 def place(accelerator: Accelerator, folder: Path) -> None:
-    """Where trackers write."""
+    """Tell trackers where to write."""
     project = accelerator.project_configuration
     project.project_dir = project.logging_dir = str(folder)
 
@@ -108,7 +108,7 @@ def here() -> World | Alone:
 
 @contextmanager
 def all_start() -> Iterator[None]:
-    """Connecting the processes. Lost where one of them stops meanwhile."""
+    """Inside, processes are being connected; a process that stops meanwhile is Lost."""
     try:
         yield
     except dist.DistError as error:
@@ -119,17 +119,17 @@ def all_start() -> Iterator[None]:
 
 
 class World:
-    """The processes of a run, in teams of `members`. process in [0, processes); rank in [0, size):
-    its team; main is process 0.
+    """The processes of a run, in teams of `members`.
 
-    seconds: most that one waits for the others. asked: the signal that asked this process to end
-    the run, as a sentence; hurry: and not to finish the iteration.
+    process is in [0, processes), and process 0 is `main`; rank, in [0, size), is the team. seconds:
+    the longest that one process waits for the others. asked: the signal that asked this process to
+    end the run, as a sentence; hurry: whether it should not finish the iteration.
     """
 
     def __init__(
         self, accelerator: Accelerator, seconds: float = 3600, *, members: int = 1
     ) -> None:
-        """ValueError where teams of so many cannot be made of the processes."""
+        """Teams of so many that cannot be made of the processes -> ValueError."""
         self.accelerator, self.seconds, self.members = accelerator, seconds, members
         self.process, self.processes = accelerator.process_index, accelerator.num_processes
         check_teams(self.processes, members)
@@ -178,7 +178,7 @@ class World:
         return torch.cat([piece[:count] for piece, count in zip(pieces, counts, strict=True)])
 
     def _counts(self, rows: int) -> list[int]:
-        """Rows of every team."""
+        """The number of rows of every team."""
         if self.processes == 1:
             return [rows]
         mine = torch.tensor([rows], device=self.accelerator.device)
@@ -190,7 +190,7 @@ class World:
         return [*everyone[:: self.members]]
 
     def alike(self, value: T) -> T:
-        """In a team, its first member's value. Scores of a judge may differ from one call to the
+        """The value of the team's first member. Scores of a judge may differ from one call to the
         next, and what a team samples and trains next depends on them."""
         if self.team is None:
             return value
@@ -200,7 +200,7 @@ class World:
         return value if self.leads else unpacked(sent[0], self.accelerator.device)
 
     def gather_rewards(self, rewards: Rewards) -> Rewards:
-        """Rewards of all processes, and the first error of each.
+        """Gather the rewards of all processes, and the first error of each.
 
         Aborted, on all of them, where one was asked to hurry.
         """
@@ -225,54 +225,53 @@ class World:
         )
 
     def _gather_features(self, features: Tensor | None) -> Tensor | None:
-        """(n, d) of all processes; NaN of one whose media were not shown, so that its d is 0."""
+        """Gather (n, d) of all processes; rows of a process whose media were not shown, so that its
+        d is 0, are NaN."""
         if features is None:
             return None
         width = max(self._everyone(features.shape[1]))
         return self.gather(pad(features, (0, width - features.shape[1]), value=float("nan")))
 
     def gather_groups(self, group: Tensor) -> Tensor:
-        """Groups (B,) of all teams, numbered apart."""
+        """Gather groups (B,) of all teams, numbered so that no two teams share a number."""
         return self.gather(group + self.rank * (1 << 32))
 
     def sum(self, value: Tensor) -> Tensor:
-        """Sum of equal shapes over teams."""
+        """Sum values of equal shapes over teams."""
         return self._add_up(value if self.leads else torch.zeros_like(value))
 
     def _add_up(self, value: Tensor) -> Tensor:
-        """Sum of equal shapes over processes."""
+        """Sum values of equal shapes over processes."""
         if self.processes == 1:
             return value
         with self._together():
             return self.accelerator.reduce(value, "sum")
 
     def sum_metrics(self, metrics: dict[str, Tensor]) -> dict[str, float]:
-        """Sum by name over teams; one that trained no row has no names."""
-        mine = {name: float(value) for name, value in metrics.items()}
-        if self.processes == 1:
-            return mine
-        everyone = self.collect(mine)
-        return {
-            name: sum(m.get(name, 0.0) for m in everyone) for name in sorted(set().union(*everyone))
-        }
+        """Sum metrics by name over teams; a team that trained no row has no names."""
+        return self._by_name({name: float(value) for name, value in metrics.items()}, sum)
 
     def mean_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Mean by name over the teams that have it."""
+        """Average metrics by name over the teams that have them."""
+        return self._by_name(metrics, lambda values: sum(values) / len(values))
+
+    def _by_name(
+        self, metrics: dict[str, float], combine: Callable[[list[float]], float]
+    ) -> dict[str, float]:
+        """Combine metrics by name over the teams that have them."""
         if self.processes == 1:
             return metrics
         everyone = self.collect(metrics)
-        return {
-            name: sum(v := [m[name] for m in everyone if name in m]) / len(v)
-            for name in sorted(set().union(*everyone))
-        }
+        names = sorted(set().union(*everyone))
+        return {name: combine([m[name] for m in everyone if name in m]) for name in names}
 
     def agree(self, reason: str | None) -> str | None:
-        """The first process's reason to stop, if any has one: all leave the loop at the same
-        iteration. A signal to one of them is such a reason."""
+        """Return the first process's reason to stop, if any has one, so that all leave the loop at
+        the same iteration. A signal to one of them is such a reason."""
         return self._first(self.asked or reason)
 
     def check_alike(self, cfg: Any) -> None:
-        """ValueError on all processes where their devices, versions or settings differ."""
+        """Raise ValueError on all processes where their devices, versions or settings differ."""
         mine = {
             "device": self.accelerator.device.type,
             "torch": torch.__version__,
@@ -297,7 +296,8 @@ class World:
 
     @contextmanager
     def all_or_none(self, error: type[Exception]) -> Iterator[None]:
-        """Where `error` is raised inside on one process, it is raised after it on all of them."""
+        """Raise `error` on all processes after the block where it was raised inside on one of
+        them."""
         own = None
         try:
             yield
@@ -307,7 +307,7 @@ class World:
             raise own or error(said)
 
     def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Add up gradients over processes, a missing one counting as zero. Those of split weights
+        """Add up gradients over processes; a missing one counts as zero. Those of split weights
         were added up in their backward. Each member of a team has the part of its own tokens."""
         if self.processes == 1:
             return
@@ -338,13 +338,13 @@ class World:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All processes come here and gather what each holds a share of."""
+        """Inside, all processes gather what each has a share of."""
         self.meet()
         with self._losing():
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Add up the gradient of a loss; with split networks, when all processes do."""
+        """Add up the gradient of a loss; with split networks, once all processes do."""
         if self.in_step is not None:
             self.in_step.backward(loss)
         else:
@@ -366,7 +366,8 @@ class World:
 
     @contextmanager
     def safely(self) -> Iterator[None]:
-        """A call that processes make together: Lost where it fails because a process is gone."""
+        """Inside, processes make a call together: one that fails because a process is gone is
+        Lost."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -399,7 +400,7 @@ class World:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Where all processes meet. See `_losing`."""
+        """Inside, all processes meet. See `_losing`."""
         if self.in_step is not None:
             self.in_step.meet()
         with self._losing():
@@ -407,7 +408,7 @@ class World:
 
     @contextmanager
     def _losing(self) -> Iterator[None]:
-        """What fails inside, because another process is not there, is Lost and names it."""
+        """Turn what fails inside because another process is gone into Lost, which names it."""
         try:
             yield
         except torch.OutOfMemoryError:  # of this process
@@ -423,7 +424,7 @@ class World:
         )
 
     def _missing(self, error: RuntimeError) -> str:
-        """Who is not there, after a collective failed."""
+        """Find out which process is gone after a collective failed."""
         if found := re.search(r"Ranks ([\d, ]+) failed", str(error)):
             return f"rank {found[1]}"
         time.sleep(NOTICED)
@@ -432,7 +433,7 @@ class World:
         return "one" if self.main else "rank 0, or one that rank 0 misses and names,"
 
     def _all_gone(self) -> list[int]:
-        """The processes whose connection is closed."""
+        """The processes whose connections are closed."""
         return [p for p in range(self.processes) if p != self.process and self._gone(p)]
 
     def _gone(self, process: int) -> bool:
@@ -445,7 +446,8 @@ class World:
 
 
 class Alone:
-    """A process that shares its work with no other, as `World` has it."""
+    """One process that shares its work with no other, with the methods of `World` that evaluations
+    use."""
 
     rank, size, main = 0, 1, True
 
@@ -463,14 +465,14 @@ ALONE = Alone()
 
 
 def packed(value: Any) -> bytes:
-    """A value with tensors, for a process whose device has another number."""
+    """Serialise a value with tensors, for a process whose device has another number."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def unpacked(value: bytes, device: torch.device) -> Any:
-    """What was packed; its tensors that are not on the CPU are on this device."""
+    """Undo `packed`; tensors that are not on the CPU are put on this device."""
 
     def place(storage: Any, where: str) -> Any:
         return storage if where == "cpu" else storage.to(device=device)
@@ -479,7 +481,8 @@ def unpacked(value: bytes, device: torch.device) -> Any:
 
 
 def buckets(tensors: Iterable[Tensor], most: int = BUCKET) -> list[list[Tensor]]:
-    """Tensors that are sent as one: of one type on one device, `most` numbers or one tensor."""
+    """Group tensors that are sent as one: of one type on one device, with `most` numbers, or a
+    single tensor."""
     out: list[list[Tensor]] = []
     open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:

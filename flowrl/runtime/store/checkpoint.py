@@ -44,7 +44,7 @@ class Checkpoint:
     damaged: dict[Path, str]  # folder of a newer checkpoint -> what is wrong with it
 
     def group(self, stem: str) -> dict[str, Tensor]:
-        """The tensors of a file. Not saved -> CheckpointError."""
+        """The tensors of a file. A file that was not saved -> CheckpointError."""
         if stem not in self.tensors:
             raise CheckpointError(
                 f"{self.folder} holds no {stem}.safetensors, which this run needs; restore it, or"
@@ -127,7 +127,7 @@ def iteration_of(folder: Path) -> int:
 
 
 def latest(run: str | Path) -> Path:
-    """The newest checkpoint. None there -> CheckpointError."""
+    """The newest checkpoint. A run without one -> CheckpointError."""
     found = steps(run)
     if not found:
         raise CheckpointError(
@@ -138,7 +138,7 @@ def latest(run: str | Path) -> Path:
 
 
 def load_newest(run: str | Path) -> Checkpoint:
-    """The newest checkpoint that is whole. None there, or all damaged -> CheckpointError."""
+    """Load the newest checkpoint that is whole. None there, or all damaged -> CheckpointError."""
     damaged: dict[Path, str] = {}
     latest(run)
     while left := [folder for folder in steps(run) if folder not in damaged]:

@@ -46,7 +46,8 @@ def write(path: str | Path, content: bytes | str) -> Path:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """A name for a writer that opens its file itself, which then takes the place of `path`."""
+    """Give a writer that opens its file itself a temporary name, whose file then takes the place of
+    `path`."""
     target = Path(os.path.realpath(path))  # a link stays one
     temporary = target.with_name(_temporary_name())
     with write_errors(path):
@@ -62,7 +63,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """An empty folder to be filled, which then appears at `path` at once; what was there goes."""
+    """Give an empty folder to be filled, which then appears at `path` at once; what was there
+    goes."""
     temporary = path.with_name(_temporary_name())
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,8 +114,8 @@ def sync(path: Path) -> None:
 
 
 def _temporary_name() -> str:
-    """Unique among threads, processes and machines; says who writes. No suffix: whoever looks for
-    pictures or records passes it over."""
+    """A name that is unique among threads, processes and machines, and says who writes. It has no
+    suffix, so that whoever looks for pictures or records passes it over."""
     return f"{TEMPORARY}{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 

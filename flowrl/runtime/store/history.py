@@ -28,5 +28,5 @@ def add(run: Path, event: str, *, iteration: int, **facts: Any) -> None:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """The lines, oldest first; what was damaged is left out, as nothing depends on it."""
+    """The lines, oldest first; what was damaged is left out, because nothing depends on it."""
     return [line.row for line in lines.read(run / FILE) if line.row]

@@ -37,8 +37,8 @@ class Lock:
     """
 
     def __init__(self, folder: Path, doing: str) -> None:
-        """folder: must exist. doing: what holds it, for others' messages. Held elsewhere -> Busy;
-        a folder that cannot be written -> WriteError."""
+        """The folder must exist. doing: what this process does there, for the messages of others.
+        Held elsewhere -> Busy; a folder that cannot be written -> WriteError."""
         self.folder, self.doing = folder, doing
         self._new = False  # the file was not there before
         # filelock has one object for a path, and drops the lock when nothing holds that object
@@ -90,7 +90,8 @@ class Lock:
 
 
 def _write_owner(path: Path, doing: str) -> None:
-    """Into the locked file itself: one put in its place would be another file, not locked."""
+    """Write the owner into the locked file itself: a file put in its place would be another one,
+    which is not locked."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "doing": doing}
     with suppress(OSError):  # a full disk: what matters is the lock

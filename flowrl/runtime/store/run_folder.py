@@ -43,12 +43,12 @@ class RunFolder:
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether a folder is a run's."""
+    """Whether a folder is that of a run."""
     return (Path(path) / "config.yaml").is_file()
 
 
 def config_file(run: Path) -> Path:
-    """config.yaml of a run; ValueError where there is none."""
+    """The config.yaml of a run; a folder without one -> ValueError."""
     path = run / "config.yaml"
     if not path.is_file():
         raise ValueError(f"{run} is not a run folder: it has no config.yaml")
@@ -56,7 +56,7 @@ def config_file(run: Path) -> Path:
 
 
 def read(path: Path) -> RunFolder:
-    """Load a run folder; ValueError if it is not one or if a file in it cannot be read."""
+    """Read a run folder; one that is none, or a file in it that cannot be read -> ValueError."""
     path = path.resolve()
     if not path.is_dir():
         raise ValueError(
@@ -83,7 +83,7 @@ def read(path: Path) -> RunFolder:
 
 
 def read_evaluation(run: Path) -> dict[str, Any]:
-    """evaluation.json of a run; {} before the first evaluation."""
+    """Read evaluation.json of a run; {} before the first evaluation."""
     path = run / EVALUATION
     if not path.exists():
         return {}
@@ -91,7 +91,7 @@ def read_evaluation(run: Path) -> dict[str, Any]:
 
 
 def read_peak(run: Path) -> dict[str, Any]:
-    """peak.json of a run; {} where no peak of a held-out reward was sought or found."""
+    """Read peak.json of a run; {} where no peak of a held-out reward was sought or found."""
     path = run / PEAK
     return side_files.read(path, again="resume the run, which writes it") if path.exists() else {}
 
@@ -120,8 +120,8 @@ def environment() -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """A number that JSON can hold: tensors become floats, NaN and infinities null, integers
-    stay."""
+    """Turn a value into one that JSON can hold: tensors become floats, NaN and infinities null, and
+    integers stay."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, float):
@@ -136,7 +136,7 @@ def add_metrics(run: str | Path, iteration: int, metrics: Mapping[str, Any]) -> 
 
 
 def read_metrics(run: str | Path, notes: list[str] | None = None) -> list[dict[str, Any]]:
-    """Rows of a run's metrics.jsonl, oldest first; [] before the first iteration."""
+    """Read a run's metrics.jsonl, oldest rows first; [] before the first iteration."""
     return [json.loads(text) for text in recorded(Path(run), notes).values()]
 
 
@@ -169,8 +169,8 @@ def _until(run: Path, iteration: int) -> bytes:
 
 
 def recorded(run: Path, notes: list[str] | None = None) -> dict[int, bytes]:
-    """Iteration -> its line of metrics.jsonl, the last where there are several. Lines that were cut
-    off, edited or damaged are left out, each with a sentence in `notes`."""
+    """Read metrics.jsonl -> iteration -> its line, the last where there are several. Lines that
+    were cut off, edited or damaged are left out, each with a sentence in `notes`."""
     found: dict[int, bytes] = {}
     for line in lines.read(run / METRICS, MetricsRow):
         if line.row:

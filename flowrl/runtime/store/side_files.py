@@ -18,7 +18,7 @@ EDITED = "was edited or damaged"
 
 
 class FileModel(BaseModel):
-    """Part of a file. Strict: "3" is no number, and 1.0 no count."""
+    """The shape of a part of a file. It is strict: "3" is no number, and 1.0 no count."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -70,7 +70,7 @@ class PairedEntry(FileModel):
 
 
 class EvaluationFile(FileModel):
-    """evaluation.json."""
+    """The shape of evaluation.json."""
 
     rows: list[Row] = []
     paired: dict[str, PairedEntry] = {}
@@ -85,7 +85,7 @@ class MetricsRow(FileModel):
 
 
 def read(path: Path, shape: type[FileModel] = FileModel, *, again: str) -> dict[str, Any]:
-    """A JSON file that holds an object of a shape; ValueError otherwise.
+    """Read a JSON file that holds an object of a shape; anything else -> ValueError.
 
     again: what writes it anew, for the message.
     """
@@ -99,7 +99,8 @@ def read(path: Path, shape: type[FileModel] = FileModel, *, again: str) -> dict[
 
 
 def problem(error: ValidationError) -> str:
-    """The first of pydantic's errors, as "rows.0.steps='x': Input should be a valid integer"."""
+    """Say the first of pydantic's errors, as "rows.0.steps='x': Input should be a valid
+    integer"."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     if not place:
@@ -110,6 +111,6 @@ def problem(error: ValidationError) -> str:
 
 
 def shortened(value: Any, most: int = 60) -> str:
-    """How a value is written in a message, cut off after `most` letters."""
+    """Write a value as a message shows it, cut off after `most` letters."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}..."
