@@ -25,7 +25,7 @@ from flowrl.runtime.memory import during
 # latents, rollout, samples, noise level of the latents -> rewards (n,)
 Judge = Callable[[Tensor, Any, Tensor, float], Tensor]
 # dense bf16 FLOP/s, from the vendors' sheets
-PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
 
 class FlopCounter(TorchDispatchMode):
@@ -50,14 +50,14 @@ class FlopCounter(TorchDispatchMode):
 
 class Ledger:
     """Books one iteration at a time. device: what to synchronise with; peak: FLOP/s for the mfu,
-    None: from PEAK by the device's name."""
+    None: from PEAK_FLOPS by the device's name."""
 
     def __init__(self, device: torch.device | str = "cpu", *, peak: float | None = None) -> None:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         if peak is None and self.cuda:
             device_name = torch.cuda.get_device_name(self.device)
-            peak = next((flops for name, flops in PEAK.items() if name in device_name), None)
+            peak = next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
         self.peak = peak
         # (phase, kind, call), measured at the first call
         self.flops_per_row: dict[tuple[str, str, str], float] = {}

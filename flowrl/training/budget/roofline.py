@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from flowrl.runtime.ledger import PEAK_FLOPS
 from flowrl.runtime.registry import did_you_mean
 
 GIB = 2**30
@@ -84,7 +85,7 @@ def _gpu(
 ) -> Device:
     """A GPU scaled from the H100: peak dense bf16 FLOP/s, bytes/s, GiB, and bytes/s of its link and
     of the network adapter that it has in its vendor's servers."""
-    ceiling = 700e12 * peak / 989e12  # what large matmuls reach
+    ceiling = 700e12 * peak / PEAK_FLOPS["H100"]  # what large matmuls reach
     return Device(
         name=name,
         rates={kind: share * ceiling for kind, share in SHARES.items()},
@@ -105,12 +106,12 @@ def _gpu(
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("h100", 989e12, 3.35e12, 79.1, 300e9, 50e9),
-        _gpu("h200", 989e12, 4.8e12, 139.8, 300e9, 50e9),
-        _gpu("a100", 312e12, 2.04e12, 79.1, 200e9, 25e9),
-        _gpu("a100-40gb", 312e12, 1.56e12, 39.4, 200e9, 25e9),
-        _gpu("l40s", 362e12, 0.864e12, 44.4, 20e9, 12.5e9),
-        _gpu("rtx4090", 165e12, 1.01e12, 23.5, 10e9, 1.25e9),
+        _gpu("h100", PEAK_FLOPS["H100"], 3.35e12, 79.1, 300e9, 50e9),
+        _gpu("h200", PEAK_FLOPS["H200"], 4.8e12, 139.8, 300e9, 50e9),
+        _gpu("a100", PEAK_FLOPS["A100"], 2.04e12, 79.1, 200e9, 25e9),
+        _gpu("a100-40gb", PEAK_FLOPS["A100"], 1.56e12, 39.4, 200e9, 25e9),
+        _gpu("l40s", PEAK_FLOPS["L40S"], 0.864e12, 44.4, 20e9, 12.5e9),
+        _gpu("rtx4090", PEAK_FLOPS["RTX 4090"], 1.01e12, 23.5, 10e9, 1.25e9),
     )
 }
 NAMES = [*GPUS, "cpu"]
