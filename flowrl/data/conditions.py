@@ -31,7 +31,7 @@ from flowrl.types import MediaContext
 Conditions = Mapping[str, Any]
 # the last word in the name of an argument that takes pictures, apart from a number
 PICTURES = ("image", "images", "mask", "masks", "video", "videos")
-VIDEOS = (".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif")
+VIDEOS = (*pictures.PYAV_SUFFIXES, ".gif")
 NOT = {"num", "attention"}  # before the last word: num_images, attention_mask
 KEPT = 256  # pictures that stay loaded
 

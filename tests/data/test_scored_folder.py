@@ -342,10 +342,8 @@ def test_a_list_without_copies_names_the_files_where_they_are():
         (["imgs/notes.txt", "--prompt", "x"], "imgs/notes.txt is not an image file"),
         (
             ["imgs"],
-            (
-                "imgs has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl or a"
-                " scores.jsonl or metadata.jsonl in it"
-            ),
+            "imgs has no prompt; give --prompt TEXT for all images, --prompts FILE.jsonl or a"
+            " scores.jsonl or metadata.jsonl in it",
         ),
         (
             ["imgs/a.png"],

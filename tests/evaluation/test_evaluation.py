@@ -42,6 +42,13 @@ def result(before, prompt=None, images=None):
     )
 
 
+def written(folder, name, values, rows=None, prompts=("a",), **setting):
+    """A row of evaluation.json with these values of reward r -> the whole record."""
+    found = result({"r": values} if isinstance(values, list) else values, rows)
+    own = [{"prompt": p} if isinstance(p, str) else p for p in prompts]
+    return add_row(folder, name, found, own, **setting)
+
+
 def test_image_i_shows_prompt_i_modulo_p_and_every_part_is_reported(policy):
     made = run(policy, guidance=2.0)
     assert made.prompt == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1] and made.nfe == 6
@@ -61,10 +68,9 @@ def test_an_image_does_not_depend_on_chunks_or_on_how_many_there_are(policy):
         count = len(other.prompt)
         torch.testing.assert_close(other.images, whole.images, rtol=0, atol=1e-4)
         for name, value in other.values.items():
+            # a byte at the edge of a JPEG or of the verifier may turn over
             close = (value - whole.values[name][:count]).abs() < 1e-3
-            assert close.float().mean() >= 0.9, (
-                name
-            )  # a byte at the edge of a JPEG or of the verifier may turn over
+            assert close.float().mean() >= 0.9, name
     assert (run(policy, seed=1).images - whole.images).abs().mean() > 0.01
 
 
@@ -86,27 +92,10 @@ def test_two_policies_start_from_the_same_noise(policy):
 
 def test_a_row_is_written_atomically_and_replaces_its_namesake(tmp_path, monkeypatch):
     prompts = [{"prompt": "a", "task": "x"}, {"prompt": "b", "task": "y"}]
-    add_row(
-        tmp_path,
-        "before",
-        result({"r": [0.0, 1.0, 0.0, 1.0]}, [0, 1, 0, 1]),
-        prompts,
-        guidance="none",
-    )
-    add_row(
-        tmp_path,
-        "before, guided",
-        result({"r": [1.0, 1.0, 0.0, 1.0]}, [0, 1, 0, 1]),
-        prompts,
-        guidance=3.0,
-    )
-    record = add_row(
-        tmp_path,
-        "before",
-        result({"r": [0.0, 0.0, 0.0, 1.0]}, [0, 1, 0, 1]),
-        prompts,
-        guidance="none",
-    )
+    own = {"rows": [0, 1, 0, 1], "prompts": prompts}
+    written(tmp_path, "before", [0.0, 1.0, 0.0, 1.0], **own, guidance="none")
+    written(tmp_path, "before, guided", [1.0, 1.0, 0.0, 1.0], **own, guidance=3.0)
+    record = written(tmp_path, "before", [0.0, 0.0, 0.0, 1.0], **own, guidance="none")
     assert record == json.loads((tmp_path / "evaluation.json").read_text())
     assert "paired" not in record
     assert [row["name"] for row in record["rows"]] == ["before, guided", "before"]
@@ -121,26 +110,17 @@ def test_a_row_is_written_atomically_and_replaces_its_namesake(tmp_path, monkeyp
 
     monkeypatch.setattr(files.os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        add_row(tmp_path, "after", result({"r": [1.0, 1.0, 1.0, 1.0]}, [0, 1, 0, 1]), prompts)
+        written(tmp_path, "after", [1.0, 1.0, 1.0, 1.0], **own)
     assert json.loads((tmp_path / "evaluation.json").read_text()) == record
 
 
 def test_the_paired_difference_leaves_pairs_with_an_invalid_side_out(tmp_path):
     """Valid pairs: (0, 1), (0, 1), (1, 1): the mean difference is 2/3, whatever the invalid sides
     would have been."""
-    nan, prompts = float("nan"), [{"prompt": p} for p in "abcde"]
-    add_row(
-        tmp_path,
-        "before",
-        result({"r": [0.0, nan, 0.0, 1.0, 0.5], "s": [nan] * 5}, [0, 1, 2, 3, 4]),
-        prompts,
-    )
-    record = add_row(
-        tmp_path,
-        "after",
-        result({"r": [1.0, 1.0, 1.0, 1.0, nan], "s": [1.0] * 5}, [0, 1, 2, 3, 4]),
-        prompts,
-    )
+    nan, own = float("nan"), {"rows": [0, 1, 2, 3, 4], "prompts": "abcde"}
+    written(tmp_path, "before", {"r": [0.0, nan, 0.0, 1.0, 0.5], "s": [nan] * 5}, **own)
+    values = {"r": [1.0, 1.0, 1.0, 1.0, nan], "s": [1.0] * 5}
+    record = written(tmp_path, "after", values, **own)
     paired = record["paired"]
     assert paired.keys() == {"r"} and paired["r"]["n"] == paired["r"]["clusters"] == 3
     assert paired["r"]["difference"] == pytest.approx(2 / 3)
@@ -158,15 +138,11 @@ def test_the_paired_difference_leaves_pairs_with_an_invalid_side_out(tmp_path):
 def test_rows_of_equal_text_are_one_cluster(tmp_path):
     """Data that repeats a text knows no more about new prompts: means and differences resample its
     two texts, not its four rows."""
-    prompts = [{"prompt": p} for p in ("a", "b", "a", "a")]
-    values = [0.0, 1.0, 0.0, 0.2, 0.1, 0.9, 0.0, 0.3]
-    add_row(tmp_path, "before", result({"r": values}, [0, 1, 2, 3] * 2), prompts)
-    record = add_row(tmp_path, "after", result({"r": [1.0] * 8}, [0, 1, 2, 3] * 2), prompts)
-    metric, paired, texts = (
-        record["rows"][0]["metrics"]["r"],
-        record["paired"]["r"],
-        list("abaa") * 2,
-    )
+    values, own = [0.0, 1.0, 0.0, 0.2, 0.1, 0.9, 0.0, 0.3], {"rows": [0, 1, 2, 3] * 2}
+    written(tmp_path, "before", values, prompts="abaa", **own)
+    record = written(tmp_path, "after", [1.0] * 8, prompts="abaa", **own)
+    metric, paired = record["rows"][0]["metrics"]["r"], record["paired"]["r"]
+    texts = list("abaa") * 2
     assert metric["clusters"] == paired["clusters"] == 2 and paired["n"] == 8
     rounded = np.asarray(torch.tensor(values).tolist())
     assert metric["ci"] == list(mean_interval(rounded, groups=texts, resamples=2000).ci)
@@ -176,14 +152,14 @@ def test_rows_of_equal_text_are_one_cluster(tmp_path):
 
 def test_the_held_out_prompts_of_the_world_hold_texts_several_times(tmp_path):
     held = eval_prompts()
-    record = add_row(tmp_path, "before", result({"r": [0.0, 1.0] * 64}, list(range(128))), held)
+    record = written(tmp_path, "before", [0.0, 1.0] * 64, list(range(128)), held)
     assert record["rows"][0]["metrics"]["r"]["clusters"] == len({p["prompt"] for p in held}) < 128
 
 
 def test_a_damaged_record_is_named(tmp_path):
     (tmp_path / "evaluation.json").write_text("{")
     with pytest.raises(ValueError, match=r"evaluation.json was edited or damaged"):
-        add_row(tmp_path, "before", result({"r": [0.0]}), [{"prompt": "a"}])
+        written(tmp_path, "before", [0.0])
 
 
 def test_a_prompt_that_a_reward_cannot_read_costs_its_own_images_only(policy):
@@ -195,25 +171,16 @@ def test_a_prompt_that_a_reward_cannot_read_costs_its_own_images_only(policy):
 
 
 def test_a_task_mean_leaves_invalid_images_out(tmp_path):
-    record = add_row(
-        tmp_path,
-        "before",
-        result({"r": [1.0, float("nan"), 0.0]}, [0, 0, 0]),
-        [{"prompt": "a", "task": "x"}],
-    )
+    prompts = [{"prompt": "a", "task": "x"}]
+    record = written(tmp_path, "before", [1.0, float("nan"), 0.0], prompts=prompts)
     assert record["rows"][0]["tasks"]["r"] == {"x": 0.5}
 
 
 def test_pictures_of_both_rows_are_put_side_by_side(tmp_path):
-    (tmp_path / "samples").mkdir()
     prompts = [{"prompt": "a"}, {"prompt": "b"}]
     for name in ("before", "before, guided", "after"):
-        save_images(
-            tmp_path,
-            name,
-            result({"strict": [1.0, 0.0]}, [0, 1], torch.rand(2, 3, 64, 64)),
-            prompts,
-        )
+        made = result({"strict": [1.0, 0.0]}, [0, 1], torch.rand(2, 3, 64, 64))
+        save_images(tmp_path, name, made, prompts)
     names = {p.name for p in (tmp_path / "samples").iterdir()}
     assert names >= {"before.png", "before_guided.png", "after.png", "before_after.png"}
 
@@ -235,7 +202,6 @@ def test_pictures_of_both_rows_are_put_side_by_side(tmp_path):
 def test_verdicts_are_drawn_of_the_same_value_on_both_sides_or_on_none(
     tmp_path, monkeypatch, before, after, drawn
 ):
-    (tmp_path / "samples").mkdir()
     prompts, seen, draw = [{"prompt": "a"}, {"prompt": "b"}], [], grids.before_after
     monkeypatch.setattr(
         grids,
@@ -268,11 +234,8 @@ def test_the_command_adds_a_row_of_the_averaged_weights(tmp_path):
     made = small.trainer(tmp_path / "run", iterations="1", optimizer__lr="1e-2").run()
     answer = small.invoke("evaluate", made.path)
     assert answer.exit_code == 0, answer.output
-    again = next(
-        r
-        for r in json.loads((made.path / "evaluation.json").read_text())["rows"]
-        if r["name"].startswith("evaluate")
-    )
+    again = json.loads((made.path / "evaluation.json").read_text())["rows"][-1]
+    assert again["name"].startswith("evaluate")
     assert again["values"] == small.values(made.path, "after") and again["steps"] == 2
     answer = small.invoke(
         "evaluate", made.path, "--images", 3, "--steps", 1, "--guidance", 2, "--seed", 4

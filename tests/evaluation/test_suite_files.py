@@ -89,10 +89,8 @@ def test_every_suite_that_ships_is_readable_and_names_rewards_that_exist(name):
         (
             "partiprompts",
             None,
-            (
-                "PartiPrompts.tsv of https://huggingface.co/datasets/nateraw/parti-prompts, which"
-                " is not here"
-            ),
+            "PartiPrompts.tsv of https://huggingface.co/datasets/nateraw/parti-prompts, which"
+            " is not here",
         ),
     ],
 )

@@ -43,11 +43,8 @@ def test_an_image_depends_on_its_prompt_and_number_alone_and_no_media_are_kept(p
 
 
 def test_a_stopped_evaluation_goes_on_where_it_was(policy, tmp_path, monkeypatch):
-    prompts, rewards, sampling = (
-        load_prompts("shapes:eval")[20:23],
-        load_set({"jpeg": 1.0}),
-        Sampling(steps=1, guidance="none"),
-    )
+    prompts, rewards = load_prompts("shapes:eval")[20:23], load_set({"jpeg": 1.0})
+    sampling = Sampling(steps=1, guidance="none")
     monkeypatch.setattr(suite_measure, "CHUNK", 2)
     path, original, calls = tmp_path / "s.part.jsonl", suite_measure._chunk, []
 
@@ -88,91 +85,59 @@ def test_diversity_is_the_mean_distance_of_pairs_in_pixels_and_in_the_embedding_
 
 def test_a_checklist_is_read_by_dimension_before_parents_zero_answers():
     prompts = [dict(p) for p in load_prompts("shapes:eval")[20:22]]
-    args = {"shape": "circle", "count": 99}
     no, yes = (
-        {"question": "?", "check": "shapes_count", "args": args},
-        {"question": "?", "check": "shapes_count", "args": {"shape": "circle", "count": 0}},
+        {"question": "?", "check": "shapes_count", "args": {"shape": "circle", "count": count}}
+        for count in (99, 0)
     )
     prompts[0]["checklist"] = [no | {"dimension": "a"}, yes | {"dimension": "b - c", "parent": 0}]
     prompts[1]["checklist"] = [yes | {"dimension": "a"}, yes | {"dimension": "a"}]
     texts, context = meta_rows(prompts, [0, 1], torch.zeros(2, 3, 8, 8))
     rewards = suite_measure.by_dimension(load_set({"checklist": {"binary": True}}))
-    got = {
-        k: v.tolist()
-        for k, v in readings(torch.zeros(2, 3, 64, 64), texts, rewards, context).items()
-    }
+    found = readings(torch.zeros(2, 3, 64, 64), texts, rewards, context)
+    got = {name: value.tolist() for name, value in found.items()}
     assert got["checklist"] == [0.0, 1.0] and got["checklist/dimension/a"] == [0.0, 1.0]
     assert got["checklist/dimension/b - c"][0] == 1.0
     assert np.isnan(got["checklist/dimension/b - c"][1])
 
 
+def questions(many):
+    """One that is answered no, and its child, which is answered yes and zeroed."""
+    none = {"question": "Of them, none?", "parent": 0, "args": {"count": 0}}
+    both = {"question": many, "args": {"count": 99}}, none
+    return [question | {"check": "shapes_count"} for question in both]
+
+
 def test_answers_of_a_checklist_about_the_first_image_of_each_prompt_are_kept(
     policy, tmp_path, monkeypatch
 ):
-    question = {"check": "shapes_count", "args": {"count": 99}}
-    many, none = (
-        {"question": "99 <objects>?", **question},
-        {
-            "question": "And red?",
-            "parent": 0,
-            **question,
-            "args": {"count": 0},
-        },
-    )
-    prompts = [
-        {"prompt": text, "checklist": [many, none]}
-        for text in ("a red circle", "two blue squares", "a green triangle")
-    ]
+    texts = ("a red circle", "two blue squares", "a green triangle")
+    prompts = [{"prompt": text, "checklist": questions("99 <objects>?")} for text in texts]
     monkeypatch.setattr(suite_measure, "CHUNK", 2)
-    rewards, sampling = (
-        load_set({"checklist": {}, "jpeg": {}}),
-        Sampling(steps=1, guidance="none", decode=1),
-    )
-    got = measure(
-        policy,
-        prompts,
-        rewards,
-        sampling,
-        images=2,
-        journal=MeasureJournal(tmp_path / "j.jsonl", "k"),
-    )
+    rewards = load_set({"checklist": {}, "jpeg": {}})
+
+    def measured():
+        sampling = Sampling(steps=1, guidance="none", decode=1)
+        journal = MeasureJournal(tmp_path / "j.jsonl", "k")
+        return measure(policy, prompts, rewards, sampling, images=2, journal=journal)
+
+    got = measured()
     assert [(entry["image"], entry["prompt"]) for entry in got.answers["checklist"]] == list(
         enumerate(p["prompt"] for p in prompts)
     )
     assert got.answers.keys() == {"checklist"}
     for entry in got.answers["checklist"]:
         first, second = entry["said"]
-        assert first == {
-            "question": "99 <objects>?",
-            "answer": 0.0,
-            "counted": 0.0,
-            "zeroed": False,
-        }
+        said = {"question": "99 <objects>?", "answer": 0.0, "counted": 0.0, "zeroed": False}
+        assert first == said
         assert second["zeroed"] and second["counted"] == 0.0
-    again = measure(
-        policy,
-        prompts,
-        rewards,
-        sampling,
-        images=2,
-        journal=MeasureJournal(tmp_path / "j.jsonl", "k"),
-    )
-    assert again.answers == got.answers  # read from the journal
+    assert measured().answers == got.answers  # read from the journal
 
 
 def test_evaluation_keeps_answers_about_the_pictures_it_shows_and_the_report_escapes_them(
     policy, tmp_path
 ):
-    many = {"question": "99 <b>objects</b>?", "check": "shapes_count", "args": {"count": 99}}
-    none = {
-        "question": "Of them, none?",
-        "parent": 0,
-        "check": "shapes_count",
-        "args": {"count": 0},
-    }
-    prompts = [
-        {"prompt": f"a {shape} & more", "checklist": [many, none]} for shape in ("circle", "square")
-    ]
+    asked = questions("99 <b>objects</b>?")
+    prompts = [{"prompt": f"a {s} & more", "checklist": asked} for s in ("circle", "square")]
     (tmp_path / "config.yaml").write_text("seed: 0\n")
     for name, steps in (("before", 1), ("after", 2)):
         made = held_out.evaluate(
@@ -182,12 +147,7 @@ def test_evaluation_keeps_answers_about_the_pictures_it_shows_and_the_report_esc
         assert len(made.images) == 2
         add_row(tmp_path, name, made, prompts)
     html = run_page.build(tmp_path).read_text()
-    for shown in (
-        "checklist: answers about 2 images",
-        "image 1: a square & more",
-        "99 <b>objects</b>?",
-    ):
-        assert shown in Page(html).text, shown
-    assert (
-        "<b>objects" not in html and html.count("counts 0: a parent is no") == 4
-    )  # of two images, before and after
+    shown = "checklist: answers about 2 images", "image 1: a square & more", "99 <b>objects</b>?"
+    assert all(text in Page(html).text for text in shown)
+    assert "<b>objects" not in html
+    assert html.count("counts 0: a parent is no") == 4  # of two images, before and after

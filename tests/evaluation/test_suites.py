@@ -219,19 +219,15 @@ def test_peaks_are_of_rewards_that_were_not_trained_on():
         (
             SuiteOptions(best_of=8),
             "shapes",
-            (
-                "--best-of 8 needs at least 8 images a prompt, and this evaluation makes 4; add"
-                " --images 8"
-            ),
+            "--best-of 8 needs at least 8 images a prompt, and this evaluation makes 4; add"
+            " --images 8",
         ),
         (SuiteOptions(held_out=["jpge"]), "shapes", 'unknown reward "jpge"; did you mean "jpeg"'),
         (
             SuiteOptions(held_out=["tiling=0.5"]),
             "shapes",
-            (
-                "--held-out tiling=0.5: a suite reads each reward by itself, so its weight says"
-                " nothing"
-            ),
+            "--held-out tiling=0.5: a suite reads each reward by itself, so its weight says"
+            " nothing",
         ),
         (
             SuiteOptions(held_out=["tiling.tile=2"]),
