@@ -30,21 +30,19 @@ def train(
     """Train. Prints what an iteration will cost before it starts."""
     from flowrl.runtime import log
     from flowrl.runtime.memory import ran_out
-    from flowrl.training import loop
-    from flowrl.training.budget import fit
     from flowrl.training.records import NothingTrained
     from flowrl.training.resume import config_of
+    from flowrl.training.train import start
 
     log.setup()
     with one_sentence_errors():
         if accept_changes and resume is None:
             raise ValueError("--accept-changes is about a run that goes on; add --resume RUN")
         cfg = config_of(resume, overrides) if resume else parse_config(overrides)
-        needed = fit.before(cfg)
-        trainer = loop.Trainer(cfg, resume=resume, accept_changes=accept_changes)
+        trainer = start(cfg, resume=resume, accept_changes=accept_changes)
     try:
         if trainer.world.main:
-            show("\n".join(filter(None, [trainer.describe(), needed])), wrap=True)
+            show(trainer.describe(), wrap=True)
         run = trainer.run()
     except NothingTrained as error:
         if trainer.world.main:

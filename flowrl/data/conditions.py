@@ -53,11 +53,6 @@ def kinds_of(name: str) -> Kinds:
     return frozenset({str, list}) if is_picture(name) else frozenset()
 
 
-def is_condition(name: str) -> bool:
-    """Whether a column of prompts is an argument of the pipeline's call."""
-    return is_picture(name) or name.startswith("negative_prompt")
-
-
 def check_entry(entry: dict[str, Any], where: str, folder: Path) -> dict[str, Any]:
     """Make the pictures of an entry paths from the folder, each of which is a file; else
     ValueError."""
@@ -119,8 +114,10 @@ def _kind(name: str, value: Any) -> Any:
 
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The conditions of a row by argument; what is None counts as not given."""
-    own = {**{k: v for k, v in row.items() if is_condition(k)}, **row.get("conditions", {})}
+    """The conditions of a row by argument: its pictures, its negative prompts and "conditions"; what
+    is None counts as not given."""
+    own = {k: v for k, v in row.items() if is_picture(k) or k.startswith("negative_prompt")}
+    own |= row.get("conditions", {})
     return {name: value for name, value in own.items() if value is not None}
 
 
@@ -220,9 +217,14 @@ def _source(row: Mapping[str, Any]) -> Any:
 def _sources(rows: Sequence[Mapping[str, Any]], media: Tensor) -> Tensor | None:
     """The picture "image" of each row, (B, 3, H, W) in [0, 1] at the size of the media; None where
     a row has none, or the media are no pictures."""
-    if not rows or not has_source(rows) or media_kind(media.shape) == "arrays":
+    found = [_source(row) for row in rows]
+    if (
+        not found
+        or any(picture is None for picture in found)
+        or media_kind(media.shape) == "arrays"
+    ):
         return None
-    own = [from_pil(load("image", _source(row)))[0] for row in rows]
+    own = [from_pil(load("image", picture))[0] for picture in found]
     size = tuple(media.shape[-2:])
     fitted = [
         p if p.shape[-2:] == size else resize(p, list(size), antialias=True).clamp(0, 1)

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.replay.arguments import SCALE, Cond
-from flowrl.policy.replay.call import Replay
+from flowrl.policy.replay.call import Replay, Request
 from flowrl.policy.replay.coords import LIMITS, Coords, first_order, started, unmarked
 from flowrl.policy.replay.decode import TailDecoder, tail
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.probe import Prober, stubbed
 from flowrl.policy.replay.record import RecordedStep
-from flowrl.policy.replay.request import Request
 
 MEANING = {
     "prediction": "predictions for swapped prompts at the latents and times of a run on these",

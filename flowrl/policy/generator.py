@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flowrl.policy.base import Policy
 from flowrl.policy.replay.arguments import Cond
+from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Schedule
-from flowrl.policy.replay.request import Request
 from flowrl.runtime.copies import own
 from flowrl.samplers import keys
 

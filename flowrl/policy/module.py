@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from flowrl.policy.base import Policy
 from flowrl.policy.check_module import ModuleCheck, self_check
 from flowrl.policy.replay.arguments import Cond
+from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Coords, Schedule
-from flowrl.policy.replay.request import Request
 from flowrl.runtime.copies import own
 
 KINDS = {"flow": "flow", "eps": "epsilon", "epsilon": "epsilon", "x0": "sample", "sample": "sample"}

@@ -20,6 +20,7 @@ from flowrl.policy.replay.arguments import Cond
 from flowrl.policy.replay.bind import bind
 from flowrl.policy.replay.blame import blaming
 from flowrl.policy.replay.body import BodyReplay, body_replay
+from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Schedule
 from flowrl.policy.replay.decode import (
     DECODING,
@@ -39,7 +40,6 @@ from flowrl.policy.replay.probe import Prober
 from flowrl.policy.replay.reach import Reader, cut, readers, surely_read
 from flowrl.policy.replay.record import DenoiserCall, Encoding, Runner, denoisers_of, prediction_of
 from flowrl.policy.replay.reentry import reenter
-from flowrl.policy.replay.request import Request
 from flowrl.policy.text import Encodings, check_encoded, check_staying, text_encoders
 from flowrl.policy.weights.merged import save_merged
 from flowrl.policy.weights.parts import standing
@@ -276,7 +276,8 @@ class PipelinePolicy(Policy):
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
         if self.encodings and not isinstance(self.replay, BodyReplay):  # that encodes by itself
             request = self.encodings.request(request)
-        return self.replay.velocity(self.modules, request)
+        prediction, network_rows = self.replay.predict(self.modules, request)
+        return self.coords.velocity(prediction, request.x, request.sigma), network_rows
 
     def _combine(self, which: int, outs: list[Tensor], request: Request) -> Tensor:
         """Feed real outputs through the pipeline's own combination, once for each sigma: a loop has

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.policy.replay.arguments import Cond, tensors_in
+from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.errors import UnreplayableError
 from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.record import Encoding
-from flowrl.policy.replay.request import Request
 from flowrl.policy.weights.lora import placed_in
 from flowrl.policy.weights.parts import TrainedParts
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from flowrl.data.conditions import Conditions
 from flowrl.policy import Cond, Policy
-from flowrl.rollouts.roll_out import noise_of
-from flowrl.rollouts.velocity import velocity_of
+from flowrl.rollouts.roll_out import noise_of, velocity_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import plan, tree
 from flowrl.types import Solver

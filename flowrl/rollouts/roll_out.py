@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from flowrl.data import conditions
-from flowrl.policy import Policy
+from flowrl.policy import Cond, Policy
 from flowrl.rollouts.join import with_clean_leaves
-from flowrl.rollouts.velocity import velocity_of
-from flowrl.runtime.ledger import Ledger
+from flowrl.rollouts.velocity import guided
+from flowrl.runtime.ledger import CountedPolicy, Ledger
 from flowrl.samplers import keys, sde, tree
+from flowrl.samplers.tree import Velocity
 from flowrl.types import Plan, PromptBatch, Rollout
 
 
@@ -62,6 +63,22 @@ def roll_out(
     grown = replace(grown, cond=cond, guidance=guidance)
     ends_above_0 = bool(plan.sigma_next[plan.leaf_edges].any())
     return with_clean_leaves(policy, grown) if ends_above_0 else grown
+
+
+def velocity_of(
+    policy: Policy, cond: Cond, *, guidance: float | str, ledger: Ledger, rlg: float = 1.0
+) -> Velocity:
+    """velocity(x, sigma, rows) for a sampling engine; time, FLOPs and network rows are counted.
+
+    rlg: the weight w of RLG, see velocity.py; any but 0 and 1 costs twice the calls.
+    """
+    counted = CountedPolicy(policy, ledger, phase="rollout")
+
+    def velocity(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
+        return counted.velocity(x, sigma, cond, rows, guidance=guidance)
+
+    # 1 is the policy itself: reference + 1 (v - reference) is v up to rounding only
+    return velocity if rlg == 1 else guided(policy, velocity, rlg)
 
 
 def noise_of(policy: Policy) -> Callable[[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""The velocity that a sampling engine asks for: the policy's, or extrapolated from its reference.
+"""A velocity that is extrapolated from the reference.
 
 Reinforcement Learning Guidance (RLG, arXiv:2508.21016): v = v_ref + w (v - v_ref), both under the
 same guidance. w = 0 is the reference and 1 the policy, exactly; above 1 goes further than training
@@ -15,30 +15,13 @@ import math
 
 from torch import Tensor
 
-from flowrl.policy import Cond, Policy
-from flowrl.runtime.ledger import CountedPolicy, Ledger
+from flowrl.policy import Policy
 from flowrl.samplers.tree import Velocity
 
 
-def velocity_of(
-    policy: Policy, cond: Cond, *, guidance: float | str, ledger: Ledger, rlg: float = 1.0
-) -> Velocity:
-    """velocity(x, sigma, rows) for a sampling engine; time, FLOPs and network rows are counted.
-
-    rlg: the weight w of RLG; any but 0 and 1 costs twice the calls.
-    """
-    counted = CountedPolicy(policy, ledger, phase="rollout")
-
-    def own(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
-        return counted.velocity(x, sigma, cond, rows, guidance=guidance)
-
-    return guided(policy, own, rlg)
-
-
 def guided(policy: Policy, velocity: Velocity, w: float) -> Velocity:
-    """velocity(x, sigma, rows) of weight w, made of that of the policy's present view."""
-    if w != 1:
-        check_weight(policy, w)
+    """velocity(x, sigma, rows) of a weight w other than 1, made of that of the present view."""
+    check_weight(policy, w)
 
     def of_reference(x: Tensor, sigma: Tensor, rows: Tensor) -> Tensor:
         with policy.view("reference"):
@@ -48,8 +31,6 @@ def guided(policy: Policy, velocity: Velocity, w: float) -> Velocity:
         v, reference = velocity(x, sigma, rows), of_reference(x, sigma, rows)
         return reference + w * (v - reference)
 
-    if w == 1:  # reference + 1 (v - reference) is v up to rounding only
-        return velocity
     return of_reference if w == 0 else between
 
 

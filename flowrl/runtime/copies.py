@@ -5,36 +5,31 @@ from __future__ import annotations
 
 import copy
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from torch import Tensor
 
-T = TypeVar("T")
 WRITABLE = (np.ndarray, Image.Image, set, bytearray)
 
 
-def own(value: T) -> T:
+def own(value: Any) -> Any:
     """Copy tensors (with their gradient), arrays, pictures, lists, mappings and records, however
     nested; any other object, such as a simulator in the metadata, is handed over as it is."""
-    return _own(value)
-
-
-def _own(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, WRITABLE):
         return copy.deepcopy(value)
     if isinstance(value, dict):
         out = copy.copy(value)  # keeps the class
-        out.update({key: _own(entry) for key, entry in value.items()})
+        out.update({key: own(entry) for key, entry in value.items()})
         return out
     if isinstance(value, list):
-        return [_own(entry) for entry in value]
+        return [own(entry) for entry in value]
     if isinstance(value, tuple):
-        return getattr(type(value), "_make", tuple)(map(_own, value))  # named ones stay named
+        return getattr(type(value), "_make", tuple)(map(own, value))  # named ones stay named
     if is_dataclass(value) and not isinstance(value, type):
-        given = {f.name: _own(getattr(value, f.name)) for f in fields(value) if f.init}
+        given = {f.name: own(getattr(value, f.name)) for f in fields(value) if f.init}
         return replace(value, **given)
     return value

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from flowrl.runtime.memory import during
+from flowrl.runtime.memory import note_phase
 
 # latents, rollout, samples, noise level of the latents -> rewards (n,)
 Judge = Callable[[Tensor, Any, Tensor, float], Tensor]
@@ -86,8 +86,10 @@ class Ledger:
         self._close_span()
         self.stack.append(name)
         try:
-            with during(name):
-                yield
+            yield
+        except Exception as error:
+            note_phase(error, name)
+            raise
         finally:
             self._close_span()
             self.stack.pop()

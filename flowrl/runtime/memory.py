@@ -29,9 +29,14 @@ def during(phase: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if ran_out(error) and not hasattr(error, "phase"):
-            error.phase = phase  # type: ignore[attr-defined]
+        note_phase(error, phase)
         raise
+
+
+def note_phase(error: Exception, phase: str) -> None:
+    """Write the phase on an error of memory, which the innermost phase does first."""
+    if ran_out(error) and not hasattr(error, "phase"):
+        error.phase = phase  # type: ignore[attr-defined]
 
 
 def ran_out(error: object) -> bool:

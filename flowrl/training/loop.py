@@ -52,7 +52,8 @@ class Trainer:
         self.stopped: str | None = None
         self.saved_at: int | None = None  # iteration of the newest checkpoint
         self.saved_time = time.monotonic()
-        self.started = False  # what comes before the first iteration is done
+        self.started = False  # whether what comes before the first iteration is done
+        self.budget: str | None = None  # what `start` found about this machine's GPU
         if resume is not None:
             continue_run(self, accept=accept_changes)
 

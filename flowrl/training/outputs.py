@@ -46,6 +46,7 @@ class Running(Protocol):
     iteration: int
     started: bool
     stopped: str | None
+    budget: str | None
 
     def save(self) -> Path | None: ...
 
@@ -211,17 +212,16 @@ def describe(trainer: Running) -> str:
     left = f"iterations {done + 1} to {last}"
     if done >= last:
         left = f"all {done} iterations are done; evaluated again"
-    return "\n".join(
-        [
-            f"model      {cfg.model.source}, {weights:,} trained weights on {source.policy.device}",
-            f"algorithm  {cfg.algorithm['name']}, reward {_rewards(parts)}",
-            f"iteration  {batch.prompts} prompts x {batch.group} = {batch.prompts * batch.group}"
-            f" samples on {_processes(source.world)}; {_sampling(parts)}",
-            f"update     at most {rows:,} trained rows in {batch.updates} optimizer step(s),"
-            f" {batch.micro} network rows a forward",
-            f"run        {left}, in {parts.path}",
-        ]
-    )
+    lines = [
+        f"model      {cfg.model.source}, {weights:,} trained weights on {source.policy.device}",
+        f"algorithm  {cfg.algorithm['name']}, reward {_rewards(parts)}",
+        f"iteration  {batch.prompts} prompts x {batch.group} = {batch.prompts * batch.group}"
+        f" samples on {_processes(source.world)}; {_sampling(parts)}",
+        f"update     at most {rows:,} trained rows in {batch.updates} optimizer step(s),"
+        f" {batch.micro} network rows a forward",
+        f"run        {left}, in {parts.path}",
+    ]
+    return "\n".join([*lines, trainer.budget] if trainer.budget else lines)
 
 
 def _processes(world: World) -> str:

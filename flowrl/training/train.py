@@ -12,6 +12,7 @@ from flowrl.runtime.log import logger
 from flowrl.training.budget import fit
 from flowrl.training.loop import Trainer
 from flowrl.training.records import Run
+from flowrl.training.resume import config_of
 
 
 def train(
@@ -42,15 +43,36 @@ def train(
     stored: a run goes on when they are passed again. On a GPU that cannot hold the run, by its
     budget, a ValueError says which settings fit (guard.fits).
     """
-    live = {
-        "policy": policy,
-        "rewards": rewards,
-        "algorithm": algorithm,
-        "prompts": prompts,
-        "features": features,
-    }
-    asked = resume is None and fit.this_gpu() is not None
-    needed = fit.before(with_live_objects(cfg, **live)[0]) if asked else None
-    if needed:
-        logger.info(needed)
-    return Trainer(cfg, resume=resume, accept_changes=accept_changes, **live).run()
+    trainer = start(
+        cfg,
+        resume=resume,
+        accept_changes=accept_changes,
+        policy=policy,
+        rewards=rewards,
+        algorithm=algorithm,
+        prompts=prompts,
+        features=features,
+    )
+    if trainer.budget:
+        logger.info(trainer.budget)
+    return trainer.run()
+
+
+def start(
+    cfg: Config | Given = None,
+    *,
+    resume: str | Path | None = None,
+    accept_changes: bool = False,
+    **live: Any,
+) -> Trainer:
+    """The trainer of a run whose parts are built and checked, for `train` and for `flowrl train`.
+
+    On a GPU the budget of the run comes first, since it costs seconds and a model may cost minutes.
+    """
+    needed = None
+    if fit.this_gpu() is not None:
+        stated = config_of(Path(resume)) if cfg is None and resume else cfg
+        needed = fit.before(with_live_objects(stated, **live)[0])
+    trainer = Trainer(cfg, resume=resume, accept_changes=accept_changes, **live)
+    trainer.budget = needed
+    return trainer

@@ -132,11 +132,6 @@ class RewardSet:
             features=None,
         )
 
-    def arrive(self) -> None:
-        """Before rewards are asked: their networks are on their device."""
-        if self.ready is not None:
-            self.ready()
-
     def beside(self, policy: Any) -> RewardSet:
         """On a policy's device; where its networks make room there (model.offload=all), in host
         memory until samples are scored."""

@@ -134,7 +134,8 @@ def score_with(
     chosen: RewardSet, media: Tensor, prompts: list[str], context: MediaContext
 ) -> Rewards:
     """`score` of media that check_media passed, with rewards that are on their device, or come."""
-    chosen.arrive()
+    if chosen.ready is not None:  # networks that wait in host memory come to their device
+        chosen.ready()
     # Refuse what no reward can score.
     check_columns(chosen, given_columns(context))
     check_kind(chosen.rewards, media, prompts)
@@ -148,10 +149,10 @@ def score_with(
         one = _evaluate(label, chosen, samples, rows)
         raw[label] = one.values.masked_fill(~one.values.isfinite(), math.nan)
         errors += [one.problem] if one.problem else []
-        if label in chosen.decisive:
+        if one.kinds and label in chosen.decisive:
             kinds += one.kinds
     # Their sum, where some depend on others.
-    changed = counted(chosen, raw, context.group)
+    changed = counted(chosen, raw, context.group) if chosen.rules else {}
     total = _unscored(samples)
     total[rows.to(media.device)] = 0.0
     known = total == 0
@@ -173,17 +174,15 @@ def score_with(
         valid=valid,
         errors=errors,
         kinds=dict(kinds),
-        features=_features(chosen, samples, rows),
+        features=None if chosen.features is None else _features(chosen, samples, rows),
     )
 
 
-def _features(chosen: RewardSet, samples: Samples, rows: Tensor) -> Tensor | None:
-    """(B, d) of the samples, of which rows are shown; None: nothing compares them."""
-    if (features := chosen.features) is None:
-        return None
+def _features(chosen: RewardSet, samples: Samples, rows: Tensor) -> Tensor:
+    """(B, d) fp32: features of the samples, of which `rows` are shown; NaN for the others."""
 
     def of(media: Tensor, *_: Any) -> Tensor:
-        return features.of(media, rows)
+        return chosen.features.of(media, rows)
 
     return ask("diversity.features", chosen.seconds, of, *samples.seen)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from flowrl.policy.replay.call import together
 from flowrl.policy.replay.pixels import fit_pixels
-from flowrl.policy.replay.request import together
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from torch import nn
 from flowrl.evaluation.held_out import evaluate
 from flowrl.policy.module import ModulePolicy
 from flowrl.rollouts.generation import sample
-from flowrl.rollouts.roll_out import roll_out
-from flowrl.rollouts.velocity import velocity_of
+from flowrl.rollouts.roll_out import roll_out, velocity_of
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, plan
 from flowrl.training import build

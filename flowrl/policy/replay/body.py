@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from flowrl.policy.replay.call import Replay
+from flowrl.policy.replay.call import Replay, Request, together
 from flowrl.policy.replay.coords import Coords
 from flowrl.policy.replay.probe import Prober, always
 from flowrl.policy.replay.record import prediction_of
 from flowrl.policy.replay.reentry import reenter
-from flowrl.policy.replay.request import Request, together
 
 STEPS = 8
 

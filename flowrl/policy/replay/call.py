@@ -7,17 +7,42 @@ differentiable function of (x, sigma, rows): nothing is patched and no Python lo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowrl.policy.replay.arguments import CallPlan
+from flowrl.policy.replay.arguments import CallPlan, Cond, Group, Path, nest, tensors_in
 from flowrl.policy.replay.coords import Coords
 from flowrl.policy.replay.guidance import Guidance
-from flowrl.policy.replay.joined import Pass, outputs
-from flowrl.policy.replay.request import Request, together
+from flowrl.policy.replay.record import prediction_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Where a velocity is asked for, and with which guidance (see Policy.velocity)."""
+
+    x: Tensor  # (n, *L) fp32, flow coordinates
+    sigma: Tensor  # (n,) fp64, or () on the CPU: the same for all rows
+    cond: Cond  # the encoded prompts
+    rows: Tensor  # (n,) int64, rows of cond, on x's device
+    group: Group | None = None  # the group of cond that all rows belong to; None: not known yet
+    local: Tensor | None = None  # (n,) int64, rows of the group
+    guidance: float | str = "pipeline"  # as recorded, "none", or a number
+    detach_uncond: bool = False  # whether no gradient passes through the unconditional branch
+
+    def take(self, at: Tensor) -> Request:
+        """The rows `at` of a request whose rows have their own sigmas."""
+        sigma = self.sigma[at] if self.sigma.ndim else self.sigma
+        local = None if self.local is None else self.local[at]
+        return replace(self, x=self.x[at], sigma=sigma, rows=self.rows[at], local=local)
+
+    def within(self, group: Group, at: Tensor | None, local: Tensor) -> Request:
+        """The rows `at` (None: all), which are rows `local` of a group."""
+        own = self if at is None else self.take(at)
+        return replace(own, group=group, local=local)
 
 
 @dataclass(eq=False)
@@ -35,28 +60,18 @@ class Replay:
     # (regime, raw outputs, request) -> prediction, where guidance has no closed form
     combine: Callable[[int, list[Tensor], Request], Tensor] | None = None
 
-    def velocity(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
-        """v = eps_hat - x0_hat (n, *L) fp32, and the network rows that it took."""
-        prediction, network_rows = self.predict(modules, request)
-        return self.coords.velocity(prediction, request.x, request.sigma), network_rows
-
     def predict(self, modules: Mapping[str, nn.Module], request: Request) -> tuple[Tensor, int]:
         """The pipeline's own combined prediction (n, *L) fp32, and the network rows it took."""
         if self.alone and len(request.x) > 1:
             single = torch.arange(len(request.x), device=request.rows.device).split(1)
             return together((at, self.predict(modules, request.take(at))) for at in single)
-        parts = request.cond.split(request.rows)
-        if len(parts) == 1:
-            return self._predict_alike(modules, request.within(*parts[0]))
-        return together(
-            (at, self._predict_alike(modules, request.within(group, at, local)))
-            for group, at, local in parts
-        )
-
-    def _predict_alike(
-        self, modules: Mapping[str, nn.Module], request: Request
-    ) -> tuple[Tensor, int]:
-        """`predict` where all rows belong to one group of prompts."""
+        if request.group is None:  # rows whose prompts have arguments of other shapes go apart
+            parts = request.cond.split(request.rows)
+            if len(parts) > 1:
+                return together(
+                    (part[1], self.predict(modules, request.within(*part))) for part in parts
+                )
+            request = request.within(*parts[0])
         time = self.coords.time(request.sigma)
         if not self.boundaries:
             return self._predict_in(0, modules, request, time)
@@ -129,3 +144,105 @@ class Regime:
                 detached = request.detach_uncond and cond not in group
                 yield call, [b - first for b in group], group, grad and not detached
             first += plan.blocks
+
+
+def together(parts: Iterable[tuple[Tensor, tuple[Tensor, int]]]) -> tuple[Tensor, int]:
+    """(rows (m,), (their predictions (m, *L), network rows)) of parts that hold each row once ->
+    the predictions in order (n, *L), and all network rows."""
+    at, made = zip(*parts, strict=True)
+    order = torch.cat(at).argsort()
+    return torch.cat([part for part, _ in made])[order], sum(count for _, count in made)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Blocks of a call that run together in one forward."""
+
+    plan: CallPlan  # the call
+    blocks: list[int]  # numbers of its blocks, each a copy of the batch
+    branches: list[int]  # the branch of guidance that each block is
+    grad: bool  # whether with gradient
+    flat: dict[Path, Any]  # arguments by path
+
+
+def outputs(
+    modules: Mapping[str, nn.Module], passes: Iterable[Pass], *, apart: bool
+) -> Iterator[tuple[Pass, Tensor]]:
+    """Run the network: every pass with the prediction of its rows.
+
+    Some pipelines (Wan) run guidance's branches in a call each. Rows of a call do not know of one
+    another, or prompts could not share one; so two calls with the same arguments, whose tensors
+    have the same shapes but for the batch, are one call of twice the rows. apart: each has its own.
+    """
+    for alike in joined(passes, apart=apart):
+        first = alike[0]
+        with torch.set_grad_enabled(first.grad):
+            made = modules[first.plan.module](**nest(arguments(alike)))
+            output = prediction_of(made, first.plan.streams)
+        yield from zip(alike, output.chunk(len(alike)), strict=True)
+
+
+def joined(passes: Iterable[Pass], *, apart: bool) -> list[list[Pass]]:
+    """Passes in order, those that one call can make together; apart: each has its own."""
+    out: list[list[Pass]] = []
+    for one in passes:
+        if out and not apart and _fits(out[-1][0], one):
+            out[-1].append(one)
+        else:
+            out.append([one])
+    return out
+
+
+def arguments(passes: list[Pass]) -> dict[Path, Any]:
+    """Arguments by path of one call for all of these passes."""
+    first = passes[0]
+    if len(passes) == 1:
+        return first.flat
+    axes = _axes(first.plan)
+    return first.flat | {
+        path: _cat([one.flat[path] for one in passes], axis) for path, axis in axes.items()
+    }
+
+
+def _axes(plan: CallPlan) -> dict[Path, int]:
+    """The batch axis of every argument that has one entry a row."""
+    slots, times = ({part.path: 0 for part in parts} for parts in (plan.slots, plan.times))
+    return slots | times | {rows.path: rows.axis for rows in plan.rows}
+
+
+def _cat(values: list[Any], axis: int) -> Any:
+    if values[0] is None:
+        return None
+    if isinstance(values[0], Tensor):
+        return torch.cat(values, axis)
+    return [entry for value in values for entry in value]
+
+
+def _fits(a: Pass, b: Pass) -> bool:
+    """Whether two passes are one function of their rows."""
+    same = (a.plan.module, a.plan.streams, a.grad) == (b.plan.module, b.plan.streams, b.grad)
+    if not same or a.plan.blocks != 1 or b.plan.blocks != 1:
+        return False
+    axes = _axes(a.plan)
+    if axes != _axes(b.plan) or a.flat.keys() != b.flat.keys():
+        return False
+    return all(
+        _shape(value) == _shape(b.flat[path]) if path in axes else _equal(value, b.flat[path])
+        for path, value in a.flat.items()
+    )
+
+
+def _shape(value: Any) -> Any:
+    """What two arguments of one kind have in common; lists hold an entry a row."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return [_shape(entry) for entry in value] if isinstance(value, list) else type(value)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether what all rows share is the same; of tensors only where it is told without reading
+    them."""
+    found = list(tensors_in(a)), list(tensors_in(b))
+    if found[0] or found[1]:
+        return a is b
+    return bool(a == b)

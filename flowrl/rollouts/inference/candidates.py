@@ -14,9 +14,9 @@ from flowrl.data.conditions import Conditions, context_of
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet, score
 from flowrl.rollouts.generation import encoded, sample
-from flowrl.rollouts.roll_out import noise_of
+from flowrl.rollouts.roll_out import noise_of, velocity_of
 from flowrl.rollouts.scorer import media_of
-from flowrl.rollouts.velocity import passes, velocity_of
+from flowrl.rollouts.velocity import passes
 from flowrl.runtime.ledger import Ledger
 from flowrl.samplers import keys, plan, tree
 from flowrl.samplers.common.forest import NodeKeys

@@ -161,6 +161,8 @@ class World:
 
     def part(self, rows: int) -> slice:
         """Where this team's `rows` rows lie in what `gather` returns."""
+        if self.processes == 1:
+            return slice(0, rows)
         before = sum(self._counts(rows)[: self.rank])
         return slice(before, before + rows)
 
@@ -179,8 +181,6 @@ class World:
 
     def _counts(self, rows: int) -> list[int]:
         """The number of rows of every team."""
-        if self.processes == 1:
-            return [rows]
         mine = torch.tensor([rows], device=self.accelerator.device)
         with self._together():
             return self._leaders(self.accelerator.gather(mine).tolist())
@@ -238,12 +238,12 @@ class World:
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum values of equal shapes over teams."""
+        if self.processes == 1:
+            return value
         return self._add_up(value if self.leads else torch.zeros_like(value))
 
     def _add_up(self, value: Tensor) -> Tensor:
         """Sum values of equal shapes over processes."""
-        if self.processes == 1:
-            return value
         with self._together():
             return self.accelerator.reduce(value, "sum")
 
@@ -298,6 +298,9 @@ class World:
     def all_or_none(self, error: type[Exception]) -> Iterator[None]:
         """Raise `error` on all processes after the block where it was raised inside on one of
         them."""
+        if self.processes == 1:
+            yield
+            return
         own = None
         try:
             yield
@@ -323,7 +326,7 @@ class World:
 
     def clip_gradients(self, parameters: list[torch.nn.Parameter], most: float) -> float:
         """Scale gradients, added up over processes, to a norm of at most `most` -> what it was."""
-        split = [p for p in parameters if shares.is_split(p)]
+        split = [p for p in parameters if shares.is_split(p)] if self.processes > 1 else []
         if not split:
             return float(self.accelerator.clip_grad_norm_(parameters, most))
         own, rest = (

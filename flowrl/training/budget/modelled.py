@@ -16,13 +16,12 @@ from torch import Tensor
 
 from flowrl.policy.base import Policy
 from flowrl.policy.replay.arguments import Affine, CallPlan, Cond, Group, Path, Rows, Slot, Time
-from flowrl.policy.replay.call import Regime, Replay
+from flowrl.policy.replay.call import Regime, Replay, Request
 from flowrl.policy.replay.coords import Coords, Schedule
 from flowrl.policy.replay.decode import Decoder
 from flowrl.policy.replay.guidance import Guidance
 from flowrl.policy.replay.items import PromptItem
 from flowrl.policy.replay.pixels import Pixels
-from flowrl.policy.replay.request import Request
 from flowrl.training.budget.architecture import Architecture
 from flowrl.training.budget.call_shapes import CallShapes, Encoder, call_shapes
 
@@ -76,7 +75,8 @@ class ModelledPolicy(Policy):
         return [_encoded(self.others[e.part], e) for e in self.shapes.encoders]
 
     def _velocity(self, request: Request) -> tuple[Tensor, int]:
-        return self.replay.velocity(self.modules, request)
+        prediction, network_rows = self.replay.predict(self.modules, request)
+        return self.replay.coords.velocity(prediction, request.x, request.sigma), network_rows
 
     def decode(
         self,

@@ -24,8 +24,8 @@ from flowrl.config.schema import Config
 from flowrl.config.training import DiversityConfig
 from flowrl.policy import Policy
 from flowrl.policy.replay.arguments import Cond
+from flowrl.policy.replay.call import Request
 from flowrl.policy.replay.coords import Schedule
-from flowrl.policy.replay.request import Request
 from flowrl.policy.weights.compiled import Compiled
 from flowrl.rewards import load_set
 from flowrl.rollouts.choose import chooser

@@ -52,7 +52,8 @@ def try_rewards(parts: RunParts) -> dict[str, float]:
     context = conditions.context_of([batch.meta[g] for g in rows], media, members)
     mine = dict([*source.rewards.rewards.items()][world.rank :: world.size])
     own = replace(source.rewards, rewards=mine)
-    own.arrive()
+    if own.ready is not None:
+        own.ready()
     with world.all_or_none(RewardBug):
         said, noise = before_training(own, media, [batch.text[g] for g in rows], context)
     told = world.collect((said, noise))
