@@ -121,7 +121,7 @@ class AWM(forward.ForwardMethod):
         if "old" in scores:
             term = term + c.ema_weight * scores["old"]
             metrics["policy/old_distance"] = scores["old"]
-        term = base.held(term, scores, metrics, c.kl_weight)
+        term = base.plus_kl(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)
 
 

@@ -92,7 +92,7 @@ class CRD(forward.ForwardMethod):
         metrics = {"policy/implicit_reward": implicit, "policy/distillation_error": term}
         floor = min(c.kl_floor, c.kl_weight)
         held_by = floor + rho * (c.kl_weight - floor)  # better samples are held more
-        term = base.held(term, scores, metrics, held_by)
+        term = base.plus_kl(term, scores, metrics, held_by)
         return base.summed(term, metrics, batch)
 
     def gap(self, guess: Tensor, target: Tensor) -> Tensor:

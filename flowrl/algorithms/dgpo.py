@@ -103,7 +103,7 @@ class DGPO(forward.ForwardMethod):
             "policy/clip_fraction": stopped.float(),
             "policy/error": d,
         }
-        term = base.held(term, scores, metrics, c.kl_weight)
+        term = base.plus_kl(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)
 
     def stopped(self, scores: dict[str, Tensor], batch: Columns) -> Tensor:

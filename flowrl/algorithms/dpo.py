@@ -99,7 +99,7 @@ class DPO(forward.ForwardMethod):
             "policy/margin": -margin[place],
             "policy/error": scores["error"],
         }
-        term = base.held(term, scores, metrics, c.kl_weight)
+        term = base.plus_kl(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)
 
 

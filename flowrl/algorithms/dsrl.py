@@ -111,7 +111,8 @@ class DSRL(base.Algorithm):
             "policy/log_ratio": scores["log_ratio"].abs(),
             "policy/offset": scores["offset"],
         }
-        return base.summed(base.held(term, scores, metrics, self.config.kl_weight), metrics, batch)
+        term = base.plus_kl(term, scores, metrics, self.config.kl_weight)
+        return base.summed(term, metrics, batch)
 
     def fit(self, policy: base.VelocityField, rollout: Rollout, batch: Columns) -> Tensor:
         return policy.initial(rollout.cond, batch.prompt).log_prob(

@@ -102,29 +102,43 @@ class GRPO(transitions.TransitionMethod):
         return {"normed": (noise * (step.mean - y + step.std * noise)).flatten(1).mean(1)}
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
+        """Sum over rows of weight * (max(-A ratio, -A clipped ratio) + kl_weight * KL).
+
+        A row is a denoising step, n of them. scores, (n,) each: log_prob of the stored step under
+        the policy; normed with ratio=guard; kl with a weight. batch, (n,) each: log_prob under the
+        policy that sampled; adv; weight; unit, the sample of a row, with ratio=sequence.
+        """
         c, (low, high) = self.config, self.config.clip
-        step_log_ratio = log_ratio = scores["log_prob"] - batch.log_prob
+
+        # Ratio of the new policy to the old one: of each step, or one for all steps of a sample.
+        step_log_ratio = log_ratio = scores["log_prob"] - batch.log_prob  # (n,)
         if c.ratio == "guard":
             log_ratio = scores["normed"] - batch.normed
         if c.ratio == "sequence":
             log_ratio = base.mean_of_unit(log_ratio, batch.host("unit"))
+
+        # Clip: beyond its range no gradient pushes the ratio further.
         if c.ratio == "log":
             ratio, clipped = log_ratio, log_ratio.clamp(-low, high)
         else:
-            ratio = log_ratio.exp()
+            ratio = log_ratio.exp()  # (n,)
             clipped = ratio.clamp(1 - low, 1 + high)
-        term, stopped = base.clipped_surrogate(ratio, clipped, batch.adv)
-        if c.dual_clip is not None:
+        term, stopped = base.clipped_surrogate(ratio, clipped, batch.adv)  # (n,), (n,) 0 or 1
+        if c.dual_clip is not None:  # a step that became likely must not be punished without end
             bound = -batch.adv * (math.log(c.dual_clip) if c.ratio == "log" else c.dual_clip)
             past = (batch.adv < 0) & (term > bound)
             term, stopped = torch.where(past, bound, term), torch.where(past, 1.0, stopped)
-        term = term * batch.scale if "scale" in batch.data else term
+        if c.step_weight != "none":
+            term = term * batch.scale
+
+        # KL to the reference, outside of the clip: it holds the policy also where that stops it.
         metrics = {
             "policy/clip_fraction": stopped,
             "policy/log_ratio": log_ratio.abs(),
             "policy/approx_kl": step_log_ratio.square() / 2,
         }
-        term = base.held(term, scores, metrics, c.kl_weight)
+        if c.kl_weight:
+            term = base.plus_kl(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)
 
 

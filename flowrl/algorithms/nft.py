@@ -99,7 +99,7 @@ class NFT(forward.ForwardMethod):
         r = (batch.adv / (2 * c.adv_clip) + 0.5).clamp(0, 1)
         term = c.adv_clip * (r * scores["positive"] + (1 - r) * scores["negative"]) / c.beta
         metrics = {"policy/x0_error": scores["positive"]}
-        term = base.held(term, scores, metrics, c.kl_weight)
+        term = base.plus_kl(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)
 
     def follow(self, step: int, iteration: int) -> dict[str, float]:

@@ -82,7 +82,7 @@ class PRDP(transitions.GroupMethod):
             "policy/clip_fraction": (ratio != clipped).float(),
             "policy/held": held[place],
         }
-        term = base.held(term[place], scores, metrics, c.kl_weight)
+        term = base.plus_kl(term[place], scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)
 
 

@@ -89,7 +89,7 @@ class RAFT(forward.ForwardMethod):
 
     def loss(self, scores: dict[str, Tensor], batch: Columns) -> LossOutput:
         term, metrics = scores["error"], {"policy/error": scores["error"]}
-        term = base.held(term, scores, metrics, self.config.kl_weight)
+        term = base.plus_kl(term, scores, metrics, self.config.kl_weight)
         return base.summed(term, metrics, batch)
 
 

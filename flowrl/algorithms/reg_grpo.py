@@ -56,7 +56,7 @@ class RegGRPO(transitions.GroupMethod):
             "policy/approx_kl": log_ratio.square() / 2,
             "policy/regression_error": term,
         }
-        term = base.held(term, scores, metrics, c.kl_weight)
+        term = base.plus_kl(term, scores, metrics, c.kl_weight)
         return base.summed(term, metrics, batch)
 
 

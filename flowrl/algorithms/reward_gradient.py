@@ -200,7 +200,8 @@ class RewardGradient(base.Anchored):
             "distance": (c.target - reward).abs(),
         }[c.objective]
         metrics = {"policy/reward": reward}
-        return base.summed(base.held(c.scale * term, scores, metrics, c.kl_weight), metrics, batch)
+        term = base.plus_kl(c.scale * term, scores, metrics, c.kl_weight)
+        return base.summed(term, metrics, batch)
 
     def fit(self, policy: base.VelocityField, rollout: Rollout, batch: Columns) -> Tensor:
         """The reward itself."""

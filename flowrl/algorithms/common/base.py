@@ -265,13 +265,11 @@ class Anchored(Algorithm):
         return {"anchor": 0.0} if (iteration + 1) % c.reference_every == 0 else {}
 
 
-def held(
+def plus_kl(
     term: Tensor, scores: dict[str, Tensor], metrics: dict[str, Tensor], weight: Tensor | float
 ) -> Tensor:
-    """term (n,) plus weight times the distance to the reference, where scores hold one.
-
-    The distance becomes a metric.
-    """
+    """term (n,) plus weight times scores["kl"] (n,), the distance to the reference, where there is
+    one; it becomes the metric policy/kl."""
     if "kl" not in scores:
         return term
     metrics["policy/kl"] = scores["kl"]
