@@ -114,8 +114,8 @@ def _kind(name: str, value: Any) -> Any:
 
 
 def _named(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The conditions of a row by argument: its pictures, its negative prompts and "conditions"; what
-    is None counts as not given."""
+    """The conditions of a row by argument: its pictures, negative prompts and "conditions"; what is
+    None counts as not given."""
     own = {k: v for k, v in row.items() if is_picture(k) or k.startswith("negative_prompt")}
     own |= row.get("conditions", {})
     return {name: value for name, value in own.items() if value is not None}
