@@ -134,6 +134,7 @@ class World:
         self.process, self.processes = accelerator.process_index, accelerator.num_processes
         check_teams(self.processes, members)
         self.rank, self.size = self.process // members, self.processes // members
+        self.leads = self.process % members == 0  # whether it is the first of its team
         self.main = accelerator.is_main_process
         self.asked: str | None = None
         self.hurry = False
@@ -149,11 +150,6 @@ class World:
                     group = dist.new_group(ranks, backend="gloo", timeout=limit)
                     self.team = group if self.process in ranks else self.team
 
-    @property
-    def leads(self) -> bool:
-        """Whether this process is the first of its team."""
-        return self.process % self.members == 0
-
     def share(self, count: int) -> slice:
         """This team's part of `count` prompts; count divides by the number of teams."""
         # every size-th, so that an update trains the same prompts on any number of teams
@@ -161,9 +157,7 @@ class World:
 
     def part(self, rows: int) -> slice:
         """Where this team's `rows` rows lie in what `gather` returns."""
-        if self.processes == 1:
-            return slice(0, rows)
-        before = sum(self._counts(rows)[: self.rank])
+        before = sum(self._counts(rows)[: self.rank]) if self.processes > 1 else 0
         return slice(before, before + rows)
 
     def gather(self, value: Tensor) -> Tensor:
