@@ -14,7 +14,8 @@ import io
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +35,16 @@ class Disk:
         self.random, self.count = random.Random(seed), 0
         self.flushed: dict[str, int] = {}  # files written to -> their bytes that are on the disk
         self.write, self.fsync, self.open = os.write, os.fsync, builtins.open
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Fail as planned from here on; one that goes on prints its operations in the end."""
+        self.install()
+        try:
+            yield
+        finally:
+            if not self.how:
+                print(f"operations: {self.count}")
 
     def install(self) -> None:
         for name in ("replace", "rename"):

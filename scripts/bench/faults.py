@@ -16,19 +16,15 @@ import argparse
 import contextlib
 import hashlib
 import importlib
-import io
 import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +34,10 @@ import fault_damage
 import torch
 import yaml
 from fault_disk import ERRORS, KILLS, Disk
+from forked import Ended, Forked
 from rich.table import Table
 
 from flowrl.cli.common import show
-from flowrl.cli.main import app
 from flowrl.config import build
 from flowrl.config.load import load_config
 from flowrl.runtime.store import checkpoint
@@ -84,72 +80,13 @@ def resume(run: Path) -> list[str]:
     return ["train", "--resume", str(run), f"iterations={ITERATIONS}"]
 
 
-# ---------------------------------------------------------------------------
-# processes
+class Command(Forked):
+    """A command of a case."""
 
-
-@dataclass
-class Ended:
-    """How a command ended. code: exit code; minus a signal; None: it hung. ops: what it wrote."""
-
-    code: int | None
-    text: str
-    ops: int = 0
-
-
-@dataclass
-class Command:
-    """A command in a process of its own, forked from this one."""
-
-    arguments: list[str]
-    room: Path  # of the case: its run and what commands print
-    disk: Disk | None = None
-    pid: int = 0
-    printed: Path = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.printed = self.room / f"printed-{time.monotonic_ns()}.txt"
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._run()
-
-    def _run(self) -> None:
-        code, number = 1, os.open(self.printed, os.O_WRONLY | os.O_CREAT, 0o666)
-        for stream in (1, 2):
-            os.dup2(number, stream)
-        sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", closefd=False), write_through=True)
-        sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), write_through=True)
-        if self.disk:
-            self.disk.install()
-        try:
-            app(self.arguments)
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(bool(end.code))
-        except BaseException:
-            traceback.print_exc()
-        if self.disk and not self.disk.how:
-            print(f"operations: {self.disk.count}")
-        sys.stdout.flush()
-        os._exit(code)
-
-    def wait(self, hang: float, kill: float | None = None) -> Ended:
-        """kill: after so many seconds, unless it has ended by then."""
-        began, code = time.monotonic(), None
-        while code is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            passed = time.monotonic() - began
-            if pid:
-                code = os.waitstatus_to_exitcode(status)
-            elif passed > min(hang, hang if kill is None else kill):
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-                code = -signal.SIGKILL if kill is not None and kill <= hang else None
-                break
-            time.sleep(0.01)
-        text = self.printed.read_text(errors="replace")
-        _, _, ops = text.rpartition("operations: ")
-        return Ended(code, text, int(ops) if ops.strip().isdigit() else 0)
+    def __init__(self, arguments: list[str], room: Path, disk: Disk | None = None) -> None:
+        """room: folder of the case, with its run and what its commands print."""
+        printed = room / f"printed-{time.monotonic_ns()}.txt"
+        super().__init__(arguments, printed, disk.at_work if disk else contextlib.nullcontext)
 
 
 # ---------------------------------------------------------------------------
@@ -193,20 +130,6 @@ def unequal(run: Path, whole: dict[str, Any], *, but: Sequence[str] = ()) -> Pro
     return [f"{key} differ" for key in whole if key not in but and found[key] != whole[key]]
 
 
-def said(end: Ended, *names: str) -> Problems:
-    """What is wrong with how a command that could not go on said so. names: one has to be there."""
-    if end.code is None:
-        return ["it hung"]
-    if "Traceback (most recent call last)" in end.text:
-        return ["traceback"]
-    sentences = [line for line in end.text.splitlines() if line.startswith("flowrl: ")]
-    if not sentences:
-        return [f"exit code {end.code} without a sentence"]
-    if names and not any(name in end.text for name in names):
-        return [f"its sentence names none of {', '.join(names)}"]
-    return []
-
-
 # ---------------------------------------------------------------------------
 # cases
 
@@ -231,9 +154,8 @@ class Bench:
                 self._must(words(room / "half", method, iterations=ITERATIONS // 2), room)
                 again = ["evaluate", str(room / "half"), "--suite", "shapes", "--count", "2"]
                 self._must([*again, "--images", "2", "--steps", "1"], room)
-            began = time.monotonic()
             end = self._must(words(room / "run", method), room, Disk(room / "run"))
-            self.seconds[method], self.ops[method] = time.monotonic() - began, end.ops
+            self.seconds[method], self.ops[method] = end.seconds, counted(end.text)
             self.whole[method] = outcome(room / "run")
 
     def _must(self, arguments: list[str], room: Path, disk: Disk | None = None) -> Ended:
@@ -255,13 +177,13 @@ class Bench:
         """Resume; where the run had not begun, start it as before. It must end as it should."""
         end = Command(resume(run), run.parent).wait(self.hang)
         if end.code != 0:
-            if wrong := said(end):
+            if wrong := end.wrong():
                 return wrong
             if (run / "config.yaml").exists():
                 return [f"it does not resume: {last_line(end.text)}"]
             end = Command(words(run, method), run.parent).wait(self.hang)
             if end.code != 0:
-                return [f"dead end: {last_line(end.text)}", *said(end)]
+                return [f"dead end: {last_line(end.text)}", *end.wrong()]
         return unequal(run, self.whole[method], but=but)
 
     def kills(self, rng: random.Random, method: str, room: Path) -> tuple[str, Problems]:
@@ -280,7 +202,7 @@ class Bench:
                 done.append(f"killed after {moment:.2f} s")
             end = Command(arguments, room, disk).wait(self.hang, moment)
             if end.code is None or "Traceback" in end.text:
-                return ", ".join(done), said(end)
+                return ", ".join(done), end.wrong()
             if not (run / "config.yaml").exists():
                 break
         return f"{method} {', '.join(done)}", self._finish(run, method)
@@ -300,7 +222,7 @@ class Bench:
         done, wrong = f"{method} {command}, {how} at write {at}", []
         if end.code != 0:
             started = (run / "config.yaml").exists()
-            wrong += said(end, run.name) + [f"exit code {end.code}"] * (started and end.code != 1)
+            wrong += end.wrong(run.name) + [f"exit code {end.code}"] * (started and end.code != 1)
             gone = [path.name for path in before if not path.exists()]
             wrong += [f"{name} is gone" for name in gone]
         return done, wrong or self._finish(run, method)
@@ -320,8 +242,7 @@ class Bench:
         )
         end = Command(arguments, room).wait(self.hang)
         done = f"{method} {name} {how}, {' '.join(arguments[:2])}"
-        wrong = said(end) if end.code != 0 else ["traceback"] * ("Traceback (most" in end.text)
-        if wrong:
+        if wrong := end.wrong():
             return done, wrong
         if end.code != 0 or arguments != resume(run):
             fault_damage.restore(path, source / name)
@@ -346,8 +267,7 @@ class Bench:
         time.sleep(delay)
         commands.append(Command(second, room))
         ends = [command.wait(self.hang) for command in commands]
-        wrong = [problem for end in ends if end.code != 0 for problem in said(end, run.name)]
-        wrong += ["traceback"] * any("Traceback (most" in end.text for end in ends)
+        wrong = [problem for end in ends for problem in end.wrong(run.name)]
         if all(end.code != 0 for end in ends):
             wrong.append("neither went on")
         done = f"{method} {first[0]} and {kind} after {delay:.2f} s"
@@ -356,6 +276,11 @@ class Bench:
 
 def files_of(run: Path) -> list[Path]:
     return [path for path in run.rglob("*") if path.is_file() and TEMPORARY not in str(path)]
+
+
+def counted(text: str) -> int:
+    """Operations of the disk that a command printed at its end (Disk.at_work)."""
+    return int(text.rpartition("operations: ")[2])
 
 
 def last_line(text: str) -> str:

@@ -18,11 +18,7 @@ import os
 import re
 import resource
 import shutil
-import signal
-import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,11 +27,11 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import fuzz_cases
 import torch
+from forked import Ended, Forked
 from fuzz_cases import Case
 from rich.table import Table
 
 from flowrl.cli.common import show
-from flowrl.cli.main import app
 from flowrl.policy import load as policy_load
 from flowrl.rewards.core.reward import reward_class
 from flowrl.runtime import registry
@@ -43,39 +39,15 @@ from flowrl.runtime.text import visible
 from flowrl.training import loop
 
 OURS = r'File ".*/(flowrl|rewards|samplers)/.*", line'  # of a traceback
-CONTROLS = frozenset(map(chr, [*range(9), *range(11, 32), *range(127, 160), 0x202E]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    code: int  # negative: the signal that ended it
-    output: str
-    seconds: float
-
-    def problem(self, most: float) -> str:
-        """What is wrong with it; "" if nothing is."""
-        if self.seconds >= most:
-            return f"it hangs: {self.seconds:.0f} s"
-        if self.code not in (0, 1, 2):
-            return f"exit code {self.code}"
-        if "Traceback (most recent call last)" in self.output:
-            return "a traceback"
-        if found := CONTROLS & set(self.output):
-            return f"raw control characters {sorted(found)!r}"
-        if self.code and not any(
-            line.startswith(("flowrl: ", "Usage: ")) for line in self.output.splitlines()
-        ):
-            return "no sentence"
-        return ""
 
 
 @dataclass
 class Row:
-    """Of the table: cases of one kind."""
+    """A row of the table: what became of the cases of one kind."""
 
-    codes: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    failures: int = 0
+    codes: list[int | None] = field(default_factory=list)  # exit codes, as Ended has them
+    seconds: list[float] = field(default_factory=list)  # from start to end of each
+    failures: int = 0  # cases that ended wrongly
 
 
 def warm() -> None:
@@ -88,63 +60,32 @@ def warm() -> None:
     policy_load._pretrained(source, torch.float32)
 
 
-def tried(case: Case, folder: Path, *, seconds: float, gigabytes: float, train: bool) -> Outcome:
-    """Run a case in a copy of this process."""
+def tried(case: Case, folder: Path, args: argparse.Namespace, *, train: bool) -> Ended:
+    """Run a case in a copy of this process, in a folder of its own that is removed."""
     folder.mkdir()
     case.prepare(folder)
-    began, out = time.perf_counter(), folder.with_suffix(".out")
-    child = os.fork()
-    if child == 0:
-        os._exit(_inside(case.words, folder, out, gigabytes=gigabytes, train=train))
-    code = _wait(child, seconds)
-    took, text = time.perf_counter() - began, out.read_text(errors="replace")
+    limits = functools.partial(limited, folder, gigabytes=args.gigabytes, train=train)
+    printed = folder.with_suffix(".out")
+    ended = Forked(case.words, printed, limits).wait(args.seconds)
     shutil.rmtree(folder, ignore_errors=True)
-    out.unlink()
-    return Outcome(code=code, output=text, seconds=took)
+    printed.unlink()
+    return ended
 
 
-def _inside(words: list[str], folder: Path, out: Path, *, gigabytes: float, train: bool) -> int:
-    """In the copy: the command line, its output in a file -> exit code."""
-    handle = os.open(out, os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(handle, stream)
-    os.chdir(folder)
-    limit = _address_space() + int(gigabytes * 1e9)
+@contextlib.contextmanager
+def limited(folder: Path, *, gigabytes: float, train: bool) -> Iterator[None]:
+    """In the copy: work in this folder, with no more memory; train: iterate, too."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + int(gigabytes * 1e9)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     if not train:
         loop.Trainer.run = _not_trained
-    code = 3
-    try:
-        app(words)
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 0
-    except BaseException:
-        traceback.print_exc()
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return code
+    with contextlib.chdir(folder):
+        yield
 
 
 def _not_trained(trainer: loop.Trainer) -> None:
     raise SystemExit(0)
-
-
-def _address_space() -> int:
-    """Bytes of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()
-
-
-def _wait(child: int, seconds: float) -> int:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def cases(args: argparse.Namespace, place: Path) -> Iterator[tuple[Case, bool]]:
@@ -154,8 +95,8 @@ def cases(args: argparse.Namespace, place: Path) -> Iterator[tuple[Case, bool]]:
     if args.folders:
         run = place / "run"
         made = Case(name="the run", words=["train", *fuzz_cases.TINY, f"output={run}"])
-        outcome = tried(made, place / "making", seconds=600, gigabytes=args.gigabytes, train=True)
-        assert outcome.code == 0, outcome.output
+        ended = tried(made, place / "making", args, train=True)
+        assert ended.code == 0, ended.text
         for number in range(args.start, args.start + args.folders):
             yield fuzz_cases.folder_case(args.seed, number, run), True
 
@@ -176,22 +117,21 @@ def main() -> None:
         for case, train in cases(args, Path(place)):
             if args.only and not f"{case.name} ".startswith(f"{args.only} "):
                 continue
-            limits = {"seconds": args.seconds, "gigabytes": args.gigabytes}
-            outcome = tried(case, Path(place) / "case", train=train, **limits)
+            ended = tried(case, Path(place) / "case", args, train=train)
             row = rows.setdefault(case.name.split()[0], Row())
-            row.codes.append(outcome.code)
-            row.seconds.append(outcome.seconds)
-            if problem := outcome.problem(args.seconds):
+            row.codes.append(ended.code)
+            row.seconds.append(ended.seconds)
+            if problems := ended.wrong():
                 row.failures += 1
-                _report(case, outcome, problem)
+                _report(case, ended, problems[0])
             elif args.only:
-                print(visible(outcome.output))
+                print(visible(ended.text))
     _conclude(rows)
 
 
-def _report(case: Case, outcome: Outcome, problem: str) -> None:
-    last = (outcome.output.strip().splitlines() or [""])[-1]
-    places = [line for line in outcome.output.splitlines() if re.search(OURS, line)]
+def _report(case: Case, ended: Ended, problem: str) -> None:
+    last = (ended.text.strip().splitlines() or [""])[-1]
+    places = [line for line in ended.text.splitlines() if re.search(OURS, line)]
     last += "".join(f" ({place.strip()})" for place in places[-1:])
     words = " ".join(word for word in case.words if word not in fuzz_cases.TINY)
     print(f"{case.name}: {problem}: {visible(last)[:300]}  |  {visible(words)[:200]}", flush=True)
