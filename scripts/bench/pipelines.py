@@ -4,6 +4,7 @@
     python scripts/bench/pipelines.py --resume
     python scripts/bench/pipelines.py --page runs/pipelines.jsonl
     python scripts/bench/pipelines.py --second [NAME/wide NAME/still ...]
+    python scripts/bench/pipelines.py --far|--text [NAME ...]
 
 Each case of tests/helpers/zoo is loaded (its call is inferred), compared with the pipeline itself
 (self-check), asked for rows of its prompts, trained through (every LoRA matrix gets a gradient,
@@ -11,27 +12,36 @@ decoding has one), sampled from, and trained for one iteration of flow_grpo and 
 each in the output, with the reason of the first part that fails; --resume runs the cases that have
 no line yet. Exit code 1 if one fails that is not known to. --page runs nothing: it writes the table
 of docs/models.md from the output of a complete run, and keeps that in docs/results/pipelines.jsonl.
---second, beside any of these: the same with two more sets of arguments for each case that passes
-(tests/helpers/zoo/second.py), without training.
+--second: the same with two more sets of arguments for each case that passes
+(tests/helpers/zoo/second.py), without training. --far: a case that passes is put on the device of
+tests/helpers/far.py, which computes on the CPU and raises where an operator is given tensors of two
+devices, as a GPU would. --text: whose text encoders can be trained: LoRA on them alone is moved off
+its start, and the gradient of the sum of squared velocities is taken through the replayed call and
+through the pipeline's own loop.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
+import functools
 import json
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from rich.table import Table
+from torch import Tensor
 
 import flowrl
 from flowrl.policy.check import relative
@@ -42,6 +52,7 @@ KEPT = ROOT / "docs/results/pipelines.jsonl"
 KEPT_SECOND = ROOT / "docs/results/pipelines_second.jsonl"
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
+import far  # noqa: E402
 from zoo import cases  # noqa: E402
 from zoo.case import PROMPTS, Case  # noqa: E402
 from zoo.second import SETS, changed, second  # noqa: E402
@@ -70,6 +81,12 @@ ROWS = {
 }
 BEGIN, END = "<!-- table of scripts/bench/pipelines.py{} -->", "<!-- end of the table{} -->"
 METHODS = {"grpo": ["algorithm=flow_grpo"], "nft": ["algorithm=nft", "algorithm.steps=2"]}
+KINDS = {  # options, each of which asks something else of the cases
+    "second": "other arguments for each case",
+    "far": "on a device that is not there",
+    "text": "the gradient of text encoders",
+}
+TEXT = 1e-4  # most that gradients of text encoders may differ, relative
 
 
 @flowrl.reward(scale="mean red minus mean of green and blue, in [-1, 1]")
@@ -83,9 +100,9 @@ def redness(media, prompts, context=None):
 # the parts, in order; each raises where it fails
 
 
-def load(case: Case, pipe: Any) -> Any:
+def load(case: Case, pipe: Any, parts: list[str] | None = None) -> Any:
     example = case.conditions[0] if case.conditions else None
-    return flowrl.load_policy(pipe, lora=LORA, example=example, **case.call)
+    return flowrl.load_policy(pipe, lora=LORA, example=example, parts=parts, **case.call)
 
 
 def gather(policy: Any, case: Case) -> None:
@@ -200,44 +217,99 @@ def in_short(policy: Any) -> dict[str, str]:
     }
 
 
-def attempt(name: str) -> dict[str, Any]:
-    """All parts of a case, up to the first that fails."""
-    torch.set_num_threads(1)
-    case, began = cases()[name.partition("/")[0]], time.perf_counter()
-    other = "/" in name  # of the second arguments
-    out: dict[str, Any] = {"name": name, "failed": None, "why": None}
-    held: dict[str, Any] = {}
+def elsewhere(policy: Any, case: Case) -> None:
+    """All tensors of a call are on the far device, and so is what comes of it."""
+    noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
+    rows, own = torch.tensor([0, 1]), list(case.conditions) or None
+    cond, sigmas = policy.encode(list(PROMPTS), own), policy.schedule(8).sigmas
+    x = policy.start(far.far(noise), sigmas[0].item(), cond, rows)
+    v = policy.velocity(x, sigmas[2].item(), cond, rows)
+    v.square().mean().backward()
+    media = policy.decode(x, 0.0, cond, rows)
+    if not (isinstance(v, far.Far) and isinstance(media, far.Far)):
+        raise ValueError("a result is not on the device")
 
-    def loaded() -> None:
-        nonlocal case
+
+class GradientsDiffer(Exception):
+    """The replayed call gives text encoders another gradient than the pipeline's own loop."""
+
+
+def text(policy: Any, case: Case) -> dict[str, float]:
+    """Differences of the velocity and of the gradient that reaches the text encoders."""
+    generator, own = torch.Generator().manual_seed(0), list(case.conditions) or None
+    parameters = policy.parts["text_encoder"]
+    with torch.no_grad():  # where the second matrices are zero, the first ones have no gradient
+        for parameter in parameters.values():
+            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    x = torch.randn(2, *policy.latent_shape, generator=generator)
+    sigma = policy.schedule(8).sigmas[1].item()
+    cond, rows = policy.encode(list(PROMPTS), own), torch.tensor([0, 1])
+    ours = through(lambda: policy.velocity(x, sigma, cond, rows), parameters)
+    theirs = through(lambda: policy.reentry(x, sigma, list(PROMPTS), own), parameters)
+    if not theirs[1].any():
+        raise ValueError("the pipeline's own loop gives no gradient")
+    pairs = zip(("velocity", "gradient"), ours, theirs, strict=True)
+    found = {name: relative(a, b) for name, a, b in pairs}
+    if found["gradient"] > TEXT:
+        raise GradientsDiffer(f"by {found['gradient']:.0e}")
+    return found
+
+
+def through(velocity: Callable[[], Tensor], parameters: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """(the velocity, the gradient of its squares, all parameters in a row)."""
+    v = velocity()
+    v.square().sum().backward()
+    each = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
+    for parameter in parameters.values():
+        parameter.grad = None
+    return v.detach(), torch.cat([gradient.flatten() for gradient in each])
+
+
+def parts_of(what: str, out: dict[str, Any], folder: Path) -> dict[str, Callable[..., Any]]:
+    """What is asked of a case, in order; each is given its policy and the case."""
+
+    def checked(policy: Any, case: Case) -> None:
+        out["errors"] = policy.self_check().errors
+
+    if what == "far":
+        return {"check": checked, "far": elsewhere}
+    if what == "text":
+        return {"text": lambda policy, case: out.update(errors=text(policy, case))}
+    steps = {"usual": 4, "second": 7}[what]
+    parts = {"check": checked, "gather": gather, "gradient": gradient, "decode": decode}
+    parts["generate"] = functools.partial(generate, steps=steps)
+    for key, words in METHODS.items() if what == "usual" else ():
+        parts[key] = functools.partial(train, words=words, folder=folder)
+    return parts
+
+
+def attempt(name: str, what: str = "usual") -> dict[str, Any]:
+    """All parts of a case, up to the first that fails; NAME/SET is asked what --second asks."""
+    what = "second" if "/" in name else what
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    case, began = cases()[name.partition("/")[0]], time.perf_counter()
+    out: dict[str, Any] = {"name": name, "failed": None, "why": None}
+    policy: Any = None
+
+    def loaded(*_: Any) -> None:
+        nonlocal case, policy
         pipe = case.make()
         out["pipeline"] = type(pipe).__name__
-        if other:
+        if what == "second":
             case = changed(name, pipe)
-        held["policy"] = load(case, pipe)
-        out["call"] = in_short(held["policy"])
+        policy = load(case, pipe, ["text_encoder"] if what == "text" else None)
+        out["call"] = in_short(policy)
 
-    def checked() -> None:
-        out["errors"] = held["policy"].self_check().errors
-
-    with tempfile.TemporaryDirectory() as folder:
-        parts: dict[str, Callable[[], None]] = {
-            "load": loaded,
-            "check": checked,
-            "gather": lambda: gather(held["policy"], case),
-            "gradient": lambda: gradient(held["policy"], case),
-            "decode": lambda: decode(held["policy"], case),
-            "generate": lambda: generate(held["policy"], case, 7 if other else 4),
-            **{
-                key: lambda words=words: train(held["policy"], case, words, Path(folder))
-                for key, words in METHODS.items()
-                if not other
-            },
-        }
-        for part, run in parts.items():
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if what == "far":
+            stack.enter_context(far.whole_runs(stack.enter_context(pytest.MonkeyPatch.context())))
+        # a part that fails leaves nothing that the next could be judged by
+        for part, run in {"load": loaded, **parts_of(what, out, folder)}.items():
             start = time.perf_counter()
             try:
-                run()
+                run(policy, case)
             except Exception as error:
                 out["failed"], out["why"] = part, f"{type(error).__name__}: {error}"
                 break
@@ -292,7 +364,8 @@ def second_page(results: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"{passing} of {len(results)} pass."])
 
 
-def write_page(results: list[dict[str, Any]], other: bool) -> None:
+def write_page(results: list[dict[str, Any]], what: str) -> None:
+    other = what == "second"
     kept = [{k: v for k, v in r.items() if not k.startswith("seconds/")} for r in results]
     (KEPT_SECOND if other else KEPT).write_text("".join(json.dumps(r) + "\n" for r in kept))
     path, which = ROOT / "docs/models.md", " --second" if other else ""
@@ -318,10 +391,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("runs/pipelines.jsonl"))
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--second", action="store_true", help="other arguments for each case")
+    for name, text in KINDS.items():
+        parser.add_argument(f"--{name}", dest="what", action="store_const", const=name, help=text)
+    parser.set_defaults(what="usual")
     parser.add_argument("--page", type=Path)
     args = parser.parse_args()
-    known = second() if args.second else list(cases())
+    known, usual = second() if args.what == "second" else list(cases()), None
+    if args.what == "far":
+        usual = [r["name"] for r in read(KEPT) if r["failed"] is None]
+    if args.what == "text":
+        usual = [name for name, case in cases().items() if not case.refused]
+    if args.page and args.what not in ("usual", "second"):
+        parser.error(f"--page shows nothing of --{args.what}")
     if unknown := sorted(set(args.names) - set(known)):
         parser.error(f"unknown {unknown[0]}; there are {', '.join(known)}")
     for path in [args.page] * (args.page is not None) + [args.output] * args.resume:
@@ -329,11 +410,11 @@ def arguments() -> argparse.Namespace:
             parser.error(f"{path} is not a file that a run left")
     if args.page and (missing := {*known} ^ {r["name"] for r in read(args.page)}):
         parser.error(f"{args.page} is of other cases, see {min(missing)}; run all of them first")
-    args.names = args.names or known
+    args.names = args.names or usual or known
     return args
 
 
-def run(names: list[str], workers: int, output: Path) -> Iterator[dict[str, Any]]:
+def run(names: list[str], what: str, workers: int, output: Path) -> Iterator[dict[str, Any]]:
     """Results in the order of names, each a line more in output."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     spawn = multiprocessing.get_context("spawn")
@@ -341,7 +422,7 @@ def run(names: list[str], workers: int, output: Path) -> Iterator[dict[str, Any]
         output.open("a") as lines,
         concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool,
     ):
-        for result in pool.map(attempt, names):
+        for result in pool.map(functools.partial(attempt, what=what), names):
             said = "passes" if result["failed"] is None else f"{result['failed']}: {result['why']}"
             print(f"{result['name']}  {result['seconds']} s  {said[:300]}", flush=True)
             lines.write(json.dumps(result) + "\n")
@@ -352,22 +433,26 @@ def run(names: list[str], workers: int, output: Path) -> Iterator[dict[str, Any]
 def main() -> int:
     args = arguments()
     if args.page:
-        write_page(read(args.page), args.second)
+        write_page(read(args.page), args.what)
         return 0
     args.output.parent.mkdir(parents=True, exist_ok=True)
     if not args.resume:
         args.output.unlink(missing_ok=True)
     results = read(args.output) if args.resume else []
     done = {r["name"] for r in results}
-    results += run([name for name in args.names if name not in done], args.workers, args.output)
+    left = [name for name in args.names if name not in done]
+    results += run(left, args.what, args.workers, args.output)
     from flowrl.cli.common import show
 
     show(table(results))
     passing = sum(r["failed"] is None for r in results)
     classes = {r.get("pipeline") for r in results if r["failed"] is None}
     print(f"{passing} of {len(results)} pass, {len(classes)} pipeline classes")
+    failed = [r for r in results if r["failed"]]
+    if args.what == "text":  # some cannot train their text encoders, and say so
+        return int(any("GradientsDiffer" in r["why"] for r in failed))
     known = cases()
-    return int(any(r["failed"] and not known[r["name"].partition("/")[0]].refused for r in results))
+    return int(any(not known[r["name"].partition("/")[0]].refused for r in failed))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_tries_the_cases_that_are_left_and_counts_all(tmp_pat
     result = {"pipeline": "P", "failed": None, "why": None, "seconds": 1.0}
     left.write_text(json.dumps({**result, "name": "sd3"}) + "\n")
 
-    def run(names, workers, output):
+    def run(names, what, workers, output):
         asked.extend(names)
         yield from ({**result, "name": name, "failed": "load", "why": "no"} for name in names)
 
