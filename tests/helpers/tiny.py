@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+import diffusers
 import torch
 from tiny_parts import (
     clip_text,
@@ -47,10 +48,8 @@ NAMES = list(CALLS)
 
 
 def sd15(scheduler=None):
-    from diffusers import DDIMScheduler, StableDiffusionPipeline
-
     tok = tokenizer()
-    ddim = DDIMScheduler(
+    ddim = diffusers.DDIMScheduler(
         beta_start=0.00085,
         beta_end=0.012,
         beta_schedule="scaled_linear",
@@ -58,7 +57,7 @@ def sd15(scheduler=None):
         set_alpha_to_one=False,
         steps_offset=1,
     )
-    return StableDiffusionPipeline(
+    return diffusers.StableDiffusionPipeline(
         vae=image_vae(),
         text_encoder=clip_text(tok),
         tokenizer=tok,
@@ -71,17 +70,15 @@ def sd15(scheduler=None):
 
 
 def sdxl(scheduler=None):
-    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
-
     tok = tokenizer()
-    euler = EulerDiscreteScheduler(
+    euler = diffusers.EulerDiscreteScheduler(
         beta_start=0.00085,
         beta_end=0.012,
         beta_schedule="scaled_linear",
         timestep_spacing="leading",
         steps_offset=1,
     )
-    return StableDiffusionXLPipeline(
+    return diffusers.StableDiffusionXLPipeline(
         vae=image_vae(),
         text_encoder=clip_text(tok),
         text_encoder_2=clip_text(tok, True, seed=12),
@@ -94,12 +91,10 @@ def sdxl(scheduler=None):
 
 
 def sd3(scheduler=None):
-    from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
-
     tok, t5 = tokenizer(), tokenizer("t5")
-    return StableDiffusion3Pipeline(
+    return diffusers.StableDiffusion3Pipeline(
         transformer=sd3_transformer(),
-        scheduler=scheduler or FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=scheduler or diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=image_vae(1.5, 0.06),
         text_encoder=clip_text(tok, True),
         tokenizer=tok,
@@ -111,12 +106,10 @@ def sd3(scheduler=None):
 
 
 def flux(scheduler=None):
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
-
     tok, t5 = tokenizer(), tokenizer("t5")
-    return FluxPipeline(
+    return diffusers.FluxPipeline(
         scheduler=scheduler
-        or FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        or diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
         vae=image_vae(0.4, 0.1),
         text_encoder=clip_text(tok),
         tokenizer=tok,
@@ -127,17 +120,15 @@ def flux(scheduler=None):
 
 
 def qwenimage(scheduler=None):
-    from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
-
     tok = tokenizer("qwen", 2048)
-    shift = FlowMatchEulerDiscreteScheduler(
+    shift = diffusers.FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True,
         base_shift=0.5,
         max_shift=0.9,
         shift_terminal=0.02,
         time_shift_type="exponential",
     )
-    return QwenImagePipeline(
+    return diffusers.QwenImagePipeline(
         scheduler=scheduler or shift,
         vae=qwen_vae(),
         text_encoder=qwen_text(tok),
@@ -147,13 +138,11 @@ def qwenimage(scheduler=None):
 
 
 def wan21(scheduler=None):
-    from diffusers import UniPCMultistepScheduler, WanPipeline
-
     tok = tokenizer("t5", 64)
-    unipc = UniPCMultistepScheduler(
+    unipc = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
-    return WanPipeline(
+    return diffusers.WanPipeline(
         tokenizer=tok,
         text_encoder=t5_text(tok, umt5=True),
         vae=wan_vae(),

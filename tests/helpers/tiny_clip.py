@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -48,16 +49,14 @@ def clip_folder(folder: Path, *, eos: int = 49407, seed: int = 0) -> Path:
     eos: the text configuration's eos_token_id; 2 in OpenAI's own files, which tells transformers to
     pool at the highest token.
     """
-    from transformers import CLIPConfig, CLIPModel
-
     torch.manual_seed(seed)
-    config = CLIPConfig(
+    config = transformers.CLIPConfig(
         text_config=TEXT | {"eos_token_id": eos, "projection_dim": 24},
         vision_config=VISION | {"projection_dim": 24},
         projection_dim=24,
         logit_scale_init_value=4.6052,
     )
-    model = randomized(CLIPModel(config))
+    model = randomized(transformers.CLIPModel(config))
     old = {
         "text_model.embeddings.position_ids": torch.arange(77)[None],
         "vision_model.embeddings.position_ids": torch.arange(17)[None],
@@ -76,8 +75,6 @@ def clip_folder(folder: Path, *, eos: int = 49407, seed: int = 0) -> Path:
 def siglip_folder(folder: Path) -> Path:
     """A SigLIP as google/siglip-so400m-patch14-384 is stored, both towers, under the names of its
     files."""
-    from transformers import SiglipConfig, SiglipModel
-
     torch.manual_seed(0)
     sizes = {
         "hidden_size": 32,
@@ -91,10 +88,10 @@ def siglip_folder(folder: Path) -> Path:
         "bos_token_id": 1,
         "eos_token_id": 1,
     }
-    config = SiglipConfig(
+    config = transformers.SiglipConfig(
         vision_config=sizes | {"image_size": 28, "patch_size": 14}, text_config=text
     )
-    randomized(SiglipModel(config)).save_pretrained(folder)
+    randomized(transformers.SiglipModel(config)).save_pretrained(folder)
     return folder
 
 

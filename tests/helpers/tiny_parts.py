@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import diffusers
 import torch
+import transformers
 from torch import nn
 
 WORDS = (
@@ -12,6 +15,15 @@ WORDS = (
     " triangles left right of above below and the photo image system user assistant describe by"
     " detailing color shape size texture quantity text spatial relationships objects"
 )
+
+
+# most text and picture encoders
+TOWER = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 def randomise(module: nn.Module, seed: int = 0, gain: float = 1.0) -> nn.Module:
@@ -39,7 +51,6 @@ def tokenizer(kind: str = "clip", length: int = 12):
     """A word-level tokenizer with the special tokens of CLIP, T5 or Qwen; each word of the toy
     world (and Qwen's template) is one token."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
 
     bos, eos, pad, unk = {
         "clip": ("<|startoftext|>", "<|endoftext|>", "<|endoftext|>", "<unk>"),
@@ -81,15 +92,13 @@ def tokenizer(kind: str = "clip", length: int = 12):
             single=f"$A {eos}", special_tokens=[(eos, vocab[eos])]
         )
     named = {"bos_token": bos, "eos_token": eos, "pad_token": pad, "unk_token": unk}
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tok, model_max_length=length, **{k: v for k, v in named.items() if v}
     )
 
 
 def clip_text(tok, projection: bool = False, seed: int = 1, width: int = 16) -> nn.Module:
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
+    config = transformers.CLIPTextConfig(
         vocab_size=len(tok),
         hidden_size=width,
         intermediate_size=32,
@@ -101,12 +110,15 @@ def clip_text(tok, projection: bool = False, seed: int = 1, width: int = 16) -> 
         eos_token_id=tok.eos_token_id,
         pad_token_id=1,
     )
-    return randomise((CLIPTextModelWithProjection if projection else CLIPTextModel)(config), seed)
+    return randomise(
+        (transformers.CLIPTextModelWithProjection if projection else transformers.CLIPTextModel)(
+            config
+        ),
+        seed,
+    )
 
 
 def t5_text(tok, umt5: bool = False, seed: int = 2, width: int = 16) -> nn.Module:
-    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
-
     sizes = {
         "d_model": width,
         "d_kv": 8,
@@ -116,13 +128,14 @@ def t5_text(tok, umt5: bool = False, seed: int = 2, width: int = 16) -> nn.Modul
         "vocab_size": len(tok),
     }
     return randomise(
-        UMT5EncoderModel(UMT5Config(**sizes)) if umt5 else T5EncoderModel(T5Config(**sizes)), seed
+        transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes))
+        if umt5
+        else transformers.T5EncoderModel(transformers.T5Config(**sizes)),
+        seed,
     )
 
 
 def qwen_text(tok, seed: int = 3) -> nn.Module:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
     rope = {
         "mrope_section": [1, 1, 2],
         "rope_type": "default",
@@ -149,8 +162,8 @@ def qwen_text(tok, seed: int = 3) -> nn.Module:
         "out_hidden_size": 16,
     }
     return randomise(
-        Qwen2_5_VLForConditionalGeneration(
-            Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+        transformers.Qwen2_5_VLForConditionalGeneration(
+            transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
         ),
         seed,
     )
@@ -160,9 +173,13 @@ def qwen_text(tok, seed: int = 3) -> nn.Module:
 # denoisers
 
 
-def unet(cross: int, *, xl: bool = False, seed: int = 4) -> nn.Module:
-    from diffusers import UNet2DConditionModel
+def denoiser(name: str, seed: int = 25, **config: Any) -> nn.Module:
+    """A transformer of diffusers by the name of its class, two heads of 16."""
+    heads = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
+    return randomise(getattr(diffusers, name)(**{**heads, **config}), seed)
 
+
+def unet(cross: int, *, xl: bool = False, seed: int = 4) -> nn.Module:
     extra = (
         {
             "addition_embed_type": "text_time",
@@ -173,7 +190,7 @@ def unet(cross: int, *, xl: bool = False, seed: int = 4) -> nn.Module:
         if xl
         else {}
     )
-    net = UNet2DConditionModel(
+    net = diffusers.UNet2DConditionModel(
         sample_size=8,
         in_channels=4,
         out_channels=4,
@@ -190,77 +207,64 @@ def unet(cross: int, *, xl: bool = False, seed: int = 4) -> nn.Module:
 
 
 def sd3_transformer(seed: int = 5) -> nn.Module:
-    from diffusers import SD3Transformer2DModel
-
-    net = SD3Transformer2DModel(
+    return denoiser(
+        "SD3Transformer2DModel",
+        seed,
         sample_size=8,
         patch_size=2,
         in_channels=4,
         out_channels=4,
-        num_layers=2,
         attention_head_dim=8,
-        num_attention_heads=2,
         joint_attention_dim=32,
         caption_projection_dim=16,
         pooled_projection_dim=32,
         pos_embed_max_size=8,
         qk_norm="rms_norm",
     )
-    return randomise(net, seed)
 
 
 def flux_transformer(seed: int = 6) -> nn.Module:
-    from diffusers import FluxTransformer2DModel
-
-    net = FluxTransformer2DModel(
+    return denoiser(
+        "FluxTransformer2DModel",
+        seed,
         patch_size=1,
         in_channels=16,
         num_layers=1,
         num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=16,
         pooled_projection_dim=16,
         axes_dims_rope=(4, 4, 8),
         guidance_embeds=True,
     )
-    return randomise(net, seed)
 
 
 def qwen_transformer(seed: int = 7) -> nn.Module:
-    from diffusers import QwenImageTransformer2DModel
-
-    net = QwenImageTransformer2DModel(
+    return denoiser(
+        "QwenImageTransformer2DModel",
+        seed,
         patch_size=2,
         in_channels=16,
         out_channels=4,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=16,
         axes_dims_rope=(8, 4, 4),
     )
-    return randomise(net, seed)
 
 
 def wan_transformer(seed: int = 8) -> nn.Module:
-    from diffusers import WanTransformer3DModel
-
-    net = WanTransformer3DModel(
+    return denoiser(
+        "WanTransformer3DModel",
+        seed,
         patch_size=(1, 2, 2),
-        num_attention_heads=2,
         attention_head_dim=12,
         in_channels=4,
         out_channels=4,
         text_dim=16,
         freq_dim=64,
         ffn_dim=32,
-        num_layers=2,
         cross_attn_norm=True,
         qk_norm="rms_norm_across_heads",
         rope_max_seq_len=32,
     )
-    return randomise(net, seed)
 
 
 # ---------------------------------------------------------------------------
@@ -268,9 +272,7 @@ def wan_transformer(seed: int = 8) -> nn.Module:
 
 
 def image_vae(scaling: float = 0.5, shift: float | None = None, seed: int = 9) -> nn.Module:
-    from diffusers import AutoencoderKL
-
-    net = AutoencoderKL(
+    net = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
         block_out_channels=(8, 16),
@@ -289,9 +291,7 @@ MEAN, STD = [0.1, -0.2, 0.3, 0.0], [0.9, 1.2, 1.0, 0.8]  # of video latents, by 
 
 
 def qwen_vae(seed: int = 10) -> nn.Module:
-    from diffusers import AutoencoderKLQwenImage
-
-    net = AutoencoderKLQwenImage(
+    net = diffusers.AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=4,
         dim_mult=[1, 1, 1],
@@ -304,9 +304,7 @@ def qwen_vae(seed: int = 10) -> nn.Module:
 
 
 def wan_vae(seed: int = 11) -> nn.Module:
-    from diffusers import AutoencoderKLWan
-
-    net = AutoencoderKLWan(
+    net = diffusers.AutoencoderKLWan(
         base_dim=4,
         z_dim=4,
         dim_mult=[1, 1, 1, 1],

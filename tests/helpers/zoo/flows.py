@@ -5,12 +5,24 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import diffusers
 import tiny
 import torch
-from tiny_parts import clip_text, flux_transformer, image_vae, randomise, t5_text, tokenizer
+import transformers
+from tiny_parts import (
+    TOWER,
+    clip_text,
+    denoiser,
+    flux_transformer,
+    image_vae,
+    randomise,
+    t5_text,
+    tokenizer,
+)
 from torch import nn
 
 from zoo.case import Case, picture
+from zoo.images_parts import deep_vae
 
 SIZE = {"height": 16, "width": 16}
 TEXT = {**SIZE, "max_sequence_length": 12}
@@ -22,10 +34,7 @@ CHAT_TEMPLATE = (
 )
 # a causal language model of two layers
 DECODER = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
+    **TOWER,
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 128,
@@ -48,24 +57,20 @@ def chat_tokenizer():
 
 def qwen3_text(tok, *, head: bool = False, seed: int = 21) -> nn.Module:
     """A Qwen3, with its language head where the pipeline expects one."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model
-
-    config = Qwen3Config(vocab_size=len(tok), **DECODER)
-    return randomise((Qwen3ForCausalLM if head else Qwen3Model)(config), seed)
+    config = transformers.Qwen3Config(vocab_size=len(tok), **DECODER)
+    return randomise(
+        (transformers.Qwen3ForCausalLM if head else transformers.Qwen3Model)(config), seed
+    )
 
 
 def llama_text(tok, seed: int = 22) -> nn.Module:
     """A Llama that can return its attention maps, as HiDream asks."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(vocab_size=len(tok), attn_implementation="eager", **DECODER)
-    return randomise(LlamaForCausalLM(config), seed)
+    config = transformers.LlamaConfig(vocab_size=len(tok), attn_implementation="eager", **DECODER)
+    return randomise(transformers.LlamaForCausalLM(config), seed)
 
 
 def mistral3_text(tok, seed: int = 23) -> nn.Module:
     """A Mistral 3 with a vision tower that no prompt uses."""
-    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
-
     vision = {
         "model_type": "pixtral",
         "hidden_size": 16,
@@ -77,33 +82,30 @@ def mistral3_text(tok, seed: int = 23) -> nn.Module:
         "patch_size": 8,
     }
     text = {"model_type": "mistral", "vocab_size": len(tok), **DECODER}
-    config = Mistral3Config(text_config=text, vision_config=vision, image_token_index=2)
-    return randomise(Mistral3ForConditionalGeneration(config), seed)
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config=vision, image_token_index=2
+    )
+    return randomise(transformers.Mistral3ForConditionalGeneration(config), seed)
 
 
 def flux2_transformer(*, guidance: bool, seed: int = 24) -> nn.Module:
     """Flux 2's denoiser over three layers of a text encoder of width 16."""
-    from diffusers import Flux2Transformer2DModel
-
-    net = Flux2Transformer2DModel(
+    return denoiser(
+        "Flux2Transformer2DModel",
+        seed,
         in_channels=16,
         num_layers=1,
         num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=3 * 16,
         timestep_guidance_channels=32,
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=guidance,
     )
-    return randomise(net, seed)
 
 
 def flux2_vae(seed: int = 25) -> nn.Module:
     """Flux 2's VAE, whose latents are normalised by the statistics of a batch norm."""
-    from diffusers import AutoencoderKLFlux2
-
-    net = AutoencoderKLFlux2(
+    net = diffusers.AutoencoderKLFlux2(
         down_block_types=("DownEncoderBlock2D",) * 2,
         up_block_types=("UpDecoderBlock2D",) * 2,
         block_out_channels=(8, 16),
@@ -117,28 +119,9 @@ def flux2_vae(seed: int = 25) -> nn.Module:
     return randomise(net, seed, 0.8)
 
 
-def deep_vae(seed: int = 26) -> nn.Module:
-    """A VAE that divides sizes by eight."""
-    from diffusers import AutoencoderKL
-
-    net = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8,) * 4,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=4,
-        sample_size=32,
-        scaling_factor=0.5,
-    )
-    return randomise(net, seed, 0.7)
-
-
 def dynamic_shift():
     """The schedule of Flux."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    return diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
 
 
 # ---------------------------------------------------------------------------
@@ -146,35 +129,31 @@ def dynamic_shift():
 
 
 def chroma():
-    from diffusers import ChromaPipeline, ChromaTransformer2DModel
-
     tok = tokenizer("t5")
-    net = ChromaTransformer2DModel(
+    net = denoiser(
+        "ChromaTransformer2DModel",
+        27,
         in_channels=16,
         num_layers=1,
         num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=16,
         axes_dims_rope=(4, 4, 8),
         approximator_num_channels=32,
         approximator_hidden_dim=32,
         approximator_layers=2,
     )
-    return ChromaPipeline(
+    return diffusers.ChromaPipeline(
         scheduler=dynamic_shift(),
         vae=image_vae(0.4, 0.1),
         text_encoder=t5_text(tok),
         tokenizer=tok,
-        transformer=randomise(net, 27),
+        transformer=net,
     )
 
 
 def hidream_transformer() -> nn.Module:
     """HiDream's denoiser with three experts, for latents of 8x8."""
-    from diffusers import HiDreamImageTransformer2DModel
-
-    net = HiDreamImageTransformer2DModel(
+    net = diffusers.HiDreamImageTransformer2DModel(
         patch_size=2,
         in_channels=4,
         out_channels=4,
@@ -194,11 +173,9 @@ def hidream_transformer() -> nn.Module:
 
 
 def hidream():
-    from diffusers import FlowMatchEulerDiscreteScheduler, HiDreamImagePipeline
-
     clip, t5, llama = tokenizer(), tokenizer("t5"), tokenizer()
-    pipe = HiDreamImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    pipe = diffusers.HiDreamImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=image_vae(0.4, 0.1),
         text_encoder=clip_text(clip, True),
         tokenizer=clip,
@@ -216,8 +193,6 @@ def hidream():
 
 def flux_like(name: str, extra_channels: int = 0):
     """A pipeline of Flux's parts, whose denoiser may see more channels than it predicts."""
-    import diffusers
-
     parts = {k: v for k, v in tiny.flux().components.items() if v is not None}
     randomise(parts["vae"], 9, 0.8)  # a picture weighs more
     if extra_channels:
@@ -228,10 +203,8 @@ def flux_like(name: str, extra_channels: int = 0):
 
 
 def flux2():
-    from diffusers import Flux2Pipeline
-
     tok = chat_tokenizer()
-    return Flux2Pipeline(
+    return diffusers.Flux2Pipeline(
         scheduler=dynamic_shift(),
         vae=flux2_vae(),
         text_encoder=mistral3_text(tok),
@@ -241,10 +214,8 @@ def flux2():
 
 
 def flux2_klein():
-    from diffusers import Flux2KleinPipeline
-
     tok = chat_tokenizer()
-    return Flux2KleinPipeline(
+    return diffusers.Flux2KleinPipeline(
         scheduler=dynamic_shift(),
         vae=flux2_vae(),
         text_encoder=qwen3_text(tok, head=True),
@@ -254,14 +225,8 @@ def flux2_klein():
 
 
 def z_image():
-    from diffusers import (
-        FlowMatchEulerDiscreteScheduler,
-        ZImagePipeline,
-        ZImageTransformer2DModel,
-    )
-
     tok = chat_tokenizer()
-    net = ZImageTransformer2DModel(
+    net = diffusers.ZImageTransformer2DModel(
         in_channels=4,
         dim=32,
         n_layers=2,
@@ -272,8 +237,8 @@ def z_image():
         axes_dims=[4, 6, 6],
         axes_lens=[128, 16, 16],
     )
-    return ZImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    return diffusers.ZImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=image_vae(0.4, 0.1),
         text_encoder=qwen3_text(tok),
         tokenizer=tok,
@@ -282,53 +247,47 @@ def z_image():
 
 
 def ovis_image():
-    from diffusers import OvisImagePipeline, OvisImageTransformer2DModel
-
     tok = chat_tokenizer()
-    net = OvisImageTransformer2DModel(
+    net = denoiser(
+        "OvisImageTransformer2DModel",
+        31,
         in_channels=16,
         out_channels=16,
         num_layers=1,
         num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
         joint_attention_dim=16,
         axes_dims_rope=(4, 4, 8),
     )
-    return OvisImagePipeline(
+    return diffusers.OvisImagePipeline(
         scheduler=dynamic_shift(),
         vae=image_vae(0.4, 0.1),
         text_encoder=qwen3_text(tok),
         tokenizer=tok,
-        transformer=randomise(net, 31),
+        transformer=net,
     )
 
 
 def omnigen():
-    from diffusers import (
-        FlowMatchEulerDiscreteScheduler,
-        OmniGenPipeline,
-        OmniGenTransformer2DModel,
-    )
-
     tok = tokenizer("t5", 2048)
-    net = OmniGenTransformer2DModel(
+    net = denoiser(
+        "OmniGenTransformer2DModel",
+        32,
         in_channels=4,
         hidden_size=32,
-        num_attention_heads=2,
         num_key_value_heads=2,
         intermediate_size=32,
-        num_layers=2,
         pad_token_id=0,
         vocab_size=len(tok),
         rope_scaling={"short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
         pos_embed_max_size=8,
         time_step_dim=32,
     )
-    return OmniGenPipeline(
-        transformer=randomise(net, 32),
-        scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True, num_train_timesteps=1),
-        vae=deep_vae(),
+    return diffusers.OmniGenPipeline(
+        transformer=net,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            invert_sigmas=True, num_train_timesteps=1
+        ),
+        vae=deep_vae(seed=26, gain=0.7, scaling_factor=0.5, shift_factor=None, force_upcast=True),
         tokenizer=tok,
     )
 

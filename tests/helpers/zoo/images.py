@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 from tiny_parts import (
     MEAN,
     STD,
     clip_text,
+    denoiser,
     image_vae,
     qwen_text,
     randomise,
@@ -22,7 +24,6 @@ from zoo.images_parts import (
     causal_text,
     deep_vae,
     deep_video_vae,
-    denoiser,
     gemma_text,
     glm_prior,
     hunyuan_vae,
@@ -40,9 +41,9 @@ PICTURES_32 = tuple({"image": picture(i, 128)} for i in (1, 2))
 
 def flow(**config: Any):
     """The flow matching scheduler whose shift follows the number of tokens."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    return FlowMatchEulerDiscreteScheduler(**{"shift": 1.0, "use_dynamic_shifting": True, **config})
+    return diffusers.FlowMatchEulerDiscreteScheduler(
+        **{"shift": 1.0, "use_dynamic_shifting": True, **config}
+    )
 
 
 def qwen_flow():
@@ -55,8 +56,6 @@ def qwen_flow():
 
 def qwen_edits(kind: str, vae: dict[str, Any], net: dict[str, Any]):
     """An editing pipeline of Qwen by the name of its class."""
-    import diffusers
-
     tok = vision_tokenizer()
     return getattr(diffusers, kind)(
         scheduler=qwen_flow(),
@@ -101,10 +100,8 @@ def qwen_layered():
 
 
 def cogview3plus():
-    from diffusers import CogVideoXDDIMScheduler, CogView3PlusPipeline
-
     tok = tokenizer("t5")
-    return CogView3PlusPipeline(
+    return diffusers.CogView3PlusPipeline(
         tokenizer=tok,
         text_encoder=t5_text(tok),
         vae=image_vae(),
@@ -118,7 +115,7 @@ def cogview3plus():
             pos_embed_max_size=8,
             sample_size=8,
         ),
-        scheduler=CogVideoXDDIMScheduler(
+        scheduler=diffusers.CogVideoXDDIMScheduler(
             beta_schedule="scaled_linear",
             beta_start=0.00085,
             beta_end=0.012,
@@ -132,10 +129,8 @@ def cogview3plus():
 
 
 def cogview4():
-    from diffusers import CogView4Pipeline
-
     tok = tokenizer("t5", 64)
-    return CogView4Pipeline(
+    return diffusers.CogView4Pipeline(
         tokenizer=tok,
         text_encoder=causal_text("GlmModel", tok),
         vae=image_vae(),
@@ -160,11 +155,9 @@ def cogview4():
 
 def hunyuan(guider=None, **net: Any):
     """HunyuanImage 2.1 with short texts and without its second stream of text."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanImagePipeline
-
     tok, t5 = tokenizer("qwen", 2048), tokenizer("t5")
-    pipe = HunyuanImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
+    pipe = diffusers.HunyuanImagePipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
         vae=hunyuan_vae(),
         text_encoder=qwen_text(tok),
         tokenizer=tok,
@@ -208,7 +201,6 @@ def hyimage_apg():
 
 
 def prx():
-    from diffusers import FlowMatchEulerDiscreteScheduler
     from diffusers.models import PRXTransformer2DModel
     from diffusers.pipelines.prx import PRXPipeline
 
@@ -225,7 +217,7 @@ def prx():
     )
     return PRXPipeline(
         transformer=randomise(net, 25),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         text_encoder=gemma_text(tok),
         tokenizer=tok,
         vae=image_vae(0.4, 0.1),
@@ -234,10 +226,8 @@ def prx():
 
 
 def bria():
-    from diffusers import BriaPipeline
-
     tok = tokenizer("t5")
-    return BriaPipeline(
+    return diffusers.BriaPipeline(
         transformer=denoiser(
             "BriaTransformer2DModel",
             patch_size=1,
@@ -254,10 +244,8 @@ def bria():
 
 
 def bria_fibo():
-    from diffusers import BriaFiboPipeline
-
     tok = tokenizer("t5", 64)
-    return BriaFiboPipeline(
+    return diffusers.BriaFiboPipeline(
         transformer=denoiser(
             "BriaFiboTransformer2DModel",
             patch_size=1,
@@ -276,10 +264,8 @@ def bria_fibo():
 
 
 def longcat_image():
-    from diffusers import LongCatImagePipeline
-
     tok = vision_tokenizer()
-    pipe = LongCatImagePipeline(
+    pipe = diffusers.LongCatImagePipeline(
         scheduler=flow(),
         vae=deep_vae(2, channels=16),
         text_encoder=vision_text(tok),
@@ -303,8 +289,6 @@ def longcat_image():
 
 def kandinsky5(kind: str, pictures: bool = False):
     """An image pipeline of Kandinsky 5 by the name of its class, which may make 32 x 32 pixels."""
-    import diffusers
-
     tok, clip = vision_tokenizer(), tokenizer("clip", 77)
     pipe = getattr(diffusers, kind)(
         transformer=denoiser5(visual_cond=pictures),
@@ -320,9 +304,7 @@ def kandinsky5(kind: str, pictures: bool = False):
 
 
 def denoiser5(**config: Any):
-    from diffusers import Kandinsky5Transformer3DModel
-
-    net = Kandinsky5Transformer3DModel(
+    net = diffusers.Kandinsky5Transformer3DModel(
         in_visual_dim=4,
         out_visual_dim=4,
         in_text_dim=16,
@@ -348,11 +330,9 @@ def kandinsky5_i2i():
 
 
 def glm_image():
-    from diffusers import GlmImagePipeline
-
     glyphs = tokenizer("t5")
     processor, writer = glm_prior()
-    return GlmImagePipeline(
+    return diffusers.GlmImagePipeline(
         tokenizer=glyphs,
         processor=processor,
         text_encoder=t5_text(glyphs),
@@ -372,10 +352,8 @@ def glm_image():
 
 
 def cosmos2_t2i():
-    from diffusers import Cosmos2TextToImagePipeline, FlowMatchEulerDiscreteScheduler
-
     tok = tokenizer("t5")
-    return Cosmos2TextToImagePipeline(
+    return diffusers.Cosmos2TextToImagePipeline(
         text_encoder=t5_text(tok),
         tokenizer=tok,
         transformer=denoiser(
@@ -389,7 +367,7 @@ def cosmos2_t2i():
             extra_pos_embed_type=None,
         ),
         vae=wan_vae(),
-        scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
         safety_checker=AllowAll(),
     )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import numpy as np
-from tiny_parts import MEAN, STD, qwen_text, randomise, tokenizer
+import transformers
+from tiny_parts import MEAN, STD, TOWER, qwen_text, randomise, tokenizer
 from torch import nn
 
 # ---------------------------------------------------------------------------
@@ -44,26 +46,17 @@ def vision_text(tok, seed: int = 3) -> nn.Module:
 
 def vision_processor(tok, two_and_a_half: bool = False):
     """A processor that shrinks pictures to four tokens; two_and_a_half: the class of Qwen2.5."""
-    from transformers import (
-        Qwen2_5_VLProcessor,
-        Qwen2VLImageProcessor,
-        Qwen2VLProcessor,
-        Qwen2VLVideoProcessor,
-    )
-
-    made = Qwen2_5_VLProcessor if two_and_a_half else Qwen2VLProcessor
+    made = transformers.Qwen2_5_VLProcessor if two_and_a_half else transformers.Qwen2VLProcessor
     size = {"shortest_edge": 56 * 56, "longest_edge": 56 * 56}
     return made(
-        image_processor=Qwen2VLImageProcessor(size=size),
+        image_processor=transformers.Qwen2VLImageProcessor(size=size),
         tokenizer=tok,
-        video_processor=Qwen2VLVideoProcessor(size=size),
+        video_processor=transformers.Qwen2VLVideoProcessor(size=size),
     )
 
 
 def causal_text(name: str, tok, seed: int = 21, **changes: Any) -> nn.Module:
     """A decoder of transformers by the name of its class, width 16."""
-    import transformers
-
     net = getattr(transformers, name)
     sizes = {
         "hidden_size": 16,
@@ -82,22 +75,18 @@ def causal_text(name: str, tok, seed: int = 21, **changes: Any) -> nn.Module:
 
 def gemma_text(tok, seed: int = 22) -> nn.Module:
     """The encoder half of T5Gemma."""
-    from transformers import T5GemmaConfig, T5GemmaModuleConfig
     from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
     half = {
         "vocab_size": len(tok),
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        **TOWER,
         "num_key_value_heads": 2,
         "head_dim": 8,
         "query_pre_attn_scalar": 8,
     }
-    config = T5GemmaConfig(
-        encoder=T5GemmaModuleConfig(**half),
-        decoder=T5GemmaModuleConfig(**half),
+    config = transformers.T5GemmaConfig(
+        encoder=transformers.T5GemmaModuleConfig(**half),
+        decoder=transformers.T5GemmaModuleConfig(**half),
         vocab_size=len(tok),
     )
     return randomise(T5GemmaEncoder(config.encoder), seed)
@@ -107,13 +96,6 @@ def glm_prior(width: int = 16, seed: int = 27):
     """(processor, model) of GLM-Image: a language model that writes the ids of image tokens, all
     below 32 and none of them an end. gain 2, for with less the 256 tokens of the preview that come
     first wash the prompt out."""
-    from transformers import (
-        GlmImageConfig,
-        GlmImageForConditionalGeneration,
-        GlmImageImageProcessor,
-        GlmImageProcessor,
-    )
-
     tok = tokenizer("qwen", 2048)
     marks = ["<|image|>", "<sop>", "<eop>", "<end>"]
     tok.add_tokens(marks, special_tokens=True)
@@ -136,7 +118,7 @@ def glm_prior(width: int = 16, seed: int = 27):
             "partial_rotary_factor": 1.0,
         },
     }
-    config = GlmImageConfig(
+    config = transformers.GlmImageConfig(
         text_config=text,
         vision_config={**sizes, "depth": 1, "num_heads": 2, "image_size": 32},
         vq_config={"embed_dim": 8, "num_embeddings": 32, "latent_channels": width},
@@ -148,19 +130,21 @@ def glm_prior(width: int = 16, seed: int = 27):
         "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<|image|>"
         "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endfor %}"
     )
-    processor = GlmImageProcessor(GlmImageImageProcessor(), tok, chat_template=template)
-    return processor, randomise(GlmImageForConditionalGeneration(config), seed, 2.0)
+    processor = transformers.GlmImageProcessor(
+        transformers.GlmImageImageProcessor(), tok, chat_template=template
+    )
+    return processor, randomise(transformers.GlmImageForConditionalGeneration(config), seed, 2.0)
 
 
 # ---------------------------------------------------------------------------
 # VAEs and denoisers
 
 
-def deep_vae(blocks: int = 4, channels: int = 4, seed: int = 23, **changes: Any) -> nn.Module:
+def deep_vae(
+    blocks: int = 4, channels: int = 4, seed: int = 23, gain: float = 0.5, **changes: Any
+) -> nn.Module:
     """An image VAE that shrinks 2^(blocks - 1) times."""
-    from diffusers import AutoencoderKL
-
-    net = AutoencoderKL(
+    net = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * blocks,
         up_block_types=("UpDecoderBlock2D",) * blocks,
         block_out_channels=(8,) * blocks,
@@ -168,16 +152,13 @@ def deep_vae(blocks: int = 4, channels: int = 4, seed: int = 23, **changes: Any)
         latent_channels=channels,
         norm_num_groups=4,
         sample_size=32,
-        force_upcast=False,
-        **{"scaling_factor": 0.4, "shift_factor": 0.1, **changes},
+        **{"scaling_factor": 0.4, "shift_factor": 0.1, "force_upcast": False, **changes},
     )
-    return randomise(net, seed, 0.5)
+    return randomise(net, seed, gain)
 
 
 def hunyuan_vae(seed: int = 26) -> nn.Module:
-    from diffusers import AutoencoderKLHunyuanImage
-
-    net = AutoencoderKLHunyuanImage(
+    net = diffusers.AutoencoderKLHunyuanImage(
         in_channels=3,
         out_channels=3,
         latent_channels=4,
@@ -194,8 +175,6 @@ def deep_video_vae(
     name: str, halvings: int, seed: int = 24, channels: int = 4, gain: float = 0.7, **changes: Any
 ) -> nn.Module:
     """A VAE of Wan's family by the name of its class, which shrinks 2^halvings times."""
-    import diffusers
-
     net = getattr(diffusers, name)(
         base_dim=4,
         z_dim=channels,
@@ -207,14 +186,6 @@ def deep_video_vae(
         **changes,
     )
     return randomise(net, seed, gain)
-
-
-def denoiser(name: str, seed: int = 25, **config: Any) -> nn.Module:
-    """A transformer of diffusers by the name of its class, two heads of 16."""
-    import diffusers
-
-    heads = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
-    return randomise(getattr(diffusers, name)(**{**heads, **config}), seed)
 
 
 class AllowAll:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import diffusers
 import tiny
-from tiny_parts import image_vae, randomise, t5_text, tokenizer, unet, wan_vae
+import transformers
+from tiny_parts import denoiser, image_vae, randomise, t5_text, tokenizer, unet, wan_vae
 
 from zoo.case import Case, picture
-from zoo.images_parts import causal_text, deep_vae, denoiser
+from zoo.images_parts import causal_text, deep_vae
 from zoo.unets_parts import (
     allegro_vae,
     bert_text,
@@ -38,8 +40,6 @@ BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_line
 def stable(base: str, name: str, channels: int = 4, **changes: Any):
     """A pipeline by the name of its class from the parts of tiny's base, whose UNet sees that many
     channels."""
-    import diffusers
-
     parts = {k: v for k, v in getattr(tiny, base)().components.items() if v is not None}
     if base == "sd15":
         parts |= {"safety_checker": None, "requires_safety_checker": False}
@@ -55,10 +55,8 @@ def stable(base: str, name: str, channels: int = 4, **changes: Any):
 
 
 def sd2_v():
-    from diffusers import DDIMScheduler
-
     return tiny.sd15(
-        DDIMScheduler(
+        diffusers.DDIMScheduler(
             prediction_type="v_prediction",
             clip_sample=False,
             set_alpha_to_one=False,
@@ -69,22 +67,16 @@ def sd2_v():
 
 
 def pix2pix():
-    from diffusers import PNDMScheduler
-
-    scheduler = PNDMScheduler(skip_prk_steps=True, steps_offset=1, **BETAS)
+    scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, steps_offset=1, **BETAS)
     return stable("sd15", "StableDiffusionInstructPix2PixPipeline", 8, scheduler=scheduler)
 
 
 def sd15_controlnet():
-    from diffusers import ControlNetModel
-
-    net = ControlNetModel.from_unet(unet(16), conditioning_embedding_out_channels=(8, 16))
+    net = diffusers.ControlNetModel.from_unet(unet(16), conditioning_embedding_out_channels=(8, 16))
     return stable("sd15", "StableDiffusionControlNetPipeline", controlnet=randomise(net, 42))
 
 
 def kolors():
-    from diffusers import EulerDiscreteScheduler, UNet2DConditionModel
-
     # diffusers hides the class where sentencepiece, which this tokenizer does without, is missing
     from diffusers.pipelines.kolors.pipeline_kolors import KolorsPipeline
 
@@ -95,8 +87,8 @@ def kolors():
         vae=image_vae(),
         text_encoder=glm_text(tok),
         tokenizer=tok,
-        unet=randomise(UNet2DConditionModel(**config), 43),
-        scheduler=EulerDiscreteScheduler(
+        unet=randomise(diffusers.UNet2DConditionModel(**config), 43),
+        scheduler=diffusers.EulerDiscreteScheduler(
             num_train_timesteps=1100,
             timestep_spacing="leading",
             steps_offset=1,
@@ -106,33 +98,30 @@ def kolors():
 
 
 def animatediff():
-    from diffusers import AnimateDiffPipeline, DDIMScheduler, MotionAdapter
-
     parts = {name: getattr(tiny.sd15(), name) for name in ("vae", "text_encoder", "tokenizer")}
-    adapter = MotionAdapter(
+    adapter = diffusers.MotionAdapter(
         block_out_channels=(16, 32),
         motion_layers_per_block=1,
         motion_norm_num_groups=8,
         motion_num_attention_heads=2,
         motion_max_seq_length=8,
     )
-    return AnimateDiffPipeline(
+    return diffusers.AnimateDiffPipeline(
         **parts,
         unet=unet(16),
         motion_adapter=randomise(adapter, 44),
-        scheduler=DDIMScheduler(beta_schedule="linear", clip_sample=False, steps_offset=1),
+        scheduler=diffusers.DDIMScheduler(
+            beta_schedule="linear", clip_sample=False, steps_offset=1
+        ),
     )
 
 
 def svd():
-    from diffusers import EulerDiscreteScheduler, StableVideoDiffusionPipeline
-    from transformers import CLIPImageProcessor
-
-    return StableVideoDiffusionPipeline(
+    return diffusers.StableVideoDiffusionPipeline(
         vae=svd_vae(),
         image_encoder=clip_eyes(),
         unet=svd_unet(),
-        scheduler=EulerDiscreteScheduler(
+        scheduler=diffusers.EulerDiscreteScheduler(
             prediction_type="v_prediction",
             timestep_type="continuous",
             timestep_spacing="leading",
@@ -142,7 +131,7 @@ def svd():
             steps_offset=1,
             **BETAS,
         ),
-        feature_extractor=CLIPImageProcessor(),
+        feature_extractor=transformers.CLIPImageProcessor(),
     )
 
 
@@ -152,8 +141,6 @@ def svd():
 
 def pixart(name: str, sample_size: int = 8):
     """A pipeline of PixArt by the name of its class."""
-    import diffusers
-
     tok = tokenizer("t5")
     return getattr(diffusers, name)(
         tokenizer=tok,
@@ -182,10 +169,8 @@ def pixart_sigma():
 
 
 def hunyuandit():
-    from diffusers import DDPMScheduler, HunyuanDiTPipeline
-
     tok, t5 = tokenizer("clip", 77), tokenizer("t5", 256)
-    return HunyuanDiTPipeline(
+    return diffusers.HunyuanDiTPipeline(
         vae=image_vae(),
         text_encoder=bert_text(tok),
         tokenizer=tok,
@@ -201,7 +186,7 @@ def hunyuandit():
             cross_attention_dim_t5=16,
             pooled_projection_dim=16,
         ),
-        scheduler=DDPMScheduler(
+        scheduler=diffusers.DDPMScheduler(
             beta_start=0.00085,
             beta_end=0.03,
             beta_schedule="scaled_linear",
@@ -216,10 +201,8 @@ def hunyuandit():
 
 
 def latte():
-    from diffusers import DDIMScheduler, LattePipeline
-
     tok = tokenizer("t5")
-    return LattePipeline(
+    return diffusers.LattePipeline(
         tokenizer=tok,
         text_encoder=t5_text(tok),
         vae=image_vae(),
@@ -238,15 +221,13 @@ def latte():
             norm_elementwise_affine=False,
             video_length=4,
         ),
-        scheduler=DDIMScheduler(clip_sample=False),
+        scheduler=diffusers.DDIMScheduler(clip_sample=False),
     )
 
 
 def allegro():
-    from diffusers import AllegroPipeline, EulerAncestralDiscreteScheduler
-
     tok = tokenizer("t5")
-    return AllegroPipeline(
+    return diffusers.AllegroPipeline(
         tokenizer=tok,
         text_encoder=t5_text(tok),
         vae=allegro_vae(),
@@ -261,7 +242,7 @@ def allegro():
             sample_frames=2,
             caption_channels=16,
         ),
-        scheduler=EulerAncestralDiscreteScheduler(),
+        scheduler=diffusers.EulerAncestralDiscreteScheduler(),
     )
 
 
@@ -270,17 +251,13 @@ def allegro():
 
 
 def flow_solver(shift: float = 3.0):
-    from diffusers import DPMSolverMultistepScheduler
-
-    return DPMSolverMultistepScheduler(
+    return diffusers.DPMSolverMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
     )
 
 
 def sana_like(name: str, net: str, vae: Any, scheduler: Any, **changes: Any):
     """A pipeline of Sana by the name of its class, and of its network."""
-    import diffusers
-
     tok = tokenizer("t5", 512)
     return getattr(diffusers, name)(
         tokenizer=tok,
@@ -306,13 +283,11 @@ def sana():
 
 
 def sana_sprint():
-    from diffusers import SCMScheduler
-
     return sana_like(
         "SanaSprintPipeline",
         "SanaTransformer2DModel",
         dc_vae(),
-        SCMScheduler(),
+        diffusers.SCMScheduler(),
         guidance_embeds=True,
         qk_norm="rms_norm_across_heads",
     )
@@ -325,14 +300,8 @@ def sana_video():
 
 
 def auraflow():
-    from diffusers import (
-        AuraFlowPipeline,
-        AuraFlowTransformer2DModel,
-        FlowMatchEulerDiscreteScheduler,
-    )
-
     tok = tokenizer("t5")
-    net = AuraFlowTransformer2DModel(
+    net = diffusers.AuraFlowTransformer2DModel(
         sample_size=8,
         num_mmdit_layers=1,
         num_single_dit_layers=1,
@@ -342,31 +311,29 @@ def auraflow():
         caption_projection_dim=32,
         pos_embed_max_size=16,
     )
-    return AuraFlowPipeline(
+    return diffusers.AuraFlowPipeline(
         tokenizer=tok,
         text_encoder=t5_text(tok, umt5=True),
         vae=image_vae(),
         transformer=randomise(net, 45),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.73),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=1.73),
     )
 
 
 def lumina_next():
-    from diffusers import FlowMatchEulerDiscreteScheduler, LuminaNextDiT2DModel, LuminaPipeline
-
     tok = tokenizer("t5")
-    net = LuminaNextDiT2DModel(
+    net = denoiser(
+        "LuminaNextDiT2DModel",
+        46,
         sample_size=4,
         hidden_size=32,
-        num_layers=2,
-        num_attention_heads=2,
         num_kv_heads=1,
         multiple_of=16,
         cross_attention_dim=16,
     )
-    return LuminaPipeline(
-        transformer=randomise(net, 46),
-        scheduler=FlowMatchEulerDiscreteScheduler(),
+    return diffusers.LuminaPipeline(
+        transformer=net,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=deep_vae(shift_factor=None),
         text_encoder=causal_text("GemmaModel", tok),
         tokenizer=tok,
@@ -374,29 +341,23 @@ def lumina_next():
 
 
 def lumina2():
-    from diffusers import (
-        FlowMatchEulerDiscreteScheduler,
-        Lumina2Pipeline,
-        Lumina2Transformer2DModel,
-    )
-
     tok = tokenizer("t5", 64)
-    net = Lumina2Transformer2DModel(
+    net = denoiser(
+        "Lumina2Transformer2DModel",
+        47,
         sample_size=4,
         in_channels=4,
         hidden_size=32,
-        num_layers=2,
         num_refiner_layers=1,
-        num_attention_heads=2,
         num_kv_heads=1,
         multiple_of=16,
         axes_dim_rope=(8, 4, 4),
         axes_lens=(64, 8, 8),
         cap_feat_dim=16,
     )
-    return Lumina2Pipeline(
-        transformer=randomise(net, 47),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=6.0),
+    return diffusers.Lumina2Pipeline(
+        transformer=net,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=6.0),
         vae=deep_vae(),
         text_encoder=causal_text("Gemma2Model", tok),
         tokenizer=tok,

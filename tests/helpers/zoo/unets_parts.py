@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_parts import randomise, tokenizer
+import diffusers
+import transformers
+from tiny_parts import TOWER, randomise, tokenizer
 from torch import nn
 
 # ---------------------------------------------------------------------------
@@ -14,9 +16,8 @@ from torch import nn
 def glm_tokenizer():
     """ChatGLM's ways: padding on the left, a position for every token."""
     import torch
-    from transformers import PreTrainedTokenizerFast
 
-    class GlmTokenizer(PreTrainedTokenizerFast):
+    class GlmTokenizer(transformers.PreTrainedTokenizerFast):
         def __call__(self, *args: Any, **kwargs: Any):
             out = super().__call__(*args, **kwargs)
             seen = torch.as_tensor(out["attention_mask"])
@@ -50,17 +51,12 @@ def glm_text(tok, seed: int = 51) -> nn.Module:
 
 
 def bert_text(tok, seed: int = 52) -> nn.Module:
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=len(tok),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        **TOWER,
         max_position_embeddings=tok.model_max_length,
     )
-    return randomise(BertModel(config), seed)
+    return randomise(transformers.BertModel(config), seed)
 
 
 # ---------------------------------------------------------------------------
@@ -69,25 +65,18 @@ def bert_text(tok, seed: int = 52) -> nn.Module:
 
 def clip_eyes(seed: int = 53) -> nn.Module:
     """A CLIP that sees pictures of 224 pixels as 64 patches."""
-    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
-
-    config = CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+    config = transformers.CLIPVisionConfig(
+        **TOWER,
         projection_dim=16,
         image_size=224,
         patch_size=28,
     )
-    return randomise(CLIPVisionModelWithProjection(config), seed)
+    return randomise(transformers.CLIPVisionModelWithProjection(config), seed)
 
 
 def svd_vae(seed: int = 54) -> nn.Module:
     """A VAE whose decoder mixes frames."""
-    from diffusers import AutoencoderKLTemporalDecoder
-
-    net = AutoencoderKLTemporalDecoder(
+    net = diffusers.AutoencoderKLTemporalDecoder(
         down_block_types=("DownEncoderBlock2D",) * 2,
         block_out_channels=(32, 32),
         latent_channels=4,
@@ -99,9 +88,7 @@ def svd_vae(seed: int = 54) -> nn.Module:
 
 
 def svd_unet(seed: int = 55) -> nn.Module:
-    from diffusers import UNetSpatioTemporalConditionModel
-
-    net = UNetSpatioTemporalConditionModel(
+    net = diffusers.UNetSpatioTemporalConditionModel(
         sample_size=8,
         in_channels=8,
         out_channels=4,
@@ -120,9 +107,7 @@ def svd_unet(seed: int = 55) -> nn.Module:
 
 def dc_vae(seed: int = 56) -> nn.Module:
     """Sana's autoencoder, four times smaller."""
-    from diffusers import AutoencoderDC
-
-    net = AutoencoderDC(
+    net = diffusers.AutoencoderDC(
         latent_channels=4,
         attention_head_dim=8,
         encoder_block_out_channels=(8, 16, 16),
@@ -138,9 +123,7 @@ def dc_vae(seed: int = 56) -> nn.Module:
 
 def allegro_vae(seed: int = 57) -> nn.Module:
     """Four times smaller in space and time; it works in tiles only, here one of 8 x 16 x 16."""
-    from diffusers import AutoencoderKLAllegro
-
-    net = AutoencoderKLAllegro(
+    net = diffusers.AutoencoderKLAllegro(
         down_block_types=("AllegroDownBlock3D",) * 3,
         up_block_types=("AllegroUpBlock3D",) * 3,
         block_out_channels=(8, 8, 8),

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import diffusers
 import torch
-from tiny_parts import MEAN, STD, clip_text, qwen_text, randomise, t5_text, tokenizer
+from tiny_parts import MEAN, STD, clip_text, denoiser, qwen_text, randomise, t5_text, tokenizer
 from torch import nn
 
 from zoo.case import Case, picture
@@ -51,9 +52,7 @@ PICTURES = tuple({"image": picture(seed)} for seed in (1, 2))
 
 def cog_vae(seed: int = 31) -> nn.Module:
     """CogVideoX's VAE, four times smaller in space and in time."""
-    from diffusers import AutoencoderKLCogVideoX
-
-    net = AutoencoderKLCogVideoX(
+    net = diffusers.AutoencoderKLCogVideoX(
         down_block_types=("CogVideoXDownBlock3D",) * 3,
         up_block_types=("CogVideoXUpBlock3D",) * 3,
         block_out_channels=(8, 8, 8),
@@ -69,29 +68,23 @@ def cog_vae(seed: int = 31) -> nn.Module:
 
 
 def cog_transformer(channels: int = 4, seed: int = 32) -> nn.Module:
-    from diffusers import CogVideoXTransformer3DModel
-
-    net = CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
+    return denoiser(
+        "CogVideoXTransformer3DModel",
+        seed,
         in_channels=channels,
         out_channels=4,
         time_embed_dim=8,
         text_embed_dim=16,
-        num_layers=2,
         sample_width=4,
         sample_height=4,
         sample_frames=9,
         max_text_seq_length=12,
         use_rotary_positional_embeddings=True,
     )
-    return randomise(net, seed)
 
 
 def cogvideox(name: str = "CogVideoXPipeline", channels: int = 4):
     """A pipeline of CogVideoX by the name of its class."""
-    import diffusers
-
     tok = tokenizer("t5")
     return getattr(diffusers, name)(
         tokenizer=tok,
@@ -118,9 +111,7 @@ def cogvideox_i2v():
 
 def ltx_vae(seed: int = 33, **changes: Any) -> nn.Module:
     """LTX's VAE, eight times smaller in space and four times in time, with uneven latents."""
-    from diffusers import AutoencoderKLLTXVideo
-
-    net = AutoencoderKLLTXVideo(
+    net = diffusers.AutoencoderKLLTXVideo(
         latent_channels=4,
         block_out_channels=(8, 8, 8, 8),
         decoder_block_out_channels=(8, 8, 8, 8),
@@ -141,16 +132,13 @@ def ltx_vae(seed: int = 33, **changes: Any) -> nn.Module:
 
 def ltx(name: str = "LTXPipeline", shift: bool = True, **vae: Any):
     """A pipeline of LTX by the name of its class."""
-    import diffusers
-
     tok = tokenizer("t5")
-    net = diffusers.LTXVideoTransformer3DModel(
+    net = denoiser(
+        "LTXVideoTransformer3DModel",
+        34,
         in_channels=4,
         out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
         cross_attention_dim=32,
-        num_layers=2,
         caption_channels=16,
     )
     return getattr(diffusers, name)(
@@ -158,16 +146,14 @@ def ltx(name: str = "LTXPipeline", shift: bool = True, **vae: Any):
         vae=ltx_vae(**vae),
         text_encoder=t5_text(tok),
         tokenizer=tok,
-        transformer=randomise(net, 34),
+        transformer=net,
     )
 
 
 def ltx2():
-    from diffusers import FlowMatchEulerDiscreteScheduler, LTX2Pipeline
-
     tok = tokenizer("t5")
-    return LTX2Pipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(**LTX_SHIFT),
+    return diffusers.LTX2Pipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**LTX_SHIFT),
         vae=ltx2_vae(),
         text_encoder=gemma3_text(tok),
         tokenizer=tok,
@@ -182,11 +168,9 @@ def ltx2():
 
 
 def mochi():
-    from diffusers import FlowMatchEulerDiscreteScheduler, MochiPipeline
-
     tok = tokenizer("t5")
-    return MochiPipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
+    return diffusers.MochiPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(invert_sigmas=True),
         vae=mochi_vae(),
         text_encoder=t5_text(tok),
         tokenizer=tok,
@@ -200,8 +184,6 @@ def mochi():
 
 def hyvideo(name: str = "HunyuanVideoPipeline", net: nn.Module | None = None, **parts: Any):
     """A pipeline of HunyuanVideo without pictures in its texts, by the name of its class."""
-    import diffusers
-
     tok, clip = tokenizer("t5", 77), tokenizer("clip", 77)
     return getattr(diffusers, name)(
         text_encoder=llama_text(tok),
@@ -217,8 +199,6 @@ def hyvideo(name: str = "HunyuanVideoPipeline", net: nn.Module | None = None, **
 
 def hyvideo_i2v(kind: str, channels: int):
     """kind: how the denoiser is shown the picture."""
-    import diffusers
-
     tok, clip = llava_tokenizer(), tokenizer("clip", 77)
     return diffusers.HunyuanVideoImageToVideoPipeline(
         text_encoder=llava_text(tok),
@@ -252,8 +232,6 @@ def framepack():
 
 def hyvideo15(name: str = "HunyuanVideo15Pipeline", guidance: float = 1.0, **parts: Any):
     """A pipeline of HunyuanVideo 1.5 by the name of its class, with a template of few words."""
-    import diffusers
-
     tok, glyphs = chat_tokenizer(), tokenizer("t5")
     pipe = getattr(diffusers, name)(
         text_encoder=qwen_language(tok),
@@ -282,15 +260,13 @@ def hyvideo15_i2v():
 
 
 def easyanimate():
-    from diffusers import EasyAnimatePipeline, FlowMatchEulerDiscreteScheduler
-
     tok = chat_tokenizer()
-    return EasyAnimatePipeline(
+    return diffusers.EasyAnimatePipeline(
         vae=magvit_vae(),
         text_encoder=qwen_text(tok),
         tokenizer=tok,
         transformer=easyanimate_transformer(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
     )
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import torch
-from tiny_parts import MEAN, STD, randomise, tokenizer
+import transformers
+from tiny_parts import MEAN, STD, TOWER, denoiser, randomise, tokenizer
 from torch import nn
 
 # ---------------------------------------------------------------------------
@@ -14,21 +16,13 @@ from torch import nn
 
 def gemma3_text(tok, seed: int = 41) -> nn.Module:
     """A Gemma 3 of two layers with a vision tower that no prompt uses."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    config = Gemma3Config(
-        text_config={**sizes, "vocab_size": len(tok), "num_key_value_heads": 2, "head_dim": 8},
-        vision_config={**sizes, "image_size": 16, "patch_size": 8},
+    config = transformers.Gemma3Config(
+        text_config={**TOWER, "vocab_size": len(tok), "num_key_value_heads": 2, "head_dim": 8},
+        vision_config={**TOWER, "image_size": 16, "patch_size": 8},
         mm_tokens_per_image=4,
         image_token_index=2,
     )
-    return randomise(Gemma3ForConditionalGeneration(config), seed)
+    return randomise(transformers.Gemma3ForConditionalGeneration(config), seed)
 
 
 def ltx2_connectors(seed: int = 42) -> nn.Module:
@@ -47,13 +41,11 @@ def ltx2_connectors(seed: int = 42) -> nn.Module:
 
 
 def ltx2_transformer(seed: int = 43) -> nn.Module:
-    from diffusers import LTX2VideoTransformer3DModel
-
-    net = LTX2VideoTransformer3DModel(
+    return denoiser(
+        "LTX2VideoTransformer3DModel",
+        seed,
         in_channels=4,
         out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
         cross_attention_dim=32,
         vae_scale_factors=(4, 8, 8),
         base_height=32,
@@ -63,17 +55,13 @@ def ltx2_transformer(seed: int = 43) -> nn.Module:
         audio_num_attention_heads=2,
         audio_attention_head_dim=8,
         audio_cross_attention_dim=16,
-        num_layers=2,
         caption_channels=16,
     )
-    return randomise(net, seed)
 
 
 def ltx2_vae(seed: int = 44) -> nn.Module:
     """LTX 2's VAE, eight times smaller in space and four times in time, with uneven latents."""
-    from diffusers import AutoencoderKLLTX2Video
-
-    net = AutoencoderKLLTX2Video(
+    net = diffusers.AutoencoderKLLTX2Video(
         latent_channels=4,
         block_out_channels=(8, 8),
         down_block_types=("LTX2VideoDownBlock3D",) * 2,
@@ -96,10 +84,9 @@ def ltx2_vae(seed: int = 44) -> nn.Module:
 
 def ltx2_sound(seed: int = 45) -> dict[str, nn.Module]:
     """The VAE and the vocoder of the sound, of two channels with sixteen bins each."""
-    from diffusers import AutoencoderKLLTX2Audio
     from diffusers.pipelines.ltx2 import LTX2Vocoder
 
-    vae = AutoencoderKLLTX2Audio(
+    vae = diffusers.AutoencoderKLLTX2Audio(
         base_channels=8,
         ch_mult=(1, 1, 1),
         num_res_blocks=1,
@@ -127,9 +114,7 @@ def ltx2_sound(seed: int = 45) -> dict[str, nn.Module]:
 def mochi_vae(seed: int = 47) -> nn.Module:
     """Mochi's VAE, eight times smaller in space and six times in time: its pipeline knows no
     other."""
-    from diffusers import AutoencoderKLMochi
-
-    net = AutoencoderKLMochi(
+    net = diffusers.AutoencoderKLMochi(
         encoder_block_out_channels=(32,) * 4,
         decoder_block_out_channels=(32,) * 4,
         latent_channels=12,
@@ -141,19 +126,15 @@ def mochi_vae(seed: int = 47) -> nn.Module:
 
 
 def mochi_transformer(seed: int = 48) -> nn.Module:
-    from diffusers import MochiTransformer3DModel
-
-    net = MochiTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=2,
+    return denoiser(
+        "MochiTransformer3DModel",
+        seed,
         pooled_projection_dim=16,
         in_channels=12,
         text_embed_dim=16,
         time_embed_dim=32,
         max_sequence_length=12,
     )
-    return randomise(net, seed)
 
 
 # ---------------------------------------------------------------------------
@@ -174,9 +155,9 @@ LLAMA = {
 
 
 def llama_text(tok, seed: int = 51) -> nn.Module:
-    from transformers import LlamaConfig, LlamaModel
-
-    return randomise(LlamaModel(LlamaConfig(vocab_size=len(tok), **LLAMA)), seed)
+    return randomise(
+        transformers.LlamaModel(transformers.LlamaConfig(vocab_size=len(tok), **LLAMA)), seed
+    )
 
 
 def llava_tokenizer():
@@ -189,46 +170,32 @@ def llava_tokenizer():
 
 def llava_text(tok, seed: int = 52) -> nn.Module:
     """A LLaVA that sees a picture of 16x16 as four tokens."""
-    from transformers import (
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-    )
-
-    vision = CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+    vision = transformers.CLIPVisionConfig(
+        **TOWER,
         image_size=16,
         patch_size=8,
         projection_dim=16,
     )
-    config = LlavaConfig(
+    config = transformers.LlavaConfig(
         vision_config=vision,
-        text_config=LlamaConfig(vocab_size=len(tok), **LLAMA),
+        text_config=transformers.LlamaConfig(vocab_size=len(tok), **LLAMA),
         image_token_index=tok.convert_tokens_to_ids("<image>"),
         image_seq_length=4,
         pad_token_id=0,
     )
-    return randomise(LlavaForConditionalGeneration(config), seed)
+    return randomise(transformers.LlavaForConditionalGeneration(config), seed)
 
 
 def clip_pictures(size: int = 16):
     """What makes pictures ready for encoders of CLIP's kind."""
-    from transformers import CLIPImageProcessor
-
-    return CLIPImageProcessor(
+    return transformers.CLIPImageProcessor(
         size={"shortest_edge": size}, crop_size={"height": size, "width": size}
     )
 
 
 def hunyuan_vae(seed: int = 53) -> nn.Module:
     """HunyuanVideo's VAE, eight times smaller in space and four times in time."""
-    from diffusers import AutoencoderKLHunyuanVideo
-
-    net = AutoencoderKLHunyuanVideo(
+    net = diffusers.AutoencoderKLHunyuanVideo(
         latent_channels=4,
         block_out_channels=(8, 8, 8, 8),
         layers_per_block=1,
@@ -242,8 +209,6 @@ def hunyuan_transformer(
     name: str = "HunyuanVideoTransformer3DModel", channels: int = 4, seed: int = 54, **changes: Any
 ) -> nn.Module:
     """HunyuanVideo's denoiser, or a relative of it by the name of its class."""
-    import diffusers
-
     net = getattr(diffusers, name)(
         in_channels=channels,
         out_channels=4,
@@ -277,19 +242,15 @@ def chat_tokenizer():
 
 def qwen_language(tok, seed: int = 55) -> nn.Module:
     """The language half of a Qwen2.5-VL."""
-    from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
-
     sizes = {k: v for k, v in LLAMA.items() if k != "head_dim"}
     rope = {"mrope_section": [1, 1, 2], "rope_type": "default", "rope_theta": 1e6}
-    config = Qwen2_5_VLTextConfig(vocab_size=len(tok), rope_scaling=rope, **sizes)
-    return randomise(Qwen2_5_VLTextModel(config), seed)
+    config = transformers.Qwen2_5_VLTextConfig(vocab_size=len(tok), rope_scaling=rope, **sizes)
+    return randomise(transformers.Qwen2_5_VLTextModel(config), seed)
 
 
 def hunyuan15_vae(seed: int = 56) -> nn.Module:
     """HunyuanVideo 1.5's VAE, eight times smaller in space and four times in time."""
-    from diffusers import AutoencoderKLHunyuanVideo15
-
-    net = AutoencoderKLHunyuanVideo15(
+    net = diffusers.AutoencoderKLHunyuanVideo15(
         latent_channels=4,
         block_out_channels=(16, 16, 16, 16),
         layers_per_block=1,
@@ -303,9 +264,7 @@ def hunyuan15_vae(seed: int = 56) -> nn.Module:
 def hunyuan15_transformer(seed: int = 57) -> nn.Module:
     """HunyuanVideo 1.5's denoiser; the projection of its second text is made narrower, for no
     setting does."""
-    from diffusers import HunyuanVideo15Transformer3DModel
-
-    net = HunyuanVideo15Transformer3DModel(
+    net = diffusers.HunyuanVideo15Transformer3DModel(
         in_channels=9,
         out_channels=4,
         num_attention_heads=2,
@@ -324,19 +283,16 @@ def hunyuan15_transformer(seed: int = 57) -> nn.Module:
 
 def siglip_vision(size: int = 16, seed: int = 58) -> dict[str, Any]:
     """(image_encoder, feature_extractor) that see a picture as four tokens."""
-    from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
-
-    config = SiglipVisionConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+    config = transformers.SiglipVisionConfig(
+        **TOWER,
         image_size=size,
         patch_size=size // 2,
     )
     return {
-        "image_encoder": randomise(SiglipVisionModel(config), seed),
-        "feature_extractor": SiglipImageProcessor(size={"height": size, "width": size}),
+        "image_encoder": randomise(transformers.SiglipVisionModel(config), seed),
+        "feature_extractor": transformers.SiglipImageProcessor(
+            size={"height": size, "width": size}
+        ),
     }
 
 
@@ -346,9 +302,7 @@ def siglip_vision(size: int = 16, seed: int = 58) -> dict[str, Any]:
 
 def magvit_vae(seed: int = 59) -> nn.Module:
     """EasyAnimate's VAE, eight times smaller in space and four times in time."""
-    from diffusers import AutoencoderKLMagvit
-
-    net = AutoencoderKLMagvit(
+    net = diffusers.AutoencoderKLMagvit(
         latent_channels=4,
         block_out_channels=(8, 8, 8, 8),
         layers_per_block=1,
@@ -359,18 +313,14 @@ def magvit_vae(seed: int = 59) -> nn.Module:
 
 
 def easyanimate_transformer(seed: int = 60) -> nn.Module:
-    from diffusers import EasyAnimateTransformer3DModel
-
-    net = EasyAnimateTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
+    return denoiser(
+        "EasyAnimateTransformer3DModel",
+        seed,
         in_channels=4,
         out_channels=4,
         patch_size=2,
-        num_layers=2,
         mmdit_layers=1,
         time_embed_dim=16,
         add_norm_text_encoder=True,
         text_embed_dim=16,
     )
-    return randomise(net, seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import diffusers
 from tiny_parts import clip_text, t5_text, tokenizer, wan_vae
 from torch import nn
 
@@ -39,8 +40,6 @@ PICTURES = tuple({"image": picture(seed)} for seed in (1, 2))
 
 def wan(kind: str, net: nn.Module, vae: nn.Module | None = None, shift: float = 3.0, **parts: Any):
     """A pipeline of Wan's family by the name of its class."""
-    import diffusers
-
     tok = tokenizer("t5", 512)
     return getattr(diffusers, kind)(
         tokenizer=tok,
@@ -105,8 +104,6 @@ def chronoedit():
 
 def kandinsky5(kind: str):
     """A video pipeline of Kandinsky 5 by the name of its class."""
-    import diffusers
-
     tok, clip = vision_tokenizer(), tokenizer("clip", 77)
     return getattr(diffusers, kind)(
         transformer=denoiser5(visual_cond=True),
@@ -125,8 +122,6 @@ def kandinsky5(kind: str):
 
 def cosmos1(kind: str = "CosmosTextToWorldPipeline", channels: int = 4):
     """A pipeline of Cosmos 1 by the name of its class, whose noise has a deviation of 80."""
-    import diffusers
-
     tok = tokenizer("t5")
     return getattr(diffusers, kind)(
         text_encoder=t5_text(tok),
@@ -147,24 +142,20 @@ def cosmos1(kind: str = "CosmosTextToWorldPipeline", channels: int = 4):
 
 
 def cosmos2_v2w():
-    from diffusers import Cosmos2VideoToWorldPipeline, FlowMatchEulerDiscreteScheduler
-
     tok = tokenizer("t5")
-    return Cosmos2VideoToWorldPipeline(
+    return diffusers.Cosmos2VideoToWorldPipeline(
         text_encoder=t5_text(tok),
         tokenizer=tok,
         transformer=cosmos_denoiser(5),
         vae=wan_vae(),
-        scheduler=FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True),
         safety_checker=AllowAll(),
     )
 
 
 def cosmos25():
-    from diffusers import Cosmos2_5_PredictBasePipeline, UniPCMultistepScheduler
-
     tok = chat_tokenizer()
-    return Cosmos2_5_PredictBasePipeline(
+    return diffusers.Cosmos2_5_PredictBasePipeline(
         text_encoder=vision_text(tok),
         tokenizer=tok,
         transformer=cosmos_denoiser(
@@ -174,7 +165,7 @@ def cosmos25():
             encoder_hidden_states_channels=16,
         ),
         vae=wan_vae(),
-        scheduler=UniPCMultistepScheduler(
+        scheduler=diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction",
             use_flow_sigmas=True,
             use_karras_sigmas=True,
@@ -190,16 +181,14 @@ def cosmos25():
 
 
 def motif_video():
-    from diffusers import ClassifierFreeGuidance, MotifVideoPipeline
-
     tok = tokenizer("t5")
-    return MotifVideoPipeline(
+    return diffusers.MotifVideoPipeline(
         scheduler=flow(),
         vae=wan_vae(),
         text_encoder=gemma2_text(tok),
         tokenizer=tok,
         transformer=motif_denoiser(),
-        guider=ClassifierFreeGuidance(guidance_scale=3.0),
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=3.0),
     )
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiny_parts import MEAN, STD, randomise, wan_vae
+import diffusers
+import transformers
+from tiny_parts import MEAN, STD, TOWER, denoiser, randomise, wan_vae
 from torch import nn
 
 # ---------------------------------------------------------------------------
@@ -28,27 +30,20 @@ LOOKS = {**SEES, "image_dim": 16, "added_kv_proj_dim": 24}  # and what an image 
 
 def wan_denoiser(name: str = "WanTransformer3DModel", seed: int = 61, **config: Any) -> nn.Module:
     """A transformer of Wan's family by the name of its class."""
-    import diffusers
-
     return randomise(getattr(diffusers, name)(**{**WAN, **config}), seed)
 
 
 def clip_vision(seed: int = 62) -> dict[str, Any]:
     """(image_encoder, image_processor) that see a picture as five tokens."""
-    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
-
-    config = CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+    config = transformers.CLIPVisionConfig(
+        **TOWER,
         projection_dim=16,
         image_size=16,
         patch_size=8,
     )
     return {
-        "image_encoder": randomise(CLIPVisionModel(config), seed),
-        "image_processor": CLIPImageProcessor(
+        "image_encoder": randomise(transformers.CLIPVisionModel(config), seed),
+        "image_processor": transformers.CLIPImageProcessor(
             size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
         ),
     }
@@ -74,9 +69,7 @@ def animate_denoiser(seed: int = 71) -> nn.Module:
 
 def patched_vae(seed: int = 63) -> nn.Module:
     """The VAE of Wan 2.2 5B, of residual blocks over patches of pixels; eight times smaller."""
-    from diffusers import AutoencoderKLWan
-
-    net = AutoencoderKLWan(
+    net = diffusers.AutoencoderKLWan(
         base_dim=4,
         z_dim=4,
         dim_mult=[1, 1, 1],
@@ -106,9 +99,7 @@ def vivid_vae(seed: int = 65) -> nn.Module:
 
 def cosmos_vae(frames: int = 4, seed: int = 66) -> nn.Module:
     """The VAE of Cosmos 1, four times smaller; its latents have statistics for each frame."""
-    from diffusers import AutoencoderKLCosmos
-
-    net = AutoencoderKLCosmos(
+    net = diffusers.AutoencoderKLCosmos(
         latent_channels=4,
         encoder_block_out_channels=(8, 8, 8, 8),
         decode_block_out_channels=(8, 8, 8, 8),
@@ -130,9 +121,7 @@ def cosmos_vae(frames: int = 4, seed: int = 66) -> nn.Module:
 
 def cosmos_denoiser(channels: int, seed: int = 67, **config: Any) -> nn.Module:
     """channels: those of the latents, and one more where a mask tells the given frames."""
-    from diffusers import CosmosTransformer3DModel
-
-    net = CosmosTransformer3DModel(
+    net = diffusers.CosmosTransformer3DModel(
         **{
             "in_channels": channels,
             "out_channels": 4,
@@ -156,16 +145,8 @@ def cosmos_denoiser(channels: int, seed: int = 67, **config: Any) -> nn.Module:
 
 def gemma2_text(tok, seed: int = 68) -> nn.Module:
     """The encoder half of T5Gemma 2 with a vision tower that no prompt uses."""
-    from transformers import T5Gemma2Encoder, T5Gemma2EncoderConfig
-
-    sizes = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
     text = {
-        **sizes,
+        **TOWER,
         "vocab_size": len(tok),
         "num_key_value_heads": 2,
         "head_dim": 8,
@@ -173,22 +154,20 @@ def gemma2_text(tok, seed: int = 68) -> nn.Module:
         "layer_types": ["sliding_attention", "full_attention"],
         "dropout_rate": 0.0,  # read by the network, unknown to its configuration
     }
-    vision = {"model_type": "siglip_vision_model", **sizes, "image_size": 16, "patch_size": 8}
-    config = T5Gemma2EncoderConfig(
+    vision = {"model_type": "siglip_vision_model", **TOWER, "image_size": 16, "patch_size": 8}
+    config = transformers.T5Gemma2EncoderConfig(
         text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=2
     )
-    return randomise(T5Gemma2Encoder(config), seed)
+    return randomise(transformers.T5Gemma2Encoder(config), seed)
 
 
 def motif_denoiser(seed: int = 69) -> nn.Module:
     """Motif's transformer of all four kinds of blocks."""
-    from diffusers import MotifVideoTransformer3DModel
-
-    net = MotifVideoTransformer3DModel(
+    return denoiser(
+        "MotifVideoTransformer3DModel",
+        seed,
         in_channels=9,
         out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
         num_layers=1,
         num_single_layers=2,
         num_decoder_layers=1,
@@ -198,4 +177,3 @@ def motif_denoiser(seed: int = 69) -> nn.Module:
         enable_text_cross_attention_dual=True,
         enable_text_cross_attention_single=True,
     )
-    return randomise(net, seed)
