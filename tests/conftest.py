@@ -5,6 +5,7 @@ import functools
 import logging
 import os
 import re
+import sys
 
 import pytest
 import torch
@@ -89,6 +90,18 @@ def one_thread_and_a_fixed_seed():
 def no_power_cuts(monkeypatch):
     """Files need not reach the disk here: thousands of flushes are a good part of a minute."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def policies_loaded_once():
+    """Runs of the embedded model get copies of one policy, where a test of the session makes any:
+    else the import alone would take seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        if build := sys.modules.get("flowrl.config.build"):
+            import copies
+
+            patch.setattr(build, "load_policy", copies.load_policy)
+        yield
 
 
 @pytest.fixture

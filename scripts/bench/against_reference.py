@@ -55,13 +55,13 @@ HEAD = "| what | counted | measured | reached [95%] | must be |\n|-|-|-|-|-|"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """counted, measured: savings as text; reached: of each pair."""
+    """A row of the table: what one comparison found."""
 
-    what: str
-    counted: str
-    measured: str
-    reached: list[float]
-    held: bool = True  # to a limit
+    what: str  # method and part of its iteration
+    counted: str  # the saving that the numbers of network rows promise, as text
+    measured: str  # the saving that the seconds show, as text
+    reached: list[float]  # share of what was promised, or ratio of seconds; one a pair
+    held: bool = True  # False: printed, and held to no limit
 
     def row(self, most: bool, limit: float) -> str:
         low, high = interval(self.reached)
@@ -153,7 +153,7 @@ def predicted(a: Metrics, b: Metrics) -> float:
 
 
 def saving(method: str, pairs: list[tuple[Metrics, Metrics]]) -> list[Found]:
-    """Of rollout and update together, and of the update alone, whose forwards for
+    """Compare rollout and update together, and the update alone. Its forwards for
     policy/winner_gain, which the reference loops do not log, are left out."""
     (a, b), key = pairs[0], "time/update"
     rows = b["nfe/update"] / a["nfe/update"]

@@ -72,8 +72,8 @@ def searched(c: Cell) -> Cell:
 
 
 def by_weight(trainer: Trainer) -> list[dict[str, float]]:
-    """Of the averaged weights, strict accuracy and distance from the base model at each weight of
-    cells.RLG.
+    """Read strict accuracy and distance from the base model with the averaged weights, at each
+    weight of cells.RLG.
 
     distance: root mean square difference of pixels in [0, 1] to the base's pictures of the same
     noise, the mean over pictures.

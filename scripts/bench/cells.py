@@ -126,11 +126,11 @@ PROXY = [  # the verifier is only read
 
 
 class Claim(NamedTuple):
-    """A run that a paper's claim needs. share: of the budget."""
+    """A run that a paper's claim needs."""
 
-    method: str
-    words: list[str]
-    share: float
+    method: str  # name of configs/algorithm
+    words: list[str]  # settings beside those of the method's best run
+    share: float  # of BUDGET
 
 
 def _fraction(share: str) -> list[str]:
@@ -201,12 +201,11 @@ SEEDED = ("nft_fifth", "proxy_points", "proxy_wins", *BEYOND)  # with three seed
 
 
 class Search(NamedTuple):
-    """The best of some samples of the untrained model, by a reward. refined: the second sample is
-    of a rephrased prompt and of the same noise."""
+    """The best of some samples of the untrained model, by a reward."""
 
-    chooser: str
-    samples: int
-    refined: bool = False
+    chooser: str  # the reward, as words of the command line name it
+    samples: int  # of each prompt
+    refined: bool = False  # whether the second sample is of a rephrased prompt and the same noise
 
 
 STRICT = "shapes.reading=strict"
@@ -241,7 +240,7 @@ def words_of(method: str) -> list[str]:
 
 @functools.cache
 def digest_of(settings: tuple[str, ...], budget: int) -> str:
-    """Of what the resolved config sets apart from the schema, and of the model's weights.
+    """Hash what the resolved config sets apart from the schema, and the model's weights.
 
     Where a file of configs/, a value or a weight changes, a cell is another one.
     """

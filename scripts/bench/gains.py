@@ -22,16 +22,16 @@ Runs = dict[str, list[Cell]]  # finished cells of each method or claim
 class Gain:
     """A change of strict accuracy with its 95% interval."""
 
-    mean: float
-    low: float
-    high: float
+    mean: float  # after minus before, as a share of the pictures
+    low: float  # where the interval begins
+    high: float  # and ends
 
     def __str__(self) -> str:
         return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]"
 
 
 def results(planned: list[Cell]) -> list[Cell]:
-    """Of those that were run."""
+    """Results of those cells that were run."""
     return [r for c in planned if (r := cells.result(c))]
 
 
@@ -80,7 +80,7 @@ def gain(runs: list[Cell]) -> Gain:
 
 
 def few_gain(c: Cell) -> Gain:
-    """Of a run on few prompts, with an interval over images: it is about its eight texts alone."""
+    """Gain of a run on few prompts; its interval is over images: it is about these texts alone."""
     return _gain(paired_bootstrap(marks(c["images_before"]), marks(c["images"])))
 
 
@@ -89,7 +89,7 @@ def _gain(change: Paired) -> Gain:
 
 
 def _mean_marks(runs: list[Cell], key: str) -> list[float]:
-    """Of each image, the mean over runs."""
+    """Mean over runs of each image's mark."""
     return [statistics.mean(image) for image in zip(*(marks(c[key]) for c in runs), strict=True)]
 
 

@@ -106,9 +106,9 @@ def costs(name: str) -> dict[str, tuple[float, float]]:
 class Asked:
     """Calls of a network, and which prompts or pictures they were about."""
 
-    calls: int = 0
-    inside: bool = False  # of a call
-    distinct: set[Any] = field(default_factory=set)
+    calls: int = 0  # those that returned
+    inside: bool = False  # whether a call is running, which may call again
+    distinct: set[Any] = field(default_factory=set)  # what `questions` makes of their arguments
 
 
 def questions(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Any]:
@@ -179,6 +179,7 @@ def kept_and_given(policy: Any, component: str) -> tuple[int, int]:
                 out += [t.clone() for call in it.calls for t in tensors_in(call.args)]
         return out
 
+    # each leaf of the kept answers is altered by itself: what changes no call was kept for nothing
     usual, matter = given(), 0
     for (name, at), size in held.items():
         before = dict(answers.kept)

@@ -44,7 +44,7 @@ GROWS = ("files", "threads", "children")  # counts that must not be higher at th
 
 
 def reading() -> dict[str, float]:
-    """Of this process: KiB in memory or swapped out, open files, threads, children."""
+    """Count KiB in memory or swapped out, open files, threads and children of this process."""
     gc.collect()
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     children = [task.joinpath("children").read_text() for task in Path("/proc/self/task").iterdir()]

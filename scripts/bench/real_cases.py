@@ -32,12 +32,13 @@ SMALL = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """size: arguments of the pipeline's call. fewer: component -> numbers of its architecture that
-    are smaller than the real ones. said: what of the model is not whole."""
+    """A named model, and what of it fits 20 GB."""
 
+    # arguments of the pipeline's call
     size: Mapping[str, int] = field(default_factory=lambda: {"height": 64, "width": 64})
+    # component -> numbers of its architecture that are smaller than the real ones
     fewer: Mapping[str, Any] = field(default_factory=dict)
-    said: str = "all"
+    said: str = "all"  # how many of its blocks there are, for the table
 
 
 VIDEO = {"height": 32, "width": 32, "num_frames": 5}
@@ -65,9 +66,9 @@ MODELS = {
 class Place:
     """Where a case lives: its folder, and the results of all."""
 
-    name: str
-    folder: Path
-    results: Path
+    name: str  # of a model or a reward
+    folder: Path  # its weights, runs and log
+    results: Path  # results.jsonl of all cases
 
     def known(self) -> dict[str, dict[str, Any]]:
         """Part -> its newest result, of this case."""

@@ -282,6 +282,7 @@ def lora(weights: Path, run: Path) -> dict[str, Any]:
     def keep(module: Any, args: Any, kwargs: Any, answer: Any) -> None:
         seen.append((args, kwargs, answer[0].float()))
 
+    # one call of the pipeline says what its denoiser is given
     hook = denoiser.register_forward_hook(keep, with_kwargs=True)
     pipe(HELD_OUT[0], num_inference_steps=1, output_type="latent", **cfg.pipeline)
     hook.remove()
@@ -289,6 +290,7 @@ def lora(weights: Path, run: Path) -> dict[str, Any]:
     with torch.no_grad():
         denoiser.disable_adapters()
         base = denoiser(*args, **kwargs)[0].float()
+    # two models at once do not fit
     del pipe, denoiser, hook
     freed()
     policy: Any = as_trained(run, {})

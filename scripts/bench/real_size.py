@@ -69,7 +69,7 @@ def missed(place: Place) -> list[str]:
 
 
 def row(place: Place) -> str:
-    """Of the table."""
+    """A row of the table of models."""
     known = place.known()
     if any(not line["passed"] for line in known.values()) or "lora" not in known:
         return f"| {place.name} | {MODELS[place.name].said} | not all passed |" + " |" * 4

@@ -28,26 +28,24 @@ from flowrl.runtime.ledger import Ledger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a loop is run with. call: further arguments of the pipeline's call. noisy, trained: the
-    steps of a rollout that are SDE, and those whose log-probs are trained (GRPO). micro: samples
-    in one forward. levels: noise levels trained of each sample (NFT)."""
+    """What a loop is run with."""
 
-    prompts: list[str]
-    group: int
-    steps: int
+    prompts: list[str]  # of an iteration
+    group: int  # samples a prompt
+    steps: int  # of a rollout
     guidance: float  # 1: one branch
-    micro: int
-    call: dict[str, Any]
-    rank: int
-    alpha: float
-    targets: list[str]
-    noisy: tuple[int, ...] = ()
-    trained: tuple[int, ...] = ()
-    levels: int = 0
-    eta: float = 0.7
-    kl_weight: float = 0.0
-    lr: float = 3e-4
-    decode: int = 32
+    micro: int  # samples in one forward
+    call: dict[str, Any]  # further arguments of the pipeline's call
+    rank: int  # of the LoRA
+    alpha: float  # of the LoRA
+    targets: list[str]  # ends of names of the layers that it adapts
+    noisy: tuple[int, ...] = ()  # steps of a rollout that are SDE (GRPO)
+    trained: tuple[int, ...] = ()  # steps whose log-probs are trained (GRPO)
+    levels: int = 0  # noise levels trained of each sample (NFT)
+    eta: float = 0.7  # noise of an SDE step
+    kl_weight: float = 0.0  # weight of the KL to the network without adapter
+    lr: float = 3e-4  # AdamW's learning rate
+    decode: int = 32  # samples that are decoded together
 
     @property
     def samples(self) -> int:
@@ -128,6 +126,7 @@ class Loop:
         self.layers = [m for m in self.net.modules() if isinstance(m, BaseTunerLayer)]
         for layer in self.layers:
             layer.set_adapter("default")
+        # trained weights are fp32 whatever the network's type is
         for name, weight in self.net.named_parameters():
             if "lora_" in name:
                 weight.data = weight.data.float()
@@ -221,7 +220,7 @@ class Loop:
         return torch.cat(made)
 
     def advantages(self) -> Tensor:
-        """Of random rewards, within groups."""
+        """(B,): random rewards, normalised within their groups."""
         reward = torch.rand(len(self.settings.prompts), self.settings.group, device=self.device)
         spread = reward.std(1, keepdim=True, correction=0)
         return ((reward - reward.mean(1, keepdim=True)) / (spread + 1e-4)).flatten()

@@ -93,10 +93,10 @@ def page_of(tables: dict[str, str]) -> str:
 
 
 def seconds(name: str) -> float:
-    """Of a network row of a method or claim, measured alone on the machine; 0: not measured.
+    """Seconds that a network row of a method or claim takes alone on the machine; 0: not measured.
 
-    Of a row and not of an iteration: groups without a signal are not trained, so iterations differ
-    over a run.
+    A row is timed and not an iteration: groups without a signal are not trained, so iterations
+    differ over a run.
     """
     timed = results(cells.timing(name))
     if not timed:

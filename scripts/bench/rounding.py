@@ -50,27 +50,25 @@ HEAD = (
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the pipeline. samples, predictions: what its scheduler's steps were given, (P, *L)
-    each; last: latents after them; decoded: what its VAE was given; media: (P, ...) in [0, 1]."""
+    """A run of the pipeline."""
 
-    samples: list[Tensor]
-    predictions: list[Tensor]
-    last: Tensor
-    decoded: Tensor
-    media: Tensor
+    samples: list[Tensor]  # (P, *L) latents that each of its scheduler's steps was given
+    predictions: list[Tensor]  # (P, *L) outputs of the network that it was given
+    last: Tensor  # (P, *L) latents after the last step
+    decoded: Tensor  # what its VAE was given
+    media: Tensor  # (P, ...) in [0, 1]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a model in a type. guidance: as described; coefficients: by name, each a tensor; velocity,
-    media: (replay's, pipeline's own) difference in units in the last place."""
+    """What was measured of a model in a type. Differences are in units in the last place."""
 
-    model: str
-    type: str
-    guidance: str
-    coefficients: dict[str, Tensor]
-    velocity: tuple[float, float]
-    media: tuple[float, float]
+    model: str  # name of configs/model
+    type: str  # one of TYPES
+    guidance: str  # the rule that was inferred, in words
+    coefficients: dict[str, Tensor]  # every number that was inferred, by name
+    velocity: tuple[float, float]  # difference of the replay, and the pipeline's own
+    media: tuple[float, float]  # the same of media
 
 
 def plain(folder: Path, dtype: torch.dtype) -> Any:

@@ -111,6 +111,7 @@ def main() -> None:
     policy = load_policy(args.source or random_sd3(args.blocks), dtype=args.dtype, **options)
     policy.pipe.set_progress_bar_config(disable=True)
     prompts = (PROMPTS * args.prompts)[: args.prompts]
+    # one machine, one moment: the ratio of a pair does not see how fast it is
     pairs = timed_pairs(policy, args.steps, prompts, args.pairs)
     ratio = statistics.median(c[ours] / c[theirs] for c in pairs)
     result = {

@@ -136,11 +136,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Cell:
-    """A run: a name of configs/model, one of PRECISIONS, one of configs/memory or "none"."""
+    """A run."""
 
-    model: str
-    precision: str
-    memory: str
+    model: str  # name of configs/model
+    precision: str  # one of PRECISIONS
+    memory: str  # name of configs/memory, or "none"
 
     @property
     def name(self) -> str:
@@ -299,7 +299,7 @@ def attempt(cell: Cell, method: str, source: Path, folder: Path) -> dict[str, An
 
 
 def seconds() -> float:
-    """Of all cores, of this process and of the commands that it started."""
+    """Seconds of all cores that this process and the commands that it started have worked."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system
 

@@ -36,6 +36,21 @@ CLIP = {
 }
 T5 = {"d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 2}
 VIDEO_VAE = {"base_dim": 8, "num_res_blocks": 1}
+QWEN_TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "rope_scaling": {"mrope_section": [4, 6, 6], "rope_type": "default", "type": "default"},
+}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
 SIZES: dict[str, dict[str, Any]] = {  # by class
     "SD3Transformer2DModel": {
         "sample_size": 8,
@@ -82,6 +97,10 @@ SIZES: dict[str, dict[str, Any]] = {  # by class
     "CLIPTextModelWithProjection": CLIP,
     "T5EncoderModel": T5,
     "UMT5EncoderModel": T5,
+    "Qwen2_5_VLForConditionalGeneration": {
+        "text_config": QWEN_TEXT,
+        "vision_config": QWEN_VISION,
+    },
 }
 UNETS: dict[str, dict[str, Any]] = {  # two models share their class
     "sd1.5": {
@@ -102,21 +121,6 @@ UNETS: dict[str, dict[str, Any]] = {  # two models share their class
     },
 }
 LARGER = {"num_attention_heads": 4, "attention_head_dim": 32, "ffn_dim": 384, "num_layers": 3}
-QWEN_TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "rope_scaling": {"mrope_section": [4, 6, 6], "rope_type": "default", "type": "default"},
-}
-QWEN_VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "out_hidden_size": 64,
-}
 # as the repositories' scheduler_config.json have them
 NOISE = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012}
 OFFSET = {"steps_offset": 1}
@@ -218,12 +222,17 @@ def published_of(name: str) -> Architecture:
     return read(name)
 
 
+def sizes_of(name: str, part: str) -> dict[str, Any]:
+    """What of a component's published config is to be another; nested as that is."""
+    if part == "unet":
+        return UNETS[name]
+    cls = str(published_of(name).parts[part]["_class_name"])
+    return {**SIZES[cls], **LARGER} if (name, part) == ("wan2.1-14b", "transformer") else SIZES[cls]
+
+
 def config_of(name: str, part: str) -> dict[str, Any]:
     """A component's published config with other sizes."""
-    published = published_of(name).parts[part]
-    cls = str(published["_class_name"])
-    small = {**published, **(UNETS[name] if part == "unet" else SIZES[cls])}
-    return {**small, **LARGER} if (name, part) == ("wan2.1-14b", "transformer") else small
+    return {**published_of(name).parts[part], **sizes_of(name, part)}
 
 
 def _tokenizer(cls: str) -> Any:

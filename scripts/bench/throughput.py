@@ -61,12 +61,12 @@ SHARED = [
 
 @dataclass(slots=True)
 class Phase:
-    """Of an iteration. gb: the highest while it lasts. rows: of the network."""
+    """What a phase of an iteration takes."""
 
-    seconds: float = 0.0
-    flops: float = 0.0
-    gb: float = 0.0
-    rows: float = 0.0
+    seconds: float = 0.0  # median over iterations
+    flops: float = 0.0  # of one iteration
+    gb: float = 0.0  # highest memory while it lasts
+    rows: float = 0.0  # rows that go through the network
 
 
 Phases = dict[str, Phase]

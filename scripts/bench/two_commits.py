@@ -82,9 +82,11 @@ def measure(method: str, output: str) -> None:
     words = [*WORDS, *group, f"algorithm={method}", f"output={output}"]
     cfg = flowrl.load_config(None, words)
     trainer = flowrl.Trainer(cfg, rewards={"random": score})
+    # counted by hooks: an operator does not say whose it is
     calls = Counter[str]()
     for name, network in trainer.policy.networks.items():
         network.register_forward_pre_hook(lambda *_, name=name: calls.update([f"calls of {name}"]))
+    # caches and lazily made state are not what a commit changed
     for i in range(WARM):
         trainer.iterate(i)
     for i, asked in enumerate(sys.stdin, WARM):

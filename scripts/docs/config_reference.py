@@ -88,10 +88,10 @@ BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 class Row:
     """A setting as the page shows it; two rows are equal when the page would say the same."""
 
-    key: str
-    default: str
-    accepts: str
-    meaning: str
+    key: str  # dotted, as on the command line
+    default: str  # as YAML
+    accepts: str  # its type and bounds in words
+    meaning: str  # the schema's description, and under which settings it is read
 
     def __str__(self) -> str:
         cells = (f"`{self.key}`", f"`{self.default}`", self.accepts, self.meaning)

@@ -49,11 +49,11 @@ UNSAID = "–"
 class Row:
     """A setting elsewhere and here; values as texts, None where nothing is said."""
 
-    paper: str | None = None
-    code: str | None = None
+    paper: str | None = None  # the paper's value
+    code: str | None = None  # the value of the authors' code
     ours: str | None = None  # where it is neither the code's nor, without code, the paper's
     own: str | None = None  # of an option that the method does not have
-    why: str | None = None
+    why: str | None = None  # why ours is another value
 
     @property
     def here(self) -> str | None:
@@ -71,7 +71,7 @@ class Row:
 class Method:
     code: str | None  # repository, commit and files; None: written from the paper
     model: str  # whose file of configs/model ours is read with
-    rows: dict[str, Row]
+    rows: dict[str, Row]  # by setting
 
 
 def methods(text: str) -> dict[str, Method]:

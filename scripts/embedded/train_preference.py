@@ -48,17 +48,14 @@ FIELDS = ("prompt", "a", "b", "id", "combination")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """N pairs of pictures a and b. subjects: each is held out as one.
+    """N pairs of pictures a and b."""
 
-    preference: (N, aspects) in [0, 1], NaN where nobody was asked.
-    """
-
-    prompts: list[str]
-    subjects: list[str]
-    a: list[Path]
-    b: list[Path]
-    aspects: list[str]
-    preference: Tensor
+    prompts: list[str]  # of both pictures of a pair
+    subjects: list[str]  # what a pair is about: all pairs of a subject are held out, or none
+    a: list[Path]  # first pictures
+    b: list[Path]  # second pictures
+    aspects: list[str]  # what annotators were asked about
+    preference: Tensor  # (N, aspects) share of votes for a in [0, 1]; NaN: nobody was asked
 
 
 def read(path: Path, aspects: Sequence[str] = ()) -> Pairs:
@@ -225,6 +222,7 @@ def draw(args: argparse.Namespace) -> None:
     (args.work / "pictures").mkdir(parents=True, exist_ok=True)
     generated = _generated(chosen, args)
     lines, agree = [], defaultdict(list)
+    # all pairs of a prompt's pictures, in a random order of a and b: an annotator has no side
     for n, prompt in enumerate(chosen):
         pictures = torch.cat([generated[n], rendered(prompt, g)])
         names = [f"pictures/{n:04d}-{i}.png" for i in range(len(pictures))]

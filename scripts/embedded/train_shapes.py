@@ -75,6 +75,7 @@ def scenes(
     by_task = {t: [p for p in prompts.all_prompts() if p["task"] == t] for t in prompts.TASKS}
     weights = torch.tensor([shares[t] for t in prompts.TASKS])
     images, text = torch.empty(count, 3, 64, 64, dtype=torch.uint8), []
+    # one generator for tasks, prompts and ink: the cache is a function of the seed
     drawn = torch.multinomial(weights, count, replacement=True, generator=g)
     for i, task in enumerate(drawn.tolist()):
         members = by_task[prompts.TASKS[task]]
@@ -290,6 +291,7 @@ def train_flow(args: argparse.Namespace, stage: str = "flow") -> None:
     if stage == "read":
         parts["reading"] = reading
         parts["reader"] = optimizers["reader"] = torch.optim.AdamW(reading.parameters())
+    # an interrupted stage goes on; else it starts from the average of the stage before
     start = resume(args.work / f"{stage}.pt", **parts)
     run = torch.compile(model) if args.compile else model
     progress = Progress(stage, start, decay=0.99)
@@ -329,6 +331,7 @@ def export(args: argparse.Namespace) -> None:
     """Write the EMA weights as a diffusers pipeline in fp16, with provenance beside it."""
     tok = build.tokenizer()
     vae, flow = build.vae(), Flow(tok)
+    # each stage's average replaces that of the one before: the last one is exported
     vae_steps = resume(args.work / "vae.pt", model=vae)
     flow_steps = resume(args.work / "flow.pt", ema=flow)
     faded_steps = resume(args.work / "faded.pt", ema=flow)

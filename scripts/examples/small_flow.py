@@ -71,16 +71,13 @@ def pretrain(
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """prompts: records whose "task" is "trained" or "others"; shown: the rewards that are printed.
-
-    policy: of a pretrained module.
-    """
+    """A module of one's own, and what it is aligned with."""
 
     pretrained: Callable[[int], nn.Module]  # by seed
-    policy: Callable[[nn.Module], flowrl.Policy]
-    rewards: dict[str, Any]
-    prompts: list[dict[str, Any]]
-    shown: list[str]
+    policy: Callable[[nn.Module], flowrl.Policy]  # of a pretrained module
+    rewards: dict[str, Any]  # by label, as flowrl.train takes them
+    prompts: list[dict[str, Any]]  # records whose "task" is "trained" or "others"
+    shown: list[str]  # labels of the rewards that are printed
     images: int = 32  # of each prompt in an evaluation
 
 

@@ -1,27 +1,19 @@
 """Shipped configs as shipped: what scripts/bench/shipped.py runs, replaces, counts and prints."""
 
-import importlib
 import json
 import math
-from pathlib import Path
 
 import long
 import pytest
+import rounding
+import shipped
+import small_models
 import torch
 
 import flowrl
 from flowrl.config.compose import options
 from flowrl.config.load import flatten, load_config
 from flowrl.training.budget.architecture import class_of
-
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
-
-
-@pytest.fixture
-def script(monkeypatch):
-    """A script of scripts/bench as a module."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +24,7 @@ def models(tmp_path_factory):
 # --- what is run
 
 
-def test_every_method_meets_every_model_precision_and_preset(script):
-    shipped = script("shipped")
+def test_every_method_meets_every_model_precision_and_preset():
     cells = shipped.cells()
     assert len(set(cells)) == len(cells) == 96 <= 120
     met = {
@@ -53,10 +44,9 @@ def test_every_method_meets_every_model_precision_and_preset(script):
     } == {"none", *options("memory")}
 
 
-def test_only_the_settings_that_are_printed_are_replaced(script, tmp_path):
+def test_only_the_settings_that_are_printed_are_replaced(tmp_path):
     """Precision, types, guidance, LoRA and memory settings are those of the files, for each model,
     each preset, and each method that has words of its own."""
-    shipped = script("shipped")
     found = set()
     for cell, method in zip(shipped.cells(), [*shipped.COUNTS, "flow_grpo"], strict=False):
         words = shipped.words(cell, method, tmp_path, tmp_path / "prompts.txt")
@@ -69,22 +59,20 @@ def test_only_the_settings_that_are_printed_are_replaced(script, tmp_path):
     assert found == set(shipped.REPLACED)
 
 
-def test_small_models_have_the_published_classes_and_all_but_sizes(script):
-    small = script("small_models")
+def test_small_models_have_the_published_classes_and_all_but_sizes():
     for name in options("model"):
         if name == "shapes-sd3":
             continue
-        for part, published in small.published_of(name).parts.items():
+        for part, published in small_models.published_of(name).parts.items():
             if part.startswith("text_encoder") or part == "safety_checker":
                 continue
-            mine = small.config_of(name, part)
-            sizes = small.UNETS[name] if part == "unet" else small.SIZES[mine["_class_name"]]
-            named = {*sizes, *small.LARGER}
+            mine = small_models.config_of(name, part)
+            named = small_models.sizes_of(name, part)
             assert class_of(mine["_class_name"])
             assert {k: v for k, v in mine.items() if k not in named} == {
                 k: v for k, v in published.items() if k not in named
             }
-    assert set(small.SCHEDULERS) == {*options("model")} - {"shapes-sd3"}
+    assert set(small_models.SCHEDULERS) == {*options("model")} - {"shapes-sd3"}
 
 
 # --- runs
@@ -99,13 +87,12 @@ CELLS = [  # each precision, preset and kind of guidance; other pairs are left t
 
 @pytest.mark.parametrize(("model", "precision", "memory", "method"), CELLS)
 def test_a_shipped_config_checks_itself_and_trains(
-    model, precision, memory, method, script, models, tmp_path
+    model, precision, memory, method, models, tmp_path
 ):
-    shipped, small = script("shipped"), script("small_models")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(shipped.PROMPTS))
     cell = shipped.Cell(model, precision, memory)
-    words = shipped.words(cell, method, small.save(model, models), prompts)
+    words = shipped.words(cell, method, small_models.save(model, models), prompts)
     quick = ["data.eval=null", "sampler.steps=3", "guard.check_rewards=false", "trackers=[]"]
     cfg = load_config(None, [*words, *quick, f"output={tmp_path / 'run'}", "iterations=1"])
     assert cfg.model.self_check
@@ -117,16 +104,15 @@ def test_a_shipped_config_checks_itself_and_trains(
     counted = shipped.touched(trainer.parts.source.policy, tmp_path / "run")
     assert ("quantised" in counted) == (memory in ("24gb", "40gb"))
     assert ("eight_bit" in counted) == (memory == "24gb")
-    frames = 2 if "num_frames" in small.call_of(model) else 1
+    frames = 2 if "num_frames" in small_models.call_of(model) else 1
     assert (counted["tiles"] > frames) == (memory == "24gb")
 
 
 @long.mark
 @pytest.mark.parametrize("number", range(8))
-def test_a_cell_of_the_first_pass_runs_to_its_end(number, script, models, tmp_path):
-    shipped = script("shipped")
+def test_a_cell_of_the_first_pass_runs_to_its_end(number, models, tmp_path):
     cell = shipped.cells()[number]
-    source = script("small_models").save(cell.model, models)
+    source = small_models.save(cell.model, models)
     result = shipped.attempt(cell, shipped.FULL[number % 2], source, tmp_path)
     assert result["result"] == "passed", result
 
@@ -140,8 +126,7 @@ def result(**changes):
     return PASSED | {"touched": {"whole": 64, "tiles": 1}} | changes
 
 
-def test_failures_are_what_failed_what_is_missing_and_presets_without_effect(script):
-    shipped = script("shipped")
+def test_failures_are_what_failed_what_is_missing_and_presets_without_effect():
     cell = shipped.Cell("sdxl", "bf16", "none")
     tried = [result(method=method) for method in shipped.methods_of(cell)]
     assert shipped.failures(tried, [cell]) == []
@@ -158,8 +143,7 @@ def test_failures_are_what_failed_what_is_missing_and_presets_without_effect(scr
     assert shipped.failures([*tried, acts], [cell]) == []
 
 
-def test_the_table_has_a_line_a_model_and_the_sentence_of_each_refusal(script):
-    shipped = script("shipped")
+def test_the_table_has_a_line_a_model_and_the_sentence_of_each_refusal():
     known = next(iter(shipped.REFUSED))
     refused = {"result": "refused", "stage": "train", "said": f"{known} x", "method": "texforce"}
     eight = {"whole": 8, "quantised": 56, "eight_bit": 4096, "tiles": 9}
@@ -169,8 +153,7 @@ def test_the_table_has_a_line_a_model_and_the_sentence_of_each_refusal(script):
     assert f'* 1 times: "{known} x" ({shipped.REFUSED[known]})' in page
 
 
-def test_a_refusal_counts_only_with_a_known_sentence_and_a_failure_stops_nothing(script, tmp_path):
-    shipped = script("shipped")
+def test_a_refusal_counts_only_with_a_known_sentence_and_a_failure_stops_nothing(tmp_path):
     output, cell = tmp_path / "out.jsonl", shipped.Cell("shapes-sd3", "bf16", "24gb")
     none = tmp_path / "models"
     (none / "shapes-sd3").mkdir(parents=True)
@@ -191,8 +174,8 @@ def test_a_refusal_counts_only_with_a_known_sentence_and_a_failure_stops_nothing
 # --- rounding
 
 
-def test_coefficients_of_another_shape_or_value_are_far(script):
-    distance = script("rounding").distance
+def test_coefficients_of_another_shape_or_value_are_far():
+    distance = rounding.distance
     one = torch.tensor([1.0, 4.0])
     assert distance(one, one) == 0.0
     assert distance(one + torch.tensor([0.0, 4e-6]), one) == pytest.approx(1e-6, rel=0.2)
@@ -202,8 +185,7 @@ def test_coefficients_of_another_shape_or_value_are_far(script):
 @long.mark
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ["shapes-sd3", "sdxl"])
-def test_guidance_and_schedule_are_found_the_same_in_every_type(name, kind, script, models):
-    rounding = script("rounding")
+def test_guidance_and_schedule_are_found_the_same_in_every_type(name, kind, models):
     measured = rounding.measure(name, models, kind)
     shipped = load_config(None, [f"model={name}"]).model.pipeline["guidance_scale"]
     weights = measured.coefficients["guidance 0"]

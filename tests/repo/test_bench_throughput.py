@@ -1,35 +1,30 @@
 """The scripts that measure: random pipelines, the reference loops, what they print and what they
 refuse."""
 
-import importlib
-from pathlib import Path
 from types import SimpleNamespace
 
+import against_reference
 import long
 import pytest
+import random_pipeline
+import reference_loop
+import scaling
+import sd35_pickscore
+import throughput
 import tiny
 import torch
+import two_commits
 
 import flowrl
 from flowrl.samplers import flow_sde
 from flowrl.training.budget.architecture import read
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 CPU = torch.device("cpu")
 SMALL = ["batch.prompts=1", "batch.group=3", "batch.micro=4", "sampler.steps=3"]
 
 
-@pytest.fixture
-def script(monkeypatch):
-    """A script of scripts/bench or scripts/examples as a module."""
-    for folder in ("bench", "examples"):
-        monkeypatch.syspath_prepend(str(SCRIPTS / folder))
-    return importlib.import_module
-
-
 @long.mark
-def test_throughput_prints_every_phase_of_both_loops(script):
-    throughput = script("throughput")
+def test_throughput_prints_every_phase_of_both_loops():
     cfg = throughput.config("shapes-sd3", "nft", [*SMALL, "batch.group=2"])
     how = {"iterations": 1, "reference": True, "budget": "h100"}
     told = throughput.run("shapes-sd3", "nft", cfg, **how)
@@ -46,8 +41,7 @@ def test_throughput_prints_every_phase_of_both_loops(script):
     assert cells["flowrl", "rollout"][2] == cells["budget", "rollout"][2]
 
 
-def test_on_a_gpu_flops_are_those_of_the_metrics_and_as_many_a_row_in_the_reference(script):
-    throughput = script("throughput")
+def test_on_a_gpu_flops_are_those_of_the_metrics_and_as_many_a_row_in_the_reference():
     line = {"time/rollout": 2.0, "time/iteration": 9.0, "memory/peak_gb": 3.0}
     line |= {"memory/rollout_gb": 3.0, "nfe/rollout": 8.0, "flops/rollout": 80.0}
     own = throughput.measured(lambda: line, SimpleNamespace(cuda=True), 2)
@@ -58,10 +52,9 @@ def test_on_a_gpu_flops_are_those_of_the_metrics_and_as_many_a_row_in_the_refere
     assert theirs["rollout"].flops == theirs["iteration"].flops == 120.0
 
 
-def test_the_config_of_a_real_model_goes_with_its_random_weights(script, tmp_path):
+def test_the_config_of_a_real_model_goes_with_its_random_weights(tmp_path):
     """And with how it is held: here a tiny pipeline, quantised, whose encoders leave."""
     pytest.importorskip("torchao")
-    throughput = script("throughput")
     words = ["model.pipeline.height=16", "model.pipeline.width=16", "model.dtype=fp32"]
     words += ["train.precision=no", "model.quantize=int8", "model.encoders=leave"]
     cfg = throughput.config("sd3.5-medium", "nft", [*SMALL, "batch.group=2", *words])
@@ -70,8 +63,7 @@ def test_the_config_of_a_real_model_goes_with_its_random_weights(script, tmp_pat
     assert trainer.cfg.model.encoders == "leave" and trainer.iterate(0).metrics["nfe/update"] > 0
 
 
-def test_the_reference_steps_as_flow_sde_and_recomputes_its_own_log_probs(script):
-    throughput, reference_loop = script("throughput"), script("reference_loop")
+def test_the_reference_steps_as_flow_sde_and_recomputes_its_own_log_probs():
     v, x, y = torch.randn(3, 2, 1, 4, 4)
     for sigma, sigma_next in ((1.0, 0.9), (0.6, 0.4)):
         places = torch.tensor([sigma, sigma_next, 0.9])
@@ -81,7 +73,7 @@ def test_the_reference_steps_as_flow_sde_and_recomputes_its_own_log_probs(script
         log_prob = reference_loop.log_prob(y, mean, std)
         assert torch.allclose(log_prob, ours.log_prob(y), atol=1e-4)
     cfg = throughput.config("shapes-sd3", "flow_grpo", SMALL)
-    pipe = script("random_pipeline").build("shapes-sd3", CPU, torch.float32)
+    pipe = random_pipeline.build("shapes-sd3", CPU, torch.float32)
     loop = throughput.reference_of(cfg, "flow_grpo", pipe, micro=2)
     loop.encode()
     loop.sample()
@@ -101,10 +93,9 @@ def test_the_reference_steps_as_flow_sde_and_recomputes_its_own_log_probs(script
 @pytest.mark.parametrize(
     "name", ["sd3.5-medium", "flux.1-dev", "qwen-image", "wan2.1-1.3b", "sd1.5", "sdxl"]
 )
-def test_every_architecture_becomes_a_pipeline(name, script):
+def test_every_architecture_becomes_a_pipeline(name):
     """On the meta device: shapes alone, so that it takes seconds."""
-    made = script("random_pipeline")
-    pipe = made.build(name, torch.device("meta"), torch.bfloat16)
+    pipe = random_pipeline.build(name, torch.device("meta"), torch.bfloat16)
     denoiser = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
     assert type(pipe).__name__ == read(name).pipeline
     kept = {torch.float32} if name.startswith("wan") else set()  # as from_pretrained keeps them
@@ -115,15 +106,16 @@ def test_every_architecture_becomes_a_pipeline(name, script):
             assert ids.shape == (2, 9) and 0 < int(ids.min()) <= int(ids.max()) < part.vocabulary
 
 
-def test_names_of_architectures_may_be_short(script):
-    made = script("random_pipeline")
-    assert made.named("sd35-medium") == "sd3.5-medium" and made.named("middle") == "middle"
+def test_names_of_architectures_may_be_short():
+    assert (
+        random_pipeline.named("sd35-medium") == "sd3.5-medium"
+        and random_pipeline.named("middle") == "middle"
+    )
     with pytest.raises(SystemExit, match="--arch sd4 is not known; there are shapes-sd3, middle"):
-        made.named("sd4")
+        random_pipeline.named("sd4")
 
 
-def test_exponents_are_those_of_power_laws(script):
-    scaling = script("scaling")
+def test_exponents_are_those_of_power_laws():
     law = [(n, 3.0 * n**0.8) for n in (1, 2, 4, 8)]
     slope, half = scaling.exponent(law)
     assert slope == pytest.approx(0.8) and half < 1e-6
@@ -153,41 +145,38 @@ class Scripted:
         (Scripted(1.2, rows=8), False, "1.200 [1.200, 1.200] grew |"),
     ],
 )
-def test_a_commit_that_counts_more_or_takes_longer_fails(after, fine, said, script, capsys):
-    two_commits = script("two_commits")
+def test_a_commit_that_counts_more_or_takes_longer_fails(after, fine, said, capsys):
     assert two_commits.compare("nft", [Scripted(1.0, rows=8), after], 3, 0.05) is fine
     assert said in capsys.readouterr().out
 
 
-def test_savings_are_measured_against_counted_rows(script):
+def test_savings_are_measured_against_counted_rows():
     """10 rows rolled out at 0.1 s and 4 trained at 0.5 s predict 3 s; 4 s were taken."""
-    against = script("against_reference")
     theirs = {"time/rollout": 2.0, "nfe/rollout": 20.0, "time/update": 6.0, "nfe/update": 12.0}
     ours = {"nfe/rollout": 8.0, "nfe/reference": 2.0, "nfe/update": 4.0, "time/decode": 1.0}
     ours |= {"time/update": 2.0, "time/iteration": 5.0}
     theirs["time/iteration"] = 8.0
-    assert against.predicted(ours, theirs) == pytest.approx(3.0)
-    whole, update = against.saving("tree_grpo", [(ours, theirs)] * 3)
+    assert against_reference.predicted(ours, theirs) == pytest.approx(3.0)
+    whole, update = against_reference.saving("tree_grpo", [(ours, theirs)] * 3)
     assert whole.reached == [0.75] * 3 and whole.measured == "2.00x"
     assert update.counted == "3.00x" and update.measured == "3.00x"
     assert whole.row(False, 0.97).endswith("| 0.750 [0.750, 0.750] | at least 0.97 |")
 
 
-def test_the_example_says_what_it_would_run_and_needs(script, capsys):
-    example = script("sd35_pickscore")
-    cfg = flowrl.load_config(None, example.WORDS)
+def test_the_example_says_what_it_would_run_and_needs(capsys):
+    cfg = flowrl.load_config(None, sd35_pickscore.WORDS)
     assert cfg.model.source == "stabilityai/stable-diffusion-3.5-medium"
     assert list(cfg.reward) == ["pickscore"] and cfg.eval.at_start and cfg.data.eval
     small = ["model=shapes-sd3", "train.compile=none", "batch.prompts=2", "batch.group=4"]
-    example.main(["--dry-run", *small, "algorithm.window.size=2"])
+    sd35_pickscore.main(["--dry-run", *small, "algorithm.window.size=2"])
     told = capsys.readouterr().out
     assert "algorithm=mix_grpo" in told and "an iteration" in told and "24 GB" in told
 
 
 @pytest.mark.hub
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="takes a GPU")
-def test_the_example_trains_one_iteration(script, tmp_path, capsys):
+def test_the_example_trains_one_iteration(tmp_path, capsys):
     words = ["iterations=1", "batch.prompts=2", "batch.group=2", "eval.images=2", "eval.steps=2"]
-    script("sd35_pickscore").main([*words, f"output={tmp_path / 'run'}"])
+    sd35_pickscore.main([*words, f"output={tmp_path / 'run'}"])
     told = capsys.readouterr().out
     assert "pickscore" in told and "s an iteration of 4 images" in told

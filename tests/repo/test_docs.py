@@ -10,6 +10,7 @@ import re
 import sys
 import tomllib
 
+import config_reference as reference
 import pytest
 import torch
 import yaml
@@ -178,19 +179,6 @@ def test_every_package_that_is_imported_is_declared():
 # --- reference
 
 
-def load_script(name):
-    """A file of scripts/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def reference():
-    return load_script("docs/config_reference")
-
-
 @pytest.mark.parametrize(
     ("key", "said"),
     [
@@ -210,7 +198,7 @@ def reference():
         ("algorithm.tree.steps", "list of int or null"),
     ],
 )
-def test_the_reference_says_in_words_what_a_key_accepts(reference, key, said):
+def test_the_reference_says_in_words_what_a_key_accepts(key, said):
     field = dict(
         [
             *reference.fields(schema.Config),
@@ -220,7 +208,7 @@ def test_the_reference_says_in_words_what_a_key_accepts(reference, key, said):
     assert reference.accepts(field.annotation, field.metadata) == said
 
 
-def test_the_configuration_page_is_what_the_schemas_say(reference):
+def test_the_configuration_page_is_what_the_schemas_say():
     assert PAGES["docs/configuration.md"] == reference.page(), (
         "run: python scripts/docs/config_reference.py"
     )
@@ -235,7 +223,7 @@ def test_the_configuration_page_is_what_the_schemas_say(reference):
 @pytest.mark.parametrize(
     "name", sorted({path.stem for path in (ROOT / "flowrl/algorithms").glob("[!_]*.py")})
 )
-def test_shared_and_own_tables_together_are_an_algorithms_options(reference, name):
+def test_shared_and_own_tables_together_are_an_algorithms_options(name):
     """Each option stands once with the default that holds: in the algorithm's own table, or in one
     of those that it names."""
     page = PAGES["docs/configuration.md"]

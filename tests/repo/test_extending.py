@@ -7,12 +7,13 @@ import re
 import shutil
 import sys
 
+import config_reference
 import pytest
 import small
 import torch
 from pages import PAGES, ROOT, commands
 from test_commands import check_run
-from test_docs import SECTIONS, load_script
+from test_docs import SECTIONS
 from toy import ToyPolicy, advantages_of, gradient, rewards_of, roll_out
 
 import flowrl.algorithms
@@ -139,12 +140,7 @@ def test_commands_compose_and_their_plans_fit_the_batch():
 
 
 def test_the_configuration_page_takes_it_up():
-    text = (
-        load_script("docs/config_reference")
-        .page()
-        .split("### algorithm.name = rloo\n")[1]
-        .split("\n### ")[0]
-    )
+    text = config_reference.page().split("### algorithm.name = rloo\n")[1].split("\n### ")[0]
     own = "| `algorithm.std` | `null` | null | Advantages are not divided by a spread. |"
     assert own in text and text.count("| `algorithm.") == 1
     assert (

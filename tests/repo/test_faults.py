@@ -1,25 +1,21 @@
 """The command that tries to destroy runs finds what it plants, and a few of its cases hold."""
 
-import importlib
 import json
 import os
 import random
 import shutil
 import sys
-from pathlib import Path
 
+import fault_damage
+import faults
+import forked
 import pytest
 import torch
+from fault_disk import Disk
 
 from flowrl.config import build
 from flowrl.runtime.store import files
 from flowrl.training import build as training_build
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
-faults = importlib.import_module("faults")
-fault_damage = importlib.import_module("fault_damage")
-Disk = importlib.import_module("fault_disk").Disk
-sys.path.pop(0)
 
 forks = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a process with a GPU cannot be forked"
@@ -47,7 +43,7 @@ def test_a_killed_run_and_one_without_room_end_as_the_uninterrupted_one(bench, t
     killed = faults.Command(faults.words(run, "nft"), tmp_path, disk).wait(120)
     assert killed.code == -9 and (run / "config.yaml").exists()
     full = faults.Command(faults.resume(run), tmp_path, Disk(run, "ENOSPC", 20)).wait(120)
-    assert full.code == 1 and faults.said(full, "run") == []
+    assert full.code == 1 and full.wrong("run") == []
     assert "No space left on device" in full.text
     assert bench._finish(run, "nft") == []
 
@@ -73,11 +69,14 @@ def test_what_differs_from_the_uninterrupted_run_is_named(bench, tmp_path):
         ("Traceback (most recent call last)\nflowrl: run", ["traceback"]),
         ("Killed", ["exit code 1 without a sentence"]),
         ("flowrl: something", ["its sentence names none of run"]),
+        ("flowrl: \x1b[31mrun", ["raw control characters ['\\x1b']"]),
     ],
 )
 def test_what_is_no_sentence_is_found(text, wrong):
-    assert faults.said(faults.Ended(1, text), "run") == wrong
-    assert faults.said(faults.Ended(None, text)) == ["it hung"]
+    assert forked.Ended(code=1, text=text).wrong("run") == wrong
+    assert forked.Ended(code=0, text="done").wrong("run") == []
+    assert forked.Ended(code=None, text=text).wrong() == ["it hung"]
+    assert forked.Ended(code=-11, text="").wrong() == ["exit code -11"]
 
 
 def _in_child(act, folder, how, at):

@@ -3,7 +3,7 @@ what it is."""
 
 import ast
 import doctest
-import importlib.util
+import importlib
 import pkgutil
 import re
 import subprocess
@@ -11,6 +11,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import check_budgets as budgets
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,16 +21,6 @@ FOLDERS = {
 }
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 
-
-def load_script(name):
-    """A file of scripts/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-budgets = load_script("check_budgets")
 
 # Folders, top first. A folder imports from those below it, and from those beside it in BESIDE.
 FLOORS = [

@@ -13,8 +13,9 @@ import sys
 import numpy as np
 import pytest
 import small
+import small_flow
 import torch
-from pages import PAGES, ROOT
+from pages import PAGES
 
 import flowrl
 from flowrl.report import run_page
@@ -184,10 +185,8 @@ def settings(name):
 
 
 @pytest.mark.parametrize(("name", "label"), [("motion", "retrieval"), ("trajectory", "safe")])
-def test_an_example_gains_on_trained_prompts(tmp_path, monkeypatch, name, label):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "examples"))
+def test_an_example_gains_on_trained_prompts(tmp_path, name, label):
     torch.set_num_threads(1)
-    small_flow = importlib.import_module("small_flow")
     module = importlib.import_module(name)
     example = module.example()
     result = small_flow.run(

@@ -6,7 +6,6 @@ import re
 
 import pytest
 from pages import PAGES, ROOT
-from test_docs import load_script
 
 import flowrl
 
@@ -84,7 +83,8 @@ def test_the_spine_can_be_read_in_one_sitting():
 
 
 def test_one_iteration_enters_every_file_of_the_spine_and_every_function_that_it_names(tmp_path):
-    script = load_script("bench/entered")
+    import entered as script
+
     settings = [
         *script.OPTIONS,
         "iterations=1",

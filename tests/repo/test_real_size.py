@@ -2,63 +2,59 @@
 throughput.py lists starts, with few of everything."""
 
 import dataclasses
-import importlib
-from pathlib import Path
 
 import long
 import pytest
-import thin
+import random_pipeline
+import real_cases
+import real_folder
+import real_parts
+import real_rewards
+import real_size
+import real_tokenizers
+import small_models
+import throughput
 import torch
 
 from flowrl.config.build import DTYPES
 from flowrl.training.budget.architecture import read
 
-BENCH = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 SMALL = ["batch.prompts=1", "batch.group=2", "batch.micro=2", "batch.decode=2", "sampler.steps=2"]
+NAMES = sorted({*random_pipeline.names()} - {*random_pipeline.EMBEDDED})
 LONG = ["sdxl", "sd3.5-medium", "wan2.1-1.3b", "wan2.1-14b", "qwen-image"]
 
 
 @pytest.fixture
-def script(monkeypatch):
-    """A script of scripts/bench as a module."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module
-
-
-@pytest.fixture
-def process(script, monkeypatch):
+def process(monkeypatch):
     """What runs commands and counts; what it puts in place of classes' methods is taken away."""
     import transformers
 
     from flowrl.training.loop import Trainer
 
-    parts = script("real_parts")
-    encoders = (getattr(transformers, name) for name in script("real_tokenizers").CLASSES)
+    encoders = (getattr(transformers, name) for name in real_tokenizers.CLASSES)
     for cls, name in [(Trainer, "iterate"), *((encoder, "forward") for encoder in encoders)]:
         monkeypatch.setattr(cls, name, getattr(cls, name))
-    return parts.Process()
+    return real_parts.Process()
+
+
+def changes(name):
+    """What makes an architecture narrow; vocabularies stay."""
+    parts = (part for part in read(name).parts if part != "safety_checker")
+    return {part: small_models.sizes_of(name, part) for part in parts}
 
 
 def narrow(name):
     """An architecture with few of everything."""
-    found = read(name)
-    parts = {k: {**own, **thin.NARROW[name].get(k, {})} for k, own in found.parts.items()}
-    return dataclasses.replace(found, parts=parts)
+    return real_folder.with_changes(read(name), changes(name))
 
 
-def test_every_architecture_has_a_narrow_one(script):
-    made = script("random_pipeline")
-    assert {*made.names()} == {*thin.NARROW, *made.EMBEDDED}
-
-
-@pytest.mark.parametrize("name", long.but(list(thin.NARROW), LONG))
-def test_every_architecture_that_throughput_lists_starts(name, script, tmp_path, monkeypatch):
-    made, throughput = script("random_pipeline"), script("throughput")
-    monkeypatch.setattr(made, "read", narrow)
+@pytest.mark.parametrize("name", long.but(NAMES, LONG))
+def test_every_architecture_that_throughput_lists_starts(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(random_pipeline, "read", narrow)
     size = {"height": 16, "width": 16, "num_frames": 5} if name.startswith("wan") else {}
     size = [f"model.pipeline.{k}={v}" for k, v in (size or {"height": 64, "width": 64}).items()]
     cfg = throughput.config(name, "nft", [*SMALL, *size])
-    pipe = made.build(name, torch.device("cpu"), DTYPES[cfg.model.dtype])
+    pipe = random_pipeline.build(name, torch.device("cpu"), DTYPES[cfg.model.dtype])
     trainer = throughput.trainer_of(cfg, pipe, tmp_path / "run", 1)
     metrics = trainer.iterate(0).metrics
     assert metrics["nfe/rollout"] > 0 and metrics["nfe/update"] > 0 and metrics["reward/total"]
@@ -66,29 +62,28 @@ def test_every_architecture_that_throughput_lists_starts(name, script, tmp_path,
 
 @long.mark
 @pytest.mark.parametrize("name", ["sd1.5", "flux.1-dev"])
-def test_all_parts_of_a_narrow_model_pass(name, script, process, tmp_path, monkeypatch):
+def test_all_parts_of_a_narrow_model_pass(name, process, tmp_path, monkeypatch):
     """Commands of flowrl in this process, from the folder to the LoRA in plain diffusers; again,
     nothing is run."""
-    cases, parts = script("real_cases"), script("real_parts")
-    case = dataclasses.replace(cases.MODELS[name], fewer=thin.NARROW[name])
-    monkeypatch.setitem(cases.MODELS, name, case)
-    place = cases.Place(name=name, folder=tmp_path / name, results=tmp_path / "results.jsonl")
-    assert parts.model(place, process)
+    case = dataclasses.replace(real_cases.MODELS[name], fewer=changes(name))
+    monkeypatch.setitem(real_cases.MODELS, name, case)
+    place = real_cases.Place(name=name, folder=tmp_path / name, results=tmp_path / "results.jsonl")
+    assert real_parts.model(place, process)
     known, plan = place.known(), place.known()["budget"]
-    for method in cases.METHODS:
+    for method in real_cases.METHODS:
         assert known[method]["rows"] == plan[method]["rows"]
     guided = [] if name == "flux.1-dev" else ["before, guided"]
     assert known["flow_grpo"]["evaluations"] == ["before", *guided, "after"]
     assert known["lora"]["apart"] <= 2**-7 and known["lora"]["moved"] > 0
     size = place.results.stat().st_size
-    assert parts.model(place, process) and place.results.stat().st_size == size
+    assert real_parts.model(place, process) and place.results.stat().st_size == size
 
 
-def test_a_process_counts_what_encoders_compute_and_says_what_failed(script, process):
+def test_a_process_counts_what_encoders_compute_and_says_what_failed(process):
     """Two encoders of eight texts at most: what is known is not computed again."""
     counted = process("check", "shapes-sd3")
     assert 2 <= counted["encoder_calls"] <= 16 and "gb" not in counted
-    with pytest.raises(script("real_parts").Failed, match="flowrl check ended with exit code 2"):
+    with pytest.raises(real_parts.Failed, match="flowrl check ended with exit code 2"):
         process("check", "shapes-sd4")
 
 
@@ -121,20 +116,19 @@ FINE = {
         ("process", {"passed": False, "why": "killed"}, "process: killed"),
     ],
 )
-def test_what_is_not_as_it_should_be_is_said(part, other, said, script, tmp_path):
-    sizes, cases = script("real_size"), script("real_cases")
-    place = cases.Place(name="sd1.5", folder=tmp_path, results=tmp_path / "results.jsonl")
+def test_what_is_not_as_it_should_be_is_said(part, other, said, tmp_path):
+    place = real_cases.Place(name="sd1.5", folder=tmp_path, results=tmp_path / "results.jsonl")
     for name, found in {**FINE, part: {**FINE.get(part, {}), **other}}.items():
         place.note(name, **found)
-    found = sizes.missed(place)
+    found = real_size.missed(place)
     assert (found == []) if not said else len(found) == 1 and found[0].startswith(said)
-    cells = [cell.strip() for cell in sizes.row(place).strip("|").split("|")]
-    assert len(cells) == len(sizes.HEAD)
+    cells = [cell.strip() for cell in real_size.row(place).strip("|").split("|")]
+    assert len(cells) == len(real_size.HEAD)
     assert ("not all passed" in cells) == (part in ("lora", "process"))
 
 
-def test_the_newest_result_of_a_part_counts(script, tmp_path):
-    cases, results = script("real_cases"), tmp_path / "results.jsonl"
+def test_the_newest_result_of_a_part_counts(tmp_path):
+    cases, results = real_cases, tmp_path / "results.jsonl"
     a, b = (cases.Place(name=name, folder=tmp_path, results=results) for name in ("sdxl", "sd1.5"))
     a.note("check", passed=False, why="it was wrong")
     assert not a.done("check") and not b.done("check")
@@ -145,32 +139,31 @@ def test_the_newest_result_of_a_part_counts(script, tmp_path):
 @pytest.mark.parametrize(
     ("encoder", "size"), [("T5EncoderModel", 32128), ("UMT5EncoderModel", 256384)]
 )
-def test_stand_ins_of_t5_are_as_large_and_read_the_last_rows(encoder, size, script):
-    own = script("real_tokenizers").tokenizer("tokenizer", encoder, {"vocab_size": size})
+def test_stand_ins_of_t5_are_as_large_and_read_the_last_rows(encoder, size):
+    own = real_tokenizers.tokenizer("tokenizer", encoder, {"vocab_size": size})
     fox, bird = own(["a red fox", "a blue bird"], padding="max_length", max_length=9).input_ids
     assert len(own) == size and fox != bird and len(fox) == 9
     assert min(fox[:2]) > size // 2 and fox[3] == own.eos_token_id and own.unk_token_id not in fox
 
 
-def test_the_tokenizers_of_clip_and_qwen(script):
-    made = script("real_tokenizers")
+def test_the_tokenizers_of_clip_and_qwen():
     first, second = (
-        made.tokenizer(name, "CLIPTextModel", {"vocab_size": 49408})
+        real_tokenizers.tokenizer(name, "CLIPTextModel", {"vocab_size": 49408})
         for name in ("tokenizer", "tokenizer_2")
     )
     told = first("a photo of a cat").input_ids
     assert told == [49406, 320, 1125, 539, 320, 2368, 49407]  # as openai/clip-vit-large-patch14
     assert (first.pad_token_id, second.pad_token_id) == (49407, 0)
     config = {"text_config": {"vocab_size": 152064}}
-    qwen = made.tokenizer("tokenizer", "Qwen2_5_VLForConditionalGeneration", config)
+    qwen = real_tokenizers.tokenizer("tokenizer", "Qwen2_5_VLForConditionalGeneration", config)
     assert len(qwen) == 152064 and qwen("<|im_start|>user").input_ids[0] == 152062
     assert qwen.decode(qwen("a red fox, two DOGS").input_ids) == "a red fox, two DOGS"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_weights_from_one_block_are_random_and_differ_from_row_to_row(dtype, script):
+def test_weights_from_one_block_are_random_and_differ_from_row_to_row(dtype):
     before = torch.Tensor.normal_, torch.Tensor.uniform_, torch.get_default_dtype()
-    with script("real_folder").quick_weights(dtype):
+    with real_folder.quick_weights(dtype):
         linear = torch.nn.Linear(1024, 2048)  # more values than the block has
         norm, table = torch.nn.LayerNorm(8), torch.nn.Embedding(300, 16)
         own = torch.empty(4, 50_000).normal_(3, 0.1)
@@ -182,9 +175,9 @@ def test_weights_from_one_block_are_random_and_differ_from_row_to_row(dtype, scr
     assert abs(own.float().mean() - 3) < 0.01 and abs(own.float().std() - 0.1) < 0.01
 
 
-def test_a_real_network_may_have_other_numbers_deep_inside(script):
+def test_a_real_network_may_have_other_numbers_deep_inside():
     changes = {"text_encoder": {"text_config": {"num_hidden_layers": 3}}, "vae": {"base_dim": 8}}
-    found = script("real_folder").with_changes(read("qwen-image"), changes)
+    found = real_folder.with_changes(read("qwen-image"), changes)
     whole = read("qwen-image").parts
     text = found.parts["text_encoder"]["text_config"]
     assert text == {**whole["text_encoder"]["text_config"], "num_hidden_layers": 3}
@@ -193,10 +186,10 @@ def test_a_real_network_may_have_other_numbers_deep_inside(script):
     )
 
 
-def test_the_keys_of_imagereward_are_the_published_ones(script, tmp_path):
+def test_the_keys_of_imagereward_are_the_published_ones(tmp_path):
     from flowrl.rewards.networks.blip import renamed
 
-    name = script("real_rewards")._published
+    name = real_rewards._published
     keys = {
         "blip.vision.embeddings.class_embedding": "blip.visual_encoder.cls_token",
         "blip.vision.encoder.layers.23.layer_norm2.bias": (

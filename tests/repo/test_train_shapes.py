@@ -1,22 +1,15 @@
 """Pretraining of the embedded model, a few steps of it: all stages, interrupted and not, and what
 export writes."""
 
-import importlib
-import importlib.util
 import json
-from pathlib import Path
 
 import diffusers
 import pytest
+import reads_words
 import torch
+import train_shapes
 
 from flowrl.shapes import prompts
-
-SPEC = importlib.util.spec_from_file_location(
-    "train_shapes", Path(__file__).parents[2] / "scripts/embedded/train_shapes.py"
-)
-script = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(script)
 
 SIZES = {
     "vae-steps": 4,
@@ -38,7 +31,7 @@ class Killed(Exception):
 
 def run(stage, work):
     sizes = [f"--{name}={value}" for name, value in SIZES.items()]
-    script.main(
+    train_shapes.main(
         [
             stage,
             f"--work={work}",
@@ -53,14 +46,14 @@ def run(stage, work):
 
 
 def killed_at_the_first_save(stage, work, monkeypatch):
-    save = script.save
+    save = train_shapes.save
 
     def once(*args, **parts):
         save(*args, **parts)
         raise Killed
 
     with monkeypatch.context() as m, pytest.raises(Killed):
-        m.setattr(script, "save", once)
+        m.setattr(train_shapes, "save", once)
         run(stage, work)
 
 
@@ -103,7 +96,7 @@ def test_every_stage_goes_on_where_it_was_killed_and_ends_bit_for_bit_the_same(
 
 
 def test_the_read_stage_asks_for_what_each_prompt_says():
-    reading = script.Reading()
+    reading = train_shapes.Reading()
     texts = ["a circle", "two red squares", "a red circle left of a blue square"]
     labels = reading.labels(texts)
     said = [
@@ -115,7 +108,7 @@ def test_the_read_stage_asks_for_what_each_prompt_says():
         ["square", "blue", 1, "circle", "red", "left of"],
     ]
     dropped = torch.full((1, 6), -100)
-    pooled = torch.randn(4, script.build.WIDTH)
+    pooled = torch.randn(4, train_shapes.build.WIDTH)
     torch.testing.assert_close(
         reading.loss(pooled, torch.cat([labels, dropped])), reading.loss(pooled[:3], labels)
     )
@@ -123,8 +116,8 @@ def test_the_read_stage_asks_for_what_each_prompt_says():
 
 def test_the_read_stage_sees_high_noise_first(tmp_path):
     sizes = [f"--{name}={value}" for name, value in SIZES.items()] + [f"--work={tmp_path}"]
-    args = script.parser().parse_args(["read", "--batch=4000", *sizes])
-    batches = object.__new__(script.Batches)
+    args = train_shapes.parser().parse_args(["read", "--batch=4000", *sizes])
+    batches = object.__new__(train_shapes.Batches)
     batches.args, batches.stage = args, "read"
     early, late = (
         (batches.noise_levels(step, torch.Generator().manual_seed(0)) > 0.7).float().mean()
@@ -133,9 +126,7 @@ def test_the_read_stage_sees_high_noise_first(tmp_path):
     assert 0.77 < early < 0.87 and 0.2 < late < 0.35
 
 
-def test_wrong_words_are_prompts_of_the_world_that_say_something_else(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "embedded"))
-    reads_words = importlib.import_module("reads_words")
+def test_wrong_words_are_prompts_of_the_world_that_say_something_else():
     prompt = prompts.find("a red circle left of a blue square")
     assert reads_words.opposite(prompt) == "a red circle right of a blue square"
     assert reads_words.exchanged(prompt) == "a blue square left of a red circle"

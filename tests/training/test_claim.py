@@ -27,7 +27,7 @@ ALONE = SimpleNamespace(
 def trained(tmp_path_factory):
     """A run of two iterations without evaluations."""
     path = tmp_path_factory.mktemp("trained") / "run"
-    small.trainer(path, data__eval="null", iterations="2", guard__check_rewards="false").run()
+    small.trainer(path, data__eval="null", iterations="2").run()
     return path
 
 

@@ -1,47 +1,24 @@
 """Two processes train what one trains: prompts are dealt out, statistics and gradients are
 global."""
 
+import contextlib
 import json
 import os
-import socket
-import subprocess
-import sys
+import signal
 
+import processes
 import pytest
 import small
 import torch
 
 import flowrl
+from flowrl.cli.main import app
 from flowrl.config import load
 from flowrl.rewards import load_set
-from flowrl.runtime.store import checkpoint
-from flowrl.training import build
-
-SCRIPT = """
-import json, os, signal, sys, torch
-torch.set_num_threads(1)
-from flowrl.cli.main import main
-from flowrl.config import load_config
-from flowrl.rewards import load_set
 from flowrl.runtime import signals
+from flowrl.runtime.store import checkpoint
 from flowrl.training import build, loop
-signals.GRACE = 900
-load = build.load_set
-def spread(media, *_):
-    return media.flatten(1).std(1)
-def signalled(media, *_):
-    if os.environ["RANK"] == "1":
-        signal.raise_signal(signal.SIGTERM)
-    return spread(media)
-for reward, words in json.loads(sys.argv.pop()):
-    build.load_set = (lambda _: load_set({"spread": globals()[reward]})) if reward else load
-    trainer = loop.Trainer(load_config(None, words))
-    with signals.StopRequest(trainer):
-        list(trainer)
-    print("ended:", os.environ["RANK"], reward, trainer.stopped)
-build.load_set = lambda _: load_set({"spread": spread})
-main()
-"""
+
 RUN = {
     "iterations": "2",
     "batch__group": "3",
@@ -114,47 +91,47 @@ def lonely(folder):
     )
 
 
+def signalled(media, *_):
+    """The same, from a process whose first one to score ends it."""
+    if os.environ["RANK"] == "1":
+        signal.raise_signal(signal.SIGTERM)
+    return smooth(media)
+
+
+def train_all(folder):
+    """In each of two processes: six runs, the last one through the command line, and what they
+    print in a file."""
+    signals.GRACE = 900
+    runs = [
+        (None, lonely(folder)),
+        (None, small.words(folder / "mixed", **MIXED)),
+        (smooth, small.words(folder / "flow_grpo", "flow_grpo", **RUNS["flow_grpo"])),
+        (smooth, small.words(folder / "dgpo", "dgpo", **RUNS["dgpo"])),
+        (signalled, small.words(folder / "signalled", "flow_grpo", **SIGNALLED)),
+    ]
+    load_rewards = build.load_set
+    with (folder / "stdout.txt").open("a", 1) as out, contextlib.redirect_stdout(out):
+        for reward, words in runs:
+            own = {"spread": reward}
+            build.load_set = (lambda _, own=own: load_set(own)) if reward else load_rewards
+            trainer = loop.Trainer(load.load_config(None, words))
+            with signals.StopRequest(trainer):
+                list(trainer)
+            name = getattr(reward, "__name__", "")
+            print("ended:", os.environ["RANK"], name, trainer.stopped)
+        build.load_set = lambda _: load_set({"spread": smooth})
+        with pytest.raises(SystemExit) as end:
+            app(["train", *small.words(folder / "nft", **RUNS["nft"])])
+        assert not end.value.code
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Six runs on two CPU processes that talk by gloo -> their folder; the last one through the
-    command line."""
+    """The runs of two CPU processes that talk by gloo -> their folder."""
     folder = tmp_path_factory.mktemp("two")
-    (folder / "train.py").write_text(SCRIPT)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "ACCELERATE_USE_CPU": "true",
-    }
-    before = [
-        ("", lonely(folder)),
-        ("", small.words(folder / "mixed", **MIXED)),
-        ("spread", small.words(folder / "flow_grpo", "flow_grpo", **RUNS["flow_grpo"])),
-        ("spread", small.words(folder / "dgpo", "dgpo", **RUNS["dgpo"])),
-        ("signalled", small.words(folder / "signalled", "flow_grpo", **SIGNALLED)),
-    ]
-    last = small.words(folder / "nft", **RUNS["nft"])
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--master-addr=127.0.0.1",
-        f"--master-port={port}",
-    ]
-    result = subprocess.run(
-        [*command, folder / "train.py", "train", *last, json.dumps(before)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    assert "on 2 process(es)" in result.stdout and result.stdout.count("Run folder:") == 1
-    (folder / "stdout.txt").write_text(result.stdout)
+    processes.on(2, lambda: train_all(folder))
+    printed = (folder / "stdout.txt").read_text()
+    assert "on 2 process(es)" in printed and printed.count("Run folder:") == 1
     return folder
 
 

@@ -17,13 +17,6 @@ from flowrl.training.loop import Trainer
 from flowrl.training.resume import check_resume
 
 
-def same(one, other):
-    first, second = small.weights(one), small.weights(other)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
-    assert small.numbers(one) == small.numbers(other)
-
-
 def test_a_run_is_the_same_whatever_leaves_the_device(tmp_path, monkeypatch):
     small.trainer(tmp_path / "plain", "mix_grpo", iterations="2").run()
     away.spoil(monkeypatch)
@@ -32,7 +25,7 @@ def test_a_run_is_the_same_whatever_leaves_the_device(tmp_path, monkeypatch):
     made.run()
     turns = made.policy.turns
     assert turns.encoders.visits and turns.denoisers.visits >= 2
-    same(tmp_path / "plain", tmp_path / "leaving")
+    assert small.same(tmp_path / "plain", tmp_path / "leaving")
 
 
 @long.mark
@@ -46,7 +39,7 @@ def test_a_second_run_makes_no_encoder_call_and_may_go_on_without_its_cache(tmp_
             module.register_forward_hook(lambda *call: calls.append(call))
     second.run()
     assert second.policy.turns.encoders.visits == 0 and not calls
-    same(tmp_path / "first", tmp_path / "second")
+    assert small.same(tmp_path / "first", tmp_path / "second")
     check_resume(small.config(tmp_path / "second", iterations="2"), tmp_path / "second")
 
 
@@ -87,7 +80,7 @@ def test_rewards_that_leave_score_the_same_and_never_meet_the_denoiser(tmp_path,
     (scorers,) = made.policy.turns.scorers
     assert scorers.visits >= 4
     assert reward.beside and not any(reward.beside)
-    same(tmp_path / "plain", tmp_path / "leaving")
+    assert small.same(tmp_path / "plain", tmp_path / "leaving")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import time
 import pytest
 import small
 import torch
+from forked import Forked
 
 import flowrl
 from flowrl.config.load import read_config
@@ -18,6 +19,9 @@ from flowrl.training import outputs
 from flowrl.training.resume import check_resume
 
 ITERATIONS = "5"
+forks = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a process with a GPU cannot be forked"
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,28 +41,24 @@ def uninterrupted(tmp_path_factory):
 
 def assert_equal(run, other):
     assert [line["iteration"] for line in small.lines(run)] == [1, 2, 3, 4, 5]
-    assert small.numbers(run) == small.numbers(other) and all(
-        line["policy/grad_norm"] > 0 for line in small.lines(run)
-    )
+    assert small.same(run, other)
+    assert all(line["policy/grad_norm"] > 0 for line in small.lines(run))
     assert checkpoint.latest(run).name == checkpoint.latest(other).name == "step-000005"
-    a, b = small.weights(run), small.weights(other)
-    assert a.keys() == b.keys() and {name.split("/")[0] for name in a} >= {
-        "policy",
-        "ema",
-        "optimizer",
-    }
-    different = [name for name in a if not torch.equal(a[name], b[name])]
-    assert not different
+    groups = {name.split("/")[0] for name in small.weights(run)}
+    assert groups >= {"policy", "ema", "optimizer"}
     assert small.values(run, "after") == small.values(other, "after")
     assert small.values(run, "before") == small.values(other, "before")
 
 
-def wait_for(process, run, count):
-    until = time.monotonic() + 120
-    while len(small.lines(run)) < count:
-        assert process.poll() is None, process.communicate()
+def started(run, iterations, *words, **changes):
+    """A training in a process of its own that has finished so many iterations."""
+    words = small.words(run, *words, iterations=ITERATIONS, **changes)
+    process, until = Forked(["train", *words], run.parent / "printed.txt"), time.monotonic() + 120
+    while len(small.lines(run)) < iterations:
+        assert process.poll() is None, process.printed.read_text()
         assert time.monotonic() < until
         time.sleep(0.01)
+    return process
 
 
 def resume(run, *overrides):
@@ -74,30 +74,28 @@ def resume(run, *overrides):
         ("mix_grpo", 2, 3, 0.2),
     ],  # while a checkpoint is written; in the middle of an iteration past the last one
 )
+@forks
 def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(
     uninterrupted, tmp_path, algorithm, every, done, later
 ):
     run = tmp_path / "run"
-    process = small.start(
-        "train", *small.words(run, algorithm, iterations=ITERATIONS, checkpoint__every=str(every))
-    )
-    wait_for(process, run, done)
+    process = started(run, done, algorithm, checkpoint__every=str(every))
     time.sleep(later)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL and done <= len(small.lines(run)) < int(ITERATIONS)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(60).code == -signal.SIGKILL
+    assert done <= len(small.lines(run)) < int(ITERATIONS)
     resume(run)
     assert_equal(run, uninterrupted(algorithm))
 
 
+@forks
 def test_sigterm_ends_with_a_checkpoint_and_the_command_that_resumes(uninterrupted, tmp_path):
     run = tmp_path / "run"
-    process = small.start("train", *small.words(run, iterations=ITERATIONS, checkpoint__every="50"))
-    wait_for(process, run, 1)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    assert "SIGTERM received" in out and f"flowrl train --resume {run}" in out
+    process = started(run, 1, checkpoint__every="50")
+    os.kill(process.pid, signal.SIGTERM)
+    end = process.wait(180)
+    assert end.code == 0, end.text
+    assert "SIGTERM received" in end.text and f"flowrl train --resume {run}" in end.text
     finished = small.lines(run)[-1]["iteration"]
     assert finished < int(ITERATIONS) and checkpoint.latest(run).name == f"step-{finished:06d}"
     resume(run)

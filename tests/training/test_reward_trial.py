@@ -235,7 +235,12 @@ def test_a_reward_that_no_run_can_train_on_is_refused_before_any_evaluation(tmp_
         scored.append(len(media))
         return brightness(media) - brightness(media).mean()
 
-    made = small.trainer(tmp_path / "run", batch__group="4", eval__baseline_guidance="2.0")
+    made = small.trainer(
+        tmp_path / "run",
+        batch__group="4",
+        guard__check_rewards="true",
+        eval__baseline_guidance="2.0",
+    )
     small.use_rewards(made, rewards.load_set({"centred": centred}))
     with pytest.raises(
         RewardBug,
@@ -252,20 +257,15 @@ def test_trying_the_rewards_changes_no_number_of_a_run(tmp_path):
     for name in ("true", "false"):
         small.trainer(tmp_path / name, iterations="1", guard__check_rewards=name).run()
     tried, untried = tmp_path / "true", tmp_path / "false"
-    assert (
-        small.numbers(tried) == small.numbers(untried)
-        and small.lines(tried)[0]["nfe/rollout"] == 4 * 4
-    )
+    assert small.same(tried, untried) and small.lines(tried)[0]["nfe/rollout"] == 4 * 4
     assert small.values(tried, "before") == small.values(untried, "before")
-    one, other = small.weights(tried), small.weights(untried)
-    assert one.keys() == other.keys() and all(
-        torch.equal(value, other[name]) for name, value in one.items()
-    )
 
 
 def test_the_samples_that_rewards_are_tried_on_are_the_runs_first(tmp_path):
     seen = []
-    made = small.trainer(tmp_path / "run", data__eval="null", iterations="1")
+    made = small.trainer(
+        tmp_path / "run", data__eval="null", iterations="1", guard__check_rewards="true"
+    )
     spy = planted(
         lambda m, p, c: seen.append((m.clone(), list(p), c.group.tolist())) or brightness(m)
     )
@@ -284,7 +284,13 @@ def narrowing(factor):
 
 def test_a_spread_that_falls_below_the_noise_is_warned_of_once(tmp_path, caplog):
     factor = [1.0]
-    made = small.trainer(tmp_path / "run", data__eval="null", batch__group="4", iterations="4")
+    made = small.trainer(
+        tmp_path / "run",
+        data__eval="null",
+        batch__group="4",
+        iterations="4",
+        guard__check_rewards="true",
+    )
     small.use_rewards(made, narrowing(factor))
     for it in made:
         assert caplog.text.count('reward "narrow": scores within a group differ by') == (
@@ -296,11 +302,23 @@ def test_a_spread_that_falls_below_the_noise_is_warned_of_once(tmp_path, caplog)
 
 def test_the_noise_outlives_a_resume(tmp_path, caplog):
     factor = [1.0]
-    made = small.trainer(tmp_path / "run", data__eval="null", batch__group="4", iterations="1")
+    made = small.trainer(
+        tmp_path / "run",
+        data__eval="null",
+        batch__group="4",
+        iterations="1",
+        guard__check_rewards="true",
+    )
     small.use_rewards(made, narrowing(factor))
     made.run()
     again = loop.Trainer(
-        small.config(made.path, data__eval="null", batch__group="4", iterations="3"),
+        small.config(
+            made.path,
+            data__eval="null",
+            batch__group="4",
+            iterations="3",
+            guard__check_rewards="true",
+        ),
         resume=made.path,
     )
     assert (

@@ -1,13 +1,12 @@
 """Teams of processes that share each call of a network: the same numbers as one process, and one
 sentence where a call cannot be shared."""
 
-import importlib.util
 import os
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import long
+import processes
 import pytest
 import small
 import tiny
@@ -20,12 +19,6 @@ from flowrl.runtime.processes import world as distributed
 from flowrl.training import checks
 from flowrl.training.loop import Trainer
 from flowrl.training.split import sequence
-
-SPEC = importlib.util.spec_from_file_location(
-    "processes", Path(__file__).resolve().parents[2] / "scripts" / "bench" / "processes.py"
-)
-processes = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(processes)
 
 PROMPTS = [{"prompt": tiny.PROMPTS[0]}]
 MICRO = ["batch.micro=2", "batch.updates=2"]

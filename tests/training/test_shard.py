@@ -2,13 +2,12 @@
 same calls on all processes, whatever rows they have."""
 
 import gc
-import importlib.util
 import weakref
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import long
+import processes
 import pytest
 import small
 import tiny
@@ -25,12 +24,6 @@ from flowrl.runtime.processes import world as distributed
 from flowrl.training.checks import check_apart
 from flowrl.training.loop import Trainer
 from flowrl.training.split import shard
-
-SPEC = importlib.util.spec_from_file_location(
-    "processes", Path(__file__).resolve().parents[2] / "scripts" / "bench" / "processes.py"
-)
-processes = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(processes)
 
 FOUND = {
     "sd15": {"BasicTransformerBlock", "ResnetBlock2D"},

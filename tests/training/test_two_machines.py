@@ -1,51 +1,42 @@
 """Two machines, here two launchers on one that meet at an address of their own: they train what one
 process trains, and neither outlives the other."""
 
-import importlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import launchers
 import psutil
 import pytest
 import small
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def bench():
-    sys.path.insert(0, str(SCRIPTS))
-    yield importlib.import_module("launchers")
-    sys.path.remove(str(SCRIPTS))
-
-
-@pytest.fixture(scope="module")
-def alone(bench, tmp_path_factory):
+def alone(tmp_path_factory):
     """What one process learns."""
-    return bench.train([[]], tmp_path_factory.mktemp("alone") / "run", [])
+    return launchers.train([[]], tmp_path_factory.mktemp("alone") / "run", [])
 
 
 @pytest.mark.parametrize("words", [[], ["train.shard=[denoiser]"]], ids=["replicated", "sharded"])
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
-def test_two_machines_learn_what_one_process_learns(bench, alone, tmp_path, launcher, words):
-    machines = bench.launchers(bench.free_port())[f"{launcher}, two machines"]
-    learned = bench.train(machines, tmp_path / "run", words)
-    assert bench.apart({"": alone}, {"": learned})[""] <= 1e-6
+def test_two_machines_learn_what_one_process_learns(alone, tmp_path, launcher, words):
+    machines = launchers.launchers(launchers.free_port())[f"{launcher}, two machines"]
+    learned = launchers.train(machines, tmp_path / "run", words)
+    assert launchers.apart({"": alone}, {"": learned})[""] <= 1e-6
     assert [line["iteration"] for line in small.lines(tmp_path / "run")] == [1, 2]
 
 
-def start(bench, machines, run):
+def start(machines, run):
     """Both machines at work, past the first iteration."""
-    words = [*bench.RUN, "iterations=1000", "guard.rank_seconds=60", f"output={run}"]
+    words = [*launchers.RUN, "iterations=1000", "guard.rank_seconds=60", f"output={run}"]
     started = [
         subprocess.Popen(
             [sys.executable, "-m", *launcher, *words],
-            env=os.environ | bench.ENV,
+            env=os.environ | launchers.ENV,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -70,9 +61,9 @@ def power_cut(process):
 
 @pytest.mark.parametrize("launcher", ["accelerate", "torchrun"])
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_machine_that_dies_ends_the_other_with_a_sentence(bench, tmp_path, launcher, dead):
+def test_a_machine_that_dies_ends_the_other_with_a_sentence(tmp_path, launcher, dead):
     run = tmp_path / "run"
-    started = start(bench, bench.launchers(bench.free_port())[f"{launcher}, two machines"], run)
+    started = start(launchers.launchers(launchers.free_port())[f"{launcher}, two machines"], run)
     power_cut(started[dead])
     said = started[1 - dead].communicate(timeout=300)[0]
     assert started[1 - dead].returncode != 0

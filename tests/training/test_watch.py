@@ -94,9 +94,7 @@ def test_a_watched_run_that_was_resumed_equals_the_uninterrupted_one(tmp_path):
     small.trainer(run, **changes, iterations="2").run()
     result = small.invoke("train", "--resume", run, "iterations=4")
     assert result.exit_code == 0, result.output
-    assert small.numbers(run) == small.numbers(whole)
-    a, b = small.weights(run), small.weights(whole)
-    assert all(torch.equal(a[name], b[name]) for name in b)
+    assert small.same(run, whole)
     states = [checkpoint.load(checkpoint.latest(folder))[1]["watch"] for folder in (run, whole)]
     assert states[0] == states[1] and len(states[0]["curve"]) == 4 and states[0]["base"]["mean"]
 
