@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 VALUES: tuple[Any, ...] = (None, True, -1, 10**400, 1e308, "x", "", [], {}, [[]], {"a": 1}, 0.5)
+
+Way = Callable[[Path, random.Random], str]  # damages a file -> what was done to it
 
 
 def candidates(run: Path) -> list[Path]:
@@ -20,11 +24,19 @@ def candidates(run: Path) -> list[Path]:
     )
 
 
-def damage(path: Path, rng: random.Random) -> str:
-    """Damage a file -> what was done to it."""
-    ways = [cut, flip, empty, noise, other, folder, gone]
+def damage(path: Path, rng: random.Random, values: Sequence[Any] = VALUES) -> str:
+    """Damage a file -> what was done to it. values: what an edit writes in place of others."""
+    ways: list[Callable[[Path, random.Random], str]] = [
+        cut,
+        flip,
+        empty,
+        noise,
+        other,
+        folder,
+        gone,
+    ]
     if path.suffix in (".json", ".jsonl"):
-        ways += [edit_json] * 12
+        ways += [partial(edit_json, values=values)] * 12
     if path.suffix == ".yaml":
         ways += [edit_yaml] * 6
     return rng.choice(ways)(path, rng)
@@ -71,12 +83,12 @@ def gone(path: Path, rng: random.Random) -> str:
     return "deleted"
 
 
-def edit_json(path: Path, rng: random.Random) -> str:
+def edit_json(path: Path, rng: random.Random, values: Sequence[Any]) -> str:
     """One value of one line has another type or size, or is gone."""
     lines = path.read_text(encoding="utf-8").splitlines() or ["{}"]
     which = rng.randrange(len(lines))
     tree = json.loads(lines[which]) if path.suffix == ".jsonl" else json.loads("\n".join(lines))
-    done = edit(tree, rng)
+    done = edit(tree, rng, values)
     if path.suffix == ".jsonl":
         lines[which] = json.dumps(tree)
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -96,7 +108,7 @@ def edit_yaml(path: Path, rng: random.Random) -> str:
     return f"{before.strip()!r} became {lines[which].strip()!r}"
 
 
-def edit(tree: Any, rng: random.Random) -> str:
+def edit(tree: Any, rng: random.Random, values: Sequence[Any]) -> str:
     """Change or remove a value, found by going down by chance."""
     if not tree:
         return "nothing"
@@ -106,7 +118,7 @@ def edit(tree: Any, rng: random.Random) -> str:
     if rng.random() < 0.25:
         del holder[key]
         return f"{key!r} is gone"
-    holder[key] = rng.choice(VALUES)
+    holder[key] = rng.choice(values)
     return f"{key!r} is {str(holder[key])[:12]!r}"
 
 

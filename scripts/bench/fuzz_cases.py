@@ -5,6 +5,7 @@ Case `number` of a seed is always the same, whatever ran before it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import shutil
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fault_damage
 import yaml
 
 from flowrl.config.load import flatten
@@ -153,12 +155,13 @@ def folder_case(seed: int, number: int, run: Path) -> Case:
     def prepare(folder: Path) -> None:
         copy = folder / "run[seed3]"
         shutil.copytree(run, copy)
-        files = sorted(path for path in copy.rglob("*") if path.is_file())
+        files = fault_damage.candidates(copy)
         by_hand = [path for path in files if path.suffix in (".json", ".jsonl", ".yaml")]
         for _ in range(rng.choice((1, 1, 2, 3))):
             path = rng.choice(rng.choice((files, by_hand, by_hand)))
             if path.is_file():
-                hurt(rng, path)
+                with contextlib.suppress(ValueError, TypeError):  # it was damaged before
+                    fault_damage.damage(path, rng, SCALARS)
 
     return Case(name=f"{command[0]} {number}", words=list(command), prepare=prepare)
 
@@ -241,23 +244,6 @@ def write(path: Path, data: bytes) -> None:
     path.write_bytes(data)
 
 
-def hurt(rng: random.Random, path: Path) -> None:
-    """Damage a file, or edit it as a hand would."""
-    kind, data = rng.random(), path.read_bytes()
-    if kind < 0.08:
-        path.unlink()
-    elif kind < 0.14:
-        path.unlink()
-        path.mkdir()
-    elif kind < 0.60 and path.suffix in (".json", ".jsonl", ".yaml"):
-        try:
-            write(path, edited(rng, path, data))
-        except (ValueError, yaml.YAMLError):  # it was damaged before
-            write(path, damaged(rng, data))
-    else:
-        write(path, damaged(rng, data))
-
-
 def damaged(rng: random.Random, data: bytes) -> bytes:
     """Cut off, with other bytes in it, longer, or replaced."""
     at, kind = rng.randrange(len(data) + 1), rng.randrange(5)
@@ -273,29 +259,3 @@ def damaged(rng: random.Random, data: bytes) -> bytes:
     if kind == 3:
         return data[:at] + some_bytes + data[at:]
     return rng.choice(TEXTS)
-
-
-def edited(rng: random.Random, path: Path, data: bytes) -> bytes:
-    """With one value replaced, left out or added."""
-    if path.suffix == ".yaml":
-        tree = yaml.safe_load(data)
-        return yaml.safe_dump(changed(rng, tree), sort_keys=False).encode()
-    lines = data.decode().splitlines() if path.suffix == ".jsonl" else [data.decode()]
-    at = rng.randrange(len(lines)) if lines else 0
-    lines[at : at + 1] = [json.dumps(changed(rng, json.loads(line))) for line in lines[at : at + 1]]
-    return "\n".join([*lines, ""]).encode()
-
-
-def changed(rng: random.Random, tree: Any) -> Any:
-    """A tree with one of its values changed, however deep."""
-    if not isinstance(tree, dict | list) or not tree or rng.random() < 0.1:
-        return value_of(rng)
-    key = rng.choice(list(tree)) if isinstance(tree, dict) else rng.randrange(len(tree))
-    kind = rng.random()
-    if kind < 0.1:
-        del tree[key]
-    elif kind < 0.15 and isinstance(tree, dict):
-        tree[str(rng.choice(SCALARS))] = value_of(rng)
-    else:
-        tree[key] = changed(rng, tree[key])
-    return tree

@@ -105,6 +105,11 @@ def texts_of(source: str, images: int) -> list[str]:
     return [prompts[i % len(prompts)]["prompt"] for i in range(images)]
 
 
+def settings_of(c: Cell) -> dict[str, str]:
+    """The settings that a cell's words state, the last value of each."""
+    return dict(word.split("=", 1) for word in c["words"])
+
+
 def scores_of(runs: list[Cell]) -> str:
     return ", ".join(f"{cells.score(c):.3f}" for c in runs)
 

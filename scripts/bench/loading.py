@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import flowrl
+from flowrl.cli.common import show
 from flowrl.policy.replay.arguments import tensors_in
 from flowrl.policy.replay.unread import leaves, mapped
 
@@ -241,12 +242,6 @@ def show_encoders(names: list[str]) -> int:
     out.add_row("all", f"{whole:.0f}")
     show(out)
     return int(beyond)
-
-
-def show(table: Table) -> None:
-    from flowrl.cli.common import show
-
-    show(table)
 
 
 def main() -> int:

@@ -44,6 +44,7 @@ from rich.table import Table
 from torch import Tensor
 
 import flowrl
+from flowrl.cli.common import show
 from flowrl.policy.check import relative
 from flowrl.policy.replay.decode import Decoder
 
@@ -442,8 +443,6 @@ def main() -> int:
     done = {r["name"] for r in results}
     left = [name for name in args.names if name not in done]
     results += run(left, args.what, args.workers, args.output)
-    from flowrl.cli.common import show
-
     show(table(results))
     passing = sum(r["failed"] is None for r in results)
     classes = {r.get("pipeline") for r in results if r["failed"] is None}

@@ -17,6 +17,7 @@ from gains import (
     over_seeds,
     results,
     scores_of,
+    settings_of,
     student,
     table,
 )
@@ -90,7 +91,7 @@ def rewards_table(runs: Runs) -> str:
     head = ["run", "setting", "preference", "over seeds [95%]", "strict", "over seeds [95%]"]
     rows = []
     for name, own in known.items():
-        rate = dict(word.split("=", 1) for word in own[0]["words"])["optimizer.lr"]
+        rate = settings_of(own[0])["optimizer.lr"]
         preference = [c["paired"]["preference"]["difference"] for c in own]
         strict = gains_of(own)
         pairs = [text for values in (preference, strict) for text in (said(values), spread(values))]
@@ -105,7 +106,7 @@ def climbing_said(method: str, runs: list[Cell]) -> str:
         "strict accuracy": gains_of(runs),
     }
     of = ", ".join(f"{said(v)} {spread(v)} of {name}" for name, v in gains.items())
-    rate = dict(word.split("=", 1) for word in runs[0]["words"])["optimizer.lr"]
+    rate = settings_of(runs[0])["optimizer.lr"]
     return (
         f"Trained on the tiny preference model of `shapes-sd3` at `optimizer.lr={rate}`, within the"
         f" budget of all methods, {len(runs)} seeds, intervals over them:\n{of}.\n"

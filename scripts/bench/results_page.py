@@ -30,6 +30,7 @@ from gains import (
     results,
     scores_of,
     seed_gain,
+    settings_of,
     table,
     texts_of,
 )
@@ -141,8 +142,7 @@ def named(words: list[str]) -> str:
 
 def setting(c: Cell) -> str:
     """Learning rate and clip of a cell."""
-    values = dict(word.split("=", 1) for word in c["words"])
-    said = [values.get(key) for key in ("optimizer.lr", "algorithm.clip")]
+    said = [settings_of(c).get(key) for key in ("optimizer.lr", "algorithm.clip")]
     return ", ".join(value for value in said if value)
 
 
@@ -215,7 +215,7 @@ def at_edge(method: str) -> bool:
 
 
 def rate_of(c: Cell) -> float:
-    return float(dict(word.split("=", 1) for word in c["words"])["optimizer.lr"])
+    return float(settings_of(c)["optimizer.lr"])
 
 
 def by_hand(name: str) -> bool:
