@@ -269,9 +269,7 @@ def ovis_image():
 
 def omnigen():
     tok = tokenizer("t5", 2048)
-    net = denoiser(
-        "OmniGenTransformer2DModel",
-        32,
+    net = diffusers.OmniGenTransformer2DModel(
         in_channels=4,
         hidden_size=32,
         num_key_value_heads=2,
@@ -281,9 +279,11 @@ def omnigen():
         rope_scaling={"short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
         pos_embed_max_size=8,
         time_step_dim=32,
+        num_layers=2,
+        num_attention_heads=2,
     )
     return diffusers.OmniGenPipeline(
-        transformer=net,
+        transformer=randomise(net, 32),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
             invert_sigmas=True, num_train_timesteps=1
         ),

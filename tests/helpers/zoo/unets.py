@@ -322,17 +322,17 @@ def auraflow():
 
 def lumina_next():
     tok = tokenizer("t5")
-    net = denoiser(
-        "LuminaNextDiT2DModel",
-        46,
+    net = diffusers.LuminaNextDiT2DModel(
         sample_size=4,
         hidden_size=32,
         num_kv_heads=1,
         multiple_of=16,
         cross_attention_dim=16,
+        num_layers=2,
+        num_attention_heads=2,
     )
     return diffusers.LuminaPipeline(
-        transformer=net,
+        transformer=randomise(net, 46),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
         vae=deep_vae(shift_factor=None),
         text_encoder=causal_text("GemmaModel", tok),
@@ -342,9 +342,7 @@ def lumina_next():
 
 def lumina2():
     tok = tokenizer("t5", 64)
-    net = denoiser(
-        "Lumina2Transformer2DModel",
-        47,
+    net = diffusers.Lumina2Transformer2DModel(
         sample_size=4,
         in_channels=4,
         hidden_size=32,
@@ -354,9 +352,11 @@ def lumina2():
         axes_dim_rope=(8, 4, 4),
         axes_lens=(64, 8, 8),
         cap_feat_dim=16,
+        num_layers=2,
+        num_attention_heads=2,
     )
     return diffusers.Lumina2Pipeline(
-        transformer=net,
+        transformer=randomise(net, 47),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=6.0),
         vae=deep_vae(),
         text_encoder=causal_text("Gemma2Model", tok),
