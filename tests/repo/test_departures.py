@@ -25,9 +25,7 @@ def now(methods):
     return {name: departures.defaults(name, method.model) for name, method in methods.items()}
 
 
-def test_every_method_has_a_row_for_every_setting_that_it_reads_and_pages_show_them(
-    script, methods, now
-):
+def test_every_method_has_a_row_for_every_setting_that_it_reads_and_pages_show_them(methods, now):
     assert sorted(methods) == options("algorithm")
     for name, method in methods.items():
         assert not list(departures.problems(name, method, now[name]))
