@@ -1,8 +1,8 @@
-"""What one iteration trains on: prompts, their samples, and their rewards.
+"""Prompts of one iteration, their samples, and their rewards.
 
-Samples are drawn once, in rounds until groups have a signal (flowrl/rollouts/redraw.py), or
-read from a folder of scored files. Every sample is named by (prompt, copy), so results do not
-depend on how prompts are dealt out to processes.
+Samples are drawn once, or in rounds until groups have a signal (flowrl/rollouts/redraw.py), or
+read from a folder of scored files. Every sample is named by its prompt and the number of its copy,
+so results do not depend on how prompts are dealt out to processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flowrl.types import Plan, PromptBatch, Rollout
 
 
 def draw(source: Source, iteration: int, plan: Plan) -> Drawn:
-    """The prompts of an iteration, their samples and rewards, on this process."""
+    """Choose the prompts of an iteration, and sample and score this process's share of them."""
     cfg, world = source.cfg, source.world
     batch = source.chooser.choose(iteration, cfg.batch.prompts)
     mine = batch.ids[world.share(len(batch))]
@@ -50,9 +50,11 @@ def draw(source: Source, iteration: int, plan: Plan) -> Drawn:
 
 
 def sample(source: Source, iteration: int, plan: Plan, ids: Tensor, round_: int = 0) -> Drawn:
-    """One group of each prompt; round_ r numbers its copies from r groups on.
+    """Sample one group for each prompt, and score it.
 
-    With batch.overlap a few prompts at a time: their rewards run while the next ones are sampled.
+    ids (P,): the places of the prompts. round_: how many groups of them were drawn before in this
+    iteration, after whose copies these are numbered. With batch.overlap a few prompts are sampled
+    at a time, and their rewards run while the next ones are sampled.
     """
     cfg, policy, ledger = source.cfg, source.policy, source.ledger
     made: list[tuple[PromptBatch, Rollout]] = []
@@ -64,7 +66,7 @@ def sample(source: Source, iteration: int, plan: Plan, ids: Tensor, round_: int 
             with ledger.phase("rollout"), source.autocast(), policy.view(source.view):
                 rollout = roll_out(
                     policy,
-                    source.asked(batch) if source.column else batch,
+                    source.with_helpful_texts(batch) if source.column else batch,
                     plan,
                     group=cfg.batch.group,
                     guidance=source.guidance,
@@ -76,10 +78,13 @@ def sample(source: Source, iteration: int, plan: Plan, ids: Tensor, round_: int 
                     rlg=cfg.sampler.rlg,
                     host=cfg.batch.states == "host",
                 )
+            # Leaves become media, chunk by chunk, and each chunk is handed to the rewards.
             media = decode_into(scorer, policy, rollout, batch, decode=cfg.batch.decode)
             made.append((batch, rollout))
+            # The first media are kept for the grid of samples that a run writes.
             if len(shown) < SHOWN:
                 shown = torch.cat([shown, media]) if len(shown) else media
+        # Processes of a team hold the same samples; a judge may score them differently.
         rewards = source.world.alike(scorer.scores())
     if len(made) > 1:
         batch = prompts.select(source.prompts, ids)

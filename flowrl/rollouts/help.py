@@ -1,8 +1,9 @@
-"""Who is helped: prompts of which no sample succeeded in their first visits.
+"""Which prompts are helped: those of which no sample succeeded in their first visits.
 
-From then on a visit is helped with probability data.sampler.help.decay ** n, after n visits in
-which a sample succeeded, with help or without: always before the first one. A prompt that succeeds
-by itself in time is never helped. What help is: flowrl/rollouts/sample_helped.py.
+A visit is an iteration that samples the prompt. After n visits in which a sample succeeded, with
+help or without, the chance that the next one is helped is data.sampler.help.decay ** n; so every
+visit is helped before the first success. A prompt that succeeds by itself in its first visits is
+never helped. What help is: flowrl/rollouts/sample_helped.py.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from flowrl.samplers import keys
 
 
 class Helper:
-    """Counts visits of prompts, equally on all processes; a function of the seed, the iteration and
-    its state, which checkpoints hold."""
+    """Counts visits of prompts, equally on all processes.
+
+    Who is helped is a function of the seed, the iteration and the state, which checkpoints hold.
+    """
 
     def __init__(self, config: HelpConfig, names: list[str], seed: int) -> None:
         self.config, self.names, self.seed = config, names, seed
-        self.on = config.after > 0
+        self.on = config.after > 0  # whether any prompt is ever helped
         # name -> visits before the first success, visits with a success
         self.state: dict[str, list[int]] = {}
 
@@ -37,8 +40,11 @@ class Helper:
     def learn(
         self, iteration: int, ids: Tensor, samples: Tensor, successes: Tensor
     ) -> dict[str, float]:
-        """Take in how many samples (P,) of the prompts of an iteration, on all processes, could be
-        scored and succeeded -> prompts/* to log."""
+        """Count the visits of an iteration -> prompts/* to log.
+
+        ids (P,): the prompts of all processes. samples, successes (P,): how many of their samples
+        could be scored, and how many of these succeeded.
+        """
         if not self.on:
             return {}
         helped = self.helps(iteration, ids) & (samples > 0)

@@ -1,4 +1,4 @@
-"""Rollouts cut to some leaves, several as one, and one whose leaves are at sigma 0."""
+"""Rollouts made of others: cut to some leaves, joined to one, or with leaves brought to sigma 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flowrl.types import Plan, Rollout
 
 
 def take(rollout: Rollout, rows: Tensor) -> Rollout:
-    """The rollout with leaves `rows` only; states and transitions stay."""
+    """The rollout with the leaves `rows` (n,) only; its states and transitions stay as they are."""
     rows = rows.to(rollout.leaf.device)
     names = ["leaf", "leaf_edge", "leaf_key", "group", "tree"]
     names += ["start_key"] if rollout.start_key is not None else []
@@ -22,8 +22,9 @@ def take(rollout: Rollout, rows: Tensor) -> Rollout:
 
 
 def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
-    """One rollout of several by the same plan; rows[i][p]: conditioning row, in the whole, of
-    prompt p of rollout i."""
+    """Join rollouts of the same plan to one. rows[i] (P,): for each prompt of rollout i, the row of
+    the conditioning that it has in the whole."""
+    # Columns that number states, transitions or trees go on where the rollout before ended.
     states = transitions = trees = 0
     parts: dict[str, list[Tensor]] = {
         f.name: []
@@ -45,11 +46,9 @@ def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
         }
         for name, column in parts.items():
             column.append(moved.get(name, getattr(r, name)))
-        states, transitions, trees = (
-            states + len(r.states),
-            transitions + len(r.src),
-            trees + int(r.tree.max()) + 1,
-        )
+        states += len(r.states)
+        transitions += len(r.src)
+        trees += int(r.tree.max()) + 1
     whole = {
         name: None if any(value is None for value in column) else torch.cat(column)
         for name, column in parts.items()
@@ -58,8 +57,10 @@ def join(rollouts: list[Rollout], rows: list[Tensor]) -> Rollout:
 
 
 def of_leaves(x0: Tensor, names: Tensor, group: Tensor, plan: Plan, cond: Any) -> Rollout:
-    """Samples x0 (B, *L) at sigma 0 that nothing led to, with the keys of their names and their
-    rows of cond (B,); `plan` gives noise levels."""
+    """A rollout of samples x0 (B, *L) at sigma 0 without any transition.
+
+    names (B,) int64: their keys. group (B,) int64: their rows of cond. plan: gives noise levels.
+    """
     device, number = x0.device, torch.arange(len(x0), device=x0.device)
     index = torch.empty(0, dtype=torch.int64, device=device)
     real = torch.empty(0, dtype=torch.float64, device=device)
@@ -89,9 +90,9 @@ def of_leaves(x0: Tensor, names: Tensor, group: Tensor, plan: Plan, cond: Any) -
 
 
 def with_clean_leaves(policy: Policy, grown: Rollout) -> Rollout:
-    """Final states above sigma 0: what decode makes of them becomes states of its own.
+    """Replace leaves above sigma 0, where some schedules end, by the data that decode sees in them.
 
-    Transitions keep the states that they end in.
+    They become states of their own: transitions keep the states that they end in.
     """
     end = grown.state_sigma[grown.leaf]
     return replace(

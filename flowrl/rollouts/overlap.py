@@ -1,7 +1,7 @@
 """Scoring in a thread of its own, while the caller samples on (batch.overlap).
 
-Scores are those of the plain scorer. time/reward is what the caller waited, time/reward_hidden what
-it did not.
+Scores are those of the plain scorer. time/reward is the time that the caller waited for them, and
+time/reward_hidden the time of scoring that passed while the caller sampled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OverlappedScorer(Scorer):
         return super().scores()
 
     def take_finished(self) -> None:
-        """Wait for the oldest chunk; what the thread took beyond the wait is booked as hidden."""
+        """Wait for the oldest chunk, and book the rest of its time in the thread as hidden."""
         began = time.perf_counter()
         with self.ledger.phase("reward"), self.ledger.work("reward"):
             rewards, seconds = self.pending.popleft().result()
@@ -54,6 +54,7 @@ class OverlappedScorer(Scorer):
 def _timed(
     media: Tensor, texts: list[str], rewards: RewardSet, context: MediaContext
 ) -> tuple[Rewards, float]:
+    """Score media -> (their rewards, the seconds that it took)."""
     began = time.perf_counter()
     scored = score_with(rewards, check_media(media, texts), texts, context)
     return scored, time.perf_counter() - began

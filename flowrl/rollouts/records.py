@@ -14,7 +14,7 @@ from flowrl.data.scored_dataset import Dataset
 from flowrl.policy import Policy
 from flowrl.rewards import RewardSet
 from flowrl.rollouts.choose import Chooser
-from flowrl.rollouts.judge import GradientScorer
+from flowrl.rollouts.gradient_scorer import GradientScorer
 from flowrl.rollouts.replay_buffer import ReplayBuffer
 from flowrl.runtime.ledger import Ledger
 from flowrl.runtime.processes.world import World
@@ -23,51 +23,54 @@ from flowrl.types import Plan, PromptBatch, Rewards, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where the samples of a run come from, and who scores them."""
+    """Where the samples of a run come from, and what scores them."""
 
-    cfg: Config
-    world: World
-    ledger: Ledger
-    prompts: Prompts
+    cfg: Config  # every setting of the run
+    world: World  # the processes that share the prompts of an iteration
+    ledger: Ledger  # where time, network calls and memory are booked
+    prompts: Prompts  # all prompts to train on
     chooser: Chooser  # which of them an iteration sees
-    dataset: Dataset | None  # what is trained on in place of samples
+    dataset: Dataset | None  # a scored folder that takes the place of samples; None: they are drawn
     references: bool  # whether prompts name images that join their groups
-    policy: Policy
-    view: str  # which weights sample
-    guidance: float | str
-    autocast: Callable[[], AbstractContextManager[object]]
-    rewards: RewardSet
+    policy: Policy  # the model that samples and is trained
+    view: str  # which of its weights sample: "default" or "old"
+    guidance: float | str  # of the samples: "pipeline", "none" or a number
+    autocast: Callable[[], AbstractContextManager[object]]  # the context in which networks run
+    rewards: RewardSet  # what scores samples; of an iteration, those that advantages come from
     buffer: ReplayBuffer  # old samples that are trained again
-    # of an iteration, for prompts that are helped by data.sampler.help.steps
+    # iteration -> the plan of prompts that are helped by more steps; None: they are not
     helped_plan: Callable[[int], Plan] | None = None
-    column: str | None = None  # of prompts: texts that are sampled in place of their own
-    climbed: RewardSet | None = None  # of an iteration: those with mode=grad, where there are any
+    # the column of prompts whose texts are sampled in place of their own; None: their own are
+    column: str | None = None
+    # the rewards with mode=grad that count in an iteration; None: there are none
+    climbed: RewardSet | None = None
 
     def at(self, iteration: int) -> Source:
-        """The same, with the weights and thresholds that rewards have in an iteration."""
+        """This source with the weights and thresholds that rewards have in an iteration."""
         now = self.rewards.at(iteration)
         return replace(
             self, rewards=now.credited(), climbed=now.climbed() if now.climbers else None
         )
 
-    def asked(self, batch: PromptBatch) -> PromptBatch:
-        """Prompts with the texts of `column`, their own where it is empty."""
+    def with_helpful_texts(self, batch: PromptBatch) -> PromptBatch:
+        """Prompts with the texts of `column`, or their own where it is empty."""
         assert self.column is not None
         pairs = zip(batch.text, batch.meta, strict=True)
         return replace(batch, text=[meta.get(self.column) or own for own, meta in pairs])
 
-    def judge(self, batch: PromptBatch) -> GradientScorer:
-        """The rewards of samples of these prompts, as a function that can be climbed."""
+    def reward_of(self, batch: PromptBatch) -> GradientScorer:
+        """The reward of samples of these prompts as a function whose gradient can be climbed."""
         climbed = self.rewards if self.climbed is None else self.climbed
         return GradientScorer(policy=self.policy, rewards=climbed, batch=batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """The samples of an iteration on this process, and which of them are trained."""
+    """The samples of an iteration on this process, with their rewards."""
 
-    batch: PromptBatch
-    rollout: Rollout
-    rewards: Rewards
+    batch: PromptBatch  # the P prompts of this process
+    rollout: Rollout  # B samples in P groups, and the states that led to them
+    rewards: Rewards  # (B,) scores of the samples
     shown: Tensor  # media of the first samples, SHOWN of them or more; empty for those from files
-    threshold: float | None = None  # draw.mode=balance: what a good sample's reward exceeds
+    # draw.mode=balance: what a good sample's reward exceeds, by which the trained part is chosen
+    threshold: float | None = None

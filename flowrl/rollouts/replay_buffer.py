@@ -1,8 +1,8 @@
-"""Old samples trained again beside new ones, by methods that need no more than finished samples.
+"""Old samples trained again beside new ones, for methods that read finished samples only.
 
-replay.size iterations are kept. Of their groups some are drawn and trained whole, with noise and
-levels of their own each time. A row that is k iterations old weighs replay.taper**k times what its
-method gives it, and an update is the weighted mean over all its rows.
+The samples of replay.size iterations are kept. Some of their groups are drawn and trained whole,
+each time with fresh noise and noise levels. The weight that a method gives a row is multiplied by
+replay.taper**k if its sample is k iterations old, and an update is the weighted mean over all rows.
 
 Advantages are those of the iteration that drew the samples: they compare with what the policy did
 then, and statistics over an iteration (algorithm.std=global) cannot be made again from a part of
@@ -28,7 +28,7 @@ Leaves = dict[str, Tensor]  # of an iteration, in the order of prompts; see Repl
 
 
 class ReplayBuffer:
-    """The samples of some iterations, of all processes."""
+    """The samples of the latest iterations, from all processes."""
 
     def __init__(self, config: ReplayConfig, prompts: Prompts, seed: int) -> None:
         self.config, self.prompts, self.seed = config, prompts, seed
@@ -58,14 +58,12 @@ class ReplayBuffer:
         self.kept[iteration] = {name: value[order] for name, value in found.items()}
 
     def most(self, prompts: int) -> int:
-        """Most groups trained again beside those of so many new prompts."""
+        """How many old groups are trained at most, beside those of so many new prompts."""
         return max(1, round(self.config.share * prompts)) if self.config.size else 0
 
     def drawn(self, iteration: int, most: int) -> list[tuple[int, int]]:
-        """(iteration, place of the prompt) of the groups that an iteration trains again.
-
-        At most `most`; all of one weight or another are as likely.
-        """
+        """(iteration, place of the prompt) of the groups that an iteration trains again: at most
+        `most`, each group being as likely as another, whatever its weight."""
         first = iteration - self.config.size
         self.kept = {i: leaves for i, leaves in self.kept.items() if i >= first}
         groups = [
@@ -81,7 +79,7 @@ class ReplayBuffer:
         return [groups[k] for k in order[:most].tolist()]
 
     def taper(self, age: int) -> float:
-        """Weight of what is `age` iterations old."""
+        """What the weight of samples that are `age` iterations old is multiplied by."""
         return self.config.taper**age
 
     def leaves(self, group: tuple[int, int]) -> Leaves:

@@ -42,6 +42,7 @@ def roll_out(
     rolled out in this iteration before; each round has copies of its own. rlg: see velocity.py.
     host: keep the states in host memory (batch.states).
     """
+    # Every copy of the plan is named by its prompt and its number, not by its place in the batch.
     cond, copies = policy.encode(batch.text, conditions.of(batch.meta)), group // plan.leaves
     rows = torch.arange(len(batch)).repeat_interleave(copies)
     numbers = round_ * copies + torch.arange(copies).repeat(len(batch))
@@ -60,6 +61,7 @@ def roll_out(
         std=partial(policy.step_std, cond) if sde.find(plan.sde).learned else None,
         host=host,
     )
+    # The loss must ask for velocities under the same conditioning and guidance.
     grown = replace(grown, cond=cond, guidance=guidance)
     ends_above_0 = bool(plan.sigma_next[plan.leaf_edges].any())
     return with_clean_leaves(policy, grown) if ends_above_0 else grown

@@ -1,8 +1,8 @@
-"""Prompts that need help are sampled with more guidance, more steps or another text.
+"""Sampling with help: more guidance, more steps or another text, for prompts that need it.
 
-A helped sample is scored and trained as any other: under its prompt's own text, at the noise levels
-of the run's own steps and without guidance. So it serves methods on finished samples, which ask of
-a sample nothing but what it shows.
+A helped sample is scored and trained like any other: under its prompt's own text, at the noise
+levels of the run's own steps and without guidance. So help serves methods on finished samples,
+which read nothing of a sample but its final state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from flowrl.types import Plan
 
 
 def helping(source: Source, iteration: int, plan: Plan, sample: Callable[..., Drawn]) -> Sample:
-    """sample(source, iteration, plan, ids, round_) of some prompts, those with help apart."""
+    """A function (ids, round_) that samples some prompts, and those that need help apart.
+
+    sample: draws for (source, iteration, plan, ids, round_), see draw.py.
+    """
     helper, config = source.chooser.helper, source.cfg.data.sampler.help
     helped = replace(
         source,
@@ -46,8 +49,9 @@ def helping(source: Source, iteration: int, plan: Plan, sample: Callable[..., Dr
 
 
 def as_plain(source: Source, plan: Plan, ids: Tensor, parts: list[tuple[Drawn, Tensor]]) -> Drawn:
-    """Draws, each of some of the prompts at `ids` (their places in it are given), as one without
-    help: with the prompts' own texts, guidance and plan."""
+    """Join draws of the prompts `ids` to one that looks as if nobody was helped: with the prompts'
+    own texts, and with the run's guidance and plan. parts: each draw, and the places of its prompts
+    in ids."""
     drawn, places = [part for part, _ in parts], [at for _, at in parts]
     batch = select(source.prompts, ids)
     with source.ledger.phase("rollout"), source.autocast():

@@ -1,4 +1,4 @@
-"""Leaves become media and media become rewards, chunk by chunk: none holds all its media."""
+"""Leaves become media and media become rewards, in chunks: no process holds all its media."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SHOWN = 8  # samples whose media are kept, for the log
 def decode_into(
     scorer: Scorer, policy: Policy, rollout: Rollout, batch: PromptBatch, *, decode: int
 ) -> Tensor:
-    """Decode all leaves into the scorer -> media of the first chunks, SHOWN samples or more."""
+    """Decode all leaves and give them to the scorer -> media of the first chunks, SHOWN samples or
+    more, on the CPU."""
     first: list[Tensor] = []
     sigma = rollout.state_sigma[rollout.leaf]
     whose = (rollout.cond, rollout.group)
@@ -44,10 +45,12 @@ def media_of(
     decode: int,
     ledger: Ledger,
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Final states x (B, *L), all at one sigma (B,), of rows (B,) of a cond: `whose`; decoded in
-    chunks -> (rows, media)."""
+    """Decode final states x (B, *L), all at one sigma (B,), in chunks -> (their places, media).
+
+    whose: a conditioning, and the row (B,) of it that each state belongs to.
+    """
     assert bool((sigma == sigma[0]).all())
-    policy.rest()
+    policy.rest()  # the denoiser may make room for the VAE
     for i in range(0, len(x), decode):
         rows = slice(i, min(i + decode, len(x)))
         with ledger.phase("decode"), ledger.work("vae"):
@@ -68,12 +71,13 @@ class Scorer:
         self.detectors = rewards.detectors
         watched = self.detectors is not None and self.detectors.whole_groups
         self.whole_groups = "group" in rewards.needs or watched
+        # media of the newest group, which may go on, with their prompts and their rows of these
         self.waiting: tuple[Tensor, PromptBatch, Tensor] | None = None
-        self.parts: list[Rewards] = []
-        self.seen: list[dict[str, Tensor]] = []
+        self.parts: list[Rewards] = []  # of each chunk
+        self.seen: list[dict[str, Tensor]] = []  # what detectors read of each chunk
 
     def add(self, media: Tensor, batch: PromptBatch, group: Tensor) -> None:
-        """Media of samples whose prompts are rows `group` of batch.
+        """Take in media of samples whose prompts are the rows `group` (n,) of a batch.
 
         Call `finish_groups` before the first media of another batch.
         """
@@ -90,7 +94,7 @@ class Scorer:
             self.start(media[:ready], batch, group[:ready])
 
     def finish_groups(self) -> None:
-        """No more members of the last group will come."""
+        """Score the group that waits: no more members of it will come."""
         if self.waiting is not None:
             waiting, self.waiting = self.waiting, None
             self.start(*waiting)
@@ -105,6 +109,7 @@ class Scorer:
         self.score(media, [batch.text[g] for g in members], context)
 
     def score(self, media: Tensor, texts: list[str], context: MediaContext) -> None:
+        """Ask the rewards about a chunk of media."""
         with self.ledger.phase("reward"), self.ledger.work("reward"):
             media = check_media(media, texts)
             self.parts.append(score_with(self.rewards, media, texts, context))
@@ -116,4 +121,4 @@ class Scorer:
         return replace(concat(self.parts), seen=seen)
 
     def close(self) -> None:
-        """Give back what scoring needed."""
+        """Give back what scoring needed; the plain scorer needs nothing."""

@@ -1,4 +1,4 @@
-"""What an iteration trains on: its samples, or a part of them, and old ones beside them."""
+"""Which samples an iteration trains: those it drew, or a part of them, and old ones beside them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from flowrl.types import Columns, Rollout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
-    """What an iteration trains on this process: new samples, and old ones after them."""
+    """The samples that an iteration trains on this process: new ones, and old ones after them."""
 
-    rollout: Rollout
-    leaf: Tensor  # (B,) fp32, the advantage of each
-    turns: Tensor  # (P,) int64, which of the updates trains the rows of a prompt
-    tapers: Tensor  # (P,) fp32, what they are weighed with: 1 for new ones
-    metrics: dict[str, float]
-    prompts: int  # how many are new
+    rollout: Rollout  # B samples in P groups
+    leaf: Tensor  # (B,) fp32, the advantage of each sample; NaN: it could not be scored
+    turns: Tensor  # (P,) int64, which of the iteration's updates trains the rows of a prompt
+    tapers: Tensor  # (P,) fp32, what these rows are weighed with: 1 for new samples
+    metrics: dict[str, float]  # replay/*, the same on all processes; {} without replay.size
+    prompts: int  # number of prompts whose samples are new, at the beginning
 
     @property
     def fresh(self) -> Tensor:
@@ -32,15 +32,15 @@ class TrainingBatch:
         return ~self.leaf.isnan() & (self.rollout.group < self.prompts)
 
     def weighed(self, rows: Columns) -> Columns:
-        """Rows of the method, with weights by age."""
+        """The rows of the method with their weights times the taper of their prompt."""
         return Columns({**rows.data, "weight": rows.weight * self.tapers[rows.prompt]})
 
 
 def what_to_train(source: Source, iteration: int, drawn: Drawn, leaf: Tensor) -> TrainingBatch:
-    """The samples that an iteration trains, of advantages `leaf` (B,): of those drawn all, or with
-    draw.mode=balance a part; and with replay.size old groups beside them."""
+    """Choose what an iteration trains of samples with advantages `leaf` (B,): all that were drawn,
+    or with draw.mode=balance a part of them; and with replay.size old groups beside them."""
     cfg, rollout, size = source.cfg, drawn.rollout, len(drawn.batch)
-    if drawn.threshold is not None:  # baselines use all draws
+    if drawn.threshold is not None:  # only now, as all draws entered the baselines
         rows = chosen(drawn, cfg.batch.group).to(leaf.device)
         rollout, leaf = take(rollout, rows), leaf[rows]
     new = TrainingBatch(
@@ -62,7 +62,10 @@ def what_to_train(source: Source, iteration: int, drawn: Drawn, leaf: Tensor) ->
 def with_old(
     source: Source, iteration: int, drawn: Drawn, new: TrainingBatch, groups: list[tuple[int, int]]
 ) -> TrainingBatch:
-    """New samples, and this process's part of old groups after them."""
+    """The new samples, and after them this process's share of old groups.
+
+    groups: (iteration, place of the prompt) of the old groups of all processes.
+    """
     world, buffer, like = source.world, source.buffer, new.leaf
     ages = [iteration - i for i, _ in groups]
     metrics = {
@@ -71,12 +74,14 @@ def with_old(
     }
     if not (own := range(len(groups))[world.rank :: world.size]):
         return replace(new, metrics=metrics)
+    # Prompts are encoded again, new and old together: a rollout has one conditioning.
     old = [buffer.leaves(groups[k]) for k in own]
     batch = select(
         source.prompts, torch.cat([drawn.batch.ids, torch.tensor([groups[k][1] for k in own])])
     )
     with source.ledger.phase("rollout"), source.autocast():
         cond = source.policy.encode(batch.text, conditions.of(batch.meta))
+    # Old samples as a rollout of their final states, which is all that their methods read.
     number = torch.arange(len(old)).repeat_interleave(
         torch.tensor([len(leaves["id"]) for leaves in old])
     )
@@ -87,6 +92,7 @@ def with_old(
     rollout = of_leaves(x0, name, number.to(like.device), new.rollout.plan, cond)
     places = torch.arange(len(batch)).split([len(drawn.batch), len(old)])
     joined = join([new.rollout, rollout], list(places))
+    # By their places among all old groups, so that updates do not depend on the processes.
     turns = [k * source.cfg.batch.updates // len(groups) for k in own]
     tapers = [buffer.taper(ages[k]) for k in own]
     return TrainingBatch(

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from flowrl.runtime.memory import note_phase
 
 # latents, rollout, samples, noise level of the latents -> rewards (n,)
-Judge = Callable[[Tensor, Any, Tensor, float], Tensor]
+RewardOf = Callable[[Tensor, Any, Tensor, float], Tensor]
 # dense bf16 FLOP/s, from the vendors' sheets
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
 
@@ -219,7 +219,8 @@ class CountedPolicy:
         self.autocast, self.add_gradient = autocast, backward
         self.rows = 0  # of the newest forward
         self.backwards = False  # whether a gradient is being added up
-        self.judge: Judge | None = None  # of the iteration, for methods that climb a reward
+        # the reward of this iteration's samples, for methods that climb it
+        self.reward_of: RewardOf | None = None
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Any, rows: Tensor, **options: Any) -> Tensor:
         """See Policy.velocity."""
@@ -249,9 +250,9 @@ class CountedPolicy:
     def reward(self, x: Tensor, rollout: Any, samples: Tensor, sigma: float = 0.0) -> Tensor:
         """The reward (n,) of latents x (n, *L) at sigma, put in the place of these samples' (n,),
         with a gradient."""
-        assert self.judge is not None, "this method was not given rewards to climb"
+        assert self.reward_of is not None, "this method was not given rewards to climb"
         with self.ledger.work("reward"), self.autocast():
-            return self.judge(x, rollout, samples, sigma)
+            return self.reward_of(x, rollout, samples, sigma)
 
     @contextmanager
     def view(self, name: str) -> Iterator[None]:

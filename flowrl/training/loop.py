@@ -173,7 +173,7 @@ class Trainer:
         """Train the rows, and climb the rewards of mode=grad beside them -> metrics."""
         if "reward" not in self.setup.needs:
             return self.learner.update(batch, columns)
-        self.learner.policy.judge = source.judge(drawn.batch)
+        self.learner.policy.reward_of = source.reward_of(drawn.batch)
         return self.learner.update(batch, columns, climbed_terms(source, batch, i))
 
     def follow(self, i: int, observed: dict[str, float]) -> None:

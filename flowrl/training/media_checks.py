@@ -10,7 +10,7 @@ from flowrl.policy import Policy
 from flowrl.rewards import RewardSet
 from flowrl.rewards.core.features import Features
 from flowrl.rollouts.from_files import media_shape
-from flowrl.rollouts.judge import check_gradient
+from flowrl.rollouts.gradient_scorer import check_gradient
 
 
 def check_media(rewards: RewardSet, algorithm: Algorithm, policy: Policy) -> None:

@@ -17,9 +17,9 @@ from flowrl.types import PromptBatch, Rollout
 class GradientScorer:
     """Decodes and scores samples of an iteration."""
 
-    policy: Policy
-    rewards: RewardSet
-    batch: PromptBatch
+    policy: Policy  # which decodes latents
+    rewards: RewardSet  # the rewards that are climbed, with their weights
+    batch: PromptBatch  # the prompts of the samples, which rewards read
 
     def __call__(self, x: Tensor, rollout: Rollout, samples: Tensor, sigma: float = 0.0) -> Tensor:
         """Latents at sigma (n, *L), in place of the rollout's `samples` (n,) -> weighted rewards
