@@ -35,11 +35,13 @@ def train(
     from flowrl.training.train import start
 
     log.setup()
+    # Until the run has started, an error is the user's: one sentence, and exit code 2.
     with one_sentence_errors():
         if accept_changes and resume is None:
             raise ValueError("--accept-changes is about a run that goes on; add --resume RUN")
         cfg = config_of(resume, overrides) if resume else parse_config(overrides)
         trainer = start(cfg, resume=resume, accept_changes=accept_changes)
+    # From here on it is a failure while running: exit code 1, and how to go on.
     try:
         if trainer.world.main:
             show(trainer.describe(), wrap=True)

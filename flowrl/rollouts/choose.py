@@ -1,8 +1,8 @@
-"""Which prompts an iteration sees, from what earlier iterations showed of them.
+"""Which prompts an iteration sees, by what earlier iterations showed of them.
 
 uniform  shuffled epochs, see flowrl/data/prompts.py
-bayes    a Beta posterior of each prompt's success; of one Thompson draw for each prompt, those
-         nearest a target are taken (MoPPS, arXiv:2507.04632)
+bayes    each prompt has a Beta posterior of its success; a Thompson draw is made for each, and the
+         prompts whose draws are nearest a target are taken (MoPPS, arXiv:2507.04632)
 bandit   tags of prompts are arms, drawn by a softmax of the running mean of their gain, which is
          mean |advantage| (SEC, arXiv:2505.14970, eq. 5 and 6)
 
@@ -33,24 +33,24 @@ MOST_ARMS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What an iteration showed of its prompts, on all processes; fp64."""
+    """What an iteration showed of its prompts, those of all processes."""
 
-    ids: Tensor  # (P,) places among the prompts
-    samples: Tensor  # (P,) how many have a reward
-    successes: Tensor  # (P,) of them
-    gain: Tensor  # (P,) mean |advantage|
+    ids: Tensor  # (P,) int64, places among the prompts of the run
+    samples: Tensor  # (P,) fp64, how many samples of the prompt have a reward
+    successes: Tensor  # (P,) fp64, how many of these succeeded; shares of success are added up
+    gain: Tensor  # (P,) fp64, mean |advantage| of these samples
 
 
 class Chooser:
-    """Shuffled epochs, and the base of those that learn."""
+    """Chooses shuffled epochs; the base of choosers that learn."""
 
-    learns = False
+    learns = False  # whether later choices depend on what an iteration showed
 
     def __init__(self, prompts: data.Prompts, config: ChoiceConfig, seed: int) -> None:
         self.prompts, self.config, self.seed = prompts, config, seed
-        self.names = _names(prompts)  # what the state calls them
-        self.state: dict[str, Any] = {}  # JSON: name -> numbers
-        self.helper = Helper(config.help, self.names, seed)  # has a state of its own
+        self.names = _names(prompts)  # what the state calls each prompt
+        self.state: dict[str, Any] = {}  # name -> numbers; checkpoints hold it as JSON
+        self.helper = Helper(config.help, self.names, seed)  # who is helped, with its own state
 
     def choose(self, iteration: int, size: int) -> PromptBatch:
         """The `size` prompts of an iteration, counted from 0; none is there twice."""
@@ -63,8 +63,11 @@ class Chooser:
         advantages: Tensor,
         gather: Callable[[Tensor], Tensor],
     ) -> dict[str, float]:
-        """What samples of an iteration (a Drawn) and their advantages (B,) say of its prompts, on
-        all processes -> prompts/* to log."""
+        """Take in what an iteration showed of its prompts -> prompts/* to log.
+
+        drawn: the Drawn of this process. advantages (B,): of its samples. gather: concatenates rows
+        of all processes.
+        """
         own = seen_by(
             drawn.batch, drawn.rollout.group, drawn.rewards.total, advantages, self.config
         )
@@ -73,28 +76,31 @@ class Chooser:
         return self.learn(seen) | counted
 
     def learn(self, seen: Seen) -> dict[str, float]:
-        """Take in what an iteration showed -> prompts/* to log."""
+        """Change the state by what an iteration showed -> prompts/* to log."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """The state of a checkpoint; prompts that have gone since are forgotten."""
+        """Take the state of a checkpoint; prompts that are not there any more are forgotten."""
         known = self.known()
         self.state |= {name: value for name, value in state.items() if name in known}
 
     def known(self) -> set[str]:
-        """Names that the state may have."""
+        """The names that the state may have."""
         return set(self.names)
 
     def generator(self, iteration: int) -> np.random.Generator:
-        """Random numbers of an iteration."""
+        """Random numbers for the choice of an iteration, a function of the seed."""
         return np.random.default_rng(keys.key(self.seed, "choice", iteration) % 2**64)
 
 
 class Bayes(Chooser):
+    """Chooses prompts whose chance of success is likely near data.sampler.target."""
+
     learns = True
 
     def posterior(self) -> tuple[np.ndarray, np.ndarray]:
-        """Parameters (N,), (N,) of each prompt's Beta; 1, 1 where it was never seen."""
+        """Parameters (N,), (N,) of each prompt's Beta distribution; 1, 1 where it was never
+        seen."""
         counts = np.array([self.state.get(name, (0.0, 0.0)) for name in self.names])
         return 1 + counts[:, 0], 1 + counts[:, 1]
 
@@ -120,6 +126,8 @@ class Bayes(Chooser):
 
 
 class Bandit(Chooser):
+    """Chooses tags whose prompts have shown much gain, and prompts of these tags at random."""
+
     learns = True
 
     def __init__(self, prompts: data.Prompts, config: ChoiceConfig, seed: int) -> None:
@@ -139,7 +147,7 @@ class Bandit(Chooser):
         return set(self.arms)
 
     def shares(self) -> np.ndarray:
-        """Probability of each arm."""
+        """The probability of each arm."""
         gain = np.array([self.state[tag] for tag in self.arms]) / self.config.temperature
         weights = np.exp(gain - gain.max())
         return weights / weights.sum()
@@ -172,8 +180,8 @@ CHOOSERS = {"uniform": Chooser, "bayes": Bayes, "bandit": Bandit}
 
 
 def chooser(prompts: data.Prompts, config: ChoiceConfig, *, size: int, seed: int) -> Chooser:
-    """What data.sampler asks for; ValueError where there are too few prompts for a batch of
-    `size`, or prompts without a tag."""
+    """Make the chooser of section data.sampler; ValueError where there are too few prompts for a
+    batch of `size`, or prompts without a tag."""
     data.batch(prompts, iteration=0, size=size, seed=seed)  # are there enough?
     return CHOOSERS[config.mode](prompts, config, seed)
 
@@ -181,11 +189,13 @@ def chooser(prompts: data.Prompts, config: ChoiceConfig, *, size: int, seed: int
 def seen_by(
     batch: PromptBatch, group: Tensor, totals: Tensor, advantages: Tensor, config: ChoiceConfig
 ) -> Tensor:
-    """What samples show of the prompts of a batch, each with its own: place, samples, successes and
-    gain -> (P, 4) fp64. group, totals, advantages (B,): a total that is NaN counts as no sample.
+    """Count what samples show of the prompts of a batch -> (P, 4) fp64: place, number of samples,
+    number of successes, and gain.
 
-    ValueError where totals are no shares of success and config.success says no threshold.
+    group, totals, advantages (B,): a sample whose total is NaN does not count. ValueError where
+    totals are no shares of success and config.success says no threshold.
     """
+    # A reward in [0, 1] is a share of success, unless a threshold says what success is.
     r, usable = totals.double(), ~totals.isnan()
     known = r[usable]
     if config.success is not None:
@@ -210,7 +220,7 @@ def seen_by(
 
 
 def all_seen(table: Tensor) -> Seen:
-    """Rows of `seen_by`, of all processes."""
+    """A record of rows of `seen_by`, those of all processes."""
     ids, samples, successes, gain = table.cpu().unbind(1)
     return Seen(ids=ids.long(), samples=samples, successes=successes, gain=gain)
 

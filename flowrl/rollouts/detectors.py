@@ -24,7 +24,7 @@ REWARDS = ("sharpness", "saturation", "tiling")  # detectors that are rewards, t
 
 
 class Detectors:
-    """Reads samples: name -> (n,), or (n, D) of drift. Of a video, means over frames."""
+    """Reads numbers off samples: name -> (n,), or (n, D) for drift; means over frames of videos."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = list(dict.fromkeys(names))
@@ -74,8 +74,8 @@ def diversity(media: Tensor, group: Tensor) -> Tensor:
 
 
 def features(media: Tensor) -> Tensor:
-    """What drift compares, (n, 96): mean and standard deviation of the three colours in the cells
-    of a grid of 4 x 4."""
+    """The features that drift compares, (n, 96): mean and standard deviation of the three colours
+    in each cell of a grid of 4 x 4."""
     frames = frames_of(media)
     mean = F.adaptive_avg_pool2d(frames, CELLS)
     spread = F.adaptive_avg_pool2d(frames.square(), CELLS) - mean.square()

@@ -89,12 +89,14 @@ def rollout(
     weights: dict[str, float],
     decode: int = 32,
 ) -> tuple[Rollout, Rewards]:
-    """Items of each prompt (of `gather`) as a rollout of leaves, and their rewards as the folder
-    states them; `plan` gives noise levels.
+    """Make a rollout of files, and their rewards as the folder states them.
+
+    items: the files of each prompt, by `gather`. plan: gives noise levels.
 
     A leaf's key is a function of its file's name and prompt, so that what a loss draws for it
     depends on neither batch nor process.
     """
+    # Files of all prompts in one list, each with the place of its prompt.
     flat = [(row, item) for row, group in enumerate(items) for item in group]
     x0 = torch.cat([x0 for _, _, x0 in _encoded(policy, [item.path for _, item in flat], decode)])
     device = x0.device
@@ -122,11 +124,11 @@ def add_references(
     *,
     decode: int = 32,
 ) -> tuple[Rollout, Rewards]:
-    """One more leaf, after all others, in the group of each prompt whose meta has "reference": the
+    """Add a leaf, after all others, to the group of each prompt whose meta has "reference", the
     path of an image.
 
-    It is scored with reward_set as every member, on the image's own pixels. Other prompts' leaves
-    are as they were.
+    It is scored with reward_set like every member, on the image's own pixels. Leaves that are there
+    stay as they are.
     """
     found = [
         (row, path)
@@ -170,7 +172,7 @@ def add_references(
 
 
 def read(source: Source, iteration: int, plan: Plan, ids: Tensor) -> Drawn:
-    """Files of a scored folder in place of samples."""
+    """Read files of a scored folder in place of samples."""
     cfg, dataset = source.cfg, source.dataset
     assert dataset is not None
     batch = select(source.prompts, ids)
@@ -183,7 +185,7 @@ def read(source: Source, iteration: int, plan: Plan, ids: Tensor) -> Drawn:
 
 
 def with_references(source: Source, drawn: Drawn) -> Drawn:
-    """Images that prompts name, as members of their groups."""
+    """Add the images that prompts name to their groups."""
     rollout, rewards = add_references(
         source.policy,
         drawn.rollout,

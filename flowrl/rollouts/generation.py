@@ -1,4 +1,4 @@
-"""Samples of a policy by ODE: what evaluation, `flowrl generate` and scripts share."""
+"""Sampling by ODE, without a plan or a reward: for evaluation, `flowrl generate` and scripts."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def sample(
     Learning Guidance (flowrl/rollouts/velocity.py); 1 is the policy itself, 0 its reference.
     """
     ledger = ledger or Ledger(policy.device)
+    # An evaluation asks for the same prompt many times: text encoders see it once.
     cond, rows = encoded(policy, prompts, conditions)
     path = plan.ode(policy.schedule(steps).sigmas, solver=solver)
     grown = tree.grow(
@@ -56,7 +57,7 @@ def sample(
 def encoded(
     policy: Policy, prompts: Sequence[str], conditions: Sequence[Conditions] | None
 ) -> tuple[Cond, Tensor]:
-    """Equal prompts under equal conditions encoded once -> (cond, its row for each prompt)."""
+    """Encode equal prompts under equal conditions once -> (cond, its row for each prompt)."""
     each = [{} for _ in prompts] if conditions is None else list(conditions)
     names = [
         (p, *sorted((k, v if isinstance(v, str) else id(v)) for k, v in own.items()))

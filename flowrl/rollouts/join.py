@@ -61,6 +61,7 @@ def of_leaves(x0: Tensor, names: Tensor, group: Tensor, plan: Plan, cond: Any) -
 
     names (B,) int64: their keys. group (B,) int64: their rows of cond. plan: gives noise levels.
     """
+    # Without transitions all columns of transitions are empty, and each sample is its own tree.
     device, number = x0.device, torch.arange(len(x0), device=x0.device)
     index = torch.empty(0, dtype=torch.int64, device=device)
     real = torch.empty(0, dtype=torch.float64, device=device)

@@ -33,9 +33,9 @@ Sample = Callable[..., Drawn]  # (ids, round_=0) -> one group of each prompt
 def refill(
     source: Source, sample: Sample, iteration: int, batch: PromptBatch, first: Drawn
 ) -> Drawn:
-    """Add a fresh prompt for each flat group of the round before, up to draw.rounds more rounds.
+    """Add a fresh prompt for each flat group of the round before, in up to draw.rounds more rounds.
 
-    batch: the prompts of all processes.
+    first: the first round. batch: the prompts of all processes.
     """
     cfg, world, drawn = source.cfg, source.world, [first]
     order = keys.permutation(keys.key(cfg.seed, "refill", iteration), len(source.prompts))
@@ -52,7 +52,8 @@ def refill(
 
 
 def balance(source: Source, sample: Sample, first: Drawn) -> Drawn:
-    """Sample unbalanced prompts again, up to draw.rounds more rounds."""
+    """Sample prompts again until half of their samples are good, in draw.rounds more rounds at
+    most."""
     cfg, world = source.cfg, source.world
     threshold = cfg.draw.positive
     if threshold is None:
@@ -76,12 +77,12 @@ def balance(source: Source, sample: Sample, first: Drawn) -> Drawn:
 
 
 def total(source: Source, count: Tensor) -> float:
-    """A number of this process, summed over all."""
+    """The sum of a number over all processes."""
     return float(source.world.sum(count.to(source.policy.device, torch.float32)))
 
 
 def beside(source: Source, drawn: list[Drawn]) -> Drawn:
-    """Several draws of different prompts as one."""
+    """Join draws of different prompts to one."""
     if len(drawn) == 1:
         return drawn[0]
     batch = prompts.select(source.prompts, torch.cat([d.batch.ids for d in drawn]))
@@ -93,7 +94,8 @@ def beside(source: Source, drawn: list[Drawn]) -> Drawn:
 
 
 def within(drawn: list[Drawn], rows: list[Tensor]) -> Drawn:
-    """Several draws as one, with the prompts of the first; rows[i]: those of draw i among them."""
+    """Join draws to one with the prompts of the first; rows[i]: the places of draw i's prompts
+    among these."""
     if len(drawn) == 1:
         return drawn[0]
     first = drawn[0]
@@ -102,7 +104,7 @@ def within(drawn: list[Drawn], rows: list[Tensor]) -> Drawn:
 
 
 def joined(source: Source, made: list[tuple[PromptBatch, Rollout]], batch: PromptBatch) -> Rollout:
-    """The rollouts of parts of a batch as one of the whole batch."""
+    """Join the rollouts of parts of a batch to one of the whole batch."""
     places = torch.arange(len(batch)).split([len(part) for part, _ in made])
     with source.ledger.phase("rollout"), source.autocast():
         whole = join([rollout for _, rollout in made], list(places))
@@ -120,10 +122,8 @@ def spread_out(drawn: Drawn, least: float) -> Tensor:
 
 
 def middle(rewards: Tensor) -> float:
-    """Median of the valid rewards (B,), or the highest below it where none is above.
-
-    So that 0/1 rewards, mostly 1, are split at 0.
-    """
+    """Median of the valid rewards (B,); where none lies above it, the highest below it, so that 0/1
+    rewards that are mostly 1 are split at 0."""
     r = rewards[~rewards.isnan()]
     if not len(r):
         return 0.0
@@ -132,7 +132,7 @@ def middle(rewards: Tensor) -> float:
 
 
 def counts(drawn: Drawn, threshold: float) -> tuple[Tensor, Tensor]:
-    """Valid samples of each prompt above the threshold, and at or below it -> (P,), (P,)."""
+    """Count each prompt's valid samples above the threshold, and at or below it -> (P,), (P,)."""
     group, rewards = drawn.rollout.group, drawn.rewards.total
     zeros = torch.zeros(len(drawn.batch), dtype=torch.int64, device=group.device)
     good, bad = rewards > threshold, rewards <= threshold  # neither is true of NaN
@@ -140,10 +140,10 @@ def counts(drawn: Drawn, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def chosen(drawn: Drawn, group_size: int) -> Tensor:
-    """Rows of the leaves that balance trains: of each prompt `group_size`, half of them good.
+    """Choose the leaves that balance trains -> rows: `group_size` of each prompt, half of them good.
 
-    The first ones, in order. Where one side has too few the other fills up, as in Reinforce-Ada's
-    fallback.
+    The first ones are taken, in order. Where one half has too few, the other fills up, as in
+    Reinforce-Ada's fallback.
     """
     assert drawn.threshold is not None
     everything = torch.arange(len(drawn.rollout.leaf))

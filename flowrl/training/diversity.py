@@ -1,4 +1,4 @@
-"""Credit that knows how alike the samples of a prompt are: the section `diversity` of a config."""
+"""Credit that depends on how alike the samples of a prompt are: section `diversity` of a config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flowrl.types import Rewards
 class Diversity:
     """Stands between rewards and the method that makes advantages of them."""
 
-    config: DiversityConfig
+    config: DiversityConfig  # which features are compared, and what likeness costs
 
     def __call__(
         self,
@@ -43,7 +43,7 @@ class Diversity:
 
 
 def metrics(found: diversity.Spread, redundancy: float = 0.0) -> dict[str, float]:
-    """Means over the samples that have another one in their group; {} where none has."""
+    """diversity/*: means over the samples that have another one in their group; {}: none has."""
     rows = found.compared
     if not bool(rows.any()):
         return {}

@@ -26,7 +26,7 @@ class RatioError(RuntimeError):
 
 
 class RatioCheck:
-    """Made once, at the first iteration with rows to train.
+    """The test, made in the first iteration that has rows to train.
 
     In low precision it may find that old log-probs must be recomputed by the training forward, in
     every iteration.
@@ -34,12 +34,12 @@ class RatioCheck:
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
-        self.done = False
-        self.recompute = False
-        self.needed = "log_prob" in learner.algorithm.needs  # in the next iteration
+        self.done = False  # whether the test was made
+        self.recompute = False  # whether old log-probs are recomputed in every iteration
+        self.needed = "log_prob" in learner.algorithm.needs  # whether the next iteration calls it
 
     def restore(self, *, done: bool, recompute: bool) -> None:
-        """Go on from an earlier process."""
+        """Take what an earlier process of the run found."""
         self.done, self.recompute = done, recompute
         self.needed = self.needed and (recompute or not done)
 
@@ -61,7 +61,7 @@ class RatioCheck:
         return Columns({**columns.data, **old}) if self.recompute else columns
 
     def first(self, recomputed: Tensor, columns: Columns) -> None:
-        """The test itself. All processes agree on what follows from it."""
+        """Make the test. All processes agree on what follows from it."""
         cfg, learner = self.learner.cfg, self.learner
         low = needs_recomputing(
             recomputed, columns, precision=precision(cfg), clip=learner.algorithm.clip_size
@@ -79,7 +79,8 @@ def old_scores(
     columns: Columns,
     micro: int,
 ) -> dict[str, Tensor]:
-    """Scores of the old policy by the training forward, (n,) each: log_prob, Guard's normed."""
+    """Compute the old policy's scores by the training forward, (n,) each: log_prob, Guard's
+    normed."""
     out: dict[str, Tensor] = {}
     columns = columns.brought_near()
     for rows in gradient.split(algorithm, columns, micro):

@@ -43,6 +43,7 @@ def train(
     stored: a run goes on when they are passed again. On a GPU that cannot hold the run, by its
     budget, a ValueError says which settings fit (guard.fits).
     """
+    # One function makes the trainer for scripts and for the command line.
     trainer = start(
         cfg,
         resume=resume,

@@ -41,7 +41,11 @@ def accumulate(
     total_weight: float,
     backward: Callable[[Tensor], None],
 ) -> dict[str, Tensor]:
-    """Scores of the whole batch without gradient, c = d loss / d scores, then sum(c * score)."""
+    """Add the gradient of loss / total_weight in two passes -> metrics, summed over rows.
+
+    parts: the rows of each micro-batch, on the CPU.
+    """
+    # Scores of the whole batch without gradient, and c = d loss / d scores.
     whole: dict[str, Tensor] = {}
     with torch.no_grad():
         for rows in parts:
@@ -49,6 +53,7 @@ def accumulate(
                 at = rows.to(value.device, non_blocking=True)
                 whole.setdefault(name, value.new_empty(len(batch)))[at] = value
     out, c = coefficients(algorithm, whole, batch)
+    # sum(c * score) of a part has the gradient that the loss has in this part's scores.
     for rows in parts:
         scores = algorithm.score(policy, rollout, batch[rows])
         trained = {name: v for name, v in scores.items() if name in c and v.requires_grad}
@@ -60,7 +65,7 @@ def accumulate(
 def coefficients(
     algorithm: Algorithm, scores: dict[str, Tensor], batch: Columns
 ) -> tuple[LossOutput, dict[str, Tensor]]:
-    """Loss of given scores, and its derivative by each of those that it depends on."""
+    """The loss of given scores, and its derivative by each score that it depends on."""
     leaves = {name: value.detach().requires_grad_() for name, value in scores.items()}
     with torch.enable_grad():
         out = algorithm.loss(leaves, batch)
