@@ -140,7 +140,8 @@ def counts(drawn: Drawn, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def chosen(drawn: Drawn, group_size: int) -> Tensor:
-    """Choose the leaves that balance trains -> rows: `group_size` of each prompt, half of them good.
+    """Choose the leaves that balance trains -> rows: `group_size` of each prompt, half of them
+    good.
 
     The first ones are taken, in order. Where one half has too few, the other fills up, as in
     Reinforce-Ada's fallback.
