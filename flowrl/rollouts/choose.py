@@ -50,7 +50,8 @@ class Chooser:
         self.prompts, self.config, self.seed = prompts, config, seed
         self.names = _names(prompts)  # what the state calls each prompt
         self.state: dict[str, Any] = {}  # name -> numbers; checkpoints hold it as JSON
-        self.helper = Helper(config.help, self.names, seed)  # who is helped, with its own state
+        # says which prompts are helped, by a state of its own; None: none ever is
+        self.helper = Helper(config.help, self.names, seed) if config.help.after else None
 
     def choose(self, iteration: int, size: int) -> PromptBatch:
         """The `size` prompts of an iteration, counted from 0; none is there twice."""
@@ -72,8 +73,10 @@ class Chooser:
             drawn.batch, drawn.rollout.group, drawn.rewards.total, advantages, self.config
         )
         seen = all_seen(gather(own))
-        counted = self.helper.learn(iteration, seen.ids, seen.samples, seen.successes)
-        return self.learn(seen) | counted
+        found = self.learn(seen)
+        if self.helper is not None:
+            found |= self.helper.learn(iteration, seen.ids, seen.samples, seen.successes)
+        return found
 
     def learn(self, seen: Seen) -> dict[str, float]:
         """Change the state by what an iteration showed -> prompts/* to log."""

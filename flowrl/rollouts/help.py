@@ -23,14 +23,11 @@ class Helper:
 
     def __init__(self, config: HelpConfig, names: list[str], seed: int) -> None:
         self.config, self.names, self.seed = config, names, seed
-        self.on = config.after > 0  # whether any prompt is ever helped
         # name -> visits before the first success, visits with a success
         self.state: dict[str, list[int]] = {}
 
     def helps(self, iteration: int, ids: Tensor) -> Tensor:
         """Which of the prompts at `ids` (P,) are helped in an iteration -> (P,) bool."""
-        if not self.on:
-            return torch.zeros(len(ids), dtype=torch.bool)
         visits = [self.state.get(self.names[i], (0, 0)) for i in ids.tolist()]
         failed, succeeded = torch.tensor(visits).reshape(-1, 2).unbind(1)
         chance = torch.tensor(self.config.decay, dtype=torch.float64) ** succeeded  # 0**0 = 1
@@ -45,8 +42,6 @@ class Helper:
         ids (P,): the prompts of all processes. samples, successes (P,): how many of their samples
         could be scored, and how many of these succeeded.
         """
-        if not self.on:
-            return {}
         helped = self.helps(iteration, ids) & (samples > 0)
         good = successes > 0
         for i, scored, success in zip(ids.tolist(), samples > 0, good, strict=True):

@@ -37,7 +37,7 @@ class Source:
     guidance: float | str  # of the samples: "pipeline", "none" or a number
     autocast: Callable[[], AbstractContextManager[object]]  # the context in which networks run
     rewards: RewardSet  # what scores samples; of an iteration, those that advantages come from
-    buffer: ReplayBuffer  # old samples that are trained again
+    buffer: ReplayBuffer | None  # old samples that are trained again; None without replay.size
     # iteration -> the plan of prompts that are helped by more steps; None: they are not
     helped_plan: Callable[[int], Plan] | None = None
     # the column of prompts whose texts are sampled in place of their own; None: their own are

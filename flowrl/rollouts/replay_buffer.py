@@ -59,7 +59,7 @@ class ReplayBuffer:
 
     def most(self, prompts: int) -> int:
         """How many old groups are trained at most, beside those of so many new prompts."""
-        return max(1, round(self.config.share * prompts)) if self.config.size else 0
+        return max(1, round(self.config.share * prompts))
 
     def drawn(self, iteration: int, most: int) -> list[tuple[int, int]]:
         """(iteration, place of the prompt) of the groups that an iteration trains again: at most

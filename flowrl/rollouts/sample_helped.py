@@ -28,6 +28,7 @@ def helping(source: Source, iteration: int, plan: Plan, sample: Callable[..., Dr
     sample: draws for (source, iteration, plan, ids, round_), see draw.py.
     """
     helper, config = source.chooser.helper, source.cfg.data.sampler.help
+    assert helper is not None
     helped = replace(
         source,
         guidance=source.guidance if config.guidance is None else config.guidance,

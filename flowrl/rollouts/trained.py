@@ -51,7 +51,7 @@ def what_to_train(source: Source, iteration: int, drawn: Drawn, leaf: Tensor) ->
         metrics={},
         prompts=size,
     )
-    if not cfg.replay.size:
+    if source.buffer is None:
         return new
     groups = source.buffer.drawn(iteration, source.buffer.most(cfg.batch.prompts))
     out = with_old(source, iteration, drawn, new, groups)
@@ -67,6 +67,7 @@ def with_old(
     groups: (iteration, place of the prompt) of the old groups of all processes.
     """
     world, buffer, like = source.world, source.buffer, new.leaf
+    assert buffer is not None
     ages = [iteration - i for i, _ in groups]
     metrics = {
         "replay/groups": float(len(groups)),

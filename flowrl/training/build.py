@@ -128,7 +128,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         guidance=setup.guidance,
         autocast=autocast(cfg, policy.device),
         rewards=rewards.beside(policy),
-        buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
+        buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed) if cfg.replay.size else None,
         helped_plan=helped_plan(cfg, algorithm, policy),
     )
     return RunParts(

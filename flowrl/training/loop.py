@@ -23,7 +23,7 @@ from flowrl.rollouts.trained import TrainingBatch, what_to_train
 from flowrl.training import outputs, state
 from flowrl.training.build import build
 from flowrl.training.diversity import Diversity
-from flowrl.training.observe import Observation, Observer, observe
+from flowrl.training.observe import Observation, Observer
 from flowrl.training.ratio_check import RatioCheck
 from flowrl.training.records import Credited, Iteration, Run
 from flowrl.training.resume import config_of
@@ -125,7 +125,9 @@ class Trainer:
             columns=columns,
             metrics=metrics,
         )
-        observed = observe(self.observers, seen)
+        observed: dict[str, float] = {}
+        for observer in self.observers:
+            observed |= observer(seen)
 
         # Follow: the old policy and a moving reference, and what later plans depend on.
         self.follow(i, credited.observed)
@@ -153,7 +155,7 @@ class Trainer:
             diversity = Diversity(self.cfg.diversity)
             everyone, metrics = diversity(algorithm.leaf_advantages, rewards, group)
         leaf = everyone[self.world.part(len(drawn.rollout.leaf))]
-        if chooser.learns or chooser.helper.on:  # which prompts come next, and which get help
+        if chooser.learns or chooser.helper:  # which prompts come next, and which get help
             metrics |= chooser.learn_from(i, drawn, leaf, self.world.gather)
         observed = algorithm.observe(drawn.rollout, drawn.rewards)
         observed = self.world.mean_metrics(observed) if observed else {}

@@ -7,7 +7,7 @@ Observers run in one order on all processes, as some of them gather values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -31,11 +31,3 @@ class Observation:
 
 
 Observer = Callable[[Observation], dict[str, float]]
-
-
-def observe(chosen: Sequence[Observer], seen: Observation) -> dict[str, float]:
-    """Metrics of all observers of an iteration."""
-    out: dict[str, float] = {}
-    for observer in chosen:
-        out |= observer(seen)
-    return out

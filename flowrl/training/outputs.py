@@ -205,7 +205,7 @@ def describe(trainer: Running) -> str:
     cfg, parts, source = trainer.cfg, trainer.parts, trainer.parts.source
     batch, algorithm = cfg.batch, parts.setup.algorithm
     group = batch.group + source.references
-    prompts = batch.prompts + source.buffer.most(batch.prompts)
+    prompts = batch.prompts + (source.buffer.most(batch.prompts) if source.buffer else 0)
     rows = algorithm.most_rows(parts.setup.plan, group) * prompts
     weights = sum(w.numel() for w in parts.weights.parameters.values())
     done, last = trainer.iteration, cfg.iterations

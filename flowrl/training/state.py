@@ -79,7 +79,7 @@ def save(trainer: Resumable) -> Path | None:
         "noise": trainer.noise_watch.noise,
         "memory": parts.setup.algorithm.memory,
         "choice": parts.source.chooser.state,
-        "help": parts.source.chooser.helper.state,
+        "help": parts.source.chooser.helper.state if parts.source.chooser.helper else {},
         "guards": parts.guards.state,
         "watch": parts.watch.state,
         "scaler": scaler_state(parts.weights.accelerator),
@@ -108,7 +108,7 @@ def _tensors(trainer: Resumable) -> Tensors:
     tensors = {"policy": policy.tensors("default"), "ema": weights.ema.state_dict()}
     tensors |= {view: policy.tensors(view) for view in trainer.parts.setup.algorithm.views}
     tensors["optimizer"] = checkpoint.pack_optimizer(weights.adamw, weights.parameters)
-    if trainer.parts.setup.cfg.replay.size:
+    if trainer.parts.source.buffer:
         tensors["replay"] = trainer.parts.source.buffer.state(trainer.iteration)
     return tensors
 
@@ -132,7 +132,8 @@ def _load_tensors(trainer: Resumable, saved: Checkpoint) -> None:
         parts.source.policy.load_state(view, saved.group(view))
     weights.ema.load_state_dict(saved.group("ema"))
     checkpoint.unpack_optimizer(weights.adamw, weights.parameters, saved.group("optimizer"))
-    parts.source.buffer.restore(saved.tensors.get("replay", {}))  # not kept without replay.size
+    if parts.source.buffer:  # replay.size may have been set since
+        parts.source.buffer.restore(saved.tensors.get("replay", {}))
 
 
 def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
@@ -144,7 +145,8 @@ def _load_meta(trainer: Resumable, meta: dict[str, Any]) -> None:
         parts.guards.state = meta["guards"]
     if "choice" in meta:
         parts.source.chooser.restore(meta["choice"])
-    parts.source.chooser.helper.restore(meta.get("help", {}))
+    if parts.source.chooser.helper:
+        parts.source.chooser.helper.restore(meta.get("help", {}))
     if "watch" in meta:
         parts.watch.state = meta["watch"]
     measured = {(phase, kind, call): flops for phase, kind, call, flops in meta.get("flops", ())}

@@ -78,7 +78,7 @@ def test_rewards_that_are_no_shares_need_a_threshold():
 
 def test_without_help_nothing_is_counted():
     choice = chooser([{"prompt": "p"}], ChoiceConfig(), size=1, seed=0)
-    assert not choice.learns and not choice.helper.on  # so that no iteration asks them
+    assert not choice.learns and choice.helper is None  # so that no iteration asks them
 
 
 # --- runs

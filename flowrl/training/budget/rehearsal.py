@@ -291,7 +291,7 @@ class Rehearsal(Trainer):
             guidance=setup.guidance,
             autocast=nullcontext,
             rewards=rewards,
-            buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed),
+            buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed) if cfg.replay.size else None,
         )
         self.parts = RunParts(
             setup=setup,
