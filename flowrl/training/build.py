@@ -63,7 +63,12 @@ def build(
     live: Live | None = None,
 ) -> RunParts:
     """Load and check all parts, and lock the run's folder; a mistake of the user -> ValueError, and
-    nothing was written. accept: a resumed run may have changed. live: what a script handed over."""
+    nothing was written.
+
+    resume: the folder of a run that goes on; accept: it may have changed. live: what a script
+    handed over.
+    """
+    # What words alone can tell comes first: nothing was loaded yet.
     folder, live = None if resume is None else Path(resume), live or Live()
     check_given(cfg, live)
     if folder:
@@ -83,7 +88,8 @@ def build(
 
 
 def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Live) -> RunParts:
-    """All parts of a run whose folder is ours."""
+    """Load, check and connect all parts of a run whose folder is locked."""
+    # What can be told without the model comes before it, as models load for minutes.
     rewards = load_rewards(cfg, path, live)
     dataset, prompts, held_out = load_data(cfg, rewards, live)
     choice = chooser(prompts, cfg.data.sampler, size=cfg.batch.prompts, seed=cfg.seed)
@@ -108,8 +114,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
     check_signal(cfg, algorithm, setup.plan, rewards.needs)
     check_files(algorithm, policy, dataset, prompts, rewards, draw=cfg.draw.mode)
     warn(setup, policy, (prompts, held_out), processes=world.size)
-
-    # in full mode fp32 from here on; who kept what it returns would keep split weights whole
+    # in full mode weights are fp32 from here on; to keep them here would keep split ones whole
     policy.trainable.named()
     data = {"prompts": prompts, "held-out prompts": held_out}
     media = [*(dataset.paths if dataset else references(prompts)), *files([*prompts, *held_out])]
@@ -147,7 +152,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
 def share_networks(
     cfg: Config, world: World, policy: Policy, prompts: Prompts, guidance: float | str
 ) -> None:
-    """Split the weights over processes, or deal the tokens of each call to a team of them."""
+    """Split the weights over processes, or let a team of them share the tokens of each call."""
     casts = autocast(cfg, policy.device)
     if cfg.train.shard:
         shard(policy, world, prompts, guidance=guidance, autocast=casts)
@@ -163,7 +168,7 @@ def warn(setup: Setup, policy: Policy, prompts: tuple[Prompts, Prompts], *, proc
     """Warn of what a run can do but its user hardly means. prompts: to train on, and held-out."""
     cfg, algorithm = setup.cfg, setup.algorithm
     policy.say_cut(row["prompt"] for own in prompts for row in own)
-    spare = (len(prompts[0]) - cfg.batch.prompts) // processes  # that an iteration leaves over
+    spare = (len(prompts[0]) - cfg.batch.prompts) // processes  # prompts that refill could draw
     warn_distilled(algorithm, policy, cfg.model.source)
     warn_large(cfg, policy)
     guidances = [cfg.sampler.guidance, cfg.data.sampler.help.guidance or "none"]
@@ -175,7 +180,8 @@ def warn(setup: Setup, policy: Policy, prompts: tuple[Prompts, Prompts], *, proc
 
 
 def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
-    """The rewards, whose columns this run can give."""
+    """Load the rewards, and what else reads samples; ValueError where a run cannot give what they
+    need."""
     rewards = replace(live.rewards or load_set(cfg.reward), seconds=cfg.guard.reward_seconds)
     if cfg.diversity.features is not None:
         d = cfg.diversity
@@ -199,7 +205,7 @@ def load_rewards(cfg: Config, path: Path, live: Live) -> RewardSet:
 def load_data(
     cfg: Config, rewards: RewardSet, live: Live
 ) -> tuple[Dataset | None, Prompts, Prompts]:
-    """(dataset in place of samples, prompts to train on, held-out prompts)."""
+    """Load (the dataset in place of samples or None, prompts to train on, held-out prompts)."""
     dataset = load_dataset(cfg.data.offline) if cfg.data.offline else None
     data = cfg.data
     prompts = dataset.prompts if dataset else live.prompts or load_prompts(data.train, data.columns)
@@ -212,7 +218,8 @@ def load_data(
 
 
 def helped_plan(cfg: Config, algorithm: Algorithm, policy: Policy) -> Callable[[int], Plan] | None:
-    """Iteration -> the plan of samples that are helped by more steps."""
+    """A function of the iteration that gives the plan of samples that are helped by more steps;
+    None: none are."""
     steps = cfg.data.sampler.help.steps
     if steps is None:
         return None
@@ -231,7 +238,7 @@ def keeps_reference(cfg: Config, algorithm: Algorithm) -> bool:
 
 
 def weights(cfg: Config, algorithm: Algorithm, policy: Policy, accelerator: Accelerator) -> Weights:
-    """Copies of the trained weights that the method needs, AdamW, and averages."""
+    """Make the copies of the trained weights that the method needs, the optimizer, and averages."""
     views = [*algorithm.views]
     if keeps_reference(cfg, algorithm):
         views.append("reference")
