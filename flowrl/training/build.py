@@ -8,7 +8,6 @@ from pathlib import Path
 
 from accelerate import Accelerator
 
-from flowrl.algorithms.common.base import Algorithm
 from flowrl.config.build import autocast, make_algorithm, make_policy, schedule
 from flowrl.config.live import Live, check_given
 from flowrl.config.load import flatten
@@ -134,7 +133,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         autocast=autocast(cfg, policy.device),
         rewards=rewards.beside(policy),
         buffer=ReplayBuffer(cfg.replay, prompts, cfg.seed) if cfg.replay.size else None,
-        helped_plan=helped_plan(cfg, algorithm, policy),
+        helped_plan=helped_plan(setup, policy),
     )
     return RunParts(
         setup=setup,
@@ -143,7 +142,7 @@ def assemble(cfg: Config, world: World, path: Path, lock: Lock | None, live: Liv
         path=path,
         source=source,
         held_out=held_out,
-        weights=weights(cfg, algorithm, policy, world.accelerator),
+        weights=weights(setup, policy, world.accelerator),
         identity=known,
         lock=lock,
     )
@@ -217,9 +216,10 @@ def load_data(
     return dataset, prompts, held_out
 
 
-def helped_plan(cfg: Config, algorithm: Algorithm, policy: Policy) -> Callable[[int], Plan] | None:
+def helped_plan(setup: Setup, policy: Policy) -> Callable[[int], Plan] | None:
     """A function of the iteration that gives the plan of samples that are helped by more steps;
     None: none are."""
+    cfg, algorithm = setup.cfg, setup.algorithm
     steps = cfg.data.sampler.help.steps
     if steps is None:
         return None
@@ -230,17 +230,18 @@ def helped_plan(cfg: Config, algorithm: Algorithm, policy: Policy) -> Callable[[
     )
 
 
-def keeps_reference(cfg: Config, algorithm: Algorithm) -> bool:
+def keeps_reference(setup: Setup) -> bool:
     """Whether a run holds a frozen copy of all weights; with LoRA, the reference is the adapters
     switched off."""
-    read = "reference" in algorithm.needs or cfg.sampler.rlg != 1 or cfg.eval.rlg != 1
+    cfg = setup.cfg
+    read = "reference" in setup.needs or cfg.sampler.rlg != 1 or cfg.eval.rlg != 1
     return read and cfg.train.mode == "full"
 
 
-def weights(cfg: Config, algorithm: Algorithm, policy: Policy, accelerator: Accelerator) -> Weights:
+def weights(setup: Setup, policy: Policy, accelerator: Accelerator) -> Weights:
     """Make the copies of the trained weights that the method needs, the optimizer, and averages."""
-    views = [*algorithm.views]
-    if keeps_reference(cfg, algorithm):
+    cfg, views = setup.cfg, [*setup.algorithm.views]
+    if keeps_reference(setup):
         views.append("reference")
     for view in views:
         if policy.trainable.has(view):  # of a run before, of the same live policy

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flowrl.config.build import make_algorithm
 from flowrl.config.schema import Config
 from flowrl.training.budget.call_shapes import CallShapes
 from flowrl.training.budget.phases import PHASES, Phase
@@ -118,12 +117,11 @@ def rehearsed(cfg: Config, shapes: CallShapes) -> Rehearsed:
     if len(runs) == 2:
         events = at_size(runs[0][1], events, sizes, numbers)
         states *= numbers / sizes[1]
-    algorithm = make_algorithm(cfg)
     return Rehearsed(
         first=first,
         events=events,
         metrics=metrics,
-        views=len(algorithm.views) + keeps_reference(cfg, algorithm),
+        views=len(run.views) + keeps_reference(run.setup),
         states=states,
     )
 

@@ -298,7 +298,7 @@ class Rehearsal(Trainer):
             path=Path(),
             source=source,
             held_out=[],
-            weights=weights(cfg, algorithm, policy, accelerator),
+            weights=weights(setup, policy, accelerator),
             guards=Guards(cfg.guard, rewards),
             watch=Watch(cfg.watch, world, lower=False),
             identity={},
