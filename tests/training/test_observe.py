@@ -58,5 +58,6 @@ def test_observers_write_into_no_tensor_and_change_no_random_number(tmp_path, al
 
 def test_what_a_run_does_not_watch_is_not_asked(tmp_path):
     """With all weights trained there is no reference, and so no gain of winners."""
-    made = small.trainer(tmp_path / "run", "flow_grpo", train__mode="full", data__eval="null")
+    own = {"algorithm__kl_weight": "0", "data__eval": "null"}
+    made = small.trainer(tmp_path / "run", "flow_grpo", train__mode="full", **own)
     assert made.observers == ()
