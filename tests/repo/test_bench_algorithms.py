@@ -11,6 +11,7 @@ import long
 import pytest
 import quickstart_seeds
 import results_page
+import small
 import torch
 from at_inference import turned
 
@@ -374,7 +375,12 @@ def test_the_quickstarts_seeds_may_be_followed_by_overrides(tmp_path, monkeypatc
     assert asked == [(0, ["algorithm=awm"]), (2, ["algorithm=awm"]), (1, ["optimizer.lr=5e-4"])]
 
 
-def test_a_seed_of_the_quickstart_is_a_run_of_the_command_line(tmp_path):
+def test_a_seed_of_the_quickstart_is_a_run_of_the_command_line(tmp_path, monkeypatch):
+    def run(command, check):
+        assert command[:3] == [sys.executable, "-m", "flowrl"] and check
+        assert small.invoke(*command[3:]).exit_code == 0
+
+    monkeypatch.setattr(quickstart_seeds.subprocess, "run", run)
     tiny = ["iterations=1", "batch.group=8", "batch.prompts=2", "algorithm.steps=1"]
     tiny += [
         "reward.shapes.reading=partial",
