@@ -15,19 +15,16 @@ from PIL import Image
 
 @dataclass
 class Answer:
-    """What the server sends: a chat completion with this text, or `raw` bytes.
+    """What the server sends."""
 
-    first: token -> probability of the first token. delay: seconds before it is sent.
-    """
-
-    text: str | None = ""
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    raw: bytes | None = None
-    first: dict[str, float] | None = None
-    tokens: int | None = 10
-    finish: str = "stop"
-    delay: float = 0.0
+    text: str | None = ""  # of a chat completion
+    status: int = 200  # of HTTP
+    headers: dict[str, str] = field(default_factory=dict)  # beside the usual ones
+    raw: bytes | None = None  # the whole body, in place of a chat completion
+    first: dict[str, float] | None = None  # token -> probability of the first token
+    tokens: int | None = 10  # usage that it states; None: nothing is said
+    finish: str = "stop"  # finish_reason
+    delay: float = 0.0  # seconds before it is sent
 
     def body(self) -> bytes:
         if self.raw is not None:

@@ -15,16 +15,15 @@ PROMPTS = ("two red circles", "a blue square left of a green triangle")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A pipeline and how it is called. make: a fresh pipeline with redrawn weights. call: arguments
-    of its own call, the same for every prompt. conditions: those that belong to a prompt, one
-    mapping for each of PROMPTS ({"image": a picture}); empty for text alone. prompts: False where
-    the pipeline takes none. refused: why it cannot be replayed, where that is known."""
+    """A pipeline and how it is called."""
 
-    make: Callable[[], Any]
+    make: Callable[[], Any]  # a fresh pipeline with redrawn weights
+    # arguments of its own call, the same for every prompt
     call: dict[str, Any] = field(default_factory=dict)
+    # arguments of each of PROMPTS, as {"image": a picture}; empty for text alone
     conditions: tuple[dict[str, Any], ...] = ()
-    prompts: bool = True
-    refused: str = ""
+    prompts: bool = True  # False: the pipeline takes none
+    refused: str = ""  # why it cannot be replayed, where that is known
 
 
 def picture(seed: int, size: int = 16) -> Image.Image:
