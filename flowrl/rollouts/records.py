@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from flowrl.config.schema import Config
+from flowrl.data import conditions
 from flowrl.data.prompts import Prompts
 from flowrl.data.scored_dataset import Dataset
-from flowrl.policy import Policy
+from flowrl.policy import Cond, Policy
 from flowrl.rewards import RewardSet
 from flowrl.rollouts.choose import Chooser
 from flowrl.rollouts.gradient_scorer import GradientScorer
@@ -51,6 +52,11 @@ class Source:
         return replace(
             self, rewards=now.credited(), climbed=now.climbed() if now.climbers else None
         )
+
+    def encode(self, batch: PromptBatch) -> Cond:
+        """Encode prompts again, for a rollout that was put together; booked with the rollouts."""
+        with self.ledger.phase("rollout"), self.autocast():
+            return self.policy.encode(batch.text, conditions.of(batch.meta))
 
     def with_helpful_texts(self, batch: PromptBatch) -> PromptBatch:
         """Prompts with the texts of `column`, or their own where it is empty."""

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowrl.data import conditions, prompts
+from flowrl.data import prompts
 from flowrl.rewards import RewardUnavailable
 from flowrl.rewards import concat as concat_rewards
 from flowrl.rollouts.join import join
@@ -86,11 +86,10 @@ def beside(source: Source, drawn: list[Drawn]) -> Drawn:
     if len(drawn) == 1:
         return drawn[0]
     batch = prompts.select(source.prompts, torch.cat([d.batch.ids for d in drawn]))
-    with source.ledger.phase("rollout"), source.autocast():
-        cond = source.policy.encode(batch.text, conditions.of(batch.meta))
     rows = list(torch.arange(len(batch)).split([len(d.batch) for d in drawn]))
     whole = within(drawn, rows)
-    return replace(whole, batch=batch, rollout=replace(whole.rollout, cond=cond))
+    rollout = replace(whole.rollout, cond=source.encode(batch))
+    return replace(whole, batch=batch, rollout=rollout)
 
 
 def within(drawn: list[Drawn], rows: list[Tensor]) -> Drawn:
@@ -106,9 +105,8 @@ def within(drawn: list[Drawn], rows: list[Tensor]) -> Drawn:
 def joined(source: Source, made: list[tuple[PromptBatch, Rollout]], batch: PromptBatch) -> Rollout:
     """Join the rollouts of parts of a batch to one of the whole batch."""
     places = torch.arange(len(batch)).split([len(part) for part, _ in made])
-    with source.ledger.phase("rollout"), source.autocast():
-        whole = join([rollout for _, rollout in made], list(places))
-        return replace(whole, cond=source.policy.encode(batch.text, conditions.of(batch.meta)))
+    whole = join([rollout for _, rollout in made], list(places))
+    return replace(whole, cond=source.encode(batch))
 
 
 def spread_out(drawn: Drawn, least: float) -> Tensor:

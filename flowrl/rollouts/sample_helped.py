@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flowrl.data import conditions
 from flowrl.data.prompts import select
 from flowrl.rewards import concat
 from flowrl.rollouts.join import join
@@ -55,15 +54,13 @@ def as_plain(source: Source, plan: Plan, ids: Tensor, parts: list[tuple[Drawn, T
     in ids."""
     drawn, places = [part for part, _ in parts], [at for _, at in parts]
     batch = select(source.prompts, ids)
-    with source.ledger.phase("rollout"), source.autocast():
-        cond = source.policy.encode(batch.text, conditions.of(batch.meta))
     whole = join([part.rollout for part in drawn], places)
     first, last = drawn[0], drawn[-1]
     cut = len(drawn) == 1 or len(first.shown) < len(first.rollout.leaf)
     return replace(
         first,
         batch=batch,
-        rollout=replace(whole, cond=cond, plan=plan, guidance=source.guidance),
+        rollout=replace(whole, cond=source.encode(batch), plan=plan, guidance=source.guidance),
         rewards=concat([part.rewards for part in drawn]),
         shown=first.shown if cut else torch.cat([first.shown, last.shown]),
     )

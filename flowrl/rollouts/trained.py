@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flowrl.data import conditions
 from flowrl.data.prompts import select
 from flowrl.rollouts.join import join, of_leaves, take
 from flowrl.rollouts.records import Drawn, Source
@@ -80,8 +79,7 @@ def with_old(
     batch = select(
         source.prompts, torch.cat([drawn.batch.ids, torch.tensor([groups[k][1] for k in own])])
     )
-    with source.ledger.phase("rollout"), source.autocast():
-        cond = source.policy.encode(batch.text, conditions.of(batch.meta))
+    cond = source.encode(batch)
     # Old samples as a rollout of their final states, which is all that their methods read.
     number = torch.arange(len(old)).repeat_interleave(
         torch.tensor([len(leaves["id"]) for leaves in old])
